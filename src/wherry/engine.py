@@ -353,6 +353,10 @@ class Engine(nn.Module):
             return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
         return batch
 
+    def settle(self) -> None:
+        """Complete updates that are still under way, so that weights and state are those after the last step."""
+        self._check_open()
+
     # What people ask.
 
     def get_global_grad_norm(self) -> float | None:

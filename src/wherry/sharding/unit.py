@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -58,6 +59,14 @@ class Flat:
         self.ticket: Ticket = DONE
         # How many `gathered` contexts keep it whole.
         self.pins = 0
+
+    @contextmanager
+    def opened(self, *, write: bool = False) -> Iterator[torch.Tensor]:
+        """This rank's shard of the working weights, wherever it rests; valid inside only.
+
+        What is changed inside is kept if `write` is given. A resident flat's other parts are not touched.
+        """
+        yield self.shard
 
     @property
     def nbytes(self) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from wherry.native import Blocks8
 from wherry.observe.spans import span
 from wherry.sharding.gradients import FlatGradient
 from wherry.sharding.unit import Flat
@@ -43,6 +45,14 @@ class FlatState:
         ]
         # Ranks whose shard is all padding have no segments, and yet take part in the flat's collectives.
         self.updated = any(slot.group < groups for slot in flat.layout.slots)
+
+    @contextmanager
+    def opened(self, *, write: bool = False) -> Iterator[list[dict[str, torch.Tensor | Blocks8]]]:
+        """The state of each segment, by name: `master` in fp32 and the moments, wherever they rest.
+
+        What is changed inside is kept if `write` is given. Tensors are valid inside only.
+        """
+        yield [{"master": segment.master, **segment.state} for segment in self.segments]
 
     @property
     def nbytes(self) -> int:
