@@ -1,0 +1,150 @@
+"""The way between the device and host memory: copies on streams of their own, and host memory fit for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from wherry.tiers.buffers import CudaPin, HostPool
+from wherry.tiers.tickets import DONE, Ticket
+
+
+class Link:
+    """Between a device and the host where they are one: a CPU. Copies are made at once.
+
+    `shared` says that they are one, so that nothing need be copied at all; whoever can asks that first.
+    `up` and `down` copy to and from the device. What they read must be complete on the current stream, and neither side
+    may change until the ticket was waited for. A ticket of `up` makes the current stream wait, one of `down` the host.
+    """
+
+    shared = True
+
+    def __init__(self, device: torch.device, *, pin: bool = True) -> None:
+        self.device = device
+        self.host = HostPool(pinning=self._pinning(pin))
+
+    def _pinning(self, pin: bool) -> CudaPin | None:
+        return None
+
+    def up(self, target: torch.Tensor, source: torch.Tensor, *, after: Ticket = DONE) -> Ticket:
+        after.wait()
+        target.copy_(source)
+        return DONE
+
+    def down(self, target: torch.Tensor, source: torch.Tensor) -> Ticket:
+        target.copy_(source)
+        return DONE
+
+    def fence(self) -> Ticket:
+        """What the current stream has been given so far, for another thread's `up` to come after."""
+        return DONE
+
+    def order(self, ticket: Ticket) -> None:
+        """Let the current stream, not the host, wait for a copy down: its source may then be written again."""
+        ticket.wait()
+
+    @contextmanager
+    def uploading(self) -> Iterator[None]:
+        """Collectives begun inside come after the copies up that were begun before, and hold up nothing else."""
+        yield
+
+    def free_bytes(self) -> int | None:
+        """Free memory of the device; None where the device is the host."""
+        return None
+
+    def close(self) -> None:
+        self.host.close()
+
+
+class _Copy(Ticket):
+    """A copy on a stream: `wait` is for whoever uses the target, `order` for whoever reuses the source."""
+
+    __slots__ = ("_event", "_keeps", "_on_host")
+
+    def __init__(self, event: torch.cuda.Event, keeps: tuple[torch.Tensor, ...], on_host: bool) -> None:
+        self._event = event
+        self._keeps = keeps
+        self._on_host = on_host
+
+    def wait(self) -> None:
+        if self._on_host:
+            self._event.synchronize()
+            self._keeps = ()
+        else:
+            self.order()
+
+    def order(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+    def done(self) -> bool:
+        return self._event.query()
+
+
+class CudaLink(Link):
+    """Between a CUDA device and pinned host memory, with a stream for each direction."""
+
+    shared = False
+
+    def __init__(self, device: torch.device, *, pin: bool = True) -> None:
+        super().__init__(device, pin=pin)
+        self._up = torch.cuda.Stream(device)
+        self._down = torch.cuda.Stream(device)
+
+    def _pinning(self, pin: bool) -> CudaPin | None:
+        return CudaPin() if pin else None
+
+    def _record(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def _copy(self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor, on_host: bool) -> Ticket:
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(stream)
+        return _Copy(event, (target, source), on_host)
+
+    def up(self, target: torch.Tensor, source: torch.Tensor, *, after: Ticket | None = None) -> Ticket:
+        # The target's memory may have belonged to work that the current stream, or the fence's, has not done yet.
+        if isinstance(after, _Copy):
+            self._up.wait_event(after._event)
+        else:
+            self._up.wait_event(self._record())
+        return self._copy(self._up, target, source, on_host=False)
+
+    def down(self, target: torch.Tensor, source: torch.Tensor) -> Ticket:
+        self._down.wait_event(self._record())
+        return self._copy(self._down, target, source, on_host=True)
+
+    def fence(self) -> Ticket:
+        return _Copy(self._record(), (), on_host=False)
+
+    def order(self, ticket: Ticket) -> None:
+        if isinstance(ticket, _Copy):
+            ticket.order()
+        else:
+            ticket.wait()
+
+    @contextmanager
+    def uploading(self) -> Iterator[None]:
+        with torch.cuda.stream(self._up):
+            yield
+
+    def free_bytes(self) -> int | None:
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return free
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self.device)
+        super().close()
+
+
+LinkFactory = Callable[..., Link]
+
+
+def link_to(device: torch.device, *, pin: bool = True) -> Link:
+    """The link for a device."""
+    return CudaLink(device, pin=pin) if device.type == "cuda" else Link(device, pin=pin)
