@@ -14,6 +14,7 @@ from torch import nn
 from wherry.config import Config
 from wherry.config.batch import BatchSizes
 from wherry.errors import WherryError
+from wherry.fake import host_value
 from wherry.observe.log import get_logger
 from wherry.observe.spans import Spans
 from wherry.parallel.topology import Topology
@@ -235,7 +236,7 @@ class Engine(nn.Module):
             self._end_window()
             return True
         self._gradients.complete_window()
-        total = float(self._gradients.sum_squares(self._gatherer.journal))
+        total = host_value(self._gradients.sum_squares(self._gatherer.journal))
         self._norm, multiplier = norm_and_multiplier(total, self._window_scale, self._config.gradient_clipping)
         overflow = self._check_overflow and not math.isfinite(self._norm)
         self._applied = not overflow

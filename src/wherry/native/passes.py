@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from wherry.errors import WherryError
+from wherry.fake import is_fake
 from wherry.native import fallback
 from wherry.native.blocks import Blocks8
 from wherry.native.loading import Engine, engine
@@ -47,6 +48,8 @@ def accumulate(
 ) -> None:
     """dst += scale * src, in fp32, rounded once to dst's dtype. Both may be fp32, bf16 or fp16."""
     numel = _check("accumulate", dst=(dst, _FLOATS), src=(src, _FLOATS))
+    if is_fake(dst):
+        return
     use = engine(isa)
     if use.library is None:
         return fallback.accumulate(dst, src, scale)
@@ -59,6 +62,8 @@ def accumulate(
 def sum_squares(tensor: Tensor, pool: Pool | None = None, *, isa: str | None = None) -> float:
     """The sum of squares, in double and in an order of its own: however many threads, the same bits."""
     numel = _check("sum_squares", tensor=(tensor, _FLOATS))
+    if is_fake(tensor):
+        return 1.0
     use = engine(isa)
     if use.library is None:
         return fallback.sum_squares(tensor)
@@ -81,6 +86,8 @@ def cast_copy(
     `stochastic`, a seed, rounds fp32 to bf16 up or down by chance instead, so that the mean is kept; the draws are a
     function of the seed and the element's number, counted from `start`.
     """
+    if is_fake(dst):
+        return
     use = engine(isa)
     if stochastic is not None:
         numel = _check("cast_copy(stochastic=...)", dst=(dst, (torch.bfloat16,)), src=(src, (torch.float32,)))
@@ -102,6 +109,8 @@ def cast_copy(
 def split(master: Tensor, hi: Tensor, low: Tensor, *, pool: Pool | None = None, isa: str | None = None) -> None:
     """fp32 `master` into bf16 `hi`, rounded half up, and `low`, its lower 16 bits. `join` gives the same bits back."""
     numel = _check("split", master=(master, (torch.float32,)), hi=(hi, (torch.bfloat16,)), low=(low, _WORDS))
+    if is_fake(master):
+        return
     use = engine(isa)
     if use.library is None:
         return fallback.split(master, hi, low)
@@ -113,6 +122,8 @@ def split(master: Tensor, hi: Tensor, low: Tensor, *, pool: Pool | None = None, 
 def join(hi: Tensor, low: Tensor, master: Tensor, *, pool: Pool | None = None, isa: str | None = None) -> None:
     """The fp32 master of a split one."""
     numel = _check("join", master=(master, (torch.float32,)), hi=(hi, (torch.bfloat16,)), low=(low, _WORDS))
+    if is_fake(master):
+        return
     use = engine(isa)
     if use.library is None:
         return fallback.join(hi, low, master)
@@ -124,6 +135,8 @@ def join(hi: Tensor, low: Tensor, master: Tensor, *, pool: Pool | None = None, i
 def quantize(src: Tensor, blocks: Blocks8, *, pool: Pool | None = None, isa: str | None = None) -> None:
     """fp32 `src` into 8-bit blocks, each value to the nearest code."""
     numel = _check("quantize", src=(src, (torch.float32,)), codes=(blocks.codes, (torch.int8, torch.uint8)))
+    if is_fake(src):
+        return
     use = engine(isa)
     if use.library is None:
         return fallback.quantize(src, blocks)
@@ -136,6 +149,8 @@ def quantize(src: Tensor, blocks: Blocks8, *, pool: Pool | None = None, isa: str
 def dequantize(blocks: Blocks8, dst: Tensor, *, pool: Pool | None = None, isa: str | None = None) -> None:
     """The values of 8-bit blocks, in fp32."""
     numel = _check("dequantize", dst=(dst, (torch.float32,)), codes=(blocks.codes, (torch.int8, torch.uint8)))
+    if is_fake(dst):
+        return
     use = engine(isa)
     if use.library is None:
         return fallback.dequantize(blocks, dst)

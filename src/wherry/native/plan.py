@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from wherry.errors import WherryError
+from wherry.fake import is_fake
 from wherry.native import fallback
 from wherry.native.blocks import Blocks8
 from wherry.native.loading import engine
@@ -148,7 +149,9 @@ class Plan:
         self._fitting: set[object] = set()
         self._engine = engine(isa)
         self._native = self._engine.library
-        if self._native is not None:
+        # In a dry run there is nothing to compute with.
+        self._fake = any(is_fake(segment.working if segment.master is None else segment.master) for segment in segments)
+        if self._native is not None and not self._fake:
             packed = b"".join(map(_pack, self.segments))
             self._handle = self._native.wherry_plan_create(self._engine.code, packed, len(self.segments))
             weakref.finalize(self, self._native.wherry_plan_free, self._handle).atexit = False
@@ -170,6 +173,8 @@ class Plan:
         torch fallback has finished when this returns.
         """
         packed, count = self._pack_rules(rules)
+        if self._fake:
+            return DONE
         pointers, kinds = self._grads(grads)
         native = self._native
         if native is None:
@@ -194,7 +199,7 @@ class Plan:
         grads: Sequence[Tensor] | None = None,
     ) -> None:
         """The same, to its end; a small plan runs in the calling thread."""
-        if self._native is None or self.numel > INLINE_RUN:
+        if self._native is None or self.numel > INLINE_RUN or self._fake:
             return self.submit(rules, multiplier, pool, grads).wait()
         packed, count = self._pack_rules(rules)
         pointers, kinds = self._grads(grads)

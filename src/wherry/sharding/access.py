@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from wherry.errors import WherryError
+from wherry.fake import address_of
 from wherry.parallel.comm import Comm
 from wherry.sharding.unit import Flat, Unit, Weights
 from wherry.sharding.weights import Gatherer
@@ -98,7 +99,7 @@ class Access:
         if not flat.resident:
             flat.shard.copy_(now)
         master = self.masters(flat)
-        if master is not None and master.data_ptr() != flat.shard.data_ptr():
+        if master is not None and address_of(master) != address_of(flat.shard):
             master.copy_(torch.where(now == before, master, now.to(master.dtype)))
 
     # The module's own state_dict and load_state_dict.

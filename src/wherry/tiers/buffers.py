@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from wherry.errors import WherryError
+from wherry.fake import address_of
 
 if TYPE_CHECKING:
     import torch
@@ -123,7 +124,7 @@ class _Pool:
 
     def give(self, tensor: torch.Tensor) -> None:
         """Take a buffer back. Nothing may still read or write it: other streams, the disk and copies included."""
-        address = tensor.data_ptr()
+        address = address_of(tensor)
         with self._lock:
             kind, block = self._lent.pop(address, (None, None))
             if block is None:
@@ -221,7 +222,7 @@ class HostPool(_Pool):
     def give(self, tensor: torch.Tensor) -> None:
         if self._poison:
             with self._lock:
-                _, block = self._lent.get(tensor.data_ptr(), (None, None))
+                _, block = self._lent.get(address_of(tensor), (None, None))
                 if block is not None:
                     block.tensor.fill_(0xFF)
         super().give(tensor)
@@ -309,7 +310,7 @@ class DevicePool(_Pool):
         import torch
 
         tensor = torch.empty(size, dtype=torch.uint8, device=self.device)
-        return _Block(tensor, tensor.data_ptr(), size)
+        return _Block(tensor, address_of(tensor), size)
 
 
 def _host_class(nbytes: int) -> int:

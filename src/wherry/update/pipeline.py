@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from wherry.fake import address_of
 from wherry.native import Blocks8
 from wherry.observe.spans import span
 from wherry.sharding.gradients import FlatGradient
@@ -57,7 +58,7 @@ class FlatState:
     @property
     def nbytes(self) -> int:
         """Of masters that are not the working weights, and of all state."""
-        own = 0 if self.master.data_ptr() == self.flat.shard.data_ptr() else self.master.nbytes
+        own = 0 if address_of(self.master) == address_of(self.flat.shard) else self.master.nbytes
         return own + sum(state.nbytes for segment in self.segments for state in segment.state.values())
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from wherry import native
+from wherry.fake import address_of
 from wherry.tiers.tickets import DONE, Ticket
 
 Group = Mapping[str, Any]
@@ -34,7 +35,7 @@ class Segment:
 
     @property
     def in_place(self) -> bool:
-        return self.master.data_ptr() == self.working.data_ptr()
+        return address_of(self.master) == address_of(self.working)
 
 
 class Rule(Protocol):

@@ -1,0 +1,28 @@
+"""What the engine asks of tensors besides their shapes, so that a dry run can answer where there are no values.
+
+The tensors of a dry run are torch's fake tensors: they have shape, dtype and storage, and no memory.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+def is_fake(tensor: object) -> bool:
+    # By name: the class itself would import torch here, which much of the ground does without.
+    return type(tensor).__name__ == "FakeTensor"
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """What is the same for two tensors if they begin at the same memory: its address, if there is memory."""
+    if is_fake(tensor):
+        return (tensor.untyped_storage()._cdata << 64) + tensor.storage_offset() * tensor.element_size()
+    return tensor.data_ptr()
+
+
+def host_value(value: float | torch.Tensor, stand_in: float = 1.0) -> float:
+    """A scalar on the host; `stand_in` where a dry run has none."""
+    return stand_in if is_fake(value) else float(value)
