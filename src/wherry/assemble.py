@@ -49,8 +49,9 @@ def initialize(
     """Build an engine; returns `(engine, optimizer, dataloader, lr_scheduler)`.
 
     `config` is a path, a dict or JSON text. `optimizer` is a torch optimizer, a callable that makes one from the
-    parameters, or left to the config; so is `lr_scheduler`. `mesh` is a DeviceMesh with an axis named `dp`; without it
-    all ranks that the launcher started share the data.
+    parameters, or left to the config; so is `lr_scheduler`. `mesh` is a DeviceMesh with axes named `dp`, `tp` and `pp`,
+    or the `mpu` of Megatron-style code; without it all ranks that the launcher started share the data. The model has
+    been parallelised over `tp`, by torch's `parallelize_module` or by hand, and is this rank's stage of `pp`.
 
         engine, optimizer, _, _ = wherry.initialize(
             model=model,
@@ -82,6 +83,7 @@ def initialize(
         group_of=group_of,
         persistence_threshold=zero.stage3_param_persistence_threshold,
         persistence_limit=zero.stage3_model_persistence_threshold,
+        tensor=topology.tensor,
     )
     units = builder.build(plan_units(model, resolved.wherry.unit_classes))
     move_buffers(model, topology.device, topology.data)
@@ -101,6 +103,8 @@ def initialize(
         placement.optimizer,
         _policy(resolved, topology.data.size),
         sum_squares,
+        topology.tensor,
+        topology.pipe,
     )
     updater = (
         Updater(gradients.all, builder.masters, spec.make_rule, len(spec.groups), gatherer)

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from wherry.parallel.comm import Comm
+from wherry.parallel.comm import Comm, SoloComm
+from wherry.parallel.topology import Topology
 from wherry.tiers.tickets import DONE, Ticket
 
 T = TypeVar("T")
@@ -114,3 +115,37 @@ def run_ranks(size: int, body: Callable[[Comm], T], *, timeout: float = 60.0) ->
         first = next((e for _, e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0][1])
         raise first
     return results
+
+
+def run_grid(
+    body: Callable[[Topology], T], *, data: int = 1, tensor: int = 1, pipe: int = 1, timeout: float = 60.0
+) -> list[T]:
+    """As `run_ranks`, for ranks along several mesh axes; the tensor axis runs fastest, then the data axis."""
+    sizes = {"tensor": tensor, "data": data, "pipe": pipe}
+    meetings: dict[tuple[str, tuple[int, ...]], _Meeting] = {}
+    lock = threading.Lock()
+
+    def place(world: Comm) -> T:
+        rest, at = world.rank, {}
+        for axis, size in sizes.items():
+            rest, at[axis] = divmod(rest, size)
+
+        def along(axis: str) -> Comm:
+            if sizes[axis] == 1:
+                return SoloComm()
+            others = tuple(at[other] for other in sizes if other != axis)
+            with lock:
+                meeting = meetings.setdefault((axis, others), _Meeting(sizes[axis], timeout))
+            return ThreadComm(at[axis], meeting)
+
+        cpu = torch.device("cpu")
+        axes = {axis: along(axis) for axis in sizes}
+        try:
+            return body(Topology(axes["data"], cpu, world.rank, 0, world.size, axes["tensor"], axes["pipe"]))
+        except BaseException:
+            with lock:
+                for meeting in meetings.values():
+                    meeting.barrier.abort()
+            raise
+
+    return run_ranks(data * tensor * pipe, place, timeout=timeout)

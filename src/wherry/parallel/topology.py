@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +14,8 @@ from wherry.errors import WherryError
 from wherry.parallel.comm import Comm, ProcessGroupComm, SoloComm, start_default_group
 
 DATA_AXES = ("dp", "data", "data_parallel", "dp_shard")
+TENSOR_AXES = ("tp", "tensor", "tensor_parallel", "mp", "model")
+PIPE_AXES = ("pp", "pipe", "pipeline", "pipeline_parallel")
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,9 @@ class Topology:
     global_rank: int
     local_rank: int
     world_size: int
+    # The model-parallel axes. Along `tensor` ranks hold parts of the same parameters, along `pipe` other layers.
+    tensor: Comm = field(default_factory=SoloComm)
+    pipe: Comm = field(default_factory=SoloComm)
 
 
 def local_rank() -> int:
@@ -40,13 +45,21 @@ def default_device() -> torch.device:
 
 
 def find(mesh: Any = None, *, device: torch.device | None = None, timeout: float | None = None) -> Topology:
-    """The topology for `mesh`: a DeviceMesh, a Comm, or None for all ranks that the launcher started."""
+    """The topology for `mesh`: a DeviceMesh, an `mpu`, a Comm, or None for all ranks that the launcher started.
+
+    An `mpu` is the object of Megatron-style code that knows the groups: `get_data_parallel_group()` and, where ranks
+    share a model, `get_tensor_model_parallel_group()` or `get_model_parallel_group()`, and
+    `get_pipeline_model_parallel_group()`.
+    """
+    if isinstance(mesh, Topology):
+        return mesh
     device = device or default_device()
     if isinstance(mesh, Comm):
         return Topology(mesh, device, mesh.rank, local_rank(), mesh.size)
     if mesh is not None:
-        data = ProcessGroupComm(mesh[_data_axis(mesh)].get_group())
-        return Topology(data, device, dist.get_rank(), local_rank(), dist.get_world_size())
+        axes = _axes_of_mpu(mesh) if hasattr(mesh, "get_data_parallel_group") else _axes_of_mesh(mesh)
+        ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (axes[0].rank, axes[0].size)
+        return Topology(axes[0], device, ranks[0], local_rank(), ranks[1], axes[1], axes[2])
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         start_default_group(device.type, timedelta(seconds=timeout) if timeout else None)
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -55,12 +68,33 @@ def find(mesh: Any = None, *, device: torch.device | None = None, timeout: float
     return Topology(SoloComm(), device, 0, local_rank(), 1)
 
 
-def _data_axis(mesh: Any) -> str:
+def _axes_of_mesh(mesh: Any) -> tuple[Comm, Comm, Comm]:
     names = tuple(mesh.mesh_dim_names or ())
-    for name in DATA_AXES:
-        if name in names:
-            return name
-    raise WherryError(
-        f"mesh: expected an axis named one of {', '.join(DATA_AXES)}, got {names or 'no axis names'}; "
-        'build it with init_device_mesh(device, shape, mesh_dim_names=("dp", ...))'
+    chosen = [[name for name in known if name in names] for known in (DATA_AXES, TENSOR_AXES, PIPE_AXES)]
+    strangers = [name for name in names if not any(name in known for known in chosen)]
+    doubled = [found for found in chosen if len(found) > 1]
+    if not names or not any(chosen) or strangers or doubled:
+        others = ", ".join((*DATA_AXES[1:], *TENSOR_AXES[1:], *PIPE_AXES[1:]))
+        raise WherryError(
+            f"mesh: expected axes named dp, tp and pp (or {others}), each once at most, got "
+            f"{names or 'no axis names'}; "
+            'build it with init_device_mesh(device, shape, mesh_dim_names=("dp", ...))'
+        )
+    data, tensor, pipe = (ProcessGroupComm(mesh[found[0]].get_group()) if found else SoloComm() for found in chosen)
+    return data, tensor, pipe
+
+
+def _axes_of_mpu(mpu: Any) -> tuple[Comm, Comm, Comm]:
+    def comm_of(*names: str) -> Comm:
+        for name in names:
+            get = getattr(mpu, name, None)
+            if get is not None:
+                group = get()
+                return group if isinstance(group, Comm) else ProcessGroupComm(group)
+        return SoloComm()
+
+    return (
+        comm_of("get_data_parallel_group"),
+        comm_of("get_tensor_model_parallel_group", "get_model_parallel_group"),
+        comm_of("get_pipeline_model_parallel_group", "get_pipe_parallel_group"),
     )

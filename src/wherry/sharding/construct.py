@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from wherry.errors import WherryError
-from wherry.parallel.comm import Comm
+from wherry.parallel.comm import Comm, SoloComm
+from wherry.parallel.partition import check_replicated, local, retype, slice_of
 from wherry.placement import Placement
 from wherry.sharding.grouping import UnitPlan
 from wherry.sharding.layout import lay_out
@@ -29,9 +30,12 @@ class Builder:
         group_of: Mapping[nn.Parameter, int],
         persistence_threshold: int = 0,
         persistence_limit: int | None = None,
+        tensor: Comm | None = None,
     ) -> None:
         self.placement = placement
         self.comm = comm
+        # The ranks among which parameters may be cut, beside the data axis.
+        self.tensor = tensor or SoloComm()
         self.device = device
         self.working_dtype = working_dtype
         self.group_of = group_of
@@ -75,13 +79,18 @@ class Builder:
     def _flat(self, name: str, dtype: torch.dtype, trainable: bool, members: list[tuple[str, nn.Parameter]]) -> Flat:
         # A parameter that the optimizer was not given still gets gradients; it lies behind the groups.
         ungrouped = max(self.group_of.values(), default=-1) + 1
-        members = sorted(members, key=lambda item: self.group_of.get(item[1], ungrouped))
+        parts = {n: part for n, p in members if (part := slice_of(n, p, self.tensor)) is not None}
+        members = sorted(members, key=lambda item: (self.group_of.get(item[1], ungrouped), item[0] not in parts))
         cut = self.placement.parameters.partitioned or (trainable and self.placement.optimizer.partitioned)
         ranks = self.comm.size if cut else 1
-        layout = lay_out([(n, p.shape, self.group_of.get(p, ungrouped)) for n, p in members], ranks)
-        originals = [parameter.data for _, parameter in members]
+        originals = [local(parameter) for _, parameter in members]
+        layout = lay_out(
+            [(n, o.shape, self.group_of.get(p, ungrouped)) for (n, p), o in zip(members, originals, strict=True)],
+            ranks,
+            parts=parts,
+        )
         for _, parameter in members:
-            parameter.data = torch.empty(0, dtype=dtype, device=self.device)
+            retype(parameter, dtype, self.device)
             parameter.grad = None
         resident = not self.placement.parameters.partitioned or ranks == 1
         if not resident and layout.numel <= min(self.persistence_threshold, self.persistence_left):
@@ -107,18 +116,18 @@ class Builder:
             target[slot.start : slot.stop].view(slot.shape).copy_(original)
         originals.clear()
         self.comm.broadcast(target).wait()
+        alike = [(s.name, target[s.start : s.stop]) for s in flat.layout.slots if s.part is None]
+        check_replicated(alike, self.tensor)
         start, stop = flat.layout.shard_range(flat.rank)
         if precise:
             flat.whole.copy_(target)
         if needs_master:
             self.masters[flat] = target[start:stop].to(torch.float32, copy=True)
         if flat.resident:
-            for parameter, view in zip(flat.parameters, flat.views, strict=True):
-                parameter.data = view
+            flat.show_whole()
             return
         flat.shard.copy_(flat.whole[start:stop])
-        for parameter, blank in zip(flat.parameters, flat.blanks, strict=True):
-            parameter.data = blank
+        flat.show_blanks()
         flat.whole.untyped_storage().resize_(0)
         flat.weights = Weights.RELEASED
 
@@ -127,7 +136,7 @@ def check_same_model(parameters: Sequence[tuple[str, nn.Parameter]], comm: Comm)
     """Ranks with different models would hang or sum unlike gradients; say which parameter differs."""
     if comm.size == 1:
         return
-    mine = [f"{name} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}" for name, p in parameters]
+    mine = [f"{name} {tuple(local(p).shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}" for name, p in parameters]
     digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
     if len(set(comm.gather_objects(digest))) == 1:
         return

@@ -12,8 +12,10 @@ import torch
 from wherry.errors import DivergenceError, WherryError
 from wherry.fake import address_of, host_value, is_fake
 from wherry.observe.spans import span
-from wherry.parallel.comm import Comm
+from wherry.parallel.comm import Comm, SoloComm
+from wherry.parallel.partition import local_gradient
 from wherry.placement import Resting
+from wherry.sharding.layout import Slot
 from wherry.sharding.unit import Flat
 from wherry.tiers.buffers import DevicePool
 from wherry.tiers.tickets import Ticket
@@ -72,6 +74,12 @@ class FlatGradient:
             self._waiting = len(self._arrived)
         self.collected = False
 
+    def measured(self, *, cut_only: bool) -> list[torch.Tensor]:
+        """What of the owned part counts for the norm: all of it, or what tensor-parallel ranks have cut."""
+        if not cut_only:
+            return [self.owned]
+        return [self.owned[start:stop] for start, stop in self.flat.layout.cut_ranges(self.flat.rank)]
+
     def any_gradient(self) -> bool:
         return any(parameter.grad is not None for parameter in self.flat.parameters)
 
@@ -84,6 +92,8 @@ class FlatGradient:
                 missing.append(part)
             else:
                 present.append(part)
+                if self.flat.distributed:
+                    grad = local_gradient(parameter, grad)
                 grad = grad if grad.layout is torch.strided else grad.to_dense()
                 grads.append(grad.detach() if grad.requires_grad else grad)
                 parameter.grad = None
@@ -140,8 +150,12 @@ class Gradients:
         optimizer: Resting,
         policy: GradientPolicy,
         sum_squares: Callable[[torch.Tensor], float | torch.Tensor],
+        tensor: Comm | None = None,
+        pipe: Comm | None = None,
     ) -> None:
         self.comm = comm
+        self._tensor = tensor or SoloComm()
+        self._pipe = pipe or SoloComm()
         self.policy = policy
         self._optimizer_partitioned = optimizer.partitioned
         self._sum_squares = sum_squares
@@ -232,15 +246,19 @@ class Gradients:
         total: float | torch.Tensor = 0.0
         for gradient in self.all:
             total = total + gradient.sum_squares
-        if not (self._optimizer_partitioned and self.comm.size > 1):
+        partitioned = self._optimizer_partitioned and self.comm.size > 1
+        if not partitioned and self._tensor.size == self._pipe.size == 1:
             return total
         device = self.all[0].flat.whole.device if self.all else torch.device("cpu")
         mine = [host_value(total), float(journal), float(journal) ** 2] if journal else [host_value(total)]
         sums = torch.tensor(mine, dtype=torch.float64, device=device)
-        self.comm.all_reduce(sums).wait()
+        if partitioned:
+            self.comm.all_reduce(sums).wait()
+        for axis in (self._tensor, self._pipe):
+            axis.all_reduce(sums[:1]).wait()
         if is_fake(sums):
             return sums[0]
-        if journal and float(sums[1]) ** 2 != float(sums[2]) * self.comm.size:
+        if journal and partitioned and float(sums[1]) ** 2 != float(sums[2]) * self.comm.size:
             raise DivergenceError(
                 f"the ranks gathered different units in this step (rank {self.comm.rank} has digest {journal}), so "
                 "their weights are mixed up and the step is not made. At stage 3 every rank must run the same units: a "
@@ -250,11 +268,12 @@ class Gradients:
         return float(sums[0])
 
     def squares_by_flat(self) -> dict[Flat, float]:
-        """The squared norm by flat, over all ranks."""
+        """The squared norm by flat, over the ranks that share it out."""
         device = self.all[0].flat.whole.device if self.all else torch.device("cpu")
         values = torch.tensor([float(g.sum_squares) for g in self.all], dtype=torch.float64, device=device)
         if self._optimizer_partitioned:
             self.comm.all_reduce(values).wait()
+        self._tensor.all_reduce(values).wait()
         return {gradient.flat: value for gradient, value in zip(self.all, values.tolist(), strict=True)}
 
     def whole(self, name: str) -> torch.Tensor:
@@ -269,7 +288,16 @@ class Gradients:
         if gradient.flat.layout.ranks > 1:
             whole = torch.empty(gradient.flat.layout.numel, dtype=gradient.dtype, device=gradient.owned.device)
             self.comm.all_gather(whole, gradient.owned.contiguous()).wait()
-        return whole[slot.start : slot.stop].view(slot.shape)
+        return self._join(whole[slot.start : slot.stop].view(slot.shape), slot)
+
+    def _join(self, local: torch.Tensor, slot: Slot) -> torch.Tensor:
+        """The logical gradient, from the parts of all tensor-parallel ranks."""
+        if slot.part is None or slot.part.global_shape is None or slot.part.offsets is None:
+            return local
+        joined = local.new_empty(slot.part.global_shape)
+        for offsets, part in self._tensor.gather_objects((slot.part.offsets, local.cpu())):
+            joined[tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))] = part.to(local.device)
+        return joined
 
     def nbytes(self) -> int:
         return sum(gradient.nbytes for gradient in self.all)
@@ -375,7 +403,11 @@ class Gradients:
                 self._measure(travelling.gradient)
 
     def _measure(self, gradient: FlatGradient) -> None:
-        gradient.sum_squares = self._sum_squares(gradient.owned)
+        # Parameters that every tensor-parallel rank holds whole are counted by the first of them.
+        total: float | torch.Tensor = 0.0
+        for part in gradient.measured(cut_only=self._tensor.rank > 0):
+            total = total + self._sum_squares(part)
+        gradient.sum_squares = total
 
     def _collect_late(self) -> None:
         """A second collection for the flats that any rank got late gradients for."""

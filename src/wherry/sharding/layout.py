@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from wherry.parallel.partition import LogicalSlice
 
 # Every parameter starts on a multiple of this many elements: 64 bytes in bf16 or more, what vector kernels like.
 PARAMETER_ALIGNMENT = 32
@@ -20,6 +22,8 @@ class Slot:
     shape: tuple[int, ...]
     group: int
     start: int
+    # What of the logical parameter this is, where tensor-parallel ranks have cut it. `shape` is that of this part.
+    part: LogicalSlice | None = None
 
     @property
     def numel(self) -> int:
@@ -81,6 +85,22 @@ class FlatLayout:
                 spans.append(SegmentSpan(group, start - low, stop - low))
         return spans
 
+    def cut_ranges(self, rank: int) -> list[tuple[int, int]]:
+        """The stretches of a rank's shard whose parameters tensor-parallel ranks have cut, padding included."""
+        low, high = self.shard_range(rank)
+        ranges: list[tuple[int, int]] = []
+        for slot in self.slots:
+            if slot.part is None:
+                continue
+            start, stop = max(low, slot.start), min(high, _round_up(slot.stop, SHARD_ALIGNMENT))
+            if start >= stop:
+                continue
+            if ranges and start - low <= ranges[-1][1]:
+                ranges[-1] = ranges[-1][0], stop - low
+            else:
+                ranges.append((start - low, stop - low))
+        return ranges
+
     def overlap(self, slot: Slot, rank: int) -> tuple[int, int, int] | None:
         """The part of `slot` in a rank's shard: (start in the parameter, stop in the parameter, start in the shard)."""
         low, high = self.shard_range(rank)
@@ -94,15 +114,24 @@ def lay_out(
     parameters: Sequence[tuple[str, Sequence[int], int]],
     ranks: int,
     shard_alignment: int = SHARD_ALIGNMENT,
+    parts: Mapping[str, LogicalSlice] | None = None,
 ) -> FlatLayout:
     """Lay out `(name, shape, group)` parameters for `ranks` shards.
+
+    `parts` are the slices of those that tensor-parallel ranks have cut. Within a group these come first, and blocks of
+    `SHARD_ALIGNMENT` hold either them or others: their norm is taken apart.
 
     >>> lay_out([("w", (4, 8), 0), ("b", (4,), 0)], ranks=2).shard_numel
     128
     """
-    slots, position = [], 0
-    for name, shape, group in sorted(parameters, key=lambda item: item[2]):
-        slots.append(Slot(name, tuple(shape), group, position))
+    parts = parts or {}
+    slots: list[Slot] = []
+    position = 0
+    for name, shape, group in sorted(parameters, key=lambda item: (item[2], item[0] not in parts)):
+        part = parts.get(name)
+        if slots and (slots[-1].part is None) != (part is None):
+            position = _round_up(position, SHARD_ALIGNMENT)
+        slots.append(Slot(name, tuple(shape), group, position, part))
         position = _round_up(slots[-1].stop, PARAMETER_ALIGNMENT)
     return FlatLayout(tuple(slots), _round_up(max(position, 1), ranks * shard_alignment), ranks)
 

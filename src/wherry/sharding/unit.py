@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from wherry.parallel.partition import is_dtensor, point_at
 from wherry.sharding.layout import FlatLayout
 from wherry.tiers.tickets import DONE, Ticket
 
@@ -48,6 +49,8 @@ class Flat:
         self.resident = resident
         self.dtype = parameters[0].dtype
         self.trainable = parameters[0].requires_grad
+        # Whether there are DTensors among the parameters.
+        self.distributed = any(is_dtensor(parameter) for parameter in parameters)
         self.whole = torch.zeros(layout.numel, dtype=self.dtype, device=device)
         start, stop = layout.shard_range(rank)
         self.shard = self.whole[start:stop] if resident else torch.empty_like(self.whole[start:stop])
@@ -67,6 +70,14 @@ class Flat:
         What is changed inside is kept if `write` is given. A resident flat's other parts are not touched.
         """
         yield self.shard
+
+    def show_whole(self) -> None:
+        """Let the parameters be views of the whole buffer."""
+        point_at(self.parameters, self.views, distributed=self.distributed)
+
+    def show_blanks(self) -> None:
+        """Let the parameters be placeholders, which keep shape and dtype and read as NaN."""
+        point_at(self.parameters, self.blanks, distributed=self.distributed)
 
     @property
     def nbytes(self) -> int:

@@ -73,8 +73,7 @@ class Gatherer:
             return
         if flat.weights is Weights.GATHERING:
             flat.ticket.wait()
-        for parameter, blank in zip(flat.parameters, flat.blanks, strict=True):
-            parameter.data = blank
+        flat.show_blanks()
         flat.whole.untyped_storage().resize_(0)
         flat.weights = Weights.RELEASED
         self.live -= flat.layout.numel
@@ -94,6 +93,5 @@ class Gatherer:
             return
         assert flat.weights is Weights.GATHERING, flat
         flat.ticket.wait()
-        for parameter, view in zip(flat.parameters, flat.views, strict=True):
-            parameter.data = view
+        flat.show_whole()
         flat.weights = Weights.WHOLE

@@ -1,0 +1,158 @@
+"""Tensor parallelism made by hand, beside every ZeRO stage: equal to one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tests.engine.harness import Run, adamw, assert_close, make_model, settings, token_batch, train_plain
+from tests.parallel.handmade import Model
+
+import wherry
+from wherry.errors import WherryError
+from wherry.parallel.comm import Comm
+from wherry.parallel.threads import run_grid
+from wherry.parallel.topology import Topology
+from wherry.sharding.layout import Slot
+
+STEPS, CLIP = 6, 0.3
+
+
+class Mpu:
+    """As Megatron-style code has it, but with groups that are threads."""
+
+    def __init__(self, place: Topology) -> None:
+        self.place = place
+
+    def get_data_parallel_group(self) -> Comm:
+        return self.place.data
+
+    def get_model_parallel_group(self) -> Comm:
+        return self.place.tensor
+
+
+def joined(engine: Any, name: str, parameter: torch.Tensor, comm: Comm) -> torch.Tensor:
+    """The logical parameter, put together from the slices that its slots name."""
+    slots = {s.name: s for unit in engine.units for flat in unit.flats for s in flat.layout.slots}
+    slot: Slot = slots[name]
+    if slot.part is None:
+        return parameter.detach().clone()
+    whole = torch.full(slot.part.global_shape, float("nan"))
+    for offsets, part in comm.gather_objects((slot.part.offsets, parameter.detach().clone())):
+        whole[tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))] = part
+    return whole
+
+
+def train(model: Model, place: Topology, stage: int, accumulation: int, more: dict[str, Any]) -> Run:
+    mine = copy.deepcopy(model)
+    mine.cut(place.tensor)
+    engine, *_ = wherry.initialize(
+        model=mine,
+        optimizer=adamw(mine.parameters()),
+        mesh=place,
+        config=settings(stage, accumulation, CLIP, more),
+    )
+    run = Run()
+    for step in range(STEPS):
+        total = 0.0
+        for micro in range(accumulation):
+            loss = engine(*token_batch(step, micro, place.data.rank))
+            engine.backward(loss)
+            if step == STEPS - 1 and micro == accumulation - 1:
+                run.extra = engine.gradients("blocks.1.up.weight"), engine.gradients("blocks.1.norm.weight")
+            engine.step()
+            total += float(loss.detach()) / accumulation
+        run.losses.append(sum(place.data.gather_objects(total)) / place.data.size)
+        norm = engine.get_global_grad_norm()
+        assert norm is not None
+        run.norms.append(norm)
+        by_unit = engine.gradient_norms()
+        assert sum(value**2 for value in by_unit.values()) ** 0.5 == pytest.approx(norm, rel=1e-6)
+    with wherry.gathered(engine.module):
+        run.weights = {n: joined(engine, n, p, place.tensor) for n, p in mine.named_parameters()}
+    engine.close()
+    return run
+
+
+@pytest.mark.parametrize(
+    ("stage", "data", "tensor", "accumulation"),
+    [*((stage, 2, 2, 2) for stage in range(4)), (0, 1, 2, 1), (3, 1, 2, 1), (2, 2, 4, 1)],
+)
+def test_tensor_times_data_equals_one_process(stage: int, data: int, tensor: int, accumulation: int) -> None:
+    model = make_model(Model)
+    assert isinstance(model, Model)
+    runs = run_grid(lambda place: train(model, place, stage, accumulation, {}), data=data, tensor=tensor)
+    oracle = train_plain(model, ranks=data, accumulation=accumulation, steps=STEPS, clip=CLIP)
+    for run in runs:
+        assert_close(run, oracle)
+        assert run.losses == runs[0].losses
+        assert torch.equal(run.extra[0], runs[0].extra[0]) and run.extra[0].shape == (64, 16)
+
+
+def test_gradients_of_cut_parameters_are_whole() -> None:
+    model = make_model(Model)
+    assert isinstance(model, Model)
+
+    def body(place: Topology) -> dict[str, torch.Tensor]:
+        mine = copy.deepcopy(model)
+        mine.cut(place.tensor)
+        engine, *_ = wherry.initialize(model=mine, mesh=place, config=settings(2))
+        engine.backward(engine(*token_batch(0, 0, place.data.rank)))
+        return {name: engine.gradients(name) for name, _ in mine.named_parameters()}
+
+    ours = run_grid(body, data=2, tensor=2)
+    for rank in range(2):
+        (model(*token_batch(0, 0, rank)) / 2).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        for gradients in ours:
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_beside_tensor_parallelism(precision: str) -> None:
+    model = make_model(Model)
+    assert isinstance(model, Model)
+    more = {precision: {"enabled": True}}
+    runs = [run_grid(lambda place, s=stage: train(model, place, s, 1, more), data=2, tensor=2)[0] for stage in (0, 3)]
+    assert runs[0].losses == runs[1].losses
+    for name, weight in runs[0].weights.items():
+        assert torch.equal(weight, runs[1].weights[name])
+
+
+def test_an_old_mark_without_a_dim_trains_by_an_mpu() -> None:
+    model = make_model(Model)
+    assert isinstance(model, Model)
+
+    def body(place: Topology) -> tuple[list[float], list[Any]]:
+        mine = copy.deepcopy(model)
+        mine.cut(place.tensor, dim_is_known=False)
+        engine, *_ = wherry.initialize(
+            model=mine, optimizer=adamw(mine.parameters()), mesh=Mpu(place), config=settings(2, 1, CLIP)
+        )
+        norms = []
+        for step in range(3):
+            engine.backward(engine(*token_batch(step, 0, place.data.rank)))
+            engine.step()
+            norms.append(engine.get_global_grad_norm())
+        return norms, [s.part for f in engine.units[1].flats for s in f.layout.slots if s.name.endswith("up.weight")]
+
+    norms, parts = run_grid(body, data=2, tensor=2)[0]
+    assert norms == pytest.approx(train_plain(model, ranks=2, steps=3, clip=CLIP).norms, rel=1e-5)
+    assert parts[0].global_shape is None
+
+
+def test_an_unmarked_parameter_that_differs_is_refused() -> None:
+    model = make_model(Model)
+    assert isinstance(model, Model)
+
+    def body(place: Topology) -> None:
+        mine = copy.deepcopy(model)
+        with torch.no_grad():
+            mine.blocks[1].norm.bias += place.tensor.rank  # type: ignore[union-attr, operator]
+        wherry.initialize(model=mine, mesh=place, config=settings(1))
+
+    with pytest.raises(WherryError, match=r"blocks\.1\.norm\.bias: this parameter differs between tensor-parallel"):
+        run_grid(body, data=2, tensor=2)
