@@ -1,0 +1,212 @@
+"""A dry run: the real engine's step for one rank of many, on tensors without values and a cluster without machines.
+
+What it reports was counted while the engine ran: collectives, bytes, and the highest sum of all tensors' bytes. What
+it cannot know is what lies below tensors: the allocator's fragments, a kernel's workspace, the time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode, UnsupportedFakeTensorException
+
+from wherry import config as configs
+from wherry.assemble import initialize
+from wherry.config import Config
+from wherry.engine import Engine
+from wherry.errors import WherryError
+from wherry.observe.footprint import WORKING, Footprint
+from wherry.parallel.comm import Comm
+from wherry.sources import Batch, Source
+from wherry.tiers.tickets import DONE, Ticket
+
+# Micro-batches of a window that are run. The ones between the first and the last do the same, and are run once.
+WINDOW = 3
+STATES = ("parameters", "gradients", "optimizer")
+
+
+class FakeComm(Comm):
+    """One rank of a group whose other ranks do not exist: everything arrives at once, and means nothing."""
+
+    def _all_reduce(self, tensor: torch.Tensor, op: str) -> Ticket:
+        return DONE
+
+    def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
+        return DONE
+
+    def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
+        return DONE
+
+    def _broadcast(self, tensor: torch.Tensor, source: int) -> Ticket:
+        return DONE
+
+    def _gather_objects(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+    def _barrier(self) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class Line:
+    """Bytes of one category on one tier: where the sum was highest, and its own highest."""
+
+    category: str
+    tier: str
+    at_peak: int
+    highest: int
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What one rank does in a step, and keeps."""
+
+    model: str
+    placement: str
+    parameters: int
+    rank: int
+    ranks: int
+    micro_batch: int
+    accumulation: int
+    # Calls and bytes of whole tensors, of one step; and of building the engine.
+    calls: dict[str, int]
+    bytes: dict[str, int]
+    setup_bytes: dict[str, int]
+    memory: tuple[Line, ...]
+    seconds: float
+
+    def peak(self, tier: str) -> int:
+        """The highest sum of all tensors' bytes on a tier."""
+        return sum(line.at_peak for line in self.memory if line.tier == tier)
+
+
+def dry_run(
+    source: Source,
+    config: Config | dict[str, Any] | str | None,
+    *,
+    ranks: int,
+    rank: int = 0,
+    sequence: int | None = None,
+    recompute: bool = False,
+) -> DryRun:
+    """Build the engine for `rank` of `ranks` and make two steps; the second, with the order known, is reported."""
+    if not 0 <= rank < ranks:
+        raise WherryError(f"rank: expected 0 to {ranks - 1}, got {rank}")
+    resolved = config if isinstance(config, Config) else configs.load(config)
+    micro = resolved.batch(ranks).micro
+    begun = time.perf_counter()
+    with _understood(source.name), FakeTensorMode(allow_non_fake_inputs=True) as fake, Footprint() as footprint:
+        model, batch = source.make(micro, sequence or source.sequence, recompute)
+        if batch is None:
+            raise WherryError(
+                f"{source.name}: a dry run needs the inputs of a micro-batch; let the callable return the model and "
+                "its inputs, as a tuple"
+            )
+        batch = Batch(tuple(_faked(fake, a) for a in batch.args), {k: _faked(fake, v) for k, v in batch.kwargs.items()})
+        comm = FakeComm(rank, ranks)
+        parameters = sum(p.numel() for p in model.parameters())
+        engine, *_ = initialize(
+            model=model, config=resolved, mesh=comm, optimizer=None if resolved.optimizer else torch.optim.AdamW
+        )
+        observe(engine, footprint)
+        setup, accumulation = dict(comm.traffic.bytes), engine.gradient_accumulation_steps()
+        make_step(engine, batch, accumulation)
+        footprint.label_rest("resting")
+        footprint.reset()
+        calls, nbytes = make_step(engine, batch, accumulation)
+        memory = tuple(memory_lines(engine, footprint))
+        placement = engine.placement.name
+        engine.close()
+    return DryRun(
+        model=source.name,
+        placement=placement,
+        parameters=parameters,
+        rank=rank,
+        ranks=ranks,
+        micro_batch=micro,
+        accumulation=accumulation,
+        calls=dict(calls),
+        bytes=dict(nbytes),
+        setup_bytes=setup,
+        memory=memory,
+        seconds=time.perf_counter() - begun,
+    )
+
+
+@contextmanager
+def _understood(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (DataDependentOutputException, UnsupportedFakeTensorException) as error:
+        raise WherryError(
+            f"{name}: its forward asks for the value of a tensor, and a dry run has none ({error}); keep such "
+            "decisions out of the forward, or plan without --dry-run"
+        ) from error
+
+
+def _faked(mode: FakeTensorMode, value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and not isinstance(value, torch._subclasses.FakeTensor):
+        return mode.from_tensor(value)
+    return value
+
+
+def observe(engine: Engine, footprint: Footprint) -> None:
+    """What there is now rests through the step: give it its names."""
+    footprint.meter(
+        "gathered", [flat.whole.untyped_storage() for unit in engine.units for flat in unit.travelling]
+    )
+    footprint.label_rest("resting")
+    footprint.label("buffers", engine.module.buffers())
+
+
+def memory_lines(engine: Engine, footprint: Footprint) -> Iterator[Line]:
+    """The footprint by category and tier. What rests is told apart by the engine's own account of it."""
+    rows = [row for row in engine.memory() if row.state in STATES]
+    for row in rows:
+        yield Line(row.state, row.tier, row.bytes_actual, row.bytes_actual)
+    stated = sum(row.bytes_actual for row in rows)
+    extra = footprint.at_peak.get("resting", 0) - stated + footprint.at_peak.get("buffers", 0)
+    yield Line("buffers", "device", extra, extra)
+    for category in ("gathered", WORKING):
+        yield Line(category, "device", footprint.at_peak.get(category, 0), footprint.peaks.get(category, 0))
+
+
+def make_step(engine: Engine, batch: Batch, accumulation: int) -> tuple[Counter[str], Counter[str]]:
+    """One accumulation window and its update; the collectives of all its micro-batches."""
+    traffic = engine.comm.traffic
+    calls: Counter[str] = Counter()
+    nbytes: Counter[str] = Counter()
+    run = list(range(accumulation)) if accumulation <= WINDOW else [0, 1, accumulation - 1]
+    for micro in run:
+        traffic.clear()
+        engine.set_gradient_accumulation_boundary(micro == accumulation - 1)
+        output = engine(*batch.args, **batch.kwargs)
+        engine.backward(loss_of(output))
+        del output
+        engine.step()
+        repeats = accumulation - 2 if len(run) < accumulation and micro == 1 else 1
+        for operation in traffic.calls:
+            calls[operation] += repeats * traffic.calls[operation]
+            nbytes[operation] += repeats * traffic.bytes[operation]
+    engine.set_gradient_accumulation_boundary(None)
+    engine.settle()
+    return calls, nbytes
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """A loss for whatever a forward returned: its own if it has one, else the mean of its first float tensor."""
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    from wherry.sharding.hooks import tensors_in
+
+    first = next((t for t in tensors_in(output) if t.is_floating_point()), None)
+    if first is None:
+        raise WherryError("the model's forward returned no tensor of floats, so there is no loss to go back from")
+    return first if first.numel() == 1 else first.float().mean()

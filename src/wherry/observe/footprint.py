@@ -1,0 +1,115 @@
+"""Bytes of every tensor that torch makes, by what it is for, and their highest sum: on real tensors and on fake ones."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+WORKING = "activations"
+"""Whatever a forward or backward makes that nobody has given another name."""
+
+
+class Footprint(TorchDispatchMode):
+    """While entered, counts the storages that operations of this thread make, until they are freed.
+
+    A storage counts in the category that `label` gave it, and else as activations. Storages that are resized, which
+    no operation tells of, are read by a meter instead.
+
+    >>> with Footprint() as footprint:
+    ...     x = torch.zeros(100)
+    ...     del x
+    >>> footprint.peak, footprint.live["activations"]
+    (400, 0)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[str, int] = {WORKING: 0}
+        self.peak = 0
+        # Bytes by category when the sum was highest, and the highest of each category by itself.
+        self.at_peak: dict[str, int] = {}
+        self.peaks: dict[str, int] = {}
+        self._entries: dict[int, tuple[str, int, weakref.ref[Any]]] = {}
+        self._meters: dict[str, Callable[[], int]] = {}
+        self._metered: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._see(result)
+        return result
+
+    def _see(self, result: Any) -> None:
+        if isinstance(result, torch.Tensor):
+            self._add(result)
+        elif isinstance(result, tuple | list):
+            for item in result:
+                self._see(item)
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        if tensor.layout is not torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._entries or key in self._metered:
+            return
+        nbytes = storage.nbytes()
+        if not nbytes:
+            return
+        self._entries[key] = (WORKING, nbytes, weakref.ref(storage, lambda _: self._free(key)))
+        self.live[WORKING] += nbytes
+        self.sample()
+
+    def _free(self, key: int) -> None:
+        category, nbytes, _ = self._entries.pop(key)
+        self.live[category] -= nbytes
+
+    def sample(self) -> None:
+        """Look at all bytes there are now. New tensors do this by themselves; resized ones do not."""
+        now = self.now()
+        for category, nbytes in now.items():
+            if nbytes > self.peaks.get(category, 0):
+                self.peaks[category] = nbytes
+        total = sum(now.values())
+        if total > self.peak:
+            self.peak, self.at_peak = total, now
+
+    def now(self) -> dict[str, int]:
+        return self.live | {category: read() for category, read in self._meters.items()}
+
+    def reset(self) -> None:
+        """Forget the highest values so far."""
+        self.peak, self.at_peak, self.peaks = 0, {}, {}
+        self.sample()
+
+    def label(self, category: str, tensors: Iterable[torch.Tensor]) -> None:
+        """These tensors count as `category` from now on; those made before the footprint was entered begin to."""
+        for tensor in tensors:
+            self._add(tensor)
+            self._move(tensor.untyped_storage()._cdata, category)
+
+    def label_rest(self, category: str) -> None:
+        """All that counts as activations now is `category`."""
+        for key, (name, _, _) in list(self._entries.items()):
+            if name == WORKING:
+                self._move(key, category)
+
+    def meter(self, category: str, storages: list[torch.UntypedStorage]) -> None:
+        """Storages that are resized while they live: their bytes are read each time."""
+        for storage in storages:
+            key = storage._cdata
+            if key in self._entries:
+                self._free(key)
+            self._metered.add(key)
+        self._meters[category] = lambda: sum(storage.nbytes() for storage in storages)
+
+    def _move(self, key: int, category: str) -> None:
+        if key not in self._entries:
+            return
+        name, nbytes, reference = self._entries[key]
+        self._entries[key] = (category, nbytes, reference)
+        self.live[name] -= nbytes
+        self.live[category] = self.live.get(category, 0) + nbytes

@@ -1,0 +1,181 @@
+"""What MODEL names on the command line and in `estimate`: a preset, a Hugging Face config, a callable of one's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import inspect
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from wherry.errors import WherryError
+from wherry.train.presets import GPT2, PRESETS, Shape
+
+# Shapes that only a plan can run.
+LARGE = {
+    "gpt3-175b": Shape(layers=96, hidden=12288, heads=96, sequence=2048, vocabulary=GPT2),
+    "gpt-1t": Shape(layers=128, hidden=25600, heads=160, sequence=2048, vocabulary=GPT2),
+}
+SHAPES = PRESETS | LARGE
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """What one forward is called with."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A model that can be built, on whatever device is the default, and the inputs of its forward.
+
+    `make(micro_batch, sequence, recompute)` returns the model and one micro-batch, or None for the batch if nobody
+    knows what the model is called with.
+    """
+
+    name: str
+    make: Callable[[int, int, bool], tuple[nn.Module, Batch | None]]
+    # Tokens of a sample, where nothing else is asked for.
+    sequence: int = 1
+    # Whether `make` follows micro_batch, sequence and recompute.
+    scales: bool = True
+    recomputes: bool = True
+
+
+def find(model: str | nn.Module | Callable[..., Any]) -> Source:
+    """The source that `model` names.
+
+    >>> find("gpt2-124m").sequence
+    1024
+    """
+    if isinstance(model, nn.Module):
+        return Source(type(model).__name__, lambda *_: (model, None), scales=False, recomputes=False)
+    if not isinstance(model, str):
+        return _of_callable(getattr(model, "__name__", "model"), model)
+    if model in SHAPES:
+        return of_shape(model, SHAPES[model])
+    if ":" in model and not Path(model).exists():
+        return _of_callable(model, _imported(model))
+    if Path(model).exists():
+        return _of_hugging_face(Path(model))
+    close = difflib.get_close_matches(model, SHAPES, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    raise WherryError(
+        f"MODEL: expected a preset ({', '.join(SHAPES)}), a Hugging Face config.json or its folder, or "
+        f"module:callable, got {model!r}{hint}"
+    )
+
+
+def of_shape(name: str, shape: Shape) -> Source:
+    """A GPT-2 of this shape."""
+
+    def make(micro_batch: int, sequence: int, recompute: bool) -> tuple[nn.Module, Batch]:
+        from wherry.train.model import GPT, GPTConfig
+
+        sized = dataclasses.replace(shape, sequence=max(shape.sequence, sequence))
+        model = GPT(GPTConfig.of(sized, checkpoint_activations=recompute))
+        ids = torch.zeros(micro_batch, sequence, dtype=torch.int64)
+        return model, Batch((ids, ids))
+
+    return Source(name, make, sequence=shape.sequence)
+
+
+# Hugging Face.
+
+
+def _of_hugging_face(path: Path) -> Source:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        values = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise WherryError(f"MODEL: {file} cannot be read as a Hugging Face config: {error}") from error
+    if not isinstance(values, dict) or "model_type" not in values:
+        raise WherryError(f'MODEL: {file} has no "model_type", so it is not the config of a Hugging Face model')
+    try:
+        import transformers
+    except ImportError as error:
+        raise WherryError(f"MODEL: building the model of {file} needs transformers: pip install transformers") from error
+    kind = values.pop("model_type")
+    try:
+        config = transformers.AutoConfig.for_model(kind, **values)
+    except (ValueError, KeyError, TypeError) as error:
+        raise WherryError(f"MODEL: transformers {transformers.__version__} does not take {file}: {error}") from error
+    cls = _class_of(config, transformers)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    longest = int(getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 2048)
+
+    def make(micro_batch: int, sequence: int, recompute: bool) -> tuple[nn.Module, Batch | None]:
+        model = cls(config) if isinstance(cls, type) else cls.from_config(config)
+        if recompute:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if hasattr(model.config, "use_cache"):
+            model.config.use_cache = False
+        model.train()
+        return model, _text_batch(model, micro_batch, sequence)
+
+    return Source(f"{file.parent.resolve().name} ({kind})", make, sequence=min(longest, 2048))
+
+
+def _class_of(config: Any, transformers: Any) -> Any:
+    for name in config.architectures or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+    return transformers.AutoModelForCausalLM
+
+
+def _text_batch(model: nn.Module, micro_batch: int, sequence: int) -> Batch | None:
+    """Token ids, and labels where the forward takes them; None for a model of something else than text."""
+    accepted = inspect.signature(model.forward).parameters
+    if "input_ids" not in accepted:
+        return None
+    ids = torch.zeros(micro_batch, sequence, dtype=torch.int64)
+    is_language_model = "CausalLM" in type(model).__name__ or "LMHead" in type(model).__name__
+    return Batch((), {"input_ids": ids} | ({"labels": ids} if "labels" in accepted and is_language_model else {}))
+
+
+# A callable of the user's own.
+
+
+def _imported(text: str) -> Callable[..., Any]:
+    module_name, _, path = text.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        value: Any = importlib.import_module(module_name)
+        for part in path.split("."):
+            value = getattr(value, part)
+    except (ImportError, AttributeError) as error:
+        raise WherryError(f"MODEL: {text} cannot be imported: {error}") from error
+    if not callable(value):
+        raise WherryError(f"MODEL: {text} is a {type(value).__name__}; expected a callable that returns a model")
+    return value
+
+
+def _of_callable(name: str, call: Callable[..., Any]) -> Source:
+    accepted = set(inspect.signature(call).parameters)
+
+    def make(micro_batch: int, sequence: int, recompute: bool) -> tuple[nn.Module, Batch | None]:
+        wanted = {"micro_batch": micro_batch, "sequence": sequence, "recompute": recompute}
+        made = call(**{key: value for key, value in wanted.items() if key in accepted})
+        model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+        if not isinstance(model, nn.Module):
+            raise WherryError(
+                f"MODEL: {name} returned {type(made).__name__}; expected a model, or a model and the inputs of one "
+                "micro-batch (a tensor, a tuple or a dict)"
+            )
+        if batch is None:
+            return model, None
+        if isinstance(batch, Mapping):
+            return model, Batch((), dict(batch))
+        return model, Batch(tuple(batch) if isinstance(batch, list | tuple) else (batch,))
+
+    return Source(name, make, scales="micro_batch" in accepted, recomputes="recompute" in accepted)

@@ -1,0 +1,113 @@
+"""A real engine on ranks that are threads, observed as a dry run observes its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tests.engine.harness import VOCABULARY
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import checkpoint
+
+import wherry
+from wherry import dryrun
+from wherry.dryrun import Line
+from wherry.observe.footprint import Footprint
+from wherry.parallel.comm import Comm
+from wherry.parallel.threads import ThreadComm, run_ranks
+from wherry.sources import Batch
+from wherry.tiers.tickets import Ticket
+
+WIDTH, LENGTH, MICRO = 64, 24, 2
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mix = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        x = x + torch.tanh(self.mix(h))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    """Large enough that alignment is small change, and small enough for tests."""
+
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.register_buffer("scale", torch.ones(WIDTH))
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(4))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+        self.recompute = recompute
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        x = x * self.scale.to(x.dtype)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
+
+
+def make(micro_batch: int = MICRO, sequence: int = LENGTH, recompute: bool = False) -> tuple[nn.Module, Any]:
+    ids = torch.zeros(micro_batch, sequence, dtype=torch.int64)
+    return Model(recompute), (ids, ids)
+
+
+class Unseen(ThreadComm):
+    """A rank whose collectives make no tensor that counts, as those of a process group do not."""
+
+    def _all_reduce(self, tensor: torch.Tensor, op: str) -> Ticket:
+        with _disable_current_modes():
+            return super()._all_reduce(tensor, op)
+
+    def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
+        with _disable_current_modes():
+            return super()._reduce_scatter(shard, whole)
+
+    def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
+        with _disable_current_modes():
+            return super()._all_gather(whole, shard)
+
+
+Measured = tuple[dict[str, Line], dict[str, int], dict[str, int]]
+
+
+def measure(
+    config: dict[str, Any],
+    ranks: int,
+    *,
+    recompute: bool = False,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
+) -> list[Measured]:
+    """By rank: lines by category, and calls and bytes of a step's collectives."""
+    model, args = make(recompute=recompute)
+
+    def body(comm: Comm) -> Measured:
+        comm.__class__ = Unseen
+        mine = copy.deepcopy(model)
+        with Footprint() as footprint:
+            engine, *_ = wherry.initialize(model=mine, config=config, mesh=comm, optimizer=optimizer)
+            dryrun.observe(engine, footprint)
+            batch = Batch(args)
+            accumulation = engine.gradient_accumulation_steps()
+            dryrun.make_step(engine, batch, accumulation)
+            footprint.label_rest("resting")
+            footprint.reset()
+            calls, nbytes = dryrun.make_step(engine, batch, accumulation)
+            lines = {line.category: line for line in dryrun.memory_lines(engine, footprint)}
+            engine.close()
+        return lines, dict(calls), dict(nbytes)
+
+    return run_ranks(ranks, body)

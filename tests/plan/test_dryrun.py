@@ -1,0 +1,129 @@
+"""The dry run against real engines: the same collectives, and the same bytes by category."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.plan.measured import make, measure
+
+from wherry import dryrun
+from wherry.dryrun import dry_run
+from wherry.errors import WherryError
+from wherry.observe.footprint import Footprint
+from wherry.sources import find, of_shape
+from wherry.train.presets import Shape
+
+
+def config(stage: int, accumulation: int = 1, precision: str = "bf16", **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **({} if precision == "fp32" else {precision: {"enabled": True}}),
+        **more,
+    }
+
+
+def assert_same(given: dict[str, Any], ranks: int, recompute: bool = False) -> None:
+    for rank, (lines, calls, nbytes) in enumerate(measure(given, ranks, recompute=recompute)):
+        told = dry_run(find(make), given, ranks=ranks, rank=rank, sequence=24, recompute=recompute)
+        assert told.calls == calls
+        assert told.bytes == nbytes
+        assert {line.category for line in told.memory} == set(lines)
+        for line in told.memory:
+            real = lines[line.category]
+            assert line.tier == real.tier
+            assert line.at_peak == pytest.approx(real.at_peak, rel=0.001), line.category
+            assert line.highest == pytest.approx(real.highest, rel=0.001), line.category
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_stage_as_a_real_engine(stage: int, ranks: int) -> None:
+    assert_same(config(stage), ranks)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_other_precisions(precision: str) -> None:
+    assert_same(config(3, precision=precision), 2)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_accumulation_is_scaled_from_three_micro_batches(stage: int) -> None:
+    assert_same(config(stage, accumulation=5), 2)
+
+
+def test_recomputation() -> None:
+    assert_same(config(3), 2, recompute=True)
+    kept, again = (dry_run(find(make), config(3), ranks=2, sequence=24, recompute=flag) for flag in (False, True))
+    assert next(x for x in again.memory if x.category == "activations").highest < 0.7 * next(
+        x for x in kept.memory if x.category == "activations"
+    ).highest
+
+
+def test_clipping_loss_scale_and_fp32_gradients() -> None:
+    assert_same(config(2, precision="fp16", gradient_clipping=1.0, data_types={"grad_accum_dtype": "fp32"}), 2)
+
+
+def test_a_thousand_ranks_hold_a_thousandth() -> None:
+    source = of_shape("wide", Shape(layers=2, hidden=2048, heads=16, sequence=64))
+    told = dry_run(source, config(3), ranks=1024, rank=1000)
+    lines = {line.category: line for line in told.memory}
+    share = told.parameters / 1024
+    assert lines["parameters"].at_peak == pytest.approx(2 * share, rel=0.01)
+    assert lines["gradients"].at_peak == pytest.approx(2 * share, rel=0.01)
+    assert lines["optimizer"].at_peak <= 12.1 * share
+    units = 2 + 1  # two blocks, and the root with both embeddings; blocks gather twice, the root once
+    assert told.calls["reduce_scatter"] == units
+    assert told.calls["all_gather"] <= 2 * units
+
+
+def test_nothing_is_allocated() -> None:
+    from wherry.observe.memory import host_memory
+
+    before = host_memory().resident
+    told = dry_run(of_shape("big", Shape(layers=2, hidden=16384, heads=128, sequence=64)), config(0), ranks=4)
+    assert told.parameters * 16 > 100e9
+    assert host_memory().resident - before < 2e9
+
+
+def test_a_forward_that_asks_for_values_is_told_so() -> None:
+    class Asking(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            return y if y.sum().item() > 0 else -y
+
+    def asking() -> Any:
+        return Asking(4, 4), torch.zeros(2, 4)
+
+    with pytest.raises(WherryError, match="asks for the value of a tensor"):
+        dry_run(find(asking), config(0), ranks=2)
+
+
+def test_a_model_without_inputs_and_a_wrong_rank() -> None:
+    with pytest.raises(WherryError, match="the model and its inputs"):
+        dry_run(find(lambda: torch.nn.Linear(4, 4)), config(0), ranks=2)
+    with pytest.raises(WherryError, match="rank: expected 0 to 1, got 2"):
+        dry_run(find(make), config(0), ranks=2, rank=2)
+
+
+def test_the_footprint_follows_storages() -> None:
+    with Footprint() as footprint:
+        x = torch.zeros(100)
+        view = x[10:20]
+        del x
+        assert footprint.live["activations"] == 400
+        footprint.label("kept", [view])
+        y = torch.ones(50)
+        assert footprint.now() == {"activations": 200, "kept": 400}
+        del view, y
+        assert footprint.now() == {"activations": 0, "kept": 0}
+        grown = torch.zeros(10)
+        footprint.meter("elastic", [grown.untyped_storage()])
+        grown.untyped_storage().resize_(4000)
+        footprint.sample()
+        assert footprint.peaks["elastic"] == 4000
+    assert footprint.peak == 4000
+    assert dryrun.loss_of(torch.tensor(2.0)) == 2
