@@ -23,6 +23,7 @@ from wherry.engine import Engine
 from wherry.errors import WherryError
 from wherry.observe.footprint import WORKING, Footprint
 from wherry.parallel.comm import Comm
+from wherry.plan.profile import loss_of
 from wherry.sources import Batch, Source
 from wherry.tiers.tickets import DONE, Ticket
 
@@ -197,16 +198,3 @@ def make_step(engine: Engine, batch: Batch, accumulation: int) -> tuple[Counter[
     engine.set_gradient_accumulation_boundary(None)
     engine.settle()
     return calls, nbytes
-
-
-def loss_of(output: Any) -> torch.Tensor:
-    """A loss for whatever a forward returned: its own if it has one, else the mean of its first float tensor."""
-    loss = getattr(output, "loss", None)
-    if isinstance(loss, torch.Tensor):
-        return loss
-    from wherry.sharding.hooks import tensors_in
-
-    first = next((t for t in tensors_in(output) if t.is_floating_point()), None)
-    if first is None:
-        raise WherryError("the model's forward returned no tensor of floats, so there is no loss to go back from")
-    return first if first.numel() == 1 else first.float().mean()

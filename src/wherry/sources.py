@@ -103,7 +103,7 @@ def _of_hugging_face(path: Path) -> Source:
     try:
         import transformers
     except ImportError as error:
-        raise WherryError(f"MODEL: building the model of {file} needs transformers: pip install transformers") from error
+        raise WherryError(f"MODEL: the model of {file} needs transformers: pip install transformers") from error
     kind = values.pop("model_type")
     try:
         config = transformers.AutoConfig.for_model(kind, **values)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from tests.plan.measured import make, measure
 
-from wherry import dryrun
 from wherry.dryrun import dry_run
 from wherry.errors import WherryError
 from wherry.observe.footprint import Footprint
@@ -126,4 +125,3 @@ def test_the_footprint_follows_storages() -> None:
         footprint.sample()
         assert footprint.peaks["elastic"] == 4000
     assert footprint.peak == 4000
-    assert dryrun.loss_of(torch.tensor(2.0)) == 2

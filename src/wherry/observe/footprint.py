@@ -1,4 +1,4 @@
-"""Bytes of every tensor that torch makes, by what it is for, and their highest sum: on real tensors and on fake ones."""
+"""Bytes of all tensors that torch makes, by what they are for, and their highest sum: of real tensors or fake ones."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from wherry.plan.memory import UnitSizes
-from wherry.sharding.grouping import plan_units
+from wherry.sharding.grouping import UnitPlan, plan_units
 
 
 def unit_sizes(model: nn.Module, unit_classes: Sequence[str] = ()) -> list[UnitSizes]:
@@ -15,8 +15,12 @@ def unit_sizes(model: nn.Module, unit_classes: Sequence[str] = ()) -> list[UnitS
 
     Integer parameters stay outside the units, as in the engine.
     """
+    return sizes_of(plan_units(model, unit_classes))
+
+
+def sizes_of(plans: Sequence[UnitPlan]) -> list[UnitSizes]:
     sizes = []
-    for plan in plan_units(model, unit_classes):
+    for plan in plans:
         floating = [parameter for _, parameter in plan.parameters if parameter.is_floating_point()]
         sizes.append(
             UnitSizes(

@@ -1,0 +1,309 @@
+"""What one micro-batch of a model costs, whatever its placement: bytes by unit as they come and go, and operations.
+
+The model runs once forward and backward on fake tensors, without values and without memory. What a placement then adds
+(gathered weights, states, buffers, traffic) is arithmetic on what is recorded here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
+from torch.utils.flop_counter import flop_registry
+
+from wherry.errors import WherryError
+from wherry.observe.footprint import WORKING, Footprint
+from wherry.plan.memory import UnitSizes
+from wherry.plan.units import sizes_of
+from wherry.sharding.grouping import UnitPlan, plan_units
+from wherry.sharding.hooks import NO_TASK, backward_task, tensors_in
+
+aten = torch.ops.aten
+
+Build = Callable[[int], tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]]
+"""From a micro-batch to the model and what its forward is called with."""
+
+
+class Moment(NamedTuple):
+    """From one event of a unit to the next: the most bytes of activations that there were."""
+
+    kind: str  # begin, enter, exit, turn (backward begins), want (its backward), done (its gradients), end
+    unit: int
+    activations: int
+
+
+@dataclass(frozen=True)
+class Operations:
+    """Each operation's floating-point operations, bytes read and written, and elements through slow functions."""
+
+    flops: np.ndarray
+    bytes: np.ndarray
+    slow: np.ndarray
+    backward: np.ndarray
+
+    def line(self, other: Operations, steps: float) -> Operations:
+        """On the straight line from this one through `other`, that many steps from here."""
+        if len(self.flops) != len(other.flops):
+            # Another path for another batch: only the sums can be compared, so they scale together.
+            ratio = 1 + steps * (float(other.bytes.sum()) / max(1.0, float(self.bytes.sum())) - 1)
+            return Operations(self.flops * ratio, self.bytes * ratio, self.slow * ratio, self.backward)
+        return Operations(
+            self.flops + steps * (other.flops - self.flops),
+            self.bytes + steps * (other.bytes - self.bytes),
+            self.slow + steps * (other.slow - self.slow),
+            self.backward,
+        )
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One micro-batch of a model."""
+
+    units: tuple[UnitSizes, ...]
+    buffers: int
+    inputs: int
+    moments: tuple[Moment, ...]
+    operations: Operations
+    micro_batch: int
+
+    @property
+    def parameters(self) -> int:
+        return sum(sum(unit.trained) + sum(unit.frozen) for unit in self.units)
+
+    @property
+    def activations(self) -> int:
+        """The most bytes of activations at a time, with what autograd makes beside them."""
+        return max((moment.activations for moment in self.moments), default=0)
+
+    @property
+    def flops(self) -> float:
+        return float(self.operations.flops.sum())
+
+
+@dataclass(frozen=True)
+class Line:
+    """Profiles of two micro-batches, and with them of any: everything grows in proportion to the batch."""
+
+    one: Profile
+    two: Profile | None = None
+
+    def at(self, micro_batch: int) -> Profile:
+        """The profile of this micro-batch.
+
+        A model whose inputs cannot be made larger has one profile only.
+        """
+        one, two = self.one, self.two
+        if two is None or micro_batch == one.micro_batch:
+            return one
+        if micro_batch == two.micro_batch:
+            return two
+        steps = (micro_batch - one.micro_batch) / (two.micro_batch - one.micro_batch)
+
+        def line(a: float, b: float) -> int:
+            return round(a + steps * (b - a))
+
+        same = [m[:2] for m in one.moments] == [m[:2] for m in two.moments]
+        later = two.moments if same else one.moments
+        moments = (
+            Moment(a.kind, a.unit, line(a.activations, b.activations))
+            for a, b in zip(one.moments, later, strict=True)
+        )
+        return Profile(
+            one.units,
+            one.buffers,
+            line(one.inputs, two.inputs),
+            tuple(moments),
+            one.operations.line(two.operations, steps),
+            micro_batch,
+        )
+
+
+# Element-wise functions that a processor computes more slowly than it reads their operands.
+_SLOW = (
+    *(aten.gelu, aten.gelu_backward, aten.silu, aten.silu_backward, aten.exp, aten.tanh, aten.sigmoid, aten.erf),
+    *(aten._softmax, aten._softmax_backward_data, aten._log_softmax, aten._log_softmax_backward_data, aten.pow),
+    *(aten.sin, aten.cos, aten.native_dropout, aten.softplus, aten.mish),
+)
+
+
+def _attention_flops(args: Any, *, backward: bool) -> float:
+    query, key, value = args[1:4] if backward else args[:3]
+    batch, heads, length, width = query.shape
+    scores = 2.0 * batch * heads * length * key.shape[-2] * width
+    mix = 2.0 * batch * heads * length * key.shape[-2] * value.shape[-1]
+    return 2.5 * (scores + mix) if backward else scores + mix
+
+
+def _tensor_bytes(values: Any) -> int:
+    total = 0
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            total += value.numel() * value.element_size()
+        elif isinstance(value, tuple | list):
+            total += _tensor_bytes(value)
+    return total
+
+
+class _Recorder(Footprint):
+    """A footprint that also counts operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[float, int, int, bool]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self._see(result)
+        packet = func._overloadpacket
+        if not func.is_view and packet is not aten.detach:
+            out = result if isinstance(result, tuple | list) else (result,)
+            nbytes = _tensor_bytes(out)
+            if packet not in (aten.empty, aten.empty_like, aten.new_empty):
+                nbytes += _tensor_bytes(args)
+            slow = _numel(out) if packet in _SLOW else 0
+            self.rows.append((_flops(packet, args, kwargs, result), nbytes, slow, backward_task() != NO_TASK))
+        return result
+
+    def operations(self) -> Operations:
+        rows = self.rows or [(0.0, 0, 0, False)]
+        flops, nbytes, slow, backward = (np.array(column, dtype=float) for column in zip(*rows, strict=True))
+        return Operations(flops, nbytes, slow, backward.astype(bool))
+
+
+def _numel(values: Any) -> int:
+    return max((value.numel() for value in values if isinstance(value, torch.Tensor)), default=0)
+
+
+def _flops(packet: Any, args: Any, kwargs: Any, result: Any) -> float:
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu:
+        return _attention_flops(args, backward=False)
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        return _attention_flops(args, backward=True)
+    count = flop_registry.get(packet)
+    return float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
+
+
+class _Watch:
+    """Hooks that follow units through a forward and backward, as the engine's own do."""
+
+    def __init__(self, model: nn.Module, plans: list[UnitPlan], recorder: _Recorder) -> None:
+        self.recorder = recorder
+        self.moments: list[Moment] = []
+        self._last = ("begin", 0)
+        self._depth = [0] * len(plans)
+        self._wanted: set[int] = set()
+        self._awaited: list[int] = []
+        for index, plan in enumerate(plans):
+            if not plan.root:
+                for module in plan.modules:
+                    module.register_forward_pre_hook(lambda *_, index=index: self._enter(index), prepend=True)
+                    module.register_forward_hook(lambda _, __, output, index=index: self._exit(index, output))
+            trained = [p for _, p in plan.parameters if p.requires_grad and p.is_floating_point()]
+            self._awaited.append(len(trained))
+            for parameter in trained:
+                parameter.register_post_accumulate_grad_hook(lambda _, index=index, all=trained: self._came(index, all))
+
+    def mark(self, kind: str, unit: int = 0) -> None:
+        """An event: what was highest since the last one belongs to that."""
+        self.moments.append(Moment(*self._last, self.recorder.peaks.get(WORKING, 0)))
+        self._last = (kind, unit)
+        self.recorder.reset()
+
+    def _enter(self, index: int) -> None:
+        self._depth[index] += 1
+        if self._depth[index] == 1 and backward_task() == NO_TASK:
+            self.mark("enter", index)
+
+    def _exit(self, index: int, output: Any) -> None:
+        self._depth[index] -= 1
+        if self._depth[index] or backward_task() != NO_TASK:
+            return
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self._want(index))
+        self.mark("exit", index)
+
+    def _want(self, index: int) -> None:
+        if index not in self._wanted:
+            self._wanted.add(index)
+            self.mark("want", index)
+
+    def _came(self, index: int, parameters: list[nn.Parameter]) -> None:
+        self._awaited[index] -= 1
+        if self._awaited[index] == 0:
+            # The engine copies them to its own buffer and lets go of autograd's, a whole unit at a time.
+            self.mark("done", index)
+            for parameter in parameters:
+                parameter.grad = None
+
+
+def profile(build: Build, micro_batch: int, dtype: torch.dtype | None, unit_classes: tuple[str, ...] = ()) -> Profile:
+    """Run one micro-batch of the model that `build` makes, with its weights in `dtype`."""
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            return _profile(mode, build, micro_batch, dtype, unit_classes)
+    except (DataDependentOutputException, UnsupportedFakeTensorException) as error:
+        raise WherryError(
+            f"the model's forward asks for the value of a tensor, and a plan has none ({error}); keep such decisions "
+            "out of the forward"
+        ) from error
+
+
+def _profile(
+    mode: FakeTensorMode, build: Build, micro_batch: int, dtype: torch.dtype | None, unit_classes: tuple[str, ...]
+) -> Profile:
+    model, args, kwargs = build(micro_batch)
+    args = tuple(_faked(mode, value) for value in args)
+    kwargs = {name: _faked(mode, value) for name, value in kwargs.items()}
+    plans = plan_units(model, unit_classes)
+    for parameter in model.parameters():
+        if dtype is not None and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    recorder = _Recorder()
+    watch = _Watch(model, plans, recorder)
+    inputs = [t for t in (*tensors_in(args), *tensors_in(kwargs))]
+    with recorder:
+        recorder.label("weights", model.parameters())
+        recorder.label("buffers", (*model.buffers(), *inputs))
+        recorder.reset()
+        output = model(*args, **kwargs)
+        loss = loss_of(output)
+        watch.mark("turn")
+        del output
+        loss.backward()
+        watch.mark("end")
+        del loss
+    return Profile(
+        units=tuple(sizes_of(plans)),
+        buffers=_tensor_bytes(list(model.buffers())),
+        inputs=_tensor_bytes(inputs),
+        moments=tuple(watch.moments),
+        operations=recorder.operations(),
+        micro_batch=micro_batch,
+    )
+
+
+def _faked(mode: FakeTensorMode, value: Any) -> Any:
+    return mode.from_tensor(value) if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) else value
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """A loss for whatever a forward returned: its own if it has one, else the mean of its first float tensor."""
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    first = next((t for t in tensors_in(output) if t.is_floating_point()), None)
+    if first is None:
+        raise WherryError("the model's forward returned no tensor of floats, so there is no loss to go back from")
+    return first if first.numel() == 1 else first.float().mean()
