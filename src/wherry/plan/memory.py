@@ -6,7 +6,8 @@ Two answers to the same question. `states` knows only how many parameters there 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from wherry.errors import WherryError
@@ -17,7 +18,13 @@ WORKING_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of one working weight, by precision."""
 
 STATE_WORDS = {"adam": 2, "adamw": 2, "adagrad": 1, "lion": 1, "sgd": 0, "sgd-momentum": 1}
-"""fp32 words that an optimizer keeps for each parameter, besides the master weight."""
+"""Values that an optimizer keeps for each parameter, besides the master weight."""
+
+STATE_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
+"""Bytes of one such value, by the type of the state. int8 has a scale in fp32 for each block beside it."""
+
+SCALED = 256
+"""Elements that share a scale."""
 
 WORD = 4
 
@@ -27,7 +34,7 @@ class Cost:
     """Bytes that training keeps for one parameter, by state.
 
     >>> Cost.of("bf16", "adamw")
-    Cost(parameters=2, gradients=2, master=4, moments=8)
+    Cost(parameters=2, gradients=2, master=4, moments=8, scales=0)
     """
 
     parameters: int
@@ -35,14 +42,29 @@ class Cost:
     # fp32 weights are their own masters.
     master: int
     moments: int
+    # Moments that have a scale in fp32 for each block.
+    scales: int = 0
 
     @classmethod
-    def of(cls, precision: str = "bf16", optimizer: str = "adamw", gradients: str | None = None) -> Cost:
-        """By precision and optimizer; `gradients` is the precision they are accumulated in, if it is another."""
+    def of(
+        cls,
+        precision: str = "bf16",
+        optimizer: str = "adamw",
+        gradients: str | None = None,
+        *,
+        state_dtype: str = "fp32",
+        split: bool = False,
+    ) -> Cost:
+        """By precision and optimizer; `gradients` is the precision they are accumulated in, if it is another.
+
+        A split master is the working weight and two bytes more.
+        """
         working = _look_up(WORKING_BYTES, "precision", precision)
         accumulated = _look_up(WORKING_BYTES, "gradients", gradients or precision)
         words = _look_up(STATE_WORDS, "optimizer", optimizer.lower())
-        return cls(working, accumulated, 0 if working == WORD else WORD, words * WORD)
+        moment = _look_up(STATE_BYTES, "state_dtype", state_dtype)
+        master = 0 if working == WORD else WORD - working if split else WORD
+        return cls(working, accumulated, master, words * moment, words if state_dtype == "int8" else 0)
 
     @property
     def optimizer(self) -> int:
@@ -122,7 +144,9 @@ class UnitSizes:
 
 
 @dataclass(frozen=True)
-class _Flat:
+class PlannedFlat:
+    """A flat that the engine would make."""
+
     layout: FlatLayout
     trainable: bool
     resident: bool
@@ -136,6 +160,7 @@ def padded_states(
     *,
     rank: int = 0,
     persistence_threshold: int = 0,
+    persistence_limit: int | None = None,
 ) -> States:
     """What one rank of the engine keeps, every padding of its flats included.
 
@@ -145,8 +170,8 @@ def padded_states(
     if not 0 <= rank < ranks:
         raise WherryError(f"rank: expected 0 to {ranks - 1}, got {rank}")
     parameters = gradients = optimizer = 0
-    for unit in units:
-        for flat in _flats(unit, placement, ranks, persistence_threshold):
+    for flats in plan_flats(units, placement, ranks, persistence_threshold, persistence_limit):
+        for flat in flats:
             layout = flat.layout
             parameters += cost.parameters * (layout.numel if flat.resident else layout.shard_numel)
             if flat.trainable:
@@ -154,6 +179,7 @@ def padded_states(
                 owner = rank if layout.ranks > 1 else 0
                 kept = sum(span.stop - span.start for span in layout.segments(owner))
                 optimizer += cost.master * layout.shard_numel + cost.moments * kept
+                optimizer += cost.scales * WORD * -(-kept // SCALED)
     return States(parameters, gradients, optimizer)
 
 
@@ -173,8 +199,7 @@ def gathered_bytes(
     if ahead < 0:
         raise WherryError(f"ahead: expected 0 units or more, got {ahead}")
     roots, others = 0, []
-    for unit in units:
-        flats = _flats(unit, placement, ranks, persistence_threshold)
+    for unit, flats in zip(units, plan_flats(units, placement, ranks, persistence_threshold), strict=True):
         travelling = sum(flat.layout.numel for flat in flats if not flat.resident)
         if unit.root:
             roots += travelling
@@ -184,13 +209,28 @@ def gathered_bytes(
     return cost.parameters * (roots + together)
 
 
-def _flats(unit: UnitSizes, placement: Placement, ranks: int, persistence_threshold: int) -> Iterator[_Flat]:
-    """The flats that the engine makes of a unit: what is trained in one, what is frozen in another."""
+def plan_flats(
+    units: Sequence[UnitSizes],
+    placement: Placement,
+    ranks: int,
+    persistence_threshold: int = 0,
+    persistence_limit: int | None = None,
+) -> list[list[PlannedFlat]]:
+    """The flats that the engine makes of each unit: what is trained in one, what is frozen in another."""
     check(placement, ranks)
-    for numels, trainable in ((unit.trained, True), (unit.frozen, False)):
-        if not numels:
-            continue
-        cut = placement.parameters.partitioned or (trainable and placement.optimizer.partitioned)
-        layout = lay_out([(str(i), (numel,), 0) for i, numel in enumerate(numels)], ranks if cut else 1)
-        whole = not placement.parameters.partitioned or ranks == 1
-        yield _Flat(layout, trainable, resident=whole or layout.numel <= persistence_threshold)
+    left = math.inf if persistence_limit is None else persistence_limit
+    planned = []
+    for unit in units:
+        flats = []
+        for numels, trainable in ((unit.trained, True), (unit.frozen, False)):
+            if not numels:
+                continue
+            cut = placement.parameters.partitioned or (trainable and placement.optimizer.partitioned)
+            layout = lay_out([(str(i), (numel,), 0) for i, numel in enumerate(numels)], ranks if cut else 1)
+            resident = not placement.parameters.partitioned or ranks == 1
+            if not resident and layout.numel <= min(persistence_threshold, left):
+                resident = True
+                left -= layout.numel
+            flats.append(PlannedFlat(layout, trainable, resident))
+        planned.append(flats)
+    return planned

@@ -92,7 +92,10 @@ class Profile:
 
 @dataclass(frozen=True)
 class Line:
-    """Profiles of two micro-batches, and with them of any: everything grows in proportion to the batch."""
+    """Profiles of two micro-batches, and with them of any: bytes and operations grow in proportion to the batch.
+
+    The larger the two, the better: in a small batch what is highest may be the weights' gradients, which do not grow.
+    """
 
     one: Profile
     two: Profile | None = None
@@ -243,9 +246,9 @@ class _Watch:
         self._awaited[index] -= 1
         if self._awaited[index] == 0:
             # The engine copies them to its own buffer and lets go of autograd's, a whole unit at a time.
-            self.mark("done", index)
             for parameter in parameters:
                 parameter.grad = None
+            self.mark("done", index)
 
 
 def profile(build: Build, micro_batch: int, dtype: torch.dtype | None, unit_classes: tuple[str, ...] = ()) -> Profile:
@@ -272,7 +275,7 @@ def _profile(
             parameter.data = parameter.data.to(dtype)
     recorder = _Recorder()
     watch = _Watch(model, plans, recorder)
-    inputs = [t for t in (*tensors_in(args), *tensors_in(kwargs))]
+    inputs = list({id(t): t for t in (*tensors_in(args), *tensors_in(kwargs))}.values())
     with recorder:
         recorder.label("weights", model.parameters())
         recorder.label("buffers", (*model.buffers(), *inputs))

@@ -1,0 +1,231 @@
+"""The most bytes that a rank holds in a step: a profile's activations, and beside them what a placement adds.
+
+The gathers, releases and buffers of the engine are followed event by event, with its own budgets.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from wherry.config import Config
+from wherry.placement import Placement
+from wherry.plan.memory import Cost, PlannedFlat, States, padded_states, plan_flats
+from wherry.plan.profile import Moment, Profile
+
+IN_FLIGHT = 2
+GRAIN = 512
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What of a config decides about memory."""
+
+    placement: Placement
+    cost: Cost
+    ranks: int
+    # Bytes of a gradient on the wire.
+    wire: int
+    accumulation: int
+    live_limit: int
+    prefetch: int
+    persistence_threshold: int
+    persistence_limit: int
+
+    @classmethod
+    def of(cls, config: Config, ranks: int, optimizer: str | None = None) -> Setting:
+        """`optimizer` is the one to count where the config names none."""
+        zero = config.zero_optimization
+        precision = precision_of(config)
+        accumulated = config.data_types.grad_accum_dtype
+        name = optimizer_of(config) or optimizer or "adamw"
+        wire = config.communication_data_type or precision
+        placement = config.placement()
+        return cls(
+            placement,
+            Cost.of(precision, name, accumulated, state_dtype=config.state_dtype()),
+            ranks,
+            {"fp32": 4, "bf16": 2, "fp16": 2}[wire],
+            config.batch(ranks).accumulation,
+            zero.stage3_max_live_parameters,
+            zero.stage3_prefetch_bucket_size,
+            zero.stage3_param_persistence_threshold,
+            zero.stage3_model_persistence_threshold,
+        )
+
+    def flats(self, profile: Profile) -> list[list[PlannedFlat]]:
+        return plan_flats(
+            profile.units, self.placement, self.ranks, self.persistence_threshold, self.persistence_limit
+        )
+
+    def states(self, profile: Profile, rank: int = 0) -> States:
+        return padded_states(
+            profile.units,
+            self.placement,
+            self.ranks,
+            self.cost,
+            rank=rank,
+            persistence_threshold=self.persistence_threshold,
+            persistence_limit=self.persistence_limit,
+        )
+
+
+def precision_of(config: Config) -> str:
+    return "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else config.data_types.param_dtype or "fp32"
+
+
+def optimizer_of(config: Config) -> str | None:
+    """The optimizer of a config, as `STATE_WORDS` knows it."""
+    if config.optimizer is None or config.optimizer.type is None:
+        return None
+    name = config.optimizer.type.lower()
+    if name == "sgd" and (config.optimizer.params or {}).get("momentum"):
+        return "sgd-momentum"
+    return name
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes where the sum of gathered weights and activations is highest, and the highest of each by itself."""
+
+    gathered: int
+    activations: int
+    highest_gathered: int
+    highest_activations: int
+
+
+class _Weights:
+    """Which units are whole, as the engine's gatherer would have it."""
+
+    def __init__(self, setting: Setting, profile: Profile, flats: list[list[PlannedFlat]]) -> None:
+        self.setting = setting
+        self.travelling = [[flat for flat in unit if not flat.resident] for unit in flats]
+        self.roots = [index for index, unit in enumerate(profile.units) if unit.root]
+        self.whole: list[set[int]] = [set() for _ in flats]
+        self.order = [moment.unit for moment in profile.moments if moment.kind == "enter"]
+        self.place: dict[int, int] = {}
+        for position, unit in enumerate(self.order):
+            self.place.setdefault(unit, position)
+        self.live = 0
+        self._last_wanted: int | None = None
+
+    def follow(self, moment: Moment) -> None:
+        kind, unit = moment.kind, moment.unit
+        if kind in ("begin", "turn"):
+            for root in self.roots:
+                self.gather(root)
+        elif kind == "enter":
+            self.gather(unit)
+            self.prefetch(self.order[self.place[unit] + 1 :])
+        elif kind == "exit":
+            self.release(unit)
+        elif kind == "want":
+            if self._last_wanted is not None:
+                self.release(self._last_wanted, frozen_only=True)
+            self._last_wanted = unit
+            self.gather(unit)
+            self.prefetch(reversed(self.order[: self.place[unit]]))
+        elif kind == "done":
+            self.release(unit, trained_only=True)
+        elif kind == "end":
+            for index in range(len(self.whole)):
+                self.live -= sum(self.travelling[index][i].layout.numel for i in self.whole[index])
+                self.whole[index].clear()
+
+    def gather(self, unit: int) -> None:
+        for index, flat in enumerate(self.travelling[unit]):
+            if index not in self.whole[unit]:
+                self.whole[unit].add(index)
+                self.live += flat.layout.numel
+
+    def release(self, unit: int, *, frozen_only: bool = False, trained_only: bool = False) -> None:
+        if unit in self.roots:
+            return
+        for index in list(self.whole[unit]):
+            flat = self.travelling[unit][index]
+            if (frozen_only and flat.trainable) or (trained_only and not flat.trainable):
+                continue
+            self.whole[unit].discard(index)
+            self.live -= flat.layout.numel
+
+    def prefetch(self, followers: Iterable[int]) -> None:
+        ahead = 0
+        for unit in followers:
+            size = sum(f.layout.numel for i, f in enumerate(self.travelling[unit]) if i not in self.whole[unit])
+            ahead += size
+            too_far = ahead > self.setting.prefetch and ahead > size
+            if self.live + size > self.setting.live_limit or too_far:
+                return
+            self.gather(unit)
+            if ahead > self.setting.prefetch:
+                return
+
+
+def peak(profile: Profile, setting: Setting) -> Peak:
+    weights = _Weights(setting, profile, setting.flats(profile))
+    gathered = activations = highest_gathered = 0
+    for moment in profile.moments:
+        weights.follow(moment)
+        held = weights.live * setting.cost.parameters
+        highest_gathered = max(highest_gathered, held)
+        if held + moment.activations > gathered + activations:
+            gathered, activations = held, moment.activations
+    return Peak(gathered, activations, highest_gathered, profile.activations)
+
+
+def buffers(profile: Profile, setting: Setting) -> int:
+    """Bytes of the buffers through which gradients travel, once all that a step needs have been made."""
+    if setting.ranks == 1:
+        return 0
+    flats = [flat for unit in setting.flats(profile) for flat in unit if flat.trainable]
+    place = {}
+    for index, unit in enumerate(profile.units):
+        if unit.trained:
+            place[index] = len(place)
+    completed = [place[moment.unit] for moment in profile.moments if moment.kind == "done"]
+    completed += [i for i in reversed(range(len(flats))) if i not in set(completed)]
+    pool = _Pool()
+    # The first backward reduces backwards, the later ones in the order that it saw.
+    for order in (list(reversed(range(len(flats)))), completed):
+        for micro in range(min(setting.accumulation, 2)):
+            _reduce_all(pool, setting, [flats[i] for i in order], fresh=micro == 0)
+    return pool.allocated
+
+
+class _Pool:
+    """Buffers by size class: what is given back is lent again, and nothing is freed."""
+
+    def __init__(self) -> None:
+        self.idle: Counter[int] = Counter()
+        self.allocated = 0
+
+    def take(self, nbytes: int) -> int:
+        size = -(-nbytes // GRAIN) * GRAIN
+        if self.idle[size]:
+            self.idle[size] -= 1
+        else:
+            self.allocated += size
+        return size
+
+    def give(self, sizes: Iterable[int]) -> None:
+        for size in sizes:
+            self.idle[size] += 1
+
+
+def _reduce_all(pool: _Pool, setting: Setting, flats: Sequence[PlannedFlat], *, fresh: bool) -> None:
+    same_type = setting.cost.gradients == setting.wire
+    travelling: list[list[int]] = []
+    for flat in flats:
+        if len(travelling) == IN_FLIGHT:
+            pool.give(travelling.pop(0))
+        taken = []
+        if setting.placement.gradients.partitioned:
+            taken.append(pool.take(flat.layout.numel * setting.wire))
+            if not (fresh and same_type):
+                taken.append(pool.take(flat.layout.shard_numel * setting.wire))
+        elif not same_type and (fresh or setting.accumulation == 1):
+            taken.append(pool.take(flat.layout.numel * setting.wire))
+        travelling.append(taken)
+    for taken in travelling:
+        pool.give(taken)
