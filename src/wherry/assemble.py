@@ -45,6 +45,7 @@ def initialize(
     mesh: Any = None,
     config_params: Config | str | Path | dict[str, Any] | None = None,
     args: Any = None,
+    engine_class: type[Engine] = Engine,
 ) -> tuple[Engine, ShardedOptimizer | None, DataLoader[Any] | None, Any]:
     """Build an engine; returns `(engine, optimizer, dataloader, lr_scheduler)`.
 
@@ -120,7 +121,7 @@ def initialize(
         return ShardedOptimizer(spec.instance, engine.update, engine.zero_grad_of_loop) if spec is not None else None
 
     fp16 = resolved.fp16
-    engine = Engine(
+    engine = engine_class(
         model,
         Parts(
             config=resolved,
@@ -140,7 +141,9 @@ def initialize(
     )
     engine.lr_scheduler = _lr_scheduler(lr_scheduler, resolved, engine.optimizer)
     if training_data is not None:
-        engine.training_dataloader = _dataloader(training_data, engine, collate_fn, resolved.dataloader_drop_last)
+        engine.training_dataloader = make_dataloader(
+            training_data, engine, collate_fn=collate_fn, drop_last=resolved.dataloader_drop_last
+        )
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -239,15 +242,28 @@ class EpochSampler(DistributedSampler[Any]):
         return order
 
 
-def _dataloader(data: Dataset[Any], engine: Engine, collate_fn: Any, drop_last: bool) -> DataLoader[Any]:
-    sampler = EpochSampler(
-        data, num_replicas=engine.comm.size, rank=engine.comm.rank, shuffle=True, drop_last=drop_last
-    )
+def make_dataloader(
+    data: Dataset[Any],
+    engine: Engine,
+    *,
+    collate_fn: Any = None,
+    drop_last: bool = False,
+    batch_size: int | None = None,
+    sampler: Any = None,
+    shuffle: bool = True,
+    workers: int = 0,
+) -> DataLoader[Any]:
+    """A loader of micro-batches, of this rank's share of the data."""
+    if sampler is None:
+        sampler = (EpochSampler if shuffle else DistributedSampler)(
+            data, num_replicas=engine.comm.size, rank=engine.comm.rank, shuffle=shuffle, drop_last=drop_last
+        )
     return DataLoader(
         data,
-        batch_size=engine.train_micro_batch_size_per_gpu(),
+        batch_size=batch_size or engine.train_micro_batch_size_per_gpu(),
         sampler=sampler,
         collate_fn=collate_fn,
         drop_last=drop_last,
+        num_workers=workers,
         pin_memory=engine.device.type == "cuda",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from wherry.config.batch import BatchSizes
 from wherry.errors import WherryError
 from wherry.fake import host_value
 from wherry.observe.log import get_logger
-from wherry.observe.spans import Spans
+from wherry.observe.monitor import Monitor
+from wherry.observe.reporter import Reporter, Update
 from wherry.parallel.topology import Topology
 from wherry.placement import Placement
 from wherry.sharding.access import Access
@@ -28,6 +30,7 @@ from wherry.update.clipping import norm_and_multiplier
 from wherry.update.loss_scale import LossScaler
 from wherry.update.optimizer import ShardedOptimizer
 from wherry.update.pipeline import Updater
+from wherry.update.reach import ParameterStates
 
 
 class MemoryRow(NamedTuple):
@@ -89,13 +92,22 @@ class Engine(nn.Module):
         self._scaler = parts.scaler
         self._check_overflow = parts.check_overflow
         self._input_dtype = parts.autocast_inputs
-        self._spans = Spans(wall_clock=parts.config.wall_clock_breakdown, synchronise=_synchronise(self.device))
         self._log = get_logger(parts.topology.global_rank)
+        reference = weakref.ref(self)
+        self._reporter = Reporter(
+            parts.config,
+            lambda: reference().module,  # type: ignore[union-attr]
+            self.comm.traffic,
+            self._log,
+            _synchronise(self.device),
+        )
+        self._spans = self._reporter.spans
         self._norm: float | None = None
         # What the window's sums are multiplied by, clipping aside.
         self._window_scale = 1.0
         self._applied = False
         self._closed = False
+        self._states: ParameterStates | None = None
         self._forced_boundary: bool | None = None
         self._backwards_in_window = 0
         self._steps_in_window = 0
@@ -118,7 +130,8 @@ class Engine(nn.Module):
         self._check_open()
         if self._input_dtype is not None:
             args, kwargs = _cast(args, self._input_dtype), _cast(kwargs, self._input_dtype)
-        with self._spans("wherry::forward"), self._hooks.saving():
+        counting = self._reporter.counting("forward", self.global_steps + 1)
+        with self._spans("wherry::forward"), counting, self._hooks.saving():
             return self.module(*args, **kwargs)
 
     def forward_begins(self) -> None:
@@ -145,7 +158,7 @@ class Engine(nn.Module):
         self._loss_is_scaled = True
         self._begin_backward(averaged=scale_wrt_gas)
         try:
-            with self._spans("wherry::backward"):
+            with self._spans("wherry::backward"), self._reporter.counting("backward", self.global_steps + 1):
                 (loss * self._scaler.scale if self._scaler.scale != 1.0 else loss).backward(retain_graph=retain_graph)
         except BaseException:
             self._abandon_window()
@@ -154,6 +167,7 @@ class Engine(nn.Module):
             self._loss_is_scaled = False
         self._in_backward = True
         self.backward_ends()
+        self._reporter.loss(loss)
         return loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -222,7 +236,8 @@ class Engine(nn.Module):
             )
         with self._spans("wherry::step"):
             self.optimizer.step()
-        self._report()
+        scale = self._scaler.scale if self._scaler.dynamic else None
+        self._reporter.updated(Update(self.global_steps, self.global_samples, self.get_lr(), self._norm, scale))
         needs_metric = isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         if self._applied and self.lr_scheduler is not None and (lr_kwargs or not needs_metric):
             self.lr_scheduler.step(**(lr_kwargs or {}))
@@ -248,19 +263,6 @@ class Engine(nn.Module):
         self._end_window()
         self._scaler.update(overflow)
         return self._applied
-
-    def _report(self) -> None:
-        """Log every so many steps, if the config asks for it."""
-        every = self._config.steps_per_print
-        if not every or self.global_steps % every:
-            return
-        rates = ", ".join(f"{rate:.3g}" for rate in self.get_lr())
-        scale = f", loss scale {self._scaler.scale:g}" if self._scaler.dynamic else ""
-        norm = "none" if self._norm is None else f"{self._norm:.4g}"
-        self._log.info("step %d: lr %s, gradient norm %s%s", self.global_steps, rates, norm, scale)
-        if self._spans.wall_clock:
-            self._log.info("time of %d steps: %s", every, self._spans.breakdown())
-            self._spans.take()
 
     def _gradient_scale(self) -> float:
         """What turns sums over ranks and micro-batches, of a scaled loss, into the mean gradient of the loss."""
@@ -359,6 +361,30 @@ class Engine(nn.Module):
         self._check_open()
 
     # What people ask.
+
+    @property
+    def monitor(self) -> Monitor:
+        """Where the numbers of each update go; add a sink to it, or log numbers of your own."""
+        return self._reporter.monitor
+
+    @property
+    def flops(self) -> int | None:
+        """Operations of the step that the config's `flops_profiler` names, on this rank; None before it."""
+        return self._reporter.flops
+
+    @property
+    def states(self) -> ParameterStates:
+        """Masters, moments and gradients of single parameters. What is under way is completed first."""
+        self.settle()
+        if self._states is None:
+            self._states = ParameterStates(
+                self.units, self._updater, self._gradients, self.comm, lambda: self._window_scale
+            )
+        return self._states
+
+    def has_gradients(self) -> bool:
+        """Whether the boundary's backward has run and its gradients are still there."""
+        return self._gradients.boundary and self._backwards_in_window > 0
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last window's gradients, before clipping; None before the first update."""
@@ -486,7 +512,9 @@ class Engine(nn.Module):
         if self._closed:
             return
         self._closed = True
+        self._states = None
         self._abandon_window()
+        self._reporter.close()
         self._hooks.remove()
         self._access.close()
         self._gradients.close()

@@ -22,6 +22,7 @@ _EPILOG = """
 on this machine:         wherry run --num_gpus 2 train.py --my-flag 1      (without a GPU: two processes)
 on several, over ssh:    wherry run --hostfile hosts train.py              (lines of `name slots=8`)
 on several, by hand:     wherry run --num_nodes 2 --node_rank 0 --master_addr head train.py   (and 1 on the other)
+a DeepSpeed script:      wherry run --as-deepspeed --num_gpus 2 train.py --deepspeed_config config.json
 under a scheduler:       wherry run --num_nodes 2 --num_gpus 8 --emit slurm train.py > job.sh
 """
 
@@ -47,6 +48,9 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("--ssh", help="the command that reaches a host (default: ssh -o BatchMode=yes)")
     group.add_argument("--ssh_port", "--ssh-port", type=int, help="ssh's port")
     group.add_argument("--emit", choices=("slurm", "k8s", "sky"), help="print the scheduler's job file, start nothing")
+    parser.add_argument(
+        "--as-deepspeed", action="store_true", help="let the script's `import deepspeed` give Wherry, on every rank"
+    )
     parser.add_argument("--follow-stdin", action="store_true", help=argparse.SUPPRESS)
     return parser
 
@@ -73,6 +77,10 @@ def main(argv: list[str]) -> int:
         return run_on_hosts(arguments)
     if arguments.include or arguments.exclude:
         _restrict_this_machine(arguments)
+    if arguments.as_deepspeed:
+        from wherry.compat.deepspeed import environment
+
+        os.environ.update(environment())
     resolve(arguments, nodes)
     if arguments.follow_stdin:
         _follow_stdin()

@@ -8,6 +8,8 @@ from pydantic import BeforeValidator
 
 from wherry.config.fields import Block, Bytes, Flag, Integer, Number, Text, block, key, lowered, renamed, uppered
 
+_SUMMED = "collectives are summed up; a torch.profiler trace has each of them under its unit's name"
+
 
 class Aio(Block):
     block_size: Integer = key(1_048_576, "Bytes of one request to the disk.", ge=512)
@@ -56,14 +58,16 @@ class Checkpoint(Block):
 class CommsLogger(Block):
     enabled: Flag = key(False, "Log collectives.")
     prof_all: Flag = key(True, "Log all of them.")
-    prof_ops: list[Text] = key([], "Log these only.")
-    verbose: Flag = key(False, "One line for each.")
-    debug: Flag = key(False, "With the caller's name.")
+    prof_ops: list[Text] = key([], "Log these only, where prof_all is false.")
+    verbose: Flag = key(False, "One line for each.", inert=_SUMMED)
+    debug: Flag = key(False, "With the caller's name.", inert=_SUMMED)
 
 
 class FlopsProfiler(Block):
     enabled: Flag = key(False, "Count floating-point operations.")
-    recompute_fwd_factor: Number = key(0.0, "Share of the forward that is computed twice.", ge=0)
+    recompute_fwd_factor: Number = key(
+        0.0, "Share of the forward that is computed twice.", ge=0, inert="operations are counted as they are run"
+    )
     profile_step: Integer = key(1, "The step that is counted.", ge=0)
     module_depth: Integer = key(-1, "Depth of modules shown; -1 for all.")
     top_modules: Integer = key(1, "Modules shown at each depth.", ge=0)
@@ -73,13 +77,13 @@ class FlopsProfiler(Block):
 
 class TensorBoard(Block):
     enabled: Flag = key(False, "Write metrics for TensorBoard.")
-    output_path: Text = key("", "Folder for the files. Empty: the run's folder.")
+    output_path: Text = key("", "Folder for the files. Empty: wherry.run_dir, or the working folder.")
     job_name: Text = key("DeepSpeedJobName", "Folder inside output_path.")
 
 
 class CsvMonitor(Block):
     enabled: Flag = key(False, "Write metrics as CSV.")
-    output_path: Text = key("", "Folder for the files. Empty: the run's folder.")
+    output_path: Text = key("", "Folder for the files. Empty: csv_monitor in the working folder.")
     job_name: Text = key("DeepSpeedJobName", "Folder inside output_path.")
 
 
@@ -131,4 +135,4 @@ class Own(Block):
     host_memory: Bytes | None = key(
         None, 'Limit of host memory for training states: bytes, or like "3GB".', gt=0, only=(None,)
     )
-    run_dir: Text | None = key(None, "Folder for metrics and the resolved config.")
+    run_dir: Text | None = key(None, "Folder for metrics, as JSON lines and CSV.")

@@ -128,10 +128,8 @@ class Config(Block):
     tensorboard: TensorBoard = block(TensorBoard, "Metrics for TensorBoard.")
     csv_monitor: CsvMonitor = block(CsvMonitor, "Metrics as CSV.")
     wandb: Wandb = block(Wandb, "Metrics for Weights & Biases.")
-    comms_logger: CommsLogger = block(CommsLogger, "A log of collectives.", inert="use torch.profiler")
-    flops_profiler: FlopsProfiler = block(
-        FlopsProfiler, "A count of floating-point operations.", inert="use torch.utils.flop_counter"
-    )
+    comms_logger: CommsLogger = block(CommsLogger, "A log of what is sent, every steps_per_print steps (or 10).")
+    flops_profiler: FlopsProfiler = block(FlopsProfiler, "A count of one step's floating-point operations.")
 
     activation_checkpointing: ActivationCheckpointing = block(
         ActivationCheckpointing, "Activation checkpoints.", inert=_IN_MODEL

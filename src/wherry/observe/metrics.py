@@ -47,11 +47,15 @@ class JSONLines:
 
 
 class CSV:
-    """`metrics.csv`: one row a step under the given columns; a value that a step lacks is an empty cell."""
+    """`metrics.csv`: one row a step under the given columns; a value that a step lacks is an empty cell.
 
-    def __init__(self, columns: Sequence[str], name: str = "metrics.csv") -> None:
+    A value without a column is an error, or with `leave_out` left to the other sinks.
+    """
+
+    def __init__(self, columns: Sequence[str], name: str = "metrics.csv", *, leave_out: bool = False) -> None:
         self.columns = ["step", *columns]
         self.name = name
+        self.leave_out = leave_out
         self._file: TextIO | None = None
         self._writer: csv.DictWriter[str] | None = None
 
@@ -62,6 +66,10 @@ class CSV:
 
     def log(self, step: int, values: Values) -> None:
         assert self._writer is not None, "log() before open()"
+        if self.leave_out:
+            values = {key: value for key, value in values.items() if key in self.columns}
+            if not values:
+                return
         self._writer.writerow({"step": step, **values})
 
     def close(self) -> None:
@@ -144,8 +152,18 @@ class Sinks:
 
 
 def sinks_of(config: Mapping[str, Any], columns: Sequence[str]) -> Sinks:
-    """JSON lines and CSV, then the sinks that a resolved config asks for: `tensorboard`, `wandb`, `csv_monitor`."""
-    sinks: list[Sink] = [JSONLines(), CSV(columns)]
+    """JSON lines and CSV in the run's folder, then the sinks that a resolved config asks for in its blocks."""
+    return Sinks([JSONLines(), CSV(columns), *_of_blocks(config, columns)])
+
+
+def configured_sinks(config: Mapping[str, Any], columns: Sequence[str]) -> Sinks:
+    """What a resolved config asks for: its blocks, and where `wherry.run_dir` is given, JSON lines and CSV in it."""
+    own: list[Sink] = [JSONLines(), CSV(columns, leave_out=True)] if (config.get("wherry") or {}).get("run_dir") else []
+    return Sinks([*own, *_of_blocks(config, columns, leave_out=True)])
+
+
+def _of_blocks(config: Mapping[str, Any], columns: Sequence[str], leave_out: bool = False) -> list[Sink]:
+    sinks: list[Sink] = []
     block = _enabled(config, "tensorboard")
     if block is not None:
         sinks.append(TensorBoard(block.get("output_path") or "", block.get("job_name") or "wherry"))
@@ -153,9 +171,10 @@ def sinks_of(config: Mapping[str, Any], columns: Sequence[str]) -> Sinks:
     if block is not None:
         sinks.append(WandB(block.get("project") or "wherry", block.get("team"), block.get("group")))
     block = _enabled(config, "csv_monitor")
-    if block is not None and block.get("output_path"):
-        sinks.append(_Elsewhere(CSV(columns), Path(block["output_path"]) / (block.get("job_name") or "wherry")))
-    return Sinks(sinks)
+    if block is not None:
+        folder = Path(block.get("output_path") or "csv_monitor") / (block.get("job_name") or "wherry")
+        sinks.append(_Elsewhere(CSV(columns, leave_out=leave_out), folder))
+    return sinks
 
 
 class _Elsewhere:

@@ -278,12 +278,7 @@ class Gradients:
 
     def whole(self, name: str) -> torch.Tensor:
         """The window's summed gradient of one parameter, from all ranks' parts."""
-        slots = {slot.name: (gradient, slot) for gradient in self.all for slot in gradient.flat.layout.slots}
-        if name not in slots:
-            close = difflib.get_close_matches(name, slots, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise WherryError(f"gradients: no trainable parameter is named {name!r}{hint}")
-        gradient, slot = slots[name]
+        gradient, slot = self._place_of(name)
         whole = gradient.owned
         if gradient.flat.layout.ranks > 1:
             whole = torch.empty(gradient.flat.layout.numel, dtype=gradient.dtype, device=gradient.owned.device)
@@ -298,6 +293,24 @@ class Gradients:
         for offsets, part in self._tensor.gather_objects((slot.part.offsets, local.cpu())):
             joined[tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))] = part.to(local.device)
         return joined
+
+    def replace(self, name: str, value: torch.Tensor) -> None:
+        """Put `value` in the place of the window's summed gradient of one parameter, once it is reduced."""
+        gradient, slot = self._place_of(name)
+        layout = gradient.flat.layout
+        part = layout.overlap(slot, gradient.flat.rank)
+        if part is not None:
+            start, stop, place = part
+            gradient.owned[place : place + stop - start].copy_(value.flatten()[start:stop])
+        self._measure(gradient)
+
+    def _place_of(self, name: str) -> tuple[FlatGradient, Slot]:
+        slots = {slot.name: (gradient, slot) for gradient in self.all for slot in gradient.flat.layout.slots}
+        if name not in slots:
+            close = difflib.get_close_matches(name, slots, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise WherryError(f"gradients: no trainable parameter is named {name!r}{hint}")
+        return slots[name]
 
     def nbytes(self) -> int:
         return sum(gradient.nbytes for gradient in self.all)

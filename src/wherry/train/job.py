@@ -71,7 +71,8 @@ def train(options: Options) -> int:
 
     torch.manual_seed(options.seed)
     model = GPT(GPTConfig.of(shape, checkpoint_activations=options.checkpoint_activations))
-    engine, optimizer, _, _ = wherry.initialize(model=model, config=config)
+    # The report writes to the config's sinks, and more than the engine would.
+    engine, optimizer, _, _ = wherry.initialize(model=model, config=load(config, overrides=NO_SINKS))
     assert optimizer is not None, "the config always has an optimizer here"
     micro, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
     text = load_text(options.data, rank=comm.rank)
@@ -117,6 +118,9 @@ def train(options: Options) -> int:
     engine.close()
     comm.close()
     return outcome.ending.status
+
+
+NO_SINKS = {"tensorboard.enabled": False, "wandb.enabled": False, "csv_monitor.enabled": False, "wherry.run_dir": None}
 
 
 class Report:

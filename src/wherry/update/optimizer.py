@@ -63,7 +63,7 @@ class OptimizerSpec:
         if self.native_family is not None and all(m.device.type == "cpu" and m.dtype == torch.float32 for m in masters):
             return NativeRule(NATIVE_FAMILIES[self.native_family], segments, self.groups, self.state_dtype)
         instance = self.instance
-        known_as = type(instance).__name__
+        known_as = _known_as(instance)
         if self.state_dtype != "fp32":
             raise WherryError(
                 f"wherry.state_dtype: {self.state_dtype} needs Adam, AdamW, Adagrad, Lion or SGD, got {known_as}"
@@ -71,6 +71,8 @@ class OptimizerSpec:
         optimizer_class = {"CPUAdam": torch.optim.AdamW, "CPUAdagrad": torch.optim.Adagrad, "CPULion": Lion}.get(
             known_as, type(instance)
         )
+        if not all(group.get("bias_correction", True) for group in self.groups):
+            raise WherryError(f"{known_as}: bias_correction=False is offered for state on the host only")
         return TorchRule(optimizer_class, instance.defaults, segments, self.groups)
 
 
@@ -85,7 +87,7 @@ def describe(
             f"optimizer: {type(instance).__name__} already has state, from steps or a loaded checkpoint; pass it fresh "
             "to wherry.initialize and load its state through the engine"
         )
-    name, module = type(instance).__name__, type(instance).__module__
+    name, module = _known_as(instance), type(instance).__module__
     ours = module.startswith("wherry.")
     known = (module.startswith("torch.optim") and name in ELEMENT_WISE) or (ours and name in NATIVE_OF)
     if not known and not allow_untested:
@@ -98,6 +100,15 @@ def describe(
     if family is not None and not all(_native_can(group) for group in instance.param_groups):
         family = None
     return OptimizerSpec(instance, family, state_dtype)
+
+
+def _known_as(instance: torch.optim.Optimizer) -> str:
+    """The class's name; for one of ours under another name, the name that its rule goes by."""
+    if type(instance).__module__.startswith("wherry."):
+        for cls in type(instance).__mro__:
+            if cls.__name__ in NATIVE_OF:
+                return cls.__name__
+    return type(instance).__name__
 
 
 def _native_can(group: dict[str, Any]) -> bool:

@@ -67,6 +67,7 @@ def _adam(group: Group, step: int) -> Any:
         decoupled=group.get("decoupled_weight_decay", False),
         step=step,
         maximize=group.get("maximize", False),
+        bias_correction=group.get("bias_correction", True),
     )
 
 

@@ -1,0 +1,1 @@
+"""The engine under the names that programs written for other libraries import."""

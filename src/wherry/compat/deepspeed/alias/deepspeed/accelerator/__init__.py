@@ -1,0 +1,2 @@
+from wherry.compat.deepspeed.accelerator import *
+from wherry.compat.deepspeed.accelerator import Accelerator as DeepSpeedAccelerator

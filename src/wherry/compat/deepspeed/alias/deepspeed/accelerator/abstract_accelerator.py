@@ -1,0 +1,1 @@
+from wherry.compat.deepspeed.accelerator import Accelerator as DeepSpeedAccelerator

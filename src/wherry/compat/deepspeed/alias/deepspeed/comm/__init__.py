@@ -1,0 +1,2 @@
+from wherry.compat.deepspeed.comm import *
+from wherry.compat.deepspeed.comm import __getattr__

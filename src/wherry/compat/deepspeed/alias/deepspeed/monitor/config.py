@@ -1,0 +1,1 @@
+from wherry.compat.deepspeed.monitor import get_monitor_config

@@ -1,0 +1,1 @@
+from wherry.compat.deepspeed.optimizers import FusedAdam

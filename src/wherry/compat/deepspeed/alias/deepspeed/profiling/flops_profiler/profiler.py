@@ -1,0 +1,1 @@
+from wherry.compat.deepspeed.profiler import FlopsProfiler, get_model_profile

@@ -1,0 +1,1 @@
+from wherry.config.fields import Block as DeepSpeedConfigModel

@@ -1,0 +1,1 @@
+from wherry.compat.deepspeed.utilities import RepeatingLoader

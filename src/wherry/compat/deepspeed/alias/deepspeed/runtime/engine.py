@@ -1,0 +1,3 @@
+from wherry.compat.deepspeed.engine import DeepSpeedEngine
+
+DeepSpeedOptimizerCallable = DeepSpeedSchedulerCallable = object

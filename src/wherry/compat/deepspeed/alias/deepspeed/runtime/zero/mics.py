@@ -1,0 +1,1 @@
+from wherry.compat.deepspeed.zero import MiCS_Init

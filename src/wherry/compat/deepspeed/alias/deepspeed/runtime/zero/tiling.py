@@ -1,0 +1,1 @@
+from wherry.compat.deepspeed.tiling import TiledLinear, TiledLinearReturnBias

@@ -1,0 +1,3 @@
+def is_zero_param(parameter):
+    """Whether a parameter is partitioned."""
+    return hasattr(parameter, "ds_id")

@@ -1,0 +1,1 @@
+from wherry.compat.deepspeed.engine import OnDevice

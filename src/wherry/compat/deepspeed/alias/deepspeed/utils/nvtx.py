@@ -1,0 +1,1 @@
+from wherry.compat.deepspeed.utilities import instrument_w_nvtx

@@ -1,0 +1,193 @@
+"""`deepspeed.comm`: torch.distributed under its own names, and the few that torch does not have."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+from wherry.observe.log import logger, say
+from wherry.parallel.topology import default_device, local_rank
+
+__all__ = [
+    "ReduceOp",
+    "all_gather_coalesced",
+    "all_reduce_coalesced",
+    "allgather_fn",
+    "configure",
+    "get_global_rank",
+    "get_local_rank",
+    "get_rank",
+    "get_world_group",
+    "get_world_size",
+    "has_all_gather_into_tensor",
+    "has_reduce_scatter_tensor",
+    "inference_all_reduce",
+    "init_distributed",
+    "is_available",
+    "is_initialized",
+    "log_summary",
+    "reduce_scatter_fn",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return getattr(dist, name)
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+    **options: Any,
+) -> None:
+    """Start torch.distributed from what a launcher has set; without a launcher, as a group of one."""
+    if dist.is_initialized() or dist_init_required is False:
+        return
+    device = default_device()
+    backend = dist_backend or ("nccl" if device.type == "cuda" else "gloo")
+    if backend == "nccl":
+        if device.type == "cuda":
+            backend = "cpu:gloo,cuda:nccl"
+        else:
+            logger.warning("init_distributed: nccl needs a GPU and there is none here, so gloo is used")
+            backend = "gloo"
+    if auto_mpi_discovery:
+        _from_mpi(distributed_port)
+    count = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "1"))
+    if count == 1 and init_method is None:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, **options)
+        return
+    os.environ.setdefault("MASTER_PORT", str(distributed_port))
+    dist.init_process_group(
+        backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size, **options
+    )
+    if verbose:
+        say("torch.distributed has started: %d ranks, backend %s", dist.get_world_size(), backend)
+
+
+def _from_mpi(port: int) -> None:
+    """Ranks that mpirun started know who they are by its own variables."""
+    if "RANK" in os.environ or "OMPI_COMM_WORLD_RANK" not in os.environ:
+        return
+    for ours, theirs in (("RANK", "RANK"), ("LOCAL_RANK", "LOCAL_RANK"), ("WORLD_SIZE", "SIZE")):
+        os.environ[ours] = os.environ[f"OMPI_COMM_WORLD_{theirs}"]
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(port))
+
+
+def is_initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def is_available() -> bool:
+    return dist.is_available()
+
+
+def get_rank(group: Any = None) -> int:
+    return dist.get_rank(group) if is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def get_world_size(group: Any = None) -> int:
+    return dist.get_world_size(group) if is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def get_local_rank() -> int:
+    return local_rank()
+
+
+def get_world_group() -> Any:
+    return dist.group.WORLD
+
+
+def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
+    return group_rank if group is None else dist.get_global_rank(group, group_rank)
+
+
+def has_all_gather_into_tensor() -> bool:
+    return True
+
+
+def has_reduce_scatter_tensor() -> bool:
+    return True
+
+
+def reduce_scatter_fn(
+    output_tensor: torch.Tensor, tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Any = None,
+    async_op: bool = False, debug: str = "",
+) -> Any:  # fmt: skip
+    return dist.reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op)
+
+
+def allgather_fn(
+    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, async_op: bool = False, debug: str = ""
+) -> Any:
+    return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+def inference_all_reduce(tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Any = None) -> Any:
+    return dist.all_reduce(tensor, op=op, group=group)
+
+
+def all_reduce_coalesced(
+    tensors: Sequence[torch.Tensor], op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> Any:
+    return _all([dist.all_reduce(tensor, op=op, group=group, async_op=async_op) for tensor in tensors], async_op)
+
+
+def all_gather_coalesced(
+    output_tensors: Sequence[torch.Tensor], input_tensors: Sequence[torch.Tensor], group: Any = None,
+    async_op: bool = False,
+) -> Any:  # fmt: skip
+    pairs = zip(output_tensors, input_tensors, strict=True)
+    return _all([dist.all_gather_into_tensor(out, own, group=group, async_op=async_op) for out, own in pairs], async_op)
+
+
+class _Works:
+    """Several collectives as one."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> bool:
+        return all(work.wait() for work in self._works)
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+def _all(works: list[Any], async_op: bool) -> _Works | None:
+    return _Works(works) if async_op else None
+
+
+def configure(*_: Any, **__: Any) -> None:
+    """Nothing to set: engines count what they send, and `comms_logger` in the config logs it."""
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, dict[str, int]] | None:
+    """Log what this process's engines have sent, by operation."""
+    from wherry.compat.deepspeed.engine import live_engines
+
+    table: dict[str, dict[str, int]] = {}
+    for engine in live_engines():
+        for operation, calls in engine.comm.traffic.calls.items():
+            row = table.setdefault(operation, {"calls": 0, "bytes": 0})
+            row["calls"] += calls
+            row["bytes"] += engine.comm.traffic.bytes[operation]
+    for operation, row in table.items():
+        say("%s: %d calls, %.1f MB", operation, row["calls"], row["bytes"] / 1e6)
+    return table if return_dict else None

@@ -1,0 +1,284 @@
+"""`initialize` and the engine, with the arguments and the method names of DeepSpeed's."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from wherry import config as configs
+from wherry.assemble import initialize as wherry_initialize
+from wherry.assemble import make_dataloader
+from wherry.compat.deepspeed import parameters
+from wherry.compat.deepspeed.parts import not_part_of_wherry
+from wherry.engine import Engine
+from wherry.errors import WherryError
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def live_engines() -> list[Engine]:
+    """The engines of this process that have not been closed, for calls that name none."""
+    return list(_engines)
+
+
+class DeepSpeedEngine(Engine):
+    """Wherry's engine, with the rest of the names that scripts call."""
+
+    mpu: Any = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        parameters.mark(self)
+        _engines.add(self)
+        if self.optimizer is not None:
+            self.optimizer.parameter_offload = Hooked(self.module)  # type: ignore[attr-defined]
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+        *,
+        allreduce_gradients: bool = True,
+        release_loss: bool = False,
+    ) -> torch.Tensor:
+        if not allreduce_gradients:
+            raise not_part_of_wherry(
+                "backward(allreduce_gradients=False)", "use engine.no_sync() around the micro-batches to accumulate"
+            )
+        return super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Several backwards whose gradients are reduced together, by the step that follows."""
+        with self.no_sync():
+            yield
+
+    def close(self) -> None:
+        parameters.unmark(self.module)
+        _engines.discard(self)
+        super().close()
+
+    # Names for what the engine says under another one.
+
+    @property
+    def mp_world_size(self) -> int:
+        return self.world_size // self.dp_world_size
+
+    @property
+    def communication_data_type(self) -> torch.dtype | None:
+        return self._config.communication_dtype() or self._config.working_dtype()
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        return self.placement.gradients.partitioned
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return self.placement.parameters.partitioned
+
+    def get_type(self) -> list[str]:
+        return [type(self.optimizer.instance).__name__] if self.optimizer is not None else []
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Any = None,
+        num_local_io_workers: int | None = None,
+    ) -> DataLoader[Any]:
+        return make_dataloader(
+            dataset,
+            self,
+            collate_fn=collate_fn,
+            batch_size=batch_size,
+            sampler=data_sampler,
+            shuffle=route == "train",
+            workers=num_local_io_workers or 0,
+        )
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, parameter in self.module.named_parameters(remove_duplicate=False):
+                if not parameter.requires_grad:
+                    state.pop(prefix + name, None)
+        return state
+
+    def load_module_state_dict(self, state: dict[str, Any], strict: bool = True, custom_load_fn: Any = None) -> None:
+        if custom_load_fn is not None:
+            custom_load_fn(src=state, dst=self.module)
+        else:
+            self.module.load_state_dict(state, strict=strict)
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Whole working weights in one `torch.save` file, written by rank 0. `wherry export` writes safetensors."""
+        state = self.consolidated_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        if self.global_rank == 0:
+            os.makedirs(save_dir, exist_ok=True)
+            torch.save(state, os.path.join(save_dir, save_filename))
+        self.comm.barrier()
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        return self.consolidated_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def empty_partition_cache(self) -> None:
+        """Let go of weights that are gathered and not in use: none are, between steps."""
+
+
+class Hooked:
+    """What libraries take the hooks off for generation, and put them on again, reach for.
+
+    Here hooks stay: on weights that are gathered anyway they do nothing.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+
+    def _register_deepspeed_module(self, module: nn.Module) -> None:
+        return None
+
+    _register_hooks_recursively = _register_deepspeed_module
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    """Build an engine; returns `(engine, optimizer, dataloader, lr_scheduler)`."""
+    if model is None:
+        raise WherryError("deepspeed.initialize requires a model; give model=...")
+    named = [value for value in (config, config_params, getattr(args, "deepspeed_config", None)) if value is not None]
+    if not named:
+        raise WherryError(
+            "deepspeed.initialize requires a config: give config= (a dict or a path), or --deepspeed_config FILE"
+        )
+    from wherry.compat.deepspeed.comm import init_distributed
+
+    if dist_init_required is not False:
+        init_distributed(distributed_port=distributed_port)
+    engine, optimizer, loader, scheduler = wherry_initialize(
+        model=model,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        collate_fn=collate_fn,
+        config=config,
+        config_params=config_params,
+        mesh=_data_axis(mpu, mesh_param),
+        args=args,
+        engine_class=DeepSpeedEngine,
+    )
+    assert isinstance(engine, DeepSpeedEngine)
+    engine.mpu = mpu
+    return engine, optimizer, loader, scheduler
+
+
+def _data_axis(mpu: Any, mesh_param: Any) -> Any:
+    """The group that shares the data: all ranks, unless a model-parallel unit says otherwise."""
+    if mesh_param is not None:
+        raise not_part_of_wherry(
+            "initialize(mesh_param=...)", "give wherry.initialize a DeviceMesh, whose axis dp shares the data"
+        )
+    if mpu is None:
+        return None
+    for name in ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size",
+                 "get_sequence_parallel_world_size"):  # fmt: skip
+        size = getattr(mpu, name, lambda: 1)()
+        if size > 1:
+            raise not_part_of_wherry(
+                f"initialize(mpu=...) with {name}() == {size}",
+                "parallelise the model with torch's parallelize_module and give wherry.initialize the mesh",
+            )
+    return None
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """`--deepspeed` and `--deepspeed_config FILE` on a script's own parser."""
+    group = parser.add_argument_group("DeepSpeed", "configuration")
+    group.add_argument("--deepspeed", default=False, action="store_true", help="train with the engine")
+    group.add_argument("--deepspeed_config", default=None, type=str, help="the engine's config, a JSON file")
+    group.add_argument("--deepscale", default=False, action="store_true", help=argparse.SUPPRESS)
+    group.add_argument("--deepscale_config", default=None, type=str, help=argparse.SUPPRESS)
+    return parser
+
+
+class DeepSpeedConfig:
+    """A config, checked; its values under the names that scripts read."""
+
+    def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
+        from wherry.compat.deepspeed.comm import get_world_size
+
+        self.config = configs.load(config)
+        self._param_dict = self.config.given
+        sizes = self.config.batch(get_world_size())
+        self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps = sizes
+        zero = self.config.zero_optimization
+        self.zero_config = zero
+        self.zero_optimization_stage = zero.stage
+        self.zero_enabled = zero.stage > 0
+        self.gradient_clipping = self.config.gradient_clipping
+        self.fp16_enabled = self.config.fp16.enabled
+        self.bfloat16_enabled = self.config.bf16.enabled
+
+
+class OnDevice:
+    """Build a model on a device, in a dtype."""
+
+    def __init__(self, dtype: torch.dtype, device: str = "meta", enabled: bool = True) -> None:
+        self._dtype, self._device, self._enabled = dtype, torch.device(device), enabled
+
+    def __enter__(self) -> None:
+        if self._enabled:
+            self._before = torch.get_default_dtype()
+            torch.set_default_dtype(self._dtype)
+            self._device.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._enabled:
+            self._device.__exit__(*exception)
+            torch.set_default_dtype(self._before)
+
+
+def engine_of(parameter: torch.Tensor) -> Engine | None:
+    reference: weakref.ref[Engine] | None = getattr(parameter, parameters.ENGINE, None)
+    return reference() if reference is not None else None

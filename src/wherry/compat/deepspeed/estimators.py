@@ -1,0 +1,72 @@
+"""`estimate_zero2_...` and `estimate_zero3_...`: memory of model states, as tables, from Wherry's own memory model."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from wherry.observe.memory import format_bytes
+from wherry.placement import Placement, Tier
+from wherry.plan.memory import Cost, states
+
+
+def _live(model: nn.Module) -> tuple[int, int]:
+    total = sum({p: p.numel() for p in model.parameters()}.values())
+    largest = max((sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules()), default=0)
+    return total, largest
+
+
+def _table(stage: int, parameters: int, largest: int, gpus: int, nodes: int, buffer_factor: float) -> str:
+    ranks = gpus * nodes
+    cost = Cost.of("bf16", "adamw")
+    head = f"{parameters / 1e6:,.0f}M parameters"
+    head += f", {largest / 1e6:,.0f}M in the largest layer" if stage > 2 else ""
+    lines = [
+        f"Memory of model states at ZeRO-{stage}, mixed precision and Adam, for {head},",
+        f"on {nodes} node{'s' * (nodes > 1)} with {gpus} GPU{'s' * (gpus > 1)} each:",
+        f"{'host, per node':>16} | {'per GPU':>12} | where states rest",
+    ]
+    choices = [(Tier.DEVICE, Tier.DEVICE), (Tier.HOST, Tier.DEVICE)] + ([(Tier.HOST, Tier.HOST)] if stage > 2 else [])
+    for optimizer, weights in reversed(choices):
+        placement = Placement.of_stage(stage, optimizer=optimizer, parameters=weights)
+        tiers = states(parameters, placement, ranks, cost).by_tier(placement)
+        gathered = largest * cost.parameters if stage > 2 else 0
+        host = int(tiers[Tier.HOST] * gpus * buffer_factor)
+        lines.append(
+            f"{format_bytes(host):>16} | {format_bytes(tiers[Tier.DEVICE] + gathered):>12} | "
+            f"optimizer: {optimizer.value}, parameters: {weights.value}"
+        )
+    lines.append("(activations come on top: see `wherry plan`)")
+    return "\n".join(lines)
+
+
+def estimate_zero2_model_states_mem_needs_all_cold(
+    total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+) -> None:
+    """Print the table of a model of so many parameters."""
+    print(_table(2, int(total_params), 0, num_gpus_per_node, num_nodes, additional_buffer_factor))
+
+
+def estimate_zero2_model_states_mem_needs_all_live(
+    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+) -> None:
+    """Print the table of a model that is there."""
+    print(_table(2, _live(model)[0], 0, num_gpus_per_node, num_nodes, additional_buffer_factor))
+
+
+def estimate_zero3_model_states_mem_needs_all_cold(
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+) -> None:
+    """Print the table of a model of so many parameters."""
+    print(_table(3, int(total_params), int(largest_layer_params), num_gpus_per_node, num_nodes,
+                 additional_buffer_factor))  # fmt: skip
+
+
+def estimate_zero3_model_states_mem_needs_all_live(
+    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+) -> None:
+    """Print the table of a model that is there."""
+    print(_table(3, *_live(model), num_gpus_per_node, num_nodes, additional_buffer_factor))

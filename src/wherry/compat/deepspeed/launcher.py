@@ -1,0 +1,92 @@
+"""The `deepspeed` command on the alias path: its flags, handed to `wherry run`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from wherry.errors import WherryError
+
+ENVIRONMENT_FILE = ".deepspeed_env"
+
+# Flags of DeepSpeed's launcher that `wherry run` has under the same name, with a value and without.
+_SAME = ("hostfile", "include", "exclude", "num_nodes", "num_gpus", "master_port", "master_addr", "node_rank",
+         "ssh_port")  # fmt: skip
+_SAME_SWITCHES = ("module", "no_python")
+_REFUSED = {
+    "autotuning": "use `wherry plan` to choose a config",
+    "elastic_training": "give --nnodes MIN:MAX to `wherry run`",
+    "venv_script": "start `wherry run` from the environment itself",
+}
+_SCHEDULERS = {"slurm": "wherry run --emit slurm"}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="deepspeed", description="Start a script on Wherry, with the flags of DeepSpeed's launcher."
+    )
+    parser.add_argument("-H", "--hostfile")
+    parser.add_argument("-i", "--include", default="")
+    parser.add_argument("-e", "--exclude", default="")
+    parser.add_argument("--num_nodes", type=int, default=-1)
+    parser.add_argument("--num_gpus", "--num_accelerators", type=int, default=-1)
+    parser.add_argument("--master_port", type=int)
+    parser.add_argument("--master_addr", default="")
+    parser.add_argument("--node_rank", type=int, default=-1)
+    parser.add_argument("--launcher", default="pdsh")
+    parser.add_argument("--launcher_args", default="")
+    parser.add_argument("--ssh_port", type=int)
+    parser.add_argument("--log_level", default="info")
+    parser.add_argument("--bind_core_list")
+    parser.add_argument("--venv_script")
+    parser.add_argument("--autotuning", default="", choices=["", "tune", "run"])
+    parser.add_argument("--min_elastic_nodes", type=int, default=-1)
+    parser.add_argument("--max_elastic_nodes", type=int, default=-1)
+    parser.add_argument("--enable_each_rank_log")
+    for name in ("module", "no_python", "no_local_rank", "no_ssh", "no_ssh_check", "force_multi", "save_pid",
+                 "elastic_training", "bind_cores_to_rank"):  # fmt: skip
+        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("-q", "--quiet", action="store_true")
+    parser.add_argument("user_script")
+    parser.add_argument("user_args", nargs=argparse.REMAINDER)
+    return parser
+
+
+def to_run(arguments: argparse.Namespace) -> list[str]:
+    """The arguments of `wherry run` that mean the same."""
+    for name, instead in _REFUSED.items():
+        if getattr(arguments, name):
+            raise WherryError(f"--{name} is not part of Wherry; {instead}")
+    if arguments.launcher not in ("pdsh", "ssh"):
+        instead = _SCHEDULERS.get(arguments.launcher, "wherry run under mpirun's hostfile, over ssh")
+        raise WherryError(f"--launcher {arguments.launcher} is not part of Wherry; use `{instead}`")
+    flags = ["--as-deepspeed"]
+    for name in _SAME:
+        value = getattr(arguments, name)
+        if value not in (None, "", -1):
+            flags += [f"--{name}", str(value)]
+    flags += [f"--{name.replace('_', '-') if name == 'no_python' else name}" for name in _SAME_SWITCHES
+              if getattr(arguments, name)]  # fmt: skip
+    if not arguments.no_local_rank:
+        flags.append("--local_rank_arg")
+    if arguments.bind_cores_to_rank:
+        flags += ["--numa-binding", "node"]
+    if arguments.enable_each_rank_log:
+        flags += ["--log-dir", arguments.enable_each_rank_log, "--redirects", "3"]
+    return [*flags, arguments.user_script, *arguments.user_args]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    from wherry.cli import main as wherry
+
+    arguments = build_parser().parse_args(sys.argv[1:] if argv is None else argv)
+    try:
+        return wherry(["run", *to_run(arguments)])
+    except WherryError as error:
+        print(f"deepspeed: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

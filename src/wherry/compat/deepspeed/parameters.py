@@ -1,0 +1,116 @@
+"""The marks that scripts look for on parameters: `ds_id`, `ds_shape`, `ds_numel`, `ds_status` and the like.
+
+Here shapes stay, and weights are reached with `wherry.gathered`; the marks exist because scripts decide by them.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from wherry.sharding.access import gathered
+
+if TYPE_CHECKING:
+    from wherry.engine import Engine
+
+ENGINE = "_wherry_engine"
+_MARKS = (ENGINE, "ds_id", "ds_shape", "ds_numel", "ds_persist", "ds_status", "ds_active_sub_modules",
+          "ds_summary", "all_gather", "partition")  # fmt: skip
+
+
+class ZeroParamStatus(enum.Enum):
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class Status:
+    """Whether a parameter's weights are there, as of the moment it is compared or shown."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = weakref.ref(parameter)
+
+    @property
+    def now(self) -> ZeroParamStatus:
+        parameter = self._parameter()
+        # A released parameter is one NaN seen at every place.
+        released = parameter is not None and parameter.numel() > 1 and not any(parameter.stride())
+        return ZeroParamStatus.NOT_AVAILABLE if released else ZeroParamStatus.AVAILABLE
+
+    @property
+    def name(self) -> str:
+        return self.now.name
+
+    def __eq__(self, other: object) -> bool:
+        return self.now is (other.now if isinstance(other, Status) else other)
+
+    def __repr__(self) -> str:
+        return repr(self.now)
+
+
+class _Handle:
+    """`param.all_gather()` and `param.partition()`: gathering that outlasts a `with` block."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = weakref.ref(parameter)
+        self._held = ExitStack()
+
+    def all_gather(self, param_list: Any = None, **_: Any) -> None:
+        self.partition()
+        self._held.enter_context(gathered(param_list if param_list is not None else [self._parameter()]))  # type: ignore[list-item]
+
+    def partition(self, *_: Any, **__: Any) -> None:
+        self._held.close()
+
+    def summary(self) -> dict[str, Any]:
+        parameter = self._parameter()
+        assert parameter is not None
+        return {name: getattr(parameter, "ds_" + name) for name in ("id", "status", "numel", "shape")}
+
+
+def mark(engine: Engine) -> None:
+    """Put the marks on an engine's parameters; those of sharding only where weights are partitioned."""
+    reference = weakref.ref(engine)
+    partitioned = engine.placement.parameters.partitioned
+    persistent = {p for unit in engine.units for flat in unit.flats if flat.resident for p in flat.parameters}
+    for number, parameter in enumerate(engine.module.parameters()):
+        setattr(parameter, ENGINE, reference)
+        if not partitioned:
+            continue
+        handle = _Handle(parameter)
+        marks = {
+            "ds_id": number,
+            "ds_shape": parameter.shape,
+            "ds_numel": parameter.numel(),
+            "ds_persist": parameter in persistent,
+            "ds_status": Status(parameter),
+            "ds_active_sub_modules": set(),
+            "ds_summary": handle.summary,
+            "all_gather": handle.all_gather,
+            "partition": handle.partition,
+        }
+        for name, value in marks.items():
+            setattr(parameter, name, value)
+    if partitioned:
+        for module in engine.module.modules():
+            module.ds_external_parameters = _no_external_parameters  # type: ignore[assignment]
+
+
+def _no_external_parameters() -> list[tuple[str, torch.Tensor]]:
+    return []
+
+
+def unmark(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        for name in _MARKS:
+            if name in parameter.__dict__:
+                delattr(parameter, name)
+    for inner in module.modules():
+        inner.__dict__.pop("ds_external_parameters", None)

@@ -1,0 +1,180 @@
+"""`deepspeed.utils` and `deepspeed.runtime.utils`: small things that scripts take from there."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from wherry.observe.log import logger
+from wherry.observe.memory import device_memory, format_bytes, host_memory
+from wherry.parallel.topology import default_device
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def log_dist(message: str, ranks: list[int] | None = None, level: int = logging.INFO) -> None:
+    """Log on some ranks; without `ranks`, or with -1 among them, on all."""
+    rank = int(os.environ.get("RANK", "0"))
+    if not ranks or -1 in ranks or rank in ranks:
+        logger.log(level, "[Rank %d] %s", rank, message)
+
+
+def print_json_dist(message: Any, ranks: list[int] | None = None, path: str | None = None) -> None:
+    import json
+
+    rank = int(os.environ.get("RANK", "0"))
+    if path is not None and (not ranks or -1 in ranks or rank in ranks):
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({**message, "rank": rank}, file)
+
+
+def instrument_w_nvtx(function: Function) -> Function:
+    """Spans are the engine's own; a function of the script's is left as it is."""
+    return function
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Log memory in use, on rank 0, if `force` is given."""
+    if not force or int(os.environ.get("RANK", "0")):
+        return
+    host, device = host_memory(), device_memory(default_device())
+    on_device = f"device {format_bytes(device.allocated)}, peak {format_bytes(device.peak)}; " if device else ""
+    logger.info("%s: %shost %s, peak %s", message, on_device, format_bytes(host.resident), format_bytes(host.peak))
+
+
+class RepeatingLoader:
+    """A loader that begins again at its end."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self._iterator: Iterator[Any] = iter(loader)
+
+    def __iter__(self) -> RepeatingLoader:
+        return self
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            self._iterator = iter(self.loader)
+            return next(self._iterator)
+
+
+# A "leaf" is a module that is gathered whole: here, an instance of a class named in `wherry.unit_classes`.
+
+LEAF = "_z3_leaf"
+
+
+def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
+    """Have the modules of these classes gathered whole, when the model is given to `initialize`."""
+    classes = list(leaf_module_classes)
+    names = {cls if isinstance(cls, str) else cls.__name__ for cls in classes}
+    found = [m for m in model.modules() if type(m).__name__ in names or f"{type(m).__module__}.{type(m).__name__}" in
+             names or any(isinstance(cls, type) and isinstance(m, cls) for cls in classes)]  # fmt: skip
+    if not found:
+        raise ValueError(f"No modules of type {sorted(names)} found in model {type(model).__name__}")
+    return _mark(found, True)
+
+
+def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type[nn.Module]]) -> list[nn.Module]:
+    classes = tuple(leaf_module_classes)
+    return _mark([m for m in model.modules() if isinstance(m, classes)], False)
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Iterable[str], raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    return _by(model, list(module_names), lambda name, wanted: name == wanted, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: Iterable[str], raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    return _by(model, list(module_name_suffixes), lambda name, wanted: name.endswith(wanted), raise_if_not_found)
+
+
+def _by(
+    model: nn.Module, wanted: list[str], matches: Callable[[str, str], bool], required: bool
+) -> tuple[list[nn.Module], list[str]]:
+    found: list[nn.Module] = []
+    missing = []
+    for one in wanted:
+        modules = [module for name, module in model.named_modules() if matches(name, one)]
+        found += _mark(modules, True)
+        missing += [] if modules else [one]
+    if missing and required:
+        raise ValueError(f"No modules named {missing} found in model {type(model).__name__}")
+    return found, missing
+
+
+def _mark(modules: list[nn.Module], leaf: bool) -> list[nn.Module]:
+    for module in modules:
+        setattr(module, LEAF, leaf)
+    return modules
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if z3_leaf_module(module)]
+
+
+def z3_leaf_module(module: nn.Module) -> bool:
+    return bool(getattr(module, LEAF, False))
+
+
+z3_leaf_parameter = z3_leaf_module
+
+
+def leaf_classes(model: nn.Module) -> list[str]:
+    return sorted({type(module).__name__ for module in get_z3_leaf_modules(model)})
+
+
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
+    """Tensors cloned out of the larger storages that they are views of, so that saving them saves no more."""
+    if isinstance(item, torch.Tensor):
+        return item.detach().clone() if torch.device(device) == item.device else item.detach().to(device)
+    if isinstance(item, list | tuple):
+        return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
+    if isinstance(item, dict):
+        return type(item)({key: clone_tensors_for_torch_save(value, device) for key, value in item.items()})
+    return item
+
+
+# Groups of ranks: the data axis has all of them.
+
+
+def _get_data_parallel_world_size() -> int:
+    from wherry.compat.deepspeed.comm import get_world_size
+
+    return get_world_size()
+
+
+def _get_data_parallel_rank() -> int:
+    from wherry.compat.deepspeed.comm import get_rank
+
+    return get_rank()
+
+
+def _get_data_parallel_group() -> Any:
+    import torch.distributed as dist
+
+    return dist.group.WORLD
+
+
+def one() -> int:
+    return 1
+
+
+def zero() -> int:
+    return 0
+
+
+def no_group() -> None:
+    return None

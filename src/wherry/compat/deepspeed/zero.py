@@ -1,0 +1,141 @@
+"""`deepspeed.zero`: construction under partitioning, and whole weights for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+import wherry
+from wherry.compat.deepspeed.parameters import ZeroParamStatus
+from wherry.compat.deepspeed.parts import not_part_of_wherry
+
+__all__ = ["GatheredParameters", "Init", "MiCS_Init", "ZeroParamStatus", "register_external_parameter",
+           "unregister_external_parameter", "unwrap_model_for_generation"]  # fmt: skip
+
+
+class Init:
+    """`wherry.Init` with DeepSpeed's arguments. `module`: one that is built already, to be partitioned at once."""
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
+        tensor_overrides: Any = None,
+    ) -> None:
+        for name, given in (
+            ("data_parallel_group", data_parallel_group),
+            ("zero_param_parallel_group", zero_param_parallel_group),
+            ("zero_quantized_weights", zero_quantized_weights),
+            ("zero_quantized_nontrainable_weights", zero_quantized_nontrainable_weights),
+            ("sequence_data_parallel_group", sequence_data_parallel_group),
+        ):
+            if given:
+                raise not_part_of_wherry(f"zero.Init({name}=...)", "weights are sharded over the data axis")
+        source = config_dict_or_path if config_dict_or_path is not None else config
+        # A module that is built is partitioned by initialize(), which takes it as it is.
+        built = module is not None and enabled
+        self._context = None if built else _context(source, remote_device, dtype, enabled)
+
+    def __enter__(self) -> Init:
+        if self._context is not None:
+            self._context.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> bool | None:
+        return self._context.__exit__(*exception) if self._context is not None else None
+
+
+MiCS_Init = Init
+
+
+def _context(
+    source: Any, remote_device: str | None, dtype: torch.dtype | None, enabled: bool
+) -> AbstractContextManager[Any]:
+    overrides: dict[str, Any] = {}
+    if remote_device not in (None, "none"):
+        overrides["zero_optimization.offload_param.device"] = remote_device
+    if dtype in (torch.float16, torch.bfloat16):
+        overrides["fp16.enabled" if dtype is torch.float16 else "bf16.enabled"] = True
+    from wherry import config as configs
+
+    loaded = configs.load(source if source is not None else {"zero_optimization": {"stage": 3}}, overrides=overrides)
+    context: AbstractContextManager[Any] = wherry.Init(config=loaded, enabled=enabled)
+    return context
+
+
+class GatheredParameters:
+    """`wherry.gathered`. Edits are kept on `modifier_rank`, or, where it is None, must be the same on every rank."""
+
+    def __init__(
+        self,
+        params: torch.Tensor | Iterable[torch.Tensor],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self.enabled = enabled
+        self.params = [params] if isinstance(params, torch.Tensor) else list(params)
+        self._modifier_rank = modifier_rank
+        self._held = ExitStack()
+
+    def __enter__(self) -> None:
+        if self.enabled:
+            self._held.enter_context(wherry.gathered(self.params, self._modifier_rank))
+
+    def __exit__(self, *exception: Any) -> bool | None:
+        return self._held.__exit__(*exception)
+
+
+def register_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:
+    """Nothing to register: a weight that is read outside its own module is gathered when it is read."""
+    if not isinstance(module, nn.Module) or not isinstance(parameter, torch.Tensor):
+        raise RuntimeError("Parameter is not a torch.nn.Parameter")
+
+
+def unregister_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:
+    """The counterpart of `register_external_parameter`."""
+
+
+@contextmanager
+def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
+    """The user's model with whole weights, for many forwards."""
+    with wherry.gathered(model):
+        yield getattr(model, "module", model)
+
+
+def shutdown_init_context() -> None:
+    """initialize() needs no construction context to end: it leaves none open."""
+
+
+def restore_init_context() -> None:
+    """The counterpart of `shutdown_init_context`."""
+
+
+def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], target_fp_dtype: torch.dtype) -> Callable[..., Any]:
+    """`fn` that makes its floating-point tensors in a dtype; frameworks replace this while they build a model."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        tensor = fn(*args, **kwargs)
+        return tensor.to(target_fp_dtype) if tensor.is_floating_point() else tensor
+
+    return wrapped
+
+
+orig_torch_arange = torch.arange

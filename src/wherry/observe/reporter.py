@@ -1,0 +1,139 @@
+"""What an engine tells of its updates: to the sinks after each of them, to the log every so many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from wherry.config import Config
+from wherry.observe.flops import FlopCount
+from wherry.observe.log import RankLogger
+from wherry.observe.memory import format_bytes
+from wherry.observe.monitor import Monitor
+from wherry.observe.spans import Spans
+from wherry.parallel.comm import Traffic
+
+# How often summaries of time and communication are logged where `steps_per_print` does not say.
+STEPS_BETWEEN_SUMMARIES = 10
+
+
+@dataclass(frozen=True)
+class Update:
+    """An update that was made, or skipped."""
+
+    step: int
+    samples: int
+    rates: list[float]
+    norm: float | None
+    # Only where the loss scale moves.
+    loss_scale: float | None
+
+
+class Reporter:
+    """An engine's account of itself on one rank. With nothing asked for it costs a few comparisons a step."""
+
+    def __init__(
+        self,
+        config: Config,
+        module: Callable[[], nn.Module],
+        traffic: Traffic,
+        log: RankLogger,
+        synchronise: Callable[[], object] | None,
+    ) -> None:
+        self.monitor = Monitor(config.to_dict(), log.rank)
+        self.spans = Spans(wall_clock=config.wall_clock_breakdown, synchronise=synchronise)
+        # Operations of the step that `flops_profiler` names; None before it.
+        self.flops: int | None = None
+        self._config = config
+        self._module = module
+        self._traffic = traffic
+        self._log = log
+        self._profiled = config.flops_profiler.profile_step if config.flops_profiler.enabled else None
+        self._count: FlopCount | None = None
+        self._losses: list[torch.Tensor] = []
+        self._sent: dict[str, tuple[int, int]] = {}
+
+    def counting(self, phase: str, step: int) -> AbstractContextManager[Any]:
+        """Around a part of a step: counts its operations, if this is the step to be counted."""
+        if step != self._profiled:
+            return nullcontext()
+        if self._count is None:
+            self._count = FlopCount(self._module())
+        return self._count.phase(phase)
+
+    def loss(self, loss: torch.Tensor) -> None:
+        """A micro-batch's loss; nothing is read from the device before the update."""
+        if self.monitor.enabled:
+            self._losses.append(loss.detach())
+
+    def updated(self, update: Update) -> None:
+        if self.monitor.enabled:
+            self.monitor.log(update.step, self._metrics(update))
+        if self._count is not None and update.step == self._profiled:
+            self._report_operations(self._count, update.step)
+        asked = self._config.steps_per_print
+        summaries = self.spans.wall_clock or self._config.comms_logger.enabled
+        every = asked or (STEPS_BETWEEN_SUMMARIES if summaries else 0)
+        if not every or update.step % every:
+            return
+        if asked:
+            self._report_update(update)
+        if self.spans.wall_clock:
+            self._log.info("time of %d steps: %s", every, self.spans.breakdown())
+            self.spans.take()
+        if self._config.comms_logger.enabled:
+            self._log.info("communication of %d steps: %s", every, self._communication())
+
+    def close(self) -> None:
+        self.monitor.close()
+
+    def _metrics(self, update: Update) -> dict[str, float | int]:
+        """The loss is this rank's mean over the window."""
+        values: dict[str, float | int] = {"samples": update.samples}
+        if self._losses:
+            values["loss"] = float(torch.stack(self._losses).float().mean())
+            self._losses.clear()
+        if update.rates:
+            values["lr"] = update.rates[0]
+        if update.norm is not None:
+            values["gradient_norm"] = update.norm
+        if update.loss_scale is not None:
+            values["loss_scale"] = update.loss_scale
+        return values
+
+    def _report_update(self, update: Update) -> None:
+        rates = ", ".join(f"{rate:.3g}" for rate in update.rates)
+        scale = "" if update.loss_scale is None else f", loss scale {update.loss_scale:g}"
+        norm = "none" if update.norm is None else f"{update.norm:.4g}"
+        self._log.info("step %d: lr %s, gradient norm %s%s", update.step, rates, norm, scale)
+
+    def _communication(self) -> str:
+        """What this rank has sent since the last summary, by operation."""
+        block, rows = self._config.comms_logger, []
+        for operation, calls in sorted(self._traffic.calls.items()):
+            calls_before, bytes_before = self._sent.get(operation, (0, 0))
+            sent = self._traffic.bytes[operation]
+            self._sent[operation] = (calls, sent)
+            if block.prof_all or operation in block.prof_ops:
+                rows.append(f"{operation} {calls - calls_before}x {format_bytes(sent - bytes_before)}")
+        return ", ".join(rows) or "none"
+
+    def _report_operations(self, count: FlopCount, step: int) -> None:
+        block = self._config.flops_profiler
+        self.flops, self._count = count.total, None
+        speed = count.total / count.seconds / 1e12 if count.seconds else 0.0
+        text = (
+            f"operations of step {step} on rank {self._log.rank}: {count.total / 1e9:.6g} GFLOP in "
+            f"{count.seconds * 1e3:.1f} ms under the counter, {speed:.3g} TFLOPS\n"
+            + count.table(block.module_depth, 0 if block.detailed else block.top_modules)
+        )
+        if not block.output_file:
+            self._log.info("%s", text)
+        elif self._log.rank == 0:
+            Path(block.output_file).write_text(text + "\n", encoding="utf-8")

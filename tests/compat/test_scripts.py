@@ -1,0 +1,39 @@
+"""Scripts written for DeepSpeed, run as they are; where there is an oracle it is plain PyTorch."""
+
+import json
+
+import pytest
+from tests.cli.programs import script, wherry
+from tests.compat.scripts import MEGATRON, SURFACE, TUTORIAL
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_tutorial_runs_as_printed(tmp_path, ranks):
+    done = wherry("run", "--as-deepspeed", "--nproc", ranks, script(tmp_path, TUTORIAL), timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("first") == ranks
+
+
+def test_a_megatron_style_launch_line(tmp_path):
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True},
+    }
+    (tmp_path / "ds_config.json").write_text(json.dumps(config))
+    line = "--num-layers 2 --hidden-size 16 --checkpoint-activations --deepspeed-activation-checkpointing --deepspeed"
+    path = script(tmp_path, MEGATRON)
+    done = wherry(
+        "run", "--as-deepspeed", "--local_rank_arg", "--nproc", 2, path, *line.split(),
+        "--deepspeed_config", tmp_path / "ds_config.json", timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 is done" in done.stdout and "rank 1 is done" in done.stdout
+
+
+def test_what_scripts_reach_for_beside_the_loop(tmp_path):
+    done = wherry("run", "--as-deepspeed", "--nproc", 2, script(tmp_path, SURFACE), timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 is done" in done.stdout and "rank 1 is done" in done.stdout
