@@ -1,8 +1,4 @@
-"""The host optimizers against the limit of this machine's memory, and against others. Flags: see `--help`.
-
-    python benchmarks/cpu_adam.py --quick
-    python benchmarks/cpu_adam.py --json benchmarks/results/cpu_adam-<machine>.json
-"""
+"""The host optimizers against the limit of this machine's memory, and against others. Flags: see `--help`."""
 
 from __future__ import annotations
 

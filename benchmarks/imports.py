@@ -23,7 +23,7 @@ from typing import Any
 if not __package__:  # run as a script: this folder is found as it is when imported
     sys.path[0] = str(Path(__file__).parents[1])
 
-from benchmarks import common
+from wherry.observe import bench
 
 # The system, the module that must be there, and what is run after `import torch`.
 IMPORTS = {
@@ -79,46 +79,38 @@ def missing(module: str) -> str | None:
     return None if importlib.util.find_spec(module) else f"{module} is not installed"
 
 
-def measure(rounds: int) -> list[dict[str, Any]]:
-    """A row for each import, each command and each package."""
-    rows = _rows("import", IMPORTS, import_once, rounds) + _rows("command", COMMANDS, command_once, rounds)
-    rows += [size_row(package) for package in PACKAGES]
-    for row in rows:
-        peers = {r["system"]: r for r in rows if r["what"] == row["what"] and r["reason"] is None and r is not row}
-        row["of"] = {} if row["reason"] else {name: row["value"] / peer["value"] for name, peer in peers.items()}
-    return rows
-
-
-def _rows(what: str, subjects: Mapping[str, tuple[str, Any]], once: Callable[[Any], Any], rounds: int) -> list[Any]:
+def _rows(
+    what: str, subjects: Mapping[str, tuple[str, Any]], once: Callable[[Any], Any], rounds: int
+) -> list[bench.Row]:
     here = {name: partial(once, argument) for name, (module, argument) in subjects.items() if not missing(module)}
     for first in here.values():
         first()  # compiles the sources, and brings them into the page cache
-    taken = common.interleave(here, rounds, f"{what}s")
+    taken = bench.interleave(here, rounds, f"{what}s")
     rows = []
     for name, (module, _) in subjects.items():
-        row: dict[str, Any] = {"what": what, "system": name, "unit": "s", "reason": missing(module)}
-        if name in taken:
-            values = [value[1] if what == "import" else value for value in taken[name]]
-            summary = common.Summary.of(values)
-            row |= {"value": summary.median, "spread": summary.spread, "rounds": rounds}
-            if what == "import":
-                row["torch_s"] = common.Summary.of(value[0] for value in taken[name]).median
-                row["modules"] = taken[name][0][2]
-        rows.append(row)
+        if name not in taken:
+            rows.append(bench.row({"measure": what}, name, "s", reason=missing(module)))
+        elif what == "import":
+            torch_s = bench.Summary.of(value[0] for value in taken[name]).median
+            facts = {"torch_s": torch_s, "modules": taken[name][0][2]}
+            rows.append(bench.row({"measure": what}, name, "s", [value[1] for value in taken[name]], **facts))
+        else:
+            rows.append(bench.row({"measure": what}, name, "s", taken[name]))
     return rows
 
 
 # Bytes on disk.
 
 
-def size_row(package: str) -> dict[str, Any]:
-    row: dict[str, Any] = {"what": "size", "system": package, "unit": "B", "reason": missing(package)}
-    if row["reason"] is None:
-        others = sorted(closure(requirements(package)) - closure(["torch"]) - {package})
-        own = installed_bytes(package)
-        beside = {name: installed_bytes(name) for name in others}
-        row |= {"value": own + sum(beside.values()), "own": own, "packages": len(others), "beside_torch": beside}
-    return row
+def size_row(package: str) -> bench.Row:
+    case, reason = {"measure": "size"}, missing(package)
+    if reason is not None:
+        return bench.row(case, package, "B", reason=reason)
+    others = sorted(closure(requirements(package)) - closure(["torch"]) - {package})
+    own = installed_bytes(package)
+    beside = {name: installed_bytes(name) for name in others}
+    total = float(own + sum(beside.values()))
+    return bench.row(case, package, "B", [total], own=own, packages=len(others), beside_torch=beside)
 
 
 def requirements(package: str) -> list[str]:
@@ -128,7 +120,7 @@ def requirements(package: str) -> list[str]:
     except metadata.PackageNotFoundError:
         if package != "wherry":
             raise
-        found = tomllib.loads((common.ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+        found = tomllib.loads((bench.ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     names = [re.match(r"[\w.-]+", text) for text in found if "extra ==" not in text]
     return [_canonical(match.group()) for match in names if match]
 
@@ -179,7 +171,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
     }
     for what, (title, columns) in heads.items():
         lines, notes = [], []
-        for row in (row for row in rows if row["what"] == what):
+        for row in (row for row in rows if row["case"]["measure"] == what):
             if row["reason"] is not None:
                 lines.append([row["system"], *["-"] * (len(columns) - 1)])
                 notes.append(f"{row['system']}: {row['reason']}")
@@ -187,32 +179,36 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
                 figures = [f"{row['value'] / 1e6:.1f}", f"{row['own'] / 1e6:.1f}", f"{row['packages']}"]
                 lines.append([row["system"], *figures, _wherry_takes(row, rows)])
             else:
-                figures = [f"{1000 * row['value']:.0f}", common.spread_words(row)]
+                figures = [f"{1000 * row['value']:.0f}", bench.spread_words(row)]
                 figures += [f"{row['modules']}"] if what == "import" else []
                 lines.append([row["system"], *figures, _wherry_takes(row, rows)])
         if what == "import":
-            torch_s = common.Summary.of(row["torch_s"] for row in rows if "torch_s" in row).median
+            torch_s = bench.Summary.of(row["torch_s"] for row in rows if "torch_s" in row).median
             notes.append(f"torch itself: {1000 * torch_s:.0f} ms")
-        common.show(title, columns, lines, [*notes, ""])
+        bench.show(title, columns, lines, [*notes, ""])
 
 
 def _wherry_takes(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     """Wherry's figure as a part of a peer's. Wherry imports its engine at first use; peers import theirs at once."""
     if row["system"].startswith("wherry") or row["system"] == "python":
         return ""
-    own = "wherry, engine" if row["what"] == "import" else "wherry"
-    ours = next(r for r in rows if r["what"] == row["what"] and r["system"] == own)
-    return f"{ours['of'][row['system']]:.2f}"
+    own = "wherry, engine" if row["case"]["measure"] == "import" else "wherry"
+    ours = next((r for r in rows if r["case"] == row["case"] and r["system"] == own), None)
+    return f"{1 / ours['ratio'][row['system']]:.2f}" if ours else ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = common.parser("imports", __doc__ or "")
-    parser.add_argument("--rounds", type=common.positive, help="times that everything is measured")
-    options = common.parse(parser, argv)
-    rounds = options.rounds or (3 if options.quick else 15)
-    rows = measure(rounds)
-    table(rows)
-    common.write("imports", options, {"rounds": rounds}, rows)
+    parser = bench.parser("imports", __doc__ or "")
+    parser.add_argument("--rounds", type=bench.positive, help="times that everything is measured")
+    options = bench.parse(parser, argv)
+    rounds = options.rounds or (2 if options.quick else 9)
+    results = bench.Results("imports", options, {"rounds": rounds})
+    results.add(*_rows("import", IMPORTS, import_once, rounds))
+    results.add(*_rows("command", COMMANDS, command_once, rounds))
+    results.add(*(size_row(package) for package in PACKAGES))
+    bench.compare(results.rows)
+    table(results.rows)
+    results.close()
     return 0
 
 

@@ -17,14 +17,15 @@ from typing import Any
 if not __package__:  # run as a script: this folder is found as it is when imported
     sys.path[0] = str(Path(__file__).parents[1])
 
-from benchmarks import common, systems
+from benchmarks import systems
 from benchmarks.rooms import Room, RoomFailed
 from benchmarks.systems import Recipe
+from wherry.observe import bench
 
 BASES = ("plain", "plain-default")
 ROOMS = (
-    (*BASES, "ddp", "fsdp2", *(f"wherry-{stage}" for stage in systems.STAGES)),
-    (*BASES, *(f"deepspeed-{stage}" for stage in systems.STAGES)),
+    (*BASES, "ddp", "fsdp2", *(f"wherry-{place.name}" for place in systems.RESIDENT)),
+    (*BASES, *(f"deepspeed-{place.name}" for place in systems.RESIDENT)),
 )
 ENGINES = tuple(name for room in ROOMS for name in room if name not in BASES)
 WARMUP = 10
@@ -107,90 +108,90 @@ def _oracle() -> list[float]:
     return losses
 
 
-def measure(rooms: Rooms, rounds: int, steps: int) -> list[dict[str, Any]]:
-    """A row for each system that was asked for, plain PyTorch's first."""
+def measure(rooms: Rooms, rounds: int, steps: int) -> list[bench.Row]:
+    """For each system that was asked for a row with its step, and for each engine one with what it adds to plain."""
     places = rooms.places()
     subjects = {f"{index} {name}": partial(rooms.step_us, (index, name), steps) for index, name in places}
-    times = common.interleave(subjects, rounds, "overhead")
+    times = bench.interleave(subjects, rounds, "overhead")
     rows = []
     for index, name in places:
         # Plain PyTorch's rows are those of the first room: in the others it only serves the systems beside it.
         if name in BASES and index != places[0][0]:
             continue
-        row: dict[str, Any] = {"system": name, "ranks": rooms.ranks, "reason": None}
-        row |= _times(times, index, name)
         calls, plain_calls = rooms.calls((index, name)), rooms.calls((index, BASES[0]))
-        row["python_calls"], row["native_calls"] = calls["python"], calls["native"]
-        row["python_calls_over_plain"] = calls["python"] - plain_calls["python"]
-        row["loss_difference"] = None
+        facts: dict[str, Any] = {
+            "python_calls": calls["python"],
+            "native_calls": calls["native"],
+            "python_calls_over_plain": calls["python"] - plain_calls["python"],
+            "loss_difference": None,
+        }
         # On several ranks plain PyTorch trains a model on each: only its time is of use there.
         if name not in BASES or rooms.ranks == 1:
             pairs = zip(rooms.losses[index, name], rooms.oracle, strict=True)
-            row["loss_difference"] = max(abs(a - b) / abs(b) for a, b in pairs)
-        rows.append(row)
-    rows += [{"system": name, "ranks": rooms.ranks, "reason": reason} for name, reason in rooms.missing.items()]
-    _add_ratios(rows)
+            facts["loss_difference"] = max(abs(a - b) / abs(b) for a, b in pairs)
+        own = times[f"{index} {name}"]
+        rows.append(bench.row(_case("step", rooms.ranks), name, "us", [wall for wall, _ in own], **facts))
+        if name not in BASES:
+            rows.append(_over(times, index, name, rooms.ranks, facts))
+    for name, reason in rooms.missing.items():
+        rows += [bench.row(_case(of, rooms.ranks), name, "us", reason=reason) for of in ("step", "over plain")]
+    bench.compare(rows)
     return rows
 
 
-def _times(times: Mapping[str, Sequence[tuple[float, float]]], index: int, name: str) -> dict[str, Any]:
+def _case(measure: str, ranks: int) -> dict[str, Any]:
+    return {"measure": measure, "ranks": ranks}
+
+
+def _over(
+    times: Mapping[str, Sequence[tuple[float, float]]], index: int, name: str, ranks: int, facts: Mapping[str, Any]
+) -> bench.Row:
+    """What an engine adds to a step of plain PyTorch in its room, round by round."""
     own = times[f"{index} {name}"]
-    summary = common.Summary.of(wall for wall, _ in own)
-    found = {"step_us": summary.median, "spread": summary.spread, "rounds": summary.count}
-    for base, column in zip(BASES, ("over_plain", "over_default"), strict=True):
-        pairs = list(zip(own, times[f"{index} {base}"], strict=True))
-        over = [mine[0] - its[0] for mine, its in pairs]
-        found[f"{column}_us"] = statistics.median(over)
-        found[f"{column}_low_us"], found[f"{column}_high_us"] = common.quartiles(over)
-        found[f"{column}_cpu_us"] = statistics.median(mine[1] - its[1] for mine, its in pairs)
-    return found
-
-
-def _add_ratios(rows: list[dict[str, Any]]) -> None:
-    """For each engine: its own time as a part of each other's, both over plain PyTorch."""
-    engines = {row["system"]: row for row in rows if row["reason"] is None and row["system"] not in BASES}
-    for row in rows:
-        row["of"] = {}
-        for peer, other in engines.items():
-            if row["system"] in engines and peer != row["system"] and other["over_plain_us"] > 0:
-                row["of"][peer] = row["over_plain_us"] / other["over_plain_us"]
+    over = {base: list(zip(own, times[f"{index} {base}"], strict=True)) for base in BASES}
+    return bench.row(
+        _case("over plain", ranks),
+        name,
+        "us",
+        [mine[0] - its[0] for mine, its in over[BASES[0]]],
+        over_default_us=statistics.median(mine[0] - its[0] for mine, its in over[BASES[1]]),
+        cpu_us=statistics.median(mine[1] - its[1] for mine, its in over[BASES[0]]),
+        **facts,
+    )
 
 
 def table(rows: Sequence[Mapping[str, Any]], ranks: int) -> None:
     """Print the rows at 80 columns."""
     lines, notes = [], []
-    for row in rows:
+    over = {row["system"]: row for row in rows if row["case"]["measure"] == "over plain"}
+    for row in (row for row in rows if row["case"]["measure"] == "step"):
         title = systems.TITLES[row["system"]]
         if row["reason"] is not None:
             lines.append([title, *["-"] * 7])
             notes.append(f"{title}: {row['reason']}")
             continue
-        if row["loss_difference"] is not None and row["loss_difference"] > common.SAME_LOSS:
+        if row["loss_difference"] is not None and row["loss_difference"] > systems.SAME_LOSS:
             notes.append(f"{title}: NOT THE LOSSES OF PLAIN PYTORCH, {row['loss_difference']:.0e} off")
-        of = row["of"].get(f"deepspeed-{row['system'].rpartition('-')[2]}")
-        lines.append(
-            [
-                title,
-                f"{row['step_us']:,.0f}",
-                common.spread_words(row),
-                f"{row['over_plain_us']:+,.0f}",
-                f"{row['over_default_us']:+,.0f}",
-                f"{row['over_plain_cpu_us']:+,.0f}",
-                f"{row['python_calls_over_plain']:+,.0f}",
-                "" if of is None else f"{of:.2f}",
-            ]
-        )
+        line = [title, f"{row['value']:,.0f}", bench.spread_words(row)]
+        own = over.get(row["system"])
+        if own is None:
+            lines.append([*line, "", "", "", f"{row['python_calls_over_plain']:+,.0f}", ""])
+            continue
+        figures = [f"{own['value']:+,.0f}", f"{own['over_default_us']:+,.0f}", f"{own['cpu_us']:+,.0f}"]
+        peer = f"deepspeed-{row['system'].rpartition('-')[2]}"
+        figures += [f"{own['python_calls_over_plain']:+,.0f}", bench.ratio_words(own, peer)]
+        lines.append([*line, *figures])
     notes += [
         "over: the engine's own time, above plain PyTorch with torch's fused AdamW, and with AdamW() as it comes. "
         "CPU: processor time above fused. calls: of Python functions, above plain. "
-        "of DS: over fused, as a part of DeepSpeed's at the same stage."
+        "x DS: how many times DeepSpeed's own time at the same stage is longer."
     ]
     if ranks == 1:
         notes.append("On one rank nothing is partitioned: Wherry gathers nothing there, whatever the stage.")
     else:
         notes.append("Plain PyTorch communicates nothing here, so over is the engines' time with communication.")
-    columns = ("µs a step", "step", "spread", "over fused", "AdamW()", "CPU", "calls", "of DS")
-    common.show(f"4 layers of width 64, {ranks} rank{'s' * (ranks > 1)}, 1 core each", columns, lines, notes)
+    columns = ("µs a step", "step", "spread", "over fused", "AdamW()", "CPU", "calls", "x DS")
+    bench.show(f"4 layers of width 64, {ranks} rank{'s' * (ranks > 1)}, 1 core each", columns, lines, notes)
 
 
 def profile(name: str, ranks: int) -> None:
@@ -206,19 +207,19 @@ def profile(name: str, ranks: int) -> None:
     over = {function: times - plain.get(function, 0) for function, times in own.items()}
     shown = sorted(((times, function) for function, times in over.items() if times > 0), reverse=True)[:SHOWN]
     title = f"calls of a step of {systems.TITLES[name]}, on rank 0 of {ranks}"
-    common.show(title, ("function", "calls"), [(function, f"{times:g}") for times, function in shown])
+    bench.show(title, ("function", "calls"), [(function, f"{times:g}") for times, function in shown])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = common.parser("overhead", __doc__ or "")
+    parser = bench.parser("overhead", __doc__ or "")
     parser.add_argument(
-        "--systems", type=common.listed(ENGINES), default=list(ENGINES), help="with commas between them"
+        "--systems", type=bench.listed(ENGINES), default=list(ENGINES), help="with commas between them"
     )
-    parser.add_argument("--ranks", type=common.positive, default=1, help="processes over gloo (default: 1)")
-    parser.add_argument("--rounds", type=common.positive, help="times that every system is measured")
-    parser.add_argument("--steps", type=common.positive, help="steps in one measure")
+    parser.add_argument("--ranks", type=bench.positive, default=1, help="processes over gloo (default: 1)")
+    parser.add_argument("--rounds", type=bench.positive, help="times that every system is measured")
+    parser.add_argument("--steps", type=bench.positive, help="steps in one measure")
     parser.add_argument("--profile", choices=ENGINES, metavar="SYSTEM", help="what one of them calls, and nothing else")
-    options = common.parse(parser, argv)
+    options = bench.parse(parser, argv)
     if TINY.batch % options.ranks:
         parser.error(f"--ranks {options.ranks}: the {TINY.batch} sequences of a step do not divide among them")
     if options.profile:
@@ -226,15 +227,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     rounds = options.rounds or (7 if options.quick else 25)
     steps = options.steps or (20 if options.quick else 50)
+    settings = {"rounds": rounds, "steps": steps, "ranks": options.ranks, "cores_a_rank": 1}
+    results = bench.Results("overhead", options, settings, part=f"{options.ranks}-rank")
     rooms = Rooms(options.systems, options.ranks)
     try:
         rows = measure(rooms, rounds, steps)
     finally:
         rooms.close()
     table(rows, options.ranks)
-    common.write(
-        "overhead", options, {"rounds": rounds, "steps": steps, "ranks": options.ranks, "cores_a_rank": 1}, rows
-    )
+    results.add(*rows)
+    results.close()
     return 0
 
 

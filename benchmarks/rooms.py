@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from benchmarks import systems
-from benchmarks.common import ROOT
+from wherry.observe.bench import ROOT
 
 TIMEOUT = 600.0
 _WORKER = Path(__file__).parent / "worker.py"

@@ -17,13 +17,16 @@ from typing import Any
 if not __package__:  # run as a script: this folder is found as it is when imported
     sys.path[0] = str(Path(__file__).parents[1])
 
-from benchmarks import common, systems
+from benchmarks import systems
 from benchmarks.rooms import Room, RoomFailed
 from benchmarks.systems import Recipe
+from wherry.observe import bench
 from wherry.train.presets import PRESETS, Shape
 
 ORACLE = "plain"
-SYSTEMS = tuple(name for name in systems.SYSTEMS if name != "plain-default")
+# With states on the device; those on host and disk are in offload_step.py.
+_ENGINES = tuple(f"{who}-{place.name}" for who in ("deepspeed", "wherry") for place in systems.RESIDENT)
+SYSTEMS = ("plain", "ddp", "fsdp2", *_ENGINES)
 WARMUP = 2
 
 
@@ -68,7 +71,10 @@ class Entry:
         self.ranks = ranks
         self.system = system
         self.steps = steps
-        self.reason = systems.cannot_run(system)
+        self.reason = systems.cannot_run(system, ranks)
+
+    def case(self, measure: str) -> dict[str, Any]:
+        return {"model": self.model, "ranks": self.ranks, "measure": measure}
 
     def __str__(self) -> str:
         return f"{self.model} {self.ranks} {self.system}"
@@ -95,102 +101,97 @@ class Entry:
         )
 
 
-def measure(entries: Sequence[Entry], rounds: int) -> list[dict[str, Any]]:
-    """A row for each entry, in their order."""
-    subjects = {str(entry): entry.take for entry in entries}
-    turns = common.interleave(subjects, rounds, "training steps")
+def measure(entries: Sequence[Entry], rounds: int) -> list[bench.Row]:
+    """Two rows for each entry, in their order: its step's time, and its peak of memory."""
+    turns = bench.interleave({str(entry): entry.take for entry in entries}, rounds, "training steps")
     rows = []
     for entry in entries:
-        row: dict[str, Any] = {"model": entry.model, "ranks": entry.ranks, "system": entry.system}
-        row["reason"] = entry.reason
         taken = [turn for turn in turns[str(entry)] if turn is not None]
-        if entry.reason is None:
-            row |= _figures(entry, taken, turns[f"{entry.model} 1 {ORACLE}"])
-        rows.append(row)
-    _add_ratios(rows, {name: [t.seconds for t in of if t is not None] for name, of in turns.items()})
+        rows += _rows(entry, taken, turns[f"{entry.model} 1 {ORACLE}"])
+    bench.compare(rows)
     return rows
 
 
-def _figures(entry: Entry, turns: Sequence[Turn], oracle: Sequence[Turn | None]) -> dict[str, Any]:
+def _rows(entry: Entry, turns: Sequence[Turn], oracle: Sequence[Turn | None]) -> list[bench.Row]:
+    step, memory = entry.case("step"), entry.case("peak memory")
+    if entry.reason is not None:
+        return [bench.row(case, entry.system, unit, reason=entry.reason) for case, unit in ((step, "s"), (memory, "B"))]
     recipe = MODELS[entry.model]
-    summary = common.Summary.of(turn.seconds for turn in turns)
     expected = next((turn.losses for turn in oracle if turn is not None), None)
     difference = None
     if expected is not None:
         difference = max(abs(a - b) / abs(b) for t in turns for a, b in zip(t.losses, expected, strict=True))
-    return {
-        "step_s": summary.median,
-        "spread": summary.spread,
-        "rounds": summary.count,
-        "tokens_per_s": recipe.batch * recipe.length / summary.median,
-        "peak_bytes": max(turn.peak_bytes for turn in turns),
-        "empty_bytes": statistics.median(turn.empty_bytes for turn in turns),
-        "built_s": statistics.median(turn.built_seconds for turn in turns),
-        "first_loss": turns[0].losses[0],
-        "last_loss": turns[0].losses[-1],
-        "loss_difference": difference,
-    }
-
-
-def _add_ratios(rows: Sequence[dict[str, Any]], times: Mapping[str, Sequence[float]]) -> None:
-    """How many times as fast a system is as each other, at the same size on as many ranks, and as plain on one."""
-    for row in rows:
-        row["times_as_fast_as"] = {}
-        if row["reason"] is not None:
-            continue
-        for other in rows:
-            same = other["model"] == row["model"] and (other["ranks"] == row["ranks"] or other["system"] == ORACLE)
-            if same and other is not row and other["reason"] is None:
-                mine, theirs = (times[f"{r['model']} {r['ranks']} {r['system']}"] for r in (row, other))
-                row["times_as_fast_as"][other["system"]] = common.paired_ratio(theirs, mine)
+    seconds = [turn.seconds for turn in turns]
+    return [
+        bench.row(
+            step,
+            entry.system,
+            "s",
+            seconds,
+            tokens_per_s=recipe.batch * recipe.length / statistics.median(seconds),
+            built_s=statistics.median(turn.built_seconds for turn in turns),
+            first_loss=turns[0].losses[0],
+            last_loss=turns[0].losses[-1],
+            loss_difference=difference,
+        ),
+        bench.row(
+            memory,
+            entry.system,
+            "B",
+            [float(turn.peak_bytes) for turn in turns],
+            empty_bytes=statistics.median(turn.empty_bytes for turn in turns),
+        ),
+    ]
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print the rows at 80 columns, a table for each size and number of ranks."""
-    for model, ranks in dict.fromkeys((row["model"], row["ranks"]) for row in rows):
+    peaks = {(*_place(row), row["system"]): row for row in rows if row["case"]["measure"] == "peak memory"}
+    rows = [row for row in rows if row["case"]["measure"] == "step"]
+    for model, ranks in dict.fromkeys(map(_place, rows)):
         recipe, lines, notes = MODELS[model], [], []
         for row in rows:
-            if (row["model"], row["ranks"]) != (model, ranks):
+            if _place(row) != (model, ranks):
                 continue
             title = systems.TITLES[row["system"]] if row["system"] != ORACLE else "plain PyTorch"
             if row["reason"] is not None:
                 lines.append([title, *["-"] * 7])
                 notes.append(f"{title}: {row['reason']}")
                 continue
-            ratios = row["times_as_fast_as"]
             lines.append(
                 [
                     title,
-                    f"{1000 * row['step_s']:,.0f}" if row["step_s"] > 0.1 else f"{1000 * row['step_s']:.1f}",
-                    common.spread_words(row),
+                    f"{1000 * row['value']:,.0f}" if row["value"] > 0.1 else f"{1000 * row['value']:.1f}",
+                    bench.spread_words(row),
                     f"{row['tokens_per_s']:,.0f}",
-                    f"{row['peak_bytes'] / 1e6:,.0f}",
+                    f"{peaks[model, ranks, row['system']]['value'] / 1e6:,.0f}",
                     loss_words(row["loss_difference"]),
-                    _ratio(ratios, "ddp"),
-                    _ratio(ratios, f"deepspeed-{_stage(row['system'])}"),
+                    bench.ratio_words(row, "ddp"),
+                    bench.ratio_words(row, _peer(row["system"])),
                 ]
             )
         columns = ("", "ms/step", "spread", "tokens/s", "peak MB", "losses", "x DDP", "x DS")
         title = f"{model}: {recipe.batch} x {recipe.length} tokens on {ranks} rank{'s' * (ranks > 1)}"
-        common.show(title, columns, lines, [*notes, ""])
-    print("x DDP, x DS: times as fast as DDP, as DeepSpeed at the same stage (FSDP2: 3).")
+        bench.show(title, columns, lines, [*notes, ""])
+    print("x DDP, x DS: times as fast as DDP, as DeepSpeed in the same place (FSDP2: 3).")
     print("losses: of every step, against plain PyTorch on one rank.")
     print("peak MB: of all ranks together, Python and torch included.")
+
+
+def _place(row: Mapping[str, Any]) -> tuple[str, int]:
+    return row["case"]["model"], row["case"]["ranks"]
 
 
 def loss_words(difference: float | None) -> str:
     if difference is None:
         return "?"
-    return "same" if difference <= common.SAME_LOSS else f"{difference:.0e} off"
+    return "same" if difference <= systems.SAME_LOSS else f"{difference:.0e} off"
 
 
-def _stage(system: str) -> str:
-    """The stage that a system answers to: FSDP2 partitions what stage 3 does."""
-    return {"ddp": "0", "fsdp2": "3"}.get(system, system.rpartition("-")[2])
-
-
-def _ratio(ratios: Mapping[str, float], peer: str) -> str:
-    return f"{ratios[peer]:.2f}" if peer in ratios else ""
+def _peer(system: str) -> str:
+    """DeepSpeed with the same placement: FSDP2 partitions what stage 3 does."""
+    placement = {"ddp": "0", "fsdp2": "3", "fsdp2-cpu": "3-cpu"}.get(system) or system.partition("-")[2]
+    return f"deepspeed-{placement}"
 
 
 def entries_of(models: Sequence[str], ranks: Sequence[int], names: Sequence[str], steps: int) -> list[Entry]:
@@ -203,7 +204,7 @@ def entries_of(models: Sequence[str], ranks: Sequence[int], names: Sequence[str]
 
 
 def _ranks(text: str) -> list[int]:
-    counts = [common.positive(part.strip()) for part in text.split(",")]
+    counts = [bench.positive(part.strip()) for part in text.split(",")]
     for count in counts:
         if any(recipe.batch % count for recipe in MODELS.values()):
             raise argparse.ArgumentTypeError(f"the batch does not divide among {count} ranks")
@@ -211,23 +212,27 @@ def _ranks(text: str) -> list[int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = common.parser("steps", __doc__ or "")
+    parser = bench.parser("steps", __doc__ or "")
     parser.add_argument("--full", action="store_true", help="the model of 125 million parameters too; takes 10 GB")
-    parser.add_argument("--models", type=common.listed(tuple(MODELS)), help=f"of {', '.join(MODELS)} (default: 10m)")
+    parser.add_argument("--models", type=bench.listed(tuple(MODELS)), help=f"of {', '.join(MODELS)} (default: 10m)")
     parser.add_argument(
-        "--systems", type=common.listed(SYSTEMS), default=list(SYSTEMS), help="with commas between them"
+        "--systems", type=bench.listed(SYSTEMS), default=list(SYSTEMS), help="with commas between them"
     )
     parser.add_argument("--ranks", type=_ranks, default=[1, 2], help="numbers of ranks, with commas (default: 1,2)")
-    parser.add_argument("--rounds", type=common.positive, help="times that every system is measured")
-    parser.add_argument("--steps", type=common.positive, help="steps in one measure")
-    options = common.parse(parser, argv)
+    parser.add_argument("--rounds", type=bench.positive, help="times that every system is measured")
+    parser.add_argument("--steps", type=bench.positive, help="steps in one measure")
+    options = bench.parse(parser, argv)
     models = options.models or (["10m", "125m"] if options.full else ["10m"])
     rounds = options.rounds or (2 if options.quick else 5)
     steps = options.steps or (3 if options.quick else 8)
-    rows = measure(entries_of(models, options.ranks, options.systems, steps), rounds)
-    table(rows)
     settings = {"rounds": rounds, "steps": steps, "warmup": WARMUP, "models": {m: vars(MODELS[m]) for m in models}}
-    common.write("steps", options, settings, rows)
+    results = bench.Results("steps", options, settings, part="-".join(models))
+    rows = []
+    for model in models:
+        rows += measure(entries_of([model], options.ranks, options.systems, steps), rounds)
+        results.add(*rows[len(results.rows) :])
+    table(rows)
+    results.close()
     return 0
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 
 LEARNING_RATE = 3e-4
 WEIGHT_DECAY = 0.1
+# Relative, over some steps of fp32: other orders of summing stay far below it, another update does not.
+SAME_LOSS = 1e-4
+# The folder for states on disk; unset, the system's for temporary files.
+DISK_FOLDER = "BENCHMARK_DISK"
 
 
 class Trainee(Protocol):
@@ -43,6 +48,10 @@ class Recipe:
     clip: float
     # Flats or parameters up to this many elements stay whole at stage 3; None leaves each system its own default.
     persistence: int | None = None
+    # "fp32", or "bf16" with fp32 masters; what has no such mode computes in bf16 by autocast.
+    dtype: str = "fp32"
+    # Micro-batches of a step; the batch is divided among them.
+    accumulation: int = 1
 
     def model(self) -> nn.Module:
         import torch
@@ -77,135 +86,223 @@ def adamw(parameters: Any, *, fused: bool = True) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=fused or None)
 
 
+def micro_batches(ids: torch.Tensor, labels: torch.Tensor, count: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    return zip(ids.chunk(count), labels.chunk(count), strict=True) if count > 1 else [(ids, labels)]
+
+
+def mean(losses: list[torch.Tensor]) -> torch.Tensor:
+    return losses[0] if len(losses) == 1 else sum(losses[1:], losses[0]) / len(losses)
+
+
 class Torch:
     """A module whose `backward` leaves gradients in place: plain, or wrapped by torch's own systems."""
 
-    def __init__(self, model: nn.Module, clip: float, *, fused: bool = True) -> None:
+    def __init__(self, model: nn.Module, recipe: Recipe, *, fused: bool = True, autocast: bool = True) -> None:
         self.model = model
-        self.clip = clip
+        self.clip = recipe.clip
+        self.accumulation = recipe.accumulation
+        self.autocast = autocast and recipe.dtype == "bf16"
         self.parameters = list(model.parameters())
         self.optimizer = adamw(self.parameters, fused=fused)
 
     def step(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         import torch
 
-        loss = self.model(ids, labels)
-        loss.backward()
+        losses = []
+        for micro in micro_batches(ids, labels, self.accumulation):
+            if self.autocast:
+                with torch.autocast(ids.device.type, torch.bfloat16):
+                    loss = self.model(*micro)
+            else:
+                loss = self.model(*micro)
+            (loss if self.accumulation == 1 else loss / self.accumulation).backward()
+            losses.append(loss.detach())
         if self.clip:
             torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.detach()
+        return mean(losses)
 
 
 class Engine:
     """An engine with `backward` and `step` of its own: Wherry's and DeepSpeed's are called alike."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, recipe: Recipe) -> None:
         self.engine = engine
+        self.accumulation = recipe.accumulation
 
     def step(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        loss = self.engine(ids, labels)
-        self.engine.backward(loss)
-        self.engine.step()
-        return loss.detach()
+        losses = []
+        for micro in micro_batches(ids, labels, self.accumulation):
+            loss = self.engine(*micro)
+            self.engine.backward(loss)
+            self.engine.step()
+            losses.append(loss.detach())
+        return mean(losses)
+
+    def settle(self) -> None:
+        """What the engine has put off belongs to the steps that were measured."""
+        if hasattr(self.engine, "settle"):
+            self.engine.settle()
 
 
 def _plain(recipe: Recipe, ranks: int) -> Trainee:
-    return Torch(recipe.model(), recipe.clip)
+    return Torch(recipe.model(), recipe)
 
 
 def _plain_default(recipe: Recipe, ranks: int) -> Trainee:
-    return Torch(recipe.model(), recipe.clip, fused=False)
+    return Torch(recipe.model(), recipe, fused=False)
 
 
 def _ddp(recipe: Recipe, ranks: int) -> Trainee:
     from torch.nn.parallel import DistributedDataParallel
 
     _start_group()
-    return Torch(DistributedDataParallel(recipe.model(), gradient_as_bucket_view=True), recipe.clip)
+    return Torch(DistributedDataParallel(recipe.model(), gradient_as_bucket_view=True), recipe)
 
 
-def _fsdp2(recipe: Recipe, ranks: int) -> Trainee:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+def _fsdp2(offload: bool) -> Callable[[Recipe, int], Trainee]:
+    def build(recipe: Recipe, ranks: int) -> Trainee:
+        import torch
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    _start_group()
-    mesh = init_device_mesh("cpu", (ranks,))
-    model: Any = recipe.model()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return Torch(model, recipe.clip)
+        _start_group()
+        options: dict[str, Any] = {"mesh": init_device_mesh(device_type(), (ranks,))}
+        if recipe.dtype == "bf16":
+            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=device_type() == "cuda")
+        model: Any = recipe.model()
+        for block in model.blocks:
+            fully_shard(block, **options)
+        fully_shard(model, **options)
+        return Torch(model, recipe, autocast=False)
+
+    return build
 
 
-def _wherry(stage: int) -> Callable[[Recipe, int], Trainee]:
+@dataclass(frozen=True)
+class Row:
+    """A row of the placement table, as Wherry's and DeepSpeed's configs name it."""
+
+    stage: int
+    optimizer: str = "none"
+    parameters: str = "none"
+
+    @property
+    def name(self) -> str:
+        """2, 3-cpu, 3-nvme: the optimizer's tier; parameters rest where it does at stage 3."""
+        return str(self.stage) if self.optimizer == "none" else f"{self.stage}-{self.optimizer}"
+
+    def zero(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"stage": self.stage}
+        for key, device in (("offload_optimizer", self.optimizer), ("offload_param", self.parameters)):
+            if device != "none":
+                found[key] = {"device": device} | ({"nvme_path": disk_folder()} if device == "nvme" else {})
+        return found
+
+
+def _wherry(place: Row) -> Callable[[Recipe, int], Trainee]:
     def build(recipe: Recipe, ranks: int) -> Trainee:
         import wherry
 
         model = recipe.model()
         optimizer = adamw(model.parameters())
-        return Engine(wherry.initialize(model=model, optimizer=optimizer, config=_config(stage, recipe, ranks))[0])
+        config = _config(place, recipe, ranks)
+        return Engine(wherry.initialize(model=model, optimizer=optimizer, config=config)[0], recipe)
 
     return build
 
 
-def _deepspeed(stage: int) -> Callable[[Recipe, int], Trainee]:
+def _deepspeed(place: Row) -> Callable[[Recipe, int], Trainee]:
     def build(recipe: Recipe, ranks: int) -> Trainee:
         import deepspeed
 
         model = recipe.model()
-        optimizer = adamw(model.parameters())
         # Its default prints a line every ten steps.
-        config = _config(stage, recipe, ranks) | {"steps_per_print": 2**31}
-        deepspeed.init_distributed(dist_backend="gloo")
-        return Engine(deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0])
+        config = _config(place, recipe, ranks) | {"steps_per_print": 2**31}
+        given: dict[str, Any] = {}
+        if place.optimizer == "none":
+            given["optimizer"] = adamw(model.parameters())
+        else:
+            # Offloaded states are updated by its own host optimizer, which the config asks for.
+            options = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}
+            config["optimizer"] = {"type": "AdamW", "params": options}
+            given["model_parameters"] = model.parameters()
+        deepspeed.init_distributed(dist_backend="nccl" if device_type() == "cuda" else "gloo")
+        return Engine(deepspeed.initialize(model=model, config=config, **given)[0], recipe)
 
     return build
 
 
-def _config(stage: int, recipe: Recipe, ranks: int) -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": stage}
+def _config(place: Row, recipe: Recipe, ranks: int) -> dict[str, Any]:
+    zero = place.zero()
     if recipe.persistence is not None:
         zero["stage3_param_persistence_threshold"] = recipe.persistence
-    return {
-        "train_micro_batch_size_per_gpu": recipe.batch // ranks,
-        "gradient_accumulation_steps": 1,
+    found: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": recipe.batch // ranks // recipe.accumulation,
+        "gradient_accumulation_steps": recipe.accumulation,
         "gradient_clipping": recipe.clip,
         "zero_optimization": zero,
     }
+    if recipe.dtype == "bf16":
+        found["bf16"] = {"enabled": True}
+    return found
+
+
+def device_type() -> str:
+    """Where the systems of this process train."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def disk_folder() -> str:
+    return os.environ.get(DISK_FOLDER) or tempfile.gettempdir()
 
 
 def _start_group() -> None:
     import torch.distributed as dist
 
     if not dist.is_initialized():
-        dist.init_process_group("gloo")
+        dist.init_process_group("nccl" if device_type() == "cuda" else "gloo")
 
 
 STAGES = (0, 1, 2, 3)
+RESIDENT = tuple(Row(stage) for stage in STAGES)
+OFFLOADED = (Row(2, "cpu"), Row(3, "cpu", "cpu"), Row(2, "nvme"), Row(3, "nvme", "nvme"))
 SYSTEMS: dict[str, Callable[[Recipe, int], Trainee]] = {
     "plain": _plain,
     "plain-default": _plain_default,
     "ddp": _ddp,
-    "fsdp2": _fsdp2,
-    **{f"deepspeed-{stage}": _deepspeed(stage) for stage in STAGES},
-    **{f"wherry-{stage}": _wherry(stage) for stage in STAGES},
+    "fsdp2": _fsdp2(offload=False),
+    "fsdp2-cpu": _fsdp2(offload=True),
+    **{f"deepspeed-{place.name}": _deepspeed(place) for place in RESIDENT + OFFLOADED},
+    **{f"wherry-{place.name}": _wherry(place) for place in RESIDENT + OFFLOADED},
 }
+_TIERS = {"cpu": "host", "nvme": "disk"}
 TITLES = {
     "plain": "plain, fused",
     "plain-default": "plain, AdamW()",
     "ddp": "DDP",
     "fsdp2": "FSDP2",
-    **{f"deepspeed-{stage}": f"DeepSpeed {stage}" for stage in STAGES},
-    **{f"wherry-{stage}": f"Wherry {stage}" for stage in STAGES},
+    "fsdp2-cpu": "FSDP2 host",
+    **{
+        f"{key}-{place.name}": f"{title} {place.stage} {_TIERS.get(place.optimizer, '')}".strip()
+        for key, title in (("deepspeed", "DeepSpeed"), ("wherry", "Wherry"))
+        for place in RESIDENT + OFFLOADED
+    },
 }
 
 
-def cannot_run(name: str) -> str | None:
+def cannot_run(name: str, ranks: int = 1) -> str | None:
     """Why a system cannot even be tried here."""
-    if name.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None:
-        return "deepspeed is not installed (pip install '.[bench]')"
+    if name.startswith("deepspeed"):
+        if importlib.util.find_spec("deepspeed") is None:
+            return "deepspeed is not installed (pip install '.[bench]')"
+        if name == "deepspeed-2-nvme":
+            return "DeepSpeed moves optimizer state to disk at stage 3 only"
     return None
 
 

@@ -17,7 +17,7 @@ import psutil
 from benchmarks.systems import SYSTEMS, Recipe, Trainee
 
 # Systems that torch brings.
-BUILT_IN = ("plain", "plain-default", "ddp", "fsdp2")
+BUILT_IN = ("plain", "plain-default", "ddp", "fsdp2", "fsdp2-cpu")
 
 
 class Worker:

@@ -2,61 +2,125 @@
 
 import argparse
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
-from benchmarks import common
 from benchmarks.rooms import Room, RoomFailed, reason_in
+from wherry.observe import bench, machine
 
 
 def test_turns_are_interleaved_and_no_subject_is_always_first():
     calls: list[str] = []
     subjects = {name: lambda name=name: calls.append(name) or name.upper() for name in "abc"}
-    found = common.interleave(subjects, 3, "letters")
+    found = bench.interleave(subjects, 3, "letters")
     assert calls == list("abcbcacab")
     assert found == {"a": ["A"] * 3, "b": ["B"] * 3, "c": ["C"] * 3}
 
 
 def test_medians_spread_and_ratios():
-    summary = common.Summary.of([1.0, 2.0, 3.0, 4.0, 100.0])
+    summary = bench.Summary.of([1.0, 2.0, 3.0, 4.0, 100.0])
     assert (summary.median, summary.count) == (3.0, 5)
     assert summary.spread == pytest.approx((4 - 2) / 3)
-    assert common.Summary.of([7.0]) == common.Summary(7.0, 0.0, 1)
+    assert bench.Summary.of([7.0]) == bench.Summary(7.0, 0.0, 1)
     # The second round is slow for both: what counts is the ratio within a round.
-    assert common.paired_ratio([2.0, 20.0, 2.2], [1.0, 10.0, 1.0]) == 2.0
+    assert bench.paired_ratio([2.0, 20.0, 2.2], [1.0, 10.0, 1.0]) == 2.0
+
+
+def test_ratios_say_how_many_times_as_good_a_row_is():
+    case = {"numel": 10}
+    rows = [
+        bench.row(case, "limit", "s", [1.0, 1.0, 1.0]),
+        bench.row(case, "ours", "s", [2.0, 20.0, 2.0]),
+        bench.row(case, "theirs", "s", [4.0, 40.0, 4.0]),
+        bench.row(case, "absent", "s", reason="not here"),
+        bench.row({"numel": 11}, "ours", "s", [9.0]),
+    ]
+    bench.compare(rows, "limit")
+    limit, ours, theirs, absent, other = rows
+    assert ours["ratio"] == {"theirs": 2.0} and theirs["ratio"] == {"ours": 0.5}
+    assert ours["of_limit"] == 0.5 and limit["of_limit"] is None and limit["ratio"] == {}
+    assert absent["ratio"] == {} and absent["value"] is None and absent["reason"] == "not here"
+    assert other["ratio"] == {}
+    speeds = [bench.row(case, name, "B/s", [value], more_is_better=True) for name, value in (("a", 3.0), ("b", 2.0))]
+    bench.compare(speeds)
+    assert speeds[0]["ratio"] == {"b": 1.5}
+
+
+def test_a_difference_below_zero_has_no_ratio():
+    case = {"measure": "over plain"}
+    rows = [bench.row(case, name, "us", [value]) for name, value in (("a", -3.0), ("b", 2.0))]
+    bench.compare(rows)
+    assert rows[0]["ratio"] == {"b": None} and rows[1]["ratio"] == {"a": None}
 
 
 def test_a_machine_is_named_by_what_it_is():
-    machine = {"cpu": "Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz", "cores": 2, "gpu": None}
-    assert common.slug(machine) == "intel-xeon-platinum-8481c-2-70ghz-2c"
-    assert common.slug(machine | {"gpu": "NVIDIA H200"}) == "intel-xeon-platinum-8481c-2-70ghz-2c-nvidia-h200"
+    found = {"cpu": "Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz", "cores": 2, "gpu": None}
+    assert machine.slug(found) == "intel-xeon-platinum-8481c-2-70ghz-2c"
+    assert machine.slug(found | {"gpu": "NVIDIA H200"}) == "intel-xeon-platinum-8481c-2-70ghz-2c-nvidia-h200"
 
 
-def test_files_tell_machine_versions_and_date(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(common, "RESULTS", tmp_path / "results")
-    options = argparse.Namespace(quick=True, json=None, load=0.0)
-    common.write("name", options, {"rounds": 1}, [{"a": 1}])
-    assert not (tmp_path / "results").exists() and capsys.readouterr().out == ""
-    options.quick = False
-    common.write("name", options, {"rounds": 1}, [{"a": 1}])
+def options(**more):
+    given = {"quick": False, "json": None, "arguments": ["--quick"], "load": machine.Load(sample_s=0.02)}
+    return argparse.Namespace(**given | more)
+
+
+def test_files_tell_machine_versions_date_and_load(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "RESULTS", tmp_path / "results")
+    quick = bench.Results("name", options(quick=True), {"rounds": 1})
+    quick.add(bench.row({}, "a", "s", [1.0]))
+    quick.close()
+    assert not (tmp_path / "results").exists() and "written" not in capsys.readouterr().out
+    results = bench.Results("name", options(), {"rounds": 1}, part="2-rank")
+    results.add(bench.row({}, "a", "s", [1.0]))
     (file,) = (tmp_path / "results").iterdir()
-    assert file.name == f"name-{common.slug(common.describe_machine())}.json"
+    assert json.loads(file.read_text())["complete"] is False  # what was measured outlives a run that is ended
+    results.close()
+    assert file.name == f"name-2-rank-{machine.slug(machine.describe())}.json"
     found = json.loads(file.read_text())
-    assert found["rows"] == [{"a": 1}] and found["settings"] == {"rounds": 1}
+    assert found["complete"] and found["rows"][0]["value"] == 1.0 and found["settings"] == {"rounds": 1}
     assert {"cpu", "cores", "memory_bytes", "gpu"} <= set(found["machine"])
     assert {"wherry", "torch", "python", "commit"} <= set(found["versions"])
+    assert {"others_before", "others_during", "others_after", "idle"} <= set(found["load"])
     assert found["date"].endswith("+00:00")
 
 
+def test_folders_of_this_machine_are_not_published(monkeypatch):
+    monkeypatch.setattr(machine, "_SAMPLE_S", 0.0)
+    parser = bench.parser("name", "")
+    parser.add_argument("--path")
+    found = bench.parse(parser, ["--path", "/home/somebody/disk", "--quick"])
+    assert found.arguments == ["--path", "disk", "--quick"] and found.path == "/home/somebody/disk"
+
+
+def test_others_at_work_are_seen():
+    spin = "import time\nend = time.monotonic() + 20\nwhile time.monotonic() < end: pass"
+    load = machine.Load(sample_s=0.0)
+    # A child of a child that has ended is nobody's: to this process it is another.
+    shell = f"{sys.executable} -c '{spin}' >/dev/null & echo $!"
+    pid = int(subprocess.run(["sh", "-c", shell], stdout=subprocess.PIPE, text=True).stdout)
+    try:
+        time.sleep(1.0)
+        seen = load.end()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+    assert seen["others_during"] > 0.2 and seen["idle"] is False
+
+
 def test_choices_are_checked():
-    parse = common.listed(("ddp", "fsdp2"))
+    parse = bench.listed(("ddp", "fsdp2"))
     assert parse("fsdp2, ddp") == ["fsdp2", "ddp"]
     for wrong in ("ddp,dpd", ""):
         with pytest.raises(argparse.ArgumentTypeError, match="expected some of ddp, fsdp2"):
             parse(wrong)
-    for wrong in ("0", "-1", "two"):
+    for wrong in ("0", "-1", "two", "1.5", "inf"):
         with pytest.raises(argparse.ArgumentTypeError, match="above 0"):
-            common.positive(wrong)
+            bench.positive(wrong)
+    assert bench.positives("1e6, 3") == [1_000_000, 3]
 
 
 def test_the_reason_is_the_last_error_of_a_log():

@@ -6,12 +6,20 @@ import sys
 
 import pytest
 
-from benchmarks import common, imports, overhead, steps, systems
+from benchmarks import imports, overhead, steps, systems
 from wherry.cli import main as wherry
+from wherry.observe import bench, machine
 
 
-def _rows(path):
-    return {row["system"]: row for row in json.loads(path.read_text())["rows"]}
+def _rows(path, **case):
+    """The rows of a file by system, those of a part of the cases."""
+    rows = json.loads(path.read_text())["rows"]
+    return {row["system"]: row for row in rows if case.items() <= row["case"].items()}
+
+
+@pytest.fixture(autouse=True)
+def no_watch(monkeypatch):
+    monkeypatch.setattr(machine.Load, "__init__", lambda self, sample_s=0.0, of=machine.Load.__init__: of(self, 0.0))
 
 
 @pytest.fixture
@@ -22,26 +30,26 @@ def no_deepspeed(monkeypatch):
 
 def test_overhead(tmp_path, capsys, no_deepspeed):
     path = tmp_path / "overhead.json"
-    smallest = ["--quick", "--rounds", "1", "--steps", "2", "--json", str(path)]
+    smallest = ["--quick", "--rounds", "2", "--steps", "2", "--json", str(path)]
     assert overhead.main([*smallest, "--systems", "ddp,wherry-0,wherry-3,deepspeed-2"]) == 0
-    rows = _rows(path)
+    rows, over = _rows(path, measure="step"), _rows(path, measure="over plain")
     assert list(rows) == ["plain", "plain-default", "ddp", "wherry-0", "wherry-3", "deepspeed-2"]
-    assert rows["deepspeed-2"] == {
-        "system": "deepspeed-2",
-        "ranks": 1,
-        "reason": "deepspeed is not installed (pip install '.[bench]')",
-        "of": {},
-    }
+    assert list(over) == ["ddp", "wherry-0", "wherry-3", "deepspeed-2"]
+    absent = rows["deepspeed-2"]
+    assert absent["reason"] == "deepspeed is not installed (pip install '.[bench]')"
+    assert absent["value"] is None and absent["ratio"] == {}
     for name in ("plain", "plain-default", "ddp", "wherry-0", "wherry-3"):
         row = rows[name]
-        assert row["reason"] is None and row["step_us"] > 0 and row["loss_difference"] <= common.SAME_LOSS
-        assert {"spread", "over_plain_us", "over_default_us", "over_plain_cpu_us", "native_calls"} <= set(row)
-    assert rows["plain"]["over_plain_us"] == 0 == rows["plain"]["python_calls_over_plain"]
-    assert rows["wherry-0"]["python_calls_over_plain"] > 0
-    assert set(rows["wherry-0"]["of"]) <= {"ddp", "wherry-3"}
+        assert row["reason"] is None and row["value"] > 0 and row["loss_difference"] <= systems.SAME_LOSS
+        assert row["rounds"] == 2 == len(row["values"]) and row["spread"] >= 0
+    assert rows["plain"]["python_calls_over_plain"] == 0
+    assert over["wherry-0"]["python_calls_over_plain"] > 0
+    assert {"over_default_us", "cpu_us"} <= set(over["wherry-0"])
+    assert set(over["wherry-0"]["ratio"]) == {"ddp", "wherry-3"}
+    assert set(rows["wherry-0"]["ratio"]) == {"plain", "plain-default", "ddp", "wherry-3"}
     shown = capsys.readouterr().out
     assert "Wherry 3" in shown and "DeepSpeed 2: deepspeed is not installed" in shown
-    assert max(map(len, shown.splitlines()[:-1])) <= common.WIDTH
+    assert max(map(len, shown.splitlines()[:-1])) <= bench.WIDTH
 
 
 def test_profile_names_the_functions_of_the_engine(capsys):
@@ -56,18 +64,18 @@ def test_steps(tmp_path, capsys, no_deepspeed):
     smallest = ["--quick", "--models", "tiny", "--ranks", "2", "--rounds", "1", "--steps", "2", "--json", str(path)]
     assert steps.main([*smallest, "--systems", "wherry-3,deepspeed-3"]) == 0
     found = json.loads(path.read_text())["rows"]
-    assert [(row["ranks"], row["system"]) for row in found] == [(1, "plain"), (2, "wherry-3"), (2, "deepspeed-3")]
+    found, memory = ([r for r in found if r["case"]["measure"] == of] for of in ("step", "peak memory"))
+    assert [(r["case"]["ranks"], r["system"]) for r in found] == [(1, "plain"), (2, "wherry-3"), (2, "deepspeed-3")]
     plain, ours, theirs = found
-    assert theirs["reason"].startswith("deepspeed is not installed") and "step_s" not in theirs
-    assert plain["loss_difference"] == 0 and 0 < ours["loss_difference"] <= common.SAME_LOSS
+    assert theirs["reason"].startswith("deepspeed is not installed") and theirs["value"] is None
+    assert plain["loss_difference"] == 0 and 0 < ours["loss_difference"] <= systems.SAME_LOSS
     assert ours["last_loss"] < ours["first_loss"]
-    assert ours["peak_bytes"] > ours["empty_bytes"] > 0
-    assert ours["tokens_per_s"] == pytest.approx(4 * 16 / ours["step_s"])
-    assert set(ours["times_as_fast_as"]) == {"plain"}
+    assert memory[1]["value"] > memory[1]["empty_bytes"] > 0
+    assert ours["tokens_per_s"] == pytest.approx(4 * 16 / ours["value"])
     assert {"spread", "rounds", "built_s"} <= set(ours)
     shown = capsys.readouterr().out
     assert "on 2 ranks" in shown and "same" in shown
-    assert max(map(len, shown.splitlines()[:-1])) <= common.WIDTH
+    assert max(map(len, shown.splitlines()[:-1])) <= bench.WIDTH
 
 
 def test_a_wrong_result_is_not_called_the_same():
@@ -82,7 +90,7 @@ def test_imports(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(imports, "missing", lambda name: "absent" if name == "deepspeed" else missing(name))
     path = tmp_path / "imports.json"
     assert imports.main(["--quick", "--rounds", "1", "--json", str(path)]) == 0
-    found = {(row["what"], row["system"]): row for row in json.loads(path.read_text())["rows"]}
+    found = {(row["case"]["measure"], row["system"]): row for row in json.loads(path.read_text())["rows"]}
     assert found["import", "wherry"]["modules"] < found["import", "wherry, engine"]["modules"]
     assert all(row["value"] > 0 for row in found.values() if row["reason"] is None)
     assert found["size", "deepspeed"]["reason"] == "absent"
@@ -90,12 +98,12 @@ def test_imports(tmp_path, capsys, monkeypatch):
     assert size["value"] == size["own"] + sum(size["beside_torch"].values())
     assert {"numpy", "pydantic"} <= set(size["beside_torch"]) and "torch" not in size["beside_torch"]
     shown = capsys.readouterr().out
-    assert "torch itself" in shown and max(map(len, shown.splitlines()[:-1])) <= common.WIDTH
+    assert "torch itself" in shown and max(map(len, shown.splitlines()[:-1])) <= bench.WIDTH
 
 
 @pytest.mark.parametrize("name", ["overhead", "steps", "imports"])
 def test_scripts_stand_alone_and_are_found_by_the_command(name, capsys, tmp_path):
-    script = common.ROOT / "benchmarks" / f"{name}.py"
+    script = bench.ROOT / "benchmarks" / f"{name}.py"
     alone = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, cwd=tmp_path)
     assert alone.returncode == 0 and "--quick" in alone.stdout, alone.stderr
     with pytest.raises(SystemExit) as ended:

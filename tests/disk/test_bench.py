@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 
+from wherry.observe import bench
 from wherry.tiers import disk_bench
 from wherry.tiers.disk import probe
 
@@ -15,9 +16,9 @@ def test_rows_and_the_table(tmp_path):
     lines: list[str] = []
     rows = disk_bench.run_bench(str(tmp_path), quick=True, size=16 << 20, peers=(), say=lines.append)
     best = probe(str(tmp_path)).backend
-    swept = [row for row in rows if row["backend"] == best]
-    assert [(row["queue_depth"], row["work"]) for row in swept] == [(d, w) for d in (8, 32) for w in disk_bench.WORK]
-    assert all(row["bytes_per_second"] > 0 and row["who"] == "wherry" for row in rows)
+    swept = [row["case"] for row in rows if row["backend"] == best]
+    assert [(case["queue_depth"], case["work"]) for case in swept] == [(d, w) for d in (8, 32) for w in disk_bench.WORK]
+    assert all(row["value"] > 0 and row["system"].startswith("wherry") for row in rows)
     assert {row["backend"] for row in rows} >= {best, "buffered"}
     assert len(lines) >= 1 + len(rows)
     assert list(tmp_path.iterdir()) == []
@@ -26,14 +27,7 @@ def test_rows_and_the_table(tmp_path):
 def test_the_smallest_settings_that_are_as_good_win():
     def rows(speeds):
         return [
-            {
-                "who": "wherry",
-                "backend": "io_uring",
-                "work": w,
-                "block_size": b,
-                "queue_depth": d,
-                "bytes_per_second": s,
-            }
+            bench.row({"work": w, "block_size": b, "queue_depth": d}, "wherry", "B/s", [s], more_is_better=True)
             for (b, d), s in speeds.items()
             for w in disk_bench.WORK
         ]
@@ -45,13 +39,22 @@ def test_the_smallest_settings_that_are_as_good_win():
     assert disk_bench.best_settings(rows({(1 << 20, 8): 900, (4 << 20, 32): 1000}))["queue_depth"] == 32
 
 
+def test_peers_that_cannot_run_are_named_with_the_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_bench, "_cannot_run", lambda peer: f"no {peer} here")
+    lines: list[str] = []
+    rows = disk_bench.run_bench(str(tmp_path), quick=True, size=16 << 20, say=lines.append)
+    absent = [(row["system"], row["case"]["work"], row["reason"]) for row in rows if row["reason"]]
+    assert absent == [(peer, work, f"no {peer} here") for peer in disk_bench.PEERS for work in disk_bench.WORK]
+    assert sum("no fio here" in line for line in lines) == 3
+
+
 def test_the_command(tmp_path, capsys):
     result = tmp_path / "result.json"
     arguments = ["--path", str(tmp_path), "--quick", "--size", str(8 << 20), "--json", str(result), "--peers"]
     assert disk_bench.main(arguments) == 0
     assert "best here: block_size" in capsys.readouterr().out
     found = json.loads(result.read_text())
-    assert set(found["best"]) == {"block_size", "queue_depth"}
+    assert found["settings"]["file_system"] and found["rows"] and found["complete"]
     assert str(tmp_path) not in result.read_text()
     with pytest.raises(SystemExit):
         disk_bench.main(["--path", str(tmp_path / "missing"), "--quick"])
@@ -61,7 +64,19 @@ def test_the_command(tmp_path, capsys):
 @pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
 def test_fio_does_the_same_work(tmp_path):
     rows = disk_bench.run_bench(str(tmp_path), quick=True, size=16 << 20, peers=["fio"], say=lambda line: None)
-    ours = [row for row in rows if row["who"] == "wherry" and "of_fio" in row]
-    fios = [row for row in rows if row["who"] == "fio"]
+    ours = [row for row in rows if row["system"] == "wherry"]
+    fios = [row for row in rows if row["system"] == "fio"]
     assert len(ours) == len(fios) == 6
+    assert all(row["of_limit"] == row["ratio"]["fio"] > 0 for row in ours)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(
+    disk_bench._cannot_run("deepspeed") is not None, reason=f"DeepSpeed's aio: {disk_bench._cannot_run('deepspeed')}"
+)
+def test_deepspeeds_aio_reads_and_writes_as_much(tmp_path):
+    rows = disk_bench.run_bench(str(tmp_path), quick=True, size=16 << 20, peers=["deepspeed"], say=lambda line: None)
+    theirs = {row["case"]["work"]: row for row in rows if row["system"] == "deepspeed aio"}
+    assert theirs["read"]["value"] > 0 and theirs["write"]["value"] > 0
+    assert theirs["both"]["reason"] == "it reads or writes, never both at once"
     assert list(tmp_path.iterdir()) == []

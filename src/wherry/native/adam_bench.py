@@ -6,20 +6,15 @@ Within a family of forms the repeats are interleaved, so that a disturbance meet
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import functools
 import importlib
 import importlib.util
-import json
-import os
-import platform
 import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -29,38 +24,28 @@ from torch import Tensor
 from wherry import native
 from wherry.errors import WherryError
 from wherry.native.loading import ISA_CODES, engine
+from wherry.observe import bench
 
 _READ, _COPY, _TRIAD, _FP32, _SPLIT, _WHOLE, _BF16_STATE, _8BIT_STATE = range(8)
 _RULE = native.Adam(1e-4, weight_decay=0.1, step=100)
 _MULTIPLIER = 0.5
 
 
+LIMIT = "limit: the same streams"
+
+
 @dataclass
 class Form:
-    """One thing to time: `bytes` are those that one element needs moved; `limit` marks the yardstick of a family."""
+    """One thing to time: `bytes` are those that one element needs moved."""
 
     name: str
     bytes: int
     run: Callable[[], object]
     isa: str = ""
-    limit: bool = False
-    seconds: list[float] = field(default_factory=list)
 
-
-@dataclass
-class Row:
-    """A result. `fraction` is the limit's time over this one's; `note` says why there is none."""
-
-    family: str
-    name: str
-    isa: str
-    numel: int
-    threads: int
-    bytes: int
-    ns: float | None = None
-    gbps: float | None = None
-    fraction: float | None = None
-    note: str = ""
+    @property
+    def system(self) -> str:
+        return f"{self.name}, {self.isa}" if self.isa and self.name != LIMIT else self.name
 
 
 class Setting:
@@ -84,7 +69,7 @@ class Setting:
         handle = self.pool.handle(use.library)
         # `tensors` is bound so that the memory lives as long as the form.
         run = lambda _keep=tensors: use.library.wherry_limit(use.code, handle, kind, streams, self.numel)  # noqa: E731
-        return [Form(name, size, run, isa, True)]
+        return [Form(name, size, run, isa)]
 
     def wherry(self, name: str, size: int, segment: native.Segment) -> list[Form]:
         forms = []
@@ -107,7 +92,7 @@ def _streams(s: Setting) -> Iterator[Form]:
 
 def _fp32(s: Setting) -> Iterator[Form]:
     w, g, m, v = s.floats(0.02), s.floats(0.01), s.floats(0.001), s.floats(0.01).square_()
-    yield from s.limit(_FP32, "limit: the same streams", 28, [w, m, v, g])
+    yield from s.limit(_FP32, LIMIT, 28, [w, m, v, g])
     yield from s.wherry("Wherry AdamW", 28, native.Segment(g, w, state=(m, v)))
     for name, fused, foreach in (
         ("torch AdamW fused", True, False),
@@ -128,14 +113,14 @@ def _split(s: Setting) -> Iterator[Form]:
     native.split(w, hi, low)
     del w
     g, m, v = s.floats(0.01).bfloat16(), s.floats(0.001), s.floats(0.01).square_()
-    yield from s.limit(_SPLIT, "limit: the same streams", 26, [m, v, hi, low, g])
+    yield from s.limit(_SPLIT, LIMIT, 26, [m, v, hi, low, g])
     yield from s.wherry("Wherry AdamW, bf16 with split master", 26, native.Segment(g, hi, low=low, state=(m, v)))
 
 
 def _whole(s: Setting) -> Iterator[Form]:
     w, m, v = s.floats(0.02), s.floats(0.001), s.floats(0.01).square_()
     working, g = w.bfloat16(), s.floats(0.01).bfloat16()
-    yield from s.limit(_WHOLE, "limit: the same streams", 28, [w, m, v, g, working])
+    yield from s.limit(_WHOLE, LIMIT, 28, [w, m, v, g, working])
     yield from s.wherry("Wherry AdamW, bf16 with whole master", 28, native.Segment(g, working, w, state=(m, v)))
     yield from _deepspeed("DeepSpeedCPUAdam bf16", 28, working, g)
 
@@ -148,7 +133,7 @@ def _lossy(
     native.split(w, hi, low)
     del w
     g = s.floats(0.01).bfloat16()
-    yield from s.limit(kind, "limit: the same streams", size, [hi, low, *streams, g])
+    yield from s.limit(kind, LIMIT, size, [hi, low, *streams, g])
     yield from s.wherry(name, size, native.Segment(g, hi, low=low, state=states))
 
 
@@ -223,36 +208,38 @@ FAMILIES: dict[str, tuple[Callable[[Setting], Iterator[Form]], int]] = {
 }
 
 
-def _measure(forms: list[Form], repeats: int) -> None:
+def _measure(forms: list[Form], repeats: int) -> dict[str, list[float]]:
     for form in forms:
         form.run()
+    seconds: dict[str, list[float]] = {form.system: [] for form in forms}
     for _ in range(repeats):
         for form in forms:
             begin = time.perf_counter()
             form.run()
-            form.seconds.append(time.perf_counter() - begin)
+            seconds[form.system].append(time.perf_counter() - begin)
+    return seconds
 
 
-def _family_rows(name: str, setting: Setting, repeats: int) -> list[Row]:
+def _family_rows(name: str, setting: Setting, repeats: int) -> list[bench.Row]:
     make, resident = FAMILIES[name]
-    numel, threads = setting.numel, setting.pool.threads
+    numel = setting.numel
+    case = {"family": name, "numel": numel, "threads": setting.pool.threads}
     need, free = resident * numel, psutil.virtual_memory().available
     if need > 0.8 * free:
         note = f"left out: needs {need / 2**30:.0f} GiB of memory, {free / 2**30:.0f} GiB are free"
-        return [Row(name, "all", "", numel, threads, 0, note=note)]
+        return [bench.row(case, "all", "ns/param", reason=note)]
     forms = list(make(setting))
-    _measure(forms, repeats)
-    median = {id(form): statistics.median(form.seconds) for form in forms}
-    limit = next((median[id(form)] for form in forms if form.limit), None)
+    seconds = _measure(forms, repeats)
     rows = []
     for form in forms:
-        seconds = median[id(form)]
-        row = Row(name, form.name, form.isa, numel, threads, form.bytes)
-        row.ns, row.gbps = seconds / numel * 1e9, form.bytes * numel / seconds / 1e9
-        row.fraction = limit / seconds if limit and name != "memory" and not form.limit else None
-        rows.append(row)
+        values = [1e9 * value / numel for value in seconds[form.system]]
+        gbps = form.bytes / statistics.median(values)
+        rows.append(
+            bench.row(case, form.system, "ns/param", values, name=form.name, isa=form.isa, bytes=form.bytes, gbps=gbps)
+        )
     if name in ("fp32", "whole", "host update") and (why := _without_deepspeed()):
-        rows.append(Row(name, "DeepSpeedCPUAdam", "", numel, threads, 0, note=why))
+        rows.append(bench.row(case, "DeepSpeedCPUAdam", "ns/param", reason=why))
+    bench.compare(rows, LIMIT)
     return rows
 
 
@@ -262,10 +249,10 @@ def run_bench(
     isas: Sequence[str],
     families: Sequence[str],
     repeats: int,
-    show: Callable[[Row], None] = lambda row: None,
-) -> list[Row]:
+    show: Callable[[bench.Row], None] = lambda row: None,
+) -> list[bench.Row]:
     """Measure every family at every size and number of threads."""
-    rows: list[Row] = []
+    rows: list[bench.Row] = []
     before = torch.get_num_threads()
     try:
         for count in threads:
@@ -281,88 +268,58 @@ def run_bench(
     return rows
 
 
-def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        lines = info.read_text().splitlines()
-        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
-    return {
-        "cpu": name,
-        "cpus": os.cpu_count(),
-        "threads": native.default_pool().threads,
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "isas": list(native.available_isas()),
-        "torch": torch.__version__,
-        "load_before": os.getloadavg()[0],
-    }
-
-
-def _line(row: Row) -> str:
-    head = f"{row.numel:>10.0e} {row.threads:>3}  {row.family:<12} {row.name:<42} {row.isa:<9}"
-    if row.ns is None:
-        return f"{head} {row.note}"
-    fraction = "" if row.fraction is None else f"{row.fraction:9.2f}"
-    return f"{head} {row.ns:8.3f} {row.bytes:5d} {row.gbps:8.1f} {fraction}"
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(float(part)) for part in text.split(",")]
+def _line(row: bench.Row) -> str:
+    case = row["case"]
+    head = f"{case['numel']:>10.0e} {case['threads']:>3}  {case['family']:<12}"
+    if row["reason"] is not None:
+        return f"{head} {row['system']:<52} {row['reason']}"
+    fraction = "" if row["of_limit"] is None else f"{row['of_limit']:9.2f}"
+    figures = f"{row['value']:8.3f} {bench.spread_words(row):>6} {row['bytes']:5d} {row['gbps']:8.1f} {fraction}"
+    return f"{head} {row['name']:<42} {row['isa']:<9} {figures}"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command. Prints a table; `--json` writes the same with the machine it is of."""
-    parser = argparse.ArgumentParser(prog="wherry bench adam", description=__doc__.split("\n")[0])
-    parser.add_argument("--sizes", type=_numbers, help="numbers of parameters (default 1e6,1e7,1e8,3e8)")
-    parser.add_argument("--threads", type=_numbers, help="numbers of threads (default 1 and all)")
+    """The command. Prints a table; the same goes to a file, with the machine it is of."""
+    parser = bench.parser("adam", (__doc__ or "").split("\n")[0])
+    parser.add_argument("--sizes", type=bench.positives, help="numbers of parameters (default 1e6,1e7,1e8,3e8)")
+    parser.add_argument("--threads", type=bench.positives, help="numbers of threads (default 1 and all)")
     parser.add_argument("--isa", help="instruction sets, comma-separated (default: all faster than portable)")
-    parser.add_argument("--families", help=f"what to measure (default all: {', '.join(FAMILIES)})")
-    parser.add_argument("--repeats", type=int, help="interleaved repeats of each (default 9)")
-    parser.add_argument("--quick", action="store_true", help="1e6 and 1e7 parameters, 3 repeats, all threads")
-    parser.add_argument("--json", type=Path, help="also write the results here")
-    arguments = parser.parse_args(argv)
+    parser.add_argument("--families", type=bench.listed(tuple(FAMILIES)), help=f"of {', '.join(FAMILIES)}")
+    parser.add_argument("--repeats", type=bench.positive, help="interleaved repeats of each (default 9)")
+    options = bench.parse(parser, argv)
     if native.library() is None:
         raise WherryError(f"bench adam measures the native library, which is not active: {native.why_not()}")
     every = native.default_pool().threads
     fast = [name for name in native.available_isas() if name in ISA_CODES and name != "portable"] or ["portable"]
-    isas = arguments.isa.split(",") if arguments.isa else fast
+    isas = options.isa.split(",") if options.isa else fast
     for name in isas:
         if engine(name).library is None:
             raise WherryError(f"bench adam: --isa {name} is not a native instruction set; this machine has {fast}")
-    families = arguments.families.split(",") if arguments.families else list(FAMILIES)
-    if unknown := [name for name in families if name not in FAMILIES]:
-        raise WherryError(f"bench adam: --families {', '.join(unknown)}: expected some of {', '.join(FAMILIES)}")
-    where = machine()
-    print(f"{where['cpu']}, {where['threads']} cores, {where['memory_gib']} GiB, torch {where['torch']}")
-    if where["load_before"] > 0.5:
-        print(f"The load average is {where['load_before']:.1f}: other work takes part of the bandwidth measured here.")
+    sizes = options.sizes or ([10**6, 10**7] if options.quick else [10**6, 10**7, 10**8, 3 * 10**8])
+    threads = options.threads or ([every] if options.quick else sorted({1, every}))
+    repeats = options.repeats or (3 if options.quick else 9)
+    settings = {"sizes": sizes, "threads": threads, "isas": isas, "repeats": repeats}
+    results = bench.Results("cpu_adam", options, settings, limit=LIMIT)
     head = f"{'parameters':>10} {'thr':>3}  {'family':<12} {'what':<42} {'isa':<9}"
-    print(f"{head} {'ns/param':>8} {'bytes':>5} {'GB/s':>8} {'of limit':>9}")
-    rows = run_bench(
-        arguments.sizes or ([10**6, 10**7] if arguments.quick else [10**6, 10**7, 10**8, 3 * 10**8]),
-        arguments.threads or ([every] if arguments.quick else sorted({1, every})),
-        isas,
-        families,
-        arguments.repeats or (3 if arguments.quick else 9),
-        show=lambda row: print(_line(row), flush=True),
-    )
-    _print_verdicts(rows)
-    if arguments.json is not None:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        result = {"machine": where, "rows": [asdict(row) for row in rows]}
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"written to {arguments.json}")
+    print(f"{head} {'ns/param':>8} {'spread':>6} {'bytes':>5} {'GB/s':>8} {'of limit':>9}")
+
+    def show(row: bench.Row) -> None:
+        print(_line(row), flush=True)
+        results.add(row)
+
+    run_bench(sizes, threads, isas, options.families or list(FAMILIES), repeats, show)
+    _print_verdicts(results.rows)
+    results.close()
     return 0
 
 
-def _print_verdicts(rows: list[Row]) -> None:
+def _print_verdicts(rows: list[bench.Row]) -> None:
     """How much faster one pass is than three, where both were measured."""
-    updates = [row for row in rows if row.family == "host update" and row.ns]
-    for numel, threads, isa in sorted({(r.numel, r.threads, r.isa) for r in updates if r.isa}):
-        same = [r for r in updates if (r.numel, r.threads) == (numel, threads)]
-        one = next(r for r in same if r.isa == isa and not r.name.startswith("three"))
-        for other in same:
-            if other.name.startswith("three") and other.isa in (isa, "") and one.ns and other.ns:
-                print(f"{numel:.0e} parameters, {threads} threads, {isa}: one pass is {other.ns / one.ns:.2f} times as "
-                      f"fast as {other.name}")  # fmt: skip
+    for row in rows:
+        if row["case"]["family"] != "host update" or row["reason"] or row["name"].startswith("three"):
+            continue
+        for other, times in row["ratio"].items():
+            if other.startswith("three") and (row["isa"] in other or "DeepSpeed" in other):
+                case = row["case"]
+                print(f"{case['numel']:.0e} parameters, {case['threads']} threads, {row['isa']}: one pass is "
+                      f"{times:.2f} times as fast as {other}")  # fmt: skip

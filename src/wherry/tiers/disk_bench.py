@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import importlib.util
 import json
 import math
 import os
-import platform
 import shutil
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from wherry.observe import bench
 from wherry.tiers.buffers import HostPool
 from wherry.tiers.disk import DiskStore, DiskUseError, Record
 from wherry.tiers.disk_errors import human
@@ -49,48 +47,72 @@ class Plan:
 
 
 def run_bench(
-    path: str, quick: bool = False, *, size: int | None = None, peers: Sequence[str] = PEERS, say: Say = print
-) -> list[dict[str, Any]]:
-    """Measure reading, writing and both at once, by block size and depth, and the named peers beside it if installed.
+    path: str,
+    quick: bool = False,
+    *,
+    size: int | None = None,
+    peers: Sequence[str] = PEERS,
+    say: Say = print,
+    keep: Callable[[bench.Row], object] = lambda row: None,
+) -> list[bench.Row]:
+    """Measure reading, writing and both at once, by block size and depth, with the named peers beside it.
 
-    Every measure is the median of interleaved repeats, on the same file. Returns a row for each: who ("wherry", "fio",
-    "deepspeed"), backend, work, block_size, queue_depth, bytes_per_second, and of_fio where fio ran too. `say` gets the
-    table, line by line, as it grows.
+    Every measure is interleaved with the others, on the same drive. Returns a row for each system and case; `say` gets
+    the table, line by line, as it grows, and `keep` each row.
     """
     plan = Plan.of(quick, size)
-    fio = shutil.which("fio") if "fio" in peers else None
-    say(f"{'who':<22}{'work':<8}{'block':>10}{'depth':>7}{'GB/s':>9}{'of fio':>9}")
-    rows: list[dict[str, Any]] = []
+    reasons = {peer: reason for peer in peers if (reason := _cannot_run(peer))}
+    here = [peer for peer in peers if peer not in reasons]
+    say(f"{'who':<22}{'work':<8}{'block':>10}{'depth':>7}{'GB/s':>9}{'spread':>8}{'of fio':>9}")
+    rows: list[bench.Row] = []
+
+    def add(more: list[bench.Row]) -> None:
+        for row in more:
+            row["of_limit"] = row["ratio"].get("fio")
+            rows.append(row)
+            say(_line(row))
+            keep(row)
+
     with HostPool() as pool:
         for block in plan.blocks:
             for depth in plan.depths:
-                rows += _point(path, None, block, depth, plan, pool, fio, say)
+                add(_point(path, None, block, depth, plan, pool, here, say))
         best = best_settings(rows)
         for backend in ("threads", "buffered"):
             if rows[0]["backend"] != backend:
-                rows += _point(path, backend, best["block_size"], best["queue_depth"], plan, pool, None, say)
-    if "fio" in peers and fio is None:
-        say("fio: not installed")
-    elif "fio" in peers and not _huge_pages_free(max(plan.blocks) * max(plan.depths)):
+                add(_point(path, backend, best["block_size"], best["queue_depth"], plan, pool, (), say))
+    add([bench.row(_case(work, **best), peer, "B/s", reason=reasons[peer]) for peer in reasons for work in WORK])
+    if "fio" in here and not _huge_pages_free(max(plan.blocks) * max(plan.depths)):
         say("fio ran on 4 KiB pages where too few huge pages are reserved for it (vm.nr_hugepages)")
-    if "deepspeed" in peers:
-        rows += _deepspeed(path, best["block_size"], best["queue_depth"], plan, say)
     return rows
 
 
-def best_settings(rows: Iterable[dict[str, Any]]) -> dict[str, int]:
+def _cannot_run(peer: str) -> str | None:
+    if peer == "fio":
+        return None if shutil.which("fio") else "fio is not installed"
+    if importlib.util.find_spec("deepspeed") is None:
+        return "deepspeed is not installed (pip install '.[bench]')"
+    from torch.utils import cpp_extension
+
+    built = Path(cpp_extension._get_build_directory("async_io", False)) / "async_io.so"
+    return None if built.is_file() else "its async_io is not compiled here (python benchmarks/peers.py compiles it)"
+
+
+def best_settings(rows: Iterable[bench.Row]) -> dict[str, int]:
     """The smallest block size and depth that are as good as the best: {"block_size": ..., "queue_depth": ...}."""
-    rows = list(rows)
-    first = next(row["backend"] for row in rows if row["who"] == "wherry")
     speeds: dict[tuple[int, int], float] = {}
     for row in rows:
-        if row["who"] == "wherry" and row["backend"] == first:
-            key = row["block_size"], row["queue_depth"]
-            speeds[key] = speeds.get(key, 0.0) + math.log(row["bytes_per_second"])
+        if row["system"] == "wherry" and row["value"]:
+            key = row["case"]["block_size"], row["case"]["queue_depth"]
+            speeds[key] = speeds.get(key, 0.0) + math.log(row["value"])
     # The geometric mean over reading, writing and both.
     floor = max(speeds.values()) + len(WORK) * math.log(_AS_GOOD)
     block, depth = min((key for key, speed in speeds.items() if speed >= floor), key=lambda key: (math.prod(key), key))
     return {"block_size": block, "queue_depth": depth}
+
+
+def _case(work: str, block_size: int, queue_depth: int) -> dict[str, Any]:
+    return {"work": work, "block_size": block_size, "queue_depth": queue_depth}
 
 
 def _point(
@@ -100,10 +122,10 @@ def _point(
     depth: int,
     plan: Plan,
     pool: HostPool,
-    fio: str | None,
+    peers: Sequence[str],
     say: Say,
-) -> list[dict[str, Any]]:
-    """One block size and depth: a row for each kind of work, and for fio on the same file."""
+) -> list[bench.Row]:
+    """One block size and depth: a row for each kind of work and each system."""
     try:
         store = DiskStore(path, name="bench", block_size=block, queue_depth=depth, backend=backend)
     except DiskUseError as error:
@@ -111,7 +133,9 @@ def _point(
             raise
         say(f"wherry {backend}: {error}")
         return []
-    with store:
+    name = "wherry" if backend is None else f"wherry {backend}"
+    seconds: dict[tuple[str, str], list[float]] = {}
+    with store, ExitStack() as stack:
         store.attach(pool)
         half = plan.size // 2 // _PIECE * _PIECE or plan.size // 2 // block * block
         records = store.reserve("first half", half), store.reserve("second half", half)
@@ -120,32 +144,44 @@ def _point(
             buffer.random_(0, 256)  # as fio does: zeros, and pages never touched, are cheaper to move
         # Freshly reserved room is slower to write than room that was written before; a run's is, after its first step.
         _wherry(store, [], records, buffers)
-        times: dict[tuple[str, str], list[float]] = {}
+        subjects: dict[str, Callable[[str], float | None]] = {
+            name: lambda work: _wherry(
+                store,
+                records if work == "read" else records[:1] if work == "both" else (),
+                records if work == "write" else records[1:] if work == "both" else (),
+                buffers,
+            )
+        }
+        if "fio" in peers:
+            subjects["fio"] = lambda work: _fio(records[0], work, block, depth)
+        if "deepspeed" in peers:
+            aio = stack.enter_context(_deepspeed_aio(path, block, depth, 2 * half))
+            subjects["deepspeed aio"] = lambda work: aio[work]() if work in aio else None
         for turn in range(plan.repeats):
             for work in WORK:
-                reads = records if work == "read" else records[:1] if work == "both" else ()
-                writes = records if work == "write" else records[1:] if work == "both" else ()
-                for who in ("wherry", "fio")[:: 1 if turn % 2 else -1]:
-                    if who == "wherry":
-                        taken = _wherry(store, reads, writes, buffers)
-                    elif fio:
-                        taken = _fio(fio, records[0], work, block, depth)
-                    else:
-                        continue
-                    times.setdefault((who, work), []).append(taken)
+                for who in list(subjects)[:: 1 if turn % 2 else -1]:
+                    taken = subjects[who](work)
+                    if taken is not None:
+                        seconds.setdefault((who, work), []).append(taken)
         for buffer in buffers:
             pool.give(buffer)
         backend = store.backend
-    rows = []
-    for (who, work), seconds in times.items():
-        speed = 2 * half / statistics.median(seconds)
-        used = backend if who == "wherry" else "io_uring"
-        rows.append(_row(who, used, work, block, depth, speed))
-    for row in rows:
-        peer = next((r for r in rows if r["who"] == "fio" and r["work"] == row["work"]), None)
-        if peer is not None and row is not peer:
-            row["of_fio"] = row["bytes_per_second"] / peer["bytes_per_second"]
-        say(_line(row))
+    backends = {"fio": "io_uring", "deepspeed aio": "libaio"}
+    rows = [
+        bench.row(
+            _case(work, block, depth),
+            who,
+            "B/s",
+            [2 * half / value for value in values],
+            more_is_better=True,
+            backend=backends.get(who, backend),
+        )
+        for (who, work), values in sorted(seconds.items(), key=lambda item: WORK.index(item[0][1]))
+    ]
+    if "deepspeed" in peers:
+        why = "it reads or writes, never both at once"
+        rows.append(bench.row(_case("both", block, depth), "deepspeed aio", "B/s", reason=why))
+    bench.compare(rows)
     return rows
 
 
@@ -162,10 +198,10 @@ def _wherry(store: DiskStore, reads: Sequence[Record], writes: Sequence[Record],
     return time.perf_counter() - begun
 
 
-def _fio(fio: str, record: Record, work: str, block: int, depth: int) -> float:
+def _fio(record: Record, work: str, block: int, depth: int) -> float:
     """Seconds that fio takes for the same work on the same file. Two jobs share the depth when it does both at once."""
     half = record.nbytes
-    command = [fio, "--output-format=json", "--ioengine=io_uring", "--direct=1", "--fixedbufs", "--registerfiles"]
+    command = ["fio", "--output-format=json", "--ioengine=io_uring", "--direct=1", "--fixedbufs", "--registerfiles"]
     command += [
         f"--mem={'shmhuge' if _huge_pages_free(block * depth) else 'malloc'}",
         "--thread",
@@ -205,64 +241,48 @@ def _huge_pages_free(nbytes: int) -> bool:
     return values.get("HugePages_Free", 0) * values.get("Hugepagesize", 0) * 1024 >= nbytes + (16 << 20)
 
 
-def _deepspeed(path: str, block: int, depth: int, plan: Plan, say: Say) -> list[dict[str, Any]]:
-    """DeepSpeed's aio on a file of its own; it reads or writes, never both."""
-    if importlib.util.find_spec("deepspeed") is None:
-        say("deepspeed aio: not installed")
-        return []
+@contextmanager
+def _deepspeed_aio(path: str, block: int, depth: int, size: int) -> Iterator[dict[str, Callable[[], float]]]:
+    """DeepSpeed's aio on a file of its own, written once: seconds of a read and of a write of the whole."""
     import torch
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     handle = AsyncIOBuilder().load(verbose=False).aio_handle(block, depth, False, True, 1)
-    buffer = handle.new_cpu_locked_tensor(plan.size, torch.empty(0, dtype=torch.uint8))
+    buffer = handle.new_cpu_locked_tensor(size, torch.empty(0, dtype=torch.uint8))
+    buffer.random_(0, 256)
     file = os.path.join(path, f"wherry-bench-{os.getpid()}.bin")
-    times: dict[str, list[float]] = {"write": [], "read": []}
+
+    def timed(run: Callable[..., object]) -> Callable[[], float]:
+        def seconds() -> float:
+            begun = time.perf_counter()
+            run(buffer, file, 0)
+            return time.perf_counter() - begun
+
+        return seconds
+
     try:
         handle.sync_pwrite(buffer, file, 0)
-        for _ in range(plan.repeats):
-            for work, run in (("write", handle.sync_pwrite), ("read", handle.sync_pread)):
-                begun = time.perf_counter()
-                run(buffer, file, 0)
-                times[work].append(time.perf_counter() - begun)
+        yield {"read": timed(handle.sync_pread), "write": timed(handle.sync_pwrite)}
     finally:
         handle.free_cpu_locked_tensor(buffer)
         if os.path.exists(file):
             os.unlink(file)
-    rows = []
-    for work, seconds in times.items():
-        rows.append(_row("deepspeed", "libaio", work, block, depth, plan.size / statistics.median(seconds)))
-        say(_line(rows[-1]))
-    return rows
 
 
-def _row(who: str, backend: str, work: str, block: int, depth: int, speed: float) -> dict[str, Any]:
-    return {
-        "who": who,
-        "backend": backend,
-        "work": work,
-        "block_size": block,
-        "queue_depth": depth,
-        "bytes_per_second": round(speed),
-    }
+def _line(row: bench.Row) -> str:
+    case = row["case"]
+    head = f"{case['work']:<8}{human(case['block_size']):>10}{case['queue_depth']:>7}"
+    if row["reason"] is not None:
+        return f"{row['system']:<22}{head} {row['reason']}"
+    of_fio = "" if row["of_limit"] is None else f"{row['of_limit']:.2f}"
+    who = f"{row['system']} {row['backend']}" if row["system"] == "wherry" else row["system"]
+    return f"{who:<22}{head}{row['value'] / 1e9:>9.3f}{bench.spread_words(row):>8}{of_fio:>9}"
 
 
-def _line(row: dict[str, Any]) -> str:
-    of_fio = f"{row['of_fio']:.2f}" if "of_fio" in row else ""
-    return (
-        f"{row['who'] + ' ' + row['backend']:<22}{row['work']:<8}{human(row['block_size']):>10}{row['queue_depth']:>7}"
-        f"{row['bytes_per_second'] / 1e9:>9.3f}{of_fio:>9}"
-    )
-
-
-def _machine(path: str) -> dict[str, Any]:
-    """What a figure depends on. The path itself is nobody's business."""
+def drive_of(path: str) -> dict[str, Any]:
+    """What a path's figures depend on. The path itself is nobody's business."""
     device = os.stat(path).st_dev
-    return {
-        "system": f"{platform.system()} {platform.release()}",
-        "cores": os.cpu_count(),
-        "drive": _drive(os.major(device), os.minor(device)),
-        "file_system": _file_system(path),
-    }
+    return {"drive": _drive(os.major(device), os.minor(device)), "file_system": _file_system(path)}
 
 
 def _drive(major: int, minor: int) -> str:
@@ -286,31 +306,24 @@ def _file_system(path: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The `wherry bench disk` command."""
-    parser = argparse.ArgumentParser(prog="wherry bench disk", description=__doc__)
+    parser = bench.parser("disk", __doc__ or "")
     parser.add_argument("--path", required=True, help="a folder on the drive to measure")
-    parser.add_argument("--quick", action="store_true", help="a few seconds, for a first look")
-    parser.add_argument("--size", type=int, help="bytes to move in each measure (1 GiB; 64 MiB with --quick)")
-    parser.add_argument(
-        "--peers",
-        nargs="*",
-        choices=PEERS,
-        help="what to measure beside it: fio, and unless --quick also deepspeed, which is compiled at its first use",
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the rows there as well")
-    options = parser.parse_args(argv)
+    parser.add_argument("--size", type=bench.positive, help="bytes in each measure (1 GiB; 64 MiB with --quick)")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS, help="what to measure beside it (all)")
+    options = bench.parse(parser, argv)
     if options.size is not None and options.size < 8 << 20:
         parser.error(f"--size {options.size}: expected {8 << 20} or more")
-    peers = options.peers if options.peers is not None else PEERS[:1] if options.quick else PEERS
+    if not os.path.isdir(options.path):
+        parser.error(f"--path {options.path}: not a directory")
+    plan = Plan.of(options.quick, options.size)
+    results = bench.Results("disk", options, vars(plan) | drive_of(options.path))
     try:
-        rows = run_bench(options.path, options.quick, size=options.size, peers=peers)
+        rows = run_bench(options.path, options.quick, size=options.size, peers=options.peers, keep=results.add)
     except DiskUseError as error:
         parser.error(str(error))
     best = best_settings(rows)
     print(f"best here: block_size {best['block_size']}, queue_depth {best['queue_depth']}")
-    if options.json:
-        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        result = {"date": date, "machine": _machine(options.path), "best": best, "rows": rows}
-        Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
+    results.close()
     return 0
 
 

@@ -1,0 +1,34 @@
+"""Builds what the peers compile at their first use, so that no benchmark waits: python benchmarks/peers.py.
+
+DeepSpeed's host optimizer takes about a minute, its aio as long, which needs libaio's header (Debian: libaio-dev).
+What cannot be built is named with the reason; its rows will say so too.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+OPERATORS = ("CPUAdamBuilder", "AsyncIOBuilder")
+_BUILD = "from deepspeed.ops import op_builder; op_builder.{name}().load(verbose=False)"
+
+
+def main() -> int:
+    if importlib.util.find_spec("deepspeed") is None:
+        print("deepspeed is not installed (pip install '.[bench]'): its rows will say so")
+        return 0
+    # The compiler is found by the ninja of this environment.
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
+    environment = {**os.environ, "PATH": path, "DS_ACCELERATOR": "cpu"}
+    for name in OPERATORS:
+        command = [sys.executable, "-c", _BUILD.format(name=name)]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+        print(f"{name}: {'built' if done.returncode == 0 else f'not built: {last}'}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,286 @@
+"""What every benchmark shares: interleaved repeats, rows with medians, spread and ratios, the JSON file, the table.
+
+A row is what one system did in one case. Its value is the median of repeats; `ratio` says, for each other system of
+the same case, how many times as good it is as that one (above 1: better), and `of_limit` which part of the measured
+limit it reaches. A system that could not run has a `reason` instead of a value.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.table import Table
+
+from wherry.observe import machine
+from wherry.observe.progress import Progress
+
+T = TypeVar("T")
+Row = dict[str, Any]
+
+ROOT = Path(__file__).parents[3]
+RESULTS = ROOT / "benchmarks" / "results"
+WIDTH = 80
+
+
+# Measuring.
+
+
+def interleave(subjects: Mapping[str, Callable[[], T]], rounds: int, what: str) -> dict[str, list[T]]:
+    """Measure every subject once a round, A B C A B C: what disturbs the machine for a while disturbs all alike.
+
+    Each round begins with another subject, so none is always measured after the same one.
+    """
+    names = list(subjects)
+    found: dict[str, list[T]] = {name: [] for name in names}
+    with Progress(what, total=rounds * len(names), unit="measures") as progress:
+        for turn in range(rounds):
+            start = turn % max(len(names), 1)
+            for name in names[start:] + names[:start]:
+                found[name].append(subjects[name]())
+                progress.advance()
+    return found
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A measure's median, and its interquartile range as a fraction of the median."""
+
+    median: float
+    spread: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Summary:
+        values = list(values)
+        median = statistics.median(values)
+        if len(values) < 2 or median == 0:
+            return cls(median, 0.0, len(values))
+        low, high = quartiles(values)
+        return cls(median, (high - low) / abs(median), len(values))
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """The lower and the upper one."""
+    if len(values) < 2:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high
+
+
+def paired_ratio(of: Sequence[float], to: Sequence[float]) -> float:
+    """The median of round-by-round ratios: a slow round slows both, and cancels."""
+    return statistics.median(a / b for a, b in zip(of, to, strict=True))
+
+
+# Rows.
+
+
+def row(
+    case: Mapping[str, Any],
+    system: str,
+    unit: str,
+    values: Sequence[float] = (),
+    *,
+    more_is_better: bool = False,
+    reason: str | None = None,
+    **facts: Any,
+) -> Row:
+    """What `system` did in `case`: `values` are the repeats. Without any there is a reason."""
+    assert bool(values) != bool(reason), (system, values, reason)
+    made: Row = {"case": dict(case), "system": system, "unit": unit, "more_is_better": more_is_better}
+    made |= {"reason": reason, "value": None, "spread": None, "rounds": 0, "ratio": {}, "of_limit": None}
+    if values:
+        summary = Summary.of(values)
+        made |= {"value": summary.median, "spread": summary.spread, "rounds": summary.count, "values": list(values)}
+    return made | facts
+
+
+def compare(rows: Sequence[Row], limit: str | None = None) -> None:
+    """Fill in `ratio` and `of_limit`, among the rows of each case. `limit` is the system that is the yardstick."""
+    cases: dict[str, list[Row]] = {}
+    for one in rows:
+        cases.setdefault(json.dumps(one["case"]), []).append(one)
+    for same in cases.values():
+        there = [one for one in same if one["reason"] is None]
+        for one in there:
+            others = {other["system"]: times_as_good(one, other) for other in there if other is not one}
+            one["of_limit"] = others.pop(limit, None) if limit is not None else one["of_limit"]
+            one["ratio"] = {} if one["system"] == limit else others
+
+
+def times_as_good(one: Row, other: Row) -> float | None:
+    """How many times as good `one` is as `other`; None where the sign or a zero leaves no sense in it."""
+    mine, its = one.get("values") or [one["value"]], other.get("values") or [other["value"]]
+    if min(*mine, *its) <= 0:
+        mine, its = [one["value"]], [other["value"]]
+        if min(mine[0], its[0]) <= 0:
+            return None
+    if len(mine) != len(its):
+        mine, its = [one["value"]], [other["value"]]
+    return paired_ratio(mine, its) if one["more_is_better"] else paired_ratio(its, mine)
+
+
+# The command line.
+
+
+def parser(name: str, description: str) -> argparse.ArgumentParser:
+    """The flags that every benchmark has."""
+    found = argparse.ArgumentParser(
+        prog=f"wherry bench {name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    found.add_argument("--quick", action="store_true", help="fewer repeats, for a first look; leaves no file behind")
+    found.add_argument("--json", metavar="PATH", type=Path, help="where the figures go (default: benchmarks/results)")
+    return found
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options, and among them the watch over the machine's load, which begins here."""
+    options = parser.parse_args(argv)
+    options.arguments = [_harmless(word) for word in (sys.argv[1:] if argv is None else argv)]
+    options.load = machine.Load()
+    if options.load.before > machine.QUIET:
+        print(
+            f"this machine is busy: others keep {options.load.before:.1f} cores at work, and the figures will be noisy",
+            file=sys.stderr,
+        )
+    return options
+
+
+def _harmless(word: str) -> str:
+    """An argument as it may be published: folders of a machine are nobody's business."""
+    return os.path.basename(word.rstrip("/")) if os.sep in word else word
+
+
+def listed(choices: Sequence[str]) -> Callable[[str], list[str]]:
+    """An argparse type: some of `choices`, with commas between them."""
+
+    def parse(text: str) -> list[str]:
+        names = [name.strip() for name in text.split(",") if name.strip()]
+        unknown = [name for name in names if name not in choices]
+        if unknown or not names:
+            raise argparse.ArgumentTypeError(
+                f"got {', '.join(unknown) or 'nothing'}; expected some of {', '.join(choices)}"
+            )
+        return names
+
+    return parse
+
+
+def positive(text: str) -> int:
+    """An argparse type: 3, or 1e8."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not math.isfinite(number) or number < 1 or number != int(number):
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
+    return int(number)
+
+
+def positives(text: str) -> list[int]:
+    """An argparse type: whole numbers with commas between them."""
+    return [positive(part.strip()) for part in text.split(",")]
+
+
+# The file.
+
+
+class Results:
+    """The file of one run. It is written anew as rows come, so that a run which is ended keeps what it has measured.
+
+    Those of a quick run are kept only where `--json` says.
+    """
+
+    def __init__(
+        self, name: str, options: argparse.Namespace, settings: Mapping[str, Any], *, part: str = "", limit: str = ""
+    ) -> None:
+        self.rows: list[Row] = []
+        self._load: machine.Load = options.load
+        self._limit = limit or None
+        described = machine.describe()
+        file = "-".join(filter(None, (name, part, machine.slug(described)))) + ".json"
+        self.path: Path | None = options.json
+        if self.path is None and not options.quick and RESULTS.parent.is_dir():
+            self.path = RESULTS / file
+        self._head = {
+            "benchmark": name,
+            "part": part,
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "quick": options.quick,
+            "arguments": options.arguments,
+            "machine": described,
+            "versions": machine.versions(ROOT),
+            "settings": dict(settings),
+        }
+
+    def add(self, *rows: Row) -> None:
+        """Keep rows, and write what there is so far."""
+        self.rows += rows
+        self._write(complete=False, load={"others_before": self._load.before, "idle": None})
+
+    def close(self) -> None:
+        """Write the whole, with ratios, and how busy others kept the machine."""
+        compare(self.rows, self._limit)
+        load = self._load.end()
+        if not load["idle"]:
+            print("others were at work on this machine meanwhile: the file says so", file=sys.stderr)
+        self._write(complete=True, load=load)
+        if self.path is not None:
+            print(f"written: {self.path}")
+
+    def _write(self, *, complete: bool, load: Mapping[str, Any]) -> None:
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        whole = self._head | {"complete": complete, "load": load, "rows": self.rows}
+        beside = self.path.with_name(self.path.name + ".part")
+        beside.write_text(json.dumps(_rounded(whole), indent=1) + "\n", encoding="utf-8")
+        beside.replace(self.path)
+
+
+def _rounded(value: Any) -> Any:
+    """To ten digits, which is more than any measure has."""
+    if isinstance(value, float):
+        return float(f"{value:.10g}") if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    return value
+
+
+# The table.
+
+
+def spread_words(row: Mapping[str, Any]) -> str:
+    """A row's spread; one measure has none."""
+    return f"{100 * row['spread']:.0f}%" if row["rounds"] > 1 else "-"
+
+
+def ratio_words(row: Mapping[str, Any], peer: str) -> str:
+    found = row["ratio"].get(peer)
+    return "" if found is None else f"{found:.2f}"
+
+
+def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], notes: Iterable[str] = ()) -> None:
+    """A table of 80 columns: the first column is a name, the others are figures; then notes, a paragraph each."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", overflow="fold", no_wrap=index > 0)
+    for row in rows:
+        table.add_row(*row)
+    console = Console(width=WIDTH, highlight=False, soft_wrap=False, file=sys.stdout)
+    console.print(table)
+    for note in notes:
+        console.print(note, markup=False)
