@@ -62,6 +62,27 @@ def initialize(
     """
     resolved = _config(config, config_params, args)
     topology = topologies.find(mesh, timeout=resolved.wherry.timeout_s)
+    try:
+        engine = _assemble(engine_class, resolved, topology, model, optimizer, model_parameters)
+    except BaseException as error:
+        topology.data.tell(error)
+        raise
+    engine.lr_scheduler = _lr_scheduler(lr_scheduler, resolved, engine.optimizer)
+    if training_data is not None:
+        engine.training_dataloader = make_dataloader(
+            training_data, engine, collate_fn=collate_fn, drop_last=resolved.dataloader_drop_last
+        )
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _assemble(
+    engine_class: type[Engine],
+    resolved: Config,
+    topology: topologies.Topology,
+    model: nn.Module,
+    optimizer: OptimizerLike | None,
+    model_parameters: Iterable[Any] | None,
+) -> Engine:
     _check_possible(resolved, topology.device)
     batch = resolved.batch(topology.data.size)
     if resolved.log_level is not None:
@@ -121,7 +142,7 @@ def initialize(
         return ShardedOptimizer(spec.instance, engine.update, engine.zero_grad_of_loop) if spec is not None else None
 
     fp16 = resolved.fp16
-    engine = engine_class(
+    return engine_class(
         model,
         Parts(
             config=resolved,
@@ -139,12 +160,6 @@ def initialize(
             autocast_inputs=torch.float16 if fp16.enabled and fp16.auto_cast else None,
         ),
     )
-    engine.lr_scheduler = _lr_scheduler(lr_scheduler, resolved, engine.optimizer)
-    if training_data is not None:
-        engine.training_dataloader = make_dataloader(
-            training_data, engine, collate_fn=collate_fn, drop_last=resolved.dataloader_drop_last
-        )
-    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
 def _config(config: Any, config_params: Any, args: Any) -> Config:

@@ -131,8 +131,12 @@ class Engine(nn.Module):
         if self._input_dtype is not None:
             args, kwargs = _cast(args, self._input_dtype), _cast(kwargs, self._input_dtype)
         counting = self._reporter.counting("forward", self.global_steps + 1)
-        with self._spans("wherry::forward"), counting, self._hooks.saving():
-            return self.module(*args, **kwargs)
+        try:
+            with self._spans("wherry::forward"), counting, self._hooks.saving():
+                return self.module(*args, **kwargs)
+        except BaseException as error:
+            self.comm.tell(error)
+            raise
 
     def forward_begins(self) -> None:
         """Called by the model's hook. What an exception left behind is cleared here, so that this step is healthy."""
@@ -160,13 +164,14 @@ class Engine(nn.Module):
         try:
             with self._spans("wherry::backward"), self._reporter.counting("backward", self.global_steps + 1):
                 (loss * self._scaler.scale if self._scaler.scale != 1.0 else loss).backward(retain_graph=retain_graph)
-        except BaseException:
+            self._in_backward = True
+            self.backward_ends()
+        except BaseException as error:
+            self.comm.tell(error)
             self._abandon_window()
             raise
         finally:
             self._loss_is_scaled = False
-        self._in_backward = True
-        self.backward_ends()
         self._reporter.loss(loss)
         return loss
 
@@ -234,8 +239,12 @@ class Engine(nn.Module):
                 "step: this engine has no optimizer; give wherry.initialize an optimizer, or the config a block "
                 '"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}'
             )
-        with self._spans("wherry::step"):
-            self.optimizer.step()
+        try:
+            with self._spans("wherry::step"):
+                self.optimizer.step()
+        except BaseException as error:
+            self.comm.tell(error)
+            raise
         scale = self._scaler.scale if self._scaler.dynamic else None
         self._reporter.updated(Update(self.global_steps, self.global_samples, self.get_lr(), self._norm, scale))
         needs_metric = isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)

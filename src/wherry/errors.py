@@ -17,6 +17,10 @@ class DivergenceError(WherryError):
     """The ranks have not run the same program."""
 
 
+class PeerError(RuntimeError):
+    """Another rank has failed, is gone, or did not arrive in time; the message names it and what it said."""
+
+
 class ConfigError(WherryError):
     """One or more problems in a config, all of them listed; `problems` holds them one by one."""
 

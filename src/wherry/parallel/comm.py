@@ -6,7 +6,8 @@ Replacing the object replaces the cluster: `SoloComm` is one rank, `ProcessGroup
 
 from __future__ import annotations
 
-from collections import Counter
+import pickle
+from collections import Counter, deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -14,7 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from wherry.errors import PeerError
 from wherry.fake import address_of
+from wherry.parallel.peers import Asked, Peers
 from wherry.tiers.tickets import DONE, CallbackTicket, Ticket
 
 # Newer releases of torch have these under other names, and warn about the old ones.
@@ -42,12 +45,17 @@ class Traffic:
         return sum(count * (2 if name == "all_reduce" else 1) for name, count in self.bytes.items())
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+# Seconds that a backend waits longer than a `Comm`.
+GRACE = 60.0
+# How many collectives back ranks can tell each other what they have asked for.
+REMEMBERED = 64
 
 
 class Comm:
-    """One group of ranks. The public methods count; the underscored ones, which a subclass provides, communicate."""
+    """One group of ranks. The public methods count; the underscored ones, which a subclass provides, communicate.
+
+    `label` says in an error for what a collective was: the unit's name, usually.
+    """
 
     rank: int
     size: int
@@ -56,37 +64,46 @@ class Comm:
         self.rank = rank
         self.size = size
         self.traffic = Traffic()
+        # What this rank has asked for: how many collectives so far, and the last of them.
+        self.asked = 0
+        self.recent: deque[Asked] = deque(maxlen=REMEMBERED)
 
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> Ticket:
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", label: str = "") -> Ticket:
         """Reduce `tensor` in place over the ranks; `op` is "sum" or "max"."""
         if self.size == 1:
             return DONE
-        self.traffic.add("all_reduce", _nbytes(tensor))
+        self._ask("all_reduce", tensor, label)
         return self._all_reduce(tensor, op)
 
-    def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
+    def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, label: str = "") -> Ticket:
         """Sum `whole` over the ranks; this rank's 1/N of the sum goes to `shard`, which may be a part of `whole`."""
         assert shard.numel() * self.size == whole.numel(), (shard.numel(), self.size, whole.numel())
         if self.size == 1:
             _copy_unless_same(shard, whole)
             return DONE
-        self.traffic.add("reduce_scatter", _nbytes(whole))
+        self._ask("reduce_scatter", whole, label)
         return self._reduce_scatter(shard, whole)
 
-    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
+    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, label: str = "") -> Ticket:
         """Lay the ranks' shards end to end in `whole`; `shard` may be this rank's part of `whole`."""
         assert shard.numel() * self.size == whole.numel(), (shard.numel(), self.size, whole.numel())
         if self.size == 1:
             _copy_unless_same(whole, shard)
             return DONE
-        self.traffic.add("all_gather", _nbytes(whole))
+        self._ask("all_gather", whole, label)
         return self._all_gather(whole, shard)
 
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Ticket:
+    def broadcast(self, tensor: torch.Tensor, source: int = 0, label: str = "") -> Ticket:
         if self.size == 1:
             return DONE
-        self.traffic.add("broadcast", _nbytes(tensor))
+        self._ask("broadcast", tensor, label)
         return self._broadcast(tensor, source)
+
+    def _ask(self, operation: str, tensor: torch.Tensor, label: str) -> None:
+        nbytes = tensor.numel() * tensor.element_size()
+        self.traffic.add(operation, nbytes)
+        self.recent.append((self.asked, operation, nbytes, label))
+        self.asked += 1
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's `value`, in rank order, on every rank. For set-up and diagnosis, not for the hot path."""
@@ -95,6 +112,36 @@ class Comm:
     def barrier(self) -> None:
         if self.size > 1:
             self._barrier()
+
+    def read(self, tensor: torch.Tensor) -> list[float]:
+        """The numbers in a small tensor, on the host. Where that waits for collectives, peers are watched."""
+        return tensor.tolist()
+
+    def within(self, ranks: int) -> Comm:
+        """This rank's group of `ranks` consecutive ranks: one axis of the mesh that the group is cut into."""
+        low = self.rank // ranks * ranks
+        return self._sub("within", ranks, list(range(low, low + ranks)))
+
+    def across(self, ranks: int) -> Comm:
+        """The other axis: the ranks with this one's place in their groups of `ranks`."""
+        return self._sub("across", ranks, list(range(self.rank % ranks, self.size, ranks)))
+
+    def _sub(self, axis: str, ranks: int, members: list[int]) -> Comm:
+        assert self.size % ranks == 0, (self.size, ranks)
+        if len(members) == self.size:
+            return self
+        return SoloComm() if len(members) == 1 else self._group(axis, members)
+
+    def fail(self, message: str) -> None:
+        """Tell the other ranks that this one cannot go on: whoever waits for it raises `message` as a `PeerError`.
+
+        A rank that goes on nevertheless, as after an exception that every rank has met, takes it back by doing so.
+        """
+
+    def tell(self, error: BaseException) -> None:
+        """`fail` with an error of this rank's own; one that a peer has told is known already."""
+        if self.size > 1 and not isinstance(error, PeerError):
+            self.fail(f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
         """Give back what this object itself made."""
@@ -110,6 +157,9 @@ class Comm:
 
     def _broadcast(self, tensor: torch.Tensor, source: int) -> Ticket:
         raise AssertionError(f"{type(self).__name__} has {self.size} ranks and no broadcast")
+
+    def _group(self, axis: str, members: list[int]) -> Comm:
+        raise AssertionError(f"{type(self).__name__} has {self.size} ranks and no groups of some of them")
 
     def _gather_objects(self, value: Any) -> list[Any]:
         raise AssertionError(f"{type(self).__name__} has {self.size} ranks and no gather_objects")
@@ -137,9 +187,11 @@ class _DefaultGroup:
         self.users = 0
         self.started_here = False
 
-    def start(self, device_type: str, timeout: timedelta | None = None) -> None:
+    def start(self, device_type: str, timeout: float | None = None) -> None:
         """Start torch.distributed from the environment that a launcher has set."""
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", timeout=timeout)
+        # The backend gives up later than we do: its error names no rank.
+        patience = timedelta(seconds=timeout + GRACE) if timeout else None
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", timeout=patience)
         self.started_here = True
 
     def join(self) -> bool:
@@ -160,17 +212,27 @@ start_default_group = _default_group.start
 class ProcessGroupComm(Comm):
     """A torch.distributed process group. On CUDA a ticket's `wait()` orders streams and does not stop the host."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: float = 600.0) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
         self.group = group
+        self.timeout = timeout
+        self.peers = Peers(group, self.recent, timeout)
         self._shares_default_group = group is None and _default_group.join()
+        self._made_here = False
 
     def _ticket(self, launch: Callable[[], Any], *tensors: torch.Tensor) -> Ticket:
-        work = launch()
+        asked = self.recent[-1]
+        if self.peers.failed:
+            self.peers.take_back()
+        try:
+            work = launch()
+        except RuntimeError as error:
+            raise self.peers.explain(error, asked) from error
+        wait_for = work.wait if tensors[0].device.type != "cpu" else self.peers.waiting(work, asked)
 
         # The tensors stay alive until the wait: a backend may still be reading them.
         def wait(_tensors: tuple[torch.Tensor, ...] = tensors) -> None:
-            work.wait()
+            wait_for()
 
         return CallbackTicket(wait, work.is_completed)
 
@@ -192,16 +254,62 @@ class ProcessGroupComm(Comm):
         return self._ticket(lambda: dist.broadcast(tensor, group=self.group, group_src=source, async_op=True), tensor)
 
     def _gather_objects(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        device = self._object_device()
+        lengths = torch.empty(self.size, dtype=torch.int64, device=device)
+        self._exchange(lengths, torch.tensor([mine.numel()], device=device))
+        sizes = [int(length) for length in self.read(lengths)]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+        padded[: mine.numel()] = mine.to(device)
+        everybody = torch.empty(self.size * max(sizes), dtype=torch.uint8, device=device)
+        self._exchange(everybody, padded)
+        rows = everybody.cpu().view(self.size, -1)
+        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def _barrier(self) -> None:
-        dist.barrier(self.group)
+        device = self._object_device()
+        places = torch.empty(self.size, device=device)
+        self._exchange(places, torch.zeros(1, device=device))
+        self.read(places)
+
+    def _exchange(self, whole: torch.Tensor, part: torch.Tensor) -> None:
+        """An all-gather for objects: not counted as traffic of training."""
+        self.recent.append((self.asked, "exchange", 0, ""))
+        self.asked += 1
+        self._all_gather(whole, part).wait()
+
+    def _object_device(self) -> torch.device:
+        group = self.group or dist.distributed_c10d._get_default_group()
+        kinds = {device.type for device in group._device_types}
+        return torch.device("cpu" if "cpu" in kinds or not kinds else next(iter(kinds)))
+
+    def read(self, tensor: torch.Tensor) -> list[float]:
+        if tensor.device.type != "cuda":
+            return tensor.tolist()
+        # A synchronisation would wait without end for a rank that is gone; an event can be asked.
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self.peers.watch(event.query, self.recent[-1] if self.recent else (0, "read", 0, ""))
+        return host.tolist()
+
+    def _group(self, axis: str, members: list[int]) -> Comm:
+        everybody = dist.get_process_group_ranks(self.group) if self.group else range(dist.get_world_size())
+        ranks = [everybody[member] for member in members]
+        group = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout + GRACE), use_local_synchronization=True)
+        comm = ProcessGroupComm(group, timeout=self.timeout)
+        comm._made_here = True
+        return comm
+
+    def fail(self, message: str) -> None:
+        self.peers.fail(self.asked, message)
 
     def close(self) -> None:
+        self.peers.close()
+        if self._made_here:
+            self._made_here = False
+            dist.destroy_process_group(self.group)
         if self._shares_default_group:
             self._shares_default_group = False
             _default_group.leave()
-
-

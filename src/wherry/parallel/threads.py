@@ -3,32 +3,118 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
+from wherry.errors import DivergenceError, PeerError
 from wherry.parallel.comm import Comm, SoloComm
+from wherry.parallel.peers import Asked, describe
 from wherry.parallel.topology import Topology
 from wherry.tiers.tickets import DONE, Ticket
 
 T = TypeVar("T")
 
 
+class _Round:
+    """One collective: what each rank has brought, and how many have taken the result."""
+
+    def __init__(self) -> None:
+        self.asked: dict[int, Asked] = {}
+        self.values: dict[int, Any] = {}
+        self.left = 0
+
+
 class _Meeting:
     """Where the threads of one group meet: each leaves a value, and all read them once everybody has arrived."""
 
-    def __init__(self, size: int, timeout: float) -> None:
-        self.size = size
-        self.values: list[Any] = [None] * size
-        self.barrier = threading.Barrier(size, timeout=timeout)
+    def __init__(self, members: list[int], timeout: float, whole: _Meeting | None = None) -> None:
+        self.size = len(members)
+        self.timeout = timeout
+        # The ranks as errors name them: in the whole group.
+        self.members = members
+        self.whole = whole or self
+        self.changed = threading.Condition()
+        self._round = _Round()
+        # How often each rank has failed, and with what, as long as it has not gone on.
+        self._counts = [0] * self.size
+        self._failed: dict[int, str] = {}
+        self._parts: dict[tuple[str, tuple[int, ...]], _Meeting] = {}
 
-    def exchange(self, rank: int, value: Any, use: Callable[[list[Any]], T]) -> T:
-        self.values[rank] = value
-        self.barrier.wait()
-        result = use(self.values)
-        self.barrier.wait()  # nobody overwrites a value that another rank is still reading
-        return result
+    def exchange(self, rank: int, asked: Asked, value: Any, use: Callable[[list[Any]], T]) -> T:
+        with self.changed:
+            self._failed.pop(rank, None)
+            here = self._round
+            here.asked[rank], here.values[rank] = asked, value
+            self._compare(here, rank)
+            if len(here.values) == self.size:
+                self._round = _Round()
+                self.changed.notify_all()
+            else:
+                self._wait(here, rank, lambda: len(here.values) == self.size)
+        try:
+            return use([here.values[member] for member in range(self.size)])
+        finally:
+            with self.changed:
+                here.left += 1
+                if here.left == self.size:
+                    self.changed.notify_all()
+                else:
+                    # Nobody overwrites a value that another rank is still reading.
+                    self._wait(here, rank, lambda: here.left == self.size)
+
+    def _compare(self, here: _Round, rank: int) -> None:
+        """Whether this rank has come for what the others have come for."""
+        mine = here.asked[rank]
+        for other, theirs in here.asked.items():
+            if mine[1:] != theirs[1:]:
+                del here.asked[rank], here.values[rank]
+                first, second = sorted([(self.members[rank], mine), (self.members[other], theirs)])
+                raise DivergenceError(
+                    f"the ranks disagree about their next collective: rank {first[0]} wants {describe(first[1])} and "
+                    f"rank {second[0]} {describe(second[1])}; every rank must run the same units and steps"
+                )
+
+    def _wait(self, here: _Round, rank: int, arrived: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + self.timeout
+        while not arrived():
+            for other, message in self._failed.items():
+                # What this rank has met as well, every rank has met: the other goes on, as this one has.
+                if other not in here.values and self._counts[other] > self._counts[rank]:
+                    mine = here.asked.pop(rank)
+                    del here.values[rank]
+                    raise PeerError(
+                        f"rank {self.members[other]} has failed, while rank {self.members[rank]} waited for "
+                        f"{describe(mine)}: {message}"
+                    )
+            left = deadline - time.monotonic()
+            if left <= 0:
+                late = [str(self.members[other]) for other in range(self.size) if other not in here.values]
+                raise PeerError(
+                    f"rank {self.members[rank]} has waited {self.timeout:.0f} s for {describe(here.asked[rank])}: "
+                    f"{'ranks' if len(late) > 1 else 'rank'} {', '.join(late) or 'none'} did not arrive"
+                )
+            self.changed.wait(left)
+
+    def fail(self, rank: int, message: str) -> None:
+        """Told in every meeting that the rank takes part in."""
+        name = self.members[rank]
+        with self.whole.changed:
+            meetings = [self.whole, *self.whole._parts.values()]
+        for meeting in meetings:
+            if name in meeting.members:
+                with meeting.changed:
+                    meeting._counts[meeting.members.index(name)] += 1
+                    meeting._failed[meeting.members.index(name)] = message
+                    meeting.changed.notify_all()
+
+    def part(self, axis: str, members: list[int]) -> _Meeting:
+        """The meeting of some of the ranks; whoever asks first makes it."""
+        names = [self.members[member] for member in members]
+        with self.whole.changed:
+            return self.whole._parts.setdefault((axis, tuple(names)), _Meeting(names, self.timeout, self.whole))
 
 
 class ThreadComm(Comm):
@@ -38,15 +124,8 @@ class ThreadComm(Comm):
         super().__init__(rank, meeting.size)
         self._meeting = meeting
 
-    def _agree(self, operation: str, value: Any, use: Callable[[list[Any]], T]) -> T:
-        """Meet, and check that every rank has come for the same operation."""
-
-        def checked(arrivals: list[tuple[str, Any]]) -> T:
-            operations = [name for name, _ in arrivals]
-            assert len(set(operations)) == 1, f"ranks disagree about the next collective: {operations}"
-            return use([item for _, item in arrivals])
-
-        return self._meeting.exchange(self.rank, (operation, value), checked)
+    def _agree(self, value: Any, use: Callable[[list[Any]], T]) -> T:
+        return self._meeting.exchange(self.rank, self.recent[-1], value, use)
 
     def _all_reduce(self, tensor: torch.Tensor, op: str) -> Ticket:
         combine = torch.add if op == "sum" else torch.maximum
@@ -57,7 +136,7 @@ class ThreadComm(Comm):
                 total = combine(total, other)
             return total
 
-        tensor.copy_(self._agree(f"all_reduce {tuple(tensor.shape)}", tensor, use))
+        tensor.copy_(self._agree(tensor, use))
         return DONE
 
     def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
@@ -69,22 +148,34 @@ class ThreadComm(Comm):
                 total += other[start : start + shard.numel()]
             return total
 
-        shard.copy_(self._agree(f"reduce_scatter {whole.numel()}", whole, use))
+        shard.copy_(self._agree(whole, use))
         return DONE
 
     def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
-        whole.copy_(self._agree(f"all_gather {whole.numel()}", shard, torch.cat))
+        whole.copy_(self._agree(shard, torch.cat))
         return DONE
 
     def _broadcast(self, tensor: torch.Tensor, source: int) -> Ticket:
-        tensor.copy_(self._agree(f"broadcast {tensor.numel()}", tensor, lambda values: values[source].clone()))
+        tensor.copy_(self._agree(tensor, lambda values: values[source].clone()))
         return DONE
 
     def _gather_objects(self, value: Any) -> list[Any]:
-        return self._agree("gather_objects", value, list)
+        self._ask_aside("gather_objects")
+        return self._agree(value, list)
 
     def _barrier(self) -> None:
-        self._agree("barrier", None, len)
+        self._ask_aside("barrier")
+        self._agree(None, len)
+
+    def _ask_aside(self, operation: str) -> None:
+        self.recent.append((self.asked, operation, 0, ""))
+        self.asked += 1
+
+    def _group(self, axis: str, members: list[int]) -> Comm:
+        return ThreadComm(members.index(self.rank), self._meeting.part(axis, members))
+
+    def fail(self, message: str) -> None:
+        self._meeting.fail(self.rank, message)
 
 
 def run_ranks(size: int, body: Callable[[Comm], T], *, timeout: float = 60.0) -> list[T]:
@@ -92,9 +183,9 @@ def run_ranks(size: int, body: Callable[[Comm], T], *, timeout: float = 60.0) ->
 
     The first error of any rank is raised; the other ranks are released from whatever they wait for.
     """
-    meeting = _Meeting(size, timeout)
+    meeting = _Meeting(list(range(size)), timeout)
     results: list[Any] = [None] * size
-    errors: list[tuple[int, BaseException]] = []
+    errors: list[BaseException] = []
 
     def rank_main(rank: int) -> None:
         try:
@@ -103,8 +194,8 @@ def run_ranks(size: int, body: Callable[[Comm], T], *, timeout: float = 60.0) ->
             with torch.autograd.set_multithreading_enabled(False):
                 results[rank] = body(ThreadComm(rank, meeting))
         except BaseException as error:
-            errors.append((rank, error))
-            meeting.barrier.abort()
+            errors.append(error)
+            meeting.fail(rank, f"{type(error).__name__}: {error}")
 
     threads = [threading.Thread(target=rank_main, args=(rank,), name=f"rank{rank}") for rank in range(size)]
     for thread in threads:
@@ -112,8 +203,7 @@ def run_ranks(size: int, body: Callable[[Comm], T], *, timeout: float = 60.0) ->
     for thread in threads:
         thread.join()
     if errors:
-        first = next((e for _, e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0][1])
-        raise first
+        raise next((error for error in errors if not isinstance(error, PeerError)), errors[0])
     return results
 
 
@@ -121,31 +211,17 @@ def run_grid(
     body: Callable[[Topology], T], *, data: int = 1, tensor: int = 1, pipe: int = 1, timeout: float = 60.0
 ) -> list[T]:
     """As `run_ranks`, for ranks along several mesh axes; the tensor axis runs fastest, then the data axis."""
-    sizes = {"tensor": tensor, "data": data, "pipe": pipe}
-    meetings: dict[tuple[str, tuple[int, ...]], _Meeting] = {}
-    lock = threading.Lock()
+    grid = torch.arange(data * tensor * pipe).view(pipe, data, tensor)
 
     def place(world: Comm) -> T:
-        rest, at = world.rank, {}
-        for axis, size in sizes.items():
-            rest, at[axis] = divmod(rest, size)
+        at = tuple(int(index) for index in (grid == world.rank).nonzero()[0])
 
-        def along(axis: str) -> Comm:
-            if sizes[axis] == 1:
-                return SoloComm()
-            others = tuple(at[other] for other in sizes if other != axis)
-            with lock:
-                meeting = meetings.setdefault((axis, others), _Meeting(sizes[axis], timeout))
-            return ThreadComm(at[axis], meeting)
+        def along(dim: int) -> Comm:
+            line = [slice(None) if other == dim else index for other, index in enumerate(at)]
+            members = grid[tuple(line)].tolist()
+            return SoloComm() if len(members) == 1 else world._group(f"dim {dim}", members)
 
         cpu = torch.device("cpu")
-        axes = {axis: along(axis) for axis in sizes}
-        try:
-            return body(Topology(axes["data"], cpu, world.rank, 0, world.size, axes["tensor"], axes["pipe"]))
-        except BaseException:
-            with lock:
-                for meeting in meetings.values():
-                    meeting.barrier.abort()
-            raise
+        return body(Topology(along(1), cpu, world.rank, 0, world.size, along(2), along(0)))
 
     return run_ranks(data * tensor * pipe, place, timeout=timeout)

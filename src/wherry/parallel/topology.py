@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -44,7 +43,7 @@ def default_device() -> torch.device:
     return device
 
 
-def find(mesh: Any = None, *, device: torch.device | None = None, timeout: float | None = None) -> Topology:
+def find(mesh: Any = None, *, device: torch.device | None = None, timeout: float = 600.0) -> Topology:
     """The topology for `mesh`: a DeviceMesh, an `mpu`, a Comm, or None for all ranks that the launcher started.
 
     An `mpu` is the object of Megatron-style code that knows the groups: `get_data_parallel_group()` and, where ranks
@@ -57,18 +56,18 @@ def find(mesh: Any = None, *, device: torch.device | None = None, timeout: float
     if isinstance(mesh, Comm):
         return Topology(mesh, device, mesh.rank, local_rank(), mesh.size)
     if mesh is not None:
-        axes = _axes_of_mpu(mesh) if hasattr(mesh, "get_data_parallel_group") else _axes_of_mesh(mesh)
+        axes = (_axes_of_mpu if hasattr(mesh, "get_data_parallel_group") else _axes_of_mesh)(mesh, timeout)
         ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (axes[0].rank, axes[0].size)
         return Topology(axes[0], device, ranks[0], local_rank(), ranks[1], axes[1], axes[2])
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        start_default_group(device.type, timedelta(seconds=timeout) if timeout else None)
+        start_default_group(device.type, timeout)
     if dist.is_initialized() and dist.get_world_size() > 1:
-        comm = ProcessGroupComm()
+        comm = ProcessGroupComm(timeout=timeout)
         return Topology(comm, device, comm.rank, local_rank(), comm.size)
     return Topology(SoloComm(), device, 0, local_rank(), 1)
 
 
-def _axes_of_mesh(mesh: Any) -> tuple[Comm, Comm, Comm]:
+def _axes_of_mesh(mesh: Any, timeout: float) -> tuple[Comm, Comm, Comm]:
     names = tuple(mesh.mesh_dim_names or ())
     chosen = [[name for name in known if name in names] for known in (DATA_AXES, TENSOR_AXES, PIPE_AXES)]
     strangers = [name for name in names if not any(name in known for known in chosen)]
@@ -80,17 +79,19 @@ def _axes_of_mesh(mesh: Any) -> tuple[Comm, Comm, Comm]:
             f"{names or 'no axis names'}; "
             'build it with init_device_mesh(device, shape, mesh_dim_names=("dp", ...))'
         )
-    data, tensor, pipe = (ProcessGroupComm(mesh[found[0]].get_group()) if found else SoloComm() for found in chosen)
+    data, tensor, pipe = (
+        ProcessGroupComm(mesh[found[0]].get_group(), timeout=timeout) if found else SoloComm() for found in chosen
+    )
     return data, tensor, pipe
 
 
-def _axes_of_mpu(mpu: Any) -> tuple[Comm, Comm, Comm]:
+def _axes_of_mpu(mpu: Any, timeout: float) -> tuple[Comm, Comm, Comm]:
     def comm_of(*names: str) -> Comm:
         for name in names:
             get = getattr(mpu, name, None)
             if get is not None:
                 group = get()
-                return group if isinstance(group, Comm) else ProcessGroupComm(group)
+                return group if isinstance(group, Comm) else ProcessGroupComm(group, timeout=timeout)
         return SoloComm()
 
     return (

@@ -253,19 +253,20 @@ class Gradients:
         mine = [host_value(total), float(journal), float(journal) ** 2] if journal else [host_value(total)]
         sums = torch.tensor(mine, dtype=torch.float64, device=device)
         if partitioned:
-            self.comm.all_reduce(sums).wait()
+            self.comm.all_reduce(sums, label="the gradients' norm").wait()
         for axis in (self._tensor, self._pipe):
-            axis.all_reduce(sums[:1]).wait()
+            axis.all_reduce(sums[:1], label="the gradients' norm").wait()
         if is_fake(sums):
             return sums[0]
-        if journal and partitioned and float(sums[1]) ** 2 != float(sums[2]) * self.comm.size:
+        values = self.comm.read(sums)
+        if journal and partitioned and values[1] ** 2 != values[2] * self.comm.size:
             raise DivergenceError(
                 f"the ranks gathered different units in this step (rank {self.comm.rank} has digest {journal}), so "
                 "their weights are mixed up and the step is not made. At stage 3 every rank must run the same units: a "
                 "block that some ranks skip (layer drop, experts in blocks of their own) belongs into a larger unit, "
                 'by "wherry": {"unit_classes": [...]}, or must be run by all'
             )
-        return float(sums[0])
+        return values[0]
 
     def squares_by_flat(self) -> dict[Flat, float]:
         """The squared norm by flat, over the ranks that share it out."""
@@ -368,7 +369,7 @@ class Gradients:
             pool.give(whole)
 
         with span("reduce_scatter", gradient.flat.name):
-            ticket = self.comm.reduce_scatter(shard, whole)
+            ticket = self.comm.reduce_scatter(shard, whole, gradient.flat.name)
         self._travelling.append(_Travelling(gradient, ticket, finish))
 
     def _filled(self, gradient: FlatGradient, pool: DevicePool) -> torch.Tensor:
@@ -402,9 +403,9 @@ class Gradients:
 
         with span("reduce", gradient.flat.name):
             if self._optimizer_partitioned:
-                ticket = self.comm.reduce_scatter(owned, whole)
+                ticket = self.comm.reduce_scatter(owned, whole, gradient.flat.name)
             else:
-                ticket = self.comm.all_reduce(whole)
+                ticket = self.comm.all_reduce(whole, label=gradient.flat.name)
         self._travelling.append(_Travelling(gradient, ticket, finish))
 
     def _drain(self, keep: int) -> None:
@@ -445,9 +446,9 @@ class Gradients:
         whole = self._filled(gradient, pool)
         owned = whole[slice(*gradient.flat.layout.shard_range(gradient.flat.rank))]
         if self._optimizer_partitioned:
-            self.comm.reduce_scatter(owned, whole).wait()
+            self.comm.reduce_scatter(owned, whole, gradient.flat.name).wait()
         else:
-            self.comm.all_reduce(whole).wait()
+            self.comm.all_reduce(whole, label=gradient.flat.name).wait()
         gradient.owned.add_(owned)
         pool.give(whole)
         if self.boundary:

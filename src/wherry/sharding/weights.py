@@ -82,7 +82,7 @@ class Gatherer:
         # The same storage grows again: views that autograd saved in forward become valid, at an unchanged version.
         flat.whole.untyped_storage().resize_(flat.nbytes)
         with torch.autograd._unsafe_preserve_version_counter(flat.whole):
-            flat.ticket = self.comm.all_gather(flat.whole, flat.shard)
+            flat.ticket = self.comm.all_gather(flat.whole, flat.shard, flat.name)
         flat.weights = Weights.GATHERING
         self.journal = (self.journal * 31 + self._number[flat] + 1) % JOURNAL
         self.live += flat.layout.numel

@@ -110,7 +110,7 @@ class Updater:
                 for state in batch.states:
                     flat = state.flat
                     if state.updated and flat.resident and flat.layout.ranks > 1:
-                        refreshes.append(self.gatherer.comm.all_gather(flat.whole, flat.shard))
+                        refreshes.append(self.gatherer.comm.all_gather(flat.whole, flat.shard, flat.name))
             for refresh in refreshes:
                 refresh.wait()
 

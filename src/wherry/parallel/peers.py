@@ -1,0 +1,289 @@
+"""What the ranks of a process group tell each other outside of collectives: who has failed, and who waits for what.
+
+A collective in which one rank does not take part hangs, or ends in a backend's own words. Here a rank that waits longer
+than a moment looks into the group's key-value store, where failed ranks leave their message and waiting ranks what
+they wait for. As long as nobody waits long, the store is not touched.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+import weakref
+from collections.abc import Callable, Collection
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from wherry.errors import DivergenceError, PeerError
+from wherry.observe.log import logger
+
+# A collective, as a rank has asked for it: its number, operation, bytes, and what it was for.
+Asked = tuple[int, str, int, str]
+
+# Seconds of an ordinary wait, of the pauses after it, and until a failure that was not taken back is believed.
+PATIENCE = 0.25
+PAUSES = (0.25, 1.0)
+BELIEVED = 0.5
+# Seconds in which ranks that lost their connections can say that they are still there, and a failed rank waits for the
+# others to read its message.
+ROLL_CALL = 1.5
+# More often than any rank fails and goes on.
+MANY = 1 << 30
+
+
+def describe(asked: Asked) -> str:
+    """
+    >>> describe((7, "all_gather", 2048, "blocks.1"))
+    'all_gather of blocks.1 (2,048 bytes, collective 7)'
+    """
+    place, operation, nbytes, label = asked
+    return f"{operation}{' of ' + label if label else ''} ({nbytes:,} bytes, collective {place})"
+
+
+class Failure(NamedTuple):
+    """Of a rank, by its number among all processes."""
+
+    rank: int
+    # How often it has failed so far, and how many collectives it had asked for in which group.
+    times: int
+    asked: int
+    comm: str
+    message: str
+
+
+class Peers:
+    """One rank's view of the others in a group, and what it tells them. Ranks go by their number in the world."""
+
+    def __init__(self, group: dist.ProcessGroup | None, recent: Collection[Asked], timeout: float) -> None:
+        self.rank = dist.get_rank()
+        self.ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
+        self.timeout = timeout
+        self.failed = False
+        self._recent = recent
+        self._failures: list[Failure] = []
+        # How often this rank had failed when it last did.
+        self._times = 0
+        self._store = _store(group)
+        # Several engines may share a group: the ranks make them in one order, so that their numbers agree.
+        self._name = ""
+        if self._store is not None:
+            name = "world" if group is None else group.group_name
+            self._name = f"{name}/{self._store.add(f'{name}/made/{self.rank}', 1)}"
+        self._at_exit = weakref.finalize(self, _last_words, self._store, self.rank, len(self.ranks))
+
+    # What this rank says.
+
+    def fail(self, asked: int, message: str) -> None:
+        """This rank cannot go on."""
+        self.failed = True
+        if self._store is not None:
+            try:
+                self._times = self._store.add(f"times/{self.rank}", 1)
+                _publish(self._store, Failure(self.rank, self._times, asked, self._name, message))
+            except RuntimeError as error:  # the store's process is gone, and with it whoever could read
+                logger.debug("the other ranks could not be told of the failure: %s", error)
+
+    def take_back(self) -> None:
+        """This rank goes on nevertheless."""
+        self.failed = False
+        if self._store is not None:
+            self._store.set(f"back/{self.rank}", str(self._times))
+
+    def close(self) -> None:
+        self._at_exit.detach()
+        self._store = None
+
+    # Waiting.
+
+    def waiting(self, work: Any, asked: Asked) -> Callable[[], None]:
+        """The wait for `work`, an operation on the host."""
+
+        def wait() -> None:
+            if not self._completes(work, PATIENCE, asked):
+                self.watch(work.is_completed, asked, lambda pause: self._completes(work, pause, asked))
+
+        return wait
+
+    def _completes(self, work: Any, seconds: float, asked: Asked) -> bool:
+        try:
+            work.wait(timedelta(seconds=seconds))
+        except RuntimeError as error:
+            if not work.is_completed():
+                return False
+            raise self.explain(error, asked) from error
+        return True
+
+    def watch(
+        self, completed: Callable[[], bool], asked: Asked, pause: Callable[[float], bool] | None = None
+    ) -> None:
+        """Wait until `completed`, by `pause` if it is given; raise when a peer has failed or is not coming."""
+        begun = time.monotonic()
+        if pause is None and _spin(completed, PATIENCE):
+            return
+        wait, said = PAUSES[0], False
+        while not (pause(wait) if pause is not None else _spin(completed, wait)):
+            self._look(asked, PATIENCE + time.monotonic() - begun, tell=not said)
+            said, wait = True, min(2 * wait, PAUSES[1])
+
+    def _look(self, asked: Asked, waited: float, *, tell: bool) -> None:
+        if self._store is None:
+            if waited > self.timeout:
+                raise PeerError(f"rank {self.rank} has waited {waited:.0f} s for {describe(asked)}")
+            return
+        try:
+            if tell:
+                self._tell(asked)
+            self._raise_if_failed(asked)
+            others = self._others()
+        except (dist.DistError, RuntimeError) as error:
+            if isinstance(error, PeerError):
+                raise
+            raise PeerError(
+                f"rank {self.rank} waits for {describe(asked)}, and the process that holds the group's store is gone"
+            ) from error
+        for rank, (_, recent) in others.items():
+            theirs = next((other for other in recent if other[0] == asked[0]), asked)
+            if tuple(theirs) != asked:
+                raise DivergenceError(
+                    f"the ranks disagree about their next collective: rank {self.rank} wants {describe(asked)} and "
+                    f"rank {rank} {describe(theirs)}; every rank must run the same units and steps"
+                )
+        if waited > self.timeout:
+            raise PeerError(self._absent(asked, others, waited))
+
+    def _tell(self, asked: Asked) -> None:
+        assert self._store is not None
+        self._store.set(f"{self._name}/waits/{self.rank}", json.dumps([asked, list(self._recent)]))
+
+    def _others(self) -> dict[int, tuple[Asked, list[Asked]]]:
+        """What each rank that waits, or has waited, said: what it waited for, and what it had asked for."""
+        assert self._store is not None
+        others = {}
+        for rank in self.ranks:
+            key = f"{self._name}/waits/{rank}"
+            if rank != self.rank and self._store.check([key]):
+                waits, recent = json.loads(self._store.get(key))
+                others[rank] = (tuple(waits), recent)
+        return others
+
+    def _absent(self, asked: Asked, others: dict[int, tuple[Asked, list[Asked]]], waited: float) -> str:
+        late = []
+        for rank in self.ranks:
+            if rank == self.rank:
+                continue
+            waits = others[rank][0] if rank in others else None
+            if waits is None or waits[0] < asked[0]:
+                late.append(f"rank {rank} did not arrive, and waits for no collective")
+            elif waits[0] > asked[0]:
+                late.append(f"rank {rank} waits for {describe(waits)}")
+        who = "; ".join(late[:8]) or "every rank has arrived, and the backend does not complete it"
+        return (
+            f"rank {self.rank} has waited {waited:.0f} s for {describe(asked)}: {who}. If it is only slow, raise "
+            '"wherry": {"timeout_s": ...}'
+        )
+
+    # What other ranks said.
+
+    def _raise_if_failed(self, asked: Asked | None) -> None:
+        failure = self._news(asked)
+        if failure is None:
+            return
+        time.sleep(BELIEVED)
+        if self._taken_back(failure):
+            return
+        assert self._store is not None
+        self._store.add(f"read/{failure.rank}", 1)
+        waits = f", while rank {self.rank} waited for {describe(asked)}" if asked is not None else ""
+        raise PeerError(f"rank {failure.rank} has failed{waits}: {failure.message}")
+
+    def _news(self, asked: Asked | None) -> Failure | None:
+        """The first failure that concerns a collective of this rank."""
+        assert self._store is not None
+        known = self._store.add("failures", 0)
+        for number in range(len(self._failures) + 1, known + 1):
+            if not self._store.check([f"failure/{number}"]):
+                break  # its number is taken, and its text on the way
+            self._failures.append(Failure(*json.loads(self._store.get(f"failure/{number}"))))
+        times = self._store.add(f"times/{self.rank}", 0)
+        for failure in self._failures:
+            # What this rank has met as well, every rank has met; and what the failed rank had asked for will complete.
+            met = failure.times <= times
+            takes_part = asked is not None and failure.comm == self._name and failure.asked > asked[0]
+            if failure.rank != self.rank and not met and not takes_part and not self._taken_back(failure):
+                return failure
+        return None
+
+    def _taken_back(self, failure: Failure) -> bool:
+        assert self._store is not None
+        key = f"back/{failure.rank}"
+        return self._store.check([key]) and int(self._store.get(key)) >= failure.times
+
+    def explain(self, error: RuntimeError, asked: Asked) -> Exception:
+        """What a backend's error comes from: a rank that failed, or one that is gone."""
+        text = re.sub(r"^\[[^]]*\] |  ?This (is|may).*", "", str(error).strip().split("\n")[0])
+        begun = time.monotonic()
+        try:
+            if self._store is not None:
+                self._tell(asked)
+                while time.monotonic() - begun < ROLL_CALL:
+                    self._raise_if_failed(asked)
+                    time.sleep(0.1)
+                here = {rank for rank, (waits, _) in self._others().items() if waits[0] >= asked[0]} | {self.rank}
+                gone = [rank for rank in self.ranks if rank not in here]
+                if len(gone) == 1:
+                    # The ranks that do not speak with it directly wait still.
+                    _publish(self._store, Failure(gone[0], MANY, 0, self._name, f"it is gone ({text})"))
+                    text = f"rank {gone[0]} is gone ({text})"
+                elif gone:
+                    text = f"one of the ranks {', '.join(map(str, gone[:8]))} is gone ({text})"
+        except PeerError as failure:
+            return failure
+        except (dist.DistError, RuntimeError):
+            text += "; the process that holds the group's store is gone as well"
+        return PeerError(f"rank {self.rank} could not complete {describe(asked)}: {text}")
+
+
+def _spin(completed: Callable[[], bool], seconds: float) -> bool:
+    """Ask often at first, and then less, for so long."""
+    begun = time.monotonic()
+    while not completed():
+        passed = time.monotonic() - begun
+        if passed > seconds:
+            return False
+        if passed > 0.001:
+            time.sleep(0.0001)
+    return True
+
+
+def _store(group: dist.ProcessGroup | None) -> dist.Store | None:
+    """A corner of the store that the processes met in."""
+    if "fake" in dist.get_backend(group):
+        return None  # ranks that are imagined say nothing
+    return dist.PrefixStore("wherry", dist.distributed_c10d._get_default_store())
+
+
+def _publish(store: dist.Store, failure: Failure) -> None:
+    number = store.add("failures", 1)
+    store.set(f"failure/{number}", json.dumps(failure))
+
+
+def _last_words(store: dist.Store | None, rank: int, size: int) -> None:
+    """When the process ends for an error that nobody caught, the others learn which; the store's holder lets them."""
+    error = getattr(sys, "last_value", None)
+    if store is None or error is None or isinstance(error, PeerError | KeyboardInterrupt | SystemExit):
+        return
+    try:
+        _publish(store, Failure(rank, MANY, 0, "", f"{type(error).__name__}: {error}"))
+        holds_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        begun = time.monotonic()
+        while holds_store and time.monotonic() - begun < ROLL_CALL:
+            if store.add(f"read/{rank}", 0) >= size - 1:
+                return
+            time.sleep(0.05)
+    except RuntimeError as failed:
+        logger.debug("the other ranks could not be told of the failure: %s", failed)

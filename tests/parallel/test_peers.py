@@ -1,0 +1,309 @@
+"""One rank fails, stalls, goes another way or dies: the others say who, and what it said, and do not hang."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.engine.harness import adamw, make_model, settings, token_batch
+
+import wherry
+from wherry.errors import DivergenceError, PeerError
+from wherry.parallel.comm import Comm
+from wherry.parallel.threads import run_ranks
+
+
+def outcomes(size: int, body: Callable[[Comm], Any], timeout: float = 60.0) -> list[Any]:
+    """What each rank returned or raised."""
+
+    def caught(comm: Comm) -> Any:
+        try:
+            return body(comm)
+        except Exception as error:
+            comm.tell(error)
+            return error
+
+    return run_ranks(size, caught, timeout=timeout)
+
+
+def all_reduce(comm: Comm, label: str = "") -> float:
+    tensor = torch.ones(2)
+    comm.all_reduce(tensor, label=label).wait()
+    return float(tensor[0])
+
+
+# Ranks as threads.
+
+
+def test_a_failure_reaches_the_ranks_that_wait() -> None:
+    def body(comm: Comm) -> float:
+        if comm.rank == 1:
+            raise OSError("no space left")
+        return all_reduce(comm, "blocks.3")
+
+    first, failed, third = outcomes(3, body)
+    assert isinstance(failed, OSError)
+    for error in (first, third):
+        assert isinstance(error, PeerError)
+        assert "rank 1 has failed" in str(error)
+        assert "all_reduce of blocks.3" in str(error)
+        assert "OSError: no space left" in str(error)
+
+
+def test_ranks_that_fail_alike_and_go_on_are_healthy() -> None:
+    def body(comm: Comm) -> list[float]:
+        sums = []
+        for _ in range(20):
+            comm.fail("a bad batch, on every rank")
+            sums.append(all_reduce(comm))
+        return sums
+
+    assert outcomes(3, body) == [[3.0] * 20] * 3
+
+
+def test_a_failure_taken_back_in_time_is_none() -> None:
+    def body(comm: Comm) -> float:
+        if comm.rank == 1:
+            comm.fail("skipped a batch")
+            all_reduce(comm)
+        else:
+            time.sleep(0.05)
+            all_reduce(comm)
+        return all_reduce(comm)
+
+    assert outcomes(2, body) == [2.0, 2.0]
+
+
+def test_ranks_that_want_different_collectives() -> None:
+    def body(comm: Comm) -> None:
+        if comm.rank == 0:
+            comm.all_gather(torch.empty(4), torch.ones(2), "blocks.0").wait()
+        else:
+            comm.reduce_scatter(torch.empty(2), torch.ones(4), "blocks.1").wait()
+
+    errors = outcomes(2, body)
+    told = next(error for error in errors if isinstance(error, DivergenceError))
+    assert "rank 0 wants all_gather of blocks.0" in str(told)
+    assert "rank 1 reduce_scatter of blocks.1" in str(told)
+
+
+def test_a_rank_that_does_not_arrive() -> None:
+    def body(comm: Comm) -> Any:
+        return all_reduce(comm, "blocks.2") if comm.rank else None
+
+    errors = outcomes(3, body, timeout=0.2)
+    assert errors[0] is None
+    assert any("all_reduce of blocks.2" in str(error) and "rank 0 did not arrive" in str(error) for error in errors[1:])
+
+
+def test_groups_of_ranks() -> None:
+    def body(comm: Comm) -> tuple[float, ...]:
+        inside, across = comm.within(2), comm.across(2)
+        rows = []
+        for group in (inside, across, comm.within(4), comm.within(1)):
+            tensor = torch.tensor([float(comm.rank)])
+            group.all_reduce(tensor).wait()
+            rows.append(float(tensor))
+        return (inside.rank, across.rank, *rows)
+
+    assert run_ranks(4, body) == [(0, 0, 1, 2, 6, 0), (1, 0, 1, 4, 6, 1), (0, 1, 5, 2, 6, 2), (1, 1, 5, 4, 6, 3)]
+
+
+def test_a_failure_reaches_groups_of_ranks() -> None:
+    def body(comm: Comm) -> float:
+        group = comm.across(2)
+        if comm.rank == 3:
+            comm.fail("full disk")
+            return 0.0
+        return all_reduce(group)
+
+    first, second, third, _ = outcomes(4, body)
+    assert first == third == 2.0
+    assert "rank 3 has failed, while rank 1 waited" in str(second)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("where", ["forward", "backward", "update"])
+def test_an_engine_whose_peer_fails(where: str, stage: int) -> None:
+    def stumble(*_: Any) -> None:
+        raise OSError("the disk is gone")
+
+    def body(comm: Comm) -> None:
+        mine = copy.deepcopy(model)
+        engine, *_ = wherry.initialize(
+            model=mine, optimizer=adamw(mine.parameters()), config=settings(stage), mesh=comm
+        )
+        for step in range(3):
+            if step == 1 and comm.rank == 1:
+                if where == "forward":
+                    mine.blocks[1].register_forward_pre_hook(stumble)
+                elif where == "backward":
+                    mine.blocks[1].register_full_backward_hook(stumble)
+                else:
+                    engine._updater.run = stumble
+            engine.backward(engine(*token_batch(step, 0, comm.rank)))
+            engine.step()
+
+    model = make_model()
+    errors = outcomes(3, body)
+    assert isinstance(errors[1], OSError)
+    for error in (errors[0], errors[2]):
+        assert isinstance(error, PeerError), error
+        assert "rank 1 has failed" in str(error)
+        assert "OSError: the disk is gone" in str(error)
+
+
+# Ranks as processes.
+
+
+SCRIPT = """
+import os, sys, time
+import torch, wherry
+import torch.distributed as dist
+from wherry.errors import PeerError, DivergenceError
+from wherry.parallel import topology
+
+torch.set_num_threads(1)
+mode = sys.argv[1]
+comm = topology.find(timeout=3.0 if mode in ("late", "other") else 60.0).data
+warm = torch.ones(2)
+comm.all_reduce(warm).wait()
+values = comm.gather_objects({"rank": comm.rank, "more": "x" * 100 * comm.rank})
+assert [v["rank"] for v in values] == list(range(comm.size)), values
+comm.barrier()
+inside, across = (comm.within(2), comm.across(2)) if mode == "groups" else (None, None)
+begun = time.monotonic()
+wait = lambda label="blocks.5": comm.all_reduce(torch.ones(4), label=label).wait()
+try:
+    if mode == "fails":
+        if comm.rank == 1:
+            comm.tell(OSError("no space left"))
+            time.sleep(4)
+        else:
+            wait()
+    elif mode == "alike":
+        for _ in range(3):
+            comm.fail("a bad batch")
+            if comm.rank == 0:
+                time.sleep(1.2)
+            wait()
+    elif mode == "uncaught":
+        if comm.rank == 0:
+            raise KeyError("a loader's mistake")
+        wait()
+    elif mode == "dies":
+        if comm.rank == 1:
+            os._exit(3)
+        wait()
+    elif mode == "late":
+        if comm.rank != 1:
+            wait()
+        else:
+            time.sleep(8)
+    elif mode == "other":
+        if comm.rank == 1:
+            comm.all_reduce(torch.ones(4), label="blocks.6").wait()
+        else:
+            comm.all_gather(torch.ones(4), torch.ones(2), label="blocks.5").wait()
+    elif mode == "groups":
+        for group in (inside, across):
+            tensor = torch.tensor([float(comm.rank)])
+            group.all_reduce(tensor).wait()
+            print("sum", float(tensor), flush=True)
+            group.close()
+    print("ended well", flush=True)
+except (PeerError, DivergenceError) as error:
+    print(type(error).__name__, error, flush=True)
+    print("after", time.monotonic() - begun, flush=True)
+    if comm.rank == 0:
+        time.sleep(3.0)  # its process holds the store
+    os._exit(0)
+comm.close()
+"""
+
+
+def run_processes(tmp_path: Any, mode: str, size: int = 4) -> list[str]:
+    script = tmp_path / "ranks.py"
+    script.write_text(SCRIPT)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    for rank in range(size):
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(size)}
+        environment = {**os.environ, **place, "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-W", "ignore", str(script), mode],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    try:
+        return [process.communicate(timeout=90)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def seconds(output: str) -> float:
+    return float(output.split("after ")[1].split()[0])
+
+
+def test_processes_learn_of_a_failure(tmp_path: Any) -> None:
+    outputs = run_processes(tmp_path, "fails", size=3)
+    for rank in (0, 2):
+        assert "PeerError rank 1 has failed" in outputs[rank], outputs[rank]
+        assert "all_reduce of blocks.5" in outputs[rank]
+        assert "OSError: no space left" in outputs[rank]
+        assert seconds(outputs[rank]) < 3.5  # before the failed rank's process has ended
+
+
+def test_processes_that_fail_alike_go_on(tmp_path: Any) -> None:
+    assert all("ended well" in output for output in run_processes(tmp_path, "alike", size=2))
+
+
+def test_processes_learn_of_an_error_that_nobody_caught(tmp_path: Any) -> None:
+    outputs = run_processes(tmp_path, "uncaught", size=2)
+    assert "KeyError" in outputs[0]
+    assert "rank 0 has failed" in outputs[1], outputs[1]
+    assert "a loader's mistake" in outputs[1]
+
+
+def test_processes_name_the_rank_that_died(tmp_path: Any) -> None:
+    outputs = run_processes(tmp_path, "dies", size=3)
+    for rank in (0, 2):
+        assert "PeerError" in outputs[rank], outputs[rank]
+        assert re.search("rank 1 (is gone|has failed.*it is gone)", outputs[rank]), outputs[rank]
+
+
+def test_processes_name_the_rank_that_did_not_arrive(tmp_path: Any) -> None:
+    outputs = run_processes(tmp_path, "late", size=3)
+    for rank in (0, 2):
+        assert "all_reduce of blocks.5" in outputs[rank], outputs[rank]
+        assert "rank 1 did not arrive" in outputs[rank], outputs[rank]
+        assert "timeout_s" in outputs[rank]
+
+
+def test_processes_that_want_different_collectives(tmp_path: Any) -> None:
+    outputs = run_processes(tmp_path, "other", size=2)
+    assert "DivergenceError" in outputs[1], outputs[1]
+    assert "all_gather of blocks.5" in outputs[1]
+    assert "all_reduce of blocks.6" in outputs[1]
+
+
+def test_groups_of_processes(tmp_path: Any) -> None:
+    outputs = run_processes(tmp_path, "groups")
+    sums = [[float(line.split()[1]) for line in output.splitlines() if line.startswith("sum")] for output in outputs]
+    assert sums == [[1, 2], [1, 4], [5, 2], [5, 4]], outputs
