@@ -22,6 +22,7 @@ from wherry.sharding.construct import Builder, move_buffers
 from wherry.sharding.gradients import GradientPolicy, Gradients
 from wherry.sharding.grouping import plan_units
 from wherry.sharding.hooks import Hooks, Phases
+from wherry.sharding.interleave import Interleaver
 from wherry.sharding.schedule import Schedule
 from wherry.sharding.weights import Gatherer
 from wherry.update import schedules
@@ -136,7 +137,9 @@ def _assemble(
 
     def make_hooks(engine: Engine) -> Hooks:
         phases = Phases(engine.backward_begins, engine.backward_ends, engine.forward_begins)
-        return Hooks(model, units, gatherer, gradients, schedule, phases)
+        return Hooks(
+            model, units, gatherer, gradients, schedule, phases, Interleaver(len(units), topology.device)
+        )
 
     def make_optimizer(engine: Engine) -> ShardedOptimizer | None:
         return ShardedOptimizer(spec.instance, engine.update, engine.zero_grad_of_loop) if spec is not None else None

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from wherry.accumulation import Accumulation
 from wherry.config import Config
 from wherry.config.batch import BatchSizes
 from wherry.errors import WherryError
@@ -110,6 +111,8 @@ class Engine(nn.Module):
         self._states: ParameterStates | None = None
         self._forced_boundary: bool | None = None
         self._backwards_in_window = 0
+        # How many micro-batches the backward that runs is of.
+        self._micro_batches = 1
         self._steps_in_window = 0
         # Whether gradients of this window are to be divided by the number of its micro-batches; None before the first.
         self._averaged: bool | None = None
@@ -120,6 +123,7 @@ class Engine(nn.Module):
         # True while the backward that ends is one of `backward()`.
         self._in_backward = False
         self._hooks = parts.hooks(self)
+        self._accumulation = Accumulation(self, parts.config.wherry.accumulation)
         self.optimizer = parts.optimizer(self)
         states = {state.flat: state.master for state in parts.updater.states} if parts.updater else {}
         self._access = Access(module, parts.units, parts.gatherer, self.comm, states.get)
@@ -130,12 +134,16 @@ class Engine(nn.Module):
         self._check_open()
         if self._input_dtype is not None:
             args, kwargs = _cast(args, self._input_dtype), _cast(kwargs, self._input_dtype)
-        counting = self._reporter.counting("forward", self.global_steps + 1)
         try:
-            with self._spans("wherry::forward"), counting, self._hooks.saving():
+            with ExitStack() as around:
+                if not self._hooks.interleaver.active:  # of forwards that run together no single one has a time
+                    around.enter_context(self._spans("wherry::forward"))
+                    around.enter_context(self._reporter.counting("forward", self.global_steps + 1))
+                around.enter_context(self._hooks.saving())
                 return self.module(*args, **kwargs)
         except BaseException as error:
-            self.comm.tell(error)
+            if not self._hooks.interleaver.stopping:  # else it is stopped because of another's error
+                self.comm.tell(error)
             raise
 
     def forward_begins(self) -> None:
@@ -152,18 +160,19 @@ class Engine(nn.Module):
         was divided already. A plain `loss.backward()` does the same as this with the defaults.
         """
         self._check_open()
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise WherryError(f"backward: expected a loss of one element, got {shape}; reduce it, as with loss.mean()")
-        if not loss.requires_grad:
-            raise WherryError(
-                "backward: the loss has no gradient; was it computed under no_grad, or from detached outputs?"
-            )
+        _checked(loss)
+        self._backward([loss], retain_graph=retain_graph, averaged=scale_wrt_gas)
+        return loss
+
+    def _backward(self, losses: Sequence[torch.Tensor], *, retain_graph: bool = False, averaged: bool = True) -> None:
+        """One backward of the sum of so many micro-batches' losses."""
         self._loss_is_scaled = True
-        self._begin_backward(averaged=scale_wrt_gas)
+        self._begin_backward(averaged=averaged, micro_batches=len(losses))
+        if self._scaler.scale != 1.0:
+            losses = [loss * self._scaler.scale for loss in losses]
         try:
             with self._spans("wherry::backward"), self._reporter.counting("backward", self.global_steps + 1):
-                (loss * self._scaler.scale if self._scaler.scale != 1.0 else loss).backward(retain_graph=retain_graph)
+                torch.autograd.backward(losses, retain_graph=retain_graph)
             self._in_backward = True
             self.backward_ends()
         except BaseException as error:
@@ -172,8 +181,8 @@ class Engine(nn.Module):
             raise
         finally:
             self._loss_is_scaled = False
-        self._reporter.loss(loss)
-        return loss
+        for loss in losses:
+            self._reporter.loss(loss)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale, for a backward of one's own: `engine.scale(loss).backward()`."""
@@ -198,10 +207,10 @@ class Engine(nn.Module):
         if not (explicit or self._gradients.arrivals):
             return  # gradients of inputs only, as of torch.autograd.grad: no micro-batch of the window
         self._gradients.finish()
-        self._backwards_in_window += 1
+        self._backwards_in_window += self._micro_batches
         self._window_scale = self._gradient_scale()
 
-    def _begin_backward(self, *, averaged: bool) -> None:
+    def _begin_backward(self, *, averaged: bool, micro_batches: int = 1) -> None:
         if self._hooks.backward_running:
             self._abandon_window()
         if self._averaged is not None and averaged != self._averaged:
@@ -217,7 +226,8 @@ class Engine(nn.Module):
             )
         self._scaled = self._loss_is_scaled
         self._averaged = averaged
-        micro_batch = max(self._backwards_in_window, self._steps_in_window) + 1
+        self._micro_batches = micro_batches
+        micro_batch = max(self._backwards_in_window, self._steps_in_window) + micro_batches
         self._gradients.begin(boundary=self._is_boundary(micro_batch))
         self._hooks.begin_backward()
 
@@ -341,19 +351,19 @@ class Engine(nn.Module):
                 f"train_batch: expected an iterator, got {type(data).__name__}; make one before the loop, as with "
                 "data = iter(loader), so that each call goes on where the last one ended"
             )
-        total: torch.Tensor | None = None
-        for _ in range(self._batch.accumulation):
-            batch = self._to_device(next(data))
-            if isinstance(batch, dict):
-                output = self(**batch)
-            else:
-                output = self(*batch) if isinstance(batch, list | tuple) else self(batch)
-            loss = output if isinstance(output, torch.Tensor) else next(tensors_in(output))
-            self.backward(loss)
-            self.step()
-            total = loss.detach() if total is None else total + loss.detach()
-        assert total is not None
-        return total / self._batch.accumulation
+        self._check_open()
+        return self._accumulation.window(data)
+
+    def _loss_of(self, batch: Any) -> torch.Tensor:
+        if isinstance(batch, dict):
+            output = self(**batch)
+        else:
+            output = self(*batch) if isinstance(batch, list | tuple) else self(batch)
+        return _checked(output if isinstance(output, torch.Tensor) else next(tensors_in(output), None))
+
+    def _window_begun(self) -> bool:
+        """Whether micro-batches of this window have run already, or its end is decided by hand."""
+        return bool(self._backwards_in_window or self._steps_in_window) or self._forced_boundary is not None
 
     def _to_device(self, batch: Any) -> Any:
         if isinstance(batch, torch.Tensor):
@@ -547,6 +557,17 @@ class Engine(nn.Module):
     def _check_open(self) -> None:
         if self._closed:
             raise WherryError("this engine has been closed; call wherry.initialize again for a new one")
+
+
+def _checked(loss: Any) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise WherryError(f"backward: expected a loss of one element, got {shape}; reduce it, as with loss.mean()")
+    if not loss.requires_grad:
+        raise WherryError(
+            "backward: the loss has no gradient; was it computed under no_grad, or from detached outputs?"
+        )
+    return loss
 
 
 def _synchronise(device: torch.device) -> Callable[[], object] | None:

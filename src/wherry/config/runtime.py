@@ -119,8 +119,9 @@ class Own(Block):
     accumulation: Annotated[Literal["auto", "layer_major", "step_major"], BeforeValidator(lowered)] = key(
         "auto",
         "Order of gradient accumulation: all micro-batches through a unit before the next unit, which gathers and "
-        "reduces each unit once, or one micro-batch after another.",
-        only=("auto", "step_major"),
+        "reduces each unit once, or one micro-batch after another. Acts in engine.train_batch; layer_major holds the "
+        "activations of all micro-batches of a window at once. auto: layer_major where weights or gradients would "
+        "travel once for every micro-batch, and the model allows it.",
     )
     master: Annotated[Literal["auto", "whole", "split"], BeforeValidator(lowered)] = key(
         "auto",

@@ -55,23 +55,24 @@ class FlatGradient:
         self.reduced = False
         self.sum_squares: float | torch.Tensor = 0.0
         self._parts: dict[int, list[torch.Tensor]] = {}
-        self._arrived = bytearray(len(flat.parameters))
+        # How often the gradient of each parameter arrives in one backward.
+        self.expected = 1
+        self._arrived = [0] * len(flat.parameters)
         self._waiting = len(flat.parameters)
         self.collected = False
 
     def arrive(self, index: int) -> bool:
         """A parameter's gradient is there; true when it was the last one awaited."""
-        if self._arrived[index]:
+        self._arrived[index] += 1
+        if self._arrived[index] != self.expected:
             return False
-        self._arrived[index] = 1
         self._waiting -= 1
         return self._waiting == 0
 
     def begin(self) -> None:
         """A backward begins: nothing has arrived."""
-        if self._waiting != len(self._arrived):
-            self._arrived = bytearray(len(self._arrived))
-            self._waiting = len(self._arrived)
+        self._arrived = [0] * len(self._arrived)
+        self._waiting = len(self._arrived)
         self.collected = False
 
     def measured(self, *, cut_only: bool) -> list[torch.Tensor]:
@@ -122,6 +123,7 @@ class FlatGradient:
     def end_window(self) -> None:
         self.fresh = True
         self.reduced = False
+        self.expected = 1
 
     @property
     def nbytes(self) -> int:

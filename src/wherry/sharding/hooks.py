@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from wherry.sharding.gradients import Gradients
+from wherry.sharding.interleave import Interleaver
 from wherry.sharding.schedule import Schedule
 from wherry.sharding.unit import Flat, Unit, Weights
 from wherry.sharding.weights import Gatherer
+
+T = TypeVar("T")
 
 NO_TASK = -1
 backward_task = torch._C._current_graph_task_id  # NO_TASK outside a backward
@@ -81,6 +84,7 @@ class Hooks:
         gradients: Gradients,
         schedule: Schedule,
         phases: Phases,
+        interleaver: Interleaver,
     ) -> None:
         self.model = model
         self.units = units
@@ -89,6 +93,12 @@ class Hooks:
         self.gradients = gradients
         self.schedule = schedule
         self.phases = phases
+        self.interleaver = interleaver
+        # How many forwards of each unit's modules are running, nested ones and recursion included.
+        self.running = [0] * len(units)
+        # In forwards that run together: how often a unit ran without a graph, to be recomputed in the backward.
+        self._ungraphed: dict[Unit, int] = {}
+        self._graphed: set[Unit] = set()
         self.task = NO_TASK
         self.backward_running = False
         self._handles: list[RemovableHandle] = []
@@ -109,6 +119,10 @@ class Hooks:
         for unit in self.units:
             if unit.travelling:
                 self._install_unit(unit)
+            elif not unit.root:
+                for module in unit.modules:
+                    turn = torch.compiler.disable(partial(self._pre_forward_of_resident, unit))
+                    self._keep(module.register_forward_pre_hook(turn, prepend=True))
         self._keep(self.model.register_forward_hook(self._root_post_forward, always_call=True))
         # Parameters hold these hooks in C++, where the garbage collector sees no cycle: they may refer to nothing else.
         arrived = weakref.WeakMethod(self._gradient_arrived)
@@ -189,12 +203,11 @@ class Hooks:
         if self.inert:
             return
         root = self.root
-        if root.running == 0 and backward_task() == NO_TASK:
-            for unit in self.units:
-                unit.running = 0
+        if not self.interleaver.active and self.running[root.index] == 0 and backward_task() == NO_TASK:
+            self.running = [0] * len(self.units)
             self.phases.forward_begins()
             self.schedule.begin()
-        root.running += 1
+        self.running[root.index] += 1
         if root.travelling:
             self.gatherer.gather(root)
 
@@ -202,41 +215,61 @@ class Hooks:
         if self.inert:
             return
         root = self.root
-        root.running = max(0, root.running - 1)
-        if root.running or backward_task() != NO_TASK:
+        self.running[root.index] = max(0, self.running[root.index] - 1)
+        if self.running[root.index] or backward_task() != NO_TASK:
+            return
+        awaits_backward = torch.is_grad_enabled() and self._hook_outputs(output, self._root_pre_backward)
+        if self.interleaver.active:
             return
         self.schedule.end()
-        awaits_backward = torch.is_grad_enabled() and self._hook_outputs(output, self._root_pre_backward)
         if not awaits_backward:
             for unit in self.units:
                 if unit.shared:
                     self.gatherer.release(unit)
 
+    def _pre_forward_of_resident(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        self._reach(unit)
+
+    def _reach(self, unit: Unit) -> bool:
+        """A forward comes to a unit that it is not inside of. True for the first of those that run together."""
+        if self.inert or unit.root or backward_task() != NO_TASK:
+            return False
+        first = self.interleaver.reach(unit)
+        if self.interleaver.active:
+            if torch.is_grad_enabled():
+                self._graphed.add(unit)
+            else:
+                self._ungraphed[unit] = self._ungraphed.get(unit, 0) + 1
+        return first
+
     def _pre_forward(self, unit: Unit, module: nn.Module, args: Any) -> None:
         if self.inert:
             return
-        unit.running += 1
-        if unit.running > 1:
+        first = not self.running[unit.index] and self._reach(unit)
+        self.running[unit.index] += 1
+        if self.running[unit.index] > 1:
             return
         self.gatherer.gather(unit)
-        if backward_task() == NO_TASK and not unit.root:
+        if first:
             self.schedule.enter(unit)
             self.gatherer.prefetch(unit, backward=False)
 
     def _post_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         if self.inert:
             return
-        unit.running = max(0, unit.running - 1)
+        self.running[unit.index] = max(0, self.running[unit.index] - 1)
         # A recomputation inside a backward: the weights are needed again at once.
-        if unit.running or backward_task() != NO_TASK:
+        if self.running[unit.index] or backward_task() != NO_TASK:
             return
         awaits_backward = torch.is_grad_enabled() and self._hook_outputs(output, partial(self._pre_backward, unit))
-        if not unit.shared or not (awaits_backward or self.root.running):
+        if self.interleaver.needed(unit):
+            return
+        if not unit.shared or not (awaits_backward or self.running[self.root.index]):
             self.gatherer.release(unit)
 
     def _post_forward_with_inputs(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """As `_post_forward`, for a unit with frozen weights: its inputs' gradients tell when they are done with."""
-        if torch.is_grad_enabled() and unit.running == 1 and not self.inert:
+        if torch.is_grad_enabled() and self.running[unit.index] == 1 and not self.inert:
             self._watch_inputs(unit, args, kwargs, output)
         self._post_forward(unit, module, args, output)
 
@@ -250,11 +283,39 @@ class Hooks:
 
     def _read(self, parameter: nn.Parameter) -> None:
         unit = None if self.inert else self._unit_of.get(parameter)
-        if unit is None or unit.running or not (self.root.running or self.backward_running) or unit.whole:
+        if unit is None or unit.whole or self.running[unit.index]:
+            return
+        if not (self.running[self.root.index] or self.backward_running):
             return
         # Used by a unit that is not its own: from now on it stays gathered through the step.
         unit.shared = True
         self.gatherer.gather(unit)
+
+    # Forwards that run together.
+
+    def run_together(self, forwards: Sequence[Callable[[], T]]) -> list[T]:
+        """The results of several forwards of the model, each unit gathered once for all of them."""
+        self.phases.forward_begins()
+        self.schedule.begin()
+        self._ungraphed, self._graphed, self._frozen_calls = {}, set(), {}
+        try:
+            results = self.interleaver.run(forwards, self._enter)
+        except BaseException:
+            self._ungraphed = {}
+            self.end_backward()
+            raise
+        finally:
+            self.running = [0] * len(self.units)
+        self.schedule.end()
+        for gradient, unit in zip(self.gradients.all, self._home, strict=True):
+            # A reentrant checkpoint runs a backward of its own for each forward, and each brings a gradient.
+            gradient.expected = max(1, self._ungraphed.get(unit, 0) + (unit in self._graphed))
+        for unit, calls in self._ungraphed.items():
+            self._frozen_calls[unit] = self._frozen_calls.get(unit, 0) + calls
+        return results
+
+    def _enter(self, running: list[int]) -> None:
+        self.running = running
 
     # Backward.
 
@@ -262,7 +323,6 @@ class Hooks:
         """Prepare the units for a backward that is about to run, or has just begun to."""
         self.backward_running = True
         self.task = backward_task()
-        self._frozen_calls = {}
         for unit in self.units:
             unit.in_backward = False
             if unit.shared and unit.travelling:
@@ -272,6 +332,8 @@ class Hooks:
         """Nothing of the backward is left to run: no unit stays gathered."""
         self.backward_running = False
         self.task = NO_TASK
+        self._frozen_calls = {}
+        self._ungraphed = {}
         for unit in self.units:
             self.gatherer.release(unit)
 
@@ -341,10 +403,14 @@ class Hooks:
                     if not flat.trainable:
                         self.gatherer.release_flat(flat)
 
-        if backward_task() != NO_TASK:
+        if self.interleaver.active:
+            # All of these forwards get their backward, the last first: the flats are needed until the first has had it.
+            count(1)
+        elif backward_task() != NO_TASK:
             if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
                 return  # a non-reentrant checkpoint recomputes: its backward runs on the graph of the first forward
-            count(1)
+            if unit not in self._ungraphed:  # else counted when the forwards ran
+                count(1)
         else:
             for tensor in outputs:
                 tensor.register_hook(begins)

@@ -104,8 +104,6 @@ class Unit:
     root: bool = False
     # Kept gathered from its first use in a step to the end of the backward, because other units use it too.
     shared: bool = False
-    # How many forwards of the unit's modules are running, nested ones and recursion included.
-    running: int = 0
     in_backward: bool = False
     travelling: list[Flat] = field(default_factory=list)
 

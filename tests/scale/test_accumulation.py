@@ -1,0 +1,532 @@
+"""Layer-major accumulation: the results of step-major, with the traffic of one micro-batch."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+from tests.engine.harness import (
+    TinyLM,
+    adamw,
+    assert_close,
+    assert_equal,
+    make_model,
+    settings,
+    token_batch,
+    train_plain,
+)
+from tests.engine.test_models import CalledTwice, SometimesUnused, Stack, UsedOutside, sgd, vectors
+from tests.scale.windows import train_windows
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import wherry
+from wherry.parallel.comm import Comm
+from wherry.parallel.threads import run_ranks
+
+
+class Untied(TinyLM):
+    """Every weight is used once: sums of two micro-batches have one order only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, 29, bias=False)
+
+
+class Checkpointed(TinyLM):
+    reentrant = False
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_equals_step_major_and_plain_training(stage: int, ranks: int) -> None:
+    model = make_model()
+    plain = train_plain(model, ranks=ranks, accumulation=4, steps=4, clip=0.5)
+    one = train_windows(model, stage=stage, order="step_major", accumulation=4, ranks=ranks, clip=0.5)
+    other = train_windows(model, stage=stage, order="layer_major", accumulation=4, ranks=ranks, clip=0.5)
+    assert_close(one, plain)
+    assert_close(other, one)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_two_micro_batches_give_the_same_bits(stage: int) -> None:
+    model = make_model(Untied)
+    one = train_windows(model, stage=stage, order="step_major", accumulation=2)
+    other = train_windows(model, stage=stage, order="layer_major", accumulation=2)
+    assert_equal(other, one)
+
+
+def test_two_micro_batches_on_two_ranks_give_the_bits_of_stage_1() -> None:
+    """Stage 1 adds micro-batches first and ranks then, as layer-major does at every stage."""
+    names = [name for name, _ in make_model(Untied).named_parameters()]
+
+    def gradients(engine: Any, step: int) -> dict[str, torch.Tensor]:
+        return {name: engine.gradients(name) for name in names}
+
+    def still(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.0)  # the first window is step-major, and adds in another order
+
+    one, other = (
+        train_windows(
+            make_model(Untied), stage=stage, order=order, accumulation=2, ranks=2, steps=2, optimizer=still,
+            each_step=gradients,
+        ).extra[1]
+        for stage, order in ((1, "step_major"), (3, "layer_major"))
+    )  # fmt: skip
+    for name in names:
+        assert torch.equal(one[name], other[name]), name
+
+
+def traffic(engine: Any, step: int) -> tuple[dict[str, int], dict[str, int]]:
+    return dict(engine.comm.traffic.calls), dict(engine.comm.traffic.bytes)
+
+
+@pytest.mark.parametrize("model_class", [TinyLM, Checkpointed, Reentrant])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_eight_micro_batches_travel_like_one(stage: int, model_class: type[nn.Module]) -> None:
+    model = make_model(model_class)
+    one = train_windows(model, stage=stage, order="step_major", accumulation=1, ranks=2, each_step=traffic)
+    eight = train_windows(model, stage=stage, order="layer_major", accumulation=8, ranks=2, each_step=traffic)
+    # The first window is watched, and runs step-major.
+    assert eight.extra[0][0]["reduce_scatter"] == 8 * one.extra[2][0]["reduce_scatter"]
+    late = set() if model_class is not Reentrant else {"all_reduce"}
+    for step in (2, 3):
+        for mine, theirs in zip(eight.extra[step], one.extra[step], strict=True):
+            for operation in (mine.keys() | theirs.keys()) - late:
+                assert mine[operation] == theirs[operation], operation
+
+
+def test_the_peak_of_live_weights_is_that_of_one_micro_batch() -> None:
+    def peak(engine: Any, step: int) -> int:
+        value, engine._gatherer.peak_live = engine._gatherer.peak_live, 0
+        return value
+
+    runs = [
+        train_windows(
+            make_model(), stage=3, order=order, accumulation=4, ranks=2, each_step=peak,
+            config={"zero_optimization": {"stage3_prefetch_bucket_size": 0}},
+        ).extra
+        for order in ("step_major", "layer_major")
+    ]  # fmt: skip
+    assert runs[1][2] <= runs[0][2]
+
+
+@pytest.mark.parametrize("model_class", [Checkpointed, Reentrant, CalledTwice, SometimesUnused, UsedOutside])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_models_of_many_shapes(model_class: type[nn.Module], ranks: int) -> None:
+    model = make_model(model_class)
+    batch, optimizer = (token_batch, adamw) if issubclass(model_class, TinyLM) else (vectors, sgd)
+    plain = train_plain(model, ranks=ranks, accumulation=4, steps=4, batch=batch, optimizer=optimizer)
+    for stage in (2, 3):
+        run = train_windows(
+            model, stage=stage, order="layer_major", accumulation=4, ranks=ranks, batch=batch, optimizer=optimizer
+        )
+        assert_close(run, plain)
+
+
+class Branching(Stack):
+    """Micro-batches of one window take different ways, and not the same one on every rank."""
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks if x.shape[0] % 2 else self.blocks[1:]:
+            x = block(x)
+        return self.out(x)
+
+
+def turned(step: int, micro: int, rank: int) -> tuple[torch.Tensor, ...]:
+    return vectors(step, micro + rank, 10 * rank + micro)
+
+
+def test_ranks_whose_micro_batches_branch_in_another_order_agree() -> None:
+    model = make_model(Branching)
+    plain = train_plain(model, ranks=2, accumulation=4, steps=4, batch=turned, optimizer=sgd)
+    # Stage 2 first: step-major at stage 3 cannot do this, and the first window is step-major.
+    assert_close(
+        train_windows(
+            model, stage=2, order="layer_major", accumulation=4, ranks=2, batch=turned, optimizer=sgd
+        ),
+        plain,
+    )
+
+
+class Frozen(Stack):
+    """An adapter beside frozen weights, whose gradients say nothing about when the frozen ones are done with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.linear.requires_grad_(False)
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_frozen_weights_are_gathered_once(reentrant: bool | None) -> None:
+    class Model(Frozen):
+        def run(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.out(x)
+            for block in self.blocks:
+                x = block(x) if reentrant is None else checkpoint(block, x, use_reentrant=reentrant)
+            return x
+
+    def trainable(parameters: Any) -> torch.optim.Optimizer:
+        return sgd([p for p in parameters if p.requires_grad])
+
+    model = make_model(Model)
+    plain = train_plain(model, ranks=2, accumulation=4, steps=4, batch=vectors, optimizer=trainable)
+    runs = [
+        train_windows(
+            model, stage=3, order=order, accumulation=k, ranks=2, batch=vectors, optimizer=trainable, each_step=traffic
+        )
+        for order, k in (("step_major", 1), ("layer_major", 4))
+    ]
+    assert_close(runs[1], plain)
+    assert runs[1].extra[3][0]["all_gather"] == runs[0].extra[3][0]["all_gather"]
+
+
+class Dropping(Checkpointed):
+    """Dropout inside a checkpoint: the recomputation must draw the same mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.down = nn.Sequential(nn.Dropout(0.5), block.down)
+            block.forward = block.forward
+
+
+class MaskCheck(nn.Module):
+    """Notes each mask that is drawn, in a list of the test's own."""
+
+    seen: list[torch.Tensor] = []  # noqa: RUF012
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.rand_like(x.detach()[:1])
+        self.seen.append(mask.clone())
+        return x * (mask > 0.5)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_draws_the_same_mask_again(reentrant: bool) -> None:
+    model = make_model(Reentrant if reentrant else Checkpointed)
+    for block in model.blocks:
+        block.mix = nn.Sequential(block.mix, MaskCheck())
+    MaskCheck.seen.clear()
+
+    def count(engine: Any, step: int) -> int:
+        return len(MaskCheck.seen)
+
+    torch.manual_seed(3)
+    train_windows(model, stage=3, order="layer_major", accumulation=4, steps=2, each_step=count)
+    masks = MaskCheck.seen[len(MaskCheck.seen) // 2 :]
+    forward, again = masks[: len(masks) // 2], masks[len(masks) // 2 :]
+    assert len(forward) == 4 * 3
+    for mask in again:
+        assert sum(torch.equal(mask, other) for other in forward) == 1
+    # Each micro-batch has a stream of its own.
+    assert len({tuple(mask.flatten().tolist()) for mask in forward}) == 12
+
+
+def test_random_numbers_repeat_and_models_without_them_leave_the_generator_alone() -> None:
+    class Dropout(Stack):
+        def run(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = F.dropout(block(x), 0.3)
+            return self.out(x)
+
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        runs.append(
+            train_windows(
+                make_model(Dropout), stage=3, order="layer_major", accumulation=4, batch=vectors, optimizer=sgd
+            )
+        )
+    assert_equal(*runs)
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    train_windows(make_model(), stage=3, order="layer_major", accumulation=4)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class WithBlocks(Untied):
+    """Autocast, no_grad and saved-tensor hooks that are entered before one unit and left after another."""
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        with torch.no_grad():
+            shift = self.blocks[2](x)
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.blocks[0](x)
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: (t,), lambda t: t[0]):
+                x = self.blocks[1](x)
+        x = self.blocks[2](x.float()) + shift
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_blocks_of_the_model_keep_their_own_thread_state(stage: int) -> None:
+    model = make_model(WithBlocks)
+    one = train_windows(model, stage=stage, order="step_major", accumulation=2)
+    other = train_windows(model, stage=stage, order="layer_major", accumulation=2)
+    assert_equal(other, one)
+    assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_gradients_of_bf16_weights_are_added_in_fp32() -> None:
+    """One large gradient and many small ones: in bf16 the small ones would vanish one by one."""
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[1](self.layers[0](x)).sum() * 0 + (self.layers[0].weight * x[0, 0]).sum()
+
+    def batch(step: int, micro: int, rank: int) -> tuple[torch.Tensor, ...]:
+        return (torch.full((2, 4), 256.0 if micro == 7 else 0.5, dtype=torch.bfloat16),)
+
+    def gradient(engine: Any, step: int) -> torch.Tensor:
+        return engine.gradients("layers.0.weight") * 8
+
+    more = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
+    run = train_windows(
+        make_model(Scale), stage=3, order="layer_major", accumulation=8, steps=2, batch=batch, config=more,
+        each_step=gradient,
+    )  # fmt: skip
+    assert torch.equal(run.extra[1], torch.full((4, 4), 259.5))
+
+
+class Norms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.BatchNorm1d(12)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(12)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return F.mse_loss(x, y)
+
+
+def test_running_statistics_are_those_of_step_major() -> None:
+    def statistics(engine: Any, step: int) -> dict[str, torch.Tensor]:
+        return {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+
+    runs = [
+        train_windows(
+            make_model(Norms), stage=3, order=order, accumulation=3, batch=vectors, optimizer=sgd, each_step=statistics
+        )
+        for order in ("step_major", "layer_major")
+    ]
+    assert_close(*runs)
+    for name, buffer in runs[0].extra[-1].items():
+        torch.testing.assert_close(runs[1].extra[-1][name], buffer)
+
+
+class Remembers(Stack):
+    """What the end of one forward leaves, the beginning of the next one reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: torch.Tensor | None = None
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        if self.memory is not None:
+            x = x + self.memory
+        x = super().run(x)
+        self.memory = x.detach().mean(0)
+        return x
+
+
+class SideLoss(Stack):
+    """Blocks leave a part of the loss on themselves, and the model collects it at the end."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(12, 12)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.tanh(self.linear(x))
+            self.extra = x.square().mean()
+            return x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, y) + sum(block.extra for block in self.blocks)
+
+
+class Counts(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return super().run(x) * (1 + 1 / self.seen)
+
+
+class SetsAndUnsets(Stack):
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        self.factor = x.mean().detach()
+        x = super().run(x) * self.factor
+        del self.factor
+        return x
+
+
+@pytest.mark.parametrize(
+    ("model_class", "what"),
+    [(Remembers, "memory"), (SideLoss, "blocks.0.extra"), (Counts, "seen"), (SetsAndUnsets, "factor")],
+)
+@pytest.mark.parametrize("order", ["auto", "layer_major"])
+def test_a_model_that_keeps_state_runs_step_major(
+    model_class: type[nn.Module], what: str, order: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "wherry")
+    model = make_model(model_class)
+    plain = train_plain(model, ranks=2, accumulation=3, steps=3, batch=vectors, optimizer=sgd) if model_class in (
+        SideLoss, SetsAndUnsets) else None  # fmt: skip
+    one = train_windows(model, stage=3, order="step_major", accumulation=3, ranks=2, batch=vectors, optimizer=sgd)
+    run = train_windows(model, stage=3, order=order, accumulation=3, ranks=2, batch=vectors, optimizer=sgd)
+    assert_equal(run, one)
+    if plain is not None:
+        assert run.losses[:3] == pytest.approx(plain.losses, rel=1e-5)
+    lines = [record.getMessage() for record in caplog.records if "step_major" in record.getMessage()]
+    assert lines and all(repr(what) in line for line in lines)
+
+
+@pytest.mark.parametrize("where", ["unit", "root"])
+def test_an_exception_in_a_forward_leaves_the_engine_healthy(where: str) -> None:
+    class Failing(TinyLM):
+        trigger = -1
+
+        def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            with torch.autograd.graph.save_on_cpu():
+                loss = super().forward(ids, targets)
+            if where == "root" and bool((ids == self.trigger).any()):
+                raise RuntimeError("a bad batch")
+            return loss
+
+    model = make_model(Failing)
+    left: list[int] = []
+
+    class Bad(nn.Module):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            type(self).calls += 1
+            if where == "unit" and type(self).calls == 2 * 2 + 2:
+                raise RuntimeError("a bad batch")
+            return x
+
+    model.blocks[1].down = nn.Sequential(model.blocks[1].down, Bad())
+    engine, *_ = wherry.initialize(
+        model=copy.deepcopy(model),
+        optimizer=lambda p: torch.optim.AdamW(p, lr=3e-3, weight_decay=0.1),
+        config=settings(3, 2, more={"wherry": {"accumulation": "layer_major"}}),
+    )
+
+    def window(step: int) -> torch.Tensor:
+        return engine.train_batch(iter([token_batch(step, micro, 0) for micro in range(2)]))
+
+    window(0)
+    window(1)
+    if where == "root":
+        type(engine.module).trigger = int(token_batch(2, 1, 0)[0][0, 0])
+    with pytest.raises(RuntimeError, match="a bad batch") as caught:
+        window(2)
+    assert any("step_major" in note for note in caught.value.__notes__)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert not engine._hooks.interleaver.active and engine._gatherer.live == 0
+    type(engine.module).trigger = -1
+    losses = [float(window(step)) for step in range(2, 5)]
+    engine.close()
+    Bad.calls = -(10**9)
+    plain = train_plain(model, accumulation=2, steps=5)
+    assert losses == pytest.approx(plain.losses[2:], rel=1e-5)
+    assert not left
+
+
+def test_a_window_begun_by_hand_runs_step_major() -> None:
+    model = make_model()
+    engine, *_ = wherry.initialize(
+        model=model, optimizer=adamw(model.parameters()),
+        config=settings(3, 2, more={"wherry": {"accumulation": "layer_major"}}),
+    )  # fmt: skip
+    with engine.no_sync():
+        engine.train_batch(iter([token_batch(0, micro, 0) for micro in range(2)]))
+    assert engine.global_steps == 0
+    engine.close()
+
+
+def test_counters_of_the_engine_move_as_in_step_major() -> None:
+    def counters(engine: Any, step: int) -> tuple[int, ...]:
+        return engine.global_steps, engine.micro_steps, engine.global_samples
+
+    runs = [
+        train_windows(make_model(), stage=3, order=order, accumulation=3, each_step=counters)
+        for order in ("step_major", "layer_major")
+    ]
+    assert runs[0].extra == runs[1].extra
+
+
+def test_fp16_losses_carry_the_scale() -> None:
+    config = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+    runs = [
+        train_windows(make_model(Untied), stage=3, order=order, accumulation=2, config=config)
+        for order in ("step_major", "layer_major")
+    ]
+    assert runs[1].losses == pytest.approx(runs[0].losses, rel=2e-3)
+    assert all(math.isfinite(norm) for norm in runs[1].norms)
+
+
+def test_a_compiled_block() -> None:
+    model = make_model()
+    plain = train_plain(model, accumulation=3, steps=3)
+    for block in model.blocks:
+        block.compile(backend="eager")
+    run = train_windows(model, stage=3, order="layer_major", accumulation=3, steps=3)
+    assert_close(run, plain)
+
+
+def test_on_two_ranks_an_error_of_one_ends_both() -> None:
+    class Picky(TinyLM):
+        def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            if not len(ids):
+                raise ValueError("an empty batch")
+            return super().forward(ids, targets)
+
+    model = make_model(Picky)
+
+    def body(comm: Comm) -> None:
+        mine = copy.deepcopy(model)
+        engine, *_ = wherry.initialize(
+            model=mine, optimizer=adamw(mine.parameters()), mesh=comm, config=settings(3, 2)
+        )
+        for step in range(3):
+            batches = [token_batch(step, micro, comm.rank) for micro in range(2)]
+            if step == 2 and comm.rank == 1:
+                batches[1] = (batches[1][0][:0], batches[1][1][:0])
+            engine.train_batch(iter(batches))
+
+    with pytest.raises(ValueError, match="an empty batch"):
+        run_ranks(2, body)
