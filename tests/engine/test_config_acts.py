@@ -18,7 +18,6 @@ from wherry.parallel.threads import run_ranks
     ("own", "named"),
     [
         ({"wherry": {"update_policy": "delayed"}}, "wherry.update_policy"),
-        ({"wherry": {"accumulation": "layer_major"}}, "wherry.accumulation"),
         ({"wherry": {"master": "split"}, "bf16": {"enabled": True}}, "wherry.master"),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "x"}}}, "optimizer.device"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "offload_optimizer.ratio"),
