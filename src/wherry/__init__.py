@@ -5,18 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "WherryError", "__version__", "gathered", "initialize"]
+__all__ = ["Engine", "WherryError", "__version__", "estimate", "gathered", "initialize"]
 
 if TYPE_CHECKING:
     from wherry.assemble import initialize
     from wherry.engine import Engine
     from wherry.errors import WherryError
+    from wherry.forecast import estimate
     from wherry.sharding.access import gathered
 
 # Imported at first use: `import wherry`, and the command line's help, need none of it.
 _HOMES = {
     "Engine": "wherry.engine",
     "WherryError": "wherry.errors",
+    "estimate": "wherry.forecast",
     "gathered": "wherry.sharding.access",
     "initialize": "wherry.assemble",
 }

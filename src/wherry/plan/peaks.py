@@ -179,7 +179,7 @@ def buffers(profile: Profile, setting: Setting) -> int:
     if setting.ranks == 1:
         return 0
     flats = [flat for unit in setting.flats(profile) for flat in unit if flat.trainable]
-    place = {}
+    place: dict[int, int] = {}
     for index, unit in enumerate(profile.units):
         if unit.trained:
             place[index] = len(place)

@@ -6,7 +6,7 @@ The model runs once forward and backward on fake tensors, without values and wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -79,6 +79,12 @@ class Profile:
     @property
     def parameters(self) -> int:
         return sum(sum(unit.trained) + sum(unit.frozen) for unit in self.units)
+
+    @classmethod
+    def of_sizes(cls, units: Sequence[UnitSizes], micro_batch: int) -> Profile:
+        """A model of which only the weights are known."""
+        nothing = np.zeros(0)
+        return cls(tuple(units), 0, 0, (), Operations(nothing, nothing, nothing, nothing.astype(bool)), micro_batch)
 
     @property
     def activations(self) -> int:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from wherry.parallel.partition import LogicalSlice
+if TYPE_CHECKING:
+    from wherry.parallel.partition import LogicalSlice
 
 # Every parameter starts on a multiple of this many elements: 64 bytes in bf16 or more, what vector kernels like.
 PARAMETER_ALIGNMENT = 32

@@ -1,0 +1,339 @@
+"""`wherry plan MODEL`: a model, a config and a machine, in one answer that a person can read."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wherry import config as configs
+from wherry.config import Config
+from wherry.errors import WherryError
+from wherry.plan.machine import Machine, described, known
+from wherry.plan.quantities import parse_bytes, parse_count
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from wherry.dryrun import DryRun
+    from wherry.forecast import Forecaster
+    from wherry.plan.choose import Change, Choice
+    from wherry.plan.estimate import Estimate, Use
+
+WIDTH = 80
+BAR = 24
+
+
+def main(arguments: argparse.Namespace) -> int:
+    _check_flags(arguments)
+    config = configs.load(arguments.config, overrides=configs.parse_overrides(arguments.set or ()))
+    from wherry.sources import find
+
+    source = find(arguments.model)
+    if arguments.recompute and not source.recomputes:
+        raise WherryError(f"--recompute: {source.name} is built by a callable that takes no argument `recompute`")
+    if arguments.dry_run:
+        return _dry_run(arguments, config)
+    from wherry.forecast import Forecaster
+
+    machine = _machine(arguments)
+    ranks = _ranks(arguments) or machine.ranks()
+    forecaster = Forecaster(source, machine, ranks, arguments.sequence)
+    if arguments.auto:
+        return _auto(arguments, config, forecaster)
+    now = forecaster.exact(config, bool(arguments.recompute))
+    change = _change(config, now, forecaster)
+    if arguments.html:
+        _write_page(arguments.html, now, change.words if change else None)
+    if arguments.json:
+        print(json.dumps(now.to_dict() | {"change": _change_as_json(change)}, indent=2))
+    else:
+        _show(now)
+        _console().print(_change_line(now, change), markup=False)
+    return 0 if now.fits else 1
+
+
+def _check_flags(arguments: argparse.Namespace) -> None:
+    for flag, needs in (("output", "auto"), ("disk_path", "auto"), ("rank", "dry_run")):
+        if getattr(arguments, flag) is not None and not getattr(arguments, needs):
+            name = "-o" if flag == "output" else f"--{flag.replace('_', '-')}"
+            raise WherryError(f"{name}: goes with --{needs.replace('_', '-')}")
+    if arguments.auto and arguments.dry_run:
+        raise WherryError("--dry-run: runs one config; give --auto -o FILE first, then --config FILE --dry-run")
+    if arguments.html and arguments.dry_run:
+        raise WherryError("--html: shows an estimate; leave --dry-run out")
+    if arguments.sequence is not None and arguments.sequence < 1:
+        raise WherryError(f"--sequence: expected 1 or more, got {arguments.sequence}")
+
+
+def _ranks(arguments: argparse.Namespace) -> int | None:
+    return parse_count(arguments.ranks, "--ranks") if arguments.ranks else None
+
+
+def _machine(arguments: argparse.Namespace) -> Machine:
+    if arguments.machine:
+        base = known(arguments.machine)
+    else:
+        from wherry.plan.probe import this_machine
+
+        base = this_machine()
+    for flag in ("gpus", "nodes"):
+        value = getattr(arguments, flag)
+        if value is not None and value < (0 if flag == "gpus" else 1):
+            raise WherryError(f"--{flag}: expected {'0' if flag == 'gpus' else '1'} or more, got {value}")
+    sizes = {
+        name: parse_bytes(text, f"--{name.replace('_', '-')}")
+        for name in ("gpu_memory", "host_memory", "disk", "pcie", "stream", "disk_bandwidth")
+        if (text := getattr(arguments, name)) is not None
+    }
+    machine = described(base, gpus=arguments.gpus, nodes=arguments.nodes, **sizes)  # type: ignore[arg-type]
+    if machine.gpus and not machine.gpu_memory:
+        raise WherryError("--gpus: how large are they? add --gpu-memory, like 24GB, or name a --machine")
+    return machine
+
+
+# The nearest change.
+
+
+def _change(config: Config, now: Estimate, forecaster: Forecaster) -> Change | None:
+    from wherry.plan.choose import nearest_change
+
+    change = nearest_change(
+        config, now.recompute, now, forecaster.quick, may_recompute=forecaster.source.recomputes
+    )
+    if change is None:
+        return None
+    # The search goes by straight lines between two profiles; what is said is of the very micro-batch.
+    exact = forecaster.exact(configs.load(config, overrides=change.values), change.recompute)
+    return replace(change, estimate=exact) if exact.fits else None
+
+
+def _change_as_json(change: Change | None) -> dict[str, Any] | None:
+    if change is None:
+        return None
+    found = change.estimate
+    return {
+        "words": change.words,
+        "values": change.values,
+        "recompute": change.recompute,
+        "fits": found.fits,
+        "seconds": found.seconds,
+        "tokens_per_second": found.tokens_per_second,
+    }
+
+
+# For people.
+
+
+def size(count: int) -> str:
+    """Bytes in GB of 10^9, or in MB below a tenth of one."""
+    return f"{count / 1e9:,.2f} GB" if count >= 1e8 else f"{count / 1e6:,.2f} MB"
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.width = min(console.width, WIDTH)
+    return console
+
+
+def _plain_table() -> Table:
+    from rich.table import Table
+
+    return Table(box=None, pad_edge=False, header_style="dim")
+
+
+def _show(now: Estimate) -> None:
+    console = _console()
+    for line in headings(now):
+        console.print(line, markup=False)
+    console.print()
+    table = _plain_table()
+    for header, justify in (("bytes of a rank", "left"), ("rest on", "left"), ("", "right")):
+        table.add_column(header, justify=justify, no_wrap=True, min_width=14)  # type: ignore[arg-type]
+    for row in now.rows:
+        if row.bytes or row.category in ("parameters", "gradients", "optimizer"):
+            table.add_row(row.category, row.tier, size(row.bytes))
+    console.print(table)
+    console.print()
+    for use in now.uses:
+        if use.needed:
+            console.print(_use_line(use, now))
+    console.print()
+    for line in _time_lines(now):
+        console.print(line, markup=False)
+    for note in now.notes:
+        console.print(f"Note: {note}", style="dim", markup=False)
+
+
+def headings(now: Estimate) -> Iterator[str]:
+    tokens = f" of {now.sequence:,} tokens" if now.sequence > 1 else ""
+    how = ", activations recomputed" if now.recompute else ""
+    yield f"{now.model}: {now.parameters:,} parameters"
+    yield f"{now.placement.name}, {now.precision}, {now.optimizer}{how}"
+    yield (
+        f"{now.ranks:,} rank{'s' * (now.ranks > 1)} x micro-batch {now.micro_batch} x accumulation {now.accumulation}"
+        f" = {now.samples:,} sample{'s' * (now.samples > 1)}{tokens}"
+    )
+    yield f"on {machine_line(now.machine)}"
+
+
+def machine_line(machine: Machine) -> str:
+    nodes = f"{machine.nodes} nodes, each " if machine.nodes > 1 else ""
+    gpus = f"{machine.gpus} x {machine.gpu_memory / 1e9:.0f} GB GPU, " if machine.gpus else ""
+    measured = " (measured)" if machine.measured else ""
+    return f"{machine.name}{measured}: {nodes}{gpus}{machine.host_memory / 1e9:.0f} GB host memory"
+
+
+def _use_line(use: Use, now: Estimate) -> str:
+    whose = "each GPU" if use.place == "GPU" else f"the {use.place}" + (" of a node" if now.machine.nodes > 1 else "")
+    filled = min(BAR, round(BAR * use.share)) if use.share != float("inf") else BAR
+    colour = "green" if use.fits else "red"
+    bar = f"[{colour}]{'█' * filled}[/][dim]{'░' * (BAR - filled)}[/]"
+    spare = use.usable - use.needed
+    verdict = f"fits, {size(spare)} to spare" if use.fits else f"[bold red]{size(-spare)} too much[/]"
+    return f"{bar} {whose}: {size(use.needed)} of {size(use.usable)}\n{' ' * BAR} {verdict}"
+
+
+def _time_lines(now: Estimate) -> Iterator[str]:
+    if now.time is None:
+        return
+    rate = now.tokens_per_second or 0.0
+    what = "tokens" if now.sequence > 1 else "samples"
+    yield f"A step takes about {seconds(now.time.total)}: {rate:,.0f} {what} a second."
+    yield f"It is limited by {now.time.limited_by}. By itself each would take:"
+    from wherry.plan.roofline import WORDS
+
+    for name, value in sorted(now.time.terms.items(), key=lambda item: -item[1]):
+        if value > 0:
+            yield f"  {WORDS[name]:<18}{seconds(value):>10}"
+
+
+def seconds(value: float) -> str:
+    return f"{value:,.1f} s" if value >= 10 else f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def _change_line(now: Estimate, change: Change | None) -> str:
+    if change is None:
+        return "No nearby change would be faster." if now.fits else "No nearby change would fit; try --auto."
+    found = change.estimate
+    if not now.fits:
+        took = f", a step about {seconds(found.seconds)}" if found.seconds else ""
+        return f"It would fit with {change.words}{took}."
+    gain = (found.samples / (found.seconds or 1)) / (now.samples / (now.seconds or 1)) - 1
+    return f"Faster by {100 * gain:.0f} %: {change.words}."
+
+
+# A dry run.
+
+
+def _dry_run(arguments: argparse.Namespace, config: Config) -> int:
+    from wherry.dryrun import dry_run
+    from wherry.sources import find
+
+    ranks = _ranks(arguments) or 1
+    found = dry_run(
+        find(arguments.model),
+        config,
+        ranks=ranks,
+        rank=arguments.rank or 0,
+        sequence=arguments.sequence,
+        recompute=bool(arguments.recompute),
+    )
+    if arguments.json:
+        print(json.dumps(asdict(found), indent=2))
+    else:
+        _show_dry_run(found)
+    return 0
+
+
+def _show_dry_run(found: DryRun) -> None:
+    console = _console()
+    console.print(
+        f"{found.model}: {found.parameters:,} parameters, {found.placement}\n"
+        f"rank {found.rank:,} of {found.ranks:,}, micro-batch {found.micro_batch} x accumulation {found.accumulation}; "
+        f"dry run in {found.seconds:.1f} s\n",
+        markup=False,
+    )
+    table = _plain_table()
+    for header in ("collectives of a step", "calls", "whole tensors"):
+        table.add_column(header, justify="left" if header.startswith("coll") else "right", no_wrap=True, min_width=14)
+    for name, calls in sorted(found.calls.items()):
+        table.add_row(name, f"{calls:,}", size(found.bytes[name]))
+    if not found.calls:
+        table.add_row("none", "0", size(0))
+    console.print(table)
+    console.print()
+    table = _plain_table()
+    for header in ("bytes of the rank", "on", "at the peak", "highest"):
+        table.add_column(header, justify="left" if header in ("bytes of the rank", "on") else "right", no_wrap=True)
+    for line in found.memory:
+        table.add_row(line.category, line.tier, size(line.at_peak), size(line.highest))
+    for tier in dict.fromkeys(line.tier for line in found.memory):
+        table.add_row("[bold]peak[/]", tier, f"[bold]{size(found.peak(tier))}[/]", "")
+    console.print(table)
+
+
+# The planner.
+
+
+def _auto(arguments: argparse.Namespace, config: Config, forecaster: Forecaster) -> int:
+    from wherry.plan.choose import choose, free_keys
+    from wherry.plan.write import as_text
+
+    recomputes = (True,) if arguments.recompute else (False, True) if forecaster.source.recomputes else (False,)
+    choice = choose(
+        config,
+        forecaster.quick,
+        forecaster.ranks,
+        free=free_keys(config),
+        recomputes=recomputes,
+        disk=arguments.disk_path,
+        confirm=forecaster.exact,
+    )
+    text = as_text(config, choice)
+    if arguments.output:
+        Path(arguments.output).write_text(text)
+    if arguments.html:
+        _write_page(arguments.html, choice.estimate, None)
+    if arguments.json:
+        print(json.dumps(_choice_as_json(choice), indent=2))
+        return 0
+    _show(choice.estimate)
+    print()
+    if arguments.output:
+        _show_choice(choice)
+        print(f"Written to {arguments.output}.")
+    else:
+        print(text, end="")
+    return 0
+
+
+def _choice_as_json(choice: Choice) -> dict[str, Any]:
+    return {
+        "values": choice.values,
+        "recompute": choice.recompute,
+        "reasons": choice.reasons,
+        "tried": choice.tried,
+        "fitting": choice.fitting,
+        "estimate": choice.estimate.to_dict(),
+    }
+
+
+def _show_choice(choice: Choice) -> None:
+    print(f"Chosen among {choice.tried} configs, {choice.fitting} of which fit:")
+    for key, value in choice.values.items():
+        print(f"  {key} = {json.dumps(value)}")
+    if choice.recompute:
+        print("  activations recomputed, by torch.utils.checkpoint in the model")
+
+
+def _write_page(path: str, now: Estimate, change: str | None) -> None:
+    from wherry.plan.page import page
+
+    Path(path).write_text(page(now, list(headings(now)), change))

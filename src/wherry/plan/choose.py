@@ -1,0 +1,317 @@
+"""Which config for this model and this machine: the search behind `--auto`, and the nearest change to a config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from wherry import config as configs
+from wherry.config import Config
+from wherry.errors import ConfigError, WherryError
+from wherry.plan.estimate import Estimate
+
+STAGE = "zero_optimization.stage"
+OPTIMIZER = "zero_optimization.offload_optimizer.device"
+OPTIMIZER_PATH = "zero_optimization.offload_optimizer.nvme_path"
+PARAM = "zero_optimization.offload_param.device"
+PARAM_PATH = "zero_optimization.offload_param.nvme_path"
+MICRO = "train_micro_batch_size_per_gpu"
+ACCUMULATION = "gradient_accumulation_steps"
+TRAIN = "train_batch_size"
+RECOMPUTE = "recompute"
+
+LARGEST_MICRO = 1024
+# A faster change is named only if it is faster by this factor: estimates are not finer.
+WORTH = 1.05
+CLEARLY = 1.02
+
+Answer = Callable[[Config, bool], Estimate]
+"""The estimate of a config, with activations recomputed or not."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Values for some keys, by dotted path, and whether activations are recomputed."""
+
+    values: dict[str, Any]
+    recompute: bool
+    words: str = ""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, its estimate, and why, by key."""
+
+    values: dict[str, Any]
+    recompute: bool
+    estimate: Estimate
+    reasons: dict[str, str] = field(default_factory=dict)
+    # How many configs were looked at, and how many of them fit.
+    tried: int = 0
+    fitting: int = 0
+
+
+def with_values(config: Config, values: Mapping[str, Any]) -> Config | None:
+    """The config with these values, or None if it contradicts itself or this version's engine does not have it."""
+    try:
+        changed = configs.load(config, overrides=dict(values)) if values else config
+    except ConfigError:
+        return None
+    return None if changed.beyond() else changed
+
+
+def free_keys(config: Config) -> frozenset[str]:
+    """The keys that a choice may set: those that the config says nothing of, or "auto"."""
+    zero = config.zero_optimization
+    blocks: dict[str, tuple[Any, str]] = {
+        STAGE: (zero, "stage"),
+        OPTIMIZER: (zero.offload_optimizer, "device"),
+        PARAM: (zero.offload_param, "device"),
+        MICRO: (config, MICRO),
+        ACCUMULATION: (config, ACCUMULATION),
+        TRAIN: (config, TRAIN),
+    }
+    return frozenset(key for key, (block, name) in blocks.items() if name not in block.model_fields_set)
+
+
+@dataclass(frozen=True)
+class _Tried:
+    candidate: Candidate
+    config: Config
+    estimate: Estimate
+
+    @property
+    def rate(self) -> float:
+        return _rate(self.estimate)
+
+
+def choose(
+    config: Config,
+    answer: Answer,
+    ranks: int,
+    *,
+    free: frozenset[str],
+    recomputes: tuple[bool, ...] = (False, True),
+    disk: str | None = None,
+    confirm: Answer | None = None,
+) -> Choice:
+    """The config that fits and trains the most samples a second, with the values of `free` keys chosen.
+
+    `disk` is the folder for what may rest on disk; without one nothing does. `confirm` answers once more, exactly, for
+    what is about to be chosen. Raises if nothing fits.
+    """
+    fitting: list[_Tried] = []
+    smallest: Estimate | None = None
+    tried = 0
+    for candidate, changed in _candidates(config, ranks, free, recomputes, disk):
+        found = answer(changed, candidate.recompute)
+        tried += 1
+        if smallest is None or found.tightest.share < smallest.tightest.share:
+            smallest = found
+        if found.fits:
+            fitting.append(_Tried(candidate, changed, found))
+    count = len(fitting)
+    while fitting:
+        best = fitting[0]
+        for other in fitting:
+            # What came first is simpler: something else must be clearly faster.
+            if other.rate > best.rate * CLEARLY:
+                best = other
+        exact = confirm(best.config, best.candidate.recompute) if confirm is not None else best.estimate
+        if exact.fits:
+            told = reasons(best.candidate, exact)
+            return Choice(best.candidate.values, best.candidate.recompute, exact, told, tried=tried, fitting=count)
+        fitting.remove(best)
+    raise _nothing_fits(smallest)
+
+
+def _candidates(
+    config: Config, ranks: int, free: frozenset[str], recomputes: tuple[bool, ...], disk: str | None
+) -> Iterator[tuple[Candidate, Config]]:
+    for placed in _placements(config, ranks, free, disk):
+        for recompute in recomputes:
+            for micro in _micro_batches(config, free):
+                sizes = _batch(config, ranks, micro, free)
+                changed = with_values(config, placed | sizes)
+                if changed is not None and _batch_holds(changed, ranks):
+                    yield Candidate(placed | sizes, recompute), changed
+
+
+def _batch_holds(config: Config, ranks: int) -> bool:
+    try:
+        config.batch(ranks)
+    except ConfigError:
+        return False
+    return True
+
+
+def _nothing_fits(smallest: Estimate | None) -> WherryError:
+    if smallest is None:
+        return WherryError("plan: no placement is left to choose from; leave the stage or the offload devices free")
+    use = smallest.tightest
+    return WherryError(
+        f"plan: nothing fits. The smallest is {smallest.placement.name} with a micro-batch of {smallest.micro_batch}: "
+        f"it needs {use.needed / 1e9:.1f} GB of {use.usable / 1e9:.1f} GB usable on the {use.place}. Use more ranks, "
+        "more memory, a shorter sequence, or allow the disk (--disk-path)"
+    )
+
+
+def _placements(config: Config, ranks: int, free: frozenset[str], disk: str | None) -> Iterator[dict[str, Any]]:
+    """Values for stage and devices, the simplest first."""
+    zero = config.zero_optimization
+    stages = (0, 1, 2, 3) if STAGE in free else (zero.stage,)
+    devices = ("none", "cpu", *(("nvme",) if disk else ()))
+    for optimizer in devices if OPTIMIZER in free else (zero.offload_optimizer.device,):
+        for param in devices if PARAM in free else (zero.offload_param.device,):
+            for stage in stages:
+                # One rank partitions nothing: a stage is only a name then, which offloaded parameters need.
+                if STAGE in free and ranks == 1 and stage != (3 if param != "none" else 0):
+                    continue
+                if param != "none" and stage != 3:
+                    continue
+                values: dict[str, Any] = {STAGE: stage} if STAGE in free else {}
+                if OPTIMIZER in free:
+                    values[OPTIMIZER] = optimizer
+                    if optimizer == "nvme":
+                        values[OPTIMIZER_PATH] = disk
+                if PARAM in free:
+                    values[PARAM] = param
+                    if param == "nvme":
+                        values[PARAM_PATH] = disk
+                yield values
+
+
+def _micro_batches(config: Config, free: frozenset[str]) -> Iterator[int | None]:
+    if MICRO not in free:
+        yield None
+        return
+    micro = 1
+    while micro <= LARGEST_MICRO:
+        yield micro
+        micro *= 2
+
+
+def _batch(config: Config, ranks: int, micro: int | None, free: frozenset[str]) -> dict[str, Any]:
+    """The micro-batch, and the accumulation that keeps the samples of an update as they were asked for."""
+    if micro is None:
+        return {}
+    if config.train_batch_size is None or TRAIN in free:
+        accumulation = 1 if ACCUMULATION in free or config.gradient_accumulation_steps is None else None
+        return {MICRO: micro} | ({ACCUMULATION: accumulation} if accumulation else {})
+    if ACCUMULATION not in free and config.gradient_accumulation_steps is not None:
+        return {MICRO: micro}
+    return {MICRO: micro, ACCUMULATION: max(1, config.train_batch_size // (micro * ranks))}
+
+
+def reasons(candidate: Candidate, found: Estimate) -> dict[str, str]:
+    """Why each value was chosen, in a line."""
+    told = {}
+    use = found.tightest
+    room = f"{use.needed / 1e9:.1f} GB of {use.usable / 1e9:.1f} GB usable on the {use.place}"
+    limit = f"limited by {found.time.limited_by}" if found.time else "not timed"
+    for key, value in candidate.values.items():
+        if key == STAGE:
+            told[key] = _why_stage(value, found.ranks)
+        elif key == OPTIMIZER:
+            where = {"none": "on the device", "cpu": "in host memory", "nvme": "on disk"}[value]
+            told[key] = f"optimizer state rests {where}: {_bytes_of(found, 'optimizer')} a rank"
+        elif key == PARAM:
+            where = {"none": "on the device", "cpu": "in host memory", "nvme": "on disk"}[value]
+            told[key] = f"weights rest {where}: {_bytes_of(found, 'parameters')} a rank"
+        elif key == MICRO:
+            told[key] = f"{limit}; {room}"
+        elif key == ACCUMULATION:
+            told[key] = f"{found.samples} samples in an update on {found.ranks} rank{'s' * (found.ranks > 1)}"
+    return told
+
+
+def _bytes_of(found: Estimate, category: str) -> str:
+    return f"{sum(row.bytes for row in found.rows if row.category == category) / 1e9:.2f} GB"
+
+
+def _why_stage(stage: int, ranks: int) -> str:
+    if ranks == 1:
+        return "one rank has nothing to share out"
+    return (
+        "everything fits whole, and gathering would cost time",
+        "optimizer state is shared out over the ranks; gradients and weights fit whole",
+        "optimizer state and gradients are shared out over the ranks; weights fit whole",
+        "weights, gradients and optimizer state are shared out over the ranks",
+    )[stage]
+
+
+# The nearest change.
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change to a config in words, and what it would come to."""
+
+    words: str
+    values: dict[str, Any]
+    recompute: bool
+    estimate: Estimate
+
+
+def nearest_change(
+    config: Config, recompute: bool, now: Estimate, answer: Answer, *, may_recompute: bool
+) -> Change | None:
+    """The smallest change that would make `now` fit, or, if it fits, the one that would make it faster."""
+    single = list(_changes(config, recompute, now, may_recompute))
+    if now.fits:
+        found = [change for change in _answered(config, now.ranks, single, answer) if change.estimate.fits]
+        found = [change for change in found if _rate(change.estimate) > WORTH * _rate(now)]
+        return max(found, key=lambda change: _rate(change.estimate), default=None)
+    pairs = [
+        Candidate(a.values | b.values, a.recompute or b.recompute, f"{a.words}, and {b.words}")
+        for i, a in enumerate(single)
+        for b in single[i + 1 :]
+        if not a.values.keys() & b.values.keys()
+    ]
+    for group in (single, pairs):
+        found = [change for change in _answered(config, now.ranks, group, answer) if change.estimate.fits]
+        if found:
+            return max(found, key=lambda change: _rate(change.estimate))
+    return None
+
+
+def _rate(estimate: Estimate) -> float:
+    return estimate.samples / estimate.seconds if estimate.seconds else 0.0
+
+
+def _answered(config: Config, ranks: int, candidates: list[Candidate], answer: Answer) -> Iterator[Change]:
+    for candidate in candidates:
+        changed = with_values(config, candidate.values)
+        if changed is not None and _batch_holds(changed, ranks):
+            found = answer(changed, candidate.recompute)
+            yield Change(candidate.words, candidate.values, candidate.recompute, found)
+
+
+def _changes(config: Config, recompute: bool, now: Estimate, may_recompute: bool) -> Iterator[Candidate]:
+    """Single changes, each as a person would make it."""
+    zero = config.zero_optimization
+    if now.ranks > 1:
+        for stage in range(4):
+            if stage != zero.stage:
+                yield Candidate({STAGE: stage}, recompute, f'"stage": {stage}')
+    for key, device in ((OPTIMIZER, zero.offload_optimizer.device), (PARAM, zero.offload_param.device)):
+        for other in ("none", "cpu"):
+            if other != device:
+                values: dict[str, Any] = {key: other}
+                words = f'"{key.split(".")[1]}": {{"device": "{other}"}}'
+                if key == PARAM and other == "cpu" and zero.stage < 3:
+                    values[STAGE] = 3
+                    words += ' with "stage": 3'
+                yield Candidate(values, recompute, words)
+    if may_recompute:
+        words = "keep activations instead of recomputing them" if recompute else "recompute activations (--recompute)"
+        yield Candidate({}, not recompute, words)
+    if now.precision == "fp32":
+        yield Candidate({"bf16.enabled": True}, recompute, '"bf16": {"enabled": true}')
+    for micro in (now.micro_batch // 2, now.micro_batch * 2):
+        if micro:
+            sizes = {MICRO: micro}
+            if config.train_batch_size is not None:
+                sizes[ACCUMULATION] = max(1, config.train_batch_size // (micro * now.ranks))
+            yield Candidate(sizes, recompute, f'"{MICRO}": {micro}')

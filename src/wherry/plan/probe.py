@@ -1,0 +1,196 @@
+"""This machine, measured once: matrix products, memory, the bus, the disk. Kept in a file until the machine changes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from wherry.observe.memory import host_memory
+from wherry.plan.machine import GB, Machine
+
+VERSION = 1
+
+
+def this_machine(folder: str | os.PathLike[str] | None = None, *, again: bool = False) -> Machine:
+    """This machine, measured now if it has not been before; what is free is looked at each time.
+
+    `folder` is on the disk that would hold states. Measuring takes some seconds.
+    """
+    where = Path(folder or os.getcwd())
+    file = _cache() / f"machine-{_fingerprint(where)}.json"
+    if not again:
+        try:
+            return _now(Machine(**json.loads(file.read_text())), where)
+        except (OSError, ValueError, TypeError):
+            pass  # not measured yet, or by another version: it is now
+    machine = measure(where)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(json.dumps(asdict(machine), indent=2))
+    unfinished.replace(file)
+    return _now(machine, where)
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "wherry"
+
+
+def _fingerprint(folder: Path) -> str:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = [torch.cuda.get_device_name(i) for i in range(count)]
+    parts = (
+        *(VERSION, platform.node(), platform.machine(), _processor(), torch.__version__, torch.get_num_threads()),
+        *(_cores(), gpus, os.stat(folder).st_dev),
+    )
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _now(machine: Machine, folder: Path) -> Machine:
+    """With what is free at this moment."""
+    changes: dict[str, int] = {"disk": shutil.disk_usage(folder).free, "host_memory": host_memory().available}
+    if torch.cuda.is_available():
+        changes["gpu_memory"] = min(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
+    return replace(machine, **changes)  # type: ignore[arg-type]
+
+
+def measure(folder: Path) -> Machine:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = torch.device("cuda", 0) if gpus else torch.device("cpu")
+    memory = host_memory()
+    stream = _stream(torch.device("cpu"))
+    read, write = _disk(folder)
+    name = f"{gpus} x {torch.cuda.get_device_name(0)}" if gpus else f"{_processor() or 'CPU'}, {_cores()} cores"
+    half = torch.bfloat16
+    return Machine(
+        name=name,
+        gpus=gpus,
+        gpu_memory=torch.cuda.get_device_properties(0).total_memory if gpus else 0,
+        host_memory=memory.total,
+        disk=shutil.disk_usage(folder).free,
+        matrix=_matrix(device, half),
+        matrix_fp32=_matrix(device, torch.float32),
+        device_stream=_stream(device) if gpus else stream,
+        slow=_slow(device),
+        stream=stream,
+        pcie=_pcie(device) if gpus else stream / 2,
+        disk_read=read,
+        disk_write=write,
+        # Ranks of one node without GPUs meet in its memory: a copy in, a copy out, for each.
+        link=_link(gpus, stream),
+        network=25 * GB if gpus else GB,
+        overhead=_overhead(device),
+        measured=True,
+    )
+
+
+def _best(work: Callable[[], object], device: torch.device, seconds: float = 0.3) -> float:
+    """The shortest time of one call, of as many as fit in `seconds`, three at least."""
+    best, end, calls = float("inf"), time.perf_counter() + seconds, 0
+    work()
+    while calls < 3 or time.perf_counter() < end:
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+        calls += 1
+    return best
+
+
+def _matrix(device: torch.device, dtype: torch.dtype) -> float:
+    """Products as a transformer has them: many rows, a width of 1024 (of 4096 on a GPU)."""
+    rows, width = (8192, 4096) if device.type == "cuda" else (1024, 1024)
+    a, b = torch.ones(rows, width, device=device, dtype=dtype), torch.ones(width, width, device=device, dtype=dtype)
+    out = torch.empty(rows, width, device=device, dtype=dtype)
+    return 2 * rows * width * width / _best(lambda: torch.mm(a, b, out=out), device)
+
+
+def _stream(device: torch.device) -> float:
+    """Bytes read and written by a sum of two arrays, larger than caches."""
+    numel = 1 << 28 if device.type == "cuda" else 1 << 25
+    a, b, out = (torch.ones(numel, device=device) for _ in range(3))
+    return 12 * numel / _best(lambda: torch.add(a, b, out=out), device)
+
+
+def _slow(device: torch.device) -> float:
+    """Elements a second through GELU."""
+    x = torch.ones(1 << 22, device=device)
+    return x.numel() / _best(lambda: torch.nn.functional.gelu(x), device)
+
+
+def _pcie(device: torch.device) -> float:
+    host = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty_like(host, device=device)
+    up = _best(lambda: there.copy_(host, non_blocking=True), device)
+    down = _best(lambda: host.copy_(there, non_blocking=True), device)
+    return host.numel() / max(up, down)
+
+
+def _link(gpus: int, stream: float) -> float:
+    if gpus < 2:
+        return stream / 4
+    there, here = torch.device("cuda", 1), torch.device("cuda", 0)
+    source = torch.empty(1 << 28, dtype=torch.uint8, device=here)
+    target = torch.empty_like(source, device=there)
+    return source.numel() / _best(lambda: target.copy_(source, non_blocking=True), here)
+
+
+def _overhead(device: torch.device) -> float:
+    """Seconds that an operation of a forward and backward costs when it has nothing to do."""
+    x = torch.ones(8, device=device, requires_grad=True)
+
+    def chain() -> None:
+        y = x
+        for _ in range(50):
+            y = y * 1.5
+        y.sum().backward()
+
+    return _best(chain, device, 0.1) / 150
+
+
+def _disk(folder: Path) -> tuple[float, float]:
+    """Bytes a second, read and written by the disk tier's own store; a quarter of a GB, or what there is room for."""
+    from wherry.tiers.buffers import HostPool
+    from wherry.tiers.disk import DiskStore
+
+    size = 64 << 20
+    if shutil.disk_usage(folder).free < 16 * size:
+        return 1.0 * GB, 0.5 * GB
+    count = 4
+    with tempfile.TemporaryDirectory(dir=folder) as inside, HostPool() as pool, DiskStore(inside) as store:
+        buffers = [pool.take(size) for _ in range(count)]
+        records = [store.reserve(f"probe {i}", size) for i in range(count)]
+
+        def transfer(go: Callable[..., object]) -> None:
+            tickets = [go(record, buffer) for record, buffer in zip(records, buffers, strict=True)]
+            for ticket in tickets:
+                ticket.wait()  # type: ignore[attr-defined]
+
+        cpu = torch.device("cpu")
+        write = _best(lambda: transfer(store.write), cpu, 0.5)
+        read = _best(lambda: transfer(store.read), cpu, 0.5)
+        for buffer in buffers:
+            pool.give(buffer)
+    return count * size / read, count * size / write

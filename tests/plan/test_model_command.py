@@ -1,0 +1,174 @@
+"""`wherry plan MODEL` as a person and a program meet it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wherry import config as configs
+from wherry.cli import main
+
+SMALL = ("gpt2-10m", "--machine", "4090")
+
+
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
+    assert main(["plan", *arguments]) == status
+    return capsys.readouterr().out
+
+
+def found(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> dict[str, Any]:
+    return json.loads(run(capsys, *arguments, "--json", status=status))
+
+
+def error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 2
+    out = capsys.readouterr()
+    assert "Traceback" not in out.err and not out.out
+    return out.err
+
+
+def test_it_says_whether_it_fits_what_limits_it_and_how_long_a_step_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(capsys, *SMALL, "--set", "bf16.enabled=true", "--set", "train_micro_batch_size_per_gpu=4")
+    assert max(map(len, out.splitlines())) <= 80
+    for expected in ("10,795,008 parameters", "data parallel, bf16, adamw", "1 x 24 GB GPU", "fits,", "A step takes"):
+        assert expected in out
+    assert "limited by" in out
+
+
+def test_what_does_not_fit_has_a_change_that_would(capsys: pytest.CaptureFixture[str]) -> None:
+    told = found(capsys, *SMALL, "--gpu-memory", "200MB", "--set", "bf16.enabled=true", status=1)
+    assert not told["fits"]
+    use = told["uses"][0]
+    assert use["needed"] > use["usable"] == int(200e6 * 0.92)
+    assert told["change"]["fits"]
+    out = run(capsys, *SMALL, "--gpu-memory", "200MB", "--set", "bf16.enabled=true", status=1)
+    assert "too much" in out and "It would fit with" in out
+
+
+def test_the_change_that_is_named_does_what_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    told = found(capsys, *SMALL, "--gpu-memory", "200MB", status=1)
+    assert not told["change"]["recompute"] or "recompute" in told["change"]["words"]
+    more = [f for key, value in told["change"]["values"].items() for f in ("--set", f"{key}={json.dumps(value)}")]
+    more += ["--recompute"] if told["change"]["recompute"] else []
+    after = found(capsys, *SMALL, "--gpu-memory", "200MB", *more)
+    assert after["fits"]
+    assert after["step"]["seconds"] == pytest.approx(told["change"]["seconds"])
+
+
+def test_ranks_and_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    zero = ("--set", "zero_optimization.stage=3", "--set", "bf16.enabled=true")
+    eight = found(capsys, "gpt2-124m", "--machine", "h100", *zero)
+    many = found(capsys, "gpt2-124m", "--machine", "h100", "--nodes", "4", *zero)
+    assert (eight["ranks"], many["ranks"]) == (8, 32)
+    shares = [next(row["bytes"] for row in told["rows"] if row["category"] == "optimizer") for told in (eight, many)]
+    assert shares[0] == pytest.approx(4 * shares[1], rel=0.01)
+    assert many["step"]["terms"]["collectives"] > eight["step"]["terms"]["collectives"]
+
+
+def test_a_model_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+    told = found(capsys, "tests.plan.measured:make", "--machine", "4090", "--sequence", "24", "--recompute")
+    assert told["recompute"] and told["sequence"] == 24
+    assert told["step"]["seconds"] > 0
+
+
+def test_a_model_without_inputs_is_planned_by_its_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    told = found(capsys, "tests.plan.measured:Model", "--machine", "4090")
+    assert told["step"] is None
+    assert any("activations and time are not counted" in note for note in told["notes"])
+    assert next(row["bytes"] for row in told["rows"] if row["category"] == "parameters") > 0
+
+
+def test_a_hugging_face_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers", reason="models of Hugging Face need transformers")
+    shape = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 2, "n_embd": 64, "n_head": 2}
+    (tmp_path / "config.json").write_text(json.dumps(shape | {"vocab_size": 100, "n_positions": 32}))
+    for path in (tmp_path, tmp_path / "config.json"):
+        told = found(capsys, str(path), "--machine", "4090")
+        assert told["sequence"] == 32
+        assert told["parameters"] == 2 * (12 * 64**2 + 13 * 64) + (100 + 32 + 2) * 64
+        assert told["step"]["seconds"] > 0
+    (tmp_path / "config.json").write_text("{}")
+    assert "model_type" in error(capsys, str(tmp_path), "--machine", "4090")
+
+
+def test_auto_writes_a_config_that_loads_fits_and_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given, file = tmp_path / "given.json", tmp_path / "chosen.json"
+    given.write_text('{"bf16": {"enabled": true}, "train_batch_size": 64, "zero_optimization": {"stage": "auto"}}')
+    run(capsys, "gpt2-124m", "--machine", "h100", "--config", str(given), "--auto", "-o", str(file))
+    text = file.read_text()
+    assert "// Chosen by" in text and text.count("//") >= 5
+    chosen = configs.load(file)
+    assert chosen.bf16.enabled and chosen.train_batch_size == 64
+    sizes = chosen.batch(8)
+    assert sizes.train == 64 == sizes.micro * sizes.accumulation * 8
+    again = found(capsys, "gpt2-124m", "--machine", "h100", "--config", str(file))
+    assert again["fits"] or "recompute" in text
+
+
+def test_auto_never_picks_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    told = found(capsys, *SMALL, "--gpu-memory", "150MB", "--set", "bf16.enabled=true", "--auto")
+    assert told["estimate"]["fits"]
+    assert told["fitting"] < told["tried"]
+    assert "nothing fits" in error(capsys, *SMALL, "--gpu-memory", "5MB", "--host-memory", "600MB", "--auto")
+
+
+def test_auto_leaves_what_was_given(capsys: pytest.CaptureFixture[str]) -> None:
+    fixed = ("--set", "zero_optimization.stage=2", "--set", "train_micro_batch_size_per_gpu=2")
+    told = found(capsys, "gpt2-10m", "--machine", "h100", *fixed, "--auto")
+    assert "zero_optimization.stage" not in told["values"]
+    assert told["estimate"]["placement"] in ("ZeRO-2", "ZeRO-Offload")
+    assert told["estimate"]["micro_batch"] == 2
+
+
+def test_the_page_stands_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.html"
+    run(capsys, *SMALL, "--html", str(file))
+    text = file.read_text()
+    assert text.startswith("<!doctype html>") and text.rstrip().endswith("</html>")
+    assert "http" not in text and "src=" not in text
+    for expected in ("Each GPU", "optimizer", "activations", "A step"):
+        assert expected in text
+
+
+def test_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
+    zero = ("--set", "zero_optimization.stage=3", "--set", "bf16.enabled=true")
+    out = run(capsys, "gpt2-10m", "--dry-run", "--ranks", "64", "--rank", "7", *zero)
+    assert max(map(len, out.splitlines())) <= 80
+    assert "rank 7 of 64" in out and "reduce_scatter" in out and "peak" in out
+    told = found(capsys, "gpt2-10m", "--dry-run", "--ranks", "64", *zero)
+    assert told["calls"]["reduce_scatter"] == 7
+    assert {line["category"] for line in told["memory"]} >= {"parameters", "gathered", "activations"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("gpt2-1.5c",), "did you mean gpt2-1.5b?"),
+        (("no_such_module:f", "--machine", "4090"), "cannot be imported"),
+        (("tests.plan.measured:WIDTH", "--machine", "4090"), "expected a callable"),
+        (("gpt2-10m", "--machine", "h1000"), "did you mean h100?"),
+        (("gpt2-10m", "--machine", "4090", "--gpu-memory", "much"), "--gpu-memory: expected bytes"),
+        (("gpt2-10m", "--machine", "4090", "--nodes", "0"), "--nodes: expected 1 or more"),
+        (("gpt2-10m", "--params", "1e9"), "--params"),
+        (("gpt2-10m", "--layers", "3"), "--layers"),
+        (("--params", "1e9", "--machine", "4090"), "--machine: goes with MODEL"),
+        (("gpt2-10m", "--machine", "4090", "-o", "x"), "-o: goes with --auto"),
+        (("gpt2-10m", "--rank", "1"), "--rank: goes with --dry-run"),
+        (("gpt2-10m", "--machine", "4090", "--set", "zero_optimization.stag=3"), "stage"),
+        (("gpt2-10m", "--machine", "4090", "--config", "no.json"), "no.json"),
+        (("gpt2-10m", "--dry-run", "--ranks", "2", "--rank", "2"), "rank: expected 0 to 1"),
+    ],
+)
+def test_mistakes_are_told_without_a_traceback(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in error(capsys, *arguments)
