@@ -1,0 +1,1 @@
+"""Checkpoints: folders of safetensors files and one manifest. Reading order: slices, manifest, files, folder, save, load."""

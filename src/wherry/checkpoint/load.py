@@ -1,0 +1,360 @@
+"""Reading a checkpoint into an engine of any number of ranks, stage, tier and grouping."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wherry.checkpoint import folder as folders
+from wherry.checkpoint.collect import is_scalar
+from wherry.checkpoint.errors import CheckpointError, on_first, together
+from wherry.checkpoint.manifest import GRADIENT, WEIGHT, Manifest, read_manifest
+from wherry.checkpoint.session import Counts, Session, Window, box_of, extra_states, plain_tensors, within
+from wherry.checkpoint.slices import Run
+from wherry.checkpoint.source import Source
+from wherry.checkpoint.state import restore_random_state, spread_random_state
+from wherry.native import Blocks8, quantize
+from wherry.observe.progress import Progress
+from wherry.sharding.layout import SegmentSpan, Slot
+from wherry.sharding.unit import Flat
+
+# Names that an error lists before it only counts.
+_LISTED = 8
+
+
+@dataclass
+class LoadOptions:
+    """What a call asks of a load."""
+
+    strict: bool = True
+    optimizer: bool = True
+    lr_scheduler: bool = True
+
+
+@dataclass
+class Loaded:
+    """What was loaded: from where, and what the engine has to take over."""
+
+    path: Path
+    client_state: dict[str, Any]
+    counts: Counts | None
+    window: Window | None
+
+
+def load(session: Session, folder: Path, tag: str | None, options: LoadOptions) -> Loaded | None:
+    """Load a checkpoint; every rank calls it. None where there is none. An engine is changed by a whole one only."""
+    comm = session.comm
+    found = on_first(comm, f"loading from {folder}", lambda: folders.locate(folder, tag))
+    if found is None:
+        return None
+    path = folder / found
+    what = f"loading {path}"
+    manifest = _verified(session, path)
+    together(comm, what, lambda: _check_fits(session, manifest, options, path))
+    with Source(path, manifest) as source:
+        loader = _Loader(session, source, options)
+        together(comm, what, loader.run)
+        loader.refresh()
+        counts, window = loader.restore_counts() if options.optimizer else (None, None)
+        client_state = source.value(manifest.engine.get("client_state", {}))
+    session.log.info("loaded %s: step %d, written by %d ranks", path, manifest.step, manifest.world_size)
+    return Loaded(path, client_state, counts, window)
+
+
+def _verified(session: Session, path: Path) -> Manifest:
+    """The manifest, once every byte of the checkpoint has been checked; the ranks divide the bytes."""
+    comm = session.comm
+
+    def check() -> list[str]:
+        manifest = read_manifest(path)
+        return folders.damage(path, manifest, comm.rank, comm.size)
+
+    try:
+        problems = [problem for found in together(comm, f"loading {path}", check) for problem in found]
+        if problems:
+            raise CheckpointError(f"loading {path}: {'; '.join(problems[:_LISTED])}")
+    except CheckpointError as error:
+        other = on_first(comm, "looking for a whole checkpoint", lambda: folders.offer(path.parent, path.name))
+        raise CheckpointError(f"{error}. Nothing was loaded; {other}") from error
+    return read_manifest(path)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more
+
+
+def _check_fits(session: Session, manifest: Manifest, options: LoadOptions, path: Path) -> None:
+    """Raise what does not fit, before anything is changed."""
+    slots = [(flat, slot) for flat in session.flats for slot in flat.layout.slots]
+    shapes = {slot.name: box_of(flat, slot)[1] for flat, slot in slots}
+    shapes |= {n: tuple(t.shape) for n, t in plain_tensors(session).items() if t.layout is torch.strided}
+    wrong = [
+        f"{name} has shape {tuple(entry.shape)} in the checkpoint and {shapes[name]} in the model"
+        for name, entry in manifest.entries.items()
+        if name in shapes and entry.shape != shapes[name]
+    ]
+    if wrong:
+        raise CheckpointError("; ".join(wrong[:_LISTED]))
+    frozen = {slot.name for flat, slot in slots if not flat.trainable}
+    left_out = frozen if manifest.engine.get("frozen_excluded") else set()
+    missing = [name for name in shapes if name not in manifest.entries and name not in left_out]
+    unexpected = [name for name in manifest.entries if name not in shapes]
+    if options.strict and (missing or unexpected):
+        parts = [f"it lacks {_listed(missing)}"] if missing else []
+        parts += [f"it has {_listed(unexpected)}, which the model has not"] if unexpected else []
+        raise CheckpointError(f"{' and '.join(parts)}; load_module_strict=False loads what both have")
+    if options.optimizer and session.optimizer is not None:
+        _check_optimizer(session, manifest)
+
+
+def _check_optimizer(session: Session, manifest: Manifest) -> None:
+    hint = "load_optimizer_states=False loads the weights alone"
+    saved = manifest.engine.get("optimizer")
+    if saved is None:
+        raise CheckpointError(f"it holds no optimizer; {hint}")
+    assert session.optimizer is not None
+    mine = type(session.optimizer.instance).__name__
+    wanted: set[str] = set()
+    for state in session.states.values():
+        if session.spans(state.flat):
+            with state.opened() as segments:
+                wanted |= {name for values in segments for name, value in values.items() if not is_scalar(value)}
+            break
+    wanted -= {"master"}
+    there = set(manifest.state_names())
+    if wanted and there and wanted != there:
+        raise CheckpointError(
+            f"its optimizer is {saved['type']} with {_listed(sorted(there))}, the engine's is {mine} with "
+            f"{_listed(sorted(wanted))}; {hint}"
+        )
+    if wanted and not there and saved["steps"]:
+        raise CheckpointError(f"its {saved['type']} keeps no state, {mine} keeps {_listed(sorted(wanted))}; {hint}")
+
+
+class _Loader:
+    def __init__(self, session: Session, source: Source, options: LoadOptions) -> None:
+        self.session = session
+        self.source = source
+        self.manifest = source.manifest
+        self.options = options
+        self.optimizer = options.optimizer and session.optimizer is not None
+        self.steps = int(self.manifest.engine["optimizer"]["steps"]) if self.optimizer else 0
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Everything that this rank reads by itself."""
+        session = self.session
+        if self.optimizer:
+            self._load_groups()
+            self._load_steps()
+        for unit in session.units:
+            session.gatherer.release(unit)
+        flats = list(session.flats)
+        with Progress(f"loading {self.source.folder}", len(flats), unit="flats", rank=session.comm.rank) as progress:
+            for flat in flats:
+                self._load_flat(flat)
+                progress.advance()
+        if self.optimizer:
+            self._load_steps()
+        self._load_plain()
+        self._load_values()
+
+    def _has(self, slot: Slot) -> bool:
+        return slot.name in self.manifest.entries
+
+    # Weights and moments.
+
+    def _load_flat(self, flat: Flat) -> None:
+        state = self.session.states.get(flat)
+        if state is not None:
+            with state.opened(write=True) as segments:
+                for span, values in zip(self.session.spans(flat), segments, strict=True):
+                    self._load_segment(flat, span, values)
+        rest = [slot for slot in self.session.without_state(flat) if self._has(slot)]
+        if rest:
+            with flat.opened(write=True) as shard:
+                for slot in rest:
+                    self._read(flat, slot, WEIGHT, shard, 0, shard.numel())
+
+    def _load_segment(self, flat: Flat, span: SegmentSpan, values: dict[str, Any]) -> None:
+        slots = [slot for slot in flat.layout.slots if slot.group == span.group and self._has(slot)]
+        for slot in slots:
+            self._read(flat, slot, WEIGHT, values["master"], span.start, span.stop)
+        if not self.optimizer:
+            return
+        names = [name for name in self.manifest.state_names() if any(self.source.has(s.name, name) for s in slots)]
+        for name in names:
+            target = values.get(name)
+            if isinstance(target, Blocks8):
+                self._load_blocks(flat, span, slots, name, target)
+                continue
+            if target is None:
+                # An optimizer of torch's makes its state at its first step: this is it.
+                dtype = self.source.dtype(slots[0].name, name)
+                target = values[name] = torch.zeros(span.stop - span.start, dtype=dtype, device=self.session.device)
+            for slot in slots:
+                self._read(flat, slot, name, target, span.start, span.stop)
+        scalars = self.manifest.engine["optimizer"]["scalars"].get(str(span.group), {})
+        values.update({name: torch.tensor(value) for name, value in scalars.items()})
+
+    def _load_blocks(self, flat: Flat, span: SegmentSpan, slots: list[Slot], name: str, target: Blocks8) -> None:
+        wanted = []
+        for slot in slots:
+            place = within(flat, slot, span.start, span.stop)
+            if place is not None:
+                start, stop, at = place
+                wanted.append((slot.name, Run(box_of(flat, slot)[0], start, stop), at - span.start))
+        if self.source.read_codes(name, wanted, target):
+            return
+        whole = torch.zeros(span.stop - span.start)
+        for slot in slots:
+            self._read(flat, slot, name, whole, span.start, span.stop)
+        quantize(whole, target)
+
+    def _read(self, flat: Flat, slot: Slot, state: str, target: torch.Tensor, low: int, high: int) -> None:
+        """Fill the part of a slot that lies in positions `low` to `high` of the shard, which `target` covers."""
+        place = within(flat, slot, low, high)
+        if place is not None:
+            start, stop, at = place
+            run = Run(box_of(flat, slot)[0], start, stop)
+            self.source.read(slot.name, state, run, target[at - low : at - low + run.numel])
+
+    def refresh(self) -> None:
+        """Make whole again what every rank holds whole and reads only its part of."""
+        for flat in self.session.flats:
+            if flat.resident and flat.layout.ranks > 1:
+                self.session.gatherer.comm.all_gather(flat.whole, flat.shard).wait()
+
+    # Hyper-parameters.
+
+    def _load_steps(self) -> None:
+        assert self.session.updater is not None
+        for batch in self.session.updater.batches:
+            if batch.rule is not None:
+                batch.rule.load_steps(self.steps)
+
+    def _load_groups(self) -> None:
+        """The groups' options, where the groups are the same; else the engine's own stay."""
+        assert self.session.optimizer is not None
+        saved = self.manifest.engine["optimizer"]["groups"]
+        groups = self.session.optimizer.param_groups
+        mine: dict[int, list[str]] = {}
+        for flat in self.session.states:
+            for slot in flat.layout.slots:
+                mine.setdefault(slot.group, []).append(slot.name)
+        if [group["parameters"] for group in saved] != [sorted(mine.get(i, [])) for i in range(len(groups))]:
+            self.session.log.warning(
+                "%s: its parameter groups are others than the engine's, whose learning rates and other options stay",
+                self.source.folder,
+            )
+            return
+        for group, given in zip(groups, saved, strict=True):
+            group.update(self.source.value(given["options"]))
+
+    # Everything else.
+
+    def _load_plain(self) -> None:
+        """Buffers; one that differed between the ranks goes back to the rank that wrote it, if there are as many."""
+        rank = self.session.comm.rank
+        same_ranks = self.manifest.world_size == self.session.comm.size
+        for name, tensor in plain_tensors(self.session).items():
+            if name in self.manifest.entries and tensor.layout is torch.strided:
+                own = same_ranks and rank in self.source.addends(name, WEIGHT)
+                tensor.copy_(self.source.tensor(name, WEIGHT, addend=rank if own else None))
+
+    def _load_values(self) -> None:
+        session, engine = self.session, self.manifest.engine
+        extra = self.source.value(engine["extra_state"])
+        for key, module in extra_states(session.module).items():
+            if key in extra:
+                module.set_extra_state(extra[key])
+        if self.optimizer and session.scaler.dynamic:
+            session.scaler.load_state_dict(engine["loss_scale"])
+        if self.options.lr_scheduler and session.lr_scheduler is not None and "lr_scheduler" in engine:
+            session.lr_scheduler.load_state_dict(self.source.value(engine["lr_scheduler"]))
+        if self.options.optimizer:
+            self._load_rank_values()
+
+    def _load_rank_values(self) -> None:
+        session, ranks = self.session, self.manifest.ranks
+        if not ranks:
+            return
+        rank = session.comm.rank
+        mine = ranks[rank] if rank < len(ranks) else None
+        if mine is not None:
+            restore_random_state(self.source.value(mine["rng"]), session.device)
+        else:
+            spread_random_state(hash((self.manifest.step, rank)) % 2**63, session.device)
+        take = getattr(session.dataloader, "load_state_dict", None)
+        if take is not None and "data" in ranks[min(rank, len(ranks) - 1)]:
+            take(self.source.value(ranks[min(rank, len(ranks) - 1)]["data"]))
+
+    def restore_counts(self) -> tuple[Counts, Window]:
+        value = self.source.value
+        engine = self.manifest.engine
+        counts = Counts(**{key: value(engine[key]) for key in Counts.__dataclass_fields__ if key in engine})
+        saved = Window(**value(engine["window"]))
+        return counts, self._load_window(saved)
+
+    # The accumulation window under way.
+
+    @torch.no_grad()
+    def _load_window(self, saved: Window) -> Window:
+        """The gradients of an unfinished window, if the engine's windows can be continued from it."""
+        session = self.session
+        mine = session.window
+        if not saved.backwards or session.optimizer is None:
+            return Window(accumulation=mine.accumulation, ranks=mine.ranks, predivide=mine.predivide)
+        micro_batches = saved.backwards * mine.accumulation
+        if micro_batches % saved.accumulation:
+            session.log.warning(
+                "%s was saved after %d of the %d micro-batches of a window, which is no whole number of the %d there "
+                "are now: these gradients are dropped, and the window starts again",
+                self.source.folder, saved.backwards, saved.accumulation, mine.accumulation,
+            )  # fmt: skip
+            return Window(accumulation=mine.accumulation, ranks=mine.ranks, predivide=mine.predivide)
+        window = Window(
+            backwards=micro_batches // saved.accumulation,
+            steps=saved.steps * mine.accumulation // saved.accumulation,
+            averaged=saved.averaged,
+            scaled=saved.scaled,
+            boundary=saved.boundary,
+            accumulation=mine.accumulation,
+            ranks=mine.ranks,
+            predivide=mine.predivide,
+        )
+        # So that the mean over the window stays the mean of its micro-batches.
+        factor = mine.ranks * mine.accumulation / (saved.ranks * saved.accumulation)
+        for gradient in session.gradients.all:
+            self._load_gradient(gradient, saved, factor)
+        return window
+
+    def _load_gradient(self, gradient: Any, saved: Window, factor: float) -> None:
+        session, flat = self.session, gradient.flat
+        slots = [slot for slot in flat.layout.slots if self._has(slot) and self.source.has(slot.name, GRADIENT)]
+        if not slots:
+            return
+        in_parts = bool(self.source.addends(slots[0].name, GRADIENT))
+        same = in_parts and saved.ranks == session.comm.size and not gradient.partitioned and factor == 1.0
+        gradient.accumulated.zero_()
+        gradient.fresh = False
+        if same:
+            # Exactly as it was: every rank its own sum, not yet reduced.
+            for slot in slots:
+                run, out = Run(box_of(flat, slot)[0], 0, slot.numel), gradient.accumulated[slot.start : slot.stop]
+                self.source.read(slot.name, GRADIENT, run, out, addend=session.comm.rank)
+            return
+        gradient.reduced = not gradient.partitioned and session.comm.size > 1
+        for slot in slots:
+            self._read(flat, slot, GRADIENT, gradient.owned, 0, gradient.owned.numel())
+        if in_parts:
+            factor /= session.window.predivide
+        else:
+            factor *= saved.predivide / session.window.predivide
+        if factor != 1.0:
+            gradient.owned.mul_(factor)

@@ -1,0 +1,462 @@
+"""Writing a checkpoint: every rank its own file, aside; then the manifest, and the name last."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wherry.checkpoint import folder as folders
+from wherry.checkpoint.collect import Piece, Scalar, flat_pieces, gradient_pieces
+from wherry.checkpoint.errors import CheckpointError, describe, on_first, together
+from wherry.checkpoint.files import FileRecord, TensorWriter, host_parts, write_text
+from wherry.checkpoint.manifest import WEIGHT, Entry, Manifest, Slice
+from wherry.checkpoint.session import Session, aliases, box_of, plain_tensors
+from wherry.checkpoint.slices import Box, Run
+from wherry.checkpoint.state import Values, encode_values
+from wherry.observe.memory import format_bytes
+from wherry.observe.progress import Progress
+from wherry.sharding.unit import Flat
+
+# Bytes of header set aside for each tensor beside its name, and how many a slot is expected to have at most.
+_ENTRY_BYTES = 160
+_STATES_OF_A_SLOT = 6
+
+
+@dataclass
+class SaveOptions:
+    """What a config and a call ask of a save."""
+
+    client_state: dict[str, Any] = field(default_factory=dict)
+    save_latest: bool = True
+    exclude_frozen: bool = False
+    keep_last: int | None = None
+    tag_validation: str = "WARN"
+    background: bool = False
+    timeout_s: float = 600.0
+
+
+@dataclass
+class Part:
+    """What one rank has written: its files, the slices in them, and its own values."""
+
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    # (parameter, state, slice)
+    slices: list[tuple[str, str, Slice]] = field(default_factory=list)
+    rank_values: dict[str, Any] = field(default_factory=dict)
+    # On rank 0: what belongs to the run as a whole.
+    engine: dict[str, Any] = field(default_factory=dict)
+    # Group -> state -> value.
+    scalars: dict[str, dict[str, float]] = field(default_factory=dict)
+    # Tensors of values -> their files.
+    tensors: dict[str, str] = field(default_factory=dict)
+
+    def to_text(self) -> str:
+        return json.dumps(
+            {
+                "files": {name: asdict(record) for name, record in self.files.items()},
+                "slices": [[name, state, piece.to_json()] for name, state, piece in self.slices],
+                "rank_values": self.rank_values,
+                "engine": self.engine,
+                "scalars": self.scalars,
+                "tensors": self.tensors,
+            }
+        )
+
+    @classmethod
+    def from_text(cls, text: str) -> Part:
+        value = json.loads(text)
+        return cls(
+            {name: FileRecord(**record) for name, record in value["files"].items()},
+            [(name, state, Slice.from_json(piece)) for name, state, piece in value["slices"]],
+            value["rank_values"],
+            value["engine"],
+            value["scalars"],
+            value["tensors"],
+        )
+
+
+class RankFiles:
+    """The files of one rank: one, and another when the first one's header is full."""
+
+    def __init__(self, partial: Path, rank: int, room: int) -> None:
+        self.partial = partial
+        self.rank = rank
+        self.room = room
+        self.part = Part()
+        self._writer: TensorWriter | None = None
+
+    def put(self, name: str, tensor: torch.Tensor) -> str:
+        """Write a tensor; returns the name of its file."""
+        if self._writer is not None and not self._writer.fits(name):
+            self._finish()
+        if self._writer is None:
+            number = len(self.part.files)
+            path = self.partial / f"rank-{self.rank:05}{f'-{number}' if number else ''}.safetensors"
+            self._writer = TensorWriter(path, max(self.room, len(name) + 1024))
+        self._writer.add(name, tensor)
+        return self._writer.path.name
+
+    def put_piece(self, piece: Piece, whole: tuple[int, ...]) -> None:
+        box = piece.run.box
+        inside = box != Box.whole(whole)
+        # A rank has one run of a box at most, of each state.
+        name = f"{piece.name}:{piece.state}"
+        if inside or piece.run.numel != box.numel or piece.addend is not None:
+            name += f":{','.join(map(str, (*box.offsets, piece.run.start)))}"
+        scales = None
+        if piece.scales is not None:
+            scales = f"{name}:scales"
+            self.part.tensors[scales] = self.put(scales, piece.scales)
+        file = self.put(name, piece.values)
+        self.part.slices.append(
+            (
+                piece.name,
+                piece.state,
+                Slice(
+                    file,
+                    name,
+                    piece.run.start,
+                    piece.run.stop,
+                    offsets=box.offsets if inside else None,
+                    shape=box.shape if inside else None,
+                    scales=scales,
+                    phase=piece.phase,
+                    addend=piece.addend,
+                ),
+            )
+        )
+
+    def _finish(self) -> None:
+        assert self._writer is not None
+        self.part.files[self._writer.path.name] = self._writer.finish()
+        self._writer = None
+
+    def finish(self) -> Part:
+        if self._writer is not None:
+            self._finish()
+        return self.part
+
+    def abandon(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+class Saved:
+    """A save under way or done: where it is, how long training stood still for it, and what it took altogether."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        # Seconds; bytes are this rank's.
+        self.stall = 0.0
+        self.seconds = 0.0
+        self.bytes = 0
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+
+    @property
+    def done(self) -> bool:
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return when this rank's part is on the disk; on rank 0, when the checkpoint is complete."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise CheckpointError(f"saving {self.path} in the background: {describe(failure)}") from failure
+
+
+def save(session: Session, folder: Path, tag: str, options: SaveOptions) -> Saved:
+    """Write a checkpoint of everything; every rank calls it. Returns once it is there, or being written behind."""
+    begin = time.perf_counter()
+    comm = session.comm
+    tag = _agree_on_tag(session, tag, options.tag_validation)
+    what = f"saving {folder / tag}"
+    encoded: list[Values] = []
+    steps = session.optimizer_steps()
+    # What cannot be stored is found before anything is written.
+    together(comm, what, lambda: encoded.append(encode_values(session, options.client_state, steps)))
+    plan = _Plan.of(session, options.exclude_frozen)
+    partial = on_first(comm, what, lambda: folders.begin(folder, tag))
+    saved = Saved(folder / tag)
+    job = _Job(session, plan, encoded[0], partial, tag, options, saved, begin)
+    if options.background:
+        job.start()
+    else:
+        job.run()
+    saved.stall = time.perf_counter() - begin
+    return saved
+
+
+def _agree_on_tag(session: Session, tag: str, validation: str) -> str:
+    tags = together(session.comm, "save_checkpoint", lambda: folders.check_tag(tag))
+    if len(set(tags)) > 1 and validation != "IGNORE":
+        told = ", ".join(f"rank {rank}: {each}" for rank, each in enumerate(tags))
+        if validation == "FAIL":
+            raise CheckpointError(f"save_checkpoint: the ranks gave different tags ({told}); give one on every rank")
+        if session.comm.rank == 0:
+            session.log.warning("save_checkpoint: the ranks gave different tags (%s); rank 0's is used", told)
+    return tags[0]
+
+
+@dataclass
+class _Plan:
+    """What a rank writes, settled before it begins."""
+
+    shares: dict[Flat, tuple[int, int]]
+    # Buffers and the like that this rank writes, and the addend they go under.
+    plain: dict[str, tuple[torch.Tensor, int | None]]
+    entries: dict[str, Entry]
+    header_room: int
+
+    @classmethod
+    def of(cls, session: Session, exclude_frozen: bool) -> _Plan:
+        tensors = plain_tensors(session)
+        for name in [name for name, tensor in tensors.items() if tensor.layout is not torch.strided]:
+            del tensors[name]
+            session.log.info("%s: a sparse buffer is not saved; it stays as the model makes it", name)
+        slots = [slot.name for flat in session.flats for slot in flat.layout.slots]
+        room = sum((len(name) + _ENTRY_BYTES) * _STATES_OF_A_SLOT for name in slots) + 4096
+        entries = _entries(session, tensors, exclude_frozen)
+        return cls(session.shares(), _plain_share(session, tensors), entries, room)
+
+
+def _entries(session: Session, tensors: dict[str, torch.Tensor], exclude_frozen: bool) -> dict[str, Entry]:
+    tied = aliases(session.module)
+    entries = {}
+    for flat in session.flats:
+        for slot in flat.layout.slots:
+            if flat.trainable or not exclude_frozen:
+                kind = "parameter" if flat.trainable else "frozen"
+                _, whole = box_of(flat, slot)
+                entries[slot.name] = Entry(whole, _dtype_name(flat.dtype), kind, tuple(tied.get(slot.name, ())))
+    for name, tensor in tensors.items():
+        entries[name] = Entry(tuple(tensor.shape), _dtype_name(tensor.dtype), "buffer", tuple(tied.get(name, ())))
+    order = {name: place for place, (name, _) in enumerate(session.module.named_parameters())}
+    return dict(sorted(entries.items(), key=lambda item: order.get(item[0], len(order))))
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _plain_share(session: Session, tensors: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, int | None]]:
+    """Rank 0 writes buffers; another rank those that differ from rank 0's, as of running statistics of its own data."""
+    comm = session.comm
+    first = {name: (tensor, None) for name, tensor in tensors.items()}
+    if comm.size == 1:
+        return first  # type: ignore[return-value]
+    digests = comm.gather_objects({name: _digest(tensor) for name, tensor in tensors.items()})
+    if comm.rank == 0:
+        return first  # type: ignore[return-value]
+    mine = digests[comm.rank]
+    return {name: (tensor, comm.rank) for name, tensor in tensors.items() if mine[name] != digests[0].get(name)}
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    crc = 0
+    for part in host_parts(tensor.contiguous()):
+        crc = zlib.crc32(part, crc)
+    return crc
+
+
+class _Job:
+    """One save, from an empty folder to a finished checkpoint."""
+
+    def __init__(
+        self,
+        session: Session,
+        plan: _Plan,
+        encoded: Values,
+        partial: Path,
+        tag: str,
+        options: SaveOptions,
+        saved: Saved,
+        begin: float,
+    ) -> None:
+        self.session: Session | None = session
+        self.plan = plan
+        self.encoded = encoded
+        self.partial = partial
+        self.tag = tag
+        self.options = options
+        self.saved = saved
+        self.begin = begin
+        self.rank, self.ranks = session.comm.rank, session.comm.size
+        self.log = session.log
+        self.manifest = Manifest(
+            tag=tag,
+            created=datetime.now(UTC).isoformat(),
+            versions=_versions(),
+            world_size=self.ranks,
+            entries=plan.entries,
+            engine={},
+            ranks=[],
+            config=session.config,
+            files={},
+            placement=session.placement,
+        )
+        self.files = RankFiles(partial, self.rank, plan.header_room)
+
+    # While training stands still.
+
+    def run(self) -> None:
+        assert self.session is not None
+        comm, what = self.session.comm, f"saving {self.saved.path}"
+        try:
+            parts = together(comm, what, lambda: self._write(self._pieces()))
+            on_first(comm, what, lambda: self._commit(parts))
+        except BaseException:
+            self._abandon()
+            raise
+
+    # Behind training.
+
+    def start(self) -> None:
+        """Copy what is to be written, and go on writing in a thread."""
+        assert self.session is not None
+        copies: list[tuple[Piece | Scalar, tuple[int, ...]]] = []
+        try:
+            together(
+                self.session.comm,
+                f"copying states for {self.saved.path}",
+                lambda: copies.extend((_copied(item), whole) for item, whole in self._pieces()),
+            )
+        except BaseException:
+            self._abandon()
+            raise
+        self.encoded = self.encoded.copied()
+        # The thread has copies alone: a session would keep an engine that is closed.
+        self.session, self.plan = None, replace(self.plan, shares={}, plain={})
+        # Not a daemon: a program that ends waits for its last checkpoint.
+        thread = threading.Thread(target=self._behind, args=(iter(copies),), name=f"save {self.tag}")
+        self.saved._thread = thread
+        thread.start()
+
+    def _behind(self, pieces: Iterator[tuple[Piece | Scalar, tuple[int, ...]]]) -> None:
+        """No collective may be called here, so the ranks meet in the folder: each leaves a record of its part."""
+        try:
+            try:
+                part = self._write(pieces)
+            except Exception as error:
+                self.files.abandon()
+                write_text(self.partial / f"{self.rank}.failed", describe(error))
+                raise
+            write_text(self.partial / f"{self.rank}.part", part.to_text())
+            if self.rank == 0:
+                self._commit(self._await_parts())
+        except Exception as error:
+            self.saved._failure = error
+            if self.rank == 0:
+                shutil.rmtree(self.partial, ignore_errors=True)
+
+    def _await_parts(self) -> list[Part]:
+        parts: list[Part] = []
+        deadline = time.monotonic() + self.options.timeout_s
+        while len(parts) < self.ranks:
+            rank = len(parts)
+            failed = self.partial / f"{rank}.failed"
+            if failed.exists():
+                raise CheckpointError(f"rank {rank}: {failed.read_text(encoding='utf-8')}")
+            record = self.partial / f"{rank}.part"
+            if record.exists():
+                parts.append(Part.from_text(record.read_text(encoding="utf-8")))
+                record.unlink()
+                deadline = time.monotonic() + self.options.timeout_s
+            elif time.monotonic() > deadline:
+                raise CheckpointError(f"rank {rank} has not written its part in {self.options.timeout_s:g} s")
+            else:
+                time.sleep(0.02)
+        return parts
+
+    # Both.
+
+    def _pieces(self) -> Iterator[tuple[Piece | Scalar, tuple[int, ...]]]:
+        """All that this rank writes, with the shapes of the whole tensors; each is valid until the next is asked for."""
+        session = self.session
+        assert session is not None
+        flats = [flat for flat in session.flats if flat.trainable or not self.options.exclude_frozen]
+        with Progress(f"saving {self.tag}", len(flats), unit="flats", rank=self.rank) as progress:
+            for flat in flats:
+                whole = {slot.name: box_of(flat, slot)[1] for slot in flat.layout.slots}
+                for item in flat_pieces(session, flat, self.plan.shares[flat]):
+                    yield item, whole[item.name] if isinstance(item, Piece) else ()
+                for piece in gradient_pieces(session, flat, self.plan.shares[flat]):
+                    yield piece, whole[piece.name]
+                progress.advance()
+        for name, (tensor, addend) in self.plan.plain.items():
+            shape = tuple(tensor.shape)
+            values = tensor.detach().contiguous().reshape(-1)
+            yield Piece(name, WEIGHT, Run(Box.whole(shape), 0, values.numel()), values, addend=addend), shape
+
+    def _write(self, pieces: Iterator[tuple[Piece | Scalar, tuple[int, ...]]]) -> Part:
+        part = self.files.part
+        for item, whole in pieces:
+            if isinstance(item, Scalar):
+                part.scalars.setdefault(str(item.group), {})[item.state] = item.value
+            else:
+                self.files.put_piece(item, whole)
+        for name, tensor in self.encoded.tensors.items():
+            part.tensors[name] = self.files.put(name, tensor.detach().contiguous())
+        part.engine, part.rank_values = self.encoded.engine, self.encoded.rank
+        part = self.files.finish()
+        self.saved.bytes = sum(record.bytes for record in part.files.values())
+        return part
+
+    def _commit(self, parts: list[Part]) -> None:
+        """On rank 0: the manifest from all parts, the name, the pointer; then old ones go."""
+        manifest = self.manifest
+        manifest.engine = parts[0].engine
+        scalars: dict[str, dict[str, float]] = {}
+        tensors: dict[str, str] = {}
+        for part in parts:
+            manifest.files.update(part.files)
+            manifest.ranks.append(part.rank_values)
+            tensors.update(part.tensors)
+            for group, found in part.scalars.items():
+                scalars.setdefault(group, {}).update(found)
+            for name, state, piece in part.slices:
+                manifest.entries[name].states.setdefault(state, []).append(piece)
+        manifest.tensors = tensors
+        if "optimizer" in manifest.engine:
+            manifest.engine["optimizer"]["scalars"] = scalars
+        manifest.check_complete()
+        path = folders.commit(self.partial, self.tag, manifest, latest=self.options.save_latest)
+        self.saved.seconds = time.perf_counter() - self.begin
+        if self.options.keep_last is not None:
+            for gone in folders.prune(path.parent, self.options.keep_last):
+                self.log.info("%s: deleted, as the last %d are kept", path.parent / gone, self.options.keep_last)
+        behind = f", training waited {self.saved.stall:.2f} s" if self.options.background else ""
+        self.log.info(
+            "saved %s: %s in %.2f s%s", path, format_bytes(manifest.bytes), self.saved.seconds, behind
+        )
+
+    def _abandon(self) -> None:
+        self.files.abandon()
+        if self.rank == 0:
+            shutil.rmtree(self.partial, ignore_errors=True)
+
+
+def _copied(item: Piece | Scalar) -> Piece | Scalar:
+    if isinstance(item, Scalar):
+        return item
+    scales = item.scales.to("cpu", copy=True) if item.scales is not None else None
+    return replace(item, values=item.values.detach().to("cpu", copy=True), scales=scales)
+
+
+def _versions() -> dict[str, str]:
+    import wherry
+
+    return {"wherry": wherry.__version__, "torch": torch.__version__}

@@ -1,0 +1,173 @@
+"""What of an engine goes into a checkpoint: its parts, and the numbers that say how far training has come."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from wherry.checkpoint.slices import Box
+from wherry.observe.log import get_logger
+from wherry.parallel.comm import Comm
+from wherry.sharding.gradients import FlatGradient, Gradients
+from wherry.sharding.layout import SegmentSpan, Slot
+from wherry.sharding.unit import Flat, Unit
+from wherry.sharding.weights import Gatherer
+from wherry.update.loss_scale import LossScaler
+from wherry.update.optimizer import ShardedOptimizer
+from wherry.update.pipeline import FlatState, Updater
+
+
+@dataclass
+class Window:
+    """The accumulation window under way. `backwards` is 0 between two updates."""
+
+    backwards: int = 0
+    steps: int = 0
+    averaged: bool | None = None
+    scaled: bool | None = None
+    boundary: bool = False
+    # Of the run that wrote it: micro-batches in a window, ranks, and what gradients were divided by before their sum.
+    accumulation: int = 1
+    ranks: int = 1
+    predivide: float = 1.0
+
+
+@dataclass
+class Counts:
+    """How far training has come."""
+
+    global_steps: int = 0
+    micro_steps: int = 0
+    skipped_steps: int = 0
+    samples: int = 0
+    norm: float | None = None
+    applied: bool = False
+
+
+@dataclass
+class Session:
+    """The parts of one engine, as checkpoints see them."""
+
+    module: nn.Module
+    units: list[Unit]
+    comm: Comm
+    device: torch.device
+    gatherer: Gatherer
+    gradients: Gradients
+    updater: Updater | None
+    optimizer: ShardedOptimizer | None
+    scaler: LossScaler
+    lr_scheduler: Any
+    dataloader: Any
+    config: dict[str, Any]
+    placement: list[list[str]]
+    counts: Counts
+    window: Window
+
+    def __post_init__(self) -> None:
+        self.log = get_logger(self.comm.rank)
+        self.states: dict[Flat, FlatState] = {s.flat: s for s in self.updater.states} if self.updater else {}
+        self.gradient_of: dict[Flat, FlatGradient] = {g.flat: g for g in self.gradients.all}
+
+    @property
+    def flats(self) -> Iterator[Flat]:
+        return (flat for unit in self.units for flat in unit.flats)
+
+    @property
+    def groups(self) -> int:
+        return len(self.optimizer.param_groups) if self.optimizer is not None else 0
+
+    def spans(self, flat: Flat) -> list[SegmentSpan]:
+        """The stretches of this rank's shard that `FlatState.opened` gives the state of."""
+        return [span for span in flat.layout.segments(flat.rank) if span.group < self.groups]
+
+    def without_state(self, flat: Flat) -> list[Slot]:
+        """The parameters that have no master: frozen ones, and those that the optimizer was not given."""
+        if flat not in self.states:
+            return list(flat.layout.slots)
+        return [slot for slot in flat.layout.slots if slot.group >= self.groups]
+
+    def shares(self) -> dict[Flat, tuple[int, int]]:
+        """The part of its shard of each flat that this rank writes. Ranks that hold the same shard divide it."""
+        flats = list(self.flats)
+        places = self.comm.gather_objects([(flat.rank, _boxes_digest(flat)) for flat in flats])
+        shares = {}
+        for index, flat in enumerate(flats):
+            mine = places[self.comm.rank][index]
+            alike = [rank for rank, theirs in enumerate(places) if theirs[index] == mine]
+            number, numel = alike.index(self.comm.rank), flat.layout.shard_numel
+            shares[flat] = (numel * number // len(alike), numel * (number + 1) // len(alike))
+        return shares
+
+    def optimizer_steps(self) -> int:
+        """Updates made so far, which the bias corrections count."""
+        batches = self.updater.batches if self.updater is not None else []
+        mine = max((batch.rule.steps() for batch in batches if batch.rule is not None), default=0)
+        # A rank whose shards are all padding has nothing that counts.
+        return max(self.comm.gather_objects(mine))
+
+
+def box_of(flat: Flat, slot: Slot) -> tuple[Box, tuple[int, ...]]:
+    """Which box of a logical parameter a slot holds, and the shape of the whole parameter."""
+    logical = getattr(slot, "logical", None)
+    if logical is None:
+        return Box.whole(slot.shape), slot.shape
+    return Box(tuple(logical.offsets), slot.shape), tuple(logical.global_shape)
+
+
+def within(flat: Flat, slot: Slot, low: int, high: int) -> tuple[int, int, int] | None:
+    """What of a slot lies in positions `low` to `high` of this rank's shard: start, stop, and where in the shard."""
+    place = flat.layout.overlap(slot, flat.rank)
+    if place is None:
+        return None
+    start, stop, at = place
+    first, last = max(at, low), min(at + stop - start, high)
+    return (start + first - at, start + last - at, first) if first < last else None
+
+
+def _boxes_digest(flat: Flat) -> str:
+    boxes = [(slot.name, box_of(flat, slot)) for slot in flat.layout.slots]
+    return hashlib.sha256(repr(boxes).encode()).hexdigest()[:16]
+
+
+def aliases(module: nn.Module) -> dict[str, list[str]]:
+    """The other names of tied parameters and shared buffers, by the first name."""
+    first: dict[int, str] = {}
+    others: dict[str, list[str]] = {}
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    for name, tensor in tensors:
+        known = first.setdefault(id(tensor), name)
+        if known != name:
+            others.setdefault(known, []).append(name)
+    return others
+
+
+def plain_tensors(session: Session) -> dict[str, torch.Tensor]:
+    """What a module's state has beside the flats: persistent buffers, and weights that are no floating point."""
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    in_flats = {id(parameter) for flat in session.flats for parameter in flat.parameters}
+    for prefix, module in session.module.named_modules():
+        members: dict[str, torch.Tensor | None] = {
+            **{name: p for name, p in module._parameters.items() if p is not None and id(p) not in in_flats},
+            **{n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set},
+        }
+        for name, tensor in members.items():
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                found[f"{prefix}.{name}" if prefix else name] = tensor
+    return found
+
+
+def extra_states(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules with a state of their own (`get_extra_state`), by the name it has in a state_dict."""
+    return {
+        f"{prefix}.{nn.modules.module._EXTRA_STATE_KEY_SUFFIX}".lstrip("."): found
+        for prefix, found in module.named_modules()
+        if type(found).get_extra_state is not nn.Module.get_extra_state
+    }

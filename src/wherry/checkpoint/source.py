@@ -1,0 +1,189 @@
+"""A checkpoint that is being read: any run of any state, put together from the slices that hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from wherry.checkpoint.errors import CheckpointError
+from wherry.checkpoint.files import TensorReader
+from wherry.checkpoint.manifest import GRADIENT, Manifest, Slice, read_manifest
+from wherry.checkpoint.slices import Overlap, Run, overlaps
+from wherry.checkpoint.values import decode
+from wherry.native import Blocks8, dequantize
+from wherry.native.blocks import BLOCK, blocks_of
+
+# Elements that are converted at once, so that memory stays small whatever the slice.
+PART = 1 << 22
+# Files that are open at once.
+OPEN_FILES = 64
+
+
+class Source:
+    """Reads what is asked for, and nothing else.
+
+        with Source(folder) as source:
+            weight = source.tensor("blocks.0.mix.weight", "weight")
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
+        self.folder = folder
+        self.manifest = manifest or read_manifest(folder)
+        self._readers: dict[str, TensorReader] = {}
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for reader in self._readers.values():
+            reader.close()
+        self._readers.clear()
+
+    def _reader(self, file: str) -> TensorReader:
+        reader = self._readers.pop(file, None)
+        if reader is None:
+            if len(self._readers) >= OPEN_FILES:
+                self._readers.pop(next(iter(self._readers))).close()
+            reader = TensorReader(self.folder / file)
+        self._readers[file] = reader  # the last one used comes last
+        return reader
+
+    def value(self, encoded: Any) -> Any:
+        """What `values.encode` was given."""
+        return decode(encoded, lambda name: self._value_tensor(name))
+
+    def _value_tensor(self, name: str) -> torch.Tensor:
+        reader = self._reader(self.manifest.tensors[name])
+        return reader.read(name).view(reader.tensors[name].shape)
+
+    def has(self, name: str, state: str) -> bool:
+        return state in self.manifest.entries[name].states
+
+    def tensor(self, name: str, state: str, dtype: torch.dtype | None = None, *, addend: int | None = None) -> torch.Tensor:
+        """A whole state of a parameter, or a buffer."""
+        entry = self.manifest.entries[name]
+        found = torch.empty(entry.numel, dtype=dtype or self.dtype(name, state))
+        self.read(name, state, Run.of(entry.shape), found, addend=addend)
+        return found.view(entry.shape)
+
+    def dtype(self, name: str, state: str) -> torch.dtype:
+        """The dtype a state is stored in; that of 8-bit states is fp32, as they are read."""
+        slices = self.manifest.entries[name].states.get(state, [])
+        if not slices:  # of a tensor without elements
+            return getattr(torch, self.manifest.entries[name].dtype)
+        if slices[0].scales is not None:
+            return torch.float32
+        return self._reader(slices[0].file).tensors[slices[0].tensor].dtype
+
+    def read(
+        self, name: str, state: str, run: Run, out: torch.Tensor, *, addend: int | None = None
+    ) -> None:
+        """Fill `out`, of one dim, with a run of a state. Of a gradient in parts the sum, unless `addend` names one."""
+        assert out.numel() == run.numel and out.dim() == 1, (name, out.shape, run)
+        slices = self._slices(name, state)
+        chosen = [piece for piece in slices if piece.addend == addend] if addend is not None else slices
+        total = addend is None and state == GRADIENT and any(piece.addend is not None for piece in slices)
+        if not total:
+            if addend is None:
+                chosen = [piece for piece in slices if piece.addend is None]
+            self._fill(name, chosen, run, out)
+            return
+        part = torch.empty_like(out)
+        for number, rank in enumerate(sorted({piece.addend or 0 for piece in slices})):
+            self._fill(name, [piece for piece in slices if piece.addend == rank], run, part)
+            (out.add_ if number else out.copy_)(part)
+
+    def addends(self, name: str, state: str) -> set[int]:
+        return {piece.addend for piece in self._slices(name, state) if piece.addend is not None}
+
+    def _slices(self, name: str, state: str) -> list[Slice]:
+        return self.manifest.entries[name].states.get(state, [])
+
+    def _fill(self, name: str, slices: Iterable[Slice], run: Run, out: torch.Tensor) -> None:
+        whole = self.manifest.entries[name].shape
+        filled = 0
+        for piece in slices:
+            for overlap in overlaps(piece.run(whole), run):
+                self._copy(piece, overlap, out)
+                filled += overlap.common.numel
+        if filled != run.numel:
+            raise CheckpointError(
+                f"{self.folder}: {name} has {filled:,} of the {run.numel:,} elements that are wanted; its manifest "
+                "does not fit the model"
+            )
+
+    def _copy(self, piece: Slice, overlap: Overlap, out: torch.Tensor) -> None:
+        reader = self._reader(piece.file)
+        stored = reader.tensors[piece.tensor].dtype
+        start, box = overlap.source
+        target = overlap.view(out, overlap.target)
+        line = len(box.shape) == 1 and overlap.common.shape == box.shape and target.is_contiguous()
+        if line and piece.scales is None and out.dtype == stored and out.device.type == "cpu":
+            reader.read(piece.tensor, start, box.numel, target)
+            return
+        if line:
+            for first in range(0, box.numel, PART):
+                count = min(PART, box.numel - first)
+                target[first : first + count].copy_(self._values(reader, piece, start + first, count))
+            return
+        part = self._values(reader, piece, start, box.numel)
+        target.copy_(part.view(box.shape)[overlap.common.within(box)])
+
+    def _values(self, reader: TensorReader, piece: Slice, first: int, count: int) -> torch.Tensor:
+        """Elements of a slice; those of 8-bit states as fp32."""
+        if piece.scales is None:
+            return reader.read(piece.tensor, first, count)
+        codes, scales = self.codes(piece, first, count)
+        phase = (piece.phase + first) % BLOCK
+        padded = torch.zeros(phase + count, dtype=codes.dtype)
+        padded[phase:] = codes
+        values = torch.empty(phase + count)
+        dequantize(Blocks8(padded, scales), values)
+        return values[phase:]
+
+    def codes(self, piece: Slice, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """8-bit codes of a slice from element `first`, and the scales of the blocks that they lie in."""
+        assert piece.scales is not None
+        codes = self._reader(piece.file).read(piece.tensor, first, count)
+        begin = (piece.phase + first) // BLOCK
+        blocks = blocks_of((piece.phase + first) % BLOCK + count)
+        scales = self._reader(self.manifest.tensors[piece.scales]).read(piece.scales, begin, blocks)
+        return codes, scales
+
+    def read_codes(self, state: str, wanted: list[tuple[str, Run, int]], out: Blocks8) -> bool:
+        """Fill 8-bit blocks with runs of parameters, each from a place of `out`, if no block has to be cut anew.
+
+        False, with nothing changed, where blocks of the slices and of `out` do not lie on each other.
+        """
+        codes: list[tuple[int, torch.Tensor]] = []
+        scales: dict[int, torch.Tensor] = {}
+        for name, run, place in wanted:
+            for piece in self._slices(name, state):
+                source_run = piece.run(self.manifest.entries[name].shape)
+                if piece.scales is None or source_run.box != run.box:
+                    return False
+                start, stop = max(source_run.start, run.start), min(source_run.stop, run.stop)
+                if start >= stop:
+                    continue
+                first, target = start - source_run.start, place + start - run.start
+                if (piece.phase + first) % BLOCK != target % BLOCK:
+                    return False
+                found, own = self.codes(piece, first, stop - start)
+                if found.dtype != out.codes.dtype:
+                    return False
+                codes.append((target, found))
+                for number, scale in enumerate(own, target // BLOCK):
+                    # Two slices meet in a block that was two blocks, if their scales differ.
+                    if not torch.equal(scales.setdefault(number, scale), scale):
+                        return False
+        for target, found in codes:
+            out.codes[target : target + found.numel()] = found
+        for number, scale in scales.items():
+            out.scales[number] = scale
+        return True

@@ -1,0 +1,112 @@
+"""What a checkpoint holds beside tensors by name: counts, schedules, generators, the user's own values."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from wherry.checkpoint.session import Session, extra_states
+from wherry.checkpoint.values import PutTensor, encode
+
+
+@dataclass
+class Values:
+    """The values of the run (on rank 0) and of this rank, encoded, and the tensors in them by name."""
+
+    engine: dict[str, Any] = field(default_factory=dict)
+    rank: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def copied(self) -> Values:
+        return Values(self.engine, self.rank, {name: t.to("cpu", copy=True) for name, t in self.tensors.items()})
+
+
+def encode_values(session: Session, client_state: dict[str, Any], steps: int) -> Values:
+    """`steps`: updates made so far. Raises `CheckpointError`, with the place, for what cannot be stored."""
+    found = Values()
+
+    def put(tensor: torch.Tensor) -> str:
+        name = f"value:{session.comm.rank}:{len(found.tensors)}"
+        found.tensors[name] = tensor
+        return name
+
+    found.rank["rng"] = encode(random_state(session.device), "random state", put)
+    loader = getattr(session.dataloader, "state_dict", None)
+    if loader is not None:
+        found.rank["data"] = encode(loader(), "training_dataloader.state_dict()", put)
+    if session.comm.rank:
+        return found
+    engine = found.engine
+    engine.update({key: encode(value, key, put) for key, value in asdict(session.counts).items()})
+    engine["window"] = encode(asdict(session.window), "window", put)
+    engine["loss_scale"] = session.scaler.state_dict()
+    engine["client_state"] = encode(dict(client_state), "client_state", put)
+    if session.lr_scheduler is not None:
+        engine["lr_scheduler"] = encode(session.lr_scheduler.state_dict(), "lr_scheduler.state_dict()", put)
+    extra = {key: module.get_extra_state() for key, module in extra_states(session.module).items()}
+    engine["extra_state"] = encode(extra, "extra state of the model", put)
+    if session.optimizer is not None:
+        engine["optimizer"] = {"steps": steps, **_optimizer(session, put)}
+    engine.update(_model_files(session.module))
+    return found
+
+
+def _optimizer(session: Session, put: PutTensor) -> dict[str, Any]:
+    assert session.optimizer is not None
+    members: dict[int, list[str]] = {}
+    for flat in session.states:
+        for slot in flat.layout.slots:
+            members.setdefault(slot.group, []).append(slot.name)
+    groups = []
+    for index, group in enumerate(session.optimizer.param_groups):
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        groups.append(
+            {
+                "options": encode(options, f"optimizer.param_groups[{index}]", put),
+                "parameters": sorted(members.get(index, [])),
+            }
+        )
+    return {"type": type(session.optimizer.instance).__name__, "groups": groups}
+
+
+def _model_files(module: torch.nn.Module) -> dict[str, Any]:
+    """The configs that a model of the transformers library is built from again, for an export."""
+    found = {}
+    for key, attribute in (("model_config", "config"), ("generation_config", "generation_config")):
+        to_json = getattr(getattr(module, attribute, None), "to_json_string", None)
+        if to_json is not None:
+            found[key] = to_json()
+    return found
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The state of every generator that a training program is likely to use."""
+    version, numbers, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": [version, np.array(numbers, dtype=np.int64), gauss],
+        "numpy": list(np.random.get_state()),
+    }
+    if device.type != "cpu":
+        state["device"] = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
+    torch.set_rng_state(state["torch"])
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(int(number) for number in numbers), gauss))
+    np.random.set_state(tuple(state["numpy"]))
+    if device.type != "cpu" and "device" in state:
+        torch.get_device_module(device).set_rng_state(state["device"], device)
+
+
+def spread_random_state(seed: int, device: torch.device) -> None:
+    """Generators of a rank that the saved run did not have, from a number that all ranks know and its own."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
