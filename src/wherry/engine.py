@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,6 +14,9 @@ import torch
 from torch import nn
 
 from wherry.accumulation import Accumulation
+from wherry.checkpoint.keeper import Checkpoints
+from wherry.checkpoint.load import LoadOptions
+from wherry.checkpoint.session import Counts, Session, Window
 from wherry.config import Config
 from wherry.config.batch import BatchSizes
 from wherry.errors import WherryError
@@ -21,6 +25,7 @@ from wherry.observe.log import get_logger
 from wherry.observe.monitor import Monitor
 from wherry.observe.reporter import Reporter, Update
 from wherry.parallel.topology import Topology
+from wherry.parallel.world import world_of
 from wherry.placement import Placement
 from wherry.sharding.access import Access
 from wherry.sharding.gradients import Gradients
@@ -125,6 +130,7 @@ class Engine(nn.Module):
         self._hooks = parts.hooks(self)
         self._accumulation = Accumulation(self, parts.config.wherry.accumulation)
         self.optimizer = parts.optimizer(self)
+        self._checkpoints = Checkpoints(self._session, parts.config)
         states = {state.flat: state.master for state in parts.updater.states} if parts.updater else {}
         self._access = Access(module, parts.units, parts.gatherer, self.comm, states.get)
 
@@ -379,6 +385,93 @@ class Engine(nn.Module):
         """Complete updates that are still under way, so that weights and state are those after the last step."""
         self._check_open()
 
+    # Checkpoints.
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write everything that training goes on from to `save_dir/tag`; every rank calls it.
+
+        `tag` is `global_step<N>` unless given. `client_state` is kept beside it: numbers, strings, tensors, and lists
+        and dicts of these. Whatever happens on the way, the checkpoint before stays whole.
+        """
+        self.settle()
+        self._checkpoints.save(save_dir, tag, client_state, save_latest, not exclude_frozen_parameters)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from `load_dir/tag`, or from the latest; returns its path and its client state.
+
+        It may have been written by any number of ranks, at any stage and tier. (None, None) where there is none.
+        """
+        self.settle()
+        states = load_optimizer_states and not load_module_only
+        options = LoadOptions(load_module_strict, states, load_lr_scheduler_states and not load_module_only)
+        if self._hooks.backward_running or (states and self._backwards_in_window):
+            self._abandon_window()
+        loaded = self._checkpoints.load(load_dir, tag, options)
+        if loaded is None:
+            return None, None
+        if loaded.counts is not None and loaded.window is not None:
+            self._go_on_from(loaded.counts, loaded.window)
+        return str(loaded.path), loaded.client_state
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when no checkpoint is being written behind training any more; every rank calls it."""
+        self._checkpoints.wait()
+
+    def _session(self) -> Session:
+        return Session(
+            module=self.module,
+            units=self.units,
+            comm=world_of(self.topology),
+            data=self.comm,
+            tensor=self.topology.tensor,
+            device=self.device,
+            gatherer=self._gatherer,
+            gradients=self._gradients,
+            updater=self._updater,
+            optimizer=self.optimizer,
+            scaler=self._scaler,
+            lr_scheduler=self.lr_scheduler,
+            dataloader=self.training_dataloader,
+            config=self.config,
+            placement=[list(row) for row in self.placement.rows()],
+            counts=Counts(
+                self.global_steps, self.micro_steps, self.skipped_steps, self.global_samples, self._norm, self._applied
+            ),
+            window=Window(
+                self._backwards_in_window,
+                self._steps_in_window,
+                self._averaged,
+                self._scaled,
+                self._gradients.boundary,
+                self._batch.accumulation,
+                self.comm.size,
+                self._gradients.policy.predivide,
+            ),
+        )
+
+    def _go_on_from(self, counts: Counts, window: Window) -> None:
+        self.global_steps, self.micro_steps = counts.global_steps, counts.micro_steps
+        self.skipped_steps, self._norm, self._applied = counts.skipped_steps, counts.norm, counts.applied
+        self._backwards_in_window, self._steps_in_window = window.backwards, window.steps
+        self._averaged, self._scaled = window.averaged, window.scaled
+        self._window_scale = self._gradient_scale()
+
     # What people ask.
 
     @property
@@ -532,6 +625,7 @@ class Engine(nn.Module):
             return
         self._closed = True
         self._states = None
+        self._checkpoints.close()
         self._abandon_window()
         self._reporter.close()
         self._hooks.remove()

@@ -52,9 +52,9 @@ def flat_pieces(session: Session, flat: Flat, share: tuple[int, int]) -> Iterato
                     if is_scalar(value):
                         yield Scalar(span.group, name, float(value))  # type: ignore[arg-type]
                 for slot in flat.layout.slots:
-                    if slot.group == span.group:
+                    if slot.group == span.group and session.writes(slot):
                         yield from _segment_pieces(flat, slot, span.start, span.stop, values, share)
-    rest = session.without_state(flat)
+    rest = [slot for slot in session.without_state(flat) if session.writes(slot)]
     if rest:
         with flat.opened() as shard:
             for slot in rest:
@@ -101,12 +101,12 @@ def gradient_pieces(session: Session, flat: Flat, share: tuple[int, int]) -> Ite
     gradient = session.gradient_of.get(flat)
     if gradient is None or gradient.fresh:
         return
-    apart = not gradient.partitioned and not gradient.reduced and session.comm.size > 1
-    for slot in flat.layout.slots:
+    apart = not gradient.partitioned and not gradient.reduced and session.data.size > 1
+    for slot in filter(session.writes, flat.layout.slots):
         box, _ = box_of(flat, slot)
         if apart:
             values = gradient.accumulated[slot.start : slot.stop]
-            yield Piece(slot.name, GRADIENT, Run(box, 0, slot.numel), values, addend=session.comm.rank)
+            yield Piece(slot.name, GRADIENT, Run(box, 0, slot.numel), values, addend=session.data.rank)
             continue
         place = within(flat, slot, *share)
         if place is not None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from wherry.checkpoint.errors import CheckpointError
@@ -51,7 +50,7 @@ class FileRecord:
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the host."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def host_parts(tensor: torch.Tensor) -> Iterator[memoryview]:
@@ -214,7 +213,7 @@ class TensorReader:
 def check_blocks(path: Path, record: FileRecord, blocks: range) -> list[str]:
     """What is wrong with some blocks of a file; block 0 goes with the header."""
     problems = []
-    buffer = memoryview(np.empty(BLOCK, dtype=np.uint8))
+    buffer = memoryview(bytearray(BLOCK))
     try:
         with open(path, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size

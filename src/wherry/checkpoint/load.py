@@ -24,6 +24,7 @@ from wherry.sharding.unit import Flat
 
 # Names that an error lists before it only counts.
 _LISTED = 8
+_NOT_STRICT = "load_module_strict=False loads what both have"
 
 
 @dataclass
@@ -54,7 +55,11 @@ def load(session: Session, folder: Path, tag: str | None, options: LoadOptions) 
     path = folder / found
     what = f"loading {path}"
     manifest = _verified(session, path)
-    together(comm, what, lambda: _check_fits(session, manifest, options, path))
+    strangers = together(comm, what, lambda: _check_fits(session, manifest, options))
+    # Another stage of a pipeline may have what this one has not.
+    unexpected = [name for name in strangers[0] if all(name in theirs for theirs in strangers)]
+    if options.strict and unexpected:
+        raise CheckpointError(f"{what}: it has {_listed(unexpected)}, which the model has not; {_NOT_STRICT}")
     with Source(path, manifest) as source:
         loader = _Loader(session, source, options)
         together(comm, what, loader.run)
@@ -88,8 +93,8 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_LISTED]) + more
 
 
-def _check_fits(session: Session, manifest: Manifest, options: LoadOptions, path: Path) -> None:
-    """Raise what does not fit, before anything is changed."""
+def _check_fits(session: Session, manifest: Manifest, options: LoadOptions) -> list[str]:
+    """Raise what does not fit, before anything is changed. Returns what the checkpoint has and this rank has not."""
     slots = [(flat, slot) for flat in session.flats for slot in flat.layout.slots]
     shapes = {slot.name: box_of(flat, slot)[1] for flat, slot in slots}
     shapes |= {n: tuple(t.shape) for n, t in plain_tensors(session).items() if t.layout is torch.strided}
@@ -100,16 +105,15 @@ def _check_fits(session: Session, manifest: Manifest, options: LoadOptions, path
     ]
     if wrong:
         raise CheckpointError("; ".join(wrong[:_LISTED]))
-    frozen = {slot.name for flat, slot in slots if not flat.trainable}
+    # Without the frozen ones: those of this engine that are frozen may lack.
+    frozen = {name for name, p in session.module.named_parameters() if not p.requires_grad}
     left_out = frozen if manifest.engine.get("frozen_excluded") else set()
     missing = [name for name in shapes if name not in manifest.entries and name not in left_out]
-    unexpected = [name for name in manifest.entries if name not in shapes]
-    if options.strict and (missing or unexpected):
-        parts = [f"it lacks {_listed(missing)}"] if missing else []
-        parts += [f"it has {_listed(unexpected)}, which the model has not"] if unexpected else []
-        raise CheckpointError(f"{' and '.join(parts)}; load_module_strict=False loads what both have")
+    if options.strict and missing:
+        raise CheckpointError(f"it lacks {_listed(missing)}; {_NOT_STRICT}")
     if options.optimizer and session.optimizer is not None:
         _check_optimizer(session, manifest)
+    return [name for name in manifest.entries if name not in shapes]
 
 
 def _check_optimizer(session: Session, manifest: Manifest) -> None:
@@ -243,11 +247,9 @@ class _Loader:
         assert self.session.optimizer is not None
         saved = self.manifest.engine["optimizer"]["groups"]
         groups = self.session.optimizer.param_groups
-        mine: dict[int, list[str]] = {}
-        for flat in self.session.states:
-            for slot in flat.layout.slots:
-                mine.setdefault(slot.group, []).append(slot.name)
-        if [group["parameters"] for group in saved] != [sorted(mine.get(i, [])) for i in range(len(groups))]:
+        group_of = {name: index for index, group in enumerate(saved) for name in group["parameters"]}
+        mine = {slot.name: slot.group for flat in self.session.states for slot in flat.layout.slots}
+        if len(saved) != len(groups) or any(group_of.get(name, group) != group for name, group in mine.items()):
             self.session.log.warning(
                 "%s: its parameter groups are others than the engine's, whose learning rates and other options stay",
                 self.source.folder,
@@ -332,6 +334,7 @@ class _Loader:
         factor = mine.ranks * mine.accumulation / (saved.ranks * saved.accumulation)
         for gradient in session.gradients.all:
             self._load_gradient(gradient, saved, factor)
+        session.gradients.resume(boundary=saved.boundary)
         return window
 
     def _load_gradient(self, gradient: Any, saved: Window, factor: float) -> None:
@@ -340,16 +343,16 @@ class _Loader:
         if not slots:
             return
         in_parts = bool(self.source.addends(slots[0].name, GRADIENT))
-        same = in_parts and saved.ranks == session.comm.size and not gradient.partitioned and factor == 1.0
+        same = in_parts and saved.ranks == session.data.size and not gradient.partitioned and factor == 1.0
         gradient.accumulated.zero_()
         gradient.fresh = False
         if same:
             # Exactly as it was: every rank its own sum, not yet reduced.
             for slot in slots:
                 run, out = Run(box_of(flat, slot)[0], 0, slot.numel), gradient.accumulated[slot.start : slot.stop]
-                self.source.read(slot.name, GRADIENT, run, out, addend=session.comm.rank)
+                self.source.read(slot.name, GRADIENT, run, out, addend=session.data.rank)
             return
-        gradient.reduced = not gradient.partitioned and session.comm.size > 1
+        gradient.reduced = not gradient.partitioned and session.data.size > 1
         for slot in slots:
             self._read(flat, slot, GRADIENT, gradient.owned, 0, gradient.owned.numel())
         if in_parts:

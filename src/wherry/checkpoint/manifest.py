@@ -52,8 +52,8 @@ class Slice:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Slice:
-        boxes = {key: tuple(value[key]) for key in ("offsets", "shape") if key in value}
-        return cls(**{**value, **boxes})
+        boxes: dict[str, Any] = {key: tuple(value[key]) for key in ("offsets", "shape") if key in value}
+        return cls(**(value | boxes))
 
 
 @dataclass

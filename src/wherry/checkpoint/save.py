@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,8 @@ class Part:
     scalars: dict[str, dict[str, float]] = field(default_factory=dict)
     # Tensors of values -> their files.
     tensors: dict[str, str] = field(default_factory=dict)
+    # On the first rank of a pipeline's stage: what the stage holds.
+    entries: dict[str, Entry] = field(default_factory=dict)
 
     def to_text(self) -> str:
         return json.dumps(
@@ -69,6 +72,7 @@ class Part:
                 "engine": self.engine,
                 "scalars": self.scalars,
                 "tensors": self.tensors,
+                "entries": {name: entry.to_json() for name, entry in self.entries.items()},
             }
         )
 
@@ -82,6 +86,7 @@ class Part:
             value["engine"],
             value["scalars"],
             value["tensors"],
+            {name: Entry.from_json(entry) for name, entry in value["entries"].items()},
         )
 
 
@@ -165,6 +170,11 @@ class Saved:
         self._failure: Exception | None = None
 
     @property
+    def behind(self) -> bool:
+        """Whether it was left to be written behind training, and nobody has waited for it."""
+        return self._thread is not None
+
+    @property
     def done(self) -> bool:
         return self._thread is None or not self._thread.is_alive()
 
@@ -239,8 +249,7 @@ def _entries(session: Session, tensors: dict[str, torch.Tensor], exclude_frozen:
     for flat in session.flats:
         for slot in flat.layout.slots:
             if flat.trainable or not exclude_frozen:
-                kind = "parameter" if flat.trainable else "frozen"
-                _, whole = box_of(flat, slot)
+                kind, whole = "parameter" if flat.trainable else "frozen", box_of(flat, slot)[1]
                 entries[slot.name] = Entry(whole, _dtype_name(flat.dtype), kind, tuple(tied.get(slot.name, ())))
     for name, tensor in tensors.items():
         entries[name] = Entry(tuple(tensor.shape), _dtype_name(tensor.dtype), "buffer", tuple(tied.get(name, ())))
@@ -253,16 +262,20 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _plain_share(session: Session, tensors: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, int | None]]:
-    """Rank 0 writes buffers; another rank those that differ from rank 0's, as of running statistics of its own data."""
+    """The first rank that has a buffer writes it; another does if its own differs, as statistics of its own data."""
     comm = session.comm
-    first = {name: (tensor, None) for name, tensor in tensors.items()}
     if comm.size == 1:
-        return first  # type: ignore[return-value]
-    digests = comm.gather_objects({name: _digest(tensor) for name, tensor in tensors.items()})
-    if comm.rank == 0:
-        return first  # type: ignore[return-value]
-    mine = digests[comm.rank]
-    return {name: (tensor, comm.rank) for name, tensor in tensors.items() if mine[name] != digests[0].get(name)}
+        return {name: (tensor, None) for name, tensor in tensors.items()}
+    mine = {name: _digest(tensor) for name, tensor in tensors.items()}
+    shares: dict[str, tuple[torch.Tensor, int | None]] = {}
+    digests = comm.gather_objects(mine)
+    for name, tensor in tensors.items():
+        first = next(rank for rank, theirs in enumerate(digests) if name in theirs)
+        if first == comm.rank:
+            shares[name] = (tensor, None)
+        elif mine[name] != digests[first][name]:
+            shares[name] = (tensor, comm.rank)
+    return shares
 
 
 def _digest(tensor: torch.Tensor) -> int:
@@ -301,7 +314,7 @@ class _Job:
             created=datetime.now(UTC).isoformat(),
             versions=_versions(),
             world_size=self.ranks,
-            entries=plan.entries,
+            entries={},
             engine={},
             ranks=[],
             config=session.config,
@@ -309,6 +322,8 @@ class _Job:
             placement=session.placement,
         )
         self.files = RankFiles(partial, self.rank, plan.header_room)
+        if session.data.rank == session.tensor.rank == 0:
+            self.files.part.entries = plan.entries
 
     # While training stands still.
 
@@ -422,6 +437,8 @@ class _Job:
         scalars: dict[str, dict[str, float]] = {}
         tensors: dict[str, str] = {}
         for part in parts:
+            manifest.entries.update(part.entries)
+        for part in parts:
             manifest.files.update(part.files)
             manifest.ranks.append(part.rank_values)
             tensors.update(part.tensors)
@@ -457,6 +474,4 @@ def _copied(item: Piece | Scalar) -> Piece | Scalar:
 
 
 def _versions() -> dict[str, str]:
-    import wherry
-
-    return {"wherry": wherry.__version__, "torch": torch.__version__}
+    return {"wherry": metadata.version("wherry"), "torch": torch.__version__}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from wherry.checkpoint.errors import CheckpointError
 from wherry.checkpoint.slices import Box
 from wherry.observe.log import get_logger
 from wherry.parallel.comm import Comm
@@ -55,7 +55,10 @@ class Session:
 
     module: nn.Module
     units: list[Unit]
+    # All ranks, and those of the data and tensor axes.
     comm: Comm
+    data: Comm
+    tensor: Comm
     device: torch.device
     gatherer: Gatherer
     gradients: Gradients
@@ -93,16 +96,19 @@ class Session:
         return [slot for slot in flat.layout.slots if slot.group >= self.groups]
 
     def shares(self) -> dict[Flat, tuple[int, int]]:
-        """The part of its shard of each flat that this rank writes. Ranks that hold the same shard divide it."""
+        """The part of its shard of each flat that this rank writes. Data-parallel ranks with the same shard divide it."""
         flats = list(self.flats)
-        places = self.comm.gather_objects([(flat.rank, _boxes_digest(flat)) for flat in flats])
+        places = self.data.gather_objects([flat.rank for flat in flats])
         shares = {}
         for index, flat in enumerate(flats):
-            mine = places[self.comm.rank][index]
-            alike = [rank for rank, theirs in enumerate(places) if theirs[index] == mine]
-            number, numel = alike.index(self.comm.rank), flat.layout.shard_numel
+            alike = [rank for rank, theirs in enumerate(places) if theirs[index] == flat.rank]
+            number, numel = alike.index(self.data.rank), flat.layout.shard_numel
             shares[flat] = (numel * number // len(alike), numel * (number + 1) // len(alike))
         return shares
+
+    def writes(self, slot: Slot) -> bool:
+        """Whether this rank writes its share of a parameter: one that no tensor-parallel rank cut, the first alone does."""
+        return slot.part is not None or self.tensor.rank == 0
 
     def optimizer_steps(self) -> int:
         """Updates made so far, which the bias corrections count."""
@@ -114,10 +120,15 @@ class Session:
 
 def box_of(flat: Flat, slot: Slot) -> tuple[Box, tuple[int, ...]]:
     """Which box of a logical parameter a slot holds, and the shape of the whole parameter."""
-    logical = getattr(slot, "logical", None)
-    if logical is None:
+    part = slot.part
+    if part is None:
         return Box.whole(slot.shape), slot.shape
-    return Box(tuple(logical.offsets), slot.shape), tuple(logical.global_shape)
+    if part.global_shape is None or part.offsets is None:
+        raise CheckpointError(
+            f"{slot.name}: it is marked as cut by tensor parallelism and does not say along which dim, so it has no place "
+            "in a checkpoint; set its attribute `partition_dim`"
+        )
+    return Box(tuple(part.offsets), slot.shape), tuple(part.global_shape)
 
 
 def within(flat: Flat, slot: Slot, low: int, high: int) -> tuple[int, int, int] | None:
@@ -128,11 +139,6 @@ def within(flat: Flat, slot: Slot, low: int, high: int) -> tuple[int, int, int] 
     start, stop, at = place
     first, last = max(at, low), min(at + stop - start, high)
     return (start + first - at, start + last - at, first) if first < last else None
-
-
-def _boxes_digest(flat: Flat) -> str:
-    boxes = [(slot.name, box_of(flat, slot)) for slot in flat.layout.slots]
-    return hashlib.sha256(repr(boxes).encode()).hexdigest()[:16]
 
 
 def aliases(module: nn.Module) -> dict[str, list[str]]:

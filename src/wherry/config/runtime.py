@@ -30,6 +30,9 @@ class ActivationCheckpointing(Block):
     profile: Flag = key(False, "Time each activation checkpoint.")
 
 
+_ALL_WRITE = "every rank writes its own part, straight to its file"
+
+
 class ParallelWrite(Block):
     pipeline_stage: Flag = key(False, "Let pipeline stages write in parallel.")
 
@@ -46,13 +49,21 @@ class Writer(Block):
 
 class Checkpoint(Block):
     tag_validation: Annotated[Literal["WARN", "IGNORE", "FAIL"], BeforeValidator(uppered)] = key(
-        "WARN", "What to do when ranks disagree about the tag of a checkpoint."
+        "WARN", "What to do when ranks disagree about the tag of a checkpoint; rank 0's is used, unless it is FAIL."
     )
-    load_universal: Flag = key(False, "Load a checkpoint that is independent of the number of ranks.")
-    use_node_local_storage: Flag = key(False, "Every node writes to its own disk.")
-    parallel_write: ParallelWrite = block(ParallelWrite, "Who writes in parallel.")
-    checkpoint_serialization: Flag = key(True, "Write with the compressed format.")
-    writer: Writer | None = key(None, "How files are written.")
+    load_universal: Flag = key(
+        False,
+        "Load a checkpoint that is independent of the number of ranks.",
+        inert="every checkpoint loads on any number of ranks",
+    )
+    use_node_local_storage: Flag = key(
+        False, "Every node writes to its own disk.", inert="a checkpoint is one folder that all ranks share"
+    )
+    parallel_write: ParallelWrite = block(ParallelWrite, "Who writes in parallel.", inert=_ALL_WRITE)
+    checkpoint_serialization: Flag = key(
+        True, "Write with the compressed format.", inert="files are safetensors, uncompressed"
+    )
+    writer: Writer | None = key(None, "How files are written.", inert=_ALL_WRITE)
 
 
 class CommsLogger(Block):
@@ -103,6 +114,17 @@ class Timers(Block):
     throughput: Throughput = block(Throughput, "The throughput timer.")
 
 
+class Checkpoints(Block):
+    keep_last: Integer | None = key(
+        None,
+        "How many checkpoints a folder keeps: older ones that are named after their step are deleted. Unset: all.",
+        ge=1,
+    )
+    async_save: Flag = key(
+        False, "Copy the states and go on training, while the files are written behind; one save at a time."
+    )
+
+
 class Own(Block):
     """Keys that are Wherry's own, in the block `wherry`."""
 
@@ -136,4 +158,5 @@ class Own(Block):
     host_memory: Bytes | None = key(
         None, 'Limit of host memory for training states: bytes, or like "3GB".', gt=0, only=(None,)
     )
+    checkpoint: Checkpoints = block(Checkpoints, "How checkpoints are kept and written.")
     run_dir: Text | None = key(None, "Folder for metrics, as JSON lines and CSV.")

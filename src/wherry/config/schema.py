@@ -134,9 +134,7 @@ class Config(Block):
     activation_checkpointing: ActivationCheckpointing = block(
         ActivationCheckpointing, "Activation checkpoints.", inert=_IN_MODEL
     )
-    checkpoint: Checkpoint = block(
-        Checkpoint, "How checkpoints are written and read.", inert="there is one way to write and read them"
-    )
+    checkpoint: Checkpoint = block(Checkpoint, "How checkpoints are written and read.")
 
     wherry: Own = block(Own, "Wherry's own keys.")
 

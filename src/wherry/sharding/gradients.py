@@ -240,6 +240,13 @@ class Gradients:
         for gradient in self.all:
             gradient.end_window()
 
+    def resume(self, *, boundary: bool) -> None:
+        """The sums of a window have been put back from a checkpoint; `boundary`: no micro-batch of it is to come."""
+        self.boundary = boundary
+        if boundary:
+            for gradient in self.all:
+                self._measure(gradient)
+
     def sum_squares(self, journal: int = 0) -> float | torch.Tensor:
         """The squared norm of the window's gradients as they are: not unscaled, not averaged.
 

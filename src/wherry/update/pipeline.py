@@ -51,9 +51,16 @@ class FlatState:
     def opened(self, *, write: bool = False) -> Iterator[list[dict[str, torch.Tensor | Blocks8]]]:
         """The state of each segment, by name: `master` in fp32 and the moments, wherever they rest.
 
-        What is changed inside is kept if `write` is given. Tensors are valid inside only.
+        What is changed inside is kept if `write` is given, names that were added become state, and the working
+        weights follow their masters. Tensors are valid inside only.
         """
-        yield [{"master": segment.master, **segment.state} for segment in self.segments]
+        shown = [{"master": segment.master, **segment.state} for segment in self.segments]
+        yield shown
+        if write:
+            for segment, values in zip(self.segments, shown, strict=True):
+                segment.state = {name: value for name, value in values.items() if name != "master"}
+                if not segment.in_place:
+                    segment.working.copy_(segment.master)
 
     @property
     def nbytes(self) -> int:
@@ -123,6 +130,8 @@ class Updater:
         for state in self.states:
             per_element = 4.0 if state.flat.dtype.itemsize < 4 else 0.0
             for kept in (kept for segment in state.segments[:1] for kept in segment.state.values()):
+                if isinstance(kept, torch.Tensor) and not kept.dim():
+                    continue
                 per_element += kept.nbytes / max(1, kept.numel())
             total += per_element * state.flat.layout.shard_numel
         return math.ceil(total)

@@ -212,7 +212,7 @@ class TorchRule:
             segment.state = {
                 name: value
                 for name, value in self._inner.state[parameter].items()
-                if isinstance(value, torch.Tensor) and value.shape == segment.master.shape
+                if isinstance(value, torch.Tensor) and name != "step" and value.shape in ((), segment.master.shape)
             }
         return DONE
 
@@ -222,9 +222,8 @@ class TorchRule:
     def load_steps(self, steps: int) -> None:
         self._steps = steps
         for segment, parameter in zip(self.segments, self._parameters, strict=True):
-            state = self._inner.state[parameter]
-            state.update(segment.state)
-            state["step"] = torch.tensor(float(steps))
+            if segment.state:
+                self._inner.state[parameter].update({**segment.state, "step": torch.tensor(float(steps))})
 
 
 def _options(group: Group) -> dict[str, Any]:

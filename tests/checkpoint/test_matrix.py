@@ -1,0 +1,72 @@
+"""Any to any: saved by every number of ranks and stage, loaded by every other, the states the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.checkpoint.harness import Shape, assert_same, on, save_from, state_of, train
+
+from wherry.parallel.comm import Comm
+
+RANKS, STAGES = (1, 2, 3, 4), (0, 1, 2, 3)
+SHAPES = [Shape(ranks, stage) for ranks in RANKS for stage in STAGES]
+BF16 = {"bf16": {"enabled": True}}
+
+Saved = dict[Shape, tuple[Path, dict[str, torch.Tensor]]]
+
+
+def key(shape: Shape) -> str:
+    return str(shape)
+
+
+@pytest.fixture(scope="module", params=["fp32", "bf16"])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Any]:
+    more = BF16 if request.param == "bf16" else {}
+    found = {}
+    for shape in SHAPES:
+        folder = tmp_path_factory.mktemp(f"{request.param}-{shape}")
+        found[key(shape)] = (folder, save_from(Shape(shape.ranks, shape.stage, more=more), folder))
+    return more, found
+
+
+@pytest.mark.parametrize("target", SHAPES, ids=str)
+def test_every_checkpoint_loads(saved: tuple[dict[str, Any], Any], target: Shape) -> None:
+    more, checkpoints = saved
+
+    def body(engine: Any, comm: Comm) -> None:
+        for folder, states in checkpoints.values():
+            path, client_state = engine.load_checkpoint(folder)
+            assert path == str(folder / "global_step2") and client_state == {}
+            assert_same(states, state_of(engine))
+            assert engine.global_steps == 2
+
+    on(Shape(target.ranks, target.stage, more=more), body)
+
+
+@pytest.mark.parametrize("shape", [Shape(1, 0), Shape(2, 1), Shape(3, 2), Shape(2, 3)], ids=str)
+def test_grouping_may_differ(tmp_path: Path, shape: Shape) -> None:
+    """Units of other modules cut the flats elsewhere."""
+    whole = {"wherry": {"unit_classes": ["TinyLM"]}}
+    linear = {"wherry": {"unit_classes": ["Linear", "LayerNorm"]}}
+    states = save_from(Shape(shape.ranks, shape.stage, more=whole), tmp_path)
+
+    def body(engine: Any, comm: Comm) -> None:
+        engine.load_checkpoint(tmp_path)
+        assert_same(states, state_of(engine))
+
+    on(Shape(2, 3, more=linear), body)
+    on(Shape(shape.ranks, shape.stage), body)
+
+
+def test_an_engine_that_has_trained_is_overwritten(tmp_path: Path) -> None:
+    states = save_from(Shape(2, 3), tmp_path)
+
+    def body(engine: Any, comm: Comm) -> None:
+        train(engine, comm, 3, first=50)
+        engine.load_checkpoint(tmp_path)
+        assert_same(states, state_of(engine))
+
+    on(Shape(2, 2), body)
