@@ -12,7 +12,6 @@ import torch
 from tests.engine.harness import adamw, make_model, settings, token_batch
 
 import wherry
-
 from wherry.checkpoint.session import within
 from wherry.native import Blocks8, dequantize
 from wherry.parallel.comm import Comm

@@ -26,7 +26,10 @@ CLIPPED = {"gradient_clipping": 0.5}
 
 
 def twenty(shape: Shape, **more: Any) -> Any:
-    return on(shape, lambda engine, comm: (train(engine, comm, 20, accumulation=shape.accumulation), state_of(engine)), **more)[0]
+    def body(engine: Any, comm: Comm) -> Any:
+        return train(engine, comm, 20, accumulation=shape.accumulation), state_of(engine)
+
+    return on(shape, body, **more)[0]
 
 
 def ten_and_ten(folder: Path, first: Shape, second: Shape, **more: Any) -> Any:
@@ -148,8 +151,9 @@ def test_between_the_last_backward_and_the_step(tmp_path: Path, stage: int) -> N
 
 def test_a_window_on_other_ranks_keeps_its_mean(tmp_path: Path) -> None:
     """Two of four micro-batches on two ranks, the rest on one rank: the mean of what both have seen."""
+
     def begin(engine: Any, comm: Comm) -> None:
-        for number in range(2):
+        for _ in range(2):
             engine.backward(engine(*token_batch(0, 0, 0)))
             engine.step()
         engine.save_checkpoint(tmp_path)

@@ -149,6 +149,8 @@ KEYS = {
     "wherry.state_dtype": ("fp32", "int8", "int8"),
     "wherry.timeout_s": (600.0, 30, 30.0),
     "wherry.host_memory": (None, "3GB", 3_000_000_000),
+    "wherry.checkpoint.keep_last": (None, 3, 3),
+    "wherry.checkpoint.async_save": (False, True, True),
     "wherry.run_dir": (None, "runs/a", "runs/a"),
 }
 WRITER = {

@@ -1,1 +1,1 @@
-"""Checkpoints: folders of safetensors files and one manifest. Reading order: slices, manifest, files, folder, save, load."""
+"""Checkpoints: folders of safetensors files and a manifest. In order: slices, manifest, files, folder, save, load."""

@@ -180,7 +180,9 @@ class TensorReader:
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{self.path}: its header cannot be read ({error})") from error
 
-    def read(self, name: str, first: int = 0, count: int | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+    def read(
+        self, name: str, first: int = 0, count: int | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """`count` elements of a tensor from element `first`, as one dim; into `out` where that is given."""
         if name not in self.tensors:
             raise CheckpointError(f"{self.path}: it holds no tensor {name!r}")

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-
 from wherry.checkpoint.folder import step_tag
 from wherry.checkpoint.load import Loaded, LoadOptions, load
 from wherry.checkpoint.save import Saved, SaveOptions, save

@@ -46,9 +46,10 @@ class Slice:
         return Run(box, self.start, self.stop)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            key: value for key, value in asdict(self).items() if value is not None and not (key == "phase" and not value)
-        }
+        values = {key: value for key, value in asdict(self).items() if value is not None}
+        if not self.phase:
+            del values["phase"]
+        return values
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Slice:

@@ -399,7 +399,7 @@ class _Job:
     # Both.
 
     def _pieces(self) -> Iterator[tuple[Piece | Scalar, tuple[int, ...]]]:
-        """All that this rank writes, with the shapes of the whole tensors; each is valid until the next is asked for."""
+        """All that this rank writes, with the shapes of whole tensors; each is valid until the next is asked for."""
         session = self.session
         assert session is not None
         flats = [flat for flat in session.flats if flat.trainable or not self.options.exclude_frozen]
@@ -447,6 +447,7 @@ class _Job:
             for name, state, piece in part.slices:
                 manifest.entries[name].states.setdefault(state, []).append(piece)
         manifest.tensors = tensors
+        manifest.engine["frozen_excluded"] = self.options.exclude_frozen
         if "optimizer" in manifest.engine:
             manifest.engine["optimizer"]["scalars"] = scalars
         manifest.check_complete()

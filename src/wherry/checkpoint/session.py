@@ -96,7 +96,7 @@ class Session:
         return [slot for slot in flat.layout.slots if slot.group >= self.groups]
 
     def shares(self) -> dict[Flat, tuple[int, int]]:
-        """The part of its shard of each flat that this rank writes. Data-parallel ranks with the same shard divide it."""
+        """The part of its shard of each flat that this rank writes. Data-parallel ranks with one shard divide it."""
         flats = list(self.flats)
         places = self.data.gather_objects([flat.rank for flat in flats])
         shares = {}
@@ -107,7 +107,7 @@ class Session:
         return shares
 
     def writes(self, slot: Slot) -> bool:
-        """Whether this rank writes its share of a parameter: one that no tensor-parallel rank cut, the first alone does."""
+        """Whether this rank writes its share of a parameter: of what no tensor-parallel rank cut, the first alone."""
         return slot.part is not None or self.tensor.rank == 0
 
     def optimizer_steps(self) -> int:
@@ -125,8 +125,8 @@ def box_of(flat: Flat, slot: Slot) -> tuple[Box, tuple[int, ...]]:
         return Box.whole(slot.shape), slot.shape
     if part.global_shape is None or part.offsets is None:
         raise CheckpointError(
-            f"{slot.name}: it is marked as cut by tensor parallelism and does not say along which dim, so it has no place "
-            "in a checkpoint; set its attribute `partition_dim`"
+            f"{slot.name}: it is marked as cut by tensor parallelism and does not say along which dim, so it has no "
+            "place in a checkpoint; set its attribute `partition_dim`"
         )
     return Box(tuple(part.offsets), slot.shape), tuple(part.global_shape)
 

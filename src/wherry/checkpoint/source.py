@@ -65,7 +65,9 @@ class Source:
     def has(self, name: str, state: str) -> bool:
         return state in self.manifest.entries[name].states
 
-    def tensor(self, name: str, state: str, dtype: torch.dtype | None = None, *, addend: int | None = None) -> torch.Tensor:
+    def tensor(
+        self, name: str, state: str, dtype: torch.dtype | None = None, *, addend: int | None = None
+    ) -> torch.Tensor:
         """A whole state of a parameter, or a buffer."""
         entry = self.manifest.entries[name]
         found = torch.empty(entry.numel, dtype=dtype or self.dtype(name, state))
