@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "WherryError", "__version__", "estimate", "gathered", "initialize"]
+__all__ = ["Engine", "Init", "WherryError", "__version__", "estimate", "gathered", "initialize"]
 
 if TYPE_CHECKING:
     from wherry.assemble import initialize
@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from wherry.errors import WherryError
     from wherry.forecast import estimate
     from wherry.sharding.access import gathered
+    from wherry.sharding.init import Init
 
 # Imported at first use: `import wherry`, and the command line's help, need none of it.
 _HOMES = {
     "Engine": "wherry.engine",
+    "Init": "wherry.sharding.init",
     "WherryError": "wherry.errors",
     "estimate": "wherry.forecast",
     "gathered": "wherry.sharding.access",

@@ -108,7 +108,7 @@ def _assemble(
         persistence_limit=zero.stage3_model_persistence_threshold,
         tensor=topology.tensor,
     )
-    units = builder.build(plan_units(model, resolved.wherry.unit_classes))
+    units = builder.build(plan_units(model, resolved.wherry.unit_classes), model)
     move_buffers(model, topology.device, topology.data)
     schedule = Schedule()
     gatherer = Gatherer(

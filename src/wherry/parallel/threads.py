@@ -156,7 +156,11 @@ class ThreadComm(Comm):
         return DONE
 
     def _broadcast(self, tensor: torch.Tensor, source: int) -> Ticket:
-        tensor.copy_(self._agree(tensor, lambda values: values[source].clone()))
+        def use(values: list[torch.Tensor]) -> None:
+            if self.rank != source:
+                tensor.copy_(values[source])
+
+        self._agree(tensor, use)
         return DONE
 
     def _gather_objects(self, value: Any) -> list[Any]:

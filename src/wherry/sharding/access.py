@@ -14,6 +14,8 @@ from torch import nn
 from wherry.errors import WherryError
 from wherry.fake import address_of
 from wherry.parallel.comm import Comm
+from wherry.sharding.init import innermost
+from wherry.sharding.parts import part_of, parts_gathered
 from wherry.sharding.unit import Flat, Unit, Weights
 from wherry.sharding.weights import Gatherer
 
@@ -155,6 +157,10 @@ def gathered(
         params = list(params.parameters())
     tensors = [params] if isinstance(params, torch.Tensor) else list(params)
     chosen: dict[Access, dict[Flat, None]] = {}
+    building = innermost()
+    if building is not None:
+        building.finish()
+    parts = [part for tensor in dict.fromkeys(tensors) if (part := part_of(tensor)) is not None]
     for tensor in tensors:
         reference = getattr(tensor, HANDLE, None)
         access = reference() if reference is not None else None
@@ -168,4 +174,5 @@ def gathered(
             # One order on every rank, whatever order the parameters were given in.
             ordered = sorted(flats, key=lambda flat: (access.unit_of[flat].index, flat.name))
             stack.enter_context(access.gathered(ordered, modifier_rank))
+        stack.enter_context(parts_gathered(parts, modifier_rank))
         yield

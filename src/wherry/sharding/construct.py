@@ -14,7 +14,17 @@ from wherry.parallel.partition import check_replicated, local, retype, slice_of
 from wherry.placement import Placement
 from wherry.sharding.grouping import UnitPlan
 from wherry.sharding.layout import lay_out
+from wherry.sharding.meta import Materialiser
+from wherry.sharding.parts import taken
 from wherry.sharding.unit import Flat, Unit, Weights
+
+
+class Original:
+    """The values that a parameter was built with, while the parameter itself is given other memory."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.dtype = local(parameter).dtype
+        self.value = taken(parameter)
 
 
 class Builder:
@@ -45,12 +55,15 @@ class Builder:
         # fp32 masters of what this rank updates, for the flats whose working weights are less precise.
         self.masters: dict[Flat, torch.Tensor] = {}
 
-    def build(self, plans: Sequence[UnitPlan]) -> list[Unit]:
+    def build(self, plans: Sequence[UnitPlan], model: nn.Module) -> list[Unit]:
         check_same_model([item for plan in plans for item in plan.parameters], self.comm)
         units = []
+        materialiser = Materialiser(model, self.device)
         for index, plan in enumerate(plans):
+            materialiser.fill([parameter for _, parameter in plan.parameters])
             flats = self._flats(plan)
             units.append(Unit(index, plan.name, plan.modules, flats, root=plan.root))
+        materialiser.finish()
         return units
 
     def _flats(self, plan: UnitPlan) -> list[Flat]:
@@ -83,12 +96,10 @@ class Builder:
         members = sorted(members, key=lambda item: (self.group_of.get(item[1], ungrouped), item[0] not in parts))
         cut = self.placement.parameters.partitioned or (trainable and self.placement.optimizer.partitioned)
         ranks = self.comm.size if cut else 1
-        originals = [local(parameter) for _, parameter in members]
         layout = lay_out(
-            [(n, o.shape, self.group_of.get(p, ungrouped)) for (n, p), o in zip(members, originals, strict=True)],
-            ranks,
-            parts=parts,
+            [(n, local(p).shape, self.group_of.get(p, ungrouped)) for n, p in members], ranks, parts=parts
         )
+        originals = [Original(parameter) for _, parameter in members]
         for _, parameter in members:
             retype(parameter, dtype, self.device)
             parameter.grad = None
@@ -107,13 +118,13 @@ class Builder:
         self._fill(flat, originals)
         return flat
 
-    def _fill(self, flat: Flat, originals: list[torch.Tensor]) -> None:
+    def _fill(self, flat: Flat, originals: list[Original]) -> None:
         """Copy rank 0's values in, keep the fp32 master of the owned part, and let go of the rest."""
         needs_master = flat.trainable and flat.dtype.itemsize < torch.float32.itemsize
-        precise = needs_master and any(t.dtype.itemsize > flat.dtype.itemsize for t in originals)
+        precise = needs_master and any(o.dtype.itemsize > flat.dtype.itemsize for o in originals)
         target = torch.zeros(flat.layout.numel, dtype=torch.float32, device=self.device) if precise else flat.whole
         for slot, original in zip(flat.layout.slots, originals, strict=True):
-            target[slot.start : slot.stop].view(slot.shape).copy_(original)
+            target[slot.start : slot.stop].view(slot.shape).copy_(original.value())
         originals.clear()
         self.comm.broadcast(target).wait()
         alike = [(s.name, target[s.start : s.stop]) for s in flat.layout.slots if s.part is None]

@@ -1,0 +1,229 @@
+"""`wherry.Init`: models that are partitioned while they are built."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_iter
+from torch.utils.hooks import RemovableHandle
+
+from wherry import config as configs
+from wherry.config import Config
+from wherry.observe.log import say
+from wherry.parallel import topology as topologies
+from wherry.parallel.comm import Comm
+from wherry.placement import Tier
+from wherry.sharding.parts import PART, Lease, Part, part_of
+
+# What may be asked of a placeholder: it has the parameter's shape and type.
+_METADATA = frozenset(
+    getter
+    for name in ("shape", "dtype", "device", "requires_grad", "is_leaf", "grad", "grad_fn", "layout", "ndim", "names",
+                 "is_meta", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_nested", "output_nr", "itemsize")
+    for prop in (getattr(torch.Tensor, name, None),)
+    for getter in (getattr(prop, "__get__", None), getattr(prop, "__set__", None))
+    if getter is not None
+) | frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "__hash__",
+                 "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__len__", "ndimension")
+    if hasattr(torch.Tensor, name)
+)  # fmt: skip
+
+_active = threading.local()
+_lock = threading.Lock()
+_users = 0
+_handles: list[RemovableHandle] = []
+
+
+class Init:
+    """Within it, models of any class are built partitioned: a submodule's parameters go to their shards when the next
+    one is built, so that memory holds one submodule above the shards.
+
+    Initialisation code runs unchanged: a parameter that it touches is made whole, and released again. Every rank must
+    build the same model; rank 0's values are used. `wherry.initialize` takes such models as any other.
+
+        with wherry.Init(config="config.json"):
+            model = MyModel()
+        engine, *_ = wherry.initialize(model=model, config="config.json")
+
+    Where the config keeps whole parameters on every rank (stages 0 to 2), or with `enabled=False`, nothing changes.
+    """
+
+    def __init__(
+        self,
+        config: Config | str | Path | dict[str, Any] | None = None,
+        *,
+        mesh: Any = None,
+        enabled: bool = True,
+    ) -> None:
+        self.enabled = enabled
+        self._config: Config | None = None
+        if enabled and config is not None:
+            self._config = config if isinstance(config, Config) else configs.load(config)
+            if not self._config.placement().parameters.partitioned:
+                self.enabled = False
+                stage = self._config.zero_optimization.stage
+                say("Init: at stage %d every rank keeps whole parameters, so models are built as usual", stage)
+        self._mesh = mesh
+        self._touch = _Touch(self)
+        # Whole parameters, with the module that registered them, in order.
+        self._whole: dict[nn.Parameter, nn.Module] = {}
+        # Whose parameters were registered or touched last.
+        self._module: nn.Module | None = None
+
+    def __enter__(self) -> Init:
+        if not self.enabled:
+            return self
+        timeout = (self._config or configs.load(None)).wherry.timeout_s
+        topology = topologies.find(self._mesh, timeout=timeout)
+        self.comm, self.device = topology.data, topology.device
+        # The process group is needed as long as there are parts.
+        self._lease = Lease()
+        if not isinstance(self._mesh, Comm):
+            weakref.finalize(self._lease, self.comm.close)
+        self._rests_on, self._folder = self.device, None
+        if self._config is not None:
+            tier = self._config.placement().parameters.tier
+            if tier is not Tier.DEVICE:
+                self._rests_on = torch.device("cpu")
+            folders = self._config.zero_optimization.offload_param.nvme_path
+            if tier is Tier.DISK and folders:
+                self._folder = str(folders[0] if isinstance(folders, list | tuple) else folders)
+        _enter(self)
+        self._touch.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self.enabled:
+            return
+        self._touch.__exit__(kind, error, trace)
+        _leave(self)
+        if kind is None:
+            self._release_all(aliased=True)
+        self._whole.clear()
+        self._module = None
+
+    # What the hooks tell.
+
+    def registered(self, module: nn.Module, parameter: nn.Parameter) -> None:
+        """`module` gets a parameter: whichever module was being built before it is done, for now."""
+        if type(parameter) is not nn.Parameter or parameter.is_meta or not parameter.is_floating_point():
+            return
+        if module is not self._module:
+            self._release_all()
+            self._module = module
+        if part_of(parameter) is None:
+            self._whole[parameter] = module
+
+    def attached(self, module: nn.Module) -> None:
+        """A finished module is made part of another."""
+        for parameter in module.parameters():
+            if type(parameter) is nn.Parameter and not parameter.is_meta and parameter.is_floating_point():
+                part = part_of(parameter)
+                if part is None or part.whole:
+                    self._whole[parameter] = module
+        self._release_all()
+        self._module = None
+
+    def finish(self) -> None:
+        """Whatever is whole becomes a part now, for somebody who is about to gather it by name."""
+        self._release_all(aliased=True)
+
+    def touch(self, parts: list[Part]) -> None:
+        """Parameters are about to be read or written: they are made whole, and earlier ones released."""
+        now = {part.parameter for part in parts}
+        if any(not part.whole for part in parts):
+            self._release_all(but=now)
+        for part in parts:
+            if not part.whole:
+                part.gather()
+                self._whole[part.parameter] = self._module or nn.Module()
+
+    def _release_all(
+        self, but: set[nn.Parameter] | frozenset[nn.Parameter] = frozenset(), *, aliased: bool = False
+    ) -> None:
+        """Release what is whole; what somebody else holds the memory of waits, unless `aliased`."""
+        left = {}
+        for parameter, module in self._whole.items():
+            part = part_of(parameter)
+            if part is None:
+                part = Part(parameter, self.comm, self.device, self._rests_on, self._folder, self._lease)
+                parameter.__dict__[PART] = part
+            if parameter in but or (not aliased and part.aliased()):
+                left[parameter] = module
+            else:
+                part.release()
+        self._whole = left
+
+
+class _Touch(TorchFunctionMode):
+    """Sees every use of a tensor inside the context."""
+
+    def __init__(self, init: Init) -> None:
+        super().__init__()
+        self.init = init
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _METADATA:
+            parts = [
+                part
+                for value in tree_iter((args, kwargs))
+                if isinstance(value, nn.Parameter) and (part := part_of(value)) is not None
+            ]
+            if parts:
+                self.init.touch(parts)
+        return func(*args, **kwargs)
+
+
+# torch has hooks for what is registered on modules; they are of the process, and are there while somebody is inside.
+
+
+def _enter(init: Init) -> None:
+    global _users
+    if not hasattr(_active, "stack"):
+        _active.stack = []
+    _active.stack.append(init)
+    with _lock:
+        _users += 1
+        if _users == 1:
+            _handles.append(torch_module.register_module_parameter_registration_hook(_parameter_registered))
+            _handles.append(torch_module.register_module_module_registration_hook(_module_registered))
+
+
+def _leave(init: Init) -> None:
+    global _users
+    _active.stack.remove(init)
+    with _lock:
+        _users -= 1
+        if _users == 0:
+            while _handles:
+                _handles.pop().remove()
+
+
+def innermost() -> Init | None:
+    stack = getattr(_active, "stack", None)
+    return stack[-1] if stack else None
+
+
+def _parameter_registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    init = innermost()
+    if init is not None and parameter is not None:
+        init.registered(module, parameter)
+
+
+def _module_registered(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    init = innermost()
+    if init is not None and submodule is not None:
+        init.attached(submodule)

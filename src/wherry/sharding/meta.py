@@ -1,0 +1,125 @@
+"""Models built under `torch.device("meta")`: their parameters get memory, and values by the modules' own code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from wherry.errors import WherryError
+
+
+class Materialiser:
+    """Gives values to what is on the meta device, as many modules at a time as hold the parameters asked for.
+
+    A module's `reset_parameters` initialises its own parameters and buffers; models of `transformers` have
+    `_init_weights(module)` for all of theirs.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.model = model
+        self.device = device
+        self._names = {module: name for name, module in model.named_modules()}
+        self._waiting = [module for module in model.modules() if _on_meta(module)]
+        self._init_weights = getattr(model, "_init_weights", None)
+        self._refuse_those_without_a_way()
+
+    def _way(self, module: nn.Module) -> Callable[[], Any] | None:
+        for name in ("reset_parameters", "_reset_parameters"):
+            own = getattr(module, name, None)
+            if callable(own):
+                return own
+        if self._init_weights is not None:
+            return lambda: self._init_weights(module)  # type: ignore[misc]
+        return None
+
+    def _refuse_those_without_a_way(self) -> None:
+        lacking = [module for module in self._waiting if self._way(module) is None]
+        if lacking:
+            shown = ", ".join(f"{self._names[m] or 'the model'} ({type(m).__name__})" for m in lacking[:8])
+            more = f" and {len(lacking) - 8} more" if len(lacking) > 8 else ""
+            raise WherryError(
+                f"the model is on the meta device, and {len(lacking)} of its modules have no reset_parameters() that "
+                f"would give their parameters and buffers values: {shown}{more}. Give them one, build the model under "
+                "wherry.Init() instead, or give it values before wherry.initialize"
+            )
+
+    def fill(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Give values to the modules that hold any of `parameters`, as far as these are on the meta device."""
+        wanted = {parameter for parameter in parameters if parameter.is_meta}
+        if not wanted:
+            return
+        for module in [m for m in self._waiting if wanted & _direct(m)]:
+            self._fill(module)
+
+    def finish(self) -> None:
+        """Modules that have no parameters, but buffers."""
+        for module in list(self._waiting):
+            self._fill(module)
+
+    @torch.no_grad()
+    def _fill(self, module: nn.Module) -> None:
+        self._waiting.remove(module)
+        old = {name: p for name, p in module._parameters.items() if p is not None and not p.is_meta}
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.is_meta:
+                given = torch.full_like(parameter, float("nan"), device=self.device)
+                with _attributes_of(parameter):
+                    torch.utils.swap_tensors(parameter, nn.Parameter(given, requires_grad=parameter.requires_grad))
+        buffers = []
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                unknown = float("nan") if buffer.is_floating_point() else 0
+                module._buffers[name] = torch.full_like(buffer, unknown, device=self.device)
+                buffers.append(name)
+        way = self._way(module)
+        assert way is not None
+        # Tied to a module that had its turn: those values stay.
+        with _scratch(module, old, self.device):
+            way()
+        self._check(module, buffers)
+
+    def _check(self, module: nn.Module, buffers: Sequence[str]) -> None:
+        held = {**module._parameters, **{name: module._buffers[name] for name in buffers}}
+        unset = [
+            name
+            for name, tensor in held.items()
+            if tensor is not None and tensor.is_floating_point() and tensor.numel() and bool(tensor.isnan().all())
+        ]
+        if unset:
+            where = self._names[module] or "the model"
+            raise WherryError(
+                f"{where}: reset_parameters() of {type(module).__name__} has left {', '.join(unset)} without values, "
+                "which were on the meta device; let it set them too, or build the model under wherry.Init() instead"
+            )
+
+
+def _direct(module: nn.Module) -> set[nn.Parameter]:
+    return {parameter for parameter in module._parameters.values() if parameter is not None}
+
+
+def _on_meta(module: nn.Module) -> bool:
+    held = (*module._parameters.values(), *module._buffers.values())
+    return any(tensor is not None and tensor.is_meta for tensor in held)
+
+
+@contextmanager
+def _attributes_of(parameter: nn.Parameter) -> Iterator[None]:
+    """What users have set on a parameter stays when its tensor is swapped."""
+    kept = dict(parameter.__dict__)
+    yield
+    parameter.__dict__.update(kept)
+
+
+@contextmanager
+def _scratch(module: nn.Module, names: dict[str, nn.Parameter], device: torch.device) -> Iterator[None]:
+    """Other memory in the place of some parameters, for a while."""
+    for name, parameter in names.items():
+        module._parameters[name] = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device))
+    try:
+        yield
+    finally:
+        module._parameters.update(names)

@@ -1,0 +1,134 @@
+"""Parameters that are partitioned one by one, before there are units: each rank holds 1/N of each."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from wherry.parallel.comm import Comm
+from wherry.parallel.partition import local
+
+PART = "_wherry_part"
+
+
+def allocate(numel: int, dtype: torch.dtype, device: torch.device, folder: str | None) -> torch.Tensor:
+    """Memory for a shard: on `device`, or in a file of `folder` that is gone when the tensor is."""
+    if folder is None:
+        return torch.zeros(numel, dtype=dtype, device=device)
+    os.makedirs(folder, exist_ok=True)
+    handle, path = tempfile.mkstemp(prefix="wherry-init-", dir=folder)
+    try:
+        os.truncate(handle, max(1, numel * dtype.itemsize))
+        return torch.from_file(path, shared=True, size=numel, dtype=dtype)
+    finally:
+        os.close(handle)
+        os.unlink(path)
+
+
+class Lease:
+    """What parts hold together."""
+
+
+class Part:
+    """This rank's part of one parameter. The parameter itself is whole, or a placeholder that reads as NaN."""
+
+    def __init__(
+        self,
+        parameter: nn.Parameter,
+        comm: Comm,
+        device: torch.device,
+        rests_on: torch.device,
+        folder: str | None,
+        lease: Lease,
+    ) -> None:
+        self.lease = lease
+        self.parameter = parameter
+        self.comm = comm
+        self.device = device
+        self.whole_on = parameter.device
+        self.whole = True
+        self.shape = parameter.shape
+        self.dtype = parameter.dtype
+        self.shard = allocate(self._shard_numel(parameter.numel()), parameter.dtype, rests_on, folder)
+
+    def _shard_numel(self, numel: int) -> int:
+        return -(-numel // self.comm.size)
+
+    @torch.no_grad()
+    def release(self, source: int = 0) -> None:
+        """Keep this rank's part of `source`'s values, and let go of the rest."""
+        if not self.whole:
+            return
+        with torch._C.DisableTorchFunction():
+            value = self.parameter.data
+            if value.shape != self.shape or value.dtype != self.dtype:
+                self.shape, self.dtype = value.shape, value.dtype
+                self.shard = torch.zeros(self._shard_numel(value.numel()), dtype=value.dtype, device=self.shard.device)
+            flat = value.to(self.device).contiguous().view(-1)
+            self.comm.broadcast(flat, source).wait()
+            start = self.comm.rank * self.shard.numel()
+            mine = flat[start : start + self.shard.numel()]
+            self.shard[: mine.numel()].copy_(mine)
+            blank = torch.full((), float("nan"), dtype=self.dtype, device=self.whole_on)
+            self.parameter.data = blank.expand(self.shape)
+        self.whole = False
+
+    @torch.no_grad()
+    def value(self) -> torch.Tensor:
+        """The whole parameter, in memory of its own. Every rank must call it."""
+        with torch._C.DisableTorchFunction():
+            whole = torch.empty(self.shard.numel() * self.comm.size, dtype=self.dtype, device=self.device)
+            self.comm.all_gather(whole, self.shard.to(self.device)).wait()
+            return whole[: self.shape.numel()].view(self.shape)
+
+    def gather(self) -> None:
+        """Make the parameter whole, where its user built it."""
+        if self.whole:
+            return
+        value = self.value()
+        with torch._C.DisableTorchFunction():
+            self.parameter.data = value.to(self.whole_on)
+        self.whole = True
+
+    def aliased(self) -> bool:
+        """Whether somebody else holds the parameter's memory, as by `data = parameter.data`."""
+        with torch._C.DisableTorchFunction():
+            storage = self.parameter.untyped_storage()
+            # One for the parameter, one for the object that asks.
+            return torch._C._storage_Use_Count(storage._cdata) > 2  # type: ignore[attr-defined]
+
+
+def part_of(parameter: torch.Tensor) -> Part | None:
+    """The part of a parameter that is partitioned by itself; None for any other."""
+    part = parameter.__dict__.get(PART) if isinstance(parameter, nn.Parameter) else None
+    return part if part is not None and part.parameter is parameter else None
+
+
+def taken(parameter: nn.Parameter) -> Callable[[], torch.Tensor]:
+    """What gives the parameter's whole value, once, to somebody who partitions it in another way from now on."""
+    part = part_of(parameter)
+    if part is None:
+        value = local(parameter)
+        return lambda: value
+    del parameter.__dict__[PART]
+    if part.whole:
+        part.release()
+    return part.value
+
+
+@contextmanager
+def parts_gathered(parts: Sequence[Part], modifier_rank: int | None) -> Iterator[None]:
+    """Parameters whole, for reading and editing; those that were not are released at the end."""
+    opened = [part for part in parts if not part.whole]
+    for part in opened:
+        part.gather()
+    try:
+        yield
+    finally:
+        for part in opened:
+            part.release(modifier_rank or 0)

@@ -1,0 +1,379 @@
+"""Models that are partitioned while they are built: their weights, their memory, and what is left of the context."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tests.engine.harness import TinyLM, adamw, assert_close, settings, token_batch, train_plain
+from tests.scale.live import LiveBytes
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+import wherry
+from wherry.errors import WherryError
+from wherry.parallel.comm import Comm
+from wherry.parallel.threads import run_ranks
+from wherry.sharding.parts import part_of
+
+STAGE3 = settings(3)
+
+
+class Custom(nn.Module):
+    """Every way in which user code initialises weights that its children have made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.zeros(7, 8))
+        self.embed = nn.Embedding(11, 8)
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+        self.lstm = nn.LSTM(8, 4)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+        nn.init.normal_(self.position, std=0.02)
+        self.apply(self.initialise)
+        with torch.no_grad():
+            self.layers[0].weight.mul_(0.5)
+            self.layers[0].bias[2:4] = 3.0
+            self.layers[1].weight.copy_(self.layers[0].weight.t() + torch.eye(8))
+        self.layers[1].bias.data.fill_(7.0)
+        one, other = self.layers[2].weight.data, self.layers[1].weight.data
+        one.copy_(other * 2)
+        nn.init.orthogonal_(self.layers[0].weight)
+        self.layers[2].bias = nn.Parameter(self.layers[2].bias + 1)
+        self.twin = copy.deepcopy(self.layers[0])
+        self.scaled = nn.Parameter(torch.empty(3))
+        self.scaled.data = torch.arange(3.0)
+        self.register_buffer("norm", self.layers[0].weight.norm().detach())
+
+    def initialise(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.1)
+            if module.bias is not None:
+                nn.init.uniform_(module.bias)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids) + self.position[: ids.shape[1]] + self.scaled.sum()
+        for layer in [*self.layers, self.twin]:
+            x = torch.tanh(layer(x))
+        return self.head(self.encoder(self.lstm(x)[0].repeat(1, 1, 2))).square().mean() + self.norm
+
+
+def seeded(build: Any, seed: int = 3) -> Any:
+    torch.manual_seed(seed)
+    return build()
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    with wherry.gathered(model):
+        return {name: p.detach().clone() for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+def assert_nothing_is_left() -> None:
+    assert not torch_module._global_module_registration_hooks
+    assert not torch_module._global_parameter_registration_hooks
+    assert torch._C._len_torch_function_stack() == 0
+
+
+@pytest.mark.parametrize("model_class", [Custom, TinyLM])
+def test_weights_are_those_of_plain_construction(model_class: type[nn.Module]) -> None:
+    plain = seeded(model_class)
+    after = torch.rand(1)
+    with wherry.Init(STAGE3):
+        model = seeded(model_class)
+    assert torch.equal(torch.rand(1), after)
+    assert all(part_of(p) is not None and bool(p.detach().isnan().all()) for p in model.parameters())
+    assert_same(whole(model), dict(plain.named_parameters(remove_duplicate=False)))
+    assert_same(dict(model.named_buffers()), dict(plain.named_buffers()))
+    assert_nothing_is_left()
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=STAGE3)
+    assert_same(engine.module.state_dict(), plain.state_dict())
+    assert not any(part_of(p) for p in model.parameters())
+    engine.close()
+
+
+class Drawn(nn.Module):
+    """Linear layers from a generator of the rank's own: threads share torch's."""
+
+    def __init__(self, seed: int, width: int = 24, layers: int = 3) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.layers = nn.ModuleList()
+        for _ in range(layers):
+            layer = nn.Linear(width, width)
+            nn.init.normal_(layer.weight, generator=generator)
+            self.layers.append(layer)
+        for layer in self.layers:
+            nn.init.uniform_(layer.bias, generator=generator)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}])
+def test_ranks_hold_parts_of_the_first_ones_values(ranks: int, precision: dict[str, Any]) -> None:
+    plain = Drawn(0)
+
+    def body(comm: Comm) -> None:
+        with wherry.Init(settings(3, more=precision), mesh=comm):
+            model = Drawn(comm.rank)
+        for parameter in model.parameters():
+            part = part_of(parameter)
+            assert part is not None and part.shard.numel() == -(-parameter.numel() // ranks)
+        assert_same(whole(model), dict(plain.named_parameters()))
+        optimizer = adamw(model.parameters())
+        engine, *_ = wherry.initialize(
+            model=model, optimizer=optimizer, config=settings(3, more=precision), mesh=comm
+        )
+        for state in engine._updater.states:
+            with state.opened() as segments:
+                lowest = state.flat.layout.shard_range(state.flat.rank)[0]
+                for segment, spans in zip(segments, state.segments, strict=True):
+                    for slot in state.flat.layout.slots:
+                        start, stop = max(slot.start, lowest + spans.start), min(slot.stop, lowest + spans.stop)
+                        if start < stop:
+                            expected = plain.get_parameter(slot.name).detach().view(-1)
+                            ours = segment["master"][start - lowest - spans.start : stop - lowest - spans.start]
+                            assert torch.equal(ours, expected[start - slot.start : stop - slot.start]), slot.name
+        engine.close()
+
+    run_ranks(ranks, body)
+
+
+def test_training_equals_plain() -> None:
+    plain = seeded(TinyLM)
+    with wherry.Init(STAGE3):
+        model = seeded(TinyLM)
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=STAGE3)
+    losses = []
+    for step in range(4):
+        loss = engine(*token_batch(step, 0, 0))
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    assert losses == pytest.approx(train_plain(plain, steps=4).losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_peak_memory_is_one_submodule_above_the_shards(ranks: int) -> None:
+    width, layers = 128, 12
+    largest = 4 * (width * width + width)
+    shards = layers * 4 * (-(-width * width // ranks) + -(-width // ranks))
+
+    def body(comm: Comm) -> tuple[int, int]:
+        with LiveBytes() as live, wherry.Init(STAGE3, mesh=comm):
+            model = Drawn(comm.rank, width, layers)
+        built = live.peak
+        model.requires_grad_(False)  # of gradients, which are not of this test, there are as many bytes again
+        live.peak = live.live
+        with live:
+            engine, *_ = wherry.initialize(model=model, config=STAGE3, mesh=comm)
+        engine.close()
+        return built, live.peak
+
+    for built, taken in run_ranks(ranks, body):
+        assert built <= 1.15 * (shards + largest) + 8192  # the bytes of torch's generators
+        # Flats of a unit beside the shards they come from: that unit, whole, and one of its parameters.
+        assert taken <= 1.15 * (shards + largest + 2 * largest) + 8192
+
+
+def test_parameters_that_nobody_has_attached_yet_are_partitioned_when_the_next_are_built() -> None:
+    with LiveBytes() as live, wherry.Init(STAGE3):
+        layers = [nn.Linear(64, 64) for _ in range(8)]
+        parts = [part_of(p) for layer in layers for p in layer.parameters()]
+        assert sum(part is not None and not part.whole for part in parts) == 14
+    assert live.live <= 8 * 4 * (64 * 64 + 64) + 8192
+
+
+def test_nested_contexts_and_enabled_false() -> None:
+    with wherry.Init(STAGE3):
+        outer = nn.Linear(4, 4)
+        with wherry.Init(STAGE3):
+            inner = nn.Linear(4, 4)
+        with wherry.Init(enabled=False):
+            nothing = nn.Linear(4, 4)
+        last = nn.Linear(4, 4)
+    assert all(part_of(module.weight) is not None for module in (outer, inner, nothing, last))
+    with wherry.Init(STAGE3, enabled=False):
+        plain = nn.Linear(4, 4)
+    with wherry.Init(settings(2)):
+        stage2 = nn.Linear(4, 4)
+    assert part_of(plain.weight) is None and part_of(stage2.weight) is None
+    assert_nothing_is_left()
+
+
+def test_models_built_partly_outside_and_modules_attached_later() -> None:
+    torch.manual_seed(0)
+    before, after = nn.Linear(6, 6), nn.Linear(6, 6)
+    expected = {f"{i}.{n}": p.detach().clone() for i, m in ((0, before), (2, after)) for n, p in m.named_parameters()}
+    with wherry.Init(STAGE3):
+        model = nn.Sequential(before, nn.Linear(6, 6))
+    model.append(after)
+    assert part_of(before.weight) is not None and part_of(after.weight) is None
+    engine, *_ = wherry.initialize(model=model, config=STAGE3)
+    state = engine.module.state_dict()
+    for name, value in expected.items():
+        assert torch.equal(state[name], value)
+    assert not any(value.isnan().any() for value in state.values())
+
+
+@pytest.mark.parametrize("where", ["before", "inside"])
+def test_an_exception_leaves_nothing_behind(where: str) -> None:
+    class Failing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(4, 4)
+            raise KeyError("missing")
+
+    with pytest.raises(KeyError, match="missing"), wherry.Init(STAGE3), wherry.Init(STAGE3):
+        Failing()
+    assert_nothing_is_left()
+    linear = nn.Linear(4, 4)
+    assert part_of(linear.weight) is None and torch.isfinite(linear.weight).all()
+
+
+def test_a_context_works_again() -> None:
+    context = wherry.Init(STAGE3)
+    for _ in range(2):
+        with context:
+            model = nn.Linear(4, 4)
+        assert part_of(model.weight) is not None
+
+
+def test_gathered_edits_parts() -> None:
+    def body(comm: Comm) -> None:
+        with wherry.Init(STAGE3, mesh=comm):
+            model = nn.Linear(5, 3)
+            with wherry.gathered(model.weight, modifier_rank=1):
+                if comm.rank == 1:
+                    nn.init.constant_(model.weight, 4.0)
+        with wherry.gathered(model.bias, modifier_rank=0):
+            if comm.rank == 0:
+                model.bias.data.fill_(2.0)
+        state = whole(model)
+        assert bool((state["weight"] == 4.0).all()) and bool((state["bias"] == 2.0).all())
+
+    run_ranks(2, body)
+
+
+def test_parts_rest_in_files_where_parameters_are_on_disk(tmp_path: Any) -> None:
+    config = settings(3)
+    config["zero_optimization"]["offload_param"] = {"device": "nvme", "nvme_path": str(tmp_path)}
+    plain = seeded(TinyLM)
+    with wherry.Init(config):
+        model = seeded(TinyLM)
+    assert not list(tmp_path.iterdir()), "the file is gone as soon as it is mapped"
+    assert_same(whole(model), dict(plain.named_parameters(remove_duplicate=False)))
+
+
+# Models on the meta device.
+
+
+def test_a_model_on_the_meta_device_is_materialised_by_its_own_code() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(9, 8)
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(3))
+            self.norm = nn.BatchNorm1d(8)
+            self.head = nn.Linear(8, 9, bias=True)
+            self.head.weight = self.embed.weight
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.embed(ids)
+            for block in self.blocks:
+                x = torch.tanh(block(x))
+            return self.head(self.norm(x)).logsumexp(-1).mean()
+
+    with torch.device("meta"):
+        model = Model()
+    model.embed.weight.mark = "mine"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with LiveBytes() as live:
+        engine, *_ = wherry.initialize(model=model, optimizer=optimizer, config=STAGE3)
+    assert live.peak > 0
+    state = engine.module.state_dict()
+    assert all(bool(value.isfinite().all()) for value in state.values())
+    assert state["embed.weight"].std() > 0.5, "an embedding's own initialisation is normal"
+    assert model.head.weight is model.embed.weight and model.embed.weight.mark == "mine"
+    assert torch.equal(state["norm.running_var"], torch.ones(8))
+    ids = torch.randint(0, 9, (6,))
+    losses = []
+    for _ in range(3):
+        loss = engine(ids)
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    assert losses[2] < losses[0]
+
+
+def test_modules_that_cannot_be_materialised_are_named() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+
+    class Forgetful(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.register_buffer("table", torch.arange(4.0))
+
+    with torch.device("meta"):
+        bare = nn.Sequential(nn.Linear(4, 4), Bare(), Bare())
+        forgetful = nn.Sequential(Forgetful())
+    with pytest.raises(WherryError, match=r"2 of its modules have no reset_parameters.*1 \(Bare\), 2 \(Bare\).*Init"):
+        wherry.initialize(model=bare, config=STAGE3)
+    with pytest.raises(WherryError, match=r"0: reset_parameters\(\) of Forgetful has left table without values"):
+        wherry.initialize(model=forgetful, config=STAGE3)
+
+
+def test_meta_and_init_together_on_several_ranks() -> None:
+    def body(comm: Comm) -> dict[str, torch.Tensor]:
+        with torch.device("meta"):
+            model = TinyLM()
+        with wherry.Init(STAGE3, mesh=comm):
+            model.extra = nn.Linear(3, 3)
+        engine, *_ = wherry.initialize(model=model, config=STAGE3, mesh=comm)
+        return engine.module.state_dict()
+
+    one, other = run_ranks(2, body)
+    assert_same(one, other)
+    assert not any(value.isnan().any() for value in one.values())
+
+
+def test_weights_after_close_to_plain_training_with_init_on_two_ranks() -> None:
+    plain = Drawn(0)
+
+    def batch(step: int, micro: int, rank: int) -> tuple[torch.Tensor, ...]:
+        return (torch.randn(4, 24, generator=torch.Generator().manual_seed(10 * step + rank)),)
+
+    def body(comm: Comm) -> Any:
+        with wherry.Init(STAGE3, mesh=comm):
+            model = Drawn(comm.rank)
+        engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=STAGE3, mesh=comm)
+        from tests.engine.harness import Run
+
+        run = Run()
+        for step in range(3):
+            loss = engine(*batch(step, 0, comm.rank))
+            engine.backward(loss)
+            engine.step()
+            run.losses.append(sum(comm.gather_objects(float(loss.detach()))) / comm.size)
+            run.norms.append(engine.get_global_grad_norm())
+        run.weights = whole(engine.module)
+        engine.close()
+        return run
+
+    assert_close(run_ranks(2, body)[0], train_plain(plain, ranks=2, steps=3, batch=batch))
