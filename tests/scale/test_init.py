@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -377,3 +381,13 @@ def test_weights_after_close_to_plain_training_with_init_on_two_ranks() -> None:
         return run
 
     assert_close(run_ranks(2, body)[0], train_plain(plain, ranks=2, steps=3, batch=batch))
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
+def test_a_model_that_does_not_fit_is_built_within_its_limit() -> None:
+    command = [sys.executable, str(Path(__file__).with_name("rss_of_init.py"))]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    seen = json.loads(result.stdout)
+    assert "memory" in seen["plain"], seen
+    assert seen["took"] <= 1.15 * seen["owed"], seen
