@@ -6,16 +6,19 @@ What cannot be built is named with the reason; its rows will say so too.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 
 OPERATORS = ("CPUAdamBuilder", "AsyncIOBuilder")
 _BUILD = "from deepspeed.ops import op_builder; op_builder.{name}().load(verbose=False)"
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    argparse.ArgumentParser(prog="wherry bench peers", description=__doc__).parse_args(argv)
     if importlib.util.find_spec("deepspeed") is None:
         print("deepspeed is not installed (pip install '.[bench]'): its rows will say so")
         return 0

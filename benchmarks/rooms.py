@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -38,8 +39,17 @@ class Room:
     ...     answers = room.ask(do="time", system="ddp", steps=10)     # one for each rank
     """
 
-    def __init__(self, ranks: int, *, one_core: bool = False) -> None:
+    def __init__(
+        self,
+        ranks: int,
+        *,
+        one_core: bool = False,
+        worker: Path = _WORKER,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.ranks = ranks
+        self._worker = worker
+        self._environment = systems.environment(ranks) if environment is None else environment
         self.threads = 1 if one_core else max(1, (os.cpu_count() or 1) // ranks)
         self._one_core = one_core
         self._logs: list[IO[bytes]] = []
@@ -53,7 +63,7 @@ class Room:
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         environment = {
             **os.environ,
-            **systems.environment(self.ranks),
+            **self._environment,
             "PYTHONPATH": os.pathsep.join(path for path in paths if path),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
@@ -67,7 +77,7 @@ class Room:
             environment["BENCHMARK_ONE_CORE"] = "1"
         log = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the room
         process = subprocess.Popen(
-            [sys.executable, "-P", str(_WORKER)],
+            [sys.executable, "-P", str(self._worker)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -79,7 +89,7 @@ class Room:
 
     def ask(self, timeout: float = TIMEOUT, **request: Any) -> list[Any]:
         """Send all ranks a request, and return their answers in rank order."""
-        line = json.dumps({key: _plain(value) for key, value in request.items()}).encode() + b"\n"
+        line = json.dumps(request, default=dataclasses.asdict).encode() + b"\n"
         for rank, process in enumerate(self._processes):
             assert process.stdin is not None
             try:
@@ -146,10 +156,6 @@ def reason_in(log: str, status: int) -> str:
     if errors:
         return " ".join(errors[-1].split())[:200]
     return f"ended by signal {-status}" if status < 0 else f"ended with status {status}"
-
-
-def _plain(value: Any) -> Any:
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
 
 
 def _free_port() -> int:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from wherry.train.presets import Shape
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -52,6 +54,12 @@ class Recipe:
     dtype: str = "fp32"
     # Micro-batches of a step; the batch is divided among them.
     accumulation: int = 1
+    # When a unit is updated, for a system that can choose.
+    policy: str = "auto"
+    # Blocks are computed again in the backward instead of keeping their activations.
+    recompute: bool = False
+    # Built where it trains, in the dtype of its working weights: a model that is too large to be built in fp32 first.
+    built_there: bool = False
 
     def model(self) -> nn.Module:
         import torch
@@ -59,15 +67,23 @@ class Recipe:
         from wherry.train.model import GPT, GPTConfig
 
         torch.manual_seed(0)
-        return GPT(
-            GPTConfig(
-                layers=self.layers,
-                hidden=self.hidden,
-                heads=self.heads,
-                sequence=self.sequence,
-                vocabulary=self.vocabulary,
-            )
+        shape = GPTConfig(
+            layers=self.layers,
+            hidden=self.hidden,
+            heads=self.heads,
+            sequence=self.sequence,
+            vocabulary=self.vocabulary,
+            checkpoint_activations=self.recompute,
         )
+        if not self.built_there:
+            return GPT(shape)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16 if self.dtype == "bf16" else torch.float32)
+        try:
+            with torch.device(device_type()):
+                return GPT(shape)
+        finally:
+            torch.set_default_dtype(before)
 
     def batch_of(self, step: int, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A rank's share of a step's batch. Four batches take turns, so the loss falls and a wrong update shows."""
@@ -77,7 +93,18 @@ class Recipe:
         tokens = torch.randint(0, self.vocabulary, (self.batch, self.length + 1), generator=generator)
         share = self.batch // ranks
         mine = tokens[rank * share : (rank + 1) * share]
-        return mine[:, :-1].contiguous(), mine[:, 1:].contiguous()
+        device = device_type()
+        return mine[:, :-1].contiguous().to(device), mine[:, 1:].contiguous().to(device)
+
+    @property
+    def flops(self) -> float:
+        """Of a step: forward, backward and recomputation."""
+        shape = Shape(self.layers, self.hidden, self.heads, self.length, self.vocabulary)
+        return self.batch * self.length * shape.flops_per_token() * (4 / 3 if self.recompute else 1)
+
+    @property
+    def parameters(self) -> int:
+        return Shape(self.layers, self.hidden, self.heads, self.sequence, self.vocabulary).parameters
 
 
 def adamw(parameters: Any, *, fused: bool = True) -> torch.optim.Optimizer:
@@ -173,7 +200,7 @@ def _fsdp2(offload: bool) -> Callable[[Recipe, int], Trainee]:
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         if offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=device_type() == "cuda")
-        model: Any = recipe.model()
+        model: Any = recipe.model().float()
         for block in model.blocks:
             fully_shard(block, **options)
         fully_shard(model, **options)
@@ -189,17 +216,25 @@ class Row:
     stage: int
     optimizer: str = "none"
     parameters: str = "none"
+    # DeepSpeed's overlapped update of states on the host.
+    super_offload: bool = False
 
     @property
     def name(self) -> str:
         """2, 3-cpu, 3-nvme: the optimizer's tier; parameters rest where it does at stage 3."""
+        if self.super_offload:
+            return f"{self.stage}-super"
         return str(self.stage) if self.optimizer == "none" else f"{self.stage}-{self.optimizer}"
 
     def zero(self) -> dict[str, Any]:
         found: dict[str, Any] = {"stage": self.stage}
         for key, device in (("offload_optimizer", self.optimizer), ("offload_param", self.parameters)):
             if device != "none":
-                found[key] = {"device": device} | ({"nvme_path": disk_folder()} if device == "nvme" else {})
+                found[key] = {"device": device, "pin_memory": device_type() == "cuda"}
+            if device == "nvme":
+                found[key]["nvme_path"] = disk_folder()
+        if self.super_offload:
+            found["offload_optimizer"]["super_offload"] = True
         return found
 
 
@@ -209,7 +244,7 @@ def _wherry(place: Row) -> Callable[[Recipe, int], Trainee]:
 
         model = recipe.model()
         optimizer = adamw(model.parameters())
-        config = _config(place, recipe, ranks)
+        config = config_of(place, recipe, ranks) | {"wherry": {"update_policy": recipe.policy}}
         return Engine(wherry.initialize(model=model, optimizer=optimizer, config=config)[0], recipe)
 
     return build
@@ -221,7 +256,7 @@ def _deepspeed(place: Row) -> Callable[[Recipe, int], Trainee]:
 
         model = recipe.model()
         # Its default prints a line every ten steps.
-        config = _config(place, recipe, ranks) | {"steps_per_print": 2**31}
+        config = config_of(place, recipe, ranks) | {"steps_per_print": 2**31}
         given: dict[str, Any] = {}
         if place.optimizer == "none":
             given["optimizer"] = adamw(model.parameters())
@@ -230,13 +265,13 @@ def _deepspeed(place: Row) -> Callable[[Recipe, int], Trainee]:
             options = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}
             config["optimizer"] = {"type": "AdamW", "params": options}
             given["model_parameters"] = model.parameters()
-        deepspeed.init_distributed(dist_backend="nccl" if device_type() == "cuda" else "gloo")
+        deepspeed.init_distributed(dist_backend=_backend())
         return Engine(deepspeed.initialize(model=model, config=config, **given)[0], recipe)
 
     return build
 
 
-def _config(place: Row, recipe: Recipe, ranks: int) -> dict[str, Any]:
+def config_of(place: Row, recipe: Recipe, ranks: int) -> dict[str, Any]:
     zero = place.zero()
     if recipe.persistence is not None:
         zero["stage3_param_persistence_threshold"] = recipe.persistence
@@ -262,32 +297,49 @@ def disk_folder() -> str:
     return os.environ.get(DISK_FOLDER) or tempfile.gettempdir()
 
 
+def _backend() -> str:
+    # Gradients that rest on the host are clipped there.
+    return "cpu:gloo,cuda:nccl" if device_type() == "cuda" else "gloo"
+
+
 def _start_group() -> None:
     import torch.distributed as dist
 
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if device_type() == "cuda" else "gloo")
+        dist.init_process_group(_backend())
 
 
 STAGES = (0, 1, 2, 3)
 RESIDENT = tuple(Row(stage) for stage in STAGES)
 OFFLOADED = (Row(2, "cpu"), Row(3, "cpu", "cpu"), Row(2, "nvme"), Row(3, "nvme", "nvme"))
+SUPER = Row(3, "cpu", super_offload=True)
+PLACES = {place.name: place for place in (*RESIDENT, *OFFLOADED, SUPER)}
 SYSTEMS: dict[str, Callable[[Recipe, int], Trainee]] = {
     "plain": _plain,
     "plain-default": _plain_default,
     "ddp": _ddp,
     "fsdp2": _fsdp2(offload=False),
     "fsdp2-cpu": _fsdp2(offload=True),
-    **{f"deepspeed-{place.name}": _deepspeed(place) for place in RESIDENT + OFFLOADED},
+    **{f"deepspeed-{place.name}": _deepspeed(place) for place in PLACES.values()},
     **{f"wherry-{place.name}": _wherry(place) for place in RESIDENT + OFFLOADED},
 }
 _TIERS = {"cpu": "host", "nvme": "disk"}
+
+
+def place_of(system: str) -> Row:
+    """The row of the placement table that a system of ours or DeepSpeed's is in; FSDP2 partitions all."""
+    if system == "fsdp2-cpu":
+        return PLACES["3-cpu"]
+    return PLACES.get(system.partition("-")[2], PLACES["0"])
+
+
 TITLES = {
     "plain": "plain, fused",
     "plain-default": "plain, AdamW()",
     "ddp": "DDP",
     "fsdp2": "FSDP2",
     "fsdp2-cpu": "FSDP2 host",
+    "deepspeed-3-super": "DeepSpeed 3 super",
     **{
         f"{key}-{place.name}": f"{title} {place.stage} {_TIERS.get(place.optimizer, '')}".strip()
         for key, title in (("deepspeed", "DeepSpeed"), ("wherry", "Wherry"))
@@ -304,6 +356,13 @@ def cannot_run(name: str, ranks: int = 1) -> str | None:
         if name == "deepspeed-2-nvme":
             return "DeepSpeed moves optimizer state to disk at stage 3 only"
     return None
+
+
+def gpu_environment() -> dict[str, str]:
+    """For one rank with the GPU to itself, or without one on the CPU."""
+    from sys import executable
+
+    return {"PATH": os.pathsep.join([os.path.dirname(executable), os.environ.get("PATH", "")])}
 
 
 def environment(ranks: int) -> dict[str, str]:

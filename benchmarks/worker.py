@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -125,17 +126,22 @@ def _bind_to_one_core(rank: int) -> None:
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
 
 
-def main() -> None:
-    if "BENCHMARK_ONE_CORE" in os.environ:
-        _bind_to_one_core(int(os.environ["RANK"]))
+def answer_requests(make: Callable[[], Any]) -> None:
+    """Read requests from stdin, one JSON line each, and answer them on what was stdout."""
     # What systems print must not reach the pipe that carries the answers.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    worker = Worker()
+    worker = make()
     for line in sys.stdin:
         request = json.loads(line)
         answer = getattr(worker, request.pop("do"))(**request)
         print(json.dumps(answer), file=answers, flush=True)
+
+
+def main() -> None:
+    if "BENCHMARK_ONE_CORE" in os.environ:
+        _bind_to_one_core(int(os.environ["RANK"]))
+    answer_requests(Worker)
 
 
 if __name__ == "__main__":

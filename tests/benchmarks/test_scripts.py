@@ -101,7 +101,7 @@ def test_imports(tmp_path, capsys, monkeypatch):
     assert "torch itself" in shown and max(map(len, shown.splitlines()[:-1])) <= bench.WIDTH
 
 
-@pytest.mark.parametrize("name", ["overhead", "steps", "imports"])
+@pytest.mark.parametrize("name", ["overhead", "steps", "imports", "gpu", "gpu_offload"])
 def test_scripts_stand_alone_and_are_found_by_the_command(name, capsys, tmp_path):
     script = bench.ROOT / "benchmarks" / f"{name}.py"
     alone = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, cwd=tmp_path)

@@ -19,13 +19,24 @@ _BENCHES = {
 _SCRIPTS = {
     "overhead": "what the engine adds to a training step, beside DDP, FSDP2 and DeepSpeed",
     "steps": "training steps of GPT-2, beside DDP, FSDP2 and DeepSpeed",
+    "offload_step": "steps with optimizer and parameters on host and disk, beside the bound and others",
+    "memory": "peak memory by placement, against the formulas and others",
+    "construction": "time and memory of building and loading a model",
+    "scaling": "what a step costs as models grow from 10M to 1B, and ranks from 1 to 1,024",
+    "accumulation": "accumulation layer by layer, against step by step",
+    "checkpoint": "saving and loading, against the disk and others",
+    "activations": "activation memory: recomputing, partitioning, offloading",
     "imports": "time to import, time to the command's help, size on disk",
+    "gpu": "everything that wants a GPU, within nine minutes",
+    "gpu_offload": "GPT-2 10B with the device limited to 32 GB",
+    "peers": "compile what the peers compile at their first use",
+    "report": "docs/benchmarks.md, with its plots, from the files in benchmarks/results",
 }
 
 
 def main(argv: list[str]) -> int:
     meanings = {name: meaning for name, (_, meaning) in _BENCHES.items()} | _SCRIPTS
-    lines = "\n".join(f"  {name:10} {meaning}" for name, meaning in meanings.items())
+    lines = "\n".join(f"  {name:13} {meaning}" for name, meaning in meanings.items())
     parser = argparse.ArgumentParser(
         prog="wherry bench",
         description="Measure this machine.",
@@ -45,6 +56,8 @@ def main(argv: list[str]) -> int:
 def _run_script(name: str, arguments: list[str]) -> int:
     root = Path(wherry.__file__).parents[2]
     path = root / "benchmarks" / f"{name}.py"
+    if path.parent.is_dir() and not path.is_file():
+        raise WherryError(f"bench {name}: these sources have no benchmarks/{name}.py")
     if not path.is_file():
         raise WherryError(
             f"bench {name}: it comes with the sources, and this Wherry is an installed one (there is no {path}); "

@@ -1,0 +1,82 @@
+"""GPT-2 10B with the device limited to 32 GB: python benchmarks/gpu_offload.py [--model 10b] [--trace FILE].
+
+Step time beside the bound of this machine, and a profiler's trace of two steps, from which is read how much of the
+copying ran beside kernels. Where host memory is short for 10B, the largest of the published sizes that fits is taken,
+and the file says so.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+if not __package__:  # run as a script: this folder is found as it is when imported
+    sys.path[0] = str(Path(__file__).parents[1])
+
+from benchmarks import gpu, systems
+from benchmarks.gpu import CAP, NoTime, Session
+from benchmarks.rooms import RoomFailed
+from wherry.observe import bench
+
+DESCENDING = ("10b", "8b", "6b", "4b", "2b", "1b")
+STEPS = 2
+
+
+def measure(session: Session, wanted: str, trace: Path) -> None:
+    """Rows for the wanted size, or with the reason for each that does not fit, down to one that does."""
+    for model in DESCENDING[DESCENDING.index(wanted) :]:
+        if model not in session.sizes:
+            continue
+        recipe = session.sizes[model]
+        system = "wherry-2-cpu" if 4 * recipe.parameters < CAP * gpu.GIB / 2 else "wherry-3-cpu"
+        case = {"measure": "offload", "model": model, "tokens": recipe.batch * recipe.length, "cap_gib": CAP}
+        try:
+            session.ask(do="cap", gib=CAP)
+            built = session.build(model, system, recipe, warmup=1)
+            found = gpu.blocks(session, model, session.options.rounds, session.options.steps)
+            seen = session.ask(do="profile", name=model, steps=STEPS, path=str(trace))
+        except (RoomFailed, NoTime) as failure:
+            session.results.add(bench.row(case, system, "s", reason=str(failure)))
+            continue
+        facts = {"built_s": built["built_s"], "trace": seen | {"steps": STEPS}}
+        session.results.add(gpu.step_row(session, case, system, recipe, found, **facts))
+        return
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = bench.parser("gpu_offload", __doc__ or "")
+    parser.add_argument("--model", choices=DESCENDING, default="10b", help="the size to begin with (10b)")
+    parser.add_argument("--deadline", type=bench.positive, default=530, help="seconds after which it has ended (530)")
+    parser.add_argument("--rounds", type=bench.positive, default=5, help="blocks of steps")
+    parser.add_argument("--steps", type=bench.positive, default=2, help="steps in a block")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="keep the profiler's trace, for chrome://tracing")
+    parser.add_argument("--path", help="a folder on the disk whose rate is measured too")
+    parser.add_argument("--toy", action="store_true", help="on the CPU, at a size that only shows that it works")
+    options = bench.parse(parser, argv)
+    if not options.toy and systems.device_type() != "cuda":
+        parser.error("no GPU is seen by torch here; --toy shows on the CPU that everything works")
+    sizes = gpu.TOY if options.toy else gpu.SIZES
+    wanted = "1b" if options.toy else options.model
+    settings = {"deadline_s": options.deadline, "rounds": options.rounds, "steps": options.steps, "toy": options.toy}
+    results = bench.Results("gpu_offload", options, settings | {"recipe": asdict(sizes[wanted])})
+    session = Session(options, results)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            gpu.rates(session)
+            measure(session, wanted, options.trace or Path(folder) / "trace.json")
+        finally:
+            session.close()
+    results.close()
+    gpu.table(results.rows)
+    for row in results.rows:
+        hidden = row.get("trace", {}).get("hidden")
+        if hidden is not None:
+            print(f"{row['case']['model']}: {100 * hidden:.0f}% of the copying ran beside kernels")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

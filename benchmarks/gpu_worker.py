@@ -1,0 +1,177 @@
+"""A process with the GPU: measures its rates, builds systems, times their steps, and answers in JSON lines."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from benchmarks import bounds, systems
+from benchmarks.systems import SYSTEMS, Recipe, Trainee
+from benchmarks.worker import answer_requests, peak_bytes, resident_bytes
+
+GIB = 2**30
+
+
+class GpuWorker:
+    """Systems of one process that share its GPU, or without one its CPU."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.torch = torch
+        self.device = systems.device_type()
+        self.trainees: dict[str, Trainee] = {}
+        self.recipes: dict[str, Recipe] = {}
+        self.steps: dict[str, int] = {}
+
+    def rates(self, dtype: str, toy: bool, folder: str | None) -> dict[str, Any]:
+        rates, rows = bounds.measure(self.device, dtype, toy=toy, folder=folder)
+        self._clean()
+        return {"rates": vars(rates), "rows": rows}
+
+    def cap(self, gib: float | None) -> float | None:
+        """Let this process have so much of the GPU's memory; None gives it all. Returns the fraction."""
+        if self.device != "cuda":
+            return None
+        total = self.torch.cuda.get_device_properties(0).total_memory
+        fraction = min(1.0, gib * GIB / total) if gib else 1.0
+        self._clean()
+        self.torch.cuda.set_per_process_memory_fraction(fraction)
+        return fraction
+
+    def build(self, name: str, system: str, recipe: dict[str, Any], warmup: int = 2) -> dict[str, Any]:
+        """Build a system under a name of its own, and take its first steps."""
+        before = resident_bytes()
+        begun = time.perf_counter()
+        self.recipes[name] = Recipe(**recipe)
+        self.trainees[name] = SYSTEMS[system](self.recipes[name], 1)
+        self.steps[name] = 0
+        self._synchronize()
+        built = time.perf_counter() - begun
+        found = self._run(name, warmup)
+        gc.collect()
+        return {"built_s": built, "resident_before": before, "losses": found, **self._memory(name)}
+
+    def time(self, name: str, steps: int, batch: int | None = None) -> dict[str, Any]:
+        """Seconds of a step, over some steps that follow each other, what they put off included."""
+        if batch is not None:
+            self.recipes[name] = Recipe(**vars(self.recipes[name]) | {"batch": batch})
+            self._run(name, 1)  # the allocator meets the new size
+        self._reset_peaks()
+        self._settle(name)
+        begun = time.perf_counter()
+        losses = self._run(name, steps, settle=False)
+        self._settle(name)
+        seconds = (time.perf_counter() - begun) / steps
+        return {"seconds": seconds, "losses": losses, **self._memory(name)}
+
+    def profile(self, name: str, steps: int, path: str) -> dict[str, Any]:
+        """A trace of some steps, and how much of the copying was hidden behind computing."""
+        from benchmarks.trace import overlap
+
+        activities = [self.torch.profiler.ProfilerActivity.CPU]
+        if self.device == "cuda":
+            activities.append(self.torch.profiler.ProfilerActivity.CUDA)
+        with self.torch.profiler.profile(activities=activities) as profile:
+            self._run(name, steps)
+        profile.export_chrome_trace(path)
+        return overlap(Path(path))
+
+    def close(self, name: str) -> dict[str, Any]:
+        """Give a system's memory back; what is still allocated then is a leak, or another's."""
+        trainee = self.trainees.pop(name)
+        engine = getattr(trainee, "engine", None)
+        closing = getattr(engine, "close", None) or getattr(engine, "destroy", None)
+        if closing is not None:
+            closing()
+        del trainee, engine, closing
+        self._clean()
+        left = self.torch.cuda.memory_allocated() if self.device == "cuda" else 0
+        return {"left_bytes": left}
+
+    def fits(self, recipe: dict[str, Any], system: str) -> dict[str, Any]:
+        """Peak bytes by tier of a step of this recipe, from a dry run of the engine."""
+        from wherry.dryrun import dry_run
+        from wherry.sources import of_shape
+        from wherry.train.presets import Shape
+
+        made = Recipe(**recipe)
+        shape = Shape(made.layers, made.hidden, made.heads, made.sequence, made.vocabulary)
+        config = systems.config_of(systems.place_of(system), made, 1) | {"wherry": {"update_policy": made.policy}}
+        found = dry_run(of_shape("gpt2", shape), config, ranks=1, sequence=made.length, recompute=made.recompute)
+        return {tier: found.peak(tier) for tier in ("device", "host", "disk")}
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """What fails, out of memory or refused, is an answer too: the other systems of this process live on."""
+        try:
+            do = request.pop("do")
+            return {"found": getattr(self, do)(**request)}
+        except Exception as error:
+            name = request.get("name")
+            if do == "build":
+                self.trainees.pop(str(name), None)
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            traceback.print_exc()
+            error.__traceback__ = None
+        self._clean()
+        return {"failed": reason}
+
+    # Inside.
+
+    def _run(self, name: str, steps: int, *, settle: bool = True) -> list[float]:
+        trainee, recipe = self.trainees[name], self.recipes[name]
+        first = self.steps[name]
+        self.steps[name] += steps
+        batches = [recipe.batch_of(first + step, 0, 1) for step in range(steps)]
+        losses = [trainee.step(*batch) for batch in batches]
+        if settle:
+            self._settle(name)
+        found = [float(loss) for loss in losses]
+        if not all(math.isfinite(loss) for loss in found):
+            raise RuntimeError(f"{name}: the loss is not finite: {found}")
+        return found
+
+    def _settle(self, name: str) -> None:
+        settle = getattr(self.trainees[name], "settle", None)
+        if settle is not None:
+            settle()
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        if self.device == "cuda":
+            self.torch.cuda.synchronize()
+
+    def _clean(self) -> None:
+        gc.collect()
+        if self.device == "cuda":
+            self.torch.cuda.synchronize()
+            self.torch.cuda.empty_cache()
+            # Pinned memory that torch keeps for the next tensor.
+            getattr(self.torch._C, "_host_emptyCache", lambda: None)()
+
+    def _reset_peaks(self) -> None:
+        if self.device == "cuda":
+            self.torch.cuda.reset_peak_memory_stats()
+        refs = Path("/proc/self/clear_refs")
+        if refs.exists():
+            refs.write_text("5")  # the peak of resident memory begins anew
+
+    def _memory(self, name: str) -> dict[str, Any]:
+        engine = getattr(self.trainees[name], "engine", None)
+        rows = [row._asdict() for row in engine.memory()] if hasattr(engine, "memory") else []
+        device = self.torch.cuda.max_memory_allocated() if self.device == "cuda" else None
+        reserved = self.torch.cuda.max_memory_reserved() if self.device == "cuda" else None
+        return {
+            "memory": rows,
+            "peak_device_bytes": device,
+            "peak_reserved_bytes": reserved,
+            "peak_resident_bytes": peak_bytes(),
+        }
+
+
+if __name__ == "__main__":
+    answer_requests(GpuWorker)
