@@ -261,8 +261,6 @@ class Engine(nn.Module):
         except BaseException as error:
             self.comm.tell(error)
             raise
-        scale = self._scaler.scale if self._scaler.dynamic else None
-        self._reporter.updated(Update(self.global_steps, self.global_samples, self.get_lr(), self._norm, scale))
         needs_metric = isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         if self._applied and self.lr_scheduler is not None and (lr_kwargs or not needs_metric):
             self.lr_scheduler.step(**(lr_kwargs or {}))
@@ -287,6 +285,8 @@ class Engine(nn.Module):
         self.global_steps += 1
         self._end_window()
         self._scaler.update(overflow)
+        scale = self._scaler.scale if self._scaler.dynamic else None
+        self._reporter.updated(Update(self.global_steps, self.global_samples, self.get_lr(), self._norm, scale))
         return self._applied
 
     def _gradient_scale(self) -> float:

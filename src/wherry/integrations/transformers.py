@@ -1,0 +1,222 @@
+"""Hugging Face's Trainer on the engine.
+
+    from wherry.integrations.transformers import WherryTrainer
+
+    config = {"zero_optimization": {"stage": 3}}
+    trainer = WherryTrainer(model=model, args=args, train_dataset=data, wherry_config=config)
+    trainer.train()
+
+Another Trainer class (TRL's, or one of your own) becomes one by its base classes:
+
+    class Trainer(WherryMixin, SFTTrainer): ...
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+
+from wherry import config as configs
+from wherry.assemble import initialize
+from wherry.config import Config
+from wherry.engine import Engine
+from wherry.errors import ConfigError, WherryError
+
+__all__ = ["WherryMixin", "WherryTrainer"]
+
+SCHEDULER_FILE = "scheduler.pt"
+Source = str | os.PathLike[str] | Mapping[str, Any] | Config | None
+
+
+class _Optimizer(AcceleratedOptimizer):
+    """The engine's optimizer, as Accelerate holds one: it steps at the window's end, and says when it skipped."""
+
+    _is_accelerate_prepared = True
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer, device_placement=False, scaler=None)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        return bool(self.optimizer.overflow)
+
+
+class WherryMixin:
+    """What a Trainer needs to train on the engine. `wherry_config`: a path, a dict, or nothing for ZeRO-3.
+
+    Batch sizes, clipping, precision, learning rate and schedule are the TrainingArguments'; where the config has a key
+    for one of them it must be "auto" or agree. `trainer.engine` is the engine, from the beginning of `train`.
+    """
+
+    engine: Engine | None = None
+
+    def __init__(self, *args: Any, wherry_config: Source = None, **kwargs: Any) -> None:
+        source = {"zero_optimization": {"stage": 3}} if wherry_config is None else wherry_config
+        self._wherry_config = configs.load(source)
+        self._max_steps = 0
+        super().__init__(*args, **kwargs)
+
+    # What the engine places, and the accelerator does not.
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """The engine places the model, a unit at a time."""
+
+    def _prepare_for_training(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
+        self._max_steps = max_steps
+        return super()._prepare_for_training(max_steps, *args, **kwargs)  # type: ignore[misc]
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        if self.engine is not None:
+            return self.optimizer
+        if self._wherry_config.optimizer is not None:
+            return None
+        return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        if self.engine is not None and self.engine.lr_scheduler is not None:
+            self.lr_scheduler = self.engine.lr_scheduler
+            return self.lr_scheduler
+        return super().create_scheduler(num_training_steps, optimizer)  # type: ignore[misc]
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        if self.engine is not None:
+            return self.engine
+        if not training:
+            return model
+        config = resolve(self._wherry_config, self.args, self._max_steps)
+        given = self.optimizer.optimizer if isinstance(self.optimizer, AcceleratedOptimizer) else self.optimizer
+        self.engine, optimizer, _, _ = initialize(model=model, optimizer=given, config=config)
+        self.optimizer = _Optimizer(optimizer)
+        # The accelerator would divide and scale the loss, and run its backward, by itself.
+        self.accelerator.backward = self._backward
+        return self.engine
+
+    # A step.
+
+    def _backward(self, loss: torch.Tensor, **_: Any) -> None:
+        assert self.engine is not None
+        self.engine.set_gradient_accumulation_boundary(self.accelerator.sync_gradients)
+        # The Trainer has divided the loss by the micro-batches of the window, of which the last may have fewer.
+        self.engine.backward(loss, scale_wrt_gas=False)
+
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        """The engine clips, in the update."""
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
+        """The norm is known once the update has begun."""
+
+    def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
+        norm = self.engine.get_global_grad_norm() if self.engine is not None else grad_norm
+        super()._maybe_log_save_evaluate(tr_loss, norm, *args, **kwargs)  # type: ignore[misc]
+
+    # Saving and resuming.
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if self.engine is None:
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            return
+        frozen_stay_out = self.engine.placement.parameters.partitioned and hasattr(self.model, "peft_config")
+        state = self.engine.consolidated_state_dict(exclude_frozen_parameters=frozen_stay_out)
+        if self.args.should_save:
+            self._save(output_dir or self.args.output_dir, state_dict=state)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save")
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        assert self.engine is not None
+        self.engine.save_checkpoint(output_dir)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_FILE))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Weights come with the engine's checkpoint, once there is an engine."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        assert self.engine is not None
+        path, _ = self.engine.load_checkpoint(checkpoint)
+        if path is None:
+            raise WherryError(
+                f"{checkpoint}: holds no checkpoint of the engine's; one that another Trainer wrote has weights that "
+                "from_pretrained reads"
+            )
+        schedule = os.path.join(checkpoint, SCHEDULER_FILE)
+        if os.path.exists(schedule):
+            self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
+
+    def _load_best_model(self) -> None:
+        assert self.engine is not None
+        self.engine.load_checkpoint(self.state.best_model_checkpoint, load_module_only=True)
+
+
+class WherryTrainer(WherryMixin, transformers.Trainer):
+    """`transformers.Trainer` on the engine."""
+
+
+def resolve(config: Config, args: transformers.TrainingArguments, max_steps: int) -> Config:
+    """The config with what the TrainingArguments say. Where both say something else, all of it is told at once."""
+    given = config.given
+    overrides: dict[str, Any] = {}
+    differences = []
+
+    def agree(path: str, value: Any, name: str) -> None:
+        found = _at(given, path)
+        if found in (None, "auto"):
+            overrides[path] = value
+        elif found != value:
+            differences.append(f"{path}: the config has {found!r}, and TrainingArguments {value!r} ({name})")
+
+    agree("train_micro_batch_size_per_gpu", args.train_batch_size, "per_device_train_batch_size")
+    agree("gradient_accumulation_steps", args.gradient_accumulation_steps, "gradient_accumulation_steps")
+    total = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    agree("train_batch_size", total, "the product of batch size, accumulation and ranks")
+    agree("gradient_clipping", args.max_grad_norm, "max_grad_norm")
+    agree("bf16.enabled", bool(args.bf16), "bf16")
+    agree("fp16.enabled", bool(args.fp16), "fp16")
+    if config.optimizer is not None:
+        values = {
+            "lr": args.learning_rate,
+            "betas": [args.adam_beta1, args.adam_beta2],
+            "eps": args.adam_epsilon,
+            "weight_decay": args.weight_decay,
+        }
+        _fill(given, overrides, "optimizer.params", values)
+    if config.scheduler is not None:
+        values = {
+            "warmup_min_lr": 0.0,
+            "warmup_max_lr": args.learning_rate,
+            "warmup_num_steps": args.get_warmup_steps(max_steps),
+            "total_num_steps": max_steps,
+        }
+        _fill(given, overrides, "scheduler.params", values)
+    if differences:
+        raise ConfigError(
+            'the config and the TrainingArguments differ; write "auto" in the config, or make them equal:\n'
+            + "\n".join(differences)
+        )
+    return configs.load(config, overrides=overrides)
+
+
+def _fill(given: Mapping[str, Any], overrides: dict[str, Any], path: str, values: Mapping[str, Any]) -> None:
+    """What the config leaves to "auto"."""
+    for key, value in values.items():
+        if _at(given, f"{path}.{key}") == "auto":
+            overrides[f"{path}.{key}"] = value
+
+
+def _at(tree: Any, path: str) -> Any:
+    """A key of the config as it was written, in its block or dotted at the top."""
+    if path in tree:
+        return tree[path]
+    for name in path.split("."):
+        if not isinstance(tree, Mapping) or name not in tree:
+            return None
+        tree = tree[name]
+    return tree
