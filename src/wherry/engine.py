@@ -584,6 +584,11 @@ class Engine(nn.Module):
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         return self._config.zero_optimization.stage3_gather_16bit_weights_on_model_save
 
+    @property
+    def working_dtype(self) -> torch.dtype | None:
+        """The dtype that the config gives the working weights; None where it leaves the model as it is."""
+        return self._config.working_dtype()
+
     def fp16_enabled(self) -> bool:
         return self._config.fp16.enabled
 

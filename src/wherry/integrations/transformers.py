@@ -55,6 +55,14 @@ class WherryMixin:
     """
 
     engine: Engine | None = None
+    # The Trainer's own.
+    args: Any
+    accelerator: Any
+    model: Any
+    optimizer: Any
+    state: Any
+    push_to_hub: Any
+    _save: Any
 
     def __init__(self, *args: Any, wherry_config: Source = None, **kwargs: Any) -> None:
         source = {"zero_optimization": {"stage": 3}} if wherry_config is None else wherry_config
@@ -92,6 +100,7 @@ class WherryMixin:
         config = resolve(self._wherry_config, self.args, self._max_steps)
         given = self.optimizer.optimizer if isinstance(self.optimizer, AcceleratedOptimizer) else self.optimizer
         self.engine, optimizer, _, _ = initialize(model=model, optimizer=given, config=config)
+        assert optimizer is not None
         self.optimizer = _Optimizer(optimizer)
         # The accelerator would divide and scale the loss, and run its backward, by itself.
         self.accelerator.backward = self._backward
@@ -156,7 +165,7 @@ class WherryMixin:
         self.engine.load_checkpoint(self.state.best_model_checkpoint, load_module_only=True)
 
 
-class WherryTrainer(WherryMixin, transformers.Trainer):
+class WherryTrainer(WherryMixin, transformers.Trainer):  # type: ignore[misc]
     """`transformers.Trainer` on the engine."""
 
 
