@@ -240,7 +240,7 @@ class WherryStrategy(DDPStrategy):
         )
         if path is None:
             raise WherryError(f"{checkpoint_path}: holds no checkpoint of the engine's")
-        return state
+        return state or {}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """`load_checkpoint` has done it."""

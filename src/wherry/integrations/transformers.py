@@ -131,7 +131,10 @@ class WherryMixin:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
         frozen_stay_out = self.engine.placement.parameters.partitioned and hasattr(self.model, "peft_config")
-        state = self.engine.consolidated_state_dict(exclude_frozen_parameters=frozen_stay_out)
+        state = self.engine.module.state_dict()
+        if frozen_stay_out:
+            named = self.engine.module.named_parameters(remove_duplicate=False)
+            state = {name: state[name] for name, parameter in named if parameter.requires_grad}
         if self.args.should_save:
             self._save(output_dir or self.args.output_dir, state_dict=state)
         if self.args.push_to_hub and not _internal_call:

@@ -133,7 +133,7 @@ class DeepSpeedEngine(Engine):
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Whole working weights in one `torch.save` file, written by rank 0. `wherry export` writes safetensors."""
-        state = self.consolidated_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        state = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
         if self.global_rank == 0:
             os.makedirs(save_dir, exist_ok=True)
             torch.save(state, os.path.join(save_dir, save_filename))
@@ -143,9 +143,31 @@ class DeepSpeedEngine(Engine):
     save_fp16_model = save_16bit_model
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        return self.consolidated_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        return state if self.global_rank == 0 else None
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, Any]:
+        if custom_load_fn is not None:
+            raise not_part_of_wherry("load_checkpoint(custom_load_fn=...)", "load the weights with engine.module")
+        return super().load_checkpoint(
+            load_dir,
+            tag,
+            load_module_strict=load_module_strict,
+            load_optimizer_states=load_optimizer_states,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            load_module_only=load_module_only,
+        )
 
     def empty_partition_cache(self) -> None:
         """Let go of weights that are gathered and not in use: none are, between steps."""
