@@ -6,7 +6,7 @@ import pytest
 
 from wherry import cli
 from wherry.cli import main
-from wherry.cli.doctor import NOTE, OK, PROBLEM, examine
+from wherry.cli.doctor import NOTE, OK, PROBLEM, _release, examine, numa_nodes
 
 from .programs import environment, wherry
 
@@ -87,6 +87,36 @@ def test_doctor_finds_this_machine_fit(capsys, tmp_path, monkeypatch):
     assert all(finding["verdict"] in (OK, NOTE) for finding in findings.values())
     # Whatever is noted comes with what to do about it or what follows from it.
     assert all(finding["advice"] for finding in findings.values() if finding["verdict"] == NOTE)
+
+
+def test_doctor_looks_at_all_that_training_stands_on(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "64")
+    findings = {finding.name: finding for finding in examine()}
+    assert {"Python", "CUDA", "NCCL", "threads", "NUMA", "shared memory", "open files", "huge pages"} <= findings.keys()
+    assert "GPU" in findings and "disk space here" in findings
+
+
+def test_numa_nodes_without_cores_are_left_out(tmp_path):
+    for name, cores in (("node0", "0-7\n"), ("node1", "8-15\n"), ("node10", "\n")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "cpulist").write_text(cores)
+    assert numa_nodes(tmp_path) == {"node0": "0-7", "node1": "8-15"}
+    assert numa_nodes(tmp_path / "none") == {}
+
+
+def test_versions_are_compared_by_their_numbers():
+    assert _release("5.23.0.dev0") == (5, 23)
+    assert _release("4") == (4, 0)
+    assert _release("1.0rc1") == (1, 0)
+    assert _release("0.9") < (0, 14) < _release("0.21.2")
+
+
+def test_output_that_is_cut_off_is_no_error():
+    code = "import sys; from wherry.cli import main; sys.exit(main(['doctor', '--json']))"
+    done = subprocess.run(
+        f"{sys.executable} -c \"{code}\" | head -n 1", shell=True, capture_output=True, text=True, env=environment()
+    )
+    assert done.stdout.strip() == "[" and "Traceback" not in done.stderr
 
 
 def test_doctor_reports_a_failing_check_as_a_problem(monkeypatch, capsys):

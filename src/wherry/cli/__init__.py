@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 
 INTERRUPTED = 130
+CUT_OFF = 141
 USER_ERROR = 2
 
 # Their flags are not all ours to declare (torchrun's, a script's own), so they parse their arguments themselves.
@@ -31,6 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USER_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read the output has seen enough. Nothing more is to be written, at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CUT_OFF
 
 
 def _dispatch(arguments: list[str]) -> int:

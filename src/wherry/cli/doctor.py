@@ -5,17 +5,30 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from pathlib import Path
 
 from wherry.errors import WherryError
 from wherry.observe.memory import format_bytes
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
-_INTEGRATIONS = ("transformers", "accelerate", "trl", "peft", "lightning", "tensorboard", "wandb")
 _GIB = 2**30
+# What integrates, and the oldest version that is known to work. The alias stands where deepspeed would.
+_INTEGRATIONS = {
+    "transformers": (4, 50),
+    "accelerate": (1, 0),
+    "trl": (0, 15),
+    "peft": (0, 14),
+    "lightning": (2, 4),
+    "tensorboard": (2, 10),
+    "wandb": (0, 15),
+}
+_NODES = Path("/sys/devices/system/node")
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @dataclass(frozen=True)
@@ -41,14 +54,15 @@ def main(*, as_json: bool = False) -> int:
 def examine() -> Iterator[Finding]:
     """Every finding, one after the other. A check that meets a user's mistake reports it as its finding."""
     checks: tuple[Callable[[], Finding], ...] = (
-        *(_python, _torch, _accelerators, _backends, _cores, _memory, _locked_memory, _open_files),
-        *(_native, _disk_backend, _disk_space, _integrations),
+        *(_python, _torch, _accelerators, _cuda, _backends, _nccl, _cores, _threads, _numa, _memory, _shared_memory),
+        *(_locked_memory, _open_files, _huge_pages, _native, _disk_backend, _disk_space),
     )
     for check in checks:
         try:
             yield check()
         except WherryError as error:
             yield Finding(check.__name__.strip("_").replace("_", " "), "failed", PROBLEM, str(error))
+    yield from _integrations()
 
 
 def _python() -> Finding:
@@ -81,6 +95,26 @@ def _accelerators() -> Finding:
     return Finding("GPU", names)
 
 
+def _cuda() -> Finding:
+    """The toolkit that torch is built for, the driver, and what the GPUs can compute with."""
+    import torch
+
+    built = torch.version.cuda or torch.version.hip
+    if built is None:
+        return Finding("CUDA", "none; this torch is built for the CPU")
+    if not torch.cuda.is_available():
+        advice = "the driver is missing, too old for this torch, or its devices are hidden (CUDA_VISIBLE_DEVICES)"
+        return Finding("CUDA", f"{built}, no device in sight", NOTE, advice)
+    driver = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
+    found = f"{built}, driver for {driver // 1000}.{driver % 1000 // 10}"
+    old = [i for i in range(torch.cuda.device_count()) if torch.cuda.get_device_capability(i) < (8, 0)]
+    if old:
+        names = ", ".join(str(index) for index in old)
+        advice = f"GPU {names} computes bf16 slowly: use fp16, or fp32"
+        return Finding("CUDA", found, NOTE, advice)
+    return Finding("CUDA", found)
+
+
 def _backends() -> Finding:
     import torch
     import torch.distributed as dist
@@ -93,11 +127,64 @@ def _backends() -> Finding:
     return Finding("collectives", ", ".join(found))
 
 
+def _nccl() -> Finding:
+    import torch
+
+    if not torch.cuda.is_available():
+        return Finding("NCCL", "not needed without GPUs")
+    if torch.cuda.device_count() == 1:
+        return Finding("NCCL", "not needed for one GPU")
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    apart = [
+        (a, b)
+        for a in range(torch.cuda.device_count())
+        for b in range(a)
+        if not torch.cuda.can_device_access_peer(a, b)
+    ]
+    if apart:
+        advice = "some GPUs do not reach each other's memory directly: collectives go through the host, which is slower"
+        return Finding("NCCL", version, NOTE, advice)
+    return Finding("NCCL", version)
+
+
 def _cores() -> Finding:
     from wherry.cli.run import usable_cores
 
     usable, logical = usable_cores(), os.cpu_count() or 1
     return Finding("cores", f"{usable} physical usable, {logical} logical in the machine")
+
+
+def _threads() -> Finding:
+    """How many threads torch's operators take; the update on the host has a pool of its own."""
+    import torch
+
+    from wherry.cli.run import usable_cores
+
+    usable, threads = usable_cores(), torch.get_num_threads()
+    found = f"{threads} for operators"
+    if threads > 2 * usable:
+        return Finding("threads", found, NOTE, f"more than the cores; set OMP_NUM_THREADS={usable}")
+    if "OMP_NUM_THREADS" not in os.environ and usable > 1:
+        return Finding("threads", f"{found}; `wherry run` shares the cores out over its ranks")
+    return Finding("threads", found)
+
+
+def _numa() -> Finding:
+    nodes = numa_nodes(_NODES)
+    if len(nodes) < 2:
+        return Finding("NUMA", "one node")
+    found = f"{len(nodes)} nodes: " + "; ".join(f"{name} has cores {cores}" for name, cores in nodes.items())
+    return Finding("NUMA", found, NOTE, "bind each rank to the node of its GPU: `wherry run --numa-binding node ...`")
+
+
+def numa_nodes(folder: Path) -> dict[str, str]:
+    """The machine's NUMA nodes that have cores, and these as the kernel lists them."""
+    nodes = {}
+    for node in sorted(folder.glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
+        cores = (node / "cpulist").read_text().strip()
+        if cores:
+            nodes[node.name] = cores
+    return nodes
 
 
 def _memory() -> Finding:
@@ -108,6 +195,18 @@ def _memory() -> Finding:
     if memory.available < 2 * _GIB:
         return Finding("host memory", found, PROBLEM, "free some: torch alone takes half a GiB for each rank")
     return Finding("host memory", found)
+
+
+def _shared_memory() -> Finding:
+    import shutil
+
+    if not os.path.isdir("/dev/shm"):
+        return Finding("shared memory", "none at /dev/shm", NOTE, "NCCL and loaders with workers may need it")
+    free = shutil.disk_usage("/dev/shm").free
+    if free < _GIB:
+        advice = "NCCL and loaders with workers may need more; in a container: --shm-size=8g, or --ipc=host"
+        return Finding("shared memory", f"{format_bytes(free)} free", NOTE, advice)
+    return Finding("shared memory", f"{format_bytes(free)} free")
 
 
 def _locked_memory() -> Finding:
@@ -129,6 +228,18 @@ def _open_files() -> Finding:
     if soft >= 1024:
         return Finding("open files", f"limit {soft}")
     return Finding("open files", f"limit {soft}", NOTE, f"raise it with `ulimit -n {hard}`")
+
+
+def _huge_pages() -> Finding:
+    try:
+        text = _HUGE_PAGES.read_text()
+    except OSError:
+        return Finding("huge pages", "not offered by this system")
+    mode = text.partition("[")[2].partition("]")[0]
+    if mode == "never":
+        advice = "host buffers on huge pages are faster: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+        return Finding("huge pages", mode, NOTE, advice)
+    return Finding("huge pages", mode)
 
 
 def _native() -> Finding:
@@ -160,14 +271,29 @@ def _disk_space() -> Finding:
     return Finding("disk space here", found)
 
 
-def _integrations() -> Finding:
-    found = []
-    for name in _INTEGRATIONS:
+def _integrations() -> Iterator[Finding]:
+    """What is installed of the programs that Wherry works with; none of them is needed."""
+    absent = []
+    for name, oldest in _INTEGRATIONS.items():
         try:
-            found.append(f"{name} {metadata.version(name)}")
+            version = metadata.version(name)
         except metadata.PackageNotFoundError:
+            absent.append(name)
             continue
-    return Finding("integrations", ", ".join(found) or "none installed, none needed")
+        least = ".".join(map(str, oldest))
+        if _release(version) < oldest:
+            yield Finding(name, version, NOTE, f"{least} or newer is known to work: pip install -U {name}")
+        else:
+            yield Finding(name, version)
+    if absent:
+        yield Finding("not installed", f"{', '.join(absent)}; none is needed")
+
+
+def _release(version: str) -> tuple[int, int]:
+    """The first two numbers of a version."""
+    numbers = [int(match[0]) for part in version.split(".")[:2] if (match := re.match(r"\d+", part))]
+    major, minor, *_ = [*numbers, 0, 0]
+    return major, minor
 
 
 def _show(findings: list[Finding]) -> None:
