@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,7 @@ def initialize(
     resolved = _config(config, config_params, args)
     topology = topologies.find(mesh, timeout=resolved.wherry.timeout_s)
     try:
+        resolved = _settled(resolved, topology, model, training_data, collate_fn)
         engine = _assemble(engine_class, resolved, topology, model, optimizer, model_parameters)
     except BaseException as error:
         topology.data.tell(error)
@@ -74,6 +76,24 @@ def initialize(
             training_data, engine, collate_fn=collate_fn, drop_last=resolved.dataloader_drop_last
         )
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _settled(
+    config: Config,
+    topology: topologies.Topology,
+    model: nn.Module,
+    data: Dataset[Any] | None,
+    collate: Callable[[list[Any]], Any] | None,
+) -> Config:
+    """The config with what it leaves to the planner, as "auto", chosen for this model and this machine."""
+    if not config.auto:
+        return config
+    from wherry.plan import runtime
+
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", topology.world_size))
+    return runtime.settle(
+        model, config, topology.data, topology.device, ranks_here=here, data=data, collate=collate
+    )
 
 
 def _assemble(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -172,3 +175,25 @@ def test_mistakes_are_told_without_a_traceback(
     arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert message in error(capsys, *arguments)
+
+
+def test_a_browser_shows_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no Chromium to show the page with")
+    file = tmp_path / "plan.html"
+    offload = ("--set", "zero_optimization.offload_optimizer.device=cpu", "--set", "bf16.enabled=true")
+    told = found(capsys, *SMALL, *offload, "--html", str(file))
+    # The page measures itself in the browser: each segment's pixels against its share of the bar.
+    script = """<script>onload = () => { document.body.dataset.seen = JSON.stringify(
+      [...document.querySelectorAll(".bar")].map(bar => [...bar.querySelectorAll("span")].map(
+        part => part.getBoundingClientRect().width / bar.getBoundingClientRect().width))) }</script>"""
+    file.write_text(file.read_text().replace("</body>", script + "</body>"))
+    flags = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--dump-dom")
+    done = subprocess.run([browser, *flags, file.as_uri()], capture_output=True, text=True, timeout=60, check=True)
+    seen = json.loads(html.unescape(done.stdout.split('data-seen="')[1].split('"')[0]))
+    places = [use for use in told["uses"] if use["needed"]]
+    assert len(seen) == len(places) == 2
+    for widths, use in zip(seen, places, strict=True):
+        whole = max(use["needed"], use["usable"])
+        assert sum(widths) == pytest.approx(use["needed"] / whole, abs=0.002)

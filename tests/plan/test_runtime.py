@@ -1,0 +1,146 @@
+""""auto" in a config takes the planner's way when the engine is built."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.engine.harness import TinyLM, adamw, make_model, token_batch
+from torch.utils.data import TensorDataset
+
+import wherry
+from wherry import config as configs
+from wherry.errors import WherryError
+from wherry.observe.memory import HostMemory
+from wherry.parallel.comm import Comm
+from wherry.parallel.threads import run_ranks
+from wherry.plan import machine as machines
+from wherry.plan import probe, runtime
+
+AUTO = {"stage": "auto", "offload_optimizer": {"device": "auto"}, "stage3_param_persistence_threshold": 0}
+
+
+def engine_config(ranks: int, config: dict[str, Any], model: Any = None, data: Any = None) -> list[dict[str, Any]]:
+    given = model or make_model()
+
+    def body(comm: Comm) -> dict[str, Any]:
+        mine = copy.deepcopy(given)
+        engine, *_ = wherry.initialize(
+            model=mine, optimizer=adamw(mine.parameters()), config=config, mesh=comm, training_data=data
+        )
+        engine.backward(engine(*token_batch(0, 0, comm.rank)))
+        engine.step()
+        found = engine.config
+        engine.close()
+        return found
+
+    return run_ranks(ranks, body)
+
+
+def free_memory(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    seen = HostMemory(resident=0, peak=0, available=count, total=count)
+    monkeypatch.setattr(runtime, "host_memory", lambda: seen)
+    monkeypatch.setattr(machines, "PROCESS", 0)
+
+
+def test_a_small_model_needs_no_sharding(monkeypatch: pytest.MonkeyPatch) -> None:
+    free_memory(monkeypatch, 10**9)
+    for found in engine_config(2, {"zero_optimization": AUTO}):
+        assert found["zero_optimization"]["stage"] == 0
+
+
+def test_less_memory_means_a_higher_stage_and_all_ranks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(lambda: TinyLM(blocks=4, width=64))
+    stages = []
+    for memory in (2**24, 5 * 2**20, 2**22, 3 * 2**20):
+        free_memory(monkeypatch, memory)
+        try:
+            found = engine_config(2, {"zero_optimization": AUTO}, model)
+        except WherryError as error:
+            assert "nothing fits" in str(error)
+            break
+        assert found[0] == found[1]
+        stages.append(found[0]["zero_optimization"]["stage"])
+    assert stages == sorted(stages)
+    assert len(set(stages)) > 1
+
+
+def test_what_does_not_fit_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    free_memory(monkeypatch, 10_000)
+    with pytest.raises(WherryError, match="nothing fits"):
+        engine_config(2, {"zero_optimization": AUTO})
+
+
+def test_what_was_given_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    free_memory(monkeypatch, 10**9)
+    config = {"zero_optimization": {**AUTO, "stage": 2}, "train_micro_batch_size_per_gpu": 2}
+    assert engine_config(2, config)[0]["zero_optimization"]["stage"] == 2
+
+
+def test_no_auto_no_planner(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the planner was asked")
+
+    monkeypatch.setattr(runtime, "settle", never)
+    engine_config(1, {"zero_optimization": {"stage": 0}})
+
+
+def test_with_data_the_micro_batch_is_chosen_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = replace(machines.KNOWN["4090"], gpus=0, host_memory=2 * 10**9, overhead=1e-6)
+    monkeypatch.setattr(runtime, "this_machine", lambda: machine)
+    data = TensorDataset(torch.zeros(64, 6, dtype=torch.int64), torch.zeros(64, 6, dtype=torch.int64))
+    config = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+    model = make_model()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    found = engine_config(2, config, model, data)[0]
+    micro, accumulation = found["train_micro_batch_size_per_gpu"], found["gradient_accumulation_steps"]
+    assert micro * accumulation * 2 == 16
+    assert micro > 1
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_a_note_says_what_was_chosen_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    free_memory(monkeypatch, 10**9)
+    config = configs.load({"zero_optimization": AUTO})
+    settled = run_ranks(
+        2, lambda comm: runtime.settle(make_model(), config, comm, torch.device("cpu"), ranks_here=2)
+    )[1]
+    assert any("zero_optimization.stage: auto, chosen to be 0: everything fits whole" in note for note in settled.notes)
+    assert settled.auto == ()
+
+
+def test_the_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    times = []
+    real = machines.KNOWN["4090"]
+
+    def measured(folder: Path) -> machines.Machine:
+        times.append(folder)
+        return replace(real, measured=True)
+
+    monkeypatch.setattr(probe, "measure", measured)
+    first, second = probe.this_machine(tmp_path), probe.this_machine(tmp_path)
+    assert len(times) == 1
+    assert first.measured and first.matrix == second.matrix == real.matrix
+    # What is free is looked at each time.
+    assert first.host_memory != real.host_memory
+    probe.this_machine(tmp_path, again=True)
+    assert len(times) == 2
+    for file in (tmp_path / "cache" / "wherry").iterdir():
+        file.write_text("{")
+    probe.this_machine(tmp_path)
+    assert len(times) == 3
+
+
+def test_rates_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    best = probe._best
+    monkeypatch.setattr(probe, "_best", lambda work, device, seconds=0.0: best(work, device, 0.0))
+    found = probe.measure(tmp_path)
+    rates = (found.matrix, found.matrix_fp32, found.stream, found.slow, found.disk_read, found.disk_write, found.link)
+    assert found.measured and all(rate > 1e6 for rate in rates)
+    assert 1e-8 < found.overhead < 1e-2
+    assert not list(tmp_path.iterdir())
