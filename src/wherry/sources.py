@@ -116,13 +116,21 @@ def _of_hugging_face(path: Path) -> Source:
     def make(micro_batch: int, sequence: int, recompute: bool) -> tuple[nn.Module, Batch | None]:
         model = cls(config) if isinstance(cls, type) else cls.from_config(config)
         if recompute:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            _recompute(model)
         if hasattr(model.config, "use_cache"):
             model.config.use_cache = False
         model.train()
         return model, _text_batch(model, micro_batch, sequence)
 
     return Source(f"{file.parent.resolve().name} ({kind})", make, sequence=min(longest, 2048))
+
+
+def _recompute(model: Any) -> None:
+    # The name of releases since 5.23, and the one of those before.
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable()
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def _class_of(config: Any, transformers: Any) -> Any:

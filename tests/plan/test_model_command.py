@@ -69,8 +69,8 @@ def test_the_change_that_is_named_does_what_is_said(capsys: pytest.CaptureFixtur
 
 def test_ranks_and_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     zero = ("--set", "zero_optimization.stage=3", "--set", "bf16.enabled=true")
-    eight = found(capsys, "gpt2-124m", "--machine", "h100", *zero)
-    many = found(capsys, "gpt2-124m", "--machine", "h100", "--nodes", "4", *zero)
+    eight = found(capsys, "gpt2-10m", "--machine", "h100", *zero)
+    many = found(capsys, "gpt2-10m", "--machine", "h100", "--nodes", "4", *zero)
     assert (eight["ranks"], many["ranks"]) == (8, 32)
     shares = [next(row["bytes"] for row in told["rows"] if row["category"] == "optimizer") for told in (eight, many)]
     assert shares[0] == pytest.approx(4 * shares[1], rel=0.01)
@@ -106,14 +106,14 @@ def test_a_hugging_face_config(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_auto_writes_a_config_that_loads_fits_and_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given, file = tmp_path / "given.json", tmp_path / "chosen.json"
     given.write_text('{"bf16": {"enabled": true}, "train_batch_size": 64, "zero_optimization": {"stage": "auto"}}')
-    run(capsys, "gpt2-124m", "--machine", "h100", "--config", str(given), "--auto", "-o", str(file))
+    run(capsys, "gpt2-10m", "--machine", "h100", "--config", str(given), "--auto", "-o", str(file))
     text = file.read_text()
     assert "// Chosen by" in text and text.count("//") >= 5
     chosen = configs.load(file)
     assert chosen.bf16.enabled and chosen.train_batch_size == 64
     sizes = chosen.batch(8)
     assert sizes.train == 64 == sizes.micro * sizes.accumulation * 8
-    again = found(capsys, "gpt2-124m", "--machine", "h100", "--config", str(file))
+    again = found(capsys, "gpt2-10m", "--machine", "h100", "--config", str(file))
     assert again["fits"] or "recompute" in text
 
 
