@@ -1,0 +1,214 @@
+"""A program of the tests: the same fine-tuning with Trainer, Accelerate and SFTTrainer, in one of three modes.
+
+`plain`: without Wherry. `alias`: unchanged code, `import deepspeed` gives Wherry. `own`: Wherry's own classes.
+Run as `hugging_face.py MODE FOLDER`; rank 0 writes what it saw to FOLDER/MODE.json.
+"""
+
+import glob
+import json
+import os
+import sys
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+MODE, FOLDER = sys.argv[1:3]
+RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+ZERO = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
+AUTO = {
+    **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"),
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
+    "zero_optimization": {**ZERO, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"},
+    "steps_per_print": float("inf"),
+}
+
+from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs, PartialState  # noqa: E402
+from accelerate.state import AcceleratorState, GradientState  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed  # noqa: E402
+
+
+def start_anew():
+    """Accelerate's state is the process's. On a CPU it must be told the backend; on a GPU nothing of this is needed."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    if MODE != "alias" or torch.cuda.is_available():
+        return {}
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    PartialState(backend="gloo")
+    return {"accelerator_config": {"use_configured_state": True}}
+
+
+class Tokens(Dataset):
+    def __init__(self, count):
+        self.ids = torch.randint(0, 64, (count, 12), generator=torch.Generator().manual_seed(1))
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, index):
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+def tiny_config(vocabulary=64):
+    return LlamaConfig(
+        vocab_size=vocabulary, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True,
+    )  # fmt: skip
+
+
+def log_of(trainer):
+    rows = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return [[row["loss"], row["grad_norm"], row["learning_rate"]] for row in rows]
+
+
+def with_trainer(resume=None):
+    """Train, evaluate, save, and resume."""
+    more, extra, cls = start_anew(), {}, Trainer
+    if MODE == "alias":
+        more["deepspeed"] = AUTO
+    if MODE == "own":
+        from wherry.integrations.transformers import WherryTrainer as cls
+
+        extra["wherry_config"] = AUTO
+    out = os.path.join(FOLDER, MODE)
+    args = TrainingArguments(
+        output_dir=out, per_device_train_batch_size=4 // WORLD, gradient_accumulation_steps=2, max_steps=4,
+        logging_steps=1, learning_rate=1e-2, warmup_steps=1, max_grad_norm=0.9, report_to=[],
+        save_steps=2, use_cpu=MODE != "alias", disable_tqdm=True, **more,
+    )  # fmt: skip
+    set_seed(0)
+    if resume:  # weights that the checkpoint must replace
+        set_seed(5)
+    model = LlamaForCausalLM(tiny_config())
+    trainer = cls(model=model, args=args, train_dataset=Tokens(32), eval_dataset=Tokens(8), **extra)
+    trainer.train(resume_from_checkpoint=resume)
+    found = {"log": log_of(trainer), "evaluation": trainer.evaluate()["eval_loss"]}
+    trainer.save_model(os.path.join(out, "final"))
+    if MODE != "plain":
+        assert trainer.model_wrapped.world_size == WORLD
+        assert type(trainer.model_wrapped).__mro__[-3].__name__ != "DistributedDataParallel"
+    prompt = {"input_ids": Tokens(2).ids[:, :4], "attention_mask": torch.ones(2, 4, dtype=torch.long)}
+    tokens = trainer.model.generate(**prompt, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    found["generated"] = tokens.tolist()
+    return found
+
+
+def with_pretrained():
+    """What was saved, read again: under zero.Init where a config asks for it."""
+    start_anew()
+    path = os.path.join(FOLDER, "plain", "final")
+    more = {}
+    if MODE == "alias":
+        from transformers.integrations import HfDeepSpeedConfig
+
+        more["keep"] = HfDeepSpeedConfig({"train_micro_batch_size_per_gpu": 4 // WORLD, "zero_optimization": ZERO})
+    model = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32)
+    if MODE == "alias":
+        import deepspeed
+
+        model, *_ = deepspeed.initialize(model=model, config=more["keep"].config)
+    model.eval()
+    with torch.no_grad():
+        return float(model(input_ids=Tokens(8).ids, labels=Tokens(8).ids).loss)
+
+
+def with_accelerate():
+    start_anew()
+    if MODE == "alias":
+        os.environ.pop("ACCELERATE_USE_DEEPSPEED")
+        AcceleratorState._reset_state(reset_partial_state=True)
+        plugin = DeepSpeedPlugin(
+            zero_stage=3, gradient_accumulation_steps=2, gradient_clipping=0.5, zero3_save_16bit_model=True
+        )
+        handlers = [] if torch.cuda.is_available() else [InitProcessGroupKwargs(backend="gloo")]
+        accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=handlers)
+    else:
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    set_seed(0)
+    block = lambda: nn.Sequential(nn.Linear(16, 16), nn.GELU())  # noqa: E731
+    model = nn.Sequential(nn.Embedding(32, 16), block(), block(), nn.Linear(16, 32))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    data = DataLoader(torch.randint(0, 32, (64,), generator=torch.Generator().manual_seed(0)), batch_size=8 // WORLD)
+    model, optimizer, data = accelerator.prepare(model, optimizer, data)
+    losses = []
+    for batch in [batch for _ in range(2) for batch in data]:
+        with accelerator.accumulate(model):
+            loss = nn.functional.cross_entropy(model(batch), (batch + 1) % 32)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(float(accelerator.reduce(loss.detach(), "mean")) if WORLD > 1 else float(loss))
+    whole = accelerator.get_state_dict(model)
+    weights = {name: float(value.double().sum()) for name, value in whole.items()} if RANK == 0 else {}
+    if MODE == "alias":
+        accelerator.save_state(os.path.join(FOLDER, "state"))
+        assert glob.glob(os.path.join(FOLDER, "state", "pytorch_model", "*"))
+        accelerator.load_state(os.path.join(FOLDER, "state"))
+    return {"losses": losses, "weights": weights}
+
+
+def with_sft():
+    """LoRA through TRL, with gradient checkpointing."""
+    from datasets import Dataset as Table
+    from peft import LoraConfig
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    more, extra, cls = start_anew(), {}, SFTTrainer
+    if MODE == "alias":
+        more["deepspeed"] = {key: value for key, value in AUTO.items() if key != "optimizer"}
+    if MODE == "own":
+        from wherry.integrations.transformers import WherryMixin
+
+        cls = type("SFT", (WherryMixin, SFTTrainer), {})
+        extra["wherry_config"] = {"zero_optimization": ZERO}
+    names = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(50))]
+    inner = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    generator = torch.Generator().manual_seed(0)
+    texts = [" ".join(names[3 + i] for i in torch.randint(0, 50, (10,), generator=generator)) for _ in range(32)]
+    out = os.path.join(FOLDER, MODE + "-sft")
+    args = SFTConfig(
+        output_dir=out, per_device_train_batch_size=8 // WORLD, max_steps=3, logging_steps=1, learning_rate=1e-2,
+        report_to=[], save_strategy="no", use_cpu=MODE != "alias", bf16=False, gradient_checkpointing=True,
+        disable_tqdm=True, max_length=16, **more,
+    )  # fmt: skip
+    set_seed(0)
+    trainer = cls(
+        model=LlamaForCausalLM(tiny_config(53)), args=args, train_dataset=Table.from_dict({"text": texts}),
+        processing_class=tokenizer, **extra,
+        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+    )  # fmt: skip
+    trainer.train()
+    trainer.save_model(out)
+    found = {"log": log_of(trainer)}
+    if RANK == 0:
+        from safetensors.torch import load_file
+
+        adapter = load_file(os.path.join(out, "adapter_model.safetensors"))
+        found["adapter"] = {name: float(value.double().abs().sum()) for name, value in adapter.items()}
+    return found
+
+
+def main():
+    found = {"trainer": with_trainer(), "pretrained": with_pretrained()}
+    if MODE != "plain":
+        found["resumed"] = with_trainer(os.path.join(FOLDER, MODE, "checkpoint-2"))
+    if MODE != "own":
+        found["accelerate"] = with_accelerate()
+    found["sft"] = with_sft()
+    if RANK == 0:
+        with open(os.path.join(FOLDER, MODE + ".json"), "w", encoding="utf-8") as file:
+            json.dump(found, file)
+
+
+main()
