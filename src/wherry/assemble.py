@@ -130,7 +130,7 @@ def _assemble(
     )
     units = builder.build(plan_units(model, resolved.wherry.unit_classes), model)
     move_buffers(model, topology.device, topology.data)
-    schedule = Schedule()
+    schedule = Schedule(units, topology.data.size)
     gatherer = Gatherer(
         units,
         topology.data,
@@ -174,6 +174,7 @@ def _assemble(
             batch=batch,
             units=units,
             gatherer=gatherer,
+            schedule=schedule,
             gradients=gradients,
             hooks=make_hooks,
             updater=updater,

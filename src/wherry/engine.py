@@ -19,7 +19,7 @@ from wherry.checkpoint.load import LoadOptions
 from wherry.checkpoint.session import Counts, Session, Window
 from wherry.config import Config
 from wherry.config.batch import BatchSizes
-from wherry.errors import WherryError
+from wherry.errors import DivergenceError, WherryError
 from wherry.fake import host_value
 from wherry.observe.log import get_logger
 from wherry.observe.monitor import Monitor
@@ -30,6 +30,7 @@ from wherry.placement import Placement
 from wherry.sharding.access import Access
 from wherry.sharding.gradients import Gradients
 from wherry.sharding.hooks import Hooks, tensors_in
+from wherry.sharding.schedule import Schedule
 from wherry.sharding.unit import Unit
 from wherry.sharding.weights import Gatherer
 from wherry.update.clipping import norm_and_multiplier
@@ -58,6 +59,7 @@ class Parts:
     batch: BatchSizes
     units: list[Unit]
     gatherer: Gatherer
+    schedule: Schedule
     gradients: Gradients
     hooks: Callable[[Engine], Hooks]
     updater: Updater | None
@@ -93,6 +95,7 @@ class Engine(nn.Module):
         self._config = parts.config
         self._batch = parts.batch
         self._gatherer = parts.gatherer
+        self._schedule = parts.schedule
         self._gradients = parts.gradients
         self._updater = parts.updater
         self._scaler = parts.scaler
@@ -207,10 +210,11 @@ class Engine(nn.Module):
         """The last gradient has been computed: finish the reductions, release the weights."""
         if not self._hooks.backward_running:
             return
-        self._hooks.end_backward()
         explicit, self._in_backward = self._in_backward, False
         self._loss_is_scaled = False
-        if not (explicit or self._gradients.arrivals):
+        makes_gradients = explicit or self._gradients.arrivals > 0
+        self._hooks.end_backward(reduces=makes_gradients)
+        if not makes_gradients:
             return  # gradients of inputs only, as of torch.autograd.grad: no micro-batch of the window
         self._gradients.finish()
         self._backwards_in_window += self._micro_batches
@@ -274,7 +278,13 @@ class Engine(nn.Module):
             self._end_window()
             return True
         self._gradients.complete_window()
-        total = host_value(self._gradients.sum_squares(self._gatherer.journal))
+        try:
+            total = host_value(self._gradients.sum_squares(self._gatherer.journal, self._schedule.digest))
+        except DivergenceError:
+            self._schedule.distrust()
+            self._abandon_window()
+            raise
+        self._schedule.settle(self._gradients.one_path, self.comm.gather_objects)
         self._norm, multiplier = norm_and_multiplier(total, self._window_scale, self._config.gradient_clipping)
         overflow = self._check_overflow and not math.isfinite(self._norm)
         self._applied = not overflow
@@ -325,6 +335,7 @@ class Engine(nn.Module):
         self._gatherer.hold = False
         self._gatherer.journal = 0
         self._gradients.end_window()
+        self._hooks.end_window()
         for unit in self.units:
             # Weights gathered by a forward whose backward never came are out of date now.
             self._gatherer.release(unit)

@@ -173,6 +173,7 @@ class Gradients:
         self._pools: dict[torch.device, DevicePool] = {}
         self._late: set[int] = set()
         self.nested = False
+        self.one_path = True
         self.boundary = False
         # Gradients of parameters that this backward has brought.
         self.arrivals = 0
@@ -247,11 +248,13 @@ class Gradients:
             for gradient in self.all:
                 self._measure(gradient)
 
-    def sum_squares(self, journal: int = 0) -> float | torch.Tensor:
+    def sum_squares(self, journal: int = 0, path: int = 0) -> float | torch.Tensor:
         """The squared norm of the window's gradients as they are: not unscaled, not averaged.
 
         `journal` is a digest of what this rank has gathered; ranks whose digests differ have mixed up their weights.
+        `path` is one of the units that it ran, which may differ: `one_path` says afterwards whether it did.
         """
+        self.one_path = True
         total: float | torch.Tensor = 0.0
         for gradient in self.all:
             total = total + gradient.sum_squares
@@ -259,7 +262,8 @@ class Gradients:
         if not partitioned and self._tensor.size == self._pipe.size == 1:
             return total
         device = self.all[0].flat.whole.device if self.all else torch.device("cpu")
-        mine = [host_value(total), float(journal), float(journal) ** 2] if journal else [host_value(total)]
+        digests = (journal, path) if journal else ()
+        mine = [host_value(total), *(power for value in digests for power in (float(value), float(value) ** 2))]
         sums = torch.tensor(mine, dtype=torch.float64, device=device)
         if partitioned:
             self.comm.all_reduce(sums, label="the gradients' norm").wait()
@@ -268,13 +272,16 @@ class Gradients:
         if is_fake(sums):
             return sums[0]
         values = self.comm.read(sums)
-        if journal and partitioned and values[1] ** 2 != values[2] * self.comm.size:
-            raise DivergenceError(
-                f"the ranks gathered different units in this step (rank {self.comm.rank} has digest {journal}), so "
-                "their weights are mixed up and the step is not made. At stage 3 every rank must run the same units: a "
-                "block that some ranks skip (layer drop, experts in blocks of their own) belongs into a larger unit, "
-                'by "wherry": {"unit_classes": [...]}, or must be run by all'
-            )
+        if journal and partitioned:
+            # The squares sum to the square of the sum only if all ranks have the same.
+            if values[1] ** 2 != values[2] * self.comm.size:
+                raise DivergenceError(
+                    f"the ranks gathered different units in this step (rank {self.comm.rank} has digest {journal}), so "
+                    "their weights are mixed up and the step is not made. A rank may skip units that others run, but "
+                    "not run them in another order, or oftener, or after many steps in which all ranks ran the same: "
+                    'put what differs into a larger unit, by "wherry": {"unit_classes": [...]}'
+                )
+            self.one_path = values[3] ** 2 == values[4] * self.comm.size
         return values[0]
 
     def squares_by_flat(self) -> dict[Flat, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from wherry.sharding.gradients import Gradients
 from wherry.sharding.interleave import Interleaver
-from wherry.sharding.schedule import Schedule
+from wherry.sharding.schedule import Pass, Schedule
 from wherry.sharding.unit import Flat, Unit, Weights
 from wherry.sharding.weights import Gatherer
 
@@ -64,6 +65,15 @@ def _call_if_alive(
         method(place, index)
 
 
+def _accumulates(parameter: nn.Parameter) -> bool:
+    """Whether the backward that runs makes this parameter's gradient."""
+    with torch.enable_grad():
+        node = parameter.view_as(parameter).grad_fn
+    accumulate = node.next_functions[0][0] if node is not None else None
+    assert accumulate is not None
+    return torch._C._will_engine_execute_node(accumulate)
+
+
 @dataclasses.dataclass(frozen=True)
 class Phases:
     """What the engine wants to be told."""
@@ -106,6 +116,13 @@ class Hooks:
         self._frozen_calls: dict[Unit, int] = {}
         unit_of = {flat: unit for unit in units for flat in unit.flats}
         self._home = [unit_of[gradient.flat] for gradient in gradients.all]
+        self._places: dict[Unit, list[int]] = {}
+        for place, unit in enumerate(self._home):
+            self._places.setdefault(unit, []).append(place)
+        # The units that each forward has run whose backward may still come, the oldest first.
+        self._awaited: list[set[Unit]] = []
+        # Whether the backward that runs makes gradients of weights; None as long as nobody has asked.
+        self._reduces: bool | None = None
         self.inert = False
         self._flat_of = {flat.whole.untyped_storage()._cdata: flat for unit in units for flat in unit.travelling}
         self._install()
@@ -205,8 +222,7 @@ class Hooks:
         root = self.root
         if not self.interleaver.active and self.running[root.index] == 0 and backward_task() == NO_TASK:
             self.running = [0] * len(self.units)
-            self.phases.forward_begins()
-            self.schedule.begin()
+            self._begin_forward()
         self.running[root.index] += 1
         if root.travelling:
             self.gatherer.gather(root)
@@ -221,7 +237,9 @@ class Hooks:
         awaits_backward = torch.is_grad_enabled() and self._hook_outputs(output, self._root_pre_backward)
         if self.interleaver.active:
             return
-        self.schedule.end()
+        if output is None and sys.exc_info()[0] is not None:
+            self.schedule.abandon()
+        self._end_forward()
         if not awaits_backward:
             for unit in self.units:
                 if unit.shared:
@@ -249,10 +267,53 @@ class Hooks:
         self.running[unit.index] += 1
         if self.running[unit.index] > 1:
             return
-        self.gatherer.gather(unit)
         if first:
-            self.schedule.enter(unit)
-            self.gatherer.prefetch(unit, backward=False)
+            if self._awaited and self.schedule.running is Pass.FORWARD:
+                self._awaited[-1].add(unit)
+            self._need(unit)
+        elif unit.root or backward_task() == NO_TASK:
+            self.gatherer.gather(unit)
+        else:  # a recomputation
+            self._need_in_backward(unit)
+
+    def _need(self, unit: Unit) -> None:
+        """`unit` is needed now; the ones that were expected before it are not."""
+        for skipped in self.schedule.reach(unit):
+            self._stand_in(skipped)
+        self.gatherer.gather(unit)
+        self.gatherer.prefetch()
+
+    def _begin_forward(self) -> None:
+        self.phases.forward_begins()
+        self.schedule.begin(Pass.FORWARD if torch.is_grad_enabled() else Pass.LOOK)
+        if torch.is_grad_enabled():
+            self._awaited.append(set())
+
+    def _end_forward(self) -> None:
+        for skipped in self.schedule.end():
+            self._stand_in(skipped)
+
+    def _stand_in(self, unit: Unit) -> None:
+        """Take part in the collectives of a unit that the model has passed over: other ranks may use it."""
+        backward = self.backward_running
+        # Gradients of a unit that has run may still come, in another order than was expected.
+        may_come = backward and unit in self._places and any(unit in run for run in self._awaited)
+        if self.running[unit.index] or unit.shared or may_come:
+            return
+        self.gatherer.start(unit)
+        self.gatherer.prefetch()
+        self.gatherer.release(unit)
+        if backward and self._makes_gradients():
+            for place in self._places.get(unit, ()):
+                if not self.gradients.all[place].collected:
+                    self.gradients.complete(self.gradients.all[place])
+
+    def _makes_gradients(self) -> bool:
+        """Whether the backward that runs is one for weights, and not for inputs only, as of torch.autograd.grad."""
+        if self._reduces is None:
+            parameters = (p for gradient in self.gradients.all for p in gradient.flat.parameters)
+            self._reduces = self.gradients.arrivals > 0 or any(map(_accumulates, parameters))
+        return self._reduces
 
     def _post_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         if self.inert:
@@ -295,8 +356,7 @@ class Hooks:
 
     def run_together(self, forwards: Sequence[Callable[[], T]]) -> list[T]:
         """The results of several forwards of the model, each unit gathered once for all of them."""
-        self.phases.forward_begins()
-        self.schedule.begin()
+        self._begin_forward()
         self._ungraphed, self._graphed, self._frozen_calls = {}, set(), {}
         try:
             results = self.interleaver.run(forwards, self._enter)
@@ -306,7 +366,7 @@ class Hooks:
             raise
         finally:
             self.running = [0] * len(self.units)
-        self.schedule.end()
+        self._end_forward()
         for gradient, unit in zip(self.gradients.all, self._home, strict=True):
             # A reentrant checkpoint runs a backward of its own for each forward, and each brings a gradient.
             gradient.expected = max(1, self._ungraphed.get(unit, 0) + (unit in self._graphed))
@@ -323,13 +383,24 @@ class Hooks:
         """Prepare the units for a backward that is about to run, or has just begun to."""
         self.backward_running = True
         self.task = backward_task()
+        self.schedule.begin(Pass.BACKWARD)
+        self._reduces = None
         for unit in self.units:
             unit.in_backward = False
             if unit.shared and unit.travelling:
                 self.gatherer.gather(unit)
 
-    def end_backward(self) -> None:
-        """Nothing of the backward is left to run: no unit stays gathered."""
+    def end_backward(self, *, reduces: bool | None = None) -> None:
+        """Nothing of the backward is left to run: no unit stays gathered.
+
+        `reduces` says whether it has made gradients of weights, and is None for a backward that has failed.
+        """
+        if reduces is None:
+            self.schedule.abandon()
+        self._reduces = reduces
+        for skipped in self.schedule.end():
+            self._stand_in(skipped)
+        del self._awaited[:1]
         self.backward_running = False
         self.task = NO_TASK
         self._frozen_calls = {}
@@ -358,13 +429,19 @@ class Hooks:
             self._start_backward()
         self._inside_backward()
 
+    def end_window(self) -> None:
+        self._awaited.clear()
+
     def _pre_backward(self, unit: Unit, grad: torch.Tensor) -> None:
         self._inside_backward()
-        if not unit.whole:
+        self._need_in_backward(unit)
+
+    def _need_in_backward(self, unit: Unit) -> None:
+        if unit.in_backward:
             self.gatherer.gather(unit)
-        if not unit.in_backward:
+        else:
             unit.in_backward = True
-            self.gatherer.prefetch(unit, backward=True)
+            self._need(unit)
 
     def _gradient_arrived(self, place: int, index: int) -> None:
         gradient = self.gradients.all[place]

@@ -111,6 +111,9 @@ class Unit:
         self.shared = self.shared or self.root
         self.travelling = [flat for flat in self.flats if not flat.resident]
 
+    def __repr__(self) -> str:
+        return f"Unit({self.name})"  # that of its modules would read their weights
+
     @property
     def whole(self) -> bool:
         return all(flat.weights is Weights.WHOLE for flat in self.travelling)

@@ -50,10 +50,10 @@ class Gatherer:
             self._start(flat)
         self._finish(flat)
 
-    def prefetch(self, unit: Unit, *, backward: bool) -> None:
-        """Set going the gathers of the units that follow `unit`, within the byte budgets."""
+    def prefetch(self) -> None:
+        """Set going the gathers of the units that are expected next, within the byte budgets."""
         ahead = 0
-        for follower in self.schedule.after(unit, backward=backward):
+        for follower in self.schedule.ahead():
             size = sum(flat.layout.numel for flat in follower.travelling if flat.weights is Weights.RELEASED)
             ahead += size
             # One unit ahead is always allowed as far as the live limit goes, or nothing larger than a bucket overlaps.
