@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial, update_wrapper
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from wherry.placement import Placement
 from wherry.sharding.access import Access
 from wherry.sharding.gradients import Gradients
 from wherry.sharding.hooks import Hooks, tensors_in
+from wherry.sharding.roster import Roster
 from wherry.sharding.schedule import Schedule
 from wherry.sharding.unit import Unit
 from wherry.sharding.weights import Gatherer
@@ -131,6 +133,7 @@ class Engine(nn.Module):
         # True while the backward that ends is one of `backward()`.
         self._in_backward = False
         self._hooks = parts.hooks(self)
+        self._roster = Roster(module, parts.units)
         self._accumulation = Accumulation(self, parts.config.wherry.accumulation)
         self.optimizer = parts.optimizer(self)
         self._checkpoints = Checkpoints(self._session, parts.config)
@@ -277,6 +280,7 @@ class Engine(nn.Module):
             self._log.warning("step %d: no backward came before it, so nothing is updated", self.global_steps + 1)
             self._end_window()
             return True
+        self._roster.check()
         self._gradients.complete_window()
         try:
             total = host_value(self._gradients.sum_squares(self._gatherer.journal, self._schedule.digest))
@@ -292,6 +296,7 @@ class Engine(nn.Module):
             self.skipped_steps += 1
         else:
             self._updater.run(self.optimizer.param_groups, multiplier)
+            self._hooks.version += 1
         self.global_steps += 1
         self._end_window()
         self._scaler.update(overflow)
@@ -627,7 +632,19 @@ class Engine(nn.Module):
             modules = self.__dict__.get("_modules", {})
             if "module" not in modules:
                 raise
-            return getattr(modules["module"], name)
+            value = getattr(modules["module"], name)
+            if getattr(value, "__self__", None) is modules["module"] and self._hooks.travels:
+                return update_wrapper(partial(self._call, value), value)
+            return value
+
+    def _call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """A method of the model, called through the engine, as in `engine.encode(x)`."""
+        self._check_open()
+        try:
+            return self._hooks.call(method, args, kwargs)
+        except BaseException as error:
+            self.comm.tell(error)
+            raise
 
     # The end.
 
@@ -645,6 +662,7 @@ class Engine(nn.Module):
         self._abandon_window()
         self._reporter.close()
         self._hooks.remove()
+        self._roster.close()
         self._access.close()
         self._gradients.close()
         if self._updater is not None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -14,16 +12,13 @@ from torch import nn
 from wherry.errors import WherryError
 from wherry.fake import address_of
 from wherry.parallel.comm import Comm
+from wherry.sharding.attached import Hook, Mark
 from wherry.sharding.init import innermost
 from wherry.sharding.parts import part_of, parts_gathered
 from wherry.sharding.unit import Flat, Unit, Weights
 from wherry.sharding.weights import Gatherer
 
 HANDLE = "_wherry"
-
-
-def _no_context(*_: Any) -> AbstractContextManager[None]:
-    return nullcontext()
 
 
 class Access:
@@ -44,25 +39,19 @@ class Access:
         self.masters = masters
         self.unit_of = {flat: unit for unit in units for flat in unit.flats}
         self.place_of = {p: (flat, i) for flat in self.unit_of for i, p in enumerate(flat.parameters)}
-        reference = weakref.ref(self)
         for parameter in self.place_of:
-            setattr(parameter, HANDLE, reference)
-        # torch marks a hook by setting an attribute on it, which a bound method does not take: hence the partials.
-        self._handles = [
-            model.register_state_dict_post_hook(partial(self._fill_state_dict)),
-            model.register_load_state_dict_pre_hook(partial(self._before_load)),
-            model.register_load_state_dict_post_hook(partial(self._after_load)),
-        ]
+            setattr(parameter, HANDLE, Mark(self))
+        # Of every module, for `engine.module.encoder.state_dict()`. torch calls the hooks of the modules below as well.
+        self._handles = []
+        for module in model.modules():
+            self._handles += [
+                module.register_state_dict_pre_hook(Hook(self._before_state_dict)),
+                module.register_state_dict_post_hook(Hook(self._fill_state_dict)),
+                module.register_load_state_dict_pre_hook(Hook(self._before_load)),
+                module.register_load_state_dict_post_hook(Hook(self._after_load)),
+            ]
+        self._reading, self._writing = _Outermost(), _Outermost()
         self._loading = ExitStack()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Access:
-        """A copy of the model has weights of its own; what its hooks call does nothing."""
-        copy = object.__new__(Access)
-        copy.units = []
-        copy.unit_of = {}
-        copy.gathered = _no_context  # type: ignore[method-assign, assignment]
-        copy._loading = ExitStack()
-        return copy
 
     def close(self) -> None:
         for handle in self._handles:
@@ -106,26 +95,56 @@ class Access:
 
     # The module's own state_dict and load_state_dict.
 
+    def _before_state_dict(self, module: nn.Module, *_: Any) -> None:
+        self._reading.enter(module)
+
     def _fill_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Put whole weights, on the host, in the place of released ones; a unit at a time is gathered."""
-        if not any(unit.travelling for unit in self.units):
+        if not self._reading.leave(module):
             return
         names: dict[nn.Parameter, list[str]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             names.setdefault(parameter, []).append(prefix + name)
         for unit in self.units:
-            with self.gathered(unit.travelling, None):
-                for flat in unit.travelling:
+            wanted = [flat for flat in unit.travelling if any(p in names for p in flat.parameters)]
+            with self.gathered(wanted, None):
+                for flat in wanted:
                     for parameter in flat.parameters:
-                        whole = parameter.detach().to("cpu", copy=True)
-                        state.update({name: whole for name in names[parameter] if name in state})
+                        if parameter in names:
+                            whole = parameter.detach().to("cpu", copy=True)
+                            state.update({name: whole for name in names[parameter] if name in state})
 
-    def _before_load(self, module: nn.Module, *args: Any) -> None:
-        self._loading.close()
-        self._loading.enter_context(self.gathered(list(self.unit_of), None))
+    def _before_load(self, module: nn.Module, *_: Any) -> None:
+        if self._writing.enter(module):
+            self._loading.close()
+            inside = set(module.parameters())
+            flats = [flat for flat in self.unit_of if any(p in inside for p in flat.parameters)]
+            self._loading.enter_context(self.gathered(flats, None))
 
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
-        self._loading.close()
+        if self._writing.leave(module):
+            self._loading.close()
+
+
+class _Outermost:
+    """Which module a call began with that torch then makes for every module below it as well."""
+
+    def __init__(self) -> None:
+        self._module: nn.Module | None = None
+        self._inside: set[nn.Module] = set()
+
+    def enter(self, module: nn.Module) -> bool:
+        # A call that raised has left its module here: it is not below itself, and another call does not begin below it.
+        if module is not self._module and module in self._inside:
+            return False
+        self._module, self._inside = module, set(module.modules())
+        return True
+
+    def leave(self, module: nn.Module) -> bool:
+        if module is not self._module:
+            return False
+        self._module, self._inside = None, set()
+        return True
 
 
 def refuse_taken(model: nn.Module) -> None:

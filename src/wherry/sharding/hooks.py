@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from wherry.errors import WherryError
+from wherry.sharding.attached import Hook, WatchedParameters
 from wherry.sharding.gradients import Gradients
 from wherry.sharding.interleave import Interleaver
 from wherry.sharding.schedule import Pass, Schedule
@@ -39,22 +41,6 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for name in value.__dataclass_fields__:
             yield from tensors_in(getattr(value, name))
-
-
-class WatchedParameters(dict[str, "nn.Parameter | None"]):
-    """A module's parameters, by name. Reading one whose unit is released, inside a forward, gathers it first.
-
-    This is how a parameter can be used by code outside its own module.
-    """
-
-    __slots__ = ("on_read",)
-    on_read: Callable[[nn.Parameter], None]
-
-    def __getitem__(self, name: str) -> nn.Parameter | None:
-        parameter = dict.__getitem__(self, name)
-        if parameter is not None:
-            self.on_read(parameter)
-        return parameter
 
 
 def _call_if_alive(
@@ -121,9 +107,12 @@ class Hooks:
             self._places.setdefault(unit, []).append(place)
         # The units that each forward has run whose backward may still come, the oldest first.
         self._awaited: list[set[Unit]] = []
+        # How many other methods of the model are running that were called through the engine.
+        self._calling = 0
+        # How often the weights have been updated. A backward needs them as they were in its forward.
+        self.version = 0
         # Whether the backward that runs makes gradients of weights; None as long as nobody has asked.
         self._reduces: bool | None = None
-        self.inert = False
         self._flat_of = {flat.whole.untyped_storage()._cdata: flat for unit in units for flat in unit.travelling}
         self._install()
 
@@ -132,15 +121,15 @@ class Hooks:
     def _install(self) -> None:
         travels = any(unit.travelling for unit in self.units)
         # Root hooks come first in the forward and last after it, whatever else is on the module.
-        self._keep(self.model.register_forward_pre_hook(self._root_pre_forward, prepend=True))
+        self._keep(self.model.register_forward_pre_hook(Hook(self._root_pre_forward, compiles=True), prepend=True))
         for unit in self.units:
             if unit.travelling:
                 self._install_unit(unit)
             elif not unit.root:
                 for module in unit.modules:
-                    turn = torch.compiler.disable(partial(self._pre_forward_of_resident, unit))
+                    turn = Hook(partial(self._pre_forward_of_resident, unit))
                     self._keep(module.register_forward_pre_hook(turn, prepend=True))
-        self._keep(self.model.register_forward_hook(self._root_post_forward, always_call=True))
+        self._keep(self.model.register_forward_hook(Hook(self._root_post_forward, compiles=True), always_call=True))
         # Parameters hold these hooks in C++, where the garbage collector sees no cycle: they may refer to nothing else.
         arrived = weakref.WeakMethod(self._gradient_arrived)
         for place, gradient in enumerate(self.gradients.all):
@@ -155,14 +144,12 @@ class Hooks:
         for module in unit.modules:
             if module is self.model:
                 continue
-            # Hooks look at what torch.compile cannot: storages, collectives, the state of a backward.
-            pre = torch.compiler.disable(partial(self._pre_forward, unit))
-            self._keep(module.register_forward_pre_hook(pre, prepend=True))
+            self._keep(module.register_forward_pre_hook(Hook(partial(self._pre_forward, unit)), prepend=True))
             if wants_inputs:
-                post = torch.compiler.disable(partial(self._post_forward_with_inputs, unit))
+                post = Hook(partial(self._post_forward_with_inputs, unit))
                 self._keep(module.register_forward_hook(post, always_call=True, with_kwargs=True))
             else:
-                post = torch.compiler.disable(partial(self._post_forward, unit))
+                post = Hook(partial(self._post_forward, unit))
                 self._keep(module.register_forward_hook(post, always_call=True))
 
     def _watch_parameters(self) -> None:
@@ -171,6 +158,7 @@ class Hooks:
             if any(parameter in self._unit_of for parameter in module._parameters.values()):
                 watched = WatchedParameters(module._parameters)
                 watched.on_read = self._read
+                watched.is_whole = self._is_whole
                 module._parameters = watched  # type: ignore[assignment]
 
     def _keep(self, handle: RemovableHandle) -> None:
@@ -185,12 +173,9 @@ class Hooks:
             if isinstance(module._parameters, WatchedParameters):
                 module._parameters = dict(module._parameters)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Hooks:
-        """A copy of the model is an ordinary module: its hooks find nothing to do."""
-        copy = object.__new__(Hooks)
-        copy.units = []
-        copy.inert = True
-        return copy
+    def _is_whole(self, parameter: nn.Parameter) -> bool:
+        unit = self._unit_of.get(parameter)
+        return unit is None or unit.whole
 
     # Forward.
 
@@ -217,8 +202,6 @@ class Hooks:
         return tensor
 
     def _root_pre_forward(self, module: nn.Module, args: Any) -> None:
-        if self.inert:
-            return
         root = self.root
         if not self.interleaver.active and self.running[root.index] == 0 and backward_task() == NO_TASK:
             self.running = [0] * len(self.units)
@@ -228,13 +211,12 @@ class Hooks:
             self.gatherer.gather(root)
 
     def _root_post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.inert:
-            return
         root = self.root
         self.running[root.index] = max(0, self.running[root.index] - 1)
         if self.running[root.index] or backward_task() != NO_TASK:
             return
-        awaits_backward = torch.is_grad_enabled() and self._hook_outputs(output, self._root_pre_backward)
+        begins = partial(self._root_pre_backward, self.version)
+        awaits_backward = torch.is_grad_enabled() and self._hook_outputs(output, begins)
         if self.interleaver.active:
             return
         if output is None and sys.exc_info()[0] is not None:
@@ -250,7 +232,7 @@ class Hooks:
 
     def _reach(self, unit: Unit) -> bool:
         """A forward comes to a unit that it is not inside of. True for the first of those that run together."""
-        if self.inert or unit.root or backward_task() != NO_TASK:
+        if unit.root or backward_task() != NO_TASK:
             return False
         first = self.interleaver.reach(unit)
         if self.interleaver.active:
@@ -261,8 +243,6 @@ class Hooks:
         return first
 
     def _pre_forward(self, unit: Unit, module: nn.Module, args: Any) -> None:
-        if self.inert:
-            return
         first = not self.running[unit.index] and self._reach(unit)
         self.running[unit.index] += 1
         if self.running[unit.index] > 1:
@@ -316,8 +296,6 @@ class Hooks:
         return self._reduces
 
     def _post_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
-        if self.inert:
-            return
         self.running[unit.index] = max(0, self.running[unit.index] - 1)
         # A recomputation inside a backward: the weights are needed again at once.
         if self.running[unit.index] or backward_task() != NO_TASK:
@@ -330,7 +308,7 @@ class Hooks:
 
     def _post_forward_with_inputs(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """As `_post_forward`, for a unit with frozen weights: its inputs' gradients tell when they are done with."""
-        if torch.is_grad_enabled() and self.running[unit.index] == 1 and not self.inert:
+        if torch.is_grad_enabled() and self.running[unit.index] == 1:
             self._watch_inputs(unit, args, kwargs, output)
         self._post_forward(unit, module, args, output)
 
@@ -343,14 +321,38 @@ class Hooks:
         return hooked
 
     def _read(self, parameter: nn.Parameter) -> None:
-        unit = None if self.inert else self._unit_of.get(parameter)
+        unit = self._unit_of.get(parameter)
         if unit is None or unit.whole or self.running[unit.index]:
             return
-        if not (self.running[self.root.index] or self.backward_running):
+        if not (self.running[self.root.index] or self.backward_running or self._calling):
             return
         # Used by a unit that is not its own: from now on it stays gathered through the step.
         unit.shared = True
         self.gatherer.gather(unit)
+
+    # Other methods.
+
+    @property
+    def travels(self) -> bool:
+        """Whether any weights do not stay whole."""
+        return bool(self._flat_of)
+
+    def call(self, method: Callable[..., T], args: Any, kwargs: Any) -> T:
+        """A method of the model other than its forward: weights that it reads by itself are gathered for it."""
+        self._calling += 1
+        try:
+            with self.saving():
+                output = method(*args, **kwargs)
+        finally:
+            self._calling -= 1
+            outermost = not (self._calling or self.running[self.root.index] or backward_task() != NO_TASK)
+            if outermost:
+                for unit in self.units:
+                    if unit.shared:
+                        self.gatherer.release(unit)
+        if outermost and torch.is_grad_enabled():
+            self._hook_outputs(output, partial(self._root_pre_backward, self.version))
+        return output
 
     # Forwards that run together.
 
@@ -423,7 +425,13 @@ class Hooks:
         self.phases.backward_begins()
         torch.autograd.Variable._execution_engine.queue_callback(self.phases.backward_ends)
 
-    def _root_pre_backward(self, grad: torch.Tensor) -> None:
+    def _root_pre_backward(self, version: int, grad: torch.Tensor) -> None:
+        if version != self.version:
+            raise WherryError(
+                f"backward: the weights have been updated {self.version - version} times since the forward of this "
+                "loss, and its gradients would mix the old with the new; run every backward before step(), or the "
+                "forward again after it"
+            )
         if self.backward_running and self.task not in (NO_TASK, backward_task()):
             # The model's outputs belong to no nested backward: the one before this has failed without a word.
             self._start_backward()

@@ -1,0 +1,80 @@
+"""What an engine attaches to a user's modules and parameters, and what becomes of it in a copy or a pickle of them.
+
+A copy of the model is an ordinary module with weights of its own: hooks do nothing there, and watched parameters are a
+plain dictionary. Weights that are not whole cannot be copied: that is an error, and not a model of NaN.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from wherry.errors import WherryError
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """What a hook is in a copy of its module."""
+
+
+class Hook:
+    """A hook on a module. Hooks look at what torch.compile cannot: storages, collectives, the state of a backward."""
+
+    def __init__(self, call: Callable[..., Any], *, compiles: bool = False) -> None:
+        self._call = call if compiles else torch.compiler.disable(call)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _give, (nothing,)
+
+
+def _give(value: Any) -> Any:
+    return value
+
+
+class Mark:
+    """On a parameter: whose it is, as long as that lives."""
+
+    __slots__ = ("_owner",)
+
+    def __init__(self, owner: object = None) -> None:
+        self._owner = weakref.ref(owner) if owner is not None else nothing
+
+    def __call__(self) -> Any:
+        return self._owner()
+
+    def __reduce__(self) -> Any:
+        return Mark, ()
+
+
+class WatchedParameters(dict[str, "nn.Parameter | None"]):
+    """A module's parameters, by name. Reading one whose unit is released, inside a forward, gathers it first.
+
+    This is how a parameter can be used by code outside its own module.
+    """
+
+    __slots__ = ("is_whole", "on_read")
+    on_read: Callable[[nn.Parameter], None]
+    is_whole: Callable[[nn.Parameter], bool]
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        parameter = dict.__getitem__(self, name)
+        if parameter is not None:
+            self.on_read(parameter)
+        return parameter
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        for name, parameter in self.items():
+            if parameter is not None and not self.is_whole(parameter):
+                raise WherryError(
+                    f"{name} {tuple(parameter.shape)}: this weight is partitioned over the ranks, so that a module "
+                    "that holds it cannot be copied or pickled as it is; on every rank, write "
+                    "with wherry.gathered(engine.module): copy = copy.deepcopy(engine.module), or save "
+                    "engine.module.state_dict(), which holds whole weights"
+                )
+        return dict, (dict(self),)

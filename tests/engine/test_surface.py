@@ -1,0 +1,202 @@
+"""What people do to a model around its training: other methods, copies, pickles, changes behind the engine's back."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from tests.engine.harness import TinyLM, make_model, settings, token_batch
+from tests.engine.test_models import D, Stack, sgd, vectors
+from torch import nn
+from torch.nn import functional as F
+
+import wherry
+from wherry.errors import WherryError
+from wherry.parallel.comm import Comm
+from wherry.parallel.threads import run_ranks
+
+
+def built(model: nn.Module, stage: int, comm: Comm, **more: Any) -> wherry.Engine:
+    config = settings(stage, **more)
+    return wherry.initialize(model=model, optimizer=sgd(model.parameters()), config=config, mesh=comm)[0]
+
+
+class Encoder(Stack):
+    """Methods beside forward that read weights of the root unit, as contrastive models have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.full((D,), 1.5))
+
+    def encode(self, x: torch.Tensor, *, double: bool = False) -> torch.Tensor:
+        """Vectors of x."""
+        x = self.run(x) * self.gain
+        return x * 2 if double else x
+
+    def size(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_other_methods_through_the_engine(stage: int) -> None:
+    model = make_model(Encoder)
+    plain = copy.deepcopy(model)
+    optimizer = sgd(plain.parameters())
+    expected = []
+    for step in range(3):
+        optimizer.zero_grad()
+        for rank in range(2):
+            x, y = vectors(step, 0, rank)
+            loss = F.mse_loss(plain.encode(x, double=True), plain.encode(y).detach())
+            (loss / 2).backward()
+            if rank == 0:
+                expected.append(float(loss))
+        optimizer.step()
+
+    def body(comm: Comm) -> list[float]:
+        engine = built(copy.deepcopy(model), stage, comm)
+        losses = []
+        for step in range(3):
+            x, y = vectors(step, 0, comm.rank)
+            with torch.no_grad():
+                target = engine.encode(y)
+            loss = F.mse_loss(engine.encode(x, double=True), target)
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss))
+        assert engine.size() == sum(p.numel() for p in model.parameters())
+        assert engine.encode.__doc__ == "Vectors of x."
+        assert stage < 3 or engine.module.gain.isnan().all()
+        return losses
+
+    assert run_ranks(2, body)[0] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_state_dict_of_a_part(stage: int, precision: str) -> None:
+    model, other = make_model(), make_model(seed=9)
+
+    def body(comm: Comm) -> None:
+        mine = copy.deepcopy(model)
+        more = {} if precision == "fp32" else {"bf16": {"enabled": True}}
+        engine = built(mine, stage, comm, more=more)
+        dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+        part = engine.module.blocks[1].state_dict()
+        assert part.keys() == model.blocks[1].state_dict().keys()
+        for name, value in model.blocks[1].state_dict().items():
+            assert torch.equal(part[name], value.to(dtype))
+        assert torch.equal(engine.module.embed.state_dict(prefix="x.")["x.weight"], model.embed.weight.to(dtype))
+        engine.module.blocks[1].load_state_dict(other.blocks[1].state_dict())
+        engine.module.norm.load_state_dict(other.norm.state_dict())
+        whole = engine.module.state_dict()
+        for name, value in model.state_dict().items():
+            loaded = name.startswith(("blocks.1.", "norm."))
+            assert torch.equal(whole[name], (other.state_dict()[name] if loaded else value).to(dtype)), name
+        # The fp32 masters have followed: an update without a gradient's worth changes little.
+        engine.backward(0 * engine(*token_batch(0, 0, comm.rank)))
+        engine.step()
+        after = engine.module.blocks[1].state_dict()
+        for name, value in other.blocks[1].state_dict().items():
+            torch.testing.assert_close(after[name].float(), value, rtol=0.05, atol=1e-3)
+
+    run_ranks(2, body)
+
+
+def test_a_bad_load_of_a_part_leaves_the_rest_healthy() -> None:
+    def body(comm: Comm) -> None:
+        engine = built(copy.deepcopy(model), 3, comm)
+        with pytest.raises(RuntimeError, match="surplus"):
+            engine.module.blocks[0].load_state_dict({"surplus": torch.ones(1)})
+        state = engine.module.state_dict()
+        assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+        engine.module.load_state_dict(state)
+
+    model = make_model()
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_copies_and_pickles(how: str, stage: int) -> None:
+    def copied(module: nn.Module) -> nn.Module:
+        if how == "deepcopy":
+            return copy.deepcopy(module)
+        if how == "pickle":
+            return pickle.loads(pickle.dumps(module))
+        file = io.BytesIO()
+        torch.save(module, file)
+        file.seek(0)
+        return torch.load(file, weights_only=False)
+
+    def body(comm: Comm) -> None:
+        engine = built(copy.deepcopy(model), stage, comm)
+        if stage == 3:
+            with pytest.raises(WherryError, match=r"partitioned.*with wherry\.gathered"):
+                copied(engine.module)
+        with wherry.gathered(engine.module):
+            other = copied(engine.module)
+        engine.backward(engine(*token_batch(0, 0, comm.rank)))
+        engine.step()
+        ids = token_batch(0, 0, 0)
+        assert torch.equal(other(*ids), model(*ids))
+        other(*ids).backward()
+        # It is an ordinary module: another engine may have it.
+        again = built(other, 2, comm)
+        again.backward(again(*ids))
+        again.step()
+
+    model = make_model()
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_backward_after_the_update_is_refused(stage: int) -> None:
+    def body(comm: Comm) -> None:
+        engine = built(copy.deepcopy(model), stage, comm)
+        first, second = (engine(*token_batch(0, micro, comm.rank)) for micro in range(2))
+        engine.backward(first)
+        engine.step()
+        for backward in (engine.backward, torch.Tensor.backward):
+            with pytest.raises(WherryError, match="updated 1 times since the forward"):
+                backward(second)
+        engine.backward(engine(*token_batch(1, 0, comm.rank)))
+        engine.step()
+        assert engine.was_step_applied()
+
+    model = make_model()
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_replaced_parameter_is_noticed(stage: int) -> None:
+    def body(comm: Comm) -> None:
+        engine = built(copy.deepcopy(model), stage, comm)
+        engine.backward(engine(*token_batch(0, 0, comm.rank)))
+        engine.module.blocks[1].mix.weight = nn.Parameter(torch.zeros(16, 16))
+        with pytest.raises(WherryError, match=r"blocks\.1\.mix\.weight: this parameter has been replaced"):
+            engine.step()
+
+    model = make_model()
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_unfrozen_parameter_is_noticed(stage: int) -> None:
+    def body(comm: Comm) -> None:
+        mine = copy.deepcopy(model)
+        mine.blocks[0].requires_grad_(False)
+        engine = built(mine, stage, comm)
+        engine.backward(engine(*token_batch(0, 0, comm.rank)))
+        engine.step()
+        mine.blocks[0].up.requires_grad_(True)
+        engine.backward(engine(*token_batch(1, 0, comm.rank)))
+        with pytest.raises(WherryError, match=r"blocks\.0\.up\.weight: this parameter was frozen"):
+            engine.step()
+
+    model = make_model(TinyLM)
+    run_ranks(2, body)
