@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "Init", "WherryError", "__version__", "estimate", "gathered", "initialize"]
+__all__ = ["Engine", "Init", "WherryError", "__version__", "estimate", "gathered", "initialize", "load_pretrained"]
 
 if TYPE_CHECKING:
     from wherry.assemble import initialize
     from wherry.engine import Engine
     from wherry.errors import WherryError
     from wherry.forecast import estimate
+    from wherry.pretrained import load_pretrained
     from wherry.sharding.access import gathered
     from wherry.sharding.init import Init
 
@@ -23,6 +24,7 @@ _HOMES = {
     "estimate": "wherry.forecast",
     "gathered": "wherry.sharding.access",
     "initialize": "wherry.assemble",
+    "load_pretrained": "wherry.pretrained",
 }
 
 

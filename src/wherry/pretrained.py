@@ -1,0 +1,218 @@
+"""Weights from safetensors files into an engine or a model: each rank reads its own slices, into its shards."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from wherry.engine import Engine
+from wherry.errors import WherryError
+from wherry.sharding.parts import Part, part_of
+from wherry.sharding.safetensors_folder import Source, open_folder
+from wherry.sharding.unit import Flat
+
+
+@dataclass
+class Loaded:
+    """What a load has left out: names of the model that no file has, and names in the files that the model has not."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+
+
+def load_pretrained(
+    engine_or_model: Engine | nn.Module, folder_or_file: str | Path, *, strict: bool = True
+) -> Loaded:
+    """Load weights from a safetensors file, or from a folder with one or several of them and their index.
+
+    Every rank reads the slices of its own shards and nothing else; master weights get the precision of the file. Every
+    rank must call it. Missing, unexpected and mis-shaped keys are one error before anything is changed; with
+    `strict=False` missing and unexpected ones are returned instead. Weights that are tied need to be there once.
+
+        engine, *_ = wherry.initialize(model=model, config="config.json")
+        wherry.load_pretrained(engine, "Llama-3.1-8B/")
+    """
+    engine = engine_or_model if isinstance(engine_or_model, Engine) else None
+    model = engine.module if engine is not None else engine_or_model
+    sources, result = _matched(model, folder_or_file, strict, engine)
+    if engine is not None:
+        _load_engine(engine, sources)
+    else:
+        _load_model(model, sources)
+    _load_buffers(model, sources)
+    return result
+
+
+# What goes where.
+
+
+def _names(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of the model's state_dict, by every name they have, without making one."""
+    found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found
+
+
+def _matched(
+    model: nn.Module, path: str | Path, strict: bool, engine: Engine | None
+) -> tuple[dict[torch.Tensor, Source], Loaded]:
+    """For each tensor of the model the file's, or an error that says all that is wrong."""
+    try:
+        names = _names(model)
+        sources = open_folder(path, model, names)
+        by_tensor: dict[torch.Tensor, Source] = {}
+        other_names: dict[torch.Tensor, list[str]] = {}
+        wrong: list[str] = []
+        for name, tensor in names.items():
+            other_names.setdefault(tensor, []).append(name)
+            source = sources.get(name)
+            if source is None:
+                continue
+            expected = _logical_shape(tensor, name, engine)
+            if source.shape != expected:
+                wrong.append(f"{name}: {list(source.shape)} in the file, {list(expected)} in the model")
+            by_tensor.setdefault(tensor, source)
+        result = Loaded(
+            missing=[group[0] for tensor, group in other_names.items() if tensor not in by_tensor],
+            unexpected=sorted(set(sources) - set(names)),
+        )
+        problem = _problem(path, result if strict else Loaded(), wrong, names)
+    except (OSError, WherryError) as error:
+        problem, by_tensor, result = str(error), {}, Loaded()
+    problems = [problem] if engine is None else engine.comm.gather_objects(problem)
+    for rank, found in enumerate(problems):
+        if found is not None:
+            raise WherryError(found if found == problem else f"rank {rank}: {found}")
+    return by_tensor, result
+
+
+def _problem(path: str | Path, result: Loaded, wrong: list[str], names: Iterable[str]) -> str | None:
+    parts = []
+    if result.missing:
+        parts.append(f"{len(result.missing)} missing from the files: {_shown(result.missing)}")
+    if result.unexpected:
+        close = difflib.get_close_matches(result.unexpected[0], list(names), n=1)
+        hint = f" (the model has {close[0]})" if close else ""
+        parts.append(f"{len(result.unexpected)} that the model does not have: {_shown(result.unexpected)}{hint}")
+    if wrong:
+        parts.append(f"{len(wrong)} of another shape: {_shown(wrong)}")
+    if not parts:
+        return None
+    return f"load_pretrained: {path} does not fit the model; nothing was loaded.\n  " + "\n  ".join(parts)
+
+
+def _shown(names: list[str]) -> str:
+    more = f", and {len(names) - 20} more" if len(names) > 20 else ""
+    return ", ".join(names[:20]) + more
+
+
+def _logical_shape(tensor: torch.Tensor, name: str, engine: Engine | None) -> tuple[int, ...]:
+    """The shape in a file, where tensor-parallel ranks may hold a part each."""
+    place = engine._access.place_of.get(tensor) if engine is not None else None  # type: ignore[call-overload]
+    if place is not None:
+        slot = place[0].layout.slots[place[1]]
+        if slot.part is not None:
+            if slot.part.global_shape is None:
+                raise WherryError(
+                    f"{name}: this parameter is cut among tensor-parallel ranks and does not say along which dim; "
+                    "set its partition_dim"
+                )
+            return tuple(slot.part.global_shape)
+    return tuple(tensor.shape)
+
+
+# Into an engine.
+
+
+@torch.no_grad()
+def _load_engine(engine: Engine, sources: Mapping[torch.Tensor, Source]) -> None:
+    engine.settle()
+    engine.zero_grad()
+    pinned = [flat.name for unit in engine.units for flat in unit.flats if flat.pins]
+    if pinned:
+        raise WherryError(f"load_pretrained: {pinned[0]} is inside wherry.gathered; leave that context first")
+    states = {state.flat: state for state in engine._updater.states} if engine._updater is not None else {}
+    for unit in engine.units:
+        engine._gatherer.release(unit)
+        for flat in unit.flats:
+            chosen = [(i, sources[p]) for i, p in enumerate(flat.parameters) if p in sources]
+            if not chosen:
+                continue
+            pieces = list(_pieces(flat, chosen))
+            with flat.opened(write=True) as shard:
+                for start, values in pieces:
+                    shard[start : start + values.numel()].copy_(values)
+            if flat in states:
+                with states[flat].opened(write=True) as opened:
+                    for segment, held in zip(states[flat].segments, opened, strict=True):
+                        for start, values in pieces:
+                            low, high = max(start, segment.start), min(start + values.numel(), segment.stop)
+                            if low < high:
+                                master = held["master"]
+                                assert isinstance(master, torch.Tensor)
+                                master[low - segment.start : high - segment.start].copy_(
+                                    values[low - start : high - start]
+                                )
+            if flat.resident and flat.layout.ranks > 1:
+                engine.comm.all_gather(flat.whole, flat.shard).wait()
+
+
+def _pieces(flat: Flat, chosen: Iterable[tuple[int, Source]]) -> Iterator[tuple[int, torch.Tensor]]:
+    """What of the sources lies in this rank's shard: where it starts there, and its values, flattened."""
+    for index, source in chosen:
+        slot = flat.layout.slots[index]
+        overlap = flat.layout.overlap(slot, flat.rank)
+        if overlap is None:
+            continue
+        first, last, start = overlap
+        if slot.part is None:
+            yield start, source.elements(first, last)
+        else:
+            assert slot.part.offsets is not None
+            yield start, source.block(slot.part.offsets, slot.shape).reshape(-1)[first:last]
+
+
+# Into a model that no engine has.
+
+
+@torch.no_grad()
+def _load_model(model: nn.Module, sources: Mapping[torch.Tensor, Source]) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter not in sources:
+            continue
+        part = part_of(parameter)
+        if part is not None:
+            _load_part(part, sources[parameter])
+        elif parameter.is_meta:
+            raise WherryError(
+                f"{name}: this parameter is on the meta device and has no memory; give the model to "
+                "wherry.initialize first, and load into the engine"
+            )
+        else:
+            parameter.data.copy_(sources[parameter].elements(0, parameter.numel()).view(parameter.shape))
+
+
+def _load_part(part: Part, source: Source) -> None:
+    if part.whole:
+        part.release()
+    start = min(part.comm.rank * part.shard.numel(), part.shape.numel())
+    stop = min(start + part.shard.numel(), part.shape.numel())
+    if start < stop:
+        part.shard[: stop - start].copy_(source.elements(start, stop))
+
+
+@torch.no_grad()
+def _load_buffers(model: nn.Module, sources: Mapping[torch.Tensor, Source]) -> None:
+    """Buffers, and parameters of integers, which no flat holds: all of each, on every rank."""
+    held = [*model.buffers(), *(p for p in model.parameters() if not p.is_floating_point())]
+    for tensor in held:
+        if tensor in sources:
+            tensor.data.copy_(sources[tensor].elements(0, tensor.numel()).view(tensor.shape))

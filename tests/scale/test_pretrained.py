@@ -1,0 +1,240 @@
+"""Safetensors files straight into shards: values, what is read, and every mistake at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.engine.harness import TinyLM, adamw, make_model, settings, token_batch
+from torch import nn
+
+import wherry
+from wherry.errors import WherryError
+from wherry.parallel.comm import Comm
+from wherry.parallel.threads import run_ranks
+from wherry.sharding import safetensors_folder
+
+
+def saved(model: nn.Module, folder: Path, files: int = 1, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """What `transformers` writes: tied weights once, an index where there are several files."""
+    state: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, value in model.state_dict().items():
+        if value.data_ptr() not in seen:
+            state[name] = value.to(dtype) if dtype and value.is_floating_point() else value
+        seen.add(value.data_ptr())
+    if files == 1:
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+        return state
+    names = [f"model-{i + 1:05}-of-{files:05}.safetensors" for i in range(files)]
+    weight_map = {name: names[i % files] for i, name in enumerate(state)}
+    for file in names:
+        save_file({n: v.contiguous() for n, v in state.items() if weight_map[n] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return state
+
+
+class Buffered(TinyLM):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.arange(3.0))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("files", [1, 3])
+def test_an_engine_has_the_weights_of_the_files(tmp_path: Path, stage: int, ranks: int, files: int) -> None:
+    other = make_model(Buffered, seed=1)
+    other.seen.fill_(9.0)
+    saved(other, tmp_path, files)
+    models = [make_model(Buffered) for _ in range(ranks)]
+
+    def body(comm: Comm) -> Any:
+        model = models[comm.rank]
+        engine, *_ = wherry.initialize(
+            model=model, optimizer=adamw(model.parameters()), config=settings(stage), mesh=comm
+        )
+        comm.traffic.clear()
+        result = wherry.load_pretrained(engine, tmp_path)
+        assert not result.missing and not result.unexpected
+        assert stage < 3 or not comm.traffic.calls, "weights are read, not communicated"
+        state = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        loss = engine(*token_batch(0, 0, 0))
+        engine.backward(loss)
+        engine.step()
+        return state, float(loss.detach())
+
+    for state, loss in run_ranks(ranks, body):
+        for name, value in other.state_dict().items():
+            assert torch.equal(state[name], value), name
+        assert loss == pytest.approx(float(other(*token_batch(0, 0, 0)).detach()), rel=1e-6)
+
+
+def test_masters_have_the_precision_of_the_file(tmp_path: Path) -> None:
+    other = make_model(seed=1)
+    saved(other, tmp_path)
+    models = [make_model() for _ in range(2)]
+
+    def body(comm: Comm) -> None:
+        model = models[comm.rank]
+        engine, *_ = wherry.initialize(
+            model=model, optimizer=adamw(model.parameters()), config=settings(3, more={"bf16": {"enabled": True}}),
+            mesh=comm,
+        )  # fmt: skip
+        wherry.load_pretrained(engine, tmp_path / "model.safetensors")
+        compared = 0
+        for state in engine._updater.states:
+            low = state.flat.layout.shard_range(state.flat.rank)[0]
+            with state.opened() as opened, state.flat.opened() as shard:
+                for segment, held in zip(state.segments, opened, strict=True):
+                    for slot in state.flat.layout.slots:
+                        start, stop = max(slot.start, low + segment.start), min(slot.stop, low + segment.stop)
+                        if start >= stop:
+                            continue
+                        whole = other.get_parameter(slot.name).detach().view(-1)
+                        expected = whole[start - slot.start : stop - slot.start]
+                        master = held["master"][start - low - segment.start : stop - low - segment.start]
+                        assert torch.equal(master, expected), slot.name
+                        assert torch.equal(shard[start - low : stop - low], expected.bfloat16()), slot.name
+                        compared += stop - start
+        assert compared > 0
+
+    run_ranks(2, body)
+
+
+def test_bf16_files_into_fp32_models(tmp_path: Path) -> None:
+    other = make_model(seed=1)
+    saved(other, tmp_path, dtype=torch.bfloat16)
+    engine, *_ = wherry.initialize(model=make_model(), config=settings(3))
+    wherry.load_pretrained(engine, tmp_path)
+    for name, value in engine.module.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name].bfloat16().float()), name
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_models_that_are_built_partitioned(tmp_path: Path, ranks: int) -> None:
+    other = make_model(seed=1)
+    saved(other, tmp_path, 2)
+
+    def body(comm: Comm) -> Any:
+        with wherry.Init(settings(3), mesh=comm):
+            model = TinyLM()
+        wherry.load_pretrained(model, tmp_path)
+        engine, *_ = wherry.initialize(model=model, config=settings(3), mesh=comm)
+        return engine.module.state_dict()
+
+    for state in run_ranks(ranks, body):
+        for name, value in other.state_dict().items():
+            assert torch.equal(state[name], value), name
+
+
+def test_a_plain_model_and_one_on_the_meta_device(tmp_path: Path) -> None:
+    other, model = make_model(seed=1), make_model()
+    saved(other, tmp_path)
+    wherry.load_pretrained(model, tmp_path)
+    for name, value in other.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value)
+    with torch.device("meta"):
+        meta = TinyLM()
+    with pytest.raises(WherryError, match=r"embed\.weight: this parameter is on the meta device.*initialize first"):
+        wherry.load_pretrained(meta, tmp_path)
+    engine, *_ = wherry.initialize(model=meta, config=settings(3))
+    wherry.load_pretrained(engine, tmp_path)
+    assert torch.equal(engine.module.state_dict()["blocks.1.up.weight"], other.blocks[1].up.weight)
+
+
+def test_ranks_read_their_own_rows_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that hold a rank's part, and so at most one row more at each end than the part."""
+    other = make_model(seed=1)
+    state = saved(other, tmp_path)
+    read: dict[int, int] = {}
+    current: list[int] = []
+    rows = safetensors_folder.InFile.rows
+
+    def counted(self: Any, start: int, stop: int) -> torch.Tensor:
+        result = rows(self, start, stop)
+        read[current[0]] = read.get(current[0], 0) + result.numel()
+        return result
+
+    monkeypatch.setattr(safetensors_folder.InFile, "rows", counted)
+    models = [make_model() for _ in range(4)]
+
+    def body(comm: Comm) -> None:
+        engine, *_ = wherry.initialize(model=models[comm.rank], config=settings(3), mesh=comm)
+        for rank in range(4):  # one after another, so that reads can be told apart
+            comm.barrier()
+            if rank == 0:
+                comm.gather_objects(None)
+        wherry.load_pretrained(engine, tmp_path)
+
+    current.append(0)
+    run_ranks(4, body)
+    total = sum(value.numel() for value in state.values())
+    row = max(value[0].numel() for value in state.values())
+    assert total <= read[0] <= total + 4 * 2 * row * len(state)
+
+
+def test_all_mistakes_are_listed_at_once_and_nothing_is_loaded(tmp_path: Path) -> None:
+    other = make_model(seed=1)
+    state = {name: value for name, value in other.state_dict().items() if name != "head.weight"}
+    del state["blocks.0.mix.bias"], state["norm.bias"]
+    state["blocks.1.mix.weight"] = torch.zeros(3, 16)
+    state["blocks.7.mix.weight"] = torch.zeros(16, 16)
+    save_file(state, tmp_path / "weights.safetensors")
+    model = make_model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    engine, *_ = wherry.initialize(model=model, config=settings(3))
+    with pytest.raises(WherryError) as caught:
+        wherry.load_pretrained(engine, tmp_path)
+    message = str(caught.value)
+    assert "2 missing from the files: blocks.0.mix.bias, norm.bias" in message
+    assert "1 that the model does not have: blocks.7.mix.weight (the model has blocks." in message
+    assert "1 of another shape: blocks.1.mix.weight: [3, 16] in the file, [16, 16] in the model" in message
+    with pytest.raises(WherryError, match="1 of another shape") as caught:
+        wherry.load_pretrained(engine, tmp_path, strict=False)
+    assert "missing" not in str(caught.value)
+    for name, value in engine.module.state_dict().items():
+        assert torch.equal(value, before[name])
+    del state["blocks.1.mix.weight"]
+    save_file(state, tmp_path / "weights.safetensors")
+    result = wherry.load_pretrained(engine, tmp_path, strict=False)
+    assert result.missing == ["blocks.0.mix.bias", "blocks.1.mix.weight", "norm.bias"]
+    assert result.unexpected == ["blocks.7.mix.weight"]
+
+
+def test_folders_and_files_that_cannot_be_read(tmp_path: Path) -> None:
+    model = make_model()
+    for make, message in (
+        (lambda: None, r"has no \*\.safetensors file; it has nothing"),
+        (lambda: (tmp_path / "model.bin").write_text("x"), "it has model.bin"),
+        (lambda: (tmp_path / "model.safetensors").write_text("x" * 100), "is not a whole safetensors file"),
+        (lambda: (tmp_path / "model.safetensors.index.json").write_text("{}"), "is not an index"),
+        (
+            lambda: (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}'),
+            "names files that are not there: b.safetensors",
+        ),
+    ):
+        make()
+        with pytest.raises(WherryError, match=message):
+            wherry.load_pretrained(model, tmp_path)
+    with pytest.raises(WherryError, match="there is no file or folder"):
+        wherry.load_pretrained(model, tmp_path / "nothing")
+
+
+def test_a_file_that_one_rank_lacks_is_an_error_on_all(tmp_path: Path) -> None:
+    saved(make_model(seed=1), tmp_path)
+    models = [make_model() for _ in range(2)]
+
+    def body(comm: Comm) -> str:
+        engine, *_ = wherry.initialize(model=models[comm.rank], config=settings(3), mesh=comm)
+        with pytest.raises(WherryError) as caught:
+            wherry.load_pretrained(engine, tmp_path if comm.rank == 0 else tmp_path / "elsewhere")
+        return str(caught.value)
+
+    messages = run_ranks(2, body)
+    assert "rank 1: load_pretrained: there is no file" in messages[0]
