@@ -5,9 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "Init", "WherryError", "__version__", "estimate", "gathered", "initialize", "load_pretrained"]
+__all__ = [
+    "Engine",
+    "Init",
+    "WherryError",
+    "__version__",
+    "checkpoint",
+    "estimate",
+    "gathered",
+    "initialize",
+    "load_pretrained",
+]
 
 if TYPE_CHECKING:
+    from wherry.activations.recompute import checkpoint
     from wherry.assemble import initialize
     from wherry.engine import Engine
     from wherry.errors import WherryError
@@ -21,6 +32,7 @@ _HOMES = {
     "Engine": "wherry.engine",
     "Init": "wherry.sharding.init",
     "WherryError": "wherry.errors",
+    "checkpoint": "wherry.activations.recompute",
     "estimate": "wherry.forecast",
     "gathered": "wherry.sharding.access",
     "initialize": "wherry.assemble",

@@ -12,6 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from wherry import config as configs
+from wherry.activations import build as activations
+from wherry.activations.manager import Activations
 from wherry.config import Config
 from wherry.engine import Engine, Parts
 from wherry.errors import ConfigError, WherryError
@@ -161,6 +163,9 @@ def _assemble(
             model, units, gatherer, gradients, schedule, phases, Interleaver(len(units), topology.device)
         )
 
+    def make_activations(hooks: Hooks) -> Activations:
+        return activations.build(resolved, units, hooks, topology, gatherer.gather)
+
     def make_optimizer(engine: Engine) -> ShardedOptimizer | None:
         return ShardedOptimizer(spec.instance, engine.update, engine.zero_grad_of_loop) if spec is not None else None
 
@@ -177,6 +182,7 @@ def _assemble(
             schedule=schedule,
             gradients=gradients,
             hooks=make_hooks,
+            activations=make_activations,
             updater=updater,
             optimizer=make_optimizer,
             scaler=LossScaler.from_config(fp16),

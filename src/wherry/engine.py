@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from wherry.accumulation import Accumulation
+from wherry.activations.manager import Activations
 from wherry.checkpoint.keeper import Checkpoints
 from wherry.checkpoint.load import LoadOptions
 from wherry.checkpoint.session import Counts, Session, Window
@@ -64,6 +65,7 @@ class Parts:
     schedule: Schedule
     gradients: Gradients
     hooks: Callable[[Engine], Hooks]
+    activations: Callable[[Hooks], Activations]
     updater: Updater | None
     optimizer: Callable[[Engine], ShardedOptimizer | None]
     scaler: LossScaler
@@ -135,6 +137,7 @@ class Engine(nn.Module):
         self._hooks = parts.hooks(self)
         self._roster = Roster(module, parts.units)
         self._accumulation = Accumulation(self, parts.config.wherry.accumulation)
+        self._activations = parts.activations(self._hooks)
         self.optimizer = parts.optimizer(self)
         self._checkpoints = Checkpoints(self._session, parts.config)
         states = {state.flat: state.master for state in parts.updater.states} if parts.updater else {}
@@ -152,6 +155,7 @@ class Engine(nn.Module):
                     around.enter_context(self._spans("wherry::forward"))
                     around.enter_context(self._reporter.counting("forward", self.global_steps + 1))
                 around.enter_context(self._hooks.saving())
+                around.enter_context(self._activations.forward())
                 return self.module(*args, **kwargs)
         except BaseException as error:
             if not self._hooks.interleaver.stopping:  # else it is stopped because of another's error
@@ -162,6 +166,7 @@ class Engine(nn.Module):
         """Called by the model's hook. What an exception left behind is cleared here, so that this step is healthy."""
         if self._hooks.backward_running:
             self._abandon_window()
+        self._activations.begin()
 
     # Backward.
 
@@ -663,6 +668,7 @@ class Engine(nn.Module):
         self._reporter.close()
         self._hooks.remove()
         self._roster.close()
+        self._activations.close()
         self._access.close()
         self._gradients.close()
         if self._updater is not None:

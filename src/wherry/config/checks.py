@@ -72,6 +72,14 @@ def _offload(config: Config, draft: Draft) -> Iterator[Finding]:
             )
 
 
+def _activations(config: Config, draft: Draft) -> Iterator[Finding]:
+    block, path = config.activation_checkpointing, ("activation_checkpointing",)
+    if block.cpu_checkpointing and block.nvme_path is not None:
+        yield (*path, "nvme_path"), "cpu_checkpointing is true too; checkpoints rest in one place, so remove one"
+    if block.policy == "offload" and not block.cpu_checkpointing and block.nvme_path is None:
+        yield (*path, "policy"), 'offload needs to know where to: add "cpu_checkpointing": true, or an nvme_path'
+
+
 def _refused_values(config: Config, draft: Draft) -> Iterator[Finding]:
     if config.gradient_allreduce_op == "sum":
         yield ("gradient_allreduce_op",), (
@@ -119,10 +127,27 @@ def _idle(config: Config, draft: Draft) -> Iterator[Finding]:
             yield (ZERO, name), "nothing is offloaded, as the device is none; set it to cpu or nvme"
         elif offload.device != "nvme" and offload.nvme_path is not None:
             yield (ZERO, name, "nvme_path"), f"no effect, as the device is {offload.device}"
+    yield from _idle_activations(config)
     if own.update_policy == "delayed":
         yield ("wherry", "update_policy"), "delayed updates use gradients one step old, so the result differs"
     elif own.delayed_update_warmup != type(own).model_fields["delayed_update_warmup"].default:
         yield ("wherry", "delayed_update_warmup"), f"no effect, as update_policy is {own.update_policy}"
+
+
+def _idle_activations(config: Config) -> Iterator[Finding]:
+    block, path = config.activation_checkpointing, ("activation_checkpointing",)
+    policy = block.resolved_policy()
+    idle = {
+        "every": block.every > 1 and policy != "recompute",
+        "save_operations": block.save_operations and policy in ("none", "offload"),
+        "memory": block.memory is not None and policy != "auto",
+        "number_checkpoints": block.number_checkpoints and not block.contiguous_memory_optimization,
+    }
+    for name, without_effect in idle.items():
+        if without_effect:
+            contiguous = name == "number_checkpoints"
+            reason = "contiguous_memory_optimization is false" if contiguous else f"policy is {policy}"
+            yield (*path, name), f"no effect, as {reason}"
 
 
 def _short_schedule(config: Config, draft: Draft) -> Iterator[Finding]:
@@ -143,5 +168,5 @@ def _adam(config: Config, draft: Draft) -> Iterator[Finding]:
 
 
 Rule = Callable[[Config, Draft], Iterator[Finding]]
-_RULES: tuple[Rule, ...] = (_batch, _precision, _offload, _refused_values, _own, _schedule)
+_RULES: tuple[Rule, ...] = (_batch, _precision, _offload, _activations, _refused_values, _own, _schedule)
 _REMARKS: tuple[Rule, ...] = (_idle, _short_schedule, _adam)

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from wherry.config.fields import Block, about, asks_for_something, block_of, field_of
+from wherry.config.fields import Block, about, asks_for_something, block_of, field_of, takes_auto
 from wherry.config.problems import Problem
 from wherry.config.source import Source
 from wherry.config.text import KeyPath
@@ -130,7 +130,7 @@ class Draft:
         elif effect == "refused":
             self._refuse(path, field, value)
             del tree[name]
-        elif value == "auto" and field.default != "auto":
+        elif value == "auto" and not takes_auto(field):
             self.autos.append(".".join(path))
             del tree[name]
         else:

@@ -84,6 +84,15 @@ def block_of(field: FieldInfo) -> type[Block] | None:
     return None
 
 
+def takes_auto(field: FieldInfo) -> bool:
+    """Whether "auto" is one of the key's own values, and not a word for its default."""
+
+    def choices(annotation: Any) -> list[Any]:
+        return [annotation, *(choice for inner in get_args(annotation) for choice in choices(inner))]
+
+    return "auto" in choices(field.annotation)
+
+
 def asks_for_something(field: FieldInfo, value: Any) -> bool:
     """Whether a value of a refused key wants what is not there."""
     if value in (None, False, "", {}, []) or value == about(field, "neutral"):

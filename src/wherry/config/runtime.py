@@ -6,7 +6,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from wherry.config.fields import Block, Bytes, Flag, Integer, Number, Text, block, key, lowered, renamed, uppered
+from wherry.config.fields import (
+    Block,
+    Bytes,
+    Flag,
+    Folders,
+    Integer,
+    Number,
+    Text,
+    block,
+    key,
+    lowered,
+    renamed,
+    uppered,
+)
 
 _SUMMED = "collectives are summed up; a torch.profiler trace has each of them under its unit's name"
 
@@ -22,12 +35,44 @@ class Aio(Block):
 
 
 class ActivationCheckpointing(Block):
-    partition_activations: Flag = key(False, "Split activation checkpoints over model-parallel ranks.")
+    """Beside the keys that DeepSpeed has, which say how checkpoints are kept, those that say what is checkpointed."""
+
+    policy: Annotated[Literal["none", "recompute", "offload", "auto"] | None, BeforeValidator(lowered)] = key(
+        None,
+        "What becomes of what a unit's forward saves: kept (`none`), computed again from the unit's inputs "
+        "(`recompute`), put away until backward (`offload`), or for each unit what costs least in the memory there is "
+        "(`auto`). Unset: `recompute` if another key of this block asks for something, else `none`. "
+        "`wherry.checkpoint` in the model's code works with any.",
+    )
+    every: Integer = key(1, "Recompute one unit in so many, and keep what the others save.", ge=1)
+    save_operations: list[Text] = key(
+        [], "Operations whose results a recomputation does not compute again: `matmul`, `attention`, or like `aten.mm`."
+    )
+    partition_activations: Flag = key(False, "Split activation checkpoints over tensor-parallel ranks.")
     cpu_checkpointing: Flag = key(False, "Keep activation checkpoints in host memory.")
-    contiguous_memory_optimization: Flag = key(False, "Keep activation checkpoints in one buffer.")
-    number_checkpoints: Integer | None = key(None, "Activation checkpoints in that buffer.", ge=1)
+    nvme_path: Folders | None = key(None, "Folder, or list of folders: keep activation checkpoints on disk.")
+    offload_min_bytes: Bytes = key(1 << 20, "What is smaller stays on the device.", ge=1)
+    memory: Bytes | None = key(
+        None, 'Device memory that `auto` may leave to activations: bytes, or like "3GB". Unset: what is free.', ge=0
+    )
+    contiguous_memory_optimization: Flag = key(
+        False, "Copy activation checkpoints to memory of their own, apart from what lives shortly."
+    )
+    number_checkpoints: Integer | None = key(None, "How many of them to make room for at once.", ge=1)
     synchronize_checkpoint_boundary: Flag = key(False, "Synchronize the device at each activation checkpoint.")
-    profile: Flag = key(False, "Time each activation checkpoint.")
+    profile: Flag = key(False, "Log the time of checkpoints and recomputations.")
+
+    def resolved_policy(self) -> str:
+        """The policy, where it is unset as well."""
+        asked = (
+            self.partition_activations,
+            self.cpu_checkpointing,
+            self.contiguous_memory_optimization,
+            self.nvme_path,
+            self.save_operations,
+            self.every > 1,
+        )
+        return self.policy or ("recompute" if any(asked) else "none")
 
 
 _ALL_WRITE = "every rank writes its own part, straight to its file"

@@ -53,7 +53,6 @@ _AVERAGED = "gradients are averaged inside the reduction"
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 _TORCH_NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 _MESH = "the data axis comes from the mesh that is given to initialize(mesh=...)"
-_IN_MODEL = "use torch.utils.checkpoint in the model, which works at every stage"
 
 
 class Config(Block):
@@ -132,7 +131,7 @@ class Config(Block):
     flops_profiler: FlopsProfiler = block(FlopsProfiler, "A count of one step's floating-point operations.")
 
     activation_checkpointing: ActivationCheckpointing = block(
-        ActivationCheckpointing, "Activation checkpoints.", inert=_IN_MODEL
+        ActivationCheckpointing, "What becomes of activations between forward and backward."
     )
     checkpoint: Checkpoint = block(Checkpoint, "How checkpoints are written and read.")
 

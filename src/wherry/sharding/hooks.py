@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from wherry.errors import WherryError
+from wherry.parallel.partition import is_dtensor
 from wherry.sharding.attached import Hook, WatchedParameters
 from wherry.sharding.gradients import Gradients
 from wherry.sharding.interleave import Interleaver
@@ -187,13 +188,16 @@ class Hooks:
         """
         if not self._flat_of or not torch.is_grad_enabled():
             return nullcontext()
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, Flat]:
-        flat = self._flat_of.get(tensor.untyped_storage()._cdata)
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, Flat]:
+        """What autograd keeps of a tensor: itself, or with the flat that it is a view of."""
+        inner = tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+        flat = self._flat_of.get(inner.untyped_storage()._cdata)
         return tensor if flat is None else (tensor, flat)
 
-    def _unpack(self, saved: torch.Tensor | tuple[torch.Tensor, Flat]) -> torch.Tensor:
+    def unpack(self, saved: torch.Tensor | tuple[torch.Tensor, Flat]) -> torch.Tensor:
+        """The tensor again, its flat gathered."""
         if isinstance(saved, torch.Tensor):
             return saved
         tensor, flat = saved

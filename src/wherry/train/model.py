@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from wherry.activations.recompute import checkpoint
 from wherry.train.presets import Shape
 
 
@@ -23,9 +23,11 @@ class GPTConfig:
     sequence: int = 128
     vocabulary: int = 256
     checkpoint_activations: bool = False
+    # Whether the head is the token embedding. Pipeline stages, which hold one of the two each, have them apart.
+    tied: bool = True
 
     @classmethod
-    def of(cls, shape: Shape, *, checkpoint_activations: bool = False) -> GPTConfig:
+    def of(cls, shape: Shape, *, checkpoint_activations: bool = False, tied: bool = True) -> GPTConfig:
         return cls(
             layers=shape.layers,
             hidden=shape.hidden,
@@ -33,24 +35,26 @@ class GPTConfig:
             sequence=shape.sequence,
             vocabulary=shape.vocabulary,
             checkpoint_activations=checkpoint_activations,
+            tied=tied,
         )
 
 
 class Attention(nn.Module):
-    """Causal self-attention over all heads at once."""
+    """Causal self-attention over all heads at once, or over those that a tensor-parallel rank has."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.width = config.hidden // config.heads
         self.qkv = nn.Linear(config.hidden, 3 * config.hidden)
         self.out = nn.Linear(config.hidden, config.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, hidden = x.shape
-        qkv = self.qkv(x).view(batch, length, 3, self.heads, hidden // self.heads)
-        query, key, value = (part.transpose(1, 2) for part in qkv.unbind(2))
+        batch, length, _ = x.shape
+        # By head, and then query, key and value: a cut among ranks leaves each whole heads.
+        qkv = self.qkv(x).view(batch, length, -1, 3, self.width)
+        query, key, value = (part.transpose(1, 2) for part in qkv.unbind(3))
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(batch, length, hidden))
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
 
 
 class MLP(nn.Module):
@@ -94,16 +98,18 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.hidden)
         self.head = nn.Linear(config.hidden, config.vocabulary, bias=False)
-        self.head.weight = self.tokens.weight
+        if config.tied:
+            self.head.weight = self.tokens.weight
         self._initialise()
 
     def _initialise(self) -> None:
         # GPT-2's scheme: what is added to the residual stream starts smaller the more layers add to it.
         residual = 0.02 / math.sqrt(2 * self.config.layers)
         for name, module in self.named_modules():
-            if isinstance(module, nn.Linear) and module is not self.head:
+            if isinstance(module, nn.Linear) and not (module is self.head and self.config.tied):
                 nn.init.normal_(module.weight, std=residual if name.endswith(("out", "down")) else 0.02)
-                nn.init.zeros_(module.bias)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
             elif isinstance(module, nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
 
@@ -117,10 +123,13 @@ class GPT(nn.Module):
         x = self.tokens(ids) + self.positions(torch.arange(length, device=ids.device))
         for block in self.blocks:
             if self.config.checkpoint_activations and torch.is_grad_enabled():
-                x = checkpoint(block, x, use_reentrant=False)
+                x = checkpoint(block, x)
             else:
                 x = block(x)
         logits = self.head(self.norm(x))
-        if labels is None:
-            return logits
-        return F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), labels.reshape(-1))
+        return logits if labels is None else loss_of(logits, labels)
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean cross-entropy over all tokens, in fp32."""
+    return F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), labels.reshape(-1))

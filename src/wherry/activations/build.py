@@ -1,0 +1,96 @@
+"""From the config to an engine's `Activations`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from wherry.activations.blocks import Blocks
+from wherry.activations.cut import Cut
+from wherry.activations.manager import Activations, Groups, Settings
+from wherry.activations.recompute import operations
+from wherry.activations.saving import Beneath
+from wherry.activations.stores import Allocate, DiskActivations, HostStore, Store, allocator
+from wherry.config import Config
+from wherry.config.runtime import ActivationCheckpointing
+from wherry.observe.log import say
+from wherry.observe.memory import host_memory
+from wherry.parallel.topology import Topology
+from wherry.sharding.unit import Unit
+from wherry.tiers.streams import link_to
+
+# A checkpoint that is smaller is not worth a gather.
+SMALLEST_CUT = 4096
+# Of what is free, `auto` leaves a part for what it cannot know: fragments, the largest unit's backward.
+SHARE_OF_FREE = 0.8
+
+
+def build(
+    config: Config,
+    units: Sequence[Unit],
+    beneath: Beneath,
+    topology: Topology,
+    gather: Callable[[Unit], None],
+) -> Activations:
+    """What the block `activation_checkpointing` asks for; with an empty one nothing is wrapped."""
+    block = config.activation_checkpointing
+    device = topology.device
+    policy = block.resolved_policy()
+    blocks = None
+    if block.contiguous_memory_optimization:
+        blocks = Blocks(device, ahead=block.number_checkpoints or 1)
+    allocate = allocator(device, blocks)
+    store = _store(block, device, allocate)
+    cut = None
+    if block.partition_activations:
+        if topology.tensor.size > 1:
+            cut = Cut(topology.tensor, allocate, smallest=SMALLEST_CUT)
+        else:
+            say("activation_checkpointing.partition_activations: no effect, as no ranks share a tensor-parallel axis")
+    settings = Settings(
+        policy=policy,
+        every=block.every,
+        save_operations=operations(block.save_operations),
+        smallest=block.offload_min_bytes,
+        synchronize=block.synchronize_checkpoint_boundary,
+        profile=block.profile,
+        budget=block.memory,
+    )
+    return Activations(
+        units,
+        settings,
+        beneath,
+        Groups(topology.data, topology.tensor),
+        device,
+        gather=gather,
+        store=store,
+        cut=cut,
+        blocks=blocks,
+        free_bytes=lambda: _free_bytes(device, topology),
+        rank=topology.global_rank,
+    )
+
+
+def _store(block: ActivationCheckpointing, device: torch.device, allocate: Allocate) -> Store | None:
+    if not (block.cpu_checkpointing or block.nvme_path):
+        return None
+    link = link_to(device)
+    if block.nvme_path:
+        from wherry.tiers.disk import DiskStore
+
+        return DiskActivations(DiskStore(block.nvme_path, name="activations"), link, allocate)
+    if link.shared:
+        say("activation_checkpointing.cpu_checkpointing: activations are in host memory, as the device is the host")
+        link.close()
+        return None
+    return HostStore(link, allocate)
+
+
+def _free_bytes(device: torch.device, topology: Topology) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        # What torch has and does not use is free as well.
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free * SHARE_OF_FREE)
+    return int(host_memory().available * SHARE_OF_FREE / topology.world_size)

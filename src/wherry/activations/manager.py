@@ -1,0 +1,312 @@
+"""An engine's activations: which policy each unit has, and the unit's forward wrapped to follow it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from wherry.activations.blocks import Blocks
+from wherry.activations.cut import Cut
+from wherry.activations.measure import Meter, is_strange, speeds_of
+from wherry.activations.policy import Cost, Policy, choose
+from wherry.activations.recompute import ContextPair, both, inside, recomputed, running, selective
+from wherry.activations.saving import Beneath, Saver
+from wherry.activations.stores import BlockStore, Keep, Store
+from wherry.observe.log import get_logger
+from wherry.observe.spans import Spans
+from wherry.parallel.comm import Comm
+from wherry.sharding.unit import Unit
+
+T = TypeVar("T")
+
+# Forwards between two accounts of `profile`.
+TELL_EVERY = 10
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the config asks for, resolved."""
+
+    policy: str = "none"
+    every: int = 1
+    save_operations: frozenset[Any] = frozenset()
+    smallest: int = 1 << 20
+    synchronize: bool = False
+    profile: bool = False
+    # Bytes that activations may take on the device, for `auto`; None for what is free.
+    budget: int | None = None
+
+
+@dataclass
+class Groups:
+    """The ranks that must choose alike, as they gather together in a recomputation."""
+
+    data: Comm
+    tensor: Comm
+
+
+class UnitForward:
+    """Stands in for the forward of one module of a unit, as an attribute of the module."""
+
+    def __init__(self, owner: Activations, place: int, name: str, inner: Callable[..., Any]) -> None:
+        self.owner = owner
+        self.place = place
+        self.name = name
+        self.inner = inner
+        # So that whoever asks for the signature gets that of the model's own forward.
+        self.__wrapped__ = inner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.owner.run(self, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the module has its own forward, and nothing around it."""
+        inner = self.inner
+        if isinstance(inner, MethodType) and id(inner.__self__) in memo:
+            return MethodType(inner.__func__, memo[id(inner.__self__)])
+        return inner
+
+    def __reduce__(self) -> Any:
+        """What is pickled with the module is its own forward."""
+        inner = self.inner
+        return (MethodType, (inner.__func__, inner.__self__)) if isinstance(inner, MethodType) else (_same, (inner,))
+
+
+def _same(value: T) -> T:
+    return value
+
+
+@dataclass
+class Figures:
+    """What has been done since the engine was built."""
+
+    forwards: int = 0
+    recomputed: int = 0
+    calls: dict[Policy, int] = field(default_factory=lambda: dict.fromkeys(Policy, 0))
+
+
+class Activations:
+    """Wraps the units' forwards as the config says, and unwraps them at the end."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        settings: Settings,
+        beneath: Beneath,
+        groups: Groups,
+        device: torch.device,
+        *,
+        gather: Callable[[Unit], None],
+        store: Store | None = None,
+        cut: Cut | None = None,
+        blocks: Blocks | None = None,
+        free_bytes: Callable[[], int] = lambda: 0,
+        rank: int = 0,
+    ) -> None:
+        self.units = [unit for unit in units if not unit.root]
+        self.settings = settings
+        self.groups = groups
+        self.device = device
+        self.store = store
+        self.blocks = blocks
+        self.figures = Figures()
+        self.costs: list[Cost] | None = None
+        self._gather = gather
+        self._free_bytes = free_bytes
+        self._flats = [flat for unit in units for flat in unit.flats]
+        # How checkpoints are kept, and how everything that an offloaded unit saves.
+        kept = store or (BlockStore(blocks.take) if blocks is not None and cut is None else Keep())
+        self._checkpoints: Saver | None = None
+        if cut is not None or not isinstance(kept, Keep):
+            self._checkpoints = Saver(
+                kept, beneath, smallest=settings.smallest if store else 1, cut=cut, weights=self._weights
+            )
+        self._offloads = Saver(store, beneath, smallest=settings.smallest, weights=self._weights) if store else None
+        self._log = get_logger(rank)
+        self._spans = Spans(wall_clock=settings.profile, synchronise=self._synchronise if settings.profile else None)
+        self._meter: Meter | None = None
+        self.policies = self._first_policies()
+        self._wrapped: list[nn.Module] = []
+        if any(policy is not Policy.KEEP for policy in self.policies):
+            self._wrap()
+
+    # Installation.
+
+    def _first_policies(self) -> list[Policy]:
+        count = len(self.units)
+        if self.settings.policy == "recompute":
+            every = self.settings.every
+            return [Policy.RECOMPUTE if place % every == 0 else Policy.KEEP for place in range(count)]
+        if self.settings.policy == "offload" and self._offloads is not None:
+            return [Policy.OFFLOAD] * count
+        if self.settings.policy == "auto":
+            # Measured while the least memory is used.
+            self._meter = Meter(self.device, self._weight_storages)
+            return [Policy.RECOMPUTE] * count
+        return [Policy.KEEP] * count
+
+    def _wrap(self) -> None:
+        for place, unit in enumerate(self.units):
+            for module in unit.modules:
+                if "forward" in module.__dict__:
+                    inner = module.__dict__["forward"]
+                else:
+                    inner = MethodType(type(module).forward, module)
+                module.__dict__["forward"] = UnitForward(self, place, unit.name, inner)
+                self._wrapped.append(module)
+
+    def close(self) -> None:
+        """The model's forwards are its own again, and nothing is held."""
+        for module in self._wrapped:
+            wrapper = module.__dict__.get("forward")
+            if not isinstance(wrapper, UnitForward):
+                continue
+            own = isinstance(wrapper.inner, MethodType) and wrapper.inner.__func__ is type(module).forward
+            if own:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = wrapper.inner
+        self._wrapped.clear()
+        self.units = []
+        self._flats = []
+        if self.store is not None:
+            self.store.close()
+        if self.blocks is not None:
+            self.blocks.close()
+
+    # A forward.
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around a forward of the whole model."""
+        token = running.set(self)
+        try:
+            yield
+        finally:
+            running.reset(token)
+
+    def begin(self) -> None:
+        """A forward of the whole model begins, on all ranks."""
+        self.figures.forwards += 1
+        if self.settings.profile and self.figures.forwards % TELL_EVERY == 0:
+            self._log.info("activations of %d forwards: %s", TELL_EVERY, self.breakdown())
+        for saver in (self._checkpoints, self._offloads):
+            if saver is not None:
+                saver.begin()
+        if self._meter is not None and self.figures.recomputed and torch.is_grad_enabled():
+            self._decide(self._meter)
+
+    def run(self, unit: UnitForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A unit's forward, by its policy."""
+        if not torch.is_grad_enabled() or inside.get():
+            return unit.inner(*args, **kwargs)
+        policy = self.policies[unit.place]
+        self.figures.calls[policy] += 1
+        if policy is Policy.RECOMPUTE:
+            return self._recomputed(unit.name, self._measured(unit, args, kwargs), args, kwargs, self.units[unit.place])
+        if policy is Policy.OFFLOAD:
+            assert self._offloads is not None
+            with self._offloads.hooks(unit.name):
+                return unit.inner(*args, **kwargs)
+        return unit.inner(*args, **kwargs)
+
+    def checkpointed(self, name: str, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+        """A checkpoint that the model's own code asks for."""
+        return self._recomputed(name, fn, args, kwargs, None)
+
+    def _recomputed(
+        self, name: str, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], unit: Unit | None
+    ) -> T:
+        if self.settings.synchronize:
+            self._synchronise()
+
+        def contexts() -> ContextPair:
+            again = self._again(name, unit)
+            if not self.settings.save_operations:
+                return nullcontext(), again
+            first, second = selective(self.settings.save_operations)
+            return first, both(again, second)
+
+        saving: AbstractContextManager[Any] | None = None
+        if self._checkpoints is not None:
+            saving = self._checkpoints.hooks(name)
+        with self._spans(f"wherry::checkpoint ({name})"):
+            return recomputed(fn, args, kwargs, contexts=contexts, saving=saving)
+
+    @contextmanager
+    def _again(self, name: str, unit: Unit | None) -> Iterator[None]:
+        """Around a recomputation, in backward."""
+        self.figures.recomputed += 1
+        if self.settings.synchronize:
+            self._synchronise()
+        with self._spans(f"wherry::recompute ({name})"):
+            if unit is not None:
+                self._gather(unit)
+            yield
+
+    def _measured(self, unit: UnitForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        meter = self._meter
+        if meter is None:
+            return unit.inner
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if torch._C._current_graph_task_id() != -1:
+                return unit.inner(*args, **kwargs)
+            given = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and not is_strange(t)]
+            with meter.watching(unit.place, sum(t.numel() * t.element_size() for t in given)):
+                return unit.inner(*args, **kwargs)
+
+        return watched
+
+    # `auto`.
+
+    def _decide(self, meter: Meter) -> None:
+        """After the first step: measured costs, and what is free now that every state has its place."""
+        self._meter = None
+        costs = meter.costs(len(self.units))
+        speeds = speeds_of(self.store, self.device)
+        free = self.settings.budget if self.settings.budget is not None else self._free_bytes()
+        # One choice for all ranks that hold these units, the most cautious.
+        for comm in (self.groups.data, self.groups.tensor):
+            for other_costs, other_speeds, other_free in comm.gather_objects((costs, speeds, free)):
+                costs = [cost.worst(other) for cost, other in zip(costs, other_costs, strict=True)]
+                speeds = min(speeds, other_speeds, key=lambda s: s.down)
+                free = min(free, other_free)
+        self.costs = costs
+        self.policies = choose(costs, speeds, free, checkpoints_stay=self._checkpoints is None)
+        count = {policy: self.policies.count(policy) for policy in Policy}
+        told = ", ".join(f"{policy.value} {number}" for policy, number in count.items() if number)
+        self._log.info("activations of %d units: %s; %.3g GB may stay", len(self.units), told, free / 1e9)
+
+    # Small things.
+
+    def saved_bytes(self) -> int:
+        """Bytes put away so far."""
+        return sum(saver.nbytes for saver in (self._checkpoints, self._offloads) if saver is not None)
+
+    def breakdown(self) -> str:
+        """The times of checkpoints and recomputations since the last call, where `profile` asks for them."""
+        told = self._spans.breakdown()
+        self._spans.take()
+        return told
+
+    def _weights(self) -> Iterator[torch.Tensor]:
+        """Tensors that are there for longer than a step: they are never put away."""
+        for flat in self._flats:
+            yield flat.whole
+        for unit in self.units:
+            for module in unit.modules:
+                yield from (buffer for buffer in module.buffers() if not is_strange(buffer))
+
+    def _weight_storages(self) -> set[int]:
+        return {weight.untyped_storage()._cdata for weight in self._weights()}
+
+    def _synchronise(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)

@@ -1,0 +1,225 @@
+"""What happens to a tensor that autograd saves: kept, or put away by a store and brought back in time."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from wherry.activations.cut import Cut
+from wherry.activations.stores import Held, Keep, Store
+from wherry.parallel.partition import is_dtensor
+
+# Bytes that are brought back ahead of their use; one tensor is always.
+AHEAD = 64 << 20
+
+
+class Beneath(Protocol):
+    """The engine's own way with what autograd saves: views of gathered weights."""
+
+    def pack(self, tensor: torch.Tensor) -> Any: ...
+
+    def unpack(self, saved: Any) -> torch.Tensor: ...
+
+
+class Chain:
+    """What one forward has put away, in its order. The backward wants it in reverse."""
+
+    def __init__(self) -> None:
+        self._members: list[weakref.ref[Parked]] = []
+
+    def append(self, member: Parked) -> int:
+        self._members.append(weakref.ref(member))
+        return len(self._members) - 1
+
+    def bring(self, before: int) -> None:
+        """Set going what comes before a member, as far as the budget goes."""
+        ahead = 0
+        for place in range(before - 1, -1, -1):
+            member = self._members[place]()
+            if member is None:
+                continue
+            if ahead and ahead + member.held.nbytes > AHEAD:
+                return
+            ahead += member.held.nbytes
+            member.held.start()
+            if ahead >= AHEAD:
+                return
+
+
+class Parked:
+    """The memory of one storage, put away. Several saved tensors may be views of it."""
+
+    __slots__ = ("__weakref__", "chain", "data", "held", "place", "uses")
+
+    def __init__(self, held: Held, chain: Chain) -> None:
+        self.held = held
+        self.chain = chain
+        self.place = chain.append(self)
+        # Saved tensors that have not been unpacked since the memory came back; and that memory, while there are any.
+        self.uses = 0
+        self.data: torch.Tensor | None = None
+
+    def take(self, sharing: int) -> torch.Tensor:
+        if self.data is None:
+            self.data = self.held.take()
+            self.uses = sharing
+            self.chain.bring(self.place)
+        data = self.data
+        self.uses -= 1
+        if self.uses <= 0:
+            self.data = None
+        return data
+
+
+class Saved:
+    """A saved tensor: a view of what was parked."""
+
+    __slots__ = ("dtype", "group", "offset", "parked", "part", "shape", "stride", "wrapper")
+
+    def __init__(self, tensor: torch.Tensor, offset: int, stride: tuple[int, ...]) -> None:
+        self.dtype = tensor.dtype
+        self.shape = tensor.shape
+        self.stride = stride
+        self.offset = offset
+        self.parked: Parked
+        # How many saved tensors share what is parked.
+        self.group: list[int]
+        # How many elements all tensor-parallel ranks together hold of the tensor, of which this is one rank's part.
+        self.part: Cut | None = None
+        # Makes a DTensor of the local tensor again.
+        self.wrapper: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def unpack(self) -> torch.Tensor:
+        data = self.parked.take(self.group[0])
+        if self.part is not None:
+            tensor = self.part.join(data.view(self.dtype), self.shape)
+        else:
+            tensor = torch.empty(0, dtype=self.dtype, device=data.device)
+            tensor.set_(data.untyped_storage(), self.offset, self.shape, self.stride)  # type: ignore[call-overload]
+        return tensor if self.wrapper is None else self.wrapper(tensor)
+
+
+class Saver:
+    """Packs and unpacks for autograd: weights go the engine's way, large activations to the store, the rest stays.
+
+    One object may serve several forwards whose backwards have not come yet; `begin` separates them.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        beneath: Beneath,
+        *,
+        smallest: int,
+        cut: Cut | None = None,
+        weights: Callable[[], Iterable[torch.Tensor]] = tuple,
+    ) -> None:
+        self.store = store
+        self.beneath = beneath
+        self.smallest = smallest
+        self.cut = cut
+        self._weights = weights
+        self._keep: set[int] | None = None
+        self._chain = Chain()
+        # By storage and version, so that what two operations save is put away once.
+        self._seen: dict[tuple[int, int], tuple[StorageWeakRef, weakref.ref[Parked], list[int]]] = {}
+        # Bytes put away so far, for tests and figures.
+        self.nbytes = 0
+        self.tensors = 0
+
+    def begin(self) -> None:
+        """A forward of the whole model begins."""
+        self._chain = Chain()
+        self._seen.clear()
+        self._keep = None
+
+    def hooks(self, where: str = "") -> torch.autograd.graph.saved_tensors_hooks:
+        """Around operations whose saved tensors are to be put away; `where` is told in errors."""
+        place = iter(range(1 << 30))
+        return torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: self.pack(tensor, where, next(place)), self.unpack
+        )
+
+    def pack(self, tensor: torch.Tensor, where: str = "", place: int = 0) -> Any:
+        below = self.beneath.pack(tensor)
+        if below is not tensor:
+            return below
+        wrapper = None
+        inner = tensor
+        if is_dtensor(tensor):
+            inner, wrapper = tensor._local_tensor, _wrapper(tensor)  # type: ignore[attr-defined]
+        if not self._goes(inner):
+            return tensor
+        if self.cut is not None and self.cut.cuts(inner, tensor):
+            saved = self._pack_part(inner, where, place)
+        else:
+            if isinstance(self.store, Keep):
+                return tensor
+            saved = self._pack_whole(inner)
+        saved.wrapper = wrapper
+        return saved
+
+    def unpack(self, saved: Any) -> torch.Tensor:
+        return saved.unpack() if isinstance(saved, Saved) else self.beneath.unpack(saved)
+
+    def _goes(self, tensor: torch.Tensor) -> bool:
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+            return False
+        if tensor.numel() * tensor.element_size() < self.smallest:
+            return False
+        if self._keep is None:
+            self._keep = {weight.untyped_storage()._cdata for weight in self._weights()}
+        return tensor.untyped_storage()._cdata not in self._keep
+
+    def _pack_part(self, tensor: torch.Tensor, where: str, place: int) -> Saved:
+        assert self.cut is not None
+        saved = Saved(tensor, 0, ())
+        saved.part = self.cut
+        part = self.cut.part_of(tensor.detach(), f"{where}: input {place}")
+        saved.parked, saved.group = self._park(part.view(torch.uint8)), [1]
+        return saved
+
+    def _pack_whole(self, tensor: torch.Tensor) -> Saved:
+        storage = tensor.untyped_storage()
+        nbytes = tensor.numel() * tensor.element_size()
+        if storage.nbytes() > 4 * nbytes:
+            # A small part of a large storage: the part alone.
+            part = tensor.detach().contiguous()
+            saved = Saved(part, 0, part.stride())
+            saved.parked, saved.group = self._park(part.view(-1).view(torch.uint8)), [1]
+            return saved
+        saved = Saved(tensor, int(tensor.storage_offset()), tensor.stride())
+        key = storage._cdata, tensor._version
+        seen = self._seen.get(key)
+        parked = seen[1]() if seen is not None else None
+        if seen is None or parked is None:
+            data = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            data.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload]
+            parked, group = self._park(data), [0]
+            # While it is referred to weakly, no other storage gets its address.
+            self._seen[key] = StorageWeakRef(storage), weakref.ref(parked), group
+        else:
+            group = seen[2]
+        group[0] += 1
+        saved.parked, saved.group = parked, group
+        return saved
+
+    def _park(self, data: torch.Tensor) -> Parked:
+        self.nbytes += data.numel()
+        self.tensors += 1
+        return Parked(self.store.put(data), self._chain)
+
+
+def _wrapper(tensor: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
+
+    def wrap(local: torch.Tensor) -> torch.Tensor:
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    return wrap

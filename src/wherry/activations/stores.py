@@ -1,0 +1,259 @@
+"""Where activations are put away between forward and backward: in blocks of the device, on the host, on disk.
+
+A store takes one-dimensional uint8 tensors on the device; their memory is free when `put` and its copy are over.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from wherry.activations.blocks import Blocks
+from wherry.tiers.streams import Link
+from wherry.tiers.tickets import Ticket
+
+if TYPE_CHECKING:
+    from wherry.tiers.disk import DiskStore, Record
+
+# Copies to the host that may be under way at once: each keeps its source on the device.
+COPIES = 2
+
+Allocate = Callable[[int], torch.Tensor]
+
+
+def allocator(device: torch.device, blocks: Blocks | None) -> Allocate:
+    """Where copies on the device come from: blocks of their own, or torch."""
+    if blocks is not None:
+        return blocks.take
+    return lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+class Held:
+    """One tensor that was put away."""
+
+    nbytes: int
+
+    def start(self) -> None:
+        """Set going its way back, if it is not."""
+
+    def take(self) -> torch.Tensor:
+        """The tensor, on the device, for the current stream. It may be taken more than once."""
+        raise AssertionError("a store says how")
+
+
+class Store:
+    """A place for activations."""
+
+    name: str
+
+    def put(self, data: torch.Tensor) -> Held:
+        raise AssertionError("a store says how")
+
+    def close(self) -> None:
+        """Free what the store has; what is held may not be taken any more."""
+
+
+class _Kept(Held):
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+        self.nbytes = data.numel()
+
+    def take(self) -> torch.Tensor:
+        return self.data
+
+
+class Keep(Store):
+    """No store: what is put away stays as it is."""
+
+    name = "as it is"
+
+    def put(self, data: torch.Tensor) -> Held:
+        return _Kept(data)
+
+
+class BlockStore(Store):
+    """Copies into memory of the device that was allocated for activations alone."""
+
+    name = "device"
+
+    def __init__(self, allocate: Allocate) -> None:
+        self.allocate = allocate
+
+    def put(self, data: torch.Tensor) -> Held:
+        return _Kept(self.allocate(data.numel()).copy_(data))
+
+
+class Returning:
+    """Host buffers on their way back to the pool: a copy may still be reading or writing them."""
+
+    # Above so many it waits for the oldest.
+    LIMIT = 8
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self._waiting: deque[tuple[torch.Tensor, list[Ticket]]] = deque()
+
+    def give(self, host: torch.Tensor, tickets: list[Ticket]) -> None:
+        self._waiting.append((host, tickets))
+        self.sweep(self.LIMIT)
+
+    def sweep(self, keep: int) -> None:
+        """Give back what no copy uses any more, and all but `keep` in any case."""
+        for _ in range(len(self._waiting)):
+            host, tickets = self._waiting.popleft()
+            if len(self._waiting) >= keep:
+                for ticket in tickets:
+                    settle(ticket)
+            if all(ticket.done() for ticket in tickets):
+                self.link.host.give(host)
+            else:
+                self._waiting.append((host, tickets))
+
+
+def settle(ticket: Ticket) -> None:
+    """Wait on the host. Waiting for a copy to the device makes only its stream wait."""
+    ticket.wait()
+    while not ticket.done():
+        time.sleep(0.0002)
+
+
+class _OnHost(Held):
+    def __init__(self, store: HostStore, data: torch.Tensor) -> None:
+        self.store = store
+        self.nbytes = data.numel()
+        self._host = store.link.host.take(self.nbytes)
+        self._down = store.send(self._host, data)
+        self._up: tuple[torch.Tensor, Ticket] | None = None
+        self._tickets = [self._down]
+        weakref.finalize(self, store.returning.give, self._host, self._tickets).atexit = False
+
+    def start(self) -> None:
+        if self._up is None:
+            self._down.wait()
+            target = self.store.allocate(self.nbytes)
+            ticket = self.store.link.up(target, self._host)
+            self._up = target, ticket
+            self._tickets.append(ticket)
+
+    def take(self) -> torch.Tensor:
+        self.start()
+        assert self._up is not None
+        (target, ticket), self._up = self._up, None
+        ticket.wait()
+        return target
+
+
+class HostStore(Store):
+    """Copies to host memory on the link's stream."""
+
+    name = "host"
+
+    def __init__(self, link: Link, allocate: Allocate) -> None:
+        self.link = link
+        self.allocate = allocate
+        self.returning = Returning(link)
+        self._sending: deque[Ticket] = deque()
+
+    def put(self, data: torch.Tensor) -> Held:
+        return _OnHost(self, data)
+
+    def send(self, host: torch.Tensor, data: torch.Tensor) -> Ticket:
+        """Copy down. The ticket keeps the source until then: after the next few, the stream waits, not the host."""
+        while len(self._sending) >= COPIES:
+            self.link.order(self._sending.popleft())
+        ticket = self.link.down(host, data)
+        self._sending.append(ticket)
+        return ticket
+
+    def close(self) -> None:
+        while self._sending:
+            self._sending.popleft().wait()
+        self.returning.sweep(0)
+        self.link.close()
+
+
+class _OnDisk(Held):
+    def __init__(self, store: DiskActivations, data: torch.Tensor) -> None:
+        self.store = store
+        self.nbytes = data.numel()
+        self._record = store.record(self.nbytes)
+        self._write = store.write(self._record, data)
+        self._read: tuple[torch.Tensor, Ticket] | None = None
+        weakref.finalize(self, store.record_back, self._record, self._write).atexit = False
+
+    def start(self) -> None:
+        if self._read is None:
+            self._write.wait()
+            host = self.store.link.host.take(self.nbytes)
+            self._read = host, self.store.disk.read(self._record, host)
+
+    def take(self) -> torch.Tensor:
+        self.start()
+        assert self._read is not None
+        (host, read), self._read = self._read, None
+        copies: list[Ticket] = []
+        try:
+            read.wait()
+            target = self.store.allocate(self.nbytes)
+            copies.append(self.store.link.up(target, host))
+            copies[0].wait()
+        finally:
+            self.store.returning.give(host, copies)
+        return target
+
+
+class DiskActivations(Store):
+    """Writes to disk through host buffers; records are used again by tensors of their size."""
+
+    name = "disk"
+
+    def __init__(self, disk: DiskStore, link: Link, allocate: Allocate) -> None:
+        self.disk = disk
+        self.link = link
+        self.allocate = allocate
+        self.returning = Returning(link)
+        self._idle: dict[int, list[Record]] = {}
+        self._writing: deque[tuple[torch.Tensor, Ticket]] = deque()
+        self._reserved = 0
+
+    def put(self, data: torch.Tensor) -> Held:
+        return _OnDisk(self, data)
+
+    def record(self, nbytes: int) -> Record:
+        idle = self._idle.get(nbytes)
+        if idle:
+            return idle.pop()
+        self._reserved += 1
+        return self.disk.reserve(f"activation {self._reserved}", nbytes)
+
+    def record_back(self, record: Record, write: Ticket) -> None:
+        write.wait()
+        self._idle.setdefault(record.nbytes, []).append(record)
+
+    def write(self, record: Record, data: torch.Tensor) -> Ticket:
+        while len(self._writing) >= COPIES:
+            self._finish_write()
+        host = self.link.host.take(data.numel())
+        self.link.down(host, data).wait()
+        ticket = self.disk.write(record, host)
+        self._writing.append((host, ticket))
+        return ticket
+
+    def _finish_write(self) -> None:
+        host, ticket = self._writing.popleft()
+        try:
+            ticket.wait()
+        finally:
+            self.link.host.give(host)
+
+    def close(self) -> None:
+        while self._writing:
+            self._finish_write()
+        self.returning.sweep(0)
+        self.disk.close()
+        self.link.close()

@@ -1,0 +1,156 @@
+"""GPT-2 over a tensor-parallel axis, and cut into pipeline stages: torch's own ways, an engine under each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wherry.errors import WherryError
+from wherry.parallel.topology import Topology, find
+from wherry.train.model import GPT, loss_of
+
+
+def lay_out(tensor: int, pipe: int) -> tuple[Topology, Any]:
+    """The topology of all ranks, and the device mesh if ranks share a model: tensor fastest, then data, then pipe."""
+    world = find()
+    if tensor == 1 and pipe == 1:
+        return world, None
+    if world.world_size % (tensor * pipe):
+        raise WherryError(
+            f"--tensor-parallel {tensor} x --pipeline-parallel {pipe}: {world.world_size} ranks do not divide by "
+            f"{tensor * pipe}; give --nproc a multiple of it"
+        )
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shape = (pipe, world.world_size // (tensor * pipe), tensor)
+    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
+    return find(mesh), mesh
+
+
+def cut_blocks(model: nn.Module, mesh: Any) -> None:
+    """Share the blocks' matrices out over the axis `tp`: heads and hidden units are cut, the rest is whole everywhere.
+
+    The embedding and the head stay whole: they are a small part of a deep model.
+    """
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan = {
+        "attention.qkv": ColwiseParallel(),
+        "attention.out": RowwiseParallel(),
+        "mlp.up": ColwiseParallel(),
+        "mlp.down": RowwiseParallel(),
+    }
+    blocks = model.blocks
+    assert isinstance(blocks, nn.ModuleList)
+    for block in blocks:
+        parallelize_module(block, mesh["tp"], plan)
+
+
+def check_heads(heads: int, tensor: int) -> None:
+    if heads % tensor:
+        raise WherryError(
+            f"--tensor-parallel {tensor} does not divide the {heads} attention heads; each rank takes whole heads"
+        )
+
+
+class Stage(nn.Module):
+    """One pipeline stage of a GPT: some of its blocks, with the embeddings at the first and the head at the last."""
+
+    def __init__(self, model: GPT, index: int, stages: int) -> None:
+        super().__init__()
+        if model.config.tied and stages > 1:
+            raise WherryError("pipeline: the head is tied to the embedding, which another stage has; untie them")
+        blocks = list(model.blocks)
+        if len(blocks) < stages:
+            raise WherryError(
+                f"--pipeline-parallel {stages}: the model has {len(blocks)} blocks, and each stage takes one or more"
+            )
+        self.first, self.last = index == 0, index == stages - 1
+        begin, end = (len(blocks) * i // stages for i in (index, index + 1))
+        if self.first:
+            self.tokens, self.positions = model.tokens, model.positions
+        self.blocks = nn.ModuleList(blocks[begin:end])
+        if self.last:
+            self.norm, self.head = model.norm, model.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first:
+            x = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)) if self.last else x
+
+
+class Pipeline:
+    """An engine on one stage, called as the training loop calls an engine.
+
+    Each micro-batch of an accumulation window goes through all stages, one after another; forwards of some overlap
+    backwards of others, as torch's schedule has it.
+    """
+
+    def __init__(self, engine: Any, schedule: str = "1f1b") -> None:
+        from torch.distributed import pipelining
+
+        self.engine = engine
+        pipe = engine.topology.pipe
+        self.pipe = pipe
+        self.last = pipe.rank == pipe.size - 1
+        self.micro_batches = engine.gradient_accumulation_steps()
+        if self.micro_batches < pipe.size:
+            raise WherryError(
+                f"--pipeline-parallel {pipe.size}: gradient_accumulation_steps is {self.micro_batches}, and a pipeline "
+                f"is only full with a micro-batch for each stage; set it to {pipe.size} or more"
+            )
+        kinds = {"1f1b": pipelining.Schedule1F1B, "gpipe": pipelining.ScheduleGPipe}
+        stage = pipelining.PipelineStage(engine, pipe.rank, pipe.size, engine.device, group=pipe.group)
+        # The engine divides by the number of micro-batches itself.
+        self.schedule = kinds[schedule](
+            stage, n_microbatches=self.micro_batches, loss_fn=loss_of, scale_grads=False
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self.engine.device
+
+    @property
+    def skipped_steps(self) -> int:
+        return int(self.engine.skipped_steps)
+
+    def get_global_grad_norm(self) -> float | None:
+        return self.engine.get_global_grad_norm()
+
+    def train(self, mode: bool = True) -> Any:
+        return self.engine.train(mode)
+
+    def train_batch(self, data: Iterator[Any]) -> Tensor:
+        """One window through the pipeline, and the update; returns the mean loss on every stage."""
+        batches = [next(data) for _ in range(self.micro_batches)]
+        ids, labels = (torch.cat(parts).to(self.device) for parts in zip(*batches, strict=True))
+        loss = self._run(self.schedule.step, ids, labels)
+        self.engine.step()
+        return loss
+
+    def __call__(self, ids: Tensor, labels: Tensor) -> Tensor:
+        """The loss of one batch, for validation: as many samples as a window has micro-batches, or a multiple."""
+        if ids.shape[0] % self.micro_batches:
+            raise WherryError(
+                f"pipeline: {ids.shape[0]} samples do not divide among {self.micro_batches} micro-batches"
+            )
+        return self._run(self.schedule.eval, ids, labels)
+
+    def _run(self, run: Callable[..., Any], ids: Tensor, labels: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+        given = (ids,) if self.pipe.rank == 0 else ()
+        if self.last:
+            run(*given, target=labels, losses=losses)
+        else:
+            run(*given)
+        # One stage knows it; the others add nothing.
+        mean = torch.zeros((), device=self.device)
+        if self.last:
+            mean += torch.stack([loss.detach() for loss in losses]).mean()
+        self.pipe.all_reduce(mean).wait()
+        return mean

@@ -1,0 +1,125 @@
+"""Checkpoints shared out among tensor-parallel ranks: each keeps its part, and the numbers stay the same."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.activations.late import LateLink
+from tests.engine.harness import LENGTH, WIDTH, adamw, make_model, settings, token_batch
+from tests.parallel.handmade import Model
+
+import wherry
+from wherry.activations import build
+from wherry.activations.cut import Cut
+from wherry.activations.stores import allocator
+from wherry.errors import WherryError
+from wherry.parallel.threads import run_grid
+from wherry.parallel.topology import Topology
+
+STEPS, BATCH = 3, 2
+CHECKPOINT = BATCH * LENGTH * WIDTH * 4
+
+
+def train(
+    model: Model, place: Topology, stage: int, block: dict[str, Any]
+) -> tuple[list[float], dict[str, torch.Tensor], int, int, dict[str, int]]:
+    mine = copy.deepcopy(model)
+    mine.cut(place.tensor)
+    engine, *_ = wherry.initialize(
+        model=mine,
+        optimizer=adamw(mine.parameters()),
+        mesh=place,
+        config=settings(stage, more={"activation_checkpointing": block}),
+    )
+    losses = []
+    for step in range(STEPS):
+        place.tensor.traffic.clear()
+        loss = engine(*token_batch(step, 0, place.data.rank, BATCH))
+        saved = engine._activations.saved_bytes()
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    with wherry.gathered(mine):
+        weights = {name: p.detach().clone() for name, p in mine.named_parameters()}
+    kept = saved // STEPS
+    engine.close()
+    return losses, weights, kept, len(mine.blocks), dict(place.tensor.traffic.calls)
+
+
+def model_of() -> Model:
+    model = make_model(Model)
+    assert isinstance(model, Model)
+    return model
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "SMALLEST_CUT", 1)
+    monkeypatch.setattr(build, "link_to", LateLink)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"cpu_checkpointing": True, "offload_min_bytes": 1},
+        {"contiguous_memory_optimization": True},
+        {"nvme_path": "DISK", "offload_min_bytes": 1},
+    ],
+)
+@pytest.mark.parametrize(("stage", "data", "tensor"), [(0, 1, 2), (3, 2, 2), (2, 1, 4)])
+def test_partitioned_checkpoints(
+    stage: int, data: int, tensor: int, more: dict[str, Any], tmp_path: Path
+) -> None:
+    model = model_of()
+    more = {key: str(tmp_path) if value == "DISK" else value for key, value in more.items()}
+    plain = run_grid(lambda place: train(model, place, stage, {}), data=data, tensor=tensor)
+    whole = run_grid(lambda place: train(model, place, stage, {"policy": "recompute"}), data=data, tensor=tensor)
+    block = {"partition_activations": True, **more}
+    cut = run_grid(lambda place: train(model, place, stage, block), data=data, tensor=tensor)
+    for one, other in zip(cut, plain, strict=True):
+        assert one[0] == other[0]
+        assert all(torch.equal(one[1][name], other[1][name]) for name in one[1])
+        _, _, kept, blocks, calls = one
+        # Each rank keeps 1/M of each checkpoint, and gathers each once.
+        assert kept == blocks * CHECKPOINT // tensor
+        assert calls["all_gather"] == blocks
+        assert calls["all_reduce"] == whole[0][4]["all_reduce"]
+
+
+def test_a_length_that_does_not_divide_is_padded() -> None:
+    data = torch.arange(21.0).view(3, 7)
+
+    def body(place: Topology) -> tuple[int, torch.Tensor]:
+        cut = Cut(place.tensor, allocator(torch.device("cpu"), None), smallest=1)
+        part = cut.part_of(data, "here")
+        return part.numel(), cut.join(part, data.shape)
+
+    for numel, joined in run_grid(body, tensor=4):
+        assert numel == 6
+        assert torch.equal(joined, data)
+
+
+def test_checkpoints_that_differ_are_refused() -> None:
+    model = model_of()
+
+    class Odd(Model):
+        def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return super().forward(ids + self.rank, targets)
+
+    def body(place: Topology) -> None:
+        mine = copy.deepcopy(model)
+        mine.cut(place.tensor)
+        mine.__class__ = Odd
+        mine.rank = place.tensor.rank
+        more = {"activation_checkpointing": {"partition_activations": True}}
+        engine, *_ = wherry.initialize(model=mine, mesh=place, config=settings(1, more=more))
+        ids, targets = token_batch(0, 0, 0)
+        engine(ids % 20, targets)
+
+    with pytest.raises(WherryError, match=r"blocks\.0: input 0 of the checkpoint differs between"):
+        run_grid(body, tensor=2)
