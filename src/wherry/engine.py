@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, update_wrapper
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -453,6 +454,31 @@ class Engine(nn.Module):
     def wait_for_checkpoint(self) -> None:
         """Return when no checkpoint is being written behind training any more; every rank calls it."""
         self._checkpoints.wait()
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the working weights alone, as transformers loads them; every rank calls it.
+
+        Files are of 5 GB at most, with an index; a unit at a time is in memory. For a name that ends in .bin or .pt
+        it is one file of torch.save's, for which rank 0 holds the whole model.
+        """
+        self.settle()
+        self._checkpoints.save_model(Path(save_dir), save_filename, exclude_frozen=exclude_frozen_parameters)
+        return True
+
+    def consolidated_state_dict(
+        self, dtype: torch.dtype | None = None, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """The whole model on rank 0's host, None on the other ranks; every rank calls it.
+
+        Weights are the working ones, or in `dtype`; torch.float32 gives the masters.
+        """
+        self.settle()
+        return self._checkpoints.consolidated(dtype, exclude_frozen=exclude_frozen_parameters)
 
     def _session(self) -> Session:
         return Session(

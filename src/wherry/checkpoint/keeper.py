@@ -7,6 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from wherry.checkpoint.errors import on_first, together
 from wherry.checkpoint.folder import step_tag
 from wherry.checkpoint.load import Loaded, LoadOptions, load
 from wherry.checkpoint.save import Saved, SaveOptions, save
@@ -46,14 +49,30 @@ class Checkpoints:
         self.wait()
         return load(self._session(), Path(folder), None if tag is None else str(tag), options)
 
+    def save_model(self, folder: Path, file: str, *, exclude_frozen: bool) -> None:
+        from wherry.checkpoint import export
+
+        if file == "model.safetensors":
+            export.write_model(self._session(), folder, exclude_frozen=exclude_frozen)
+            return
+        if not file.endswith((".bin", ".pt", ".pth")) or "/" in file:
+            raise WherryError(
+                f"save_16bit_model: expected model.safetensors, or a name that ends in .bin, .pt or .pth, got {file!r}"
+            )
+        weights = self.consolidated(None, exclude_frozen=exclude_frozen)
+        on_first(self._session().comm, f"writing {folder / file}", lambda: export.write_torch(weights, folder / file))
+
+    def consolidated(self, dtype: torch.dtype | None, *, exclude_frozen: bool) -> dict[str, torch.Tensor] | None:
+        from wherry.checkpoint import export
+
+        return export.consolidated(self._session(), dtype=dtype, exclude_frozen=exclude_frozen)
+
     def wait(self) -> None:
         """Return when no save is under way any more; raises what went wrong with the last one, on every rank."""
         last, self.last = self.last, None
         if last is None or not last.behind:
             self.last = last
             return
-        from wherry.checkpoint.errors import together
-
         together(self._session().comm, f"saving {last.path}", last.wait)
         self.last = last
 

@@ -18,6 +18,9 @@ _OWN_PARSERS = {
     "train": ("wherry.cli.train", "pre-train a GPT-2 here: the quickest way to see Wherry work"),
     "plan": ("wherry.cli.plan", "say what training keeps in memory and moves, before you run it"),
     "bench": ("wherry.cli.bench", "measure the engine, the host optimizers or the disk, beside others"),
+    "export": ("wherry.cli.checkpoint:export", "write a checkpoint's weights as safetensors that transformers loads"),
+    "inspect": ("wherry.cli.checkpoint:inspect", "say what is inside a checkpoint, and whether it is whole"),
+    "import-deepspeed": ("wherry.cli.checkpoint:import_deepspeed", "turn a checkpoint of DeepSpeed's into one of ours"),
 }
 
 
@@ -41,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(arguments: list[str]) -> int:
     if arguments and arguments[0] in _OWN_PARSERS:
-        command: Callable[[list[str]], int] = importlib.import_module(_OWN_PARSERS[arguments[0]][0]).main
+        module, _, function = _OWN_PARSERS[arguments[0]][0].partition(":")
+        command: Callable[[list[str]], int] = getattr(importlib.import_module(module), function or "main")
         return command(arguments[1:])
     parsed = build_parser(arguments[0] if arguments else "").parse_args(arguments)
     return int(parsed.function(parsed) or 0)

@@ -130,15 +130,13 @@ class DeepSpeedEngine(Engine):
             self.module.load_state_dict(state, strict=strict)
 
     def save_16bit_model(
-        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Whole working weights in one `torch.save` file, written by rank 0. `wherry export` writes safetensors."""
-        state = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
-        if self.global_rank == 0:
-            os.makedirs(save_dir, exist_ok=True)
-            torch.save(state, os.path.join(save_dir, save_filename))
-        self.comm.barrier()
-        return True
+        """Whole working weights in one `torch.save` file, unless the name is `model.safetensors`."""
+        return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
 
     save_fp16_model = save_16bit_model
 

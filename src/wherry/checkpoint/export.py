@@ -1,0 +1,252 @@
+"""Weights for others: safetensors files of a given size with their index, written one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from wherry.checkpoint import folder as folders
+from wherry.checkpoint.errors import CheckpointError, together
+from wherry.checkpoint.files import TensorWriter, sync_folder, write_text
+from wherry.checkpoint.manifest import NAME, WEIGHT, Entry, Manifest, read_manifest
+from wherry.checkpoint.session import Session, plain_tensors
+from wherry.checkpoint.session import aliases as tied_names
+from wherry.checkpoint.source import Source
+from wherry.observe.progress import Progress
+from wherry.sharding.unit import Flat
+
+INDEX = "model.safetensors.index.json"
+DEFAULT_SHARD = 5_000_000_000
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class ModelWriter:
+    """Writes a model's tensors to `model.safetensors`, or to `model-00001-of-00003.safetensors` and so on.
+
+    Files get their names once all of them are whole. `aliases` are the other names of tied weights, which are written
+    once; readers of safetensors find them in the file's metadata.
+    """
+
+    def __init__(self, folder: Path, max_shard_size: int, names: Iterable[str], aliases: dict[str, str]) -> None:
+        self.folder = folder
+        self.max_shard_size = max_shard_size
+        self._metadata = {"format": "pt", **aliases}
+        self._room = sum(len(name) + 160 for name in names) + len(json.dumps(self._metadata)) + 1024
+        self._parts: list[Path] = []
+        self._place: dict[str, int] = {}
+        self._writer: TensorWriter | None = None
+        self.bytes = 0
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def __enter__(self) -> ModelWriter:
+        return self
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        nbytes = tensor.numel() * tensor.element_size()
+        full = self._writer is not None and 0 < self._writer.data_bytes > self.max_shard_size - nbytes
+        if full or (self._writer is not None and not self._writer.fits(name)):
+            self._finish()
+        if self._writer is None:
+            path = self.folder / f".model-{len(self._parts) + 1:05}.{os.getpid()}.partial"
+            path.unlink(missing_ok=True)
+            self._writer = TensorWriter(path, self._room, self._metadata)
+            self._parts.append(path)
+        self._writer.add(name, tensor.detach().contiguous())
+        self._place[name] = len(self._parts) - 1
+        self.bytes += nbytes
+
+    def _finish(self) -> None:
+        assert self._writer is not None
+        self._writer.finish()
+        self._writer = None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._name_files()
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+            for part in self._parts:
+                part.unlink(missing_ok=True)
+
+    def _name_files(self) -> None:
+        if self._writer is not None:
+            self._finish()
+        count = len(self._parts)
+        names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+        if count == 1:
+            names = ["model.safetensors"]
+        for old in self.folder.glob("model*.safetensors"):
+            if old.name not in names:
+                old.unlink()
+        for part, name in zip(self._parts, names, strict=True):
+            os.replace(part, self.folder / name)
+        index = {"metadata": {"total_size": self.bytes}, "weight_map": {n: names[i] for n, i in self._place.items()}}
+        sync_folder(self.folder)
+        write_text(self.folder / INDEX, json.dumps(index, indent=2) + "\n")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export has written."""
+
+    folder: Path
+    tensors: int
+    bytes: int
+    with_config: bool
+
+
+def export(
+    checkpoint: Path, out: Path, *, dtype: torch.dtype | None = None, max_shard_size: int = DEFAULT_SHARD
+) -> Exported:
+    """Write a checkpoint's weights as a folder that transformers loads. One tensor at a time is in memory.
+
+    `dtype`: of the parameters; None for the dtype that each was trained in. Buffers keep theirs.
+    """
+    path = find(checkpoint)
+    taken = [found.name for found in out.glob("*.safetensors")] if out.is_dir() else []
+    if taken:
+        raise CheckpointError(f"{out} holds {taken[0]} already; give a folder without safetensors files")
+    manifest = verified(path)
+    if manifest.engine.get("frozen_excluded"):
+        raise CheckpointError(f"{path} was saved without the frozen parameters, so it holds no whole model")
+    aliases = {other: name for name, entry in manifest.entries.items() for other in entry.aliases}
+    with (
+        Source(path, manifest) as source,
+        ModelWriter(out, max_shard_size, manifest.entries, aliases) as writer,
+        Progress(f"exporting {path}", len(manifest.entries), unit="tensors") as progress,
+    ):
+        for name, entry in manifest.entries.items():
+            writer.add(name, source.tensor(name, WEIGHT, _dtype_of(entry, dtype)))
+            progress.advance()
+    configs = {"model_config": "config.json", "generation_config": "generation_config.json"}
+    for key, file in configs.items():
+        if key in manifest.engine:
+            write_text(out / file, manifest.engine[key])
+    return Exported(out, len(manifest.entries), writer.bytes, "model_config" in manifest.engine)
+
+
+def _dtype_of(entry: Entry, wanted: torch.dtype | None) -> torch.dtype:
+    own: torch.dtype = getattr(torch, entry.dtype)
+    return wanted if wanted is not None and entry.kind != "buffer" and own.is_floating_point else own
+
+
+def find(path: Path) -> Path:
+    """A checkpoint's folder: the one given, or the latest of those in it."""
+    if (path / NAME).exists():
+        return path
+    tag = folders.locate(path, None) if path.is_dir() else None
+    if tag is None:
+        raise CheckpointError(f"{path} is no checkpoint and holds none: there is no {NAME} in it")
+    return path / tag
+
+
+def verified(path: Path) -> Manifest:
+    """The manifest of a checkpoint, every byte of which has been checked."""
+    manifest = read_manifest(path)
+    problems = folders.damage(path, manifest)
+    if problems:
+        raise CheckpointError(f"{path}: {'; '.join(problems[:8])}. {folders.offer(path.parent, path.name)}")
+    return manifest
+
+
+# From a live engine.
+
+
+def whole_weights(
+    session: Session, *, precise: bool = False, exclude_frozen: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter and persistent buffer, whole on every rank, a flat at a time; valid until the next flat.
+
+    `precise`: the fp32 master, where the working weights are less.
+    """
+    if session.tensor.size > 1:
+        raise CheckpointError(
+            "weights that tensor-parallel ranks have cut are put together from a checkpoint: save_checkpoint, then "
+            "`wherry export`"
+        )
+    for flat in session.flats:
+        if exclude_frozen and not flat.trainable:
+            continue
+        whole = _whole(session, flat, precise)
+        for slot in flat.layout.slots:
+            yield slot.name, whole[slot.start : slot.stop].view(slot.shape)
+    yield from plain_tensors(session).items()
+
+
+@torch.no_grad()
+def _whole(session: Session, flat: Flat, precise: bool) -> torch.Tensor:
+    state = session.states.get(flat) if precise and flat.dtype.itemsize < torch.float32.itemsize else None
+    if state is None and flat.resident:
+        return flat.whole
+    with flat.opened() as working:
+        shard = working.to(session.device, torch.float32 if state is not None else flat.dtype, copy=True)
+    if state is not None:
+        with state.opened() as segments:
+            for span, values in zip(session.spans(flat), segments, strict=True):
+                shard[span.start : span.stop].copy_(values["master"])  # type: ignore[arg-type]
+    whole = torch.empty(flat.layout.numel, dtype=shard.dtype, device=session.device)
+    if flat.layout.ranks == 1:
+        return shard
+    session.gatherer.comm.all_gather(whole, shard).wait()
+    return whole
+
+
+def write_model(session: Session, folder: Path, *, exclude_frozen: bool, max_shard_size: int = DEFAULT_SHARD) -> None:
+    """Write the working weights of a live engine; every rank calls it, rank 0 writes, a flat at a time."""
+    tied = {other: name for name, others in tied_names(session.module).items() for other in others}
+    names = [name for name, _ in session.module.named_parameters()] + list(plain_tensors(session))
+    weights = whole_weights(session, exclude_frozen=exclude_frozen)
+
+    def write() -> None:
+        if session.comm.rank == 0:
+            with ModelWriter(folder, max_shard_size, names, tied) as writer:
+                for name, tensor in weights:
+                    writer.add(name, tensor)
+
+    def write_and_drain() -> None:
+        try:
+            write()
+        finally:
+            # The other ranks gather every flat, whatever has become of the files.
+            for _ in weights:
+                pass
+
+    together(session.comm, f"writing the weights to {folder}", write_and_drain)
+
+
+def consolidated(
+    session: Session, *, dtype: torch.dtype | None = None, exclude_frozen: bool = False
+) -> dict[str, torch.Tensor] | None:
+    """All weights and buffers on rank 0's host, under all their names; None on the other ranks."""
+    tied, plain = tied_names(session.module), plain_tensors(session)
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in whole_weights(session, precise=dtype == torch.float32, exclude_frozen=exclude_frozen):
+        if session.comm.rank == 0:
+            cast = dtype is not None and tensor.is_floating_point() and name not in plain
+            copy = tensor.detach().to("cpu", dtype if cast else tensor.dtype, copy=True)
+            found.update({each: copy for each in (name, *tied.get(name, ()))})
+    if session.comm.rank:
+        return None
+    order = [name for name, _ in session.module.named_parameters(remove_duplicate=False)]
+    return {name: found[name] for name in dict.fromkeys([*order, *found]) if name in found}
+
+
+def write_torch(weights: dict[str, torch.Tensor] | None, path: Path) -> None:
+    """The weights as torch.save writes them, for programs that want that; whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        torch.save(weights, aside)
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)

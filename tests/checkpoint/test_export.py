@@ -1,0 +1,143 @@
+"""Weights for others: exported from checkpoints and from live engines, and what the commands print."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model
+from tests.checkpoint.harness import MODEL, Shape, on, save_from, state_of, train
+
+from wherry.checkpoint.export import ModelWriter
+from wherry.cli import main
+from wherry.parallel.comm import Comm
+
+BF16 = {"bf16": {"enabled": True}}
+
+
+def exported(folder: Path) -> dict[str, torch.Tensor]:
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    files = {name: load_file(folder / name) for name in sorted(set(index["weight_map"].values()))}
+    found = {name: files[file][name] for name, file in index["weight_map"].items()}
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
+    assert sum(len(tensors) for tensors in files.values()) == len(found), "a tensor is written twice"
+    return found
+
+
+@pytest.mark.parametrize("more", [{}, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [None, "fp32", "bf16", "fp16"])
+def test_export(tmp_path: Path, more: dict[str, Any], dtype: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    states = save_from(Shape(3, 3, more=more), tmp_path / "in")
+    flags = ["--dtype", dtype] if dtype else []
+    assert main(["export", str(tmp_path / "in"), str(tmp_path / "out"), *flags, "--max-shard-size", "4KB"]) == 0
+    found = exported(tmp_path / "out")
+    assert set(found) == {name for name, _ in MODEL.named_parameters()}
+    for name, weight in found.items():
+        expected = states[f"{name}:master"] if dtype else states[f"{name}:working"]
+        if dtype:
+            expected = expected.to({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype])
+        assert torch.equal(weight.flatten(), expected), name
+    sizes = [path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")]
+    assert len(sizes) > 2 and max(sizes) < 4000 + 16384
+    assert "27 tensors" in capsys.readouterr().out
+
+
+def test_one_file_loads_with_its_tied_names(tmp_path: Path) -> None:
+    states = save_from(Shape(2, 2), tmp_path / "in")
+    assert main(["export", str(tmp_path / "in" / "global_step2"), str(tmp_path / "out")]) == 0
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "head.weight": "embed.weight"}
+    import copy
+
+    model = copy.deepcopy(MODEL)
+    load_model(model, str(tmp_path / "out" / "model.safetensors"))
+    assert torch.equal(model.head.weight.flatten(), states["embed.weight:master"])
+    assert main(["export", str(tmp_path / "in"), str(tmp_path / "out")]) == 2, "it holds weights already"
+
+
+@pytest.mark.parametrize("shape", [Shape(1, 0), Shape(2, 1), Shape(3, 3), Shape(2, 3, more=BF16)], ids=str)
+def test_from_a_live_engine(tmp_path: Path, shape: Shape) -> None:
+    def body(engine: Any, comm: Comm) -> Any:
+        train(engine, comm, 2)
+        assert engine.save_16bit_model(tmp_path / "a")
+        assert engine.save_16bit_model(tmp_path / "a")
+        engine.save_16bit_model(tmp_path / "b", "pytorch_model.bin")
+        whole, precise = engine.consolidated_state_dict(), engine.consolidated_state_dict(torch.float32)
+        assert (whole is None) == (comm.rank > 0)
+        train(engine, comm, 1, first=2)  # the engine goes on, and what was taken does not change
+        return whole, precise
+
+    def states(engine: Any, comm: Comm) -> Any:
+        train(engine, comm, 2)
+        return state_of(engine)
+
+    whole, precise = on(shape, body)[0]
+    expected = on(shape, states)[0]
+    files = exported(tmp_path / "a")
+    pickled = torch.load(tmp_path / "b" / "pytorch_model.bin", weights_only=True)
+    assert list(whole) == [name for name, _ in MODEL.named_parameters(remove_duplicate=False)]
+    for name, weight in files.items():
+        assert torch.equal(weight.flatten(), expected[f"{name}:working"])
+        assert torch.equal(weight, whole[name]) and torch.equal(weight, pickled[name])
+        assert torch.equal(precise[name].flatten(), expected[f"{name}:master"])
+    assert whole["head.weight"] is whole["embed.weight"]
+
+
+def test_transformers_loads_it(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
+    config = transformers.GPT2Config(vocab_size=40, n_positions=8, n_embd=16, n_layer=2, n_head=2)
+    model = transformers.GPT2LMHeadModel(config)
+
+    def body(engine: Any, comm: Comm) -> Any:
+        engine.save_checkpoint(tmp_path / "in")
+        return engine.consolidated_state_dict()
+
+    weights = on(Shape(2, 3), body, model=model)[0]
+    assert main(["export", str(tmp_path / "in"), str(tmp_path / "out"), "--max-shard-size", "8KB"]) == 0
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(again) is type(model)
+    for name, weight in again.state_dict().items():
+        assert torch.equal(weight, weights[name]), name
+    assert again.lm_head.weight is again.transformer.wte.weight
+
+
+def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_from(Shape(2, 3, more=BF16), tmp_path, client_state={"epoch": 1})
+    assert main(["inspect", str(tmp_path), "--tensors"]) == 0
+    said = capsys.readouterr().out
+    for words in ("AdamW after 2 updates: exp_avg, exp_avg_sq", "every byte checked", "epoch", "bfloat16"):
+        assert words in said
+    assert "embed.weight  (29, 16) bfloat16 parameter: weight, exp_avg, exp_avg_sq (also head.weight)" in said
+    assert main(["inspect", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["problems"] == []
+    file = tmp_path / "global_step2" / "rank-00001.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert main(["inspect", str(tmp_path)]) == 1
+    assert "rank-00001.safetensors: bytes" in capsys.readouterr().out
+    assert main(["inspect", str(tmp_path / "nothing")]) == 2
+
+
+@pytest.mark.parametrize("argv", [["export", "/nowhere", "out"], ["inspect", "/nowhere"], ["export", ".", "out"]])
+def test_mistakes_are_told_in_a_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 2
+    assert capsys.readouterr().err.startswith("wherry: ")
+
+
+def test_no_torch_for_the_help() -> None:
+    code = "import sys; from wherry.cli import build_parser; build_parser(); print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_a_failed_export_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), ModelWriter(tmp_path, 100, ["a"], {}) as writer:
+        writer.add("a", torch.zeros(3))
+        raise RuntimeError
+    assert not list(tmp_path.iterdir())
