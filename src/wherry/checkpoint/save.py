@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import threading
@@ -367,7 +368,9 @@ class _Job:
                 part = self._write(pieces)
             except Exception as error:
                 self.files.abandon()
-                write_text(self.partial / f"{self.rank}.failed", describe(error))
+                # Rank 0 may have given up already, and the folder be gone.
+                with contextlib.suppress(OSError):
+                    write_text(self.partial / f"{self.rank}.failed", describe(error))
                 raise
             write_text(self.partial / f"{self.rank}.part", part.to_text())
             if self.rank == 0:
