@@ -61,32 +61,37 @@ class Turn:
     empty_bytes: int
     losses: list[float]
     built_seconds: float
+    # What the engine itself says that it holds on rank 0, by state and tier, if it can say.
+    memory: list[dict[str, Any]]
 
 
 class Entry:
-    """One system at one size on some ranks: its turns, or the reason why there are none."""
+    """One system with one recipe on some ranks: its turns, or the reason why there are none."""
 
-    def __init__(self, model: str, ranks: int, system: str, steps: int) -> None:
+    def __init__(
+        self, model: str, ranks: int, system: str, steps: int, *, recipe: Recipe | None = None, label: str = ""
+    ) -> None:
         self.model = model
         self.ranks = ranks
         self.system = system
+        self.label = label or system
         self.steps = steps
+        self.recipe = recipe or MODELS[model]
         self.reason = systems.cannot_run(system, ranks)
 
     def case(self, measure: str) -> dict[str, Any]:
-        return {"model": self.model, "ranks": self.ranks, "measure": measure}
+        return {"model": self.model, "dtype": self.recipe.dtype, "ranks": self.ranks, "measure": measure}
 
     def __str__(self) -> str:
-        return f"{self.model} {self.ranks} {self.system}"
+        return f"{self.model} {self.recipe.dtype} {self.ranks} {self.label}"
 
     def take(self) -> Turn | None:
         """Measure once more; after a failure, nothing more."""
         if self.reason is not None:
             return None
-        recipe = MODELS[self.model]
         try:
             with Room(self.ranks) as room:
-                built = room.ask(do="build", system=self.system, recipe=recipe, warmup=WARMUP)
+                built = room.ask(do="build", system=self.system, recipe=self.recipe, warmup=WARMUP)
                 timed = room.ask(do="time", system=self.system, steps=self.steps)
         except RoomFailed as failure:
             self.reason = str(failure)
@@ -98,16 +103,17 @@ class Entry:
             empty_bytes=sum(b["empty_bytes"] for b in built),
             losses=[statistics.fmean(step) for step in zip(*losses, strict=True)],
             built_seconds=max(b["seconds"] for b in built),
+            memory=timed[0]["memory"],
         )
 
 
-def measure(entries: Sequence[Entry], rounds: int) -> list[bench.Row]:
+def measure(entries: Sequence[Entry], rounds: int, what: str = "training steps") -> list[bench.Row]:
     """Two rows for each entry, in their order: its step's time, and its peak of memory."""
-    turns = bench.interleave({str(entry): entry.take for entry in entries}, rounds, "training steps")
+    turns = bench.interleave({str(entry): entry.take for entry in entries}, rounds, what)
     rows = []
     for entry in entries:
         taken = [turn for turn in turns[str(entry)] if turn is not None]
-        rows += _rows(entry, taken, turns[f"{entry.model} 1 {ORACLE}"])
+        rows += _rows(entry, taken, turns.get(f"{entry.model} {entry.recipe.dtype} 1 {ORACLE}", []))
     bench.compare(rows)
     return rows
 
@@ -115,8 +121,8 @@ def measure(entries: Sequence[Entry], rounds: int) -> list[bench.Row]:
 def _rows(entry: Entry, turns: Sequence[Turn], oracle: Sequence[Turn | None]) -> list[bench.Row]:
     step, memory = entry.case("step"), entry.case("peak memory")
     if entry.reason is not None:
-        return [bench.row(case, entry.system, unit, reason=entry.reason) for case, unit in ((step, "s"), (memory, "B"))]
-    recipe = MODELS[entry.model]
+        return [bench.row(case, entry.label, unit, reason=entry.reason) for case, unit in ((step, "s"), (memory, "B"))]
+    recipe = entry.recipe
     expected = next((turn.losses for turn in oracle if turn is not None), None)
     difference = None
     if expected is not None:
@@ -125,7 +131,7 @@ def _rows(entry: Entry, turns: Sequence[Turn], oracle: Sequence[Turn | None]) ->
     return [
         bench.row(
             step,
-            entry.system,
+            entry.label,
             "s",
             seconds,
             tokens_per_s=recipe.batch * recipe.length / statistics.median(seconds),
@@ -136,10 +142,11 @@ def _rows(entry: Entry, turns: Sequence[Turn], oracle: Sequence[Turn | None]) ->
         ),
         bench.row(
             memory,
-            entry.system,
+            entry.label,
             "B",
             [float(turn.peak_bytes) for turn in turns],
             empty_bytes=statistics.median(turn.empty_bytes for turn in turns),
+            memory=turns[0].memory,
         ),
     ]
 

@@ -53,7 +53,10 @@ class Worker:
         used = time.process_time()
         seconds, losses = self._run(system, steps)
         used = time.process_time() - used
-        return {"seconds": seconds, "cpu_seconds": used / steps, "losses": losses, "peak_bytes": peak_bytes()}
+        engine = getattr(self.trainees[system], "engine", None)
+        memory = [row._asdict() for row in engine.memory()] if hasattr(engine, "memory") else []
+        found = {"seconds": seconds, "cpu_seconds": used / steps, "losses": losses, "peak_bytes": peak_bytes()}
+        return found | {"memory": memory}
 
     def calls(self, system: str, steps: int) -> dict[str, Any]:
         """Calls of Python and of C functions in one step, the functions that are called most first."""
@@ -94,6 +97,13 @@ class Worker:
             loss = trainee.step(ids, labels)
             seconds.append(time.perf_counter() - begun)
             losses.append(loss)
+        settle = getattr(trainee, "settle", None)
+        if settle is not None:
+            begun = time.perf_counter()
+            settle()
+            # What was put off belongs to the steps.
+            late = (time.perf_counter() - begun) / max(1, steps)
+            seconds = [value + late for value in seconds]
         return seconds, [float(loss) for loss in losses]
 
 

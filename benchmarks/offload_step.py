@@ -1,0 +1,133 @@
+"""Steps with optimizer and parameters on host and disk: python benchmarks/offload_step.py [--quick] [--path FOLDER].
+
+Beside the bound max(compute, down, up, host update, disk), each of them measured in the same run, and beside FSDP2's
+and DeepSpeed's own offload. Without a GPU the host is the device, and only the disk is further away.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a script: this folder is found as it is when imported
+    sys.path[0] = str(Path(__file__).parents[1])
+
+from benchmarks import bounds, steps, systems
+from benchmarks.steps import MODELS, Entry
+from wherry.observe import bench
+
+DTYPES = ("fp32", "bf16")
+POLICIES = ("at_step", "before_use", "in_backward")
+PLACES = tuple(place.name for place in systems.OFFLOADED)
+PEERS = ("fsdp2-cpu", *(f"deepspeed-{name}" for name in PLACES))
+# Clipping belongs to training; an update in the backward is measured without it, beside the others without it.
+CLIPS = {"at_step": 1.0, "before_use": 1.0, "in_backward": 0.0}
+
+
+def entries_of(
+    model: str, dtype: str, clip: float, places: Sequence[str], peers: Sequence[str], count: int
+) -> list[Entry]:
+    recipe = replace(MODELS[model], dtype=dtype, clip=clip)
+    found = [Entry(model, 1, steps.ORACLE, count, recipe=recipe)]
+    for place in places:
+        for policy in POLICIES:
+            if clip and not CLIPS[policy]:
+                continue
+            label = f"wherry-{place} {policy}"
+            found.append(Entry(model, 1, f"wherry-{place}", count, recipe=replace(recipe, policy=policy), label=label))
+    return found + [Entry(model, 1, peer, count, recipe=recipe) for peer in peers]
+
+
+def limits_of(entries: Sequence[Entry], rates: bounds.Rates) -> dict[str, tuple[float, str]]:
+    """For each entry, by its label: the shortest time of its step, and what sets it."""
+    found = {}
+    for entry in entries:
+        place = systems.place_of(entry.system)
+        work = bounds.work_of(
+            entry.recipe.parameters,
+            entry.recipe.flops,
+            entry.recipe.dtype,
+            offload_optimizer=place.optimizer,
+            offload_param=place.parameters,
+            gpu=rates.up is not None,
+        )
+        found[entry.label] = bounds.bound(work, rates)
+    return found
+
+
+def measure(entries: Sequence[Entry], rounds: int, rates: bounds.Rates, clip: float) -> list[bench.Row]:
+    rows = steps.measure(entries, rounds, "offloaded steps")
+    limits = limits_of(entries, rates)
+    for row in rows:
+        row["case"]["clip"] = clip
+        if row["case"]["measure"] == "step" and row["value"]:
+            row["bound_s"], row["bound_by"] = limits[row["system"]]
+            row["of_limit"] = row["bound_s"] / row["value"]
+    return rows
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print the rows at 80 columns."""
+    shown = [row for row in rows if row["case"].get("measure") == "step"]
+    for case in [dict(pairs) for pairs in dict.fromkeys(tuple(row["case"].items()) for row in shown)]:
+        lines, notes = [], []
+        for row in (row for row in shown if row["case"] == case):
+            if row["reason"] is not None:
+                lines.append([row["system"], *["-"] * 6])
+                notes.append(f"{row['system']}: {row['reason']}")
+                continue
+            of_memory = case | {"measure": "peak memory"}
+            peak = next(other for other in rows if other["case"] == of_memory and other["system"] == row["system"])
+            peer = f"deepspeed-{row['system'].removeprefix('wherry-').split()[0]}"
+            lines.append(
+                [
+                    row["system"],
+                    f"{1000 * row['value']:,.1f}",
+                    bench.spread_words(row),
+                    f"{row['of_limit']:.2f} {row['bound_by']}",
+                    f"{peak['value'] / 1e6:,.0f}",
+                    steps.loss_words(row["loss_difference"]),
+                    bench.ratio_words(row, peer) if row["system"].startswith("wherry") else "",
+                ]
+            )
+        title = f"{case['model']}, {case['dtype']}, clipping at {case['clip']:g}"
+        bench.show(title, ("", "ms/step", "spread", "of bound", "peak MB", "losses", "x DS"), lines, [*notes, ""])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = bench.parser("offload_step", __doc__ or "")
+    parser.add_argument("--models", type=bench.listed(tuple(MODELS)), default=["10m"], help=", ".join(MODELS))
+    parser.add_argument("--dtypes", type=bench.listed(DTYPES), default=list(DTYPES), help=", ".join(DTYPES))
+    parser.add_argument("--places", type=bench.listed(PLACES), default=list(PLACES), help=", ".join(PLACES))
+    parser.add_argument("--peers", type=bench.listed((*PEERS, "none")), default=list(PEERS), help=", ".join(PEERS))
+    parser.add_argument("--path", default=".", help="a folder on the disk for states there (the current one)")
+    parser.add_argument("--rounds", type=bench.positive, help="times that every system is measured")
+    parser.add_argument("--steps", type=bench.positive, help="steps in one measure")
+    options = bench.parse(parser, argv)
+    rounds, count = options.rounds or (1 if options.quick else 5), options.steps or (3 if options.quick else 8)
+    os.environ[systems.DISK_FOLDER] = os.path.abspath(options.path)
+    peers = [peer for peer in options.peers if peer != "none"]
+    settings = {"rounds": rounds, "steps": count, "warmup": steps.WARMUP}
+    results = bench.Results(
+        "offload_step", options, settings | {"models": {m: vars(MODELS[m]) for m in options.models}}
+    )
+    for dtype in options.dtypes:
+        quick = options.quick or options.models == ["tiny"]
+        rates, rows = bounds.measure(systems.device_type(), dtype, toy=quick, folder=options.path)
+        results.add(*rows)
+        for model in options.models:
+            # Without clipping only where a policy asks for it.
+            for clip in sorted(set(CLIPS.values()), reverse=True):
+                entries = entries_of(model, dtype, clip, options.places, peers if clip else [], count)
+                results.add(*measure(entries, rounds, rates, clip))
+    table(results.rows)
+    results.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
