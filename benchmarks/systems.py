@@ -184,7 +184,7 @@ def _plain_default(recipe: Recipe, ranks: int) -> Trainee:
 def _ddp(recipe: Recipe, ranks: int) -> Trainee:
     from torch.nn.parallel import DistributedDataParallel
 
-    _start_group()
+    start_group()
     return Torch(DistributedDataParallel(recipe.model(), gradient_as_bucket_view=True), recipe)
 
 
@@ -194,7 +194,7 @@ def _fsdp2(offload: bool) -> Callable[[Recipe, int], Trainee]:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-        _start_group()
+        start_group()
         options: dict[str, Any] = {"mesh": init_device_mesh(device_type(), (ranks,))}
         if recipe.dtype == "bf16":
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -302,7 +302,7 @@ def _backend() -> str:
     return "cpu:gloo,cuda:nccl" if device_type() == "cuda" else "gloo"
 
 
-def _start_group() -> None:
+def start_group() -> None:
     import torch.distributed as dist
 
     if not dist.is_initialized():

@@ -1,0 +1,178 @@
+"""A process that builds one engine, in one of the ways that people do, and says what it took."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from benchmarks import systems
+from benchmarks.systems import PLACES, Recipe
+from benchmarks.worker import answer_requests, peak_bytes, resident_bytes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+STAGE3 = PLACES["3"]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How an engine comes to be: the title people know it by, the package it needs, and what is done."""
+
+    title: str
+    package: str
+    build: Callable[[Recipe, str], Any]
+    loads: bool = False
+
+
+def _config(recipe: Recipe) -> dict[str, Any]:
+    options = {"lr": systems.LEARNING_RATE, "weight_decay": systems.WEIGHT_DECAY}
+    return systems.config_of(STAGE3, recipe, 1) | {"optimizer": {"type": "AdamW", "params": options}}
+
+
+def _wherry(model: nn.Module, recipe: Recipe) -> Any:
+    import wherry
+
+    return wherry.initialize(model=model, config=_config(recipe))[0]
+
+
+def _plain(recipe: Recipe, file: str) -> Any:
+    model = recipe.model()
+    return model, systems.adamw(model.parameters())
+
+
+def _whole(recipe: Recipe, file: str) -> Any:
+    return _wherry(recipe.model(), recipe)
+
+
+def _init(recipe: Recipe, file: str) -> Any:
+    import wherry
+
+    with wherry.Init(config=_config(recipe)):
+        model = recipe.model()
+    return _wherry(model, recipe)
+
+
+def _meta(recipe: Recipe, file: str) -> Any:
+    import torch
+
+    with torch.device("meta"):
+        model = recipe.model()
+    return _wherry(model, recipe)
+
+
+def _fsdp2_meta(recipe: Recipe, file: str) -> Any:
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    systems.start_group()
+    mesh = init_device_mesh("cpu", (1,))
+    with torch.device("meta"):
+        model: Any = recipe.model()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device="cpu")
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    return model, systems.adamw(model.parameters())
+
+
+def _deepspeed_engine(model: nn.Module, recipe: Recipe) -> Any:
+    import deepspeed
+
+    config = _config(recipe) | {"steps_per_print": 2**31}
+    config["optimizer"]["params"]["torch_adam"] = True  # its own is compiled at first use
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+def _deepspeed(recipe: Recipe, file: str) -> Any:
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo")
+    return _deepspeed_engine(recipe.model(), recipe)
+
+
+def _deepspeed_init(recipe: Recipe, file: str) -> Any:
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo")
+    with deepspeed.zero.Init(config_dict_or_path=_config(recipe) | {"steps_per_print": 2**31}):
+        model = recipe.model()
+    return _deepspeed_engine(model, recipe)
+
+
+def _plain_load(recipe: Recipe, file: str) -> Any:
+    from safetensors.torch import load_file
+
+    model = recipe.model()
+    model.load_state_dict(load_file(file), strict=False)  # a tied head is in the file once
+    return model, systems.adamw(model.parameters())
+
+
+def _wherry_load(recipe: Recipe, file: str) -> Any:
+    import torch
+
+    import wherry
+
+    with torch.device("meta"):
+        model = recipe.model()
+    engine = _wherry(model, recipe)
+    wherry.load_pretrained(engine, file)
+    return engine
+
+
+WAYS: dict[str, Way] = {
+    "plain": Way("plain PyTorch", "torch", _plain),
+    "wherry": Way("Wherry, whole model first", "wherry", _whole),
+    "wherry-init": Way("Wherry, Init", "wherry", _init),
+    "wherry-meta": Way("Wherry, meta device", "wherry", _meta),
+    "fsdp2-meta": Way("FSDP2, meta device", "torch", _fsdp2_meta),
+    "deepspeed": Way("DeepSpeed, whole first", "deepspeed", _deepspeed),
+    "deepspeed-init": Way("DeepSpeed, zero.Init", "deepspeed", _deepspeed_init),
+    "plain-load": Way("plain PyTorch", "torch", _plain_load, loads=True),
+    "wherry-load": Way("Wherry, load_pretrained", "wherry", _wherry_load, loads=True),
+}
+
+
+class BuildWorker:
+    """One build in one process: a second one would find the memory of the first."""
+
+    def save(self, recipe: dict[str, Any], file: str) -> None:
+        """A model's weights as a safetensors file, tied ones once."""
+        from safetensors.torch import save_file
+
+        model = Recipe(**recipe).model()
+        save_file({name: parameter.detach() for name, parameter in model.named_parameters()}, file)
+
+    def build(self, way: str, recipe: dict[str, Any], file: str) -> dict[str, Any]:
+        import torch
+
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        importlib.import_module(WAYS[way].package)
+        made = Recipe(**recipe)
+        empty = resident_bytes()
+        begun = time.perf_counter()
+        built = WAYS[way].build(made, file)
+        seconds = time.perf_counter() - begun
+        gc.collect()
+        found = {"seconds": seconds, "empty_bytes": empty, "peak_bytes": peak_bytes()}
+        found["states_bytes"] = self._states(built, made)
+        return found
+
+    def _states(self, built: Any, recipe: Recipe) -> int:
+        """Bytes of the states that are there now: an engine's own account, or weights alone before a first step."""
+        if hasattr(built, "memory"):
+            return sum(row.bytes_actual for row in built.memory())
+        return 4 * recipe.parameters
+
+
+if __name__ == "__main__":
+    answer_requests(BuildWorker)

@@ -1,0 +1,110 @@
+"""Building and loading a model at stage 3: python benchmarks/construction.py [--quick] [--models 10m,125m].
+
+Seconds until an engine can take its first step, and the peak of memory on the way, for the whole model built first, for
+`Init` and for the meta device, beside FSDP2 and DeepSpeed; and the same from a safetensors file. The limit in memory is
+what stays: an empty process and the states.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a script: this folder is found as it is when imported
+    sys.path[0] = str(Path(__file__).parents[1])
+
+from benchmarks import systems
+from benchmarks.build_worker import WAYS
+from benchmarks.rooms import Room, RoomFailed
+from benchmarks.steps import MODELS
+from wherry.observe import bench
+
+WORKER = Path(__file__).parent / "build_worker.py"
+
+
+class Building:
+    """One way to an engine: what it took, or why it cannot be gone."""
+
+    def __init__(self, model: str, way: str, file: Path) -> None:
+        self.model, self.way, self.file = model, way, file
+        self.reason = systems.cannot_run(way)
+
+    def take(self) -> dict[str, Any] | None:
+        if self.reason is not None:
+            return None
+        # Weights rest partitioned, whatever their size, as they do in a model that needs it.
+        recipe = replace(MODELS[self.model], persistence=0)
+        try:
+            with Room(1, worker=WORKER) as room:
+                found: dict[str, Any] = room.ask(do="build", way=self.way, recipe=recipe, file=str(self.file))[0]
+        except RoomFailed as failure:
+            self.reason = str(failure)
+            return None
+        return found
+
+
+def measure(model: str, ways: Sequence[str], rounds: int, folder: Path) -> list[bench.Row]:
+    file = folder / f"{model}.safetensors"
+    with Room(1, worker=WORKER) as room:
+        room.ask(do="save", recipe=MODELS[model], file=str(file))
+    buildings = {way: Building(model, way, file) for way in ways}
+    taken = bench.interleave({way: building.take for way, building in buildings.items()}, rounds, "builds")
+    rows = []
+    for way, building in buildings.items():
+        loads = WAYS[way].loads
+        cases = [{"model": model, "work": "load" if loads else "build", "measure": of} for of in ("time", "memory")]
+        if building.reason is not None:
+            rows += [
+                bench.row(case, way, unit, reason=building.reason) for case, unit in zip(cases, ("s", "B"), strict=True)
+            ]
+            continue
+        found = [turn for turn in taken[way] if turn is not None]
+        rows.append(bench.row(cases[0], way, "s", [turn["seconds"] for turn in found]))
+        peaks = [float(turn["peak_bytes"] - turn["empty_bytes"]) for turn in found]
+        row = bench.row(cases[1], way, "B", peaks, states_bytes=found[0]["states_bytes"])
+        row["of_limit"] = row["states_bytes"] / row["value"]
+        rows.append(row)
+    bench.compare(rows)
+    return rows
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print the rows at 80 columns."""
+    for model, work in dict.fromkeys((row["case"]["model"], row["case"]["work"]) for row in rows):
+        lines, notes = [], []
+        mine = [row for row in rows if (row["case"]["model"], row["case"]["work"]) == (model, work)]
+        for time, memory in zip(mine[::2], mine[1::2], strict=True):
+            title = WAYS[time["system"]].title
+            if time["reason"] is not None:
+                lines.append([title, *["-"] * 4])
+                notes.append(f"{title}: {time['reason']}")
+                continue
+            figures = [f"{time['value']:.2f}", bench.spread_words(time), f"{memory['value'] / 1e6:,.0f}"]
+            lines.append([title, *figures, f"{memory['of_limit']:.2f}"])
+        bench.show(f"{work} {model}", ("", "s", "spread", "peak MB", "of states"), lines, [*notes, ""])
+    print("peak MB: above an empty process. of states: which part of the peak the states are that stay.")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = bench.parser("construction", __doc__ or "")
+    parser.add_argument("--models", type=bench.listed(tuple(MODELS)), help="of tiny, 10m, 125m (default: the last two)")
+    parser.add_argument("--systems", type=bench.listed(tuple(WAYS)), default=list(WAYS), help="with commas")
+    parser.add_argument("--rounds", type=bench.positive, help="times that everything is measured")
+    options = bench.parse(parser, argv)
+    models = options.models or (["10m"] if options.quick else ["10m", "125m"])
+    rounds = options.rounds or (1 if options.quick else 5)
+    results = bench.Results("construction", options, {"rounds": rounds, "models": models})
+    with tempfile.TemporaryDirectory() as folder:
+        for model in models:
+            results.add(*measure(model, options.systems, rounds, Path(folder)))
+    table(results.rows)
+    results.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

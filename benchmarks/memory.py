@@ -1,0 +1,112 @@
+"""Peak memory by placement, beside the published formulas: python benchmarks/memory.py [--quick].
+
+A batch so small that activations do not count: what is left above an empty process is the training states, and what
+an engine takes beside them. The formulas are those of the ZeRO papers, and say what the states must take.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a script: this folder is found as it is when imported
+    sys.path[0] = str(Path(__file__).parents[1])
+
+from benchmarks import steps, systems
+from benchmarks.steps import MODELS, Entry
+from wherry.observe import bench
+
+DTYPES = ("fp32", "bf16")
+FORMULA = "formula"
+# Bytes of a parameter: working weight, gradient, and what the optimizer keeps beside the working weight.
+STATES = {"fp32": (4, 4, 8), "bf16": (2, 2, 12)}
+_ENGINES = tuple(f"{who}-{name}" for who in ("wherry", "deepspeed") for name in systems.PLACES if name != "3-super")
+SYSTEMS = ("plain", "ddp", "fsdp2", "fsdp2-cpu", *_ENGINES)
+LENGTH = 16
+
+
+def formula(system: str, parameters: int, ranks: int, dtype: str) -> float:
+    """Bytes in memory of all ranks' states together. What rests on disk is not in memory."""
+    weight, gradient, optimizer = STATES[dtype]
+    place = systems.place_of(system)
+    # FSDP2 partitions everything; the others of torch's own nothing.
+    stage = 3 if system.startswith("fsdp2") else place.stage
+    copies = [ranks if stage < level else 1 for level in (3, 2, 1)]
+    kept = [weight * (place.parameters != "nvme"), gradient, optimizer * (place.optimizer != "nvme")]
+    if system in ("plain", "ddp") or system.startswith("fsdp2"):
+        kept = [4, 4, 8]  # in bf16 they compute by autocast, and keep fp32
+    return float(parameters * sum(count * nbytes for count, nbytes in zip(copies, kept, strict=True)))
+
+
+def rows_of(entries: Sequence[Entry], rounds: int) -> list[bench.Row]:
+    """A row for each entry: bytes above an empty process, beside the formula's."""
+    measured = steps.measure(entries, rounds, "peaks of memory")
+    found = []
+    for entry, row in zip(entries, (r for r in measured if r["case"]["measure"] == "peak memory"), strict=True):
+        case = row["case"] | {"measure": "memory above an empty process"}
+        if row["reason"] is not None:
+            found.append(bench.row(case, entry.label, "B", reason=row["reason"]))
+            continue
+        expected = formula(entry.system, entry.recipe.parameters, entry.ranks, entry.recipe.dtype)
+        above = [max(1.0, value - row["empty_bytes"]) for value in row["values"]]
+        made = bench.row(case, entry.label, "B", above, formula_bytes=expected, memory=row["memory"])
+        made["of_limit"] = expected / made["value"]
+        made["bytes_per_parameter"] = made["value"] / entry.recipe.parameters
+        made["empty_bytes"] = row["empty_bytes"]
+        found.append(made)
+    bench.compare(found)
+    return found
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print the rows at 80 columns."""
+    for case in [dict(pairs) for pairs in dict.fromkeys(tuple(row["case"].items()) for row in rows)]:
+        lines, notes = [], []
+        for row in (row for row in rows if row["case"] == case):
+            title = systems.TITLES[row["system"]]
+            if row["reason"] is not None:
+                lines.append([title, *["-"] * 6])
+                notes.append(f"{title}: {row['reason']}")
+                continue
+            figures = [f"{row['value'] / 1e6:,.0f}", f"{row['formula_bytes'] / 1e6:,.0f}", f"{row['of_limit']:.2f}"]
+            stated = sum(state["bytes_actual"] for state in row["memory"])
+            peer = f"deepspeed-{row['system'].partition('-')[2]}"
+            figures += [f"{row['bytes_per_parameter']:.1f}", f"{stated / 1e6:,.0f}" if stated else ""]
+            lines.append([title, *figures, bench.ratio_words(row, peer) if "wherry" in row["system"] else ""])
+        title = f"{case['model']}, {case['dtype']}, {case['ranks']} ranks: above an empty process, all ranks together"
+        columns = ("", "peak MB", "formula MB", "of formula", "B/param", "engine says", "x DS")
+        bench.show(title, columns, lines, [*notes, ""])
+    print("engine says: what it holds itself on rank 0. x DS: how many times as much DeepSpeed takes.")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = bench.parser("memory", __doc__ or "")
+    parser.add_argument("--models", type=bench.listed(tuple(MODELS)), help="of tiny, 10m, 125m (default: the last two)")
+    parser.add_argument("--dtypes", type=bench.listed(DTYPES), default=list(DTYPES), help=", ".join(DTYPES))
+    parser.add_argument("--systems", type=bench.listed(SYSTEMS), default=list(SYSTEMS), help="with commas")
+    parser.add_argument("--ranks", type=bench.positives, default=[1, 2], help="numbers of ranks (default: 1,2)")
+    parser.add_argument("--rounds", type=bench.positive, help="times that everything is measured")
+    parser.add_argument("--path", default=".", help="a folder on the disk for states there (the current one)")
+    options = bench.parse(parser, argv)
+    models = options.models or (["10m"] if options.quick else ["10m", "125m"])
+    rounds = options.rounds or (1 if options.quick else 3)
+    os.environ[systems.DISK_FOLDER] = os.path.abspath(options.path)
+    results = bench.Results("memory", options, {"rounds": rounds, "length": LENGTH, "models": models})
+    for model in models:
+        for dtype in options.dtypes:
+            for ranks in options.ranks:
+                length = min(LENGTH, MODELS[model].length)
+                recipe = replace(MODELS[model], dtype=dtype, batch=ranks, length=length)
+                entries = [Entry(model, ranks, name, 2, recipe=recipe) for name in options.systems]
+                results.add(*rows_of(entries, rounds))
+    table(results.rows)
+    results.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
