@@ -247,7 +247,7 @@ class Engine(nn.Module):
         self._averaged = averaged
         self._micro_batches = micro_batches
         micro_batch = max(self._backwards_in_window, self._steps_in_window) + micro_batches
-        self._gradients.begin(boundary=self._is_boundary(micro_batch))
+        self._gradients.begin(boundary=self._is_boundary(micro_batch), micro_batches=micro_batches)
         self._hooks.begin_backward()
 
     # Step.

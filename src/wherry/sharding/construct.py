@@ -60,7 +60,7 @@ class Builder:
         units = []
         materialiser = Materialiser(model, self.device)
         for index, plan in enumerate(plans):
-            materialiser.fill([parameter for _, parameter in plan.parameters])
+            materialiser.fill([parameter for _, parameter in plan.parameters], None if plan.root else plan.modules[0])
             flats = self._flats(plan)
             units.append(Unit(index, plan.name, plan.modules, flats, root=plan.root))
         materialiser.finish()

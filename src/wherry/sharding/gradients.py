@@ -57,14 +57,18 @@ class FlatGradient:
         self._parts: dict[int, list[torch.Tensor]] = {}
         # How often the gradient of each parameter arrives in one backward.
         self.expected = 1
+        # How often one did in the last backward, by backwards within it: those of reentrant checkpoints.
+        self.nested = 0
         self._arrived = [0] * len(flat.parameters)
         self._waiting = len(flat.parameters)
         self.collected = False
 
-    def arrive(self, index: int) -> bool:
+    def arrive(self, index: int, *, nested: bool) -> bool:
         """A parameter's gradient is there; true when it was the last one awaited."""
         self._arrived[index] += 1
-        if self._arrived[index] != self.expected:
+        if nested:
+            self.nested = max(self.nested, self._arrived[index])
+        if self.collected or self._arrived[index] != self.expected:
             return False
         self._waiting -= 1
         return self._waiting == 0
@@ -73,6 +77,7 @@ class FlatGradient:
         """A backward begins: nothing has arrived."""
         self._arrived = [0] * len(self._arrived)
         self._waiting = len(self._arrived)
+        self.nested = 0
         self.collected = False
 
     def measured(self, *, cut_only: bool) -> list[torch.Tensor]:
@@ -175,13 +180,16 @@ class Gradients:
         self.nested = False
         self.one_path = True
         self.boundary = False
+        # How many micro-batches the last backward was of.
+        self.micro_batches = 1
         # Gradients of parameters that this backward has brought.
         self.arrivals = 0
 
     # A backward, from begin to finish.
 
-    def begin(self, *, boundary: bool) -> None:
+    def begin(self, *, boundary: bool, micro_batches: int = 1) -> None:
         self.boundary = boundary
+        self.micro_batches = micro_batches
         self._next = 0
         self._completed = []
         self._late = set()

@@ -95,7 +95,6 @@ class Hooks:
         self.running = [0] * len(units)
         # In forwards that run together: how often a unit ran without a graph, to be recomputed in the backward.
         self._ungraphed: dict[Unit, int] = {}
-        self._graphed: set[Unit] = set()
         self.task = NO_TASK
         self.backward_running = False
         self._handles: list[RemovableHandle] = []
@@ -239,11 +238,8 @@ class Hooks:
         if unit.root or backward_task() != NO_TASK:
             return False
         first = self.interleaver.reach(unit)
-        if self.interleaver.active:
-            if torch.is_grad_enabled():
-                self._graphed.add(unit)
-            else:
-                self._ungraphed[unit] = self._ungraphed.get(unit, 0) + 1
+        if self.interleaver.active and not torch.is_grad_enabled():
+            self._ungraphed[unit] = self._ungraphed.get(unit, 0) + 1
         return first
 
     def _pre_forward(self, unit: Unit, module: nn.Module, args: Any) -> None:
@@ -363,7 +359,7 @@ class Hooks:
     def run_together(self, forwards: Sequence[Callable[[], T]]) -> list[T]:
         """The results of several forwards of the model, each unit gathered once for all of them."""
         self._begin_forward()
-        self._ungraphed, self._graphed, self._frozen_calls = {}, set(), {}
+        self._ungraphed, self._frozen_calls = {}, {}
         try:
             results = self.interleaver.run(forwards, self._enter)
         except BaseException:
@@ -373,9 +369,11 @@ class Hooks:
         finally:
             self.running = [0] * len(self.units)
         self._end_forward()
-        for gradient, unit in zip(self.gradients.all, self._home, strict=True):
-            # A reentrant checkpoint runs a backward of its own for each forward, and each brings a gradient.
-            gradient.expected = max(1, self._ungraphed.get(unit, 0) + (unit in self._graphed))
+        for gradient in self.gradients.all:
+            # A reentrant checkpoint runs a backward of its own for each forward, and each brings a gradient. If fewer
+            # come than in the backward before, the flat is collected at the end; if more, once more.
+            per_forward = gradient.nested // self.gradients.micro_batches
+            gradient.expected = max(1, per_forward * len(forwards))
         for unit, calls in self._ungraphed.items():
             self._frozen_calls[unit] = self._frozen_calls.get(unit, 0) + calls
         return results
@@ -458,11 +456,12 @@ class Hooks:
     def _gradient_arrived(self, place: int, index: int) -> None:
         gradient = self.gradients.all[place]
         self.gradients.arrivals += 1
-        if not self._inside_backward():
-            self.gradients.nested = True
+        nested = not self._inside_backward()
+        self.gradients.nested |= nested
         if gradient.collected:
+            gradient.arrive(index, nested=nested)
             self.gradients.arrived_late(gradient)
-        elif gradient.arrive(index):
+        elif gradient.arrive(index, nested=nested):
             self.gradients.complete(gradient)
             # Every operation that used these weights has run: each needed them to make a gradient that has arrived.
             if not self._home[place].shared:

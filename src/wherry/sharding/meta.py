@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,20 +25,24 @@ class Materialiser:
         self.device = device
         self._names = {module: name for name, module in model.named_modules()}
         self._waiting = [module for module in model.modules() if _on_meta(module)]
-        self._init_weights = getattr(model, "_init_weights", None)
+        self._holders: dict[str, Callable[[nn.Module], Any]] = {
+            name: module._init_weights for name, module in model.named_modules() if callable(_init_weights(module))
+        }
         self._refuse_those_without_a_way()
 
-    def _way(self, module: nn.Module) -> Callable[[], Any] | None:
-        for name in ("reset_parameters", "_reset_parameters"):
-            own = getattr(module, name, None)
-            if callable(own):
-                return own
-        if self._init_weights is not None:
-            return lambda: self._init_weights(module)  # type: ignore[misc]
-        return None
+    def _ways(self, module: nn.Module) -> list[Callable[[], Any]]:
+        own = (getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters"))
+        ways = [way for way in own if callable(way)][:1]
+        # As transformers builds: the module's own first, then the model's.
+        return ways + self._ways_of_model(module)
+
+    def _ways_of_model(self, module: nn.Module) -> list[Callable[[], Any]]:
+        name = self._names[module]
+        holders = [h for h in self._holders if not h or name == h or name.startswith(h + ".")]
+        return [partial(self._holders[max(holders, key=len)], module)] if holders else []
 
     def _refuse_those_without_a_way(self) -> None:
-        lacking = [module for module in self._waiting if self._way(module) is None]
+        lacking = [module for module in self._waiting if not self._ways(module)]
         if lacking:
             shown = ", ".join(f"{self._names[m] or 'the model'} ({type(m).__name__})" for m in lacking[:8])
             more = f" and {len(lacking) - 8} more" if len(lacking) > 8 else ""
@@ -47,13 +52,21 @@ class Materialiser:
                 "wherry.Init() instead, or give it values before wherry.initialize"
             )
 
-    def fill(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Give values to the modules that hold any of `parameters`, as far as these are on the meta device."""
+    def fill(self, parameters: Sequence[nn.Parameter], block: nn.Module | None) -> None:
+        """Give values to the modules that hold any of `parameters`, as far as these are on the meta device.
+
+        `block` has them all, if one module has: modules in it that hold none may initialise those of their children.
+        """
         wanted = {parameter for parameter in parameters if parameter.is_meta}
         if not wanted:
             return
         for module in [m for m in self._waiting if wanted & _direct(m)]:
             self._fill(module)
+        with torch.no_grad():
+            for module in reversed(list(block.modules()) if block is not None else []):  # children before parents
+                if not _direct(module):
+                    for way in self._ways_of_model(module):
+                        way()
 
     def finish(self) -> None:
         """Modules that have no parameters, but buffers."""
@@ -75,11 +88,10 @@ class Materialiser:
                 unknown = float("nan") if buffer.is_floating_point() else 0
                 module._buffers[name] = torch.full_like(buffer, unknown, device=self.device)
                 buffers.append(name)
-        way = self._way(module)
-        assert way is not None
         # Tied to a module that had its turn: those values stay.
         with _scratch(module, old, self.device):
-            way()
+            for way in self._ways(module):
+                way()
         self._check(module, buffers)
 
     def _check(self, module: nn.Module, buffers: Sequence[str]) -> None:
@@ -95,6 +107,10 @@ class Materialiser:
                 f"{where}: reset_parameters() of {type(module).__name__} has left {', '.join(unset)} without values, "
                 "which were on the meta device; let it set them too, or build the model under wherry.Init() instead"
             )
+
+
+def _init_weights(module: nn.Module) -> Any:
+    return getattr(type(module), "_init_weights", None)
 
 
 def _direct(module: nn.Module) -> set[nn.Parameter]:
