@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,15 @@ from wherry.engine import Engine, Parts
 from wherry.errors import ConfigError, WherryError
 from wherry.observe.log import logger, say
 from wherry.parallel import topology as topologies
-from wherry.placement import Tier
 from wherry.sharding.access import refuse_taken
 from wherry.sharding.construct import Builder, move_buffers
-from wherry.sharding.gradients import GradientPolicy, Gradients
+from wherry.sharding.gradients import Gradients
 from wherry.sharding.grouping import plan_units
 from wherry.sharding.hooks import Hooks, Phases
 from wherry.sharding.interleave import Interleaver
 from wherry.sharding.schedule import Schedule
 from wherry.sharding.weights import Gatherer
+from wherry.tiering import Tiering
 from wherry.update import schedules
 from wherry.update.clipping import sum_squares
 from wherry.update.loss_scale import LossScaler
@@ -106,7 +107,7 @@ def _assemble(
     optimizer: OptimizerLike | None,
     model_parameters: Iterable[Any] | None,
 ) -> Engine:
-    _check_possible(resolved, topology.device)
+    _check_possible(resolved)
     batch = resolved.batch(topology.data.size)
     if resolved.log_level is not None:
         logger.setLevel(resolved.log_level.upper())
@@ -120,6 +121,13 @@ def _assemble(
     _check_groups(model, group_of)
 
     zero = resolved.zero_optimization
+    trainable = sum(p.numel() for p in group_of)
+    tiering = Tiering(resolved, placement, topology, spec, trainable)
+    updater = (
+        Updater(spec.groups, topology.data, tiering.link, tiering.policy, tiering.state_tier)
+        if spec is not None
+        else None
+    )
     builder = Builder(
         placement,
         topology.data,
@@ -128,6 +136,8 @@ def _assemble(
         group_of=group_of,
         persistence_threshold=zero.stage3_param_persistence_threshold,
         persistence_limit=zero.stage3_model_persistence_threshold,
+        home_of=tiering.home_of,
+        adopt=updater.adopt if updater is not None else lambda flat, master: None,
         tensor=topology.tensor,
     )
     units = builder.build(plan_units(model, resolved.wherry.unit_classes), model)
@@ -137,30 +147,42 @@ def _assemble(
         units,
         topology.data,
         schedule,
+        tiering.link,
         live_limit=zero.stage3_max_live_parameters,
         prefetch=zero.stage3_prefetch_bucket_size,
+        read_ahead=tiering.read_ahead,
     )
     flats = [flat for unit in units for flat in unit.flats]
+    policy = tiering.gradient_policy(flats)
     gradients = Gradients(
         flats,
         topology.data,
         placement.gradients,
         placement.optimizer,
-        _policy(resolved, topology.data.size),
+        policy,
         sum_squares,
+        tiering.link,
+        partial(tiering.way_of, policy),
         topology.tensor,
         topology.pipe,
     )
-    updater = (
-        Updater(gradients.all, builder.masters, spec.make_rule, len(spec.groups), gatherer)
-        if spec is not None
-        else None
-    )
+    if updater is not None:
+        updater.attach(gradients.all)
+        gatherer.settle = updater.settle
+        if tiering.policy.when == "in_backward":
+            gradients.on_complete = updater.landed
 
     def make_hooks(engine: Engine) -> Hooks:
         phases = Phases(engine.backward_begins, engine.backward_ends, engine.forward_begins)
         return Hooks(
-            model, units, gatherer, gradients, schedule, phases, Interleaver(len(units), topology.device)
+            model,
+            units,
+            gatherer,
+            gradients,
+            schedule,
+            phases,
+            Interleaver(len(units), topology.device),
+            updates_beside=tiering.policy.beside,
         )
 
     def make_activations(hooks: Hooks) -> Activations:
@@ -181,12 +203,14 @@ def _assemble(
             gatherer=gatherer,
             schedule=schedule,
             gradients=gradients,
+            tiering=tiering,
             hooks=make_hooks,
             activations=make_activations,
             updater=updater,
             optimizer=make_optimizer,
             scaler=LossScaler.from_config(fp16),
-            check_overflow=fp16.enabled or (resolved.bf16.enabled and resolved.bf16.check_grad_overflow),
+            check_overflow=tiering.policy.when != "in_backward"
+            and (fp16.enabled or (resolved.bf16.enabled and resolved.bf16.check_grad_overflow)),
             autocast_inputs=torch.float16 if fp16.enabled and fp16.auto_cast else None,
         ),
     )
@@ -207,31 +231,11 @@ def _config(config: Any, config_params: Any, args: Any) -> Config:
     return source if isinstance(source, Config) else configs.load(source)
 
 
-def _check_possible(config: Config, device: torch.device) -> None:
+def _check_possible(config: Config) -> None:
     """Refuse what this version would otherwise do differently from what was asked."""
     beyond = config.beyond()
-    if device.type != "cpu":
-        placement = config.placement()
-        beyond += [
-            f"zero_optimization.offload_{state}.device: cpu needs a machine without a GPU in this version; use none"
-            for state, resting in (("optimizer", placement.optimizer), ("param", placement.parameters))
-            if resting.tier is Tier.HOST
-        ]
-        if config.state_dtype() != "fp32":
-            beyond.append(f"wherry.state_dtype: {config.state_dtype()} needs a machine without a GPU in this version")
     if beyond:
         raise ConfigError("\n".join(beyond))
-
-
-def _policy(config: Config, ranks: int) -> GradientPolicy:
-    communication = config.communication_dtype()
-    wire = communication or config.working_dtype()
-    return GradientPolicy(
-        accumulation_dtype=config.grad_accum_dtype(),
-        communication_dtype=communication,
-        # A sum over many ranks would leave the narrow range of fp16; a mean does not.
-        predivide=float(ranks) if wire is torch.float16 else 1.0,
-    )
 
 
 def _optimizer(

@@ -10,11 +10,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, update_wrapper
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
+from wherry import accounts
+from wherry.accounts import MemoryRow
 from wherry.accumulation import Accumulation
 from wherry.activations.manager import Activations
 from wherry.checkpoint.keeper import Checkpoints
@@ -37,20 +39,12 @@ from wherry.sharding.roster import Roster
 from wherry.sharding.schedule import Schedule
 from wherry.sharding.unit import Unit
 from wherry.sharding.weights import Gatherer
+from wherry.tiering import Tiering
 from wherry.update.clipping import norm_and_multiplier
 from wherry.update.loss_scale import LossScaler
 from wherry.update.optimizer import ShardedOptimizer
 from wherry.update.pipeline import Updater
 from wherry.update.reach import ParameterStates
-
-
-class MemoryRow(NamedTuple):
-    """Bytes of one state on one tier, on this rank: as the placement table promises, and as they are."""
-
-    state: str
-    tier: str
-    bytes_expected: int
-    bytes_actual: int
 
 
 @dataclass
@@ -65,6 +59,7 @@ class Parts:
     gatherer: Gatherer
     schedule: Schedule
     gradients: Gradients
+    tiering: Tiering
     hooks: Callable[[Engine], Hooks]
     activations: Callable[[Hooks], Activations]
     updater: Updater | None
@@ -103,6 +98,7 @@ class Engine(nn.Module):
         self._schedule = parts.schedule
         self._gradients = parts.gradients
         self._updater = parts.updater
+        self._tiering = parts.tiering
         self._scaler = parts.scaler
         self._check_overflow = parts.check_overflow
         self._input_dtype = parts.autocast_inputs
@@ -141,8 +137,8 @@ class Engine(nn.Module):
         self._activations = parts.activations(self._hooks)
         self.optimizer = parts.optimizer(self)
         self._checkpoints = Checkpoints(self._session, parts.config)
-        states = {state.flat: state.master for state in parts.updater.states} if parts.updater else {}
-        self._access = Access(module, parts.units, parts.gatherer, self.comm, states.get)
+        state_of = parts.updater.state_of if parts.updater is not None else {}
+        self._access = Access(module, parts.units, parts.gatherer, self.comm, state_of.get, self.settle)
 
     # Forward.
 
@@ -157,7 +153,7 @@ class Engine(nn.Module):
                     around.enter_context(self._reporter.counting("forward", self.global_steps + 1))
                 around.enter_context(self._hooks.saving())
                 around.enter_context(self._activations.forward())
-                return self.module(*args, **kwargs)
+                return self._modules["module"](*args, **kwargs)  # type: ignore[misc]
         except BaseException as error:
             if not self._hooks.interleaver.stopping:  # else it is stopped because of another's error
                 self.comm.tell(error)
@@ -247,8 +243,19 @@ class Engine(nn.Module):
         self._averaged = averaged
         self._micro_batches = micro_batches
         micro_batch = max(self._backwards_in_window, self._steps_in_window) + micro_batches
-        self._gradients.begin(boundary=self._is_boundary(micro_batch), micro_batches=micro_batches)
+        boundary = self._is_boundary(micro_batch)
+        self._updates_begin_with(boundary)
+        self._gradients.begin(boundary=boundary, micro_batches=micro_batches)
         self._hooks.begin_backward()
+
+    def _updates_begin_with(self, boundary: bool) -> None:
+        """No update is under way while gradients come, but those that a policy makes of these very gradients."""
+        if self._updater is None or not self._updater.policy.beside:
+            return
+        if self._updater.policy.when != "delayed":
+            self._updater.settle()
+        if boundary and self._updater.policy.when == "in_backward":
+            self._updater.expects(self._groups(), self._gradient_scale())
 
     # Step.
 
@@ -301,7 +308,7 @@ class Engine(nn.Module):
         if overflow:
             self.skipped_steps += 1
         else:
-            self._updater.run(self.optimizer.param_groups, multiplier)
+            self._updater.step(self.optimizer.param_groups, multiplier)
             self._hooks.version += 1
         self.global_steps += 1
         self._end_window()
@@ -345,6 +352,7 @@ class Engine(nn.Module):
         self._averaged = self._scaled = None
         self._gatherer.hold = False
         self._gatherer.journal = 0
+        self._gatherer.stop_reading()
         self._gradients.end_window()
         self._hooks.end_window()
         for unit in self.units:
@@ -355,6 +363,8 @@ class Engine(nn.Module):
         """Forget the window's gradients, after an exception or at the user's wish."""
         self._gatherer.hold = False
         self._hooks.end_backward()
+        if self._updater is not None:
+            self._updater.abandon()
         self._gradients.drop()
         self._end_window()
         self._in_backward = False
@@ -406,6 +416,8 @@ class Engine(nn.Module):
     def settle(self) -> None:
         """Complete updates that are still under way, so that weights and state are those after the last step."""
         self._check_open()
+        if self._updater is not None:
+            self._updater.settle()
 
     # Checkpoints.
 
@@ -570,7 +582,7 @@ class Engine(nn.Module):
 
     def memory(self) -> list[MemoryRow]:
         """Bytes by state and tier on this rank: what the placement comes to, and what is held now."""
-        return memory_rows(self.placement, self.units, self._gradients, self._updater)
+        return accounts.rows(self.units, self._gradients, self._updater, self._tiering)
 
     def get_lr(self) -> list[float]:
         return [float(group["lr"]) for group in self._groups()]
@@ -657,10 +669,15 @@ class Engine(nn.Module):
         return self
 
     def __getattr__(self, name: str) -> Any:
+        modules = self.__dict__.get("_modules", {})
+        if name == "module" and name in modules:
+            updater = self.__dict__.get("_updater")
+            if updater is not None and not self._hooks.busy:
+                updater.settle()  # whoever takes the model may read its weights
+            return modules[name]
         try:
             return super().__getattr__(name)
         except AttributeError:
-            modules = self.__dict__.get("_modules", {})
             if "module" not in modules:
                 raise
             value = getattr(modules["module"], name)
@@ -696,13 +713,14 @@ class Engine(nn.Module):
         self._roster.close()
         self._activations.close()
         self._access.close()
-        self._gradients.close()
         if self._updater is not None:
             self._updater.close()
+        self._gradients.close()
         for unit in self.units:
             for flat in unit.travelling:
                 flat.close()
         self.units.clear()
+        self._tiering.close()
         self.comm.close()
 
     def destroy(self) -> None:
@@ -743,29 +761,3 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
         return type(value)(_cast(item, dtype) for item in value)
     return value
-
-
-def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
-
-
-def memory_rows(
-    placement: Placement, units: list[Unit], gradients: Gradients, updater: Updater | None
-) -> list[MemoryRow]:
-    flats = [flat for unit in units for flat in unit.flats]
-    resting = sum(flat.nbytes if flat.resident else flat.nbytes // flat.layout.ranks for flat in flats)
-    held = sum(_nbytes([flat.whole]) if flat.resident else _nbytes([flat.shard]) for flat in flats)
-    gathered = sum(flat.whole.untyped_storage().nbytes() for flat in flats if not flat.resident)
-    largest = max((sum(f.nbytes for f in unit.travelling) for unit in units), default=0)
-    owed = sum(
-        g.flat.layout.numel // (g.flat.layout.ranks if placement.gradients.partitioned else 1) * g.dtype.itemsize
-        for g in gradients.all
-    )
-    rows = [
-        MemoryRow("parameters", str(placement.parameters.tier), resting, held),
-        MemoryRow("gathered", "device", largest, gathered),
-        MemoryRow("gradients", str(placement.gradients.tier), owed, gradients.nbytes()),
-    ]
-    if updater is not None:
-        rows.append(MemoryRow("optimizer", str(placement.optimizer.tier), updater.expected_nbytes(), updater.nbytes()))
-    return rows

@@ -14,20 +14,6 @@ from wherry.errors import ConfigError, WherryError
 from wherry.parallel.threads import run_ranks
 
 
-@pytest.mark.parametrize(
-    ("own", "named"),
-    [
-        ({"wherry": {"update_policy": "delayed"}}, "wherry.update_policy"),
-        ({"wherry": {"master": "split"}, "bf16": {"enabled": True}}, "wherry.master"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "x"}}}, "optimizer.device"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "offload_optimizer.ratio"),
-    ],
-)
-def test_what_this_version_lacks_is_refused_by_name(own: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{named}: the engine of this version has"):
-        wherry.initialize(model=make_model(), config=settings(2, more=own))
-
-
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_host_tier_of_a_machine_without_a_gpu_is_the_device(stage: int) -> None:
     offload: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
@@ -50,7 +36,8 @@ def test_lossy_moments(stage: int, dtype: str, per_element: float, tolerance: fl
     exact = train_engine(make_model(), stage=stage, ranks=2, finish=optimizer_bytes)
     assert lossy.losses != exact.losses
     assert lossy.losses == pytest.approx(exact.losses, rel=tolerance)
-    assert lossy.extra == pytest.approx(exact.extra * per_element / 8, rel=0.02)
+    # Fields of a record begin at multiples of 64 bytes.
+    assert lossy.extra == pytest.approx(exact.extra * per_element / 8, rel=0.02, abs=64 * 8)
 
 
 def test_lossy_moments_need_a_native_rule() -> None:

@@ -149,7 +149,7 @@ def test_an_engine_whose_peer_fails(where: str, stage: int) -> None:
                 elif where == "backward":
                     mine.blocks[1].register_full_backward_hook(stumble)
                 else:
-                    engine._updater.run = stumble
+                    engine._updater.step = stumble
             engine.backward(engine(*token_batch(step, 0, comm.rank)))
             engine.step()
 

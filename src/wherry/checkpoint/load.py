@@ -232,7 +232,7 @@ class _Loader:
         """Make whole again what every rank holds whole and reads only its part of."""
         for flat in self.session.flats:
             if flat.resident and flat.layout.ranks > 1:
-                self.session.gatherer.comm.all_gather(flat.whole, flat.shard).wait()
+                self.session.gatherer.comm.all_gather(flat.whole, flat.shard_memory).wait()
 
     # Hyper-parameters.
 

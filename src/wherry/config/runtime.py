@@ -27,7 +27,7 @@ _SUMMED = "collectives are summed up; a torch.profiler trace has each of them un
 class Aio(Block):
     block_size: Integer = key(1_048_576, "Bytes of one request to the disk.", ge=512)
     queue_depth: Integer = key(8, "Requests kept under way at once.", ge=1)
-    intra_op_parallelism: Integer = key(1, "Threads that serve one large read or write.", ge=1)
+    intra_op_parallelism: Integer = key(1, "Multiplies queue_depth: requests of one large transfer at once.", ge=1)
     single_submit: Flag = key(False, "Submit requests one by one.", inert="requests are always submitted together")
     overlap_events: Flag = key(True, "Overlap submitting with completing.", inert="they always overlap")
     use_gds: Flag = key(False, "GPUDirect Storage.", inert="the disk tier reads into host memory")
@@ -179,10 +179,13 @@ class Own(Block):
     ] = key(
         "auto",
         "When a unit is updated: inside step(), before its next use, or as soon as its gradients land; these give "
-        "the same results, bit for bit. `delayed` updates one step late, which changes the result.",
-        only=("auto", "at_step"),
+        "the same results, bit for bit. `delayed` updates one step late, which changes the result. auto: at_step where "
+        "the optimizer's state is on the device, and otherwise in_backward if nothing (clipping, loss scaling) has to "
+        "wait for all gradients, or before_use.",
     )
-    delayed_update_warmup: Integer = key(40, "Steps before a delayed update begins.", ge=0, only=(40,))
+    delayed_update_warmup: Integer = key(
+        40, "The step whose update is the first to be late: those before it are made as usual.", ge=1
+    )
     accumulation: Annotated[Literal["auto", "layer_major", "step_major"], BeforeValidator(lowered)] = key(
         "auto",
         "Order of gradient accumulation: all micro-batches through a unit before the next unit, which gathers and "
@@ -193,15 +196,17 @@ class Own(Block):
     master: Annotated[Literal["auto", "whole", "split"], BeforeValidator(lowered)] = key(
         "auto",
         "How fp32 master weights rest: whole, or split into the bf16 working weight and the lower 16 bits, "
-        "which needs bf16.",
-        only=("auto", "whole"),
+        "which needs bf16. auto: split on the host, whole on a GPU.",
     )
     state_dtype: Annotated[Literal["fp32", "bf16", "int8"], BeforeValidator(lowered)] = key(
         "fp32", "The type of the optimizer's moments. bf16 and int8 lose precision."
     )
     timeout_s: Number = key(600.0, "Seconds after which a rank that did not arrive at a collective is an error.", gt=0)
     host_memory: Bytes | None = key(
-        None, 'Limit of host memory for training states: bytes, or like "3GB".', gt=0, only=(None,)
+        None,
+        'Host memory that training states may take on this machine, all its ranks together: bytes, or like "3GB". Not '
+        "given: what is free.",
+        gt=0,
     )
     checkpoint: Checkpoints = block(Checkpoints, "How checkpoints are kept and written.")
     run_dir: Text | None = key(None, "Folder for metrics, as JSON lines and CSV.")

@@ -30,7 +30,6 @@ _REDUCED_BY_UNIT = "gradients are reduced a unit at a time, straight from the un
 _GATHERED_BY_UNIT = "weights are gathered a unit at a time, straight into the unit's flat"
 _ALWAYS_OVERLAPPED = "reading, updating and writing back always overlap across units"
 _WHOLE_UNITS = 'a unit is always gathered whole; name its classes in "wherry": {"unit_classes": [...]}'
-_NO_COPIES = "in this version host and device are one: the tier cpu needs a machine without a GPU"
 _NOT_ZEROPP = "communication is not quantized"
 
 
@@ -44,42 +43,41 @@ class OffloadParam(Block):
     device: Device = key(
         "none",
         "Where parameters rest between uses: none (the device), cpu or nvme. Needs stage 3.",
-        only=("none", "cpu"),
     )
     nvme_path: Folders | None = key(None, "Folder, or list of folders, for parameters on disk.")
-    buffer_count: Integer = key(5, "Buffers for parameters on their way from disk.", inert=_POOLED, ge=1)
+    buffer_count: Integer = key(5, "Units of parameters read ahead from disk, or kept after use.", ge=1)
     buffer_size: Size = key(100_000_000, "Elements of one such buffer.", inert=_POOLED, ge=1)
     max_in_cpu: Size = key(
         1_000_000_000,
-        "Elements of parameters kept in host memory when the device is nvme.",
-        inert="nothing rests on disk in this version",
+        "Elements of parameters, on each rank, kept in host memory when the device is nvme.",
         ge=0,
     )
-    pin_memory: Flag = key(
-        True, "Use page-locked host memory, which copies faster to and from a GPU.", inert=_NO_COPIES
-    )
+    pin_memory: Flag = key(True, "Use page-locked host memory, which copies faster to and from a GPU.")
 
 
 class OffloadOptimizer(Block):
     device: Device = key(
-        "none", "Where optimizer state rests, and is updated: none (the device), cpu or nvme.", only=("none", "cpu")
+        "none", "Where optimizer state rests: none (the device), cpu or nvme. The latter two update on the host."
     )
     nvme_path: Folders | None = key(None, "Folder, or list of folders, for optimizer state on disk.")
-    buffer_count: Integer = key(4, "Buffers for optimizer state on its way from disk.", inert=_POOLED, ge=1)
-    buffer_size: Size | None = key(None, "Elements of one such buffer.", inert=_POOLED, ge=1)
-    pin_memory: Flag = key(
-        True, "Use page-locked host memory, which copies faster to and from a GPU.", inert=_NO_COPIES
+    buffer_count: Integer = key(
+        4, "Units whose optimizer state may be in host memory at once, on its way from disk or to it.", ge=1
     )
+    buffer_size: Size | None = key(None, "Elements of one such buffer.", inert=_POOLED, ge=1)
+    pin_memory: Flag = key(True, "Use page-locked host memory, which copies faster to and from a GPU.")
     pipeline_read: Flag = key(False, "Overlap reading a state with the update before it.", inert=_ALWAYS_OVERLAPPED)
     pipeline_write: Flag = key(False, "Overlap writing a state with the update after it.", inert=_ALWAYS_OVERLAPPED)
     fast_init: Flag = key(False, "Initialise states on disk faster.", inert="states on disk are preallocated")
     ratio: Number = key(
-        1.0, "Share of the optimizer state that is offloaded; the rest stays.", ge=0, le=1, only=(1.0,)
+        1.0,
+        "Share of the optimizer state that is offloaded; that of the first units stays on the device.",
+        ge=0,
+        le=1,
     )
     cpuadam_cores_perc: Number = key(
         0.8,
-        "Share of the cores that update optimizer state on the host.",
-        inert="the update has all cores: nothing else runs beside it",
+        "Share of the cores that update optimizer state on the host, where that runs beside something else. Not given, "
+        "an update has all of them.",
         gt=0,
         le=1,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch.distributed as dist
 
 from wherry.errors import WherryError
 from wherry.parallel.comm import Comm, ProcessGroupComm, SoloComm, start_default_group
+from wherry.tiers.disk import DiskStore
+from wherry.tiers.streams import Link
 
 DATA_AXES = ("dp", "data", "data_parallel", "dp_shard")
 TENSOR_AXES = ("tp", "tensor", "tensor_parallel", "mp", "model")
@@ -29,6 +32,14 @@ class Topology:
     # The model-parallel axes. Along `tensor` ranks hold parts of the same parameters, along `pipe` other layers.
     tensor: Comm = field(default_factory=SoloComm)
     pipe: Comm = field(default_factory=SoloComm)
+    # Makes the way between the device and the host, with pinned memory or not; None for that of the device.
+    link: Callable[[bool], Link] | None = None
+    open_store: Callable[..., DiskStore] = DiskStore
+
+    @property
+    def local_ranks(self) -> int:
+        """Ranks on this machine, as far as the launcher has told."""
+        return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def local_rank() -> int:

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from wherry.errors import WherryError
-from wherry.fake import address_of
 from wherry.parallel.comm import Comm
 from wherry.sharding.attached import Hook, Mark
 from wherry.sharding.init import innermost
+from wherry.sharding.layout import SegmentSpan
 from wherry.sharding.parts import part_of, parts_gathered
 from wherry.sharding.unit import Flat, Unit, Weights
 from wherry.sharding.weights import Gatherer
 
 HANDLE = "_wherry"
+
+
+class OptimizerState(Protocol):
+    """What the optimizer keeps for a flat."""
+
+    segments: list[SegmentSpan]
+
+    def opened(self, *, write: bool = False) -> AbstractContextManager[list[dict[str, Any]]]: ...
 
 
 class Access:
@@ -30,13 +38,15 @@ class Access:
         units: list[Unit],
         gatherer: Gatherer,
         comm: Comm,
-        masters: Callable[[Flat], torch.Tensor | None],
+        state_of: Callable[[Flat], OptimizerState | None],
+        settle: Callable[[], None],
     ) -> None:
         self.model = model
         self.units = units
         self.gatherer = gatherer
         self.comm = comm
-        self.masters = masters
+        self.state_of = state_of
+        self.settle = settle
         self.unit_of = {flat: unit for unit in units for flat in unit.flats}
         self.place_of = {p: (flat, i) for flat in self.unit_of for i, p in enumerate(flat.parameters)}
         for parameter in self.place_of:
@@ -65,6 +75,7 @@ class Access:
     @contextmanager
     def gathered(self, flats: Iterable[Flat], modifier_rank: int | None) -> Iterator[None]:
         """The flats whole; what was edited is written back to shards and masters at the end."""
+        self.settle()
         flats = list(flats)
         gathered_here = [flat for flat in flats if flat.weights is Weights.RELEASED]
         for flat in flats:
@@ -87,16 +98,26 @@ class Access:
     def _write_back(self, flat: Flat, before: torch.Tensor) -> None:
         """What changed goes to the shard, and to the fp32 master; what did not keeps its master's precision."""
         now = flat.whole[slice(*flat.layout.shard_range(flat.rank))]
+        if torch.equal(now.view(torch.uint8), before.view(torch.uint8)):
+            return
         if not flat.resident:
-            flat.shard.copy_(now)
-        master = self.masters(flat)
-        if master is not None and address_of(master) != address_of(flat.shard):
-            master.copy_(torch.where(now == before, master, now.to(master.dtype)))
+            with flat.opened(write=True) as shard:
+                shard.copy_(now)
+        state = self.state_of(flat)
+        if state is None:
+            return
+        with state.opened(write=True) as segments:
+            for segment, span in zip(segments, state.segments, strict=True):
+                master, part = segment["master"], slice(span.start, span.stop)
+                assert isinstance(master, torch.Tensor)
+                changed = (now[part] != before[part]).to(master.device)
+                master.copy_(torch.where(changed, now[part].to(master), master))
 
     # The module's own state_dict and load_state_dict.
 
     def _before_state_dict(self, module: nn.Module, *_: Any) -> None:
-        self._reading.enter(module)
+        if self._reading.enter(module):
+            self.settle()
 
     def _fill_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Put whole weights, on the host, in the place of released ones; a unit at a time is gathered."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from wherry.sharding.layout import lay_out
 from wherry.sharding.meta import Materialiser
 from wherry.sharding.parts import taken
 from wherry.sharding.unit import Flat, Unit, Weights
+from wherry.tiers.homes import Home
 
 
 class Original:
@@ -41,19 +42,23 @@ class Builder:
         persistence_threshold: int = 0,
         persistence_limit: int | None = None,
         tensor: Comm | None = None,
+        home_of: Callable[[str, int], Home | None] = lambda name, nbytes: None,
+        adopt: Callable[[Flat, torch.Tensor | None], None] = lambda flat, master: None,
     ) -> None:
         self.placement = placement
         self.comm = comm
         # The ranks among which parameters may be cut, beside the data axis.
         self.tensor = tensor or SoloComm()
         self.device = device
+        # Where the shard of a partitioned flat rests, by its name and size; None for the device.
+        self.home_of = home_of
         self.working_dtype = working_dtype
         self.group_of = group_of
         # Flats up to the threshold stay whole, as long as all of them together keep within the limit.
         self.persistence_threshold = persistence_threshold
         self.persistence_left = float("inf") if persistence_limit is None else persistence_limit
-        # fp32 masters of what this rank updates, for the flats whose working weights are less precise.
-        self.masters: dict[Flat, torch.Tensor] = {}
+        # Called with every flat that is trained, and with the fp32 shard it was made from, if that is more precise.
+        self.adopt = adopt
 
     def build(self, plans: Sequence[UnitPlan], model: nn.Module) -> list[Unit]:
         check_same_model([item for plan in plans for item in plan.parameters], self.comm)
@@ -103,10 +108,13 @@ class Builder:
         for _, parameter in members:
             retype(parameter, dtype, self.device)
             parameter.grad = None
-        resident = not self.placement.parameters.partitioned or ranks == 1
+        resident = not self.placement.parameters.partitioned
         if not resident and layout.numel <= min(self.persistence_threshold, self.persistence_left):
             resident = True
             self.persistence_left -= layout.numel
+        home = None if resident else self.home_of(name, layout.shard_numel * dtype.itemsize)
+        # A rank by itself has nothing to gather, unless from another tier.
+        resident = resident or (ranks == 1 and home is None)
         flat = Flat(
             name,
             layout,
@@ -114,6 +122,7 @@ class Builder:
             rank=self.comm.rank if ranks > 1 else 0,
             device=self.device,
             resident=resident,
+            home=home,
         )
         self._fill(flat, originals)
         return flat
@@ -132,15 +141,26 @@ class Builder:
         start, stop = flat.layout.shard_range(flat.rank)
         if precise:
             flat.whole.copy_(target)
-        if needs_master:
-            self.masters[flat] = target[start:stop].to(torch.float32, copy=True)
         if flat.resident:
             flat.show_whole()
+            self._adopt(flat, target[start:stop] if needs_master else None)
             return
-        flat.shard.copy_(flat.whole[start:stop])
+        if flat.home is not None:
+            flat.home.blank()
+        flat.shard_memory.copy_(flat.whole[start:stop])
+        if flat.home is not None:
+            flat.home.store().wait()
+        self._adopt(flat, target[start:stop] if needs_master else None)
+        if flat.home is not None:
+            flat.home.leave()
         flat.show_blanks()
         flat.whole.untyped_storage().resize_(0)
         flat.weights = Weights.RELEASED
+
+
+    def _adopt(self, flat: Flat, precise: torch.Tensor | None) -> None:
+        if flat.trainable:
+            self.adopt(flat, None if precise is None else precise.to(torch.float32))
 
 
 def check_same_model(parameters: Sequence[tuple[str, nn.Parameter]], comm: Comm) -> None:

@@ -6,133 +6,25 @@ import difflib
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from wherry import native
 from wherry.errors import DivergenceError, WherryError
-from wherry.fake import address_of, host_value, is_fake
+from wherry.fake import host_value, is_fake
 from wherry.observe.spans import span
 from wherry.parallel.comm import Comm, SoloComm
-from wherry.parallel.partition import local_gradient
 from wherry.placement import Resting
+from wherry.sharding.flat_gradient import FlatGradient, GradientPolicy, Landing
 from wherry.sharding.layout import Slot
 from wherry.sharding.unit import Flat
 from wherry.tiers.buffers import DevicePool
-from wherry.tiers.tickets import Ticket
+from wherry.tiers.streams import Link
+from wherry.tiers.tickets import CallbackTicket, Ticket
 
 # Reductions under way at once: one travels while the next is filled.
 IN_FLIGHT = 2
-
-
-@dataclass(frozen=True)
-class GradientPolicy:
-    """How gradients are summed. None means the dtype that autograd produced."""
-
-    accumulation_dtype: torch.dtype | None = None
-    communication_dtype: torch.dtype | None = None
-    # Multiplied in before the sum over ranks, against overflow of half-precision sums.
-    predivide: float = 1.0
-
-
-class FlatGradient:
-    """The gradient of one trainable flat through an accumulation window.
-
-    `accumulated` covers the whole flat where gradients are replicated, and the shard where they are partitioned.
-    `owned` is the part that this rank updates, complete once the boundary's reduction has finished.
-    """
-
-    def __init__(self, flat: Flat, *, partitioned: bool, policy: GradientPolicy) -> None:
-        self.flat = flat
-        self.partitioned = partitioned
-        self.dtype = policy.accumulation_dtype or flat.dtype
-        self.wire_dtype = policy.communication_dtype or flat.dtype
-        numel = flat.layout.shard_numel if partitioned else flat.layout.numel
-        self.accumulated = torch.zeros(numel, dtype=self.dtype, device=flat.whole.device)
-        self.owned = self.accumulated if partitioned else self.accumulated[slice(*flat.layout.shard_range(flat.rank))]
-        # No micro-batch of the window has been added yet: the next one overwrites.
-        self.fresh = True
-        # `accumulated` holds sums over the ranks already: what still comes is reduced by itself and added to `owned`.
-        self.reduced = False
-        self.sum_squares: float | torch.Tensor = 0.0
-        self._parts: dict[int, list[torch.Tensor]] = {}
-        # How often the gradient of each parameter arrives in one backward.
-        self.expected = 1
-        # How often one did in the last backward, by backwards within it: those of reentrant checkpoints.
-        self.nested = 0
-        self._arrived = [0] * len(flat.parameters)
-        self._waiting = len(flat.parameters)
-        self.collected = False
-
-    def arrive(self, index: int, *, nested: bool) -> bool:
-        """A parameter's gradient is there; true when it was the last one awaited."""
-        self._arrived[index] += 1
-        if nested:
-            self.nested = max(self.nested, self._arrived[index])
-        if self.collected or self._arrived[index] != self.expected:
-            return False
-        self._waiting -= 1
-        return self._waiting == 0
-
-    def begin(self) -> None:
-        """A backward begins: nothing has arrived."""
-        self._arrived = [0] * len(self._arrived)
-        self._waiting = len(self._arrived)
-        self.nested = 0
-        self.collected = False
-
-    def measured(self, *, cut_only: bool) -> list[torch.Tensor]:
-        """What of the owned part counts for the norm: all of it, or what tensor-parallel ranks have cut."""
-        if not cut_only:
-            return [self.owned]
-        return [self.owned[start:stop] for start, stop in self.flat.layout.cut_ranges(self.flat.rank)]
-
-    def any_gradient(self) -> bool:
-        return any(parameter.grad is not None for parameter in self.flat.parameters)
-
-    def take_into(self, buffer: torch.Tensor, *, add: bool) -> None:
-        """Move autograd's gradients into a buffer shaped like the whole flat; missing ones count as zeros."""
-        present, grads, missing = [], [], []
-        for parameter, part in zip(self.flat.parameters, self._parts_of(buffer), strict=True):
-            grad = parameter.grad
-            if grad is None:
-                missing.append(part)
-            else:
-                present.append(part)
-                if self.flat.distributed:
-                    grad = local_gradient(parameter, grad)
-                grad = grad if grad.layout is torch.strided else grad.to_dense()
-                grads.append(grad.detach() if grad.requires_grad else grad)
-                parameter.grad = None
-        if present:
-            (torch._foreach_add_ if add else torch._foreach_copy_)(present, grads)
-        if missing and not add:
-            torch._foreach_zero_(missing)
-
-    def _parts_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Views of `buffer`, one for each parameter. A step meets the same few buffers again and again."""
-        parts = self._parts.get(address_of(buffer))
-        if parts is None:
-            if len(self._parts) >= 8:
-                self._parts.clear()
-            parts = [buffer[slot.start : slot.stop].view(slot.shape) for slot in self.flat.layout.slots]
-            self._parts[address_of(buffer)] = parts
-        return parts
-
-    def drop(self) -> None:
-        self._parts.clear()
-        for parameter in self.flat.parameters:
-            parameter.grad = None
-        self.end_window()
-        self.begin()
-
-    def end_window(self) -> None:
-        self.fresh = True
-        self.reduced = False
-        self.expected = 1
-
-    @property
-    def nbytes(self) -> int:
-        return self.accumulated.numel() * self.accumulated.element_size()
 
 
 @dataclass
@@ -157,6 +49,8 @@ class Gradients:
         optimizer: Resting,
         policy: GradientPolicy,
         sum_squares: Callable[[torch.Tensor], float | torch.Tensor],
+        link: Link,
+        way_of: Callable[[Flat], Landing],
         tensor: Comm | None = None,
         pipe: Comm | None = None,
     ) -> None:
@@ -167,7 +61,16 @@ class Gradients:
         self._optimizer_partitioned = optimizer.partitioned
         self._sum_squares = sum_squares
         partitioned = gradients.partitioned and comm.size > 1
-        self.all = [FlatGradient(flat, partitioned=partitioned, policy=policy) for flat in flats if flat.trainable]
+        self.link = link
+        self.all = [
+            FlatGradient(flat, partitioned=partitioned, policy=policy, way=way_of(flat), link=link)
+            for flat in flats
+            if flat.trainable
+        ]
+        # Told of every flat whose gradient is complete at the boundary, `landing` apart.
+        self.on_complete: Callable[[FlatGradient], None] | None = None
+        # Copies down whose sources have not been given back: one travels while the next is filled.
+        self._descending: deque[Callable[[], None]] = deque()
         # Until the first backward has shown better: as built, backwards. The root unit, built first, comes last.
         self._order = list(reversed(range(len(self.all))))
         self._completed: list[int] = []
@@ -195,6 +98,8 @@ class Gradients:
         self._late = set()
         self.arrivals = 0
         for gradient in self.all:
+            if gradient.way is Landing.COPIED:
+                self.link.order(gradient.landing)  # what was copied down may now be overwritten
             gradient.begin()
 
     def complete(self, gradient: FlatGradient) -> None:
@@ -232,7 +137,7 @@ class Gradients:
         for index in self._order:
             gradient = self.all[index]
             if gradient.partitioned or gradient.reduced:
-                self._measure(gradient)
+                self._summed(gradient)
             else:
                 self._drain(IN_FLIGHT - 1)
                 self._reduce_accumulated(gradient)
@@ -254,7 +159,7 @@ class Gradients:
         self.boundary = boundary
         if boundary:
             for gradient in self.all:
-                self._measure(gradient)
+                self._summed(gradient)
 
     def sum_squares(self, journal: int = 0, path: int = 0) -> float | torch.Tensor:
         """The squared norm of the window's gradients as they are: not unscaled, not averaged.
@@ -265,7 +170,7 @@ class Gradients:
         self.one_path = True
         total: float | torch.Tensor = 0.0
         for gradient in self.all:
-            total = total + gradient.sum_squares
+            total = total + self._squares(gradient)
         partitioned = self._optimizer_partitioned and self.comm.size > 1
         if not partitioned and self._tensor.size == self._pipe.size == 1:
             return total
@@ -295,7 +200,7 @@ class Gradients:
     def squares_by_flat(self) -> dict[Flat, float]:
         """The squared norm by flat, over the ranks that share it out."""
         device = self.all[0].flat.whole.device if self.all else torch.device("cpu")
-        values = torch.tensor([float(g.sum_squares) for g in self.all], dtype=torch.float64, device=device)
+        values = torch.tensor([float(self._squares(g)) for g in self.all], dtype=torch.float64, device=device)
         if self._optimizer_partitioned:
             self.comm.all_reduce(values).wait()
         self._tensor.all_reduce(values).wait()
@@ -304,10 +209,12 @@ class Gradients:
     def whole(self, name: str) -> torch.Tensor:
         """The window's summed gradient of one parameter, from all ranks' parts."""
         gradient, slot = self._place_of(name)
-        whole = gradient.owned
+        gradient.landing.wait()
+        device = gradient.flat.whole.device
+        whole = gradient.owned.to(device)
         if gradient.flat.layout.ranks > 1:
-            whole = torch.empty(gradient.flat.layout.numel, dtype=gradient.dtype, device=gradient.owned.device)
-            self.comm.all_gather(whole, gradient.owned.contiguous()).wait()
+            owned, whole = whole, torch.empty(gradient.flat.layout.numel, dtype=whole.dtype, device=device)
+            self.comm.all_gather(whole, owned.contiguous()).wait()
         return self._join(whole[slot.start : slot.stop].view(slot.shape), slot)
 
     def _join(self, local: torch.Tensor, slot: Slot) -> torch.Tensor:
@@ -324,10 +231,11 @@ class Gradients:
         gradient, slot = self._place_of(name)
         layout = gradient.flat.layout
         part = layout.overlap(slot, gradient.flat.rank)
+        gradient.landing.wait()
         if part is not None:
             start, stop, place = part
             gradient.owned[place : place + stop - start].copy_(value.flatten()[start:stop])
-        self._measure(gradient)
+        gradient.sum_squares = None
 
     def _place_of(self, name: str) -> tuple[FlatGradient, Slot]:
         slots = {slot.name: (gradient, slot) for gradient in self.all for slot in gradient.flat.layout.slots}
@@ -337,11 +245,10 @@ class Gradients:
             raise WherryError(f"gradients: no trainable parameter is named {name!r}{hint}")
         return slots[name]
 
-    def nbytes(self) -> int:
-        return sum(gradient.nbytes for gradient in self.all)
-
     def close(self) -> None:
         self.drop()
+        for gradient in self.all:
+            gradient.close()
         self.all.clear()
         self._index.clear()
         for pool in self._pools.values():
@@ -379,22 +286,74 @@ class Gradients:
             self._reduce_accumulated(gradient)
 
     def _reduce_shard(self, gradient: FlatGradient) -> None:
-        """One micro-batch's gradient, reduced, is added to the shard."""
+        """One micro-batch's gradient, reduced, is added to this rank's part."""
         pool = self._pool(gradient)
         whole = self._filled(gradient, pool)
         fresh, gradient.fresh = gradient.fresh, False
-        direct = fresh and gradient.dtype == gradient.wire_dtype
-        shard = gradient.accumulated if direct else pool.take(gradient.accumulated.numel(), gradient.wire_dtype)
+        direct = gradient.keeps and fresh and gradient.dtype == gradient.wire_dtype
+        if direct:
+            shard = gradient.accumulated
+        elif self.comm.size == 1:
+            shard = whole
+        else:
+            shard = pool.take(gradient.flat.layout.shard_numel, gradient.wire_dtype)
 
         def finish() -> None:
+            if shard is not whole:
+                pool.give(whole)
             if not direct:
-                (gradient.accumulated.copy_ if fresh else gradient.accumulated.add_)(shard)
-                pool.give(shard)
-            pool.give(whole)
+                self._add(gradient, shard, fresh=fresh)
 
         with span("reduce_scatter", gradient.flat.name):
             ticket = self.comm.reduce_scatter(shard, whole, gradient.flat.name)
         self._travelling.append(_Travelling(gradient, ticket, finish))
+
+    # The sum.
+
+    def _add(self, gradient: FlatGradient, shard: torch.Tensor, *, fresh: bool) -> None:
+        """Add a reduced micro-batch to where this rank's sum is; `shard` goes back to its pool."""
+        give = partial(self._pool(gradient).give, shard)
+        if gradient.keeps:
+            (gradient.own_sum.copy_ if fresh else gradient.own_sum.add_)(shard)
+            give()
+        elif gradient.way is Landing.STAYS:
+            if fresh:
+                gradient.keep(shard, give)
+            else:
+                gradient.owned.add_(shard)
+                give()
+        else:
+            self._stream(gradient, shard, give, fresh=fresh)
+
+    def _stream(self, gradient: FlatGradient, shard: torch.Tensor, give: Callable[[], None], *, fresh: bool) -> None:
+        """Send a reduced micro-batch to the host; it is added there when it has come."""
+        # Measured on its way out: if it is the only one, nobody need read it again for the norm.
+        gradient.sum_squares = self._measure(gradient, shard) if fresh else None
+        owned = gradient.host_memory()
+        gradient.landing.wait()
+        if fresh and owned.dtype == shard.dtype:
+            gradient.landing = copied = self.link.down(owned, shard)
+        else:
+            staging = self.link.host.take(shard.nbytes)
+            copied = self.link.down(staging.view(shard.dtype), shard)
+
+            def land() -> None:
+                copied.wait()
+                if fresh:
+                    native.cast_copy(owned, staging.view(shard.dtype))
+                else:
+                    native.accumulate(owned, staging.view(shard.dtype))
+                self.link.host.give(staging)
+
+            gradient.landing = CallbackTicket(land, copied.done)
+
+        def let_go() -> None:
+            self.link.order(copied)
+            give()
+
+        self._descending.append(let_go)
+        while len(self._descending) > IN_FLIGHT:
+            self._descending.popleft()()
 
     def _filled(self, gradient: FlatGradient, pool: DevicePool) -> torch.Tensor:
         """A buffer with autograd's gradients of the whole flat, ready for the wire."""
@@ -409,10 +368,10 @@ class Gradients:
     def _reduce_accumulated(self, gradient: FlatGradient) -> None:
         """The window's replicated sum is reduced where it lies, in the wire's dtype if that is another."""
         if self.comm.size == 1:
-            self._measure(gradient)
+            self._summed(gradient)
             return
         gradient.reduced = True
-        whole, owned = gradient.accumulated, gradient.owned
+        whole, owned = gradient.accumulated, gradient.own_sum
         if self.policy.predivide != 1.0:
             whole.div_(self.policy.predivide)
         cast = gradient.dtype != gradient.wire_dtype
@@ -422,7 +381,7 @@ class Gradients:
 
         def finish() -> None:
             if cast:
-                gradient.owned.copy_(owned)
+                gradient.own_sum.copy_(owned)
                 self._pool(gradient).give(whole)
 
         with span("reduce", gradient.flat.name):
@@ -438,14 +397,34 @@ class Gradients:
             travelling.ticket.wait()
             travelling.finish()
             if self.boundary:
-                self._measure(travelling.gradient)
+                self._summed(travelling.gradient)
 
-    def _measure(self, gradient: FlatGradient) -> None:
-        # Parameters that every tensor-parallel rank holds whole are counted by the first of them.
-        total: float | torch.Tensor = 0.0
-        for part in gradient.measured(cut_only=self._tensor.rank > 0):
-            total = total + self._sum_squares(part)
-        gradient.sum_squares = total
+    def _summed(self, gradient: FlatGradient) -> None:
+        """The window's sum is complete: measure it, and send it to where its update reads it."""
+        if gradient.keeps:
+            gradient.sum_squares = self._measure(gradient, gradient.own_sum)
+            if gradient.way is Landing.COPIED:
+                gradient.landing = self.link.down(gradient.owned, gradient.own_sum)
+        elif gradient.way is Landing.STAYS:
+            gradient.sum_squares = self._measure(gradient, gradient.owned)
+        if self.on_complete is not None:
+            self.on_complete(gradient)
+
+    def _squares(self, gradient: FlatGradient) -> float | torch.Tensor:
+        if gradient.sum_squares is None:
+            gradient.landing.wait()
+            gradient.sum_squares = self._measure(gradient, gradient.owned)
+        return gradient.sum_squares
+
+    def _measure(self, gradient: FlatGradient, owned: torch.Tensor) -> float | torch.Tensor:
+        """The sum of squares of what counts for the norm: all of it, or what tensor-parallel ranks have cut.
+
+        Parameters that every tensor-parallel rank holds whole are counted by the first of them.
+        """
+        if self._tensor.rank == 0:
+            return self._sum_squares(owned)
+        layout = gradient.flat.layout
+        return sum((self._sum_squares(owned[a:b]) for a, b in layout.cut_ranges(gradient.flat.rank)), start=0.0)
 
     def _collect_late(self) -> None:
         """A second collection for the flats that any rank got late gradients for."""
@@ -462,7 +441,7 @@ class Gradients:
             else:
                 self._absorb(gradient)
                 if self.boundary:
-                    self._measure(gradient)
+                    self._summed(gradient)
 
     def _reduce_more(self, gradient: FlatGradient) -> None:
         """Reduce what has come after the flat's reduction, and add it to what this rank owns."""
@@ -473,10 +452,12 @@ class Gradients:
             self.comm.reduce_scatter(owned, whole, gradient.flat.name).wait()
         else:
             self.comm.all_reduce(whole, label=gradient.flat.name).wait()
-        gradient.owned.add_(owned)
+        shard = pool.take(owned.numel(), owned.dtype)
+        shard.copy_(owned)
         pool.give(whole)
+        self._add(gradient, shard, fresh=False)
         if self.boundary:
-            self._measure(gradient)
+            self._summed(gradient)
 
     def _agree_on_order(self) -> None:
         """After the first backward: the order in which rank 0 saw flats complete is everybody's from now on."""
@@ -500,3 +481,7 @@ class Gradients:
             travelling = self._travelling.popleft()
             travelling.ticket.wait()
             travelling.finish()
+        while self._descending:
+            self._descending.popleft()()
+        for gradient in self.all:
+            gradient.landing.wait()

@@ -82,8 +82,11 @@ class Hooks:
         schedule: Schedule,
         phases: Phases,
         interleaver: Interleaver,
+        updates_beside: bool = False,
     ) -> None:
         self.model = model
+        # Whether a unit may be used while its update is still under way.
+        self.updates_beside = updates_beside
         self.units = units
         self.root = units[0]
         self.gatherer = gatherer
@@ -123,7 +126,7 @@ class Hooks:
         # Root hooks come first in the forward and last after it, whatever else is on the module.
         self._keep(self.model.register_forward_pre_hook(Hook(self._root_pre_forward, compiles=True), prepend=True))
         for unit in self.units:
-            if unit.travelling:
+            if unit.travelling or self.updates_beside:
                 self._install_unit(unit)
             elif not unit.root:
                 for module in unit.modules:
@@ -136,7 +139,7 @@ class Hooks:
             for index, parameter in enumerate(gradient.flat.parameters):
                 hook = partial(_call_if_alive, arrived, place, index)
                 self._keep(parameter.register_post_accumulate_grad_hook(hook))
-        if travels:
+        if travels or self.updates_beside:
             self._watch_parameters()
 
     def _install_unit(self, unit: Unit) -> None:
@@ -153,7 +156,8 @@ class Hooks:
                 self._keep(module.register_forward_hook(post, always_call=True))
 
     def _watch_parameters(self) -> None:
-        self._unit_of = {p: unit for unit in self.units for flat in unit.travelling for p in flat.parameters}
+        flats_of = {unit: unit.flats if self.updates_beside else unit.travelling for unit in self.units}
+        self._unit_of = {p: unit for unit, flats in flats_of.items() for flat in flats for p in flat.parameters}
         for module in self.model.modules():
             if any(parameter in self._unit_of for parameter in module._parameters.values()):
                 watched = WatchedParameters(module._parameters)
@@ -176,6 +180,11 @@ class Hooks:
     def _is_whole(self, parameter: nn.Parameter) -> bool:
         unit = self._unit_of.get(parameter)
         return unit is None or unit.whole
+
+    @property
+    def busy(self) -> bool:
+        """Whether a forward or a backward of the model is running."""
+        return bool(self.root.running) or self.backward_running
 
     # Forward.
 
@@ -210,7 +219,7 @@ class Hooks:
             self.running = [0] * len(self.units)
             self._begin_forward()
         self.running[root.index] += 1
-        if root.travelling:
+        if root.travelling or self.updates_beside:
             self.gatherer.gather(root)
 
     def _root_post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -305,6 +314,9 @@ class Hooks:
             return
         if not unit.shared or not (awaits_backward or self.running[self.root.index]):
             self.gatherer.release(unit)
+        if self.updates_beside and not unit.root:
+            # The device is at work on this unit: time to wait for the update of the next.
+            self.gatherer.prefetch(settle=True)
 
     def _post_forward_with_inputs(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """As `_post_forward`, for a unit with frozen weights: its inputs' gradients tell when they are done with."""
@@ -322,9 +334,11 @@ class Hooks:
 
     def _read(self, parameter: nn.Parameter) -> None:
         unit = self._unit_of.get(parameter)
-        if unit is None or unit.whole or self.running[unit.index]:
+        if unit is None or self.running[unit.index]:
             return
-        if not (self.running[self.root.index] or self.backward_running or self._calling):
+        if self.updates_beside and unit.pending:
+            self.gatherer.settle(unit.flats)
+        if unit.whole or not (self.running[self.root.index] or self.backward_running or self._calling):
             return
         # Used by a unit that is not its own: from now on it stays gathered through the step.
         unit.shared = True

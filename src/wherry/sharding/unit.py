@@ -12,6 +12,7 @@ from torch import nn
 
 from wherry.parallel.partition import is_dtensor, point_at
 from wherry.sharding.layout import FlatLayout
+from wherry.tiers.homes import Home, opened
 from wherry.tiers.tickets import DONE, Ticket
 
 
@@ -26,9 +27,9 @@ class Weights(enum.Enum):
 class Flat:
     """A unit's parameters of one dtype and trainability in one buffer.
 
-    `whole` is the buffer that the parameters are views of, and `shard` this rank's part at rest. A `resident` flat is
-    whole for ever and its shard lies inside it; any other is gathered into `whole` and released again, which frees the
-    memory of `whole` and keeps the tensor, because autograd has saved views of it.
+    `whole` is the buffer that the parameters are views of; this rank's part of it rests on the device, or in `home`. A
+    `resident` flat is whole for ever and its shard lies inside it; any other is gathered into `whole` and released
+    again, which frees the memory of `whole` and keeps the tensor, because autograd has saved views of it.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Flat:
         rank: int,
         device: torch.device,
         resident: bool,
+        home: Home | None = None,
     ) -> None:
         assert len(layout.slots) == len(parameters), (name, len(layout.slots), len(parameters))
         self.name = name
@@ -53,7 +55,12 @@ class Flat:
         self.distributed = any(is_dtensor(parameter) for parameter in parameters)
         self.whole = torch.zeros(layout.numel, dtype=self.dtype, device=device)
         start, stop = layout.shard_range(rank)
-        self.shard = self.whole[start:stop] if resident else torch.empty_like(self.whole[start:stop])
+        # Where the shard rests, if that is not the device's memory.
+        self.home = home
+        assert home is None or not resident, name
+        self._shard = None
+        if home is None:
+            self._shard = self.whole[start:stop] if resident else torch.empty_like(self.whole[start:stop])
         self.views = [self.whole[s.start : s.stop].view(s.shape) for s in layout.slots]
         # A stray read of released weights is loud, never stale.
         nan = torch.full((), float("nan"), dtype=self.dtype, device=device)
@@ -62,6 +69,20 @@ class Flat:
         self.ticket: Ticket = DONE
         # How many `gathered` contexts keep it whole.
         self.pins = 0
+        # An update of it is under way: whoever wants its weights settles that first.
+        self.pending = False
+
+    @property
+    def shard_memory(self) -> torch.Tensor:
+        """This rank's shard where it is in memory: always, or while it is fetched if it rests on disk."""
+        if self._shard is not None:
+            return self._shard
+        assert self.home is not None, f"{self.name}: closed"
+        return self.home.memory[: self.shard_nbytes].view(self.dtype)
+
+    @property
+    def at_rest_on_disk(self) -> bool:
+        return self.home is not None and self.home.on_disk
 
     @contextmanager
     def opened(self, *, write: bool = False) -> Iterator[torch.Tensor]:
@@ -69,7 +90,11 @@ class Flat:
 
         What is changed inside is kept if `write` is given. A resident flat's other parts are not touched.
         """
-        yield self.shard
+        if self.home is None:
+            yield self.shard_memory
+            return
+        with opened(self.home, write=write):
+            yield self.shard_memory
 
     def show_whole(self) -> None:
         """Let the parameters be views of the whole buffer."""
@@ -80,6 +105,19 @@ class Flat:
         point_at(self.parameters, self.blanks, distributed=self.distributed)
 
     @property
+    def shard_nbytes(self) -> int:
+        return self.layout.shard_numel * self.dtype.itemsize
+
+    @property
+    def resting_nbytes(self) -> int:
+        """Bytes of memory that the weights at rest take at the moment, on whatever tier."""
+        if self.resident:
+            return self.nbytes
+        if self.home is not None:
+            return self.home.in_memory
+        return 0 if self._shard is None else self._shard.nbytes
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the whole flat, padding included."""
         return self.layout.numel * self.dtype.itemsize
@@ -87,7 +125,9 @@ class Flat:
     def close(self) -> None:
         """Free the weights of a flat that travels; its parameters stay placeholders."""
         assert not self.resident and self.weights is Weights.RELEASED, self
-        self.shard = self.shard.new_empty(0)
+        if self.home is not None:
+            self.home.close()
+        self._shard = self.home = None
 
     def __repr__(self) -> str:
         return f"Flat({self.name}, {self.layout.payload:,} parameters, {self.weights.value})"
@@ -113,6 +153,15 @@ class Unit:
 
     def __repr__(self) -> str:
         return f"Unit({self.name})"  # that of its modules would read their weights
+
+    @property
+    def pending(self) -> bool:
+        """Whether an update of it is under way."""
+        return any(flat.pending for flat in self.flats)
+
+    @property
+    def on_disk(self) -> bool:
+        return any(flat.at_rest_on_disk for flat in self.travelling)
 
     @property
     def whole(self) -> bool:

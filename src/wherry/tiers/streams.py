@@ -78,6 +78,9 @@ class _Copy(Ticket):
     def order(self) -> None:
         torch.cuda.current_stream().wait_event(self._event)
 
+    def finish(self) -> None:
+        self._event.synchronize()
+
     def done(self) -> bool:
         return self._event.query()
 

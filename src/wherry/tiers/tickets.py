@@ -16,6 +16,10 @@ class Ticket:
     def wait(self) -> None:
         return None
 
+    def finish(self) -> None:
+        """Wait on the host, also where `wait()` only makes a stream of the device wait."""
+        self.wait()
+
     def done(self) -> bool:
         return True
 
@@ -67,3 +71,18 @@ class TicketGroup(Ticket):
 
     def done(self) -> bool:
         return all(ticket.done() for ticket in self._tickets)
+
+
+class OnHost(Ticket):
+    """A ticket whose `wait()` is on the host, whatever that of the one inside makes wait."""
+
+    __slots__ = ("_ticket",)
+
+    def __init__(self, ticket: Ticket) -> None:
+        self._ticket = ticket
+
+    def wait(self) -> None:
+        self._ticket.finish()
+
+    def done(self) -> bool:
+        return self._ticket.done()

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from wherry import native
 from wherry.errors import WherryError
 from wherry.update.lion import Lion
-from wherry.update.rules import NATIVE_FAMILIES, NativeRule, Rule, Segment, TorchRule
+from wherry.update.rules import NATIVE_FAMILIES, NativeRule, Rule, TorchRule
 
 # Optimizers that treat every element by itself, so that a shard may be updated without the rest of its parameter.
 ELEMENT_WISE = (
@@ -58,22 +59,22 @@ class OptimizerSpec:
     def groups(self) -> list[dict[str, Any]]:
         return self.instance.param_groups
 
-    def make_rule(self, segments: list[Segment]) -> Rule:
-        masters = [segment.master for segment in segments]
-        if self.native_family is not None and all(m.device.type == "cpu" and m.dtype == torch.float32 for m in masters):
-            return NativeRule(NATIVE_FAMILIES[self.native_family], segments, self.groups, self.state_dtype)
+    def make_rule(self, *, on_host: bool, on_disk: bool = False, pool: native.Pool | None = None) -> Rule:
+        """The rule for state that the host's kernels can reach, or not; with state on disk there is no other."""
+        if self.native_family is not None and on_host:
+            return NativeRule(NATIVE_FAMILIES[self.native_family], self.state_dtype, pool)
         instance = self.instance
         known_as = _known_as(instance)
-        if self.state_dtype != "fp32":
-            raise WherryError(
-                f"wherry.state_dtype: {self.state_dtype} needs Adam, AdamW, Adagrad, Lion or SGD, got {known_as}"
-            )
+        needs = "optimizer state on disk" if on_disk else f"wherry.state_dtype: {self.state_dtype}"
+        if on_disk or self.state_dtype != "fp32":
+            where = "" if on_host else " on the host"
+            raise WherryError(f"{needs} needs Adam, AdamW, Adagrad, Lion or SGD{where}, got {known_as}")
         optimizer_class = {"CPUAdam": torch.optim.AdamW, "CPUAdagrad": torch.optim.Adagrad, "CPULion": Lion}.get(
             known_as, type(instance)
         )
         if not all(group.get("bias_correction", True) for group in self.groups):
             raise WherryError(f"{known_as}: bias_correction=False is offered for state on the host only")
-        return TorchRule(optimizer_class, instance.defaults, segments, self.groups)
+        return TorchRule(optimizer_class, instance.defaults, self.groups)
 
 
 def describe(

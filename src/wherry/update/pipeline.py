@@ -1,141 +1,347 @@
-"""The update of all units: each flat's rule runs on the part this rank owns, and new weights travel at once."""
+"""The update of all units: which flats are updated together, when, and how new weights get to where they rest."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from wherry.fake import address_of
-from wherry.native import Blocks8
+from wherry.errors import WherryError
+from wherry.observe.log import logger
 from wherry.observe.spans import span
+from wherry.parallel.comm import Comm
+from wherry.placement import Tier
 from wherry.sharding.gradients import FlatGradient
 from wherry.sharding.unit import Flat
-from wherry.sharding.weights import Gatherer
-from wherry.tiers.tickets import DONE
-from wherry.update.rules import Rule, RuleFactory, Segment
+from wherry.tiers.streams import Link
+from wherry.tiers.tickets import DONE, OnHost, Ticket
+from wherry.update.jobs import READ, UPDATE, WRITE, Crew, Job, Steps, drive_all, drive_one
+from wherry.update.rules import Groups, Rule
+from wherry.update.state import BATCH_NUMEL, Batch, FlatState, MakeHome
 
-# Flats together up to this many elements are updated in one call: below it, calling costs more than updating.
-BATCH_NUMEL = 1 << 18
+EVERYTHING = 1 << 30
 
 
-class FlatState:
-    """The optimizer's side of one flat: masters and moments of what this rank owns."""
+@dataclass(frozen=True)
+class UpdatePolicy:
+    """When units are updated. The first three give the same results."""
 
-    def __init__(self, gradient: FlatGradient, master: torch.Tensor, groups: int) -> None:
-        flat = gradient.flat
-        self.flat = flat
-        self.gradient = gradient
-        self.master = master
-        self.segments = [
-            Segment(
-                group=span.group,
-                start=span.start,
-                stop=span.stop,
-                master=master[span.start : span.stop],
-                working=flat.shard[span.start : span.stop],
-                grad=gradient.owned[span.start : span.stop],
-                first=flat.layout.shard_range(flat.rank)[0] + span.start,
-            )
-            for span in flat.layout.segments(flat.rank)
-            if span.group < groups  # parameters that the optimizer was not given lie behind its groups
-        ]
-        # Ranks whose shard is all padding have no segments, and yet take part in the flat's collectives.
-        self.updated = any(slot.group < groups for slot in flat.layout.slots)
-
-    @contextmanager
-    def opened(self, *, write: bool = False) -> Iterator[list[dict[str, torch.Tensor | Blocks8]]]:
-        """The state of each segment, by name: `master` in fp32 and the moments, wherever they rest.
-
-        What is changed inside is kept if `write` is given, names that were added become state, and the working
-        weights follow their masters. Tensors are valid inside only.
-        """
-        shown = [{"master": segment.master, **segment.state} for segment in self.segments]
-        yield shown
-        if write:
-            for segment, values in zip(self.segments, shown, strict=True):
-                segment.state = {name: value for name, value in values.items() if name != "master"}
-                if not segment.in_place:
-                    segment.working.copy_(segment.master)
+    when: str = "at_step"  # at_step, before_use, in_backward, delayed
+    # `delayed`: the steps that are made as usual, one less than the step whose update is the first to be late.
+    warmup: int = 0
+    # Batches that may have their state in host memory at once, where it rests on disk.
+    depth: int = 4
 
     @property
-    def nbytes(self) -> int:
-        """Of masters that are not the working weights, and of all state."""
-        own = 0 if address_of(self.master) == address_of(self.flat.shard) else self.master.nbytes
-        return own + sum(state.nbytes for segment in self.segments for state in segment.state.values())
+    def beside(self) -> bool:
+        """Whether updates run beside the forward or the backward."""
+        return self.when != "at_step"
 
 
 @dataclass
-class Batch:
-    """Flats that one rule updates: one large flat, or small ones that follow each other."""
+class StateTier:
+    """How the state of one flat is kept: on which tier, and by which rule."""
 
-    states: list[FlatState]
-    rule: Rule | None = None
-
-    def fits(self, state: FlatState) -> bool:
-        """Whether `state` may join: rules are for one dtype, and small batches keep updates of large flats apart."""
-        numel = sum(member.master.numel() for member in self.states) + state.master.numel()
-        return numel <= BATCH_NUMEL and self.states[0].master.dtype == state.master.dtype
+    tier: Tier
+    make_rule: Callable[[], Rule]
+    make_home: MakeHome
+    apart: bool
+    split: bool
 
 
 class Updater:
-    """Updates every flat once gradients are complete. (When each is updated is the policy; here: all of them, now.)"""
+    """Updates every flat once its gradients are complete.
+
+    Built flat by flat (`adopt`), so that one flat's state above the rest is ever in memory, and then given the
+    gradients (`attach`).
+    """
 
     def __init__(
-        self,
-        gradients: list[FlatGradient],
-        masters: Mapping[Flat, torch.Tensor],
-        make_rule: RuleFactory,
-        groups: int,
-        gatherer: Gatherer,
+        self, groups: Groups, comm: Comm, link: Link, policy: UpdatePolicy, tier_of: Callable[[Flat], StateTier]
     ) -> None:
-        self.gatherer = gatherer
-        self.states = [
-            FlatState(gradient, masters.get(gradient.flat, gradient.flat.shard), groups) for gradient in gradients
-        ]
+        self.groups = groups
+        self.comm = comm
+        self.link = link
+        self.policy = policy
+        self.tier_of = tier_of
+        self.states: list[FlatState] = []
         self.batches: list[Batch] = []
-        for state in self.states:
-            if self.batches and self.batches[-1].fits(state):
-                self.batches[-1].states.append(state)
-            else:
-                self.batches.append(Batch([state]))
-        for batch in self.batches:
-            segments = [segment for state in batch.states for segment in state.segments]
-            batch.rule = make_rule(segments) if segments else None
+        self.tiers: dict[Batch, Tier] = {}
+        self.state_of: dict[Flat, FlatState] = {}
+        self.steps_made = 0
+        self._masters: list[torch.Tensor | None] = []
+        self._open: tuple[Batch, StateTier, torch.dtype] | None = None
+        self._crew = Crew(policy.depth, link.device)
+        # Updates whose weights have not been published, in the order in which they were begun.
+        self._pending: dict[Batch, Job] = {}
+        # in_backward: what the updates of this window were begun with, and how many flats of a batch have landed.
+        self._early: tuple[list[dict[str, Any]], float] | None = None
+        self._landed: dict[Batch, int] = {}
+        # delayed: weights that the update has made and nobody uses yet.
+        self._fresh: dict[Batch, list[torch.Tensor]] = {}
 
-    def run(self, groups: list[dict[str, Any]], multiplier: float) -> None:
-        """Update every flat with its gradients times `multiplier`; resident flats are whole again when this returns."""
+    # Building.
+
+    def adopt(self, flat: Flat, master: torch.Tensor | None) -> None:
+        """Begin to keep state for a flat. `master` is the fp32 shard, None where the working weights are as good."""
+        kept = self.tier_of(flat)
+        state_dtype = flat.dtype
+        if self._open is not None:
+            batch, open_tier, dtype = self._open
+            numel = batch.numel + flat.layout.shard_numel
+            if numel > BATCH_NUMEL or dtype != state_dtype or open_tier != kept or flat.at_rest_on_disk:
+                self._fill()
+        if self._open is None:
+            batch = Batch(
+                kept.make_rule(), self.link, apart=kept.apart, split=kept.split, make_home=kept.make_home
+            )
+            self._open = batch, kept, state_dtype
+            self.batches.append(batch)
+            self.tiers[batch] = kept.tier
+        batch = self._open[0]
+        state = FlatState(flat, len(self.groups), batch)
+        batch.add(state)
+        self.states.append(state)
+        self.state_of[flat] = state
+        self._masters.append(master)
+        if flat.at_rest_on_disk:
+            self._fill()
+
+    def _fill(self) -> None:
+        if self._open is not None:
+            self._open[0].fill(self.groups, self._masters)
+        self._open = None
+        self._masters = []
+
+    def attach(self, gradients: Sequence[FlatGradient]) -> None:
+        """All flats have been adopted; these are their gradients."""
+        self._fill()
+        for gradient in gradients:
+            self.state_of[gradient.flat].gradient = gradient
+
+    # The update.
+
+    def step(self, groups: Groups, multiplier: float) -> None:
+        """Update every flat with its gradients times `multiplier`, now or as the policy has it."""
+        self.steps_made += 1
         with span("update"), torch.no_grad():
-            updates = [(batch, batch.rule.update(groups, multiplier) if batch.rule else DONE) for batch in self.batches]
-            refreshes = []
-            for batch, update in updates:
-                update.wait()
-                for state in batch.states:
-                    flat = state.flat
-                    if state.updated and flat.resident and flat.layout.ranks > 1:
-                        refreshes.append(self.gatherer.comm.all_gather(flat.whole, flat.shard, flat.name))
-            for refresh in refreshes:
-                refresh.wait()
+            late = self.policy.when == "delayed" and self.steps_made >= self.policy.warmup
+            if self.policy.when == "in_backward":
+                self._finish_early(groups, multiplier)
+            elif self.policy.when == "before_use" or late:
+                self.settle()
+                self._begin(groups, multiplier, late=late)
+            else:
+                self._at_once(groups, multiplier)
 
-    def nbytes(self) -> int:
-        return sum(state.nbytes for state in self.states)
+    def _at_once(self, groups: Groups, multiplier: float) -> None:
+        self.settle()
+        depth = self.policy.depth if any(batch.on_disk for batch in self.batches) else EVERYTHING
+        fence = self.link.fence()
+        jobs = {
+            batch: Job(batch.name, self._steps(batch, groups, multiplier, fence)) for batch in self.batches
+        }
+        refreshes: list[Ticket] = []
+        for batch, job in zip(self.batches, drive_all(jobs.values(), depth), strict=True):
+            job.wait()
+            refreshes += self._refresh(batch)
+        for refresh in refreshes:
+            refresh.wait()
 
-    def expected_nbytes(self) -> int:
-        """Master weights, where the working weights are less precise, and moments, for the elements this rank owns."""
-        total = 0.0
-        for state in self.states:
-            per_element = 4.0 if state.flat.dtype.itemsize < 4 else 0.0
-            for kept in (kept for segment in state.segments[:1] for kept in segment.state.values()):
-                if isinstance(kept, torch.Tensor) and not kept.dim():
-                    continue
-                per_element += kept.nbytes / max(1, kept.numel())
-            total += per_element * state.flat.layout.shard_numel
-        return math.ceil(total)
+    def _begin(self, groups: Groups, multiplier: float, *, late: bool) -> None:
+        """Set all updates going beside what comes next, in the order in which units run."""
+        groups = _snapshot(groups)
+        fence = self.link.fence()
+        for batch in self.batches:
+            aside = [state.set_aside() for state in batch.states] if late else None
+            self._send(batch, self._steps(batch, groups, multiplier, fence, aside))
+
+    def _send(self, batch: Batch, steps: Steps) -> None:
+        job = Job(batch.name, steps)
+        self._pending[batch] = job
+        if self.tiers[batch] is Tier.DEVICE and not self.link.shared:
+            # Kernels of the device are queued on its current stream, which the crew's thread does not share.
+            return drive_one(job)
+        if self.policy.when != "delayed":
+            for state in batch.states:
+                state.flat.pending = True
+        self._crew.add(job)
+
+    def _steps(
+        self,
+        batch: Batch,
+        groups: Groups,
+        multiplier: float,
+        fence: Ticket,
+        aside: list[torch.Tensor] | None = None,
+    ) -> Steps:
+        """The update of one batch: fetch, update, and send home what has changed.
+
+        With gradients set `aside` it is a late one: new weights are kept until they are published.
+        """
+        flats = [state.flat for state in batch.states]
+        homes = [] if batch.apart else [flat.home for flat in flats if flat.home is not None]
+        fetched = 0
+        uploads: list[Ticket] = []
+        try:
+            record = batch.fetch()
+            tickets = [record] if record is not None else []
+            for home in homes:
+                tickets.append(home.fetch())
+                fetched += 1
+            tickets += [state.own_gradient.landing for state in batch.states]
+            for ticket in tickets:
+                yield READ, ticket
+            if batch.spans:
+                yield UPDATE, batch.rule.update(batch.bind(aside), groups, multiplier)
+            for state in batch.states:
+                state.own_gradient.spent()
+            tickets = []
+            if aside is not None:
+                self._fresh[batch] = [w.clone() if batch.on_disk else w for w in batch.working()]
+            elif batch.apart:
+                uploads = [OnHost(ticket) for ticket in batch.publish(fence)]
+            stored = batch.store()
+            tickets += [stored] if stored is not None else []
+            tickets += [home.store() for home in homes]
+            for ticket in (*uploads, *tickets):
+                yield WRITE, ticket
+        finally:
+            batch.leave(uploads[-1] if uploads else DONE)
+            for home in homes[:fetched]:
+                home.leave()
+
+    # Updates in the backward.
+
+    def expects(self, groups: Groups, multiplier: float) -> None:
+        """The boundary's backward begins: what its updates are to be made with."""
+        if self._early is not None:
+            raise WherryError(
+                "backward: the weights of this accumulation window have been updated already, in the backward before "
+                'this one; for several backwards before a step set "wherry": {"update_policy": "before_use"}'
+            )
+        self.settle()
+        self._early = _snapshot(groups), multiplier
+        self._landed = dict.fromkeys(self.batches, 0)
+
+    def landed(self, gradient: FlatGradient) -> None:
+        """A flat's gradients are complete, reduced, and where the update finds them or on their way there."""
+        if self._early is None:
+            return
+        batch = self.state_of[gradient.flat].batch
+        self._landed[batch] += 1
+        if self._landed[batch] == len(batch.states):
+            groups, multiplier = self._early
+            self._send(batch, self._steps(batch, groups, multiplier, self.link.fence()))
+
+    def _finish_early(self, groups: Groups, multiplier: float) -> None:
+        if self._early is None:  # a boundary that was decided after its backward
+            self.settle()
+            self._begin(groups, multiplier, late=False)
+            return
+        (used, used_multiplier), self._early = self._early, None
+        if used_multiplier != multiplier or used != _snapshot(groups):
+            raise WherryError(
+                "step: learning rate or other options changed between backward and step, and the weights have been "
+                'updated with those before; set "wherry": {"update_policy": "before_use"} to change them there'
+            )
+        for batch in self.batches:
+            assert self._landed[batch] == len(batch.states), batch.name
+
+    def abandon(self) -> None:
+        """The window's gradients are dropped, perhaps after an exception in the backward."""
+        if self._early is None:
+            return
+        self._early = None
+        changed = [batch.name for batch in self.batches if self._landed[batch] == len(batch.states)]
+        if changed:
+            logger.warning(
+                "a backward ended early, and the update policy in_backward had updated %d of %d parts of the model "
+                "from its gradients: %s ...; to lose nothing go back to a checkpoint",
+                len(changed), len(self.batches), changed[0],
+            )  # fmt: skip
+
+    # Where updates become weights.
+
+    @torch.no_grad()
+    def settle(self, flats: Iterable[Flat] | None = None) -> None:
+        """Complete the updates of these flats, or of all: their weights are those after the last step."""
+        if not self._pending:
+            return
+        batches = list(self._pending) if flats is None else self._batches_of(flats)
+        refreshes: list[Ticket] = []
+        for batch in batches:
+            self._pending[batch].wait()
+            del self._pending[batch]
+            self._publish(batch)
+            for state in batch.states:
+                state.flat.pending = False
+            refreshes += self._refresh(batch)
+        for refresh in refreshes:
+            refresh.wait()
+
+    def _batches_of(self, flats: Iterable[Flat]) -> list[Batch]:
+        wanted = (self.state_of[flat].batch for flat in flats if flat in self.state_of)
+        return [batch for batch in dict.fromkeys(wanted) if batch in self._pending]
+
+    def _publish(self, batch: Batch) -> None:
+        """Put weights that a delayed update has made to where they rest."""
+        fresh = self._fresh.pop(batch, None)
+        if fresh is None:
+            return
+        for ticket in batch.publish(self.link.fence(), fresh):
+            ticket.wait()
+
+    def _refresh(self, batch: Batch) -> Iterator[Ticket]:
+        """Gather the new weights of flats that are whole on every rank."""
+        for state in batch.states:
+            flat = state.flat
+            if state.updated and flat.resident and flat.layout.ranks > 1:
+                yield self.comm.all_gather(flat.whole, flat.shard_memory, flat.name)
+
+    # Accounts, and the end.
+
+    def nbytes(self) -> dict[Tier, int]:
+        """Bytes of state by tier: whole masters or low halves, and moments."""
+        total: dict[Tier, int] = {}
+        for batch, tier in self.tiers.items():
+            total[tier] = total.get(tier, 0) + batch.nbytes + batch.rule.nbytes()
+        return total
+
+    def expected_nbytes(self) -> dict[Tier, int]:
+        """What the placement comes to, padding of shards included."""
+        total: dict[Tier, float] = {}
+        for batch, tier in self.tiers.items():
+            own = batch.nbytes + batch.rule.nbytes()
+            numel = max(1, batch.numel)
+            shards = sum(state.flat.layout.shard_numel for state in batch.states)
+            total[tier] = total.get(tier, 0.0) + own * max(1.0, shards / numel)
+        return {tier: math.ceil(value) for tier, value in total.items()}
+
+    def host_bytes(self) -> int:
+        """Host memory that records on disk take at the moment."""
+        return sum(batch.in_memory for batch in self.batches if batch.on_disk)
 
     def close(self) -> None:
+        self._crew.close()
+        self._pending.clear()
+        self._fresh.clear()
+        for batch in self.batches:
+            batch.close()
         self.states.clear()
         self.batches.clear()
+        self.tiers.clear()
+        self.state_of.clear()
+
+
+def _snapshot(groups: Groups) -> list[dict[str, Any]]:
+    """The options as they are now: a schedule may change them while the update runs."""
+    options = []
+    for group in groups:
+        copy = {key: value for key, value in group.items() if key != "params"}
+        copy.update({k: float(v) for k, v in copy.items() if isinstance(v, torch.Tensor) and v.numel() == 1})
+        options.append(copy)
+    return options

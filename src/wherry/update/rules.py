@@ -1,8 +1,9 @@
-"""How one flat's owned part is updated: by the native kernels on the host, by torch's optimizers elsewhere."""
+"""How segments are updated: by the native kernels on the host, by torch's optimizers elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,36 +13,50 @@ from torch import nn
 from wherry import native
 from wherry.fake import address_of
 from wherry.tiers.tickets import DONE, Ticket
+from wherry.update.record import Field, State
 
 Group = Mapping[str, Any]
+Groups = Sequence[Group]
+# Moments that have no sign.
+UNSIGNED = ("exp_avg_sq", "sum")
+KEPT_PLANS = 8
 
 
 @dataclass
 class Segment:
-    """A stretch of a shard with one set of hyper-parameters.
+    """A stretch of a shard with one set of hyper-parameters, and its tensors where the update finds them.
 
-    `master` is what the rule updates, in fp32. Where the working weights are fp32 themselves it is the same memory.
+    The fp32 master is one of: `working` itself, where that is fp32; `master`; or `working` as its upper half and `low`
+    as its lower.
     """
 
     group: int
-    start: int
-    stop: int
-    master: torch.Tensor
     working: torch.Tensor
-    grad: torch.Tensor
-    state: dict[str, torch.Tensor | native.Blocks8] = field(default_factory=dict)
+    grad: torch.Tensor | None = None
+    master: torch.Tensor | None = None
+    low: torch.Tensor | None = None
+    state: dict[str, State] = field(default_factory=dict)
     # Where the segment begins in its flat.
     first: int = 0
 
     @property
-    def in_place(self) -> bool:
-        return address_of(self.master) == address_of(self.working)
+    def whole_master(self) -> torch.Tensor:
+        return self.working if self.master is None else self.master
 
 
 class Rule(Protocol):
-    """One flat's update."""
+    """The update of a few segments."""
 
-    def update(self, groups: list[dict[str, Any]], multiplier: float) -> Ticket:
+    # Whether a bf16 working weight may be the upper half of its master.
+    splits: bool
+
+    def fields(self, group: Group, numel: int) -> list[Field]:
+        """What it keeps for a segment, apart from weights; empty where it keeps its state itself."""
+
+    def begin(self, group: Group, state: dict[str, State]) -> None:
+        """Give new state, which is zeros, its first values."""
+
+    def update(self, segments: Sequence[Segment], groups: Groups, multiplier: float) -> Ticket:
         """Apply the gradients times `multiplier`, and write the new working weights."""
 
     def steps(self) -> int:
@@ -49,8 +64,17 @@ class Rule(Protocol):
 
     def load_steps(self, steps: int) -> None: ...
 
+    def kept(self) -> list[dict[str, torch.Tensor]]:
+        """The state that it keeps itself, by segment; empty where that is none."""
 
-RuleFactory = Callable[[list[Segment]], Rule]
+    def load_kept(self, segments: Sequence[Segment], kept: Sequence[Mapping[str, State]]) -> None:
+        """Replace the state that it keeps itself; it counts from `load_steps` on."""
+
+    def nbytes(self) -> int:
+        """Of the state that it keeps itself."""
+
+
+RuleFactory = Callable[[], Rule]
 
 
 # Native: option names as torch.optim has them, in a group -> a native rule.
@@ -129,48 +153,73 @@ NATIVE_FAMILIES: dict[str, NativeFamily] = {
 UNSIGNED = ("exp_avg_sq", "sum")
 
 
-def _new_state(numel: int, initial: float, unsigned: bool, dtype: str) -> torch.Tensor | native.Blocks8:
-    if dtype != "int8":
-        return torch.full((numel,), initial, dtype=torch.float32 if dtype == "fp32" else torch.bfloat16)
-    codes = native.Blocks8.zeros(numel, signed=not unsigned)
-    if initial:
-        native.quantize(torch.full((numel,), initial), codes)
-    return codes
-
-
 class NativeRule:
     """One pass on the library's own threads: unscale, clip, decay, update, cast."""
 
-    def __init__(
-        self, family: NativeFamily, segments: list[Segment], groups: list[dict[str, Any]], state_dtype: str = "fp32"
-    ) -> None:
-        self.family = family
-        self.segments = segments
-        for segment in segments:
-            group = groups[segment.group]
-            segment.state = {
-                name: _new_state(segment.master.numel(), family.initial(group), name in UNSIGNED, state_dtype)
-                for name in family.names(group)
-            }
-        self._steps = 0
-        self._plan = native.Plan(
-            [
-                native.Segment(
-                    grad=segment.grad,
-                    working=segment.working,
-                    master=None if segment.in_place else segment.master,
-                    state=tuple(segment.state.values()),
-                    # The draws of stochastic rounding follow the element, however the flat is cut.
-                    start=segment.first,
-                )
-                for segment in segments
-            ]
-        )
+    splits = True
 
-    def update(self, groups: list[dict[str, Any]], multiplier: float) -> Ticket:
+    def __init__(self, family: NativeFamily, state_dtype: str = "fp32", pool: native.Pool | None = None) -> None:
+        self.family = family
+        self.state_dtype = state_dtype
+        self.pool = pool
+        self._steps = 0
+        # Plans by the addresses of what they update. A step meets the same few buffers again and again.
+        self._plans: dict[tuple[int, ...], native.Plan] = {}
+        self._bound: Sequence[Segment] | None = None
+        self._plan: native.Plan | None = None
+
+    def fields(self, group: Group, numel: int) -> list[Field]:
+        fields = []
+        for name in self.family.names(group):
+            dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}[self.state_dtype]
+            coded = dtype is torch.int8
+            fields.append(Field(name, torch.uint8 if coded and name in UNSIGNED else dtype, numel, coded))
+        return fields
+
+    def begin(self, group: Group, state: dict[str, State]) -> None:
+        first = self.family.initial(group)
+        if not first:
+            return
+        for value in state.values():
+            if isinstance(value, native.Blocks8):
+                native.quantize(torch.full((value.numel(),), first), value)
+            else:
+                value.fill_(first)
+
+    def update(self, segments: Sequence[Segment], groups: Groups, multiplier: float) -> Ticket:
         self._steps += 1
-        rules = [self.family.make(groups[segment.group], self._steps) for segment in self.segments]
-        return self._plan.submit(rules, multiplier)
+        rules = [self.family.make(groups[segment.group], self._steps) for segment in segments]
+        if segments is not self._bound:
+            self._bound, self._plan = segments, self._plan_for(segments)
+        assert self._plan is not None
+        return self._plan.submit(rules, multiplier, self.pool)
+
+    def _plan_for(self, segments: Sequence[Segment]) -> native.Plan:
+        key = tuple(
+            address_of(tensor)
+            for segment in segments
+            for tensor in (segment.grad, segment.working, *_tensors(segment.state), segment.master, segment.low)
+            if tensor is not None
+        )
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= KEPT_PLANS:
+                self._plans.pop(next(iter(self._plans)))
+            plan = self._plans[key] = native.Plan(
+                [
+                    native.Segment(
+                        grad=segment.grad,
+                        working=segment.working,
+                        master=segment.master,
+                        low=segment.low,
+                        state=tuple(segment.state.values()),
+                        # The draws of stochastic rounding follow the element, however the flat is cut.
+                        start=segment.first,
+                    )
+                    for segment in segments
+                ]
+            )
+        return plan
 
     def steps(self) -> int:
         return self._steps
@@ -178,42 +227,71 @@ class NativeRule:
     def load_steps(self, steps: int) -> None:
         self._steps = steps
 
+    def kept(self) -> list[dict[str, torch.Tensor]]:
+        return []
+
+    def load_kept(self, segments: Sequence[Segment], kept: Sequence[Mapping[str, State]]) -> None:
+        return None
+
+    def nbytes(self) -> int:
+        return 0
+
 
 class TorchRule:
     """Any element-wise torch optimizer, run on the segments as if they were its parameters."""
 
+    splits = False
+
     def __init__(
-        self,
-        optimizer_class: type[torch.optim.Optimizer],
-        defaults: dict[str, Any],
-        segments: list[Segment],
-        groups: list[dict[str, Any]],
+        self, optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any], groups: Groups
     ) -> None:
-        self.segments = segments
-        self._parameters = [nn.Parameter(segment.master, requires_grad=True) for segment in segments]
-        inner_groups = [
-            {**_options(groups[segment.group]), "params": [parameter]}
-            for segment, parameter in zip(segments, self._parameters, strict=True)
-        ]
-        accepted = {key: value for key, value in defaults.items() if key in _constructor_options(optimizer_class)}
-        self._inner = optimizer_class(inner_groups, **accepted)
+        self.optimizer_class = optimizer_class
+        self.groups = groups
+        self.defaults = {k: v for k, v in defaults.items() if k in _constructor_options(optimizer_class)}
+        self._inner: torch.optim.Optimizer | None = None
+        self._parameters: list[nn.Parameter] = []
         self._steps = 0
 
-    def update(self, groups: list[dict[str, Any]], multiplier: float) -> Ticket:
+    def fields(self, group: Group, numel: int) -> list[Field]:
+        return []
+
+    def begin(self, group: Group, state: dict[str, State]) -> None:
+        return None
+
+    def _bind(self, segments: Sequence[Segment]) -> torch.optim.Optimizer:
+        if self._inner is None:
+            self._parameters = [nn.Parameter(segment.whole_master, requires_grad=True) for segment in segments]
+            options = [_options(self.groups[segment.group]) for segment in segments]
+            if self._fuses():
+                for option in options:
+                    option["fused"] = True
+            self._inner = self.optimizer_class(
+                [{**option, "params": [p]} for option, p in zip(options, self._parameters, strict=True)],
+                **self.defaults,
+            )
+        return self._inner
+
+    def _fuses(self) -> bool:
+        """Whether one kernel on the device can do it all, and the user has not chosen otherwise."""
+        chosen = self.defaults.get("fused") is not None or self.defaults.get("foreach") is not None
+        on_device = all(p.device.type == "cuda" for p in self._parameters)
+        return "fused" in self.defaults and not chosen and on_device
+
+    def update(self, segments: Sequence[Segment], groups: Groups, multiplier: float) -> Ticket:
         self._steps += 1
-        for segment, parameter, inner in zip(self.segments, self._parameters, self._inner.param_groups, strict=True):
-            inner.update(_options(groups[segment.group]))
-            parameter.grad = segment.grad.to(segment.master.dtype, copy=True).mul_(multiplier)
-        self._inner.step()
-        for segment, parameter in zip(self.segments, self._parameters, strict=True):
+        inner = self._bind(segments)
+        for segment, parameter, options in zip(segments, self._parameters, inner.param_groups, strict=True):
+            fused = options.get("fused")
+            options.update(_options(groups[segment.group]))
+            if "fused" in options:
+                options["fused"] = fused
+            assert segment.grad is not None
+            parameter.grad = segment.grad.to(parameter.dtype, copy=True).mul_(multiplier)
+        inner.step()
+        for segment, parameter in zip(segments, self._parameters, strict=True):
             parameter.grad = None
-            if not segment.in_place:
+            if segment.master is not None:
                 segment.working.copy_(segment.master)
-            segment.state = {
-                name: value
-                for name, value in self._inner.state[parameter].items()
-                if isinstance(value, torch.Tensor) and name != "step" and value.shape in ((), segment.master.shape)
-            }
         return DONE
 
     def steps(self) -> int:
@@ -221,9 +299,41 @@ class TorchRule:
 
     def load_steps(self, steps: int) -> None:
         self._steps = steps
-        for segment, parameter in zip(self.segments, self._parameters, strict=True):
-            if segment.state:
-                self._inner.state[parameter].update({**segment.state, "step": torch.tensor(float(steps))})
+
+    def kept(self) -> list[dict[str, torch.Tensor]]:
+        if self._inner is None:
+            return []
+        states = [self._inner.state[parameter] for parameter in self._parameters]
+        return [
+            {
+                name: value
+                for name, value in state.items()
+                if isinstance(value, torch.Tensor) and value.shape in ((), parameter.shape) and name != "step"
+            }
+            for state, parameter in zip(states, self._parameters, strict=True)
+        ]
+
+    def load_kept(self, segments: Sequence[Segment], kept: Sequence[Mapping[str, State]]) -> None:
+        inner = self._bind(segments)
+        groups = inner.param_groups
+        for parameter, values, options in zip(self._parameters, kept, groups, strict=True):
+            if not values:
+                continue
+            # The fused and capturable kernels read the count on the device.
+            on_device = options.get("fused") or options.get("capturable")
+            steps = torch.tensor(float(self._steps), device=parameter.device if on_device else None)
+            inner.state[parameter].update({**values, "step": steps})
+
+    def nbytes(self) -> int:
+        if self._inner is None:
+            return 0
+        states = (self._inner.state[p] for p in self._parameters)
+        return sum(v.nbytes for state in states for v in state.values() if isinstance(v, torch.Tensor) and v.dim())
+
+
+def _tensors(state: Mapping[str, State]) -> Iterator[torch.Tensor]:
+    for value in state.values():
+        yield value.codes if isinstance(value, native.Blocks8) else value
 
 
 def _options(group: Group) -> dict[str, Any]:
@@ -231,6 +341,4 @@ def _options(group: Group) -> dict[str, Any]:
 
 
 def _constructor_options(optimizer_class: type[torch.optim.Optimizer]) -> set[str]:
-    import inspect
-
     return set(inspect.signature(optimizer_class.__init__).parameters) - {"self", "params"}

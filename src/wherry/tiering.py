@@ -1,0 +1,232 @@
+"""The placement table put to work: on which tier each flat's states rest, and what moves them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+
+from wherry import native
+from wherry.config import Config
+from wherry.errors import ConfigError
+from wherry.parallel.topology import Topology
+from wherry.placement import Placement, Tier
+from wherry.sharding.flat_gradient import GradientPolicy, Landing
+from wherry.sharding.unit import Flat
+from wherry.tiers.disk import DiskStore
+from wherry.tiers.homes import DiskHome, Home, MemoryHome, Shelf
+from wherry.tiers.streams import Link, link_to
+from wherry.update.optimizer import OptimizerSpec
+from wherry.update.pipeline import StateTier, UpdatePolicy
+from wherry.update.rules import Rule
+
+# Gradients are summed on the device if their sums take at most this share of what is free there.
+ROOM_FOR_SUMS = 0.25
+
+
+class Tiering:
+    """What rests where, on this rank. `close` gives back what it has opened."""
+
+    def __init__(
+        self, config: Config, placement: Placement, topology: Topology, spec: OptimizerSpec | None, trainable: int
+    ) -> None:
+        zero = config.zero_optimization
+        self.config = config
+        self.placement = placement
+        self.topology = topology
+        self.spec = spec
+        self.device = topology.device
+        pin = zero.offload_optimizer.pin_memory and zero.offload_param.pin_memory
+        self.link: Link = topology.link(pin) if topology.link is not None else link_to(self.device, pin=pin)
+        self.accumulation = config.batch(topology.data.size).accumulation
+        self.policy = self._policy()
+        # Elements whose optimizer state stays on the device, those of the first units, whose gradients come last.
+        share = 1.0 - zero.offload_optimizer.ratio if placement.optimizer.tier is not Tier.DEVICE else 0.0
+        self._stays = round(share * trainable)
+        self._in_host = zero.offload_param.max_in_cpu if zero.offload_param.device == "nvme" else 0
+        self._states: dict[tuple[Tier, bool, bool], StateTier] = {}
+        self._given: dict[Flat, StateTier] = {}
+        self._stores: list[DiskStore] = []
+        self._pool: native.Pool | None = None
+        self._shelves: dict[tuple[str, ...], Shelf] = {}
+
+    # Tiers.
+
+    def _effective(self, tier: Tier) -> Tier:
+        """Without a device of its own, memory of the host is the device's."""
+        return Tier.DEVICE if tier is Tier.HOST and self.link.shared else tier
+
+    def _shelf(self, folders: str | Sequence[str]) -> Shelf:
+        """The store on these folders, opened when it is first needed."""
+        key = (folders,) if isinstance(folders, str) else tuple(folders)
+        shelf = self._shelves.get(key)
+        if shelf is None:
+            aio = self.config.aio
+            store = self.topology.open_store(
+                list(key),
+                name=f"rank{self.topology.global_rank}",
+                block_size=aio.block_size,
+                queue_depth=aio.queue_depth * max(1, aio.intra_op_parallelism),
+            )
+            self._stores.append(store)
+            shelf = self._shelves[key] = Shelf(store, self.link.host)
+        return shelf
+
+    def home_of(self, name: str, nbytes: int) -> Home | None:
+        """Where the shard of a partitioned flat rests; None for the device."""
+        offload = self.config.zero_optimization.offload_param
+        tier = self.placement.parameters.tier
+        if tier is Tier.DISK:
+            itemsize = (self.config.working_dtype() or torch.float32).itemsize
+            if nbytes > self._in_host * itemsize:
+                assert offload.nvme_path is not None
+                shelf = self._shelf(offload.nvme_path)
+                # What was used last is used first on the way back.
+                shelf.keep = max(shelf.keep, (offload.buffer_count - 1) * nbytes)
+                return DiskHome(shelf, name, nbytes)
+            self._in_host -= nbytes // itemsize
+            tier = Tier.HOST
+        if self._effective(tier) is Tier.DEVICE:
+            return None
+        return MemoryHome(self.link.host.take(nbytes), self.link.host.give)
+
+    @property
+    def read_ahead(self) -> int:
+        """Bytes of parameters that may be read from disk ahead of their use."""
+        return sum(shelf.keep for shelf in self._shelves.values())
+
+    def state_tier(self, flat: Flat) -> StateTier:
+        """How the optimizer keeps its state of a flat."""
+        given = self._given.get(flat)
+        if given is not None:
+            return given
+        tier = self.placement.optimizer.tier
+        if tier is not Tier.DEVICE and self._stays >= flat.layout.payload:
+            self._stays -= flat.layout.payload
+            tier = Tier.DEVICE
+        tier = self._effective(tier)
+        # An update reaches weights on its own side only, and a delayed one must leave them alone for a while.
+        on_host = tier is not Tier.DEVICE or self.link.shared
+        beyond_reach = not self.link.shared and (tier is Tier.DEVICE) is not (flat.home is None)
+        apart = beyond_reach or (self.policy.when == "delayed" and on_host)
+        # The native kernels know no float64.
+        on_host = on_host and flat.dtype.itemsize <= torch.float32.itemsize
+        key = tier, apart, on_host
+        if key not in self._states:
+            self._states[key] = StateTier(
+                tier=tier,
+                make_rule=partial(self._make_rule, on_host, tier),
+                make_home=partial(self._make_home, tier),
+                apart=apart,
+                split=self.config.wherry.master != "whole",
+            )
+        self._given[flat] = self._states[key]
+        return self._given[flat]
+
+    def _make_rule(self, on_host: bool, tier: Tier) -> Rule:
+        assert self.spec is not None
+        return self.spec.make_rule(on_host=on_host, on_disk=tier is Tier.DISK, pool=self._threads())
+
+    def _threads(self) -> native.Pool | None:
+        """A pool of the engine's own, where updates run beside something else and are to leave cores to it."""
+        offload = self.config.zero_optimization.offload_optimizer
+        if not self.policy.beside or "cpuadam_cores_perc" not in offload.model_fields_set:
+            return None
+        if self._pool is None:
+            self._pool = native.Pool(local_ranks=self.topology.local_ranks)
+            self._pool.throttle(offload.cpuadam_cores_perc)
+        return self._pool
+
+    def _make_home(self, tier: Tier, name: str, nbytes: int) -> Home:
+        if tier is Tier.DEVICE:
+            return MemoryHome(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
+        if tier is Tier.HOST:
+            return MemoryHome(self.link.host.take(nbytes), self.link.host.give)
+        paths = self.config.zero_optimization.offload_optimizer.nvme_path
+        assert paths is not None
+        return DiskHome(self._shelf(paths), name, nbytes)
+
+    # Gradients.
+
+    def gradient_policy(self, flats: Sequence[Flat]) -> GradientPolicy:
+        communication = self.config.communication_dtype()
+        wire = communication or self.config.working_dtype()
+        ranks = self.topology.data.size
+        return GradientPolicy(
+            accumulation_dtype=self.config.grad_accum_dtype(),
+            communication_dtype=communication,
+            # A sum over many ranks would leave the narrow range of fp16; a mean does not.
+            predivide=float(ranks) if wire is torch.float16 else 1.0,
+            accumulates=self.accumulation > 1,
+            sums_on_device=self._sums_fit(flats),
+            brief=self.policy.when == "in_backward" and self.accumulation == 1 and self._reduces_to_shards(),
+        )
+
+    def _reduces_to_shards(self) -> bool:
+        return self.placement.optimizer.partitioned or self.topology.data.size == 1
+
+    def _sums_fit(self, flats: Sequence[Flat]) -> bool:
+        free = self.link.free_bytes()
+        width = (self.config.grad_accum_dtype() or self.config.working_dtype() or torch.float32).itemsize
+        held = (f.layout.shard_numel if self.placement.gradients.partitioned else f.layout.numel for f in flats)
+        return free is None or sum(held) * width <= free * ROOM_FOR_SUMS
+
+    def way_of(self, policy: GradientPolicy, flat: Flat) -> Landing:
+        """How a flat's gradient gets to where its update finds it."""
+        if self.link.shared or (self.spec is not None and self.state_tier(flat).tier is Tier.DEVICE):
+            return Landing.STAYS
+        if self.spec is None:
+            return Landing.STAYS
+        # Replicated gradients are summed before they are reduced, which no shard on the host can be.
+        alone = self.placement.gradients.partitioned or self.topology.data.size == 1
+        sums = policy.accumulates and (policy.sums_on_device or not alone)
+        return Landing.COPIED if sums or not self._reduces_to_shards() else Landing.STREAMED
+
+    # When.
+
+    def _policy(self) -> UpdatePolicy:
+        config = self.config
+        depth = config.zero_optimization.offload_optimizer.buffer_count
+        when = config.wherry.update_policy
+        waits = self._waits_for_all()
+        tier = self._effective(self.placement.optimizer.tier)
+        if when == "in_backward" and waits:
+            raise ConfigError(f"wherry.update_policy: in_backward updates before all gradients are known, and {waits}")
+        if when == "delayed" and config.zero_optimization.offload_optimizer.ratio < 1:
+            raise ConfigError(
+                "wherry.update_policy: delayed is for state that is all offloaded, and "
+                f"zero_optimization.offload_optimizer.ratio is {config.zero_optimization.offload_optimizer.ratio}; "
+                "set the ratio to 1, or another policy"
+            )
+        if when == "auto":
+            when = "at_step" if tier is Tier.DEVICE else "before_use" if waits else "in_backward"
+        return UpdatePolicy(when, config.wherry.delayed_update_warmup if when == "delayed" else 0, max(2, depth))
+
+    def _waits_for_all(self) -> str | None:
+        """Why an update must wait for all gradients; None if it need not."""
+        config = self.config
+        if config.gradient_clipping > 0:
+            return f"gradient_clipping {config.gradient_clipping:g} needs their norm; set it to 0, or use before_use"
+        if config.fp16.enabled:
+            return "with fp16 a step may have to be skipped; use bf16, or before_use"
+        bf16 = config.bf16
+        if bf16.enabled and bf16.check_grad_overflow and "check_grad_overflow" in bf16.model_fields_set:
+            return "bf16.check_grad_overflow may skip a step; set it to false, or use before_use"
+        return None
+
+    # Accounts, and the end.
+
+    def disk_bytes(self) -> Iterator[tuple[str, int]]:
+        for store in self._stores:
+            usage = store.usage()
+            yield ", ".join(path for path, _, _ in usage.paths), usage.reserved
+
+    def close(self) -> None:
+        for store in self._stores:
+            store.close()
+        self._stores.clear()
+        self._shelves.clear()
+        if self._pool is not None:
+            self._pool.close()
+        self.link.close()

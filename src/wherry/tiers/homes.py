@@ -1,0 +1,201 @@
+"""Homes: where a piece of state rests outside the device, and how it comes to host memory and goes back."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+from wherry.tiers.tickets import DONE, Ticket
+
+if TYPE_CHECKING:
+    import torch
+
+    from wherry.tiers.buffers import HostPool
+    from wherry.tiers.disk import DiskStore, Record
+
+
+class Home(Protocol):
+    """A piece of state. `fetch` begins to bring it to host memory; `memory` is it there, from the ticket's end on.
+
+    Every `fetch` is followed by one `leave`, which says that `memory` is not used any more once `after` is complete.
+    `store` sends what is in `memory` home.
+    """
+
+    on_disk: bool
+
+    @property
+    def in_memory(self) -> int:
+        """Bytes of memory that it takes at the moment."""
+
+    def blank(self) -> torch.Tensor:
+        """Memory for what is about to be stored for the first time; as a `fetch` that reads nothing."""
+
+    def fetch(self) -> Ticket: ...
+
+    @property
+    def memory(self) -> torch.Tensor: ...
+
+    def store(self) -> Ticket: ...
+
+    def leave(self, after: Ticket = DONE) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MemoryHome:
+    """State that rests in memory, of the host or the device: it is always there."""
+
+    on_disk = False
+
+    def __init__(self, memory: torch.Tensor, give: Callable[[torch.Tensor], None] | None = None) -> None:
+        self._memory: torch.Tensor | None = memory
+        self._give = give
+
+    @property
+    def memory(self) -> torch.Tensor:
+        assert self._memory is not None
+        return self._memory
+
+    @property
+    def in_memory(self) -> int:
+        return 0 if self._memory is None else self._memory.nbytes
+
+    def blank(self) -> torch.Tensor:
+        return self.memory
+
+    def fetch(self) -> Ticket:
+        return DONE
+
+    def store(self) -> Ticket:
+        return DONE
+
+    def leave(self, after: Ticket = DONE) -> None:
+        return None
+
+    def close(self) -> None:
+        memory, self._memory = self._memory, None
+        if self._give is not None and memory is not None:
+            self._give(memory)
+
+
+class Shelf:
+    """What state on disk shares: the store, buffers, and those of the state last used, kept while there is room.
+
+    `keep` is how many bytes of host memory are kept for what nobody uses at the moment.
+    """
+
+    def __init__(self, store: DiskStore, pool: HostPool, keep: int = 0) -> None:
+        self.store = store
+        self.pool = pool
+        self.keep = keep
+        self.kept = 0
+        # One lock for all homes on a shelf: fetching one may let go of another.
+        self.lock = threading.RLock()
+        self.idle: OrderedDict[DiskHome, None] = OrderedDict()
+        store.attach(pool)
+
+    def shrink(self, room: int = 0) -> None:
+        """Let go of what was used longest ago, until what is kept and `room` more are within the budget."""
+        while self.idle and self.kept + room > self.keep:
+            home, _ = self.idle.popitem(last=False)
+            self.kept -= home.nbytes
+            home.let_go()
+
+
+class DiskHome:
+    """State that rests in a record on disk, and in host memory only while it is used, and a little longer."""
+
+    on_disk = True
+
+    def __init__(self, shelf: Shelf, name: str, nbytes: int) -> None:
+        self.shelf = shelf
+        self.nbytes = nbytes
+        self.record: Record = shelf.store.reserve(name, nbytes)
+        self._users = 0
+        self._buffer: torch.Tensor | None = None
+        self._reading: Ticket = DONE
+        self._writing: Ticket = DONE
+        self._after: list[Ticket] = []
+
+    @property
+    def memory(self) -> torch.Tensor:
+        assert self._buffer is not None, self.record.name
+        return self._buffer
+
+    @property
+    def in_memory(self) -> int:
+        return 0 if self._buffer is None else self.nbytes
+
+    def blank(self) -> torch.Tensor:
+        with self.shelf.lock:
+            assert self._buffer is None and not self._users, self.record.name
+            self._users = 1
+            self._buffer = self.shelf.pool.take(self.nbytes)
+            return self._buffer
+
+    def fetch(self) -> Ticket:
+        with self.shelf.lock:
+            self._users += 1
+            if self.shelf.idle.pop(self, 0) is None:
+                self.shelf.kept -= self.nbytes
+            if self._buffer is None:
+                self._writing.wait()
+                self._buffer = self.shelf.pool.take(self.nbytes)
+                self._reading = self.shelf.store.read(self.record, self._buffer)
+            return self._reading
+
+    def store(self) -> Ticket:
+        with self.shelf.lock:
+            self._writing.wait()  # of an earlier version, from the same memory
+            self._writing = self.shelf.store.write(self.record, self.memory)
+            return self._writing
+
+    def leave(self, after: Ticket = DONE) -> None:
+        with self.shelf.lock:
+            assert self._users > 0, self.record.name
+            self._users -= 1
+            if after is not DONE:
+                self._after.append(after)
+            if self._users:
+                return
+            self.shelf.shrink(self.nbytes)
+            if self.nbytes <= self.shelf.keep:
+                self.shelf.idle[self] = None
+                self.shelf.kept += self.nbytes
+            else:
+                self.let_go()
+
+    def let_go(self) -> None:
+        """Give the memory back, once nothing reads or writes it any more."""
+        buffer, self._buffer = self._buffer, None
+        assert buffer is not None
+        try:
+            for ticket in (*self._after, self._reading, self._writing):
+                ticket.finish()
+        finally:
+            self._after.clear()
+            self._reading = DONE
+            self.shelf.pool.give(buffer)
+
+    def close(self) -> None:
+        with self.shelf.lock:
+            if self.shelf.idle.pop(self, 0) is None:
+                self.shelf.kept -= self.nbytes
+            if self._buffer is not None:
+                self.let_go()
+
+
+@contextmanager
+def opened(home: Home, *, write: bool) -> Iterator[torch.Tensor]:
+    """The state in host memory, complete; with `write`, what was changed is home again at the end."""
+    ticket = home.fetch()
+    try:
+        ticket.wait()
+        yield home.memory
+        if write:
+            home.store().wait()
+    finally:
+        home.leave()

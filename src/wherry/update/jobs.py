@@ -1,0 +1,161 @@
+"""Jobs: the update of one batch as steps between waits, and what runs many of them at once."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterator
+from queue import SimpleQueue
+
+import torch
+
+from wherry.errors import WherryError
+from wherry.tiers.tickets import Ticket
+
+# What a job is waiting for, and which of them is worth waiting for first: the update keeps the cores busy, a read
+# feeds the next update, a write only gives its memory back.
+UPDATE, READ, WRITE = range(3)
+Steps = Generator[tuple[int, Ticket], None, None]
+
+
+class Job(Ticket):
+    """One update under way. `wait()` raises what went wrong in it, with the unit's name."""
+
+    __slots__ = ("_error", "_event", "_steps", "_under_way", "name", "stage")
+
+    def __init__(self, name: str, steps: Steps) -> None:
+        self.name = name
+        self.stage = READ
+        self._steps = steps
+        self._under_way: Ticket | None = None
+        self._error: BaseException | None = None
+        self._event = threading.Event()
+
+    @property
+    def begun(self) -> bool:
+        return self._under_way is not None or self._event.is_set()
+
+    def begin(self) -> None:
+        self._advance()
+
+    def ready(self) -> bool:
+        """Whether it can go on without a wait."""
+        return self._under_way is not None and self._under_way.done()
+
+    def go_on(self) -> None:
+        """Wait for what it waits for, and take the next step."""
+        assert self._under_way is not None
+        try:
+            self._under_way.wait()
+        except BaseException as error:
+            self._fail(error)
+        else:
+            self._advance()
+
+    def _advance(self) -> None:
+        try:
+            self.stage, self._under_way = next(self._steps)
+        except StopIteration:
+            self._under_way = None
+            self._event.set()
+        except BaseException as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = error
+        self._under_way = None
+        self._steps.close()
+        self._event.set()
+
+    def done(self) -> bool:
+        return self._event.is_set()
+
+    def wait(self) -> None:
+        self._event.wait()
+        if self._error is not None:
+            raise WherryError(
+                f"the update of {self.name} failed: {self._error}; weights and optimizer state are not those of one "
+                "step any more: end the run, mend the cause, and go on from a checkpoint"
+            ) from self._error
+
+
+def drive(take: Callable[[bool], Job | None], depth: int) -> None:
+    """Run jobs, at most `depth` at a time. `take(block)` gives the next one, None where there is none (any more)."""
+    flying: deque[Job] = deque()
+    while True:
+        while len(flying) < depth and (job := take(not flying)) is not None:
+            job.begin()
+            flying.append(job)
+        moved = False
+        for job in list(flying):
+            while job.ready():
+                job.go_on()
+                moved = True
+            if job.done():
+                flying.remove(job)
+                moved = True
+        if moved:
+            continue
+        if not flying:
+            return
+        min(flying, key=lambda job: job.stage).go_on()
+
+
+def drive_one(job: Job) -> None:
+    """Run a job to its end."""
+    if not job.begun:
+        job.begin()
+    while not job.done():
+        job.go_on()
+
+
+def drive_all(jobs: Collection[Job], depth: int) -> Iterator[Job]:
+    """Run these jobs in the calling thread; gives them in their order, each when it has ended."""
+    if len(jobs) > depth:
+        waiting = iter(jobs)
+        drive(lambda block: next(waiting, None), depth)
+    else:
+        for job in jobs:
+            job.begin()
+    for job in jobs:
+        drive_one(job)
+        yield job
+
+
+class Crew:
+    """A thread that runs jobs beside the forward and backward, in the order in which they come."""
+
+    def __init__(self, depth: int, device: torch.device) -> None:
+        self.depth = depth
+        self.device = device
+        self._queue: SimpleQueue[Job | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def add(self, job: Job) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="wherry-update", daemon=True)
+            self._thread.start()
+        self._queue.put(job)
+
+    def _work(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        with torch.no_grad():
+            ended = False
+
+            def take(block: bool) -> Job | None:
+                nonlocal ended
+                if ended or (not block and self._queue.empty()):
+                    return None
+                job = self._queue.get()
+                ended = job is None
+                return job
+
+            drive(take, self.depth)
+
+    def close(self) -> None:
+        """Finish what was begun and end the thread."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._queue.put(None)
+            thread.join()

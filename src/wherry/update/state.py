@@ -1,0 +1,301 @@
+"""The optimizer's side of flats: masters and moments of what this rank owns, and where they rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from wherry import native
+from wherry.fake import address_of
+from wherry.sharding.gradients import FlatGradient
+from wherry.sharding.layout import SegmentSpan
+from wherry.sharding.unit import Flat
+from wherry.tiers.homes import Home, opened
+from wherry.tiers.streams import Link
+from wherry.tiers.tickets import Ticket
+from wherry.update.record import Field, RecordLayout, State
+from wherry.update.rules import Groups, Rule, Segment
+
+# Flats together up to this many elements are updated in one call: below it, calling costs more than updating.
+BATCH_NUMEL = 1 << 18
+# What an update of an element reads besides its moments, by name.
+WEIGHTS = ("working", "low", "master")
+
+MakeHome = Callable[[str, int], Home]
+
+
+class FlatState:
+    """What the optimizer knows about one flat."""
+
+    def __init__(self, flat: Flat, groups: int, batch: Batch) -> None:
+        self.flat = flat
+        self.batch = batch
+        self.gradient: FlatGradient | None = None
+        # Parameters that the optimizer was not given lie behind its groups.
+        self.segments = [span for span in flat.layout.segments(flat.rank) if span.group < groups]
+        # Ranks whose shard is all padding have no segments, and yet take part in the flat's collectives.
+        self.updated = any(slot.group < groups for slot in flat.layout.slots)
+        # The first of the batch's segments that is this flat's.
+        self.first = 0
+
+    @property
+    def rule(self) -> Rule:
+        return self.batch.rule
+
+    @property
+    def own_gradient(self) -> FlatGradient:
+        assert self.gradient is not None, self.flat
+        return self.gradient
+
+    def set_aside(self) -> torch.Tensor:
+        return self.own_gradient.set_aside()
+
+    @contextmanager
+    def opened(self, *, write: bool = False) -> Iterator[list[dict[str, State]]]:
+        """The state of each segment, by name: `master` in fp32 and the moments, wherever they rest.
+
+        What is changed inside is kept if `write` is given, names that were added become state, and the working
+        weights follow their masters. Tensors are valid inside only.
+        """
+        with self.batch.opened(write=write) as views:
+            yield views[self.first : self.first + len(self.segments)]
+
+    @property
+    def numel(self) -> int:
+        return sum(span.stop - span.start for span in self.segments)
+
+
+class Batch:
+    """Flats that one rule updates, and whose state is one record: one large flat, or small ones that follow each other.
+
+    `apart` says that the record has a copy of the working weights, because the flat's own are out of the update's
+    reach (on the device), or must not change yet (a delayed update).
+    """
+
+    def __init__(self, rule: Rule, link: Link, *, apart: bool, split: bool, make_home: MakeHome) -> None:
+        self.rule = rule
+        self.link = link
+        self.apart = apart
+        self.split = split and rule.splits
+        self.make_home = make_home
+        self.states: list[FlatState] = []
+        self.spans: list[tuple[FlatState, SegmentSpan]] = []
+        self._layout: RecordLayout | None = None
+        self._home: Home | None = None
+        self._bound: list[Segment] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.states[0].flat.name if len(self.states) == 1 else f"{self.states[0].flat.name} and others"
+
+    @property
+    def numel(self) -> int:
+        return sum(span.stop - span.start for _, span in self.spans)
+
+    def add(self, state: FlatState) -> None:
+        state.first = len(self.spans)
+        self.states.append(state)
+        self.spans += [(state, span) for span in state.segments]
+
+    # The record.
+
+    def _weight_fields(self, dtype: torch.dtype, numel: int) -> list[Field]:
+        fields = [Field("working", dtype, numel)] if self.apart else []
+        if dtype.itemsize < torch.float32.itemsize:
+            split = self.split and dtype is torch.bfloat16
+            fields.append(Field("low", torch.int16, numel) if split else Field("master", torch.float32, numel))
+        return fields
+
+    def layout(self, groups: Groups) -> RecordLayout:
+        """Where everything lies; `groups` are the optimizer's."""
+        segments = []
+        for state, span in self.spans:
+            numel = span.stop - span.start
+            segments.append(
+                self._weight_fields(state.flat.dtype, numel) + self.rule.fields(groups[span.group], numel)
+            )
+        return RecordLayout(segments)
+
+    @torch.no_grad()
+    def fill(self, groups: Groups, masters: Sequence[torch.Tensor | None]) -> None:
+        """Make the record, from the fp32 masters of the states' flats, None where the working weights are as good."""
+        self._layout = self.layout(groups)
+        if not self._layout.nbytes:
+            return
+        self._home = self.make_home(self.name, self._layout.nbytes)
+        master_of = dict(zip(self.states, masters, strict=True))
+        memory = self._home.blank()
+        memory.zero_()
+        for (state, span), views in zip(self.spans, self._layout.views(memory), strict=True):
+            self.rule.begin(groups[span.group], _moments(views))
+            master = master_of[state]
+            with state.flat.opened(write=True) as shard:
+                own = shard[span.start : span.stop]
+                _set_master(views, own, own if master is None else master[span.start : span.stop])
+        self._home.store().wait()
+        self._home.leave()
+
+    def fetch(self) -> Ticket | None:
+        return self._home.fetch() if self._home is not None else None
+
+    def store(self) -> Ticket | None:
+        return self._home.store() if self._home is not None else None
+
+    def leave(self, after: Ticket) -> None:
+        if self._home is not None:
+            self._home.leave(after)
+
+    @property
+    def on_disk(self) -> bool:
+        return self._home is not None and self._home.on_disk
+
+    @property
+    def nbytes(self) -> int:
+        """Of the record, wherever it is."""
+        return self._layout.nbytes if self._layout is not None else 0
+
+    @property
+    def in_memory(self) -> int:
+        return (self._home.in_memory if self._home is not None else 0) + self.rule.nbytes()
+
+    # The segments, with their tensors in place.
+
+    def bind(self, aside: Sequence[torch.Tensor] | None = None) -> list[Segment]:
+        """The segments for an update; record and weights have been fetched, and gradients have arrived.
+
+        `aside` are gradients to be used instead of the states' own.
+        """
+        if self._bound is not None and aside is None:
+            return self._bound
+        grads = aside or [state.own_gradient.owned for state in self.states]
+        grad_of = dict(zip(self.states, grads, strict=True))
+        bound = self._segments(self._views())
+        for segment, (state, span) in zip(bound, self.spans, strict=True):
+            segment.grad = grad_of[state][span.start : span.stop]
+        weights_stay = self.apart or not any(state.flat.at_rest_on_disk for state in self.states)
+        grads_stay = all(state.own_gradient.steady for state in self.states)
+        if aside is None and weights_stay and grads_stay and not self.on_disk:
+            self._bound = bound
+        return bound
+
+    def working(self) -> list[torch.Tensor]:
+        """The working weights of each segment that the record holds."""
+        return [fields["working"] for fields in self._views()]  # type: ignore[misc]
+
+    def publish(self, fence: Ticket, fresh: Sequence[torch.Tensor] | None = None) -> list[Ticket]:
+        """Send working weights, those of the record or `fresh` ones, to where flats have theirs."""
+        parts = iter(self.working() if fresh is None else fresh)
+        tickets = []
+        for state in self.states:
+            if state.flat.home is None:
+                shard = state.flat.shard_memory
+                tickets += [
+                    self.link.up(shard[span.start : span.stop], next(parts), after=fence) for span in state.segments
+                ]
+                continue
+            with state.flat.opened(write=True) as shard:
+                for span in state.segments:
+                    shard[span.start : span.stop].copy_(next(parts))
+        return tickets
+
+    def unbind(self) -> None:
+        """Addresses are about to change."""
+        self._bound = None
+
+    def _views(self) -> list[dict[str, State]]:
+        assert self._layout is not None
+        return self._layout.views(self._home.memory) if self._home is not None else [{} for _ in self.spans]
+
+    def _segments(self, fields: list[dict[str, State]]) -> list[Segment]:
+        segments = []
+        for (state, span), views in zip(self.spans, fields, strict=True):
+            flat = state.flat
+            working = views["working"] if self.apart else flat.shard_memory[span.start : span.stop]
+            segments.append(
+                Segment(
+                    group=span.group,
+                    working=working,  # type: ignore[arg-type]
+                    master=views.get("master"),  # type: ignore[arg-type]
+                    low=views.get("low"),  # type: ignore[arg-type]
+                    state=_moments(views),
+                    first=flat.layout.shard_range(flat.rank)[0] + span.start,
+                )
+            )
+        return segments
+
+    @contextmanager
+    @torch.no_grad()
+    def opened(self, *, write: bool) -> Iterator[list[dict[str, State]]]:
+        """Of each segment `master` and moments; see `FlatState.opened`."""
+        with ExitStack() as stack:
+            if self._home is not None:
+                stack.enter_context(opened(self._home, write=write))
+            shards = {state: stack.enter_context(state.flat.opened(write=write)) for state in self.states}
+            fields = self._views()
+            owns = [shards[state][span.start : span.stop] for state, span in self.spans]
+            kept = self.rule.kept() or [{} for _ in self.spans]
+            shown: list[dict[str, State]] = []
+            for views, own, moments in zip(fields, owns, kept, strict=True):
+                master = _join(views, views.get("working", own))
+                shown.append({"master": master, **_moments(views), **moments})
+            yield shown
+            if write:
+                for views, own, after in zip(fields, owns, shown, strict=True):
+                    _set_master(views, own, after["master"])  # type: ignore[arg-type]
+                    _replace(_moments(views), after)
+                self.rule.load_kept(self._segments(fields), [_moments(after) for after in shown])
+
+    def close(self) -> None:
+        self.unbind()
+        if self._home is not None:
+            self._home.close()
+            self._home = None
+        self.states.clear()
+        self.spans.clear()
+
+
+def _moments(views: dict[str, State]) -> dict[str, State]:
+    return {name: value for name, value in views.items() if name not in WEIGHTS}
+
+
+def _replace(moments: dict[str, State], after: dict[str, State]) -> None:
+    """Copy in what was put in the place of a moment."""
+    for name, kept in moments.items():
+        given = after[name]
+        if given is kept:
+            continue
+        if isinstance(kept, native.Blocks8):
+            assert isinstance(given, native.Blocks8), name
+            kept.codes.copy_(given.codes)
+            kept.scales.copy_(given.scales)
+        else:
+            kept.copy_(given)  # type: ignore[arg-type]
+
+
+def _join(views: dict[str, State], working: State) -> torch.Tensor:
+    """The fp32 master: a copy where it is split, or rests somewhere that may not be kept."""
+    assert isinstance(working, torch.Tensor)
+    if "low" in views:
+        master = torch.empty(working.numel(), dtype=torch.float32)
+        native.join(working, views["low"], master)  # type: ignore[arg-type]
+        return master
+    return views.get("master", working)  # type: ignore[return-value]
+
+
+def _set_master(views: dict[str, State], own: torch.Tensor, master: torch.Tensor) -> None:
+    """Let the master be `master`, and the working weights, `own` and those in the record, what it rounds to."""
+    if "low" in views:
+        high = torch.empty(own.numel(), dtype=torch.bfloat16)
+        native.split(master.float().contiguous(), high, views["low"])  # type: ignore[arg-type]
+        own.copy_(high)
+        if "working" in views:
+            views["working"].copy_(high)  # type: ignore[union-attr]
+        return
+    if "master" in views and views["master"] is not master:
+        views["master"].copy_(master)  # type: ignore[union-attr]
+    if address_of(own) != address_of(master):
+        own.copy_(master)
+    if "working" in views:
+        views["working"].copy_(own)  # type: ignore[union-attr]

@@ -1,0 +1,180 @@
+"""Every row of the placement table under every update policy gives the bits of the same training without offload."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.engine.harness import Run, adamw, assert_equal, make_model, settings, token_batch
+from tests.tiers.chaos import Chaos, ChaosLink, topology
+
+import wherry
+from wherry.parallel.comm import Comm
+from wherry.parallel.threads import run_ranks
+
+# Name: stage, tier of the optimizer, tier of the parameters.
+ROWS = {
+    "offload-0": (0, "cpu", "none"),
+    "offload-1": (1, "cpu", "none"),
+    "offload-2": (2, "cpu", "none"),
+    "offload-3": (3, "cpu", "none"),
+    "offload-3-parameters": (3, "cpu", "cpu"),
+    "parameters-only": (3, "none", "cpu"),
+    "disk-0": (0, "nvme", "none"),
+    "disk-2": (2, "nvme", "none"),
+    "disk-3": (3, "nvme", "none"),
+    "infinity": (3, "nvme", "nvme"),
+    "disk-parameters": (3, "cpu", "nvme"),
+}
+EXACT = ("at_step", "before_use", "in_backward")
+STEPS = 4
+
+
+def offload(row: str, folder: Path, policy: str, precision: str = "fp32", **more: Any) -> dict[str, Any]:
+    stage, optimizer, parameters = ROWS[row]
+    zero: dict[str, Any] = {"stage": stage}
+    if optimizer != "none":
+        zero["offload_optimizer"] = {"device": optimizer, "buffer_count": 2} | more.pop("optimizer", {})
+        if optimizer == "nvme":
+            zero["offload_optimizer"]["nvme_path"] = str(folder)
+    if parameters != "none":
+        zero["offload_param"] = {"device": parameters}
+        if parameters == "nvme":
+            zero["offload_param"] |= {"nvme_path": str(folder), "max_in_cpu": 0, "buffer_count": 2}
+    config: dict[str, Any] = {"zero_optimization": zero, "wherry": {"update_policy": policy}} | more
+    if precision != "fp32":
+        config[precision] = {"enabled": True}
+    return config
+
+
+def train(
+    config: dict[str, Any],
+    *,
+    stage: int,
+    ranks: int = 1,
+    seed: int | None = None,
+    accumulation: int = 1,
+    clip: float = 0.0,
+    steps: int = STEPS,
+    free: int | None = None,
+    look: Any = None,
+    model: Any = make_model,
+) -> Run:
+    """Losses, norms and final weights; with a `seed` under chaos."""
+    shared = model()
+
+    def body(comm: Comm) -> Run:
+        mine = copy.deepcopy(shared)
+        chaos = None if seed is None else Chaos(1000 * seed + comm.rank)
+        link = None if chaos is None else ChaosLink(chaos, free=free)
+        engine, *_ = wherry.initialize(
+            model=mine,
+            optimizer=adamw(mine.parameters()),
+            config=settings(stage, accumulation, clip, config),
+            mesh=topology(comm, chaos, link=link),
+        )
+        run = Run()
+        for step in range(steps):
+            total = 0.0
+            for micro in range(accumulation):
+                loss = engine(*token_batch(step, micro, comm.rank))
+                engine.backward(loss)
+                engine.step()
+                total += float(loss.detach()) / accumulation
+            run.losses.append(sum(comm.gather_objects(total)) / comm.size)
+            norm = engine.get_global_grad_norm()
+            run.norms.append(-1.0 if norm is None else norm)
+        with wherry.gathered(engine.module):
+            run.weights = {name: p.detach().clone() for name, p in mine.named_parameters()}
+        run.extra = look(engine, link) if look is not None else None
+        engine.close()
+        return run
+
+    return run_ranks(ranks, body)[0]
+
+
+def plain(row: str, ranks: int, precision: str, *, seed: int | None = None, **how: Any) -> Run:
+    """The same stage without offload. Where the optimizer stays on a device that is not the host, so does its."""
+    config = {} if precision == "fp32" else {precision: {"enabled": True}}
+    stage, optimizer, _ = ROWS[row]
+    return train(config, stage=stage, ranks=ranks, seed=seed if optimizer == "none" else None, **how)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("row", ROWS)
+def test_every_placement_and_policy_gives_the_same_bits(
+    row: str, ranks: int, precision: str, tmp_path: Path
+) -> None:
+    stage = ROWS[row][0]
+    for seed in (None, 1):
+        oracle = plain(row, ranks, precision, seed=seed)
+        for policy in EXACT:
+            run = train(offload(row, tmp_path, policy, precision), stage=stage, ranks=ranks, seed=seed)
+            assert_equal(run, oracle)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("free", [None, 0], ids=["sums on the device", "sums on the host"])
+@pytest.mark.parametrize("accumulated", [None, "fp32"])
+@pytest.mark.parametrize("row", ["offload-0", "offload-1", "offload-2", "offload-3-parameters", "infinity"])
+def test_accumulation_clipping_and_policies(
+    row: str, accumulated: str | None, free: int | None, tmp_path: Path
+) -> None:
+    stage = ROWS[row][0]
+    more = {"data_types": {"grad_accum_dtype": accumulated}} if accumulated else {}
+    how: dict[str, Any] = {"stage": stage, "ranks": 2, "accumulation": 3, "clip": 0.3}
+    oracle = train({"bf16": {"enabled": True}} | more, **how)
+    for policy in ("at_step", "before_use"):
+        assert_equal(train(offload(row, tmp_path, policy, "bf16", **more), **how, seed=2, free=free), oracle)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_chaos(seed: int, tmp_path: Path) -> None:
+    """Fifty seeds over rows, policies, ranks and precisions."""
+    row = list(ROWS)[seed % len(ROWS)]
+    policy = EXACT[seed % 3]
+    ranks = 1 + seed % 2
+    precision = ("bf16", "fp32")[(seed // 2) % 2]
+    stage = ROWS[row][0]
+    run = train(offload(row, tmp_path, policy, precision), stage=stage, ranks=ranks, seed=seed, steps=3)
+    assert_equal(run, plain(row, ranks, precision, seed=seed, steps=3))
+
+
+@pytest.mark.parametrize("row", ["offload-2", "offload-3-parameters", "infinity"])
+def test_fp16_with_skipped_steps(row: str, tmp_path: Path) -> None:
+    """A loss scale that overflows at first: skipped steps change nothing anywhere."""
+    stage = ROWS[row][0]
+    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 22, "hysteresis": 1}}
+    oracle = train(fp16, stage=stage, ranks=2, steps=8, look=lambda engine, link: engine.skipped_steps)
+    assert 0 < oracle.extra < 8
+    for policy in ("at_step", "before_use"):
+        run = train(offload(row, tmp_path, policy, **fp16), stage=stage, ranks=2, seed=3, steps=8)
+        assert_equal(run, oracle)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.4, 0.7])
+@pytest.mark.parametrize("policy", EXACT)
+def test_part_of_the_state_stays_on_the_device(ratio: float, policy: str, tmp_path: Path) -> None:
+    """On the device torch's AdamW updates, on the host the native kernel: near each other, and each as it is alone."""
+
+    def tiers(engine: Any, link: Any) -> dict[str, int]:
+        numel = dict.fromkeys(("device", "host"), 0)
+        for batch, tier in engine._updater.tiers.items():
+            numel[str(tier)] += batch.numel
+        # Gradients of the first units come last, so that theirs is the update that is best not sent anywhere.
+        order = [str(engine._updater.tiers[state.batch]) for state in engine._updater.states]
+        assert order == sorted(order)
+        return numel
+
+    config = offload("offload-2", tmp_path, policy, optimizer={"ratio": ratio})
+    run = train(config, stage=2, seed=4, look=tiers)
+    total = sum(run.extra.values())
+    # To the size of a block: a third of the model.
+    assert ratio * total <= run.extra["host"] <= (ratio + 0.34) * total
+    oracle = plain("offload-2", 1, "fp32")
+    for name, weight in oracle.weights.items():
+        torch.testing.assert_close(run.weights[name], weight, rtol=0, atol=1e-6)
