@@ -10,7 +10,7 @@ import pytest
 from tests.engine.harness import adamw, make_model, settings, token_batch, train_engine, train_plain
 
 import wherry
-from wherry.errors import ConfigError, WherryError
+from wherry.errors import WherryError
 from wherry.parallel.threads import run_ranks
 
 

@@ -184,7 +184,7 @@ class Hooks:
     @property
     def busy(self) -> bool:
         """Whether a forward or a backward of the model is running."""
-        return bool(self.root.running) or self.backward_running
+        return bool(self.running[self.root.index]) or self.backward_running
 
     # Forward.
 

@@ -1,0 +1,142 @@
+"""Counted: what crosses between device and host in a step, what the disk moves, and where bytes rest."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.engine.harness import adamw, make_model, settings, token_batch
+from tests.engine.test_counts import padded
+from tests.tiers.chaos import Chaos, ChaosLink, topology
+from tests.tiers.test_placements import ROWS, offload
+
+import wherry
+from wherry.native.plan import Plan
+from wherry.parallel.comm import Comm
+from wherry.parallel.threads import run_ranks
+
+
+def measure(row: str, folder: Path, policy: str, *, ranks: int = 1, k: int = 1, free: int | None = None) -> Any:
+    """Bytes up and down in one step of the steady state, reads and writes of the disk, and memory, by rank."""
+    model = make_model()
+
+    def body(comm: Comm) -> dict[str, Any]:
+        mine = copy.deepcopy(model)
+        link = ChaosLink(Chaos(comm.rank), free=free)
+        engine, *_ = wherry.initialize(
+            model=mine,
+            optimizer=adamw(mine.parameters()),
+            config=settings(ROWS[row][0], k, more=offload(row, folder, policy, "bf16")),
+            mesh=topology(comm, link.chaos, link=link),
+        )
+        stores = engine._tiering._stores
+        for step in range(3):
+            engine.settle()
+            before = (link.bytes_up, link.bytes_down, *_disk(stores))
+            pool = link.host.counters
+            for micro in range(k):
+                engine.backward(engine(*token_batch(step, micro, comm.rank)))
+                engine.step()
+            engine.settle()
+        after = (link.bytes_up, link.bytes_down, *_disk(stores))
+        seen = dict(zip(("up", "down", "read", "written"), (b - a for a, b in zip(before, after, strict=True)), strict=True))
+        seen["allocated in the last step"] = link.host.counters.misses - pool.misses
+        seen["memory"] = {(r.state, r.tier): r for r in engine.memory()}
+        engine.close()
+        assert link.host.counters.in_use == 0
+        return seen
+
+    return run_ranks(ranks, body)
+
+
+def _disk(stores: Any) -> tuple[int, int]:
+    return sum(s.stats.bytes_read for s in stores), sum(s.stats.bytes_written for s in stores)
+
+
+def psi(ranks: int) -> tuple[int, int]:
+    """Elements, padded, and of those the ones that are updated."""
+    units = padded(make_model(), ranks)
+    return sum(units.values()), sum(p.numel() for p in make_model().parameters())
+
+
+@pytest.mark.parametrize("policy", ["at_step", "before_use", "in_backward"])
+@pytest.mark.parametrize(("row", "ranks"), [("offload-0", 1), ("offload-1", 2), ("offload-2", 1), ("offload-2", 2)])
+def test_zero_offload_moves_two_psi_each_way(row: str, ranks: int, policy: str, tmp_path: Path) -> None:
+    """Gradients down once and weights up once, in the working dtype: 2 psi bytes each way, shared out over the ranks."""
+    whole, updated = psi(ranks)
+    seen = measure(row, tmp_path, policy, ranks=ranks)
+    for rank in seen:
+        assert rank["down"] == 2 * whole // ranks
+        assert rank["allocated in the last step"] == 0
+    # Padding at the end of a shard is not updated, and stays where it is.
+    assert 2 * updated <= sum(rank["up"] for rank in seen) <= 2 * whole
+
+
+@pytest.mark.parametrize(("free", "times"), [(None, 1), (0, 4)], ids=["sums on the device", "sums on the host"])
+def test_gradients_leave_the_device_once_if_their_sums_fit_there(free: int | None, times: int, tmp_path: Path) -> None:
+    whole, _ = psi(1)
+    assert measure("offload-2", tmp_path, "at_step", k=4, free=free)[0]["down"] == 2 * whole * times
+
+
+def test_parameters_on_the_host_come_up_for_forward_and_backward(tmp_path: Path) -> None:
+    units = padded(make_model(), 1)
+    whole = sum(units.values())
+    seen = measure("offload-3-parameters", tmp_path, "before_use")[0]
+    # The root unit stays for the backward. Updated weights are where they rest already.
+    assert seen["up"] == 2 * (2 * whole - units["root"])
+    assert seen["down"] == 2 * whole
+    assert seen["allocated in the last step"] == 0
+
+
+@pytest.mark.parametrize("policy", ["at_step", "before_use", "in_backward"])
+def test_the_disk_moves_each_record_once(policy: str, tmp_path: Path) -> None:
+    """One read and one write of the packed record of a unit in a step, and nothing else."""
+    seen = measure("disk-2", tmp_path, policy)[0]
+    records = seen["memory"]["optimizer", "disk"].bytes_actual
+    assert seen["read"] == seen["written"]
+    sector = 4096
+    units = len(padded(make_model(), 1))
+    assert records <= seen["read"] <= records + sector * units
+    assert seen["allocated in the last step"] == 0
+
+
+def test_states_take_twelve_bytes_a_parameter_of_host_memory(tmp_path: Path) -> None:
+    """Working weight and low half 2 each, moments 4 each; and 2 for the gradient on its way."""
+    whole, updated = psi(1)
+    memory = measure("offload-2", tmp_path, "before_use")[0]["memory"]
+    # Padding between parameters is updated with them, that at the end of a flat has no state.
+    assert 12 * updated <= memory["optimizer", "host"].bytes_actual <= 12 * whole
+    assert memory["gradients", "host"].bytes_actual == 2 * whole
+    assert memory["gradients", "device"].bytes_actual == 0
+    assert memory["parameters", "device"].bytes_actual == 2 * whole
+
+
+def test_gradients_updated_in_the_backward_have_no_memory_of_their_own(tmp_path: Path) -> None:
+    memory = measure("infinity", tmp_path, "in_backward")[0]["memory"]
+    assert memory["gradients", "device"].bytes_actual == 0
+    assert ("gradients", "host") not in memory
+    whole, updated = psi(1)
+    assert memory["parameters", "disk"].bytes_actual == 2 * whole
+    assert 10 * updated <= memory["optimizer", "disk"].bytes_actual <= 10 * whole
+
+
+def test_an_update_reads_and_writes_twenty_six_bytes_an_element(tmp_path: Path) -> None:
+    """Reads of upper and lower half, moments and gradient: 14; writes of all but the gradient: 12."""
+    plans: list[Plan] = []
+    model = make_model()
+    engine, *_ = wherry.initialize(
+        model=model,
+        optimizer=adamw(model.parameters()),
+        config=settings(2, more=offload("offload-2", tmp_path, "at_step", "bf16")),
+    )
+    engine.backward(engine(*token_batch(0, 0, 0)))
+    engine.step()
+    plans = [batch.rule._plan for batch in engine._updater.batches]
+    for segment in (segment for plan in plans for segment in plan.segments):
+        kept = [segment.working, segment.low, *segment.state]
+        read = sum(t.element_size() for t in (*kept, segment.grad))
+        assert segment.master is None
+        assert read + sum(t.element_size() for t in kept) == 26
+    engine.close()
