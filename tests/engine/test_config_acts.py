@@ -36,8 +36,7 @@ def test_lossy_moments(stage: int, dtype: str, per_element: float, tolerance: fl
     exact = train_engine(make_model(), stage=stage, ranks=2, finish=optimizer_bytes)
     assert lossy.losses != exact.losses
     assert lossy.losses == pytest.approx(exact.losses, rel=tolerance)
-    # Fields of a record begin at multiples of 64 bytes.
-    assert lossy.extra == pytest.approx(exact.extra * per_element / 8, rel=0.02, abs=64 * 8)
+    assert lossy.extra == pytest.approx(exact.extra * per_element / 8, rel=0.02)
 
 
 def test_lossy_moments_need_a_native_rule() -> None:

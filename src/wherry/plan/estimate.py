@@ -126,9 +126,13 @@ class Subject:
     recompute: bool = False
 
 
+def updates_on_host(config: Config, machine: Machine) -> bool:
+    return not machine.gpus or config.placement().optimizer.tier is not Tier.DEVICE
+
+
 def estimate(subject: Subject, profile: Profile, config: Config, machine: Machine, ranks: int) -> Estimate:
     """The answer for a profile of the config's own micro-batch."""
-    setting = Setting.of(config, ranks)
+    setting = Setting.of(config, ranks, on_host=updates_on_host(config, machine))
     rows = tuple(_rows(profile, setting))
     notes = [*config.beyond()]
     if not profile.moments:
@@ -157,7 +161,7 @@ def estimate(subject: Subject, profile: Profile, config: Config, machine: Machin
 
 def estimate_count(subject: Subject, states: States, config: Config, machine: Machine, ranks: int) -> Estimate:
     """The answer where only the number of parameters is known: states, by the formulas of the literature."""
-    setting = Setting.of(config, ranks)
+    setting = Setting.of(config, ranks, on_host=updates_on_host(config, machine))
     rows = tuple(_state_rows(states, setting.placement))
     return Estimate(
         model=subject.name,

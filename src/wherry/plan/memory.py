@@ -164,8 +164,8 @@ def padded_states(
 ) -> States:
     """What one rank of the engine keeps, every padding of its flats included.
 
-    Moments are kept for a shard's parameters and the padding between them, and not for the padding at a flat's end,
-    so that the last ranks hold a little less: hence `rank`. All parameters are taken to be in one optimizer group.
+    Masters and moments are kept for a shard's parameters and the padding between them, and not for the padding at a
+    flat's end, so that the last ranks hold a little less: hence `rank`. All parameters are taken to be in one group.
     """
     if not 0 <= rank < ranks:
         raise WherryError(f"rank: expected 0 to {ranks - 1}, got {rank}")
@@ -178,7 +178,7 @@ def padded_states(
                 gradients += cost.gradients * (layout.shard_numel if placement.gradients.partitioned else layout.numel)
                 owner = rank if layout.ranks > 1 else 0
                 kept = sum(span.stop - span.start for span in layout.segments(owner))
-                optimizer += cost.master * layout.shard_numel + cost.moments * kept
+                optimizer += (cost.master + cost.moments) * kept
                 optimizer += cost.scales * WORD * -(-kept // SCALED)
     return States(parameters, gradients, optimizer)
 

@@ -34,8 +34,8 @@ class Setting:
     persistence_limit: int
 
     @classmethod
-    def of(cls, config: Config, ranks: int, optimizer: str | None = None) -> Setting:
-        """`optimizer` is the one to count where the config names none."""
+    def of(cls, config: Config, ranks: int, optimizer: str | None = None, *, on_host: bool = True) -> Setting:
+        """`optimizer` is the one to count where the config names none; `on_host`: the host updates it."""
         zero = config.zero_optimization
         precision = precision_of(config)
         accumulated = config.data_types.grad_accum_dtype
@@ -44,7 +44,7 @@ class Setting:
         placement = config.placement()
         return cls(
             placement,
-            Cost.of(precision, name, accumulated, state_dtype=config.state_dtype()),
+            Cost.of(precision, name, accumulated, state_dtype=config.state_dtype(), split=splits(config, on_host)),
             ranks,
             {"fp32": 4, "bf16": 2, "fp16": 2}[wire],
             config.batch(ranks).accumulation,
@@ -69,6 +69,11 @@ class Setting:
             persistence_threshold=self.persistence_threshold,
             persistence_limit=self.persistence_limit,
         )
+
+
+def splits(config: Config, on_host: bool) -> bool:
+    """Whether the working weights are the upper halves of the masters."""
+    return on_host and precision_of(config) == "bf16" and config.wherry.master != "whole"
 
 
 def precision_of(config: Config) -> str:

@@ -31,6 +31,11 @@ class Field:
         return self._codes_nbytes + scales
 
     @property
+    def payload(self) -> int:
+        """Bytes without what aligns them."""
+        return self.numel * self.dtype.itemsize + (4 * blocks_of(self.numel) if self.coded else 0)
+
+    @property
     def _codes_nbytes(self) -> int:
         own = self.numel * self.dtype.itemsize
         return _round_up(own) if self.coded else own
@@ -62,6 +67,7 @@ class RecordLayout:
                 position += _round_up(field.nbytes)
             self.fields.append(placed)
         self.nbytes = position
+        self.payload = sum(field.payload for fields in segments for field in fields)
 
     def views(self, memory: torch.Tensor) -> list[dict[str, State]]:
         """The fields of each segment, by name, in memory of `nbytes` bytes."""

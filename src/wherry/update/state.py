@@ -153,8 +153,8 @@ class Batch:
 
     @property
     def nbytes(self) -> int:
-        """Of the record, wherever it is."""
-        return self._layout.nbytes if self._layout is not None else 0
+        """Of the record, wherever it is; without what aligns its fields, as that is a matter of the layout."""
+        return self._layout.payload if self._layout is not None else 0
 
     @property
     def in_memory(self) -> int:
