@@ -94,7 +94,6 @@ def dry_run(
     ranks: int,
     rank: int = 0,
     sequence: int | None = None,
-    recompute: bool = False,
 ) -> DryRun:
     """Build the engine for `rank` of `ranks` and make two steps; the second, with the order known, is reported."""
     if not 0 <= rank < ranks:
@@ -103,7 +102,7 @@ def dry_run(
     micro = resolved.batch(ranks).micro
     begun = time.perf_counter()
     with _understood(source.name), FakeTensorMode(allow_non_fake_inputs=True) as fake, Footprint() as footprint:
-        model, batch = source.make(micro, sequence or source.sequence, recompute)
+        model, batch = source.make(micro, sequence or source.sequence)
         if batch is None:
             raise WherryError(
                 f"{source.name}: a dry run needs the inputs of a micro-batch; let the callable return the model and "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,12 +17,21 @@ from wherry.plan.machine import Machine, known
 from wherry.plan.memory import states
 from wherry.plan.peaks import Setting
 from wherry.plan.probe import this_machine
-from wherry.plan.profile import Line, Profile, profile
+from wherry.plan.profile import Line, Profile, Recompute, profile
 from wherry.plan.units import unit_sizes
 from wherry.sources import Source, find
 
 # A profile of this micro-batch and the straight line to it from one: never below what a batch between them keeps.
 FAR = 32
+
+
+class _Key(NamedTuple):
+    """What a profile depends on."""
+
+    micro: int
+    dtype: torch.dtype | None
+    unit_classes: tuple[str, ...]
+    recompute: Recompute | None
 
 
 class Forecaster:
@@ -33,54 +42,51 @@ class Forecaster:
         self.machine = machine
         self.ranks = ranks
         self.sequence = sequence or source.sequence
-        self._profiles: dict[tuple[int, bool, torch.dtype | None, tuple[str, ...]], Profile] = {}
+        self._profiles: dict[_Key, Profile] = {}
 
-    def exact(self, config: Config, recompute: bool = False) -> Estimate:
+    def exact(self, config: Config) -> Estimate:
         """From a profile of this very micro-batch."""
-        return self._estimate(config, recompute, self.profile)
+        return self._estimate(config, self.profile)
 
-    def quick(self, config: Config, recompute: bool = False) -> Estimate:
+    def quick(self, config: Config) -> Estimate:
         """From profiles of other micro-batches, for searching: never below the exact one up to a micro-batch of 32."""
-        return self._estimate(config, recompute, self._between)
+        return self._estimate(config, self._between)
 
-    def _estimate(
-        self, config: Config, recompute: bool, profile_of: Callable[[Config, int, bool], Profile]
-    ) -> Estimate:
+    def _estimate(self, config: Config, profile_of: Callable[[Config, int], Profile]) -> Estimate:
         micro = config.batch(self.ranks).micro
-        subject = Subject(self.source.name, self.sequence, recompute)
-        return estimate_profile(subject, profile_of(config, micro, recompute), config, self.machine, self.ranks)
+        subject = Subject(self.source.name, self.sequence)
+        return estimate_profile(subject, profile_of(config, micro), config, self.machine, self.ranks)
 
-    def _between(self, config: Config, micro: int, recompute: bool) -> Profile:
+    def _between(self, config: Config, micro: int) -> Profile:
         if not self.source.scales or micro == 1:
-            return self.profile(config, micro, recompute)
-        return Line(self.profile(config, 1, recompute), self.profile(config, FAR, recompute)).at(micro)
+            return self.profile(config, micro)
+        return Line(self.profile(config, 1), self.profile(config, FAR)).at(micro)
 
-    def profile(self, config: Config, micro: int, recompute: bool) -> Profile:
-        classes = tuple(config.wherry.unit_classes)
-        key = (micro, recompute, config.working_dtype(), classes)
+    def profile(self, config: Config, micro: int) -> Profile:
+        key = _Key(micro, config.working_dtype(), tuple(config.wherry.unit_classes), Recompute.of(config))
         if key not in self._profiles:
-            self._profiles[key] = self._profile(*key)
+            self._profiles[key] = self._profile(key)
         return self._profiles[key]
 
-    def _profile(self, micro: int, recompute: bool, dtype: torch.dtype | None, classes: tuple[str, ...]) -> Profile:
+    def _profile(self, key: _Key) -> Profile:
         unknown = False
 
         def build(micro_batch: int) -> tuple[nn.Module, tuple[Any, ...], Any]:
             nonlocal unknown
-            model, batch = self.source.make(micro_batch, self.sequence, recompute)
+            model, batch = self.source.make(micro_batch, self.sequence)
             if batch is None:
                 unknown = True
                 raise WherryError("the model's inputs are not known")
             return model, batch.args, batch.kwargs
 
         try:
-            return profile(build, micro, dtype, classes)
+            return profile(build, *key)
         except WherryError:
             if not unknown:
                 raise
         with torch.device("meta"):
-            model, _ = self.source.make(micro, self.sequence, recompute)
-        return Profile.of_sizes(unit_sizes(model, classes), micro)
+            model, _ = self.source.make(key.micro, self.sequence)
+        return Profile.of_sizes(unit_sizes(model, key.unit_classes), key.micro)
 
 
 def estimate(
@@ -90,7 +96,6 @@ def estimate(
     *,
     ranks: int | None = None,
     sequence: int | None = None,
-    recompute: bool = False,
 ) -> Estimate:
     """What training keeps and how long a step takes, without training, and without the model's memory.
 
@@ -109,4 +114,4 @@ def estimate(
         setting = Setting.of(resolved, ranks, on_host=updates_on_host(resolved, where))
         held = states(count, setting.placement, ranks, setting.cost)
         return estimate_count(Subject(f"{count:,} parameters"), held, resolved, where, ranks)
-    return Forecaster(find(model_or_params), where, ranks, sequence).exact(resolved, recompute)
+    return Forecaster(find(model_or_params), where, ranks, sequence).exact(resolved)

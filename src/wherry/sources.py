@@ -38,17 +38,16 @@ class Batch:
 class Source:
     """A model that can be built, on whatever device is the default, and the inputs of its forward.
 
-    `make(micro_batch, sequence, recompute)` returns the model and one micro-batch, or None for the batch if nobody
-    knows what the model is called with.
+    `make(micro_batch, sequence)` returns the model and one micro-batch, or None for the batch if nobody knows what the
+    model is called with.
     """
 
     name: str
-    make: Callable[[int, int, bool], tuple[nn.Module, Batch | None]]
+    make: Callable[[int, int], tuple[nn.Module, Batch | None]]
     # Tokens of a sample, where nothing else is asked for.
     sequence: int = 1
-    # Whether `make` follows micro_batch, sequence and recompute.
+    # Whether `make` follows the micro-batch.
     scales: bool = True
-    recomputes: bool = True
 
 
 def find(model: str | nn.Module | Callable[..., Any]) -> Source:
@@ -58,7 +57,7 @@ def find(model: str | nn.Module | Callable[..., Any]) -> Source:
     1024
     """
     if isinstance(model, nn.Module):
-        return Source(type(model).__name__, lambda *_: (model, None), scales=False, recomputes=False)
+        return Source(type(model).__name__, lambda *_: (model, None), scales=False)
     if not isinstance(model, str):
         return _of_callable(getattr(model, "__name__", "model"), model)
     if model in SHAPES:
@@ -78,11 +77,11 @@ def find(model: str | nn.Module | Callable[..., Any]) -> Source:
 def of_shape(name: str, shape: Shape) -> Source:
     """A GPT-2 of this shape."""
 
-    def make(micro_batch: int, sequence: int, recompute: bool) -> tuple[nn.Module, Batch]:
+    def make(micro_batch: int, sequence: int) -> tuple[nn.Module, Batch]:
         from wherry.train.model import GPT, GPTConfig
 
         sized = dataclasses.replace(shape, sequence=max(shape.sequence, sequence))
-        model = GPT(GPTConfig.of(sized, checkpoint_activations=recompute))
+        model = GPT(GPTConfig.of(sized))
         ids = torch.zeros(micro_batch, sequence, dtype=torch.int64)
         return model, Batch((ids, ids))
 
@@ -113,24 +112,14 @@ def _of_hugging_face(path: Path) -> Source:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     longest = int(getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 2048)
 
-    def make(micro_batch: int, sequence: int, recompute: bool) -> tuple[nn.Module, Batch | None]:
+    def make(micro_batch: int, sequence: int) -> tuple[nn.Module, Batch | None]:
         model = cls(config) if isinstance(cls, type) else cls.from_config(config)
-        if recompute:
-            _recompute(model)
         if hasattr(model.config, "use_cache"):
             model.config.use_cache = False
         model.train()
         return model, _text_batch(model, micro_batch, sequence)
 
     return Source(f"{file.parent.resolve().name} ({kind})", make, sequence=min(longest, 2048))
-
-
-def _recompute(model: Any) -> None:
-    # The name of releases since 5.23, and the one of those before.
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable()
-    else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def _class_of(config: Any, transformers: Any) -> Any:
@@ -171,8 +160,8 @@ def _imported(text: str) -> Callable[..., Any]:
 def _of_callable(name: str, call: Callable[..., Any]) -> Source:
     accepted = set(inspect.signature(call).parameters)
 
-    def make(micro_batch: int, sequence: int, recompute: bool) -> tuple[nn.Module, Batch | None]:
-        wanted = {"micro_batch": micro_batch, "sequence": sequence, "recompute": recompute}
+    def make(micro_batch: int, sequence: int) -> tuple[nn.Module, Batch | None]:
+        wanted = {"micro_batch": micro_batch, "sequence": sequence}
         made = call(**{key: value for key, value in wanted.items() if key in accepted})
         model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
         if not isinstance(model, nn.Module):
@@ -186,4 +175,4 @@ def _of_callable(name: str, call: Callable[..., Any]) -> Source:
             return model, Batch((), dict(batch))
         return model, Batch(tuple(batch) if isinstance(batch, list | tuple) else (batch,))
 
-    return Source(name, make, scales="micro_batch" in accepted, recomputes="recompute" in accepted)
+    return Source(name, make, scales="micro_batch" in accepted)

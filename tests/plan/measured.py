@@ -11,7 +11,6 @@ from tests.engine.harness import VOCABULARY
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.checkpoint import checkpoint
 
 import wherry
 from wherry import dryrun
@@ -42,7 +41,7 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Large enough that alignment is small change, and small enough for tests."""
 
-    def __init__(self, recompute: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.register_buffer("scale", torch.ones(WIDTH))
@@ -50,19 +49,18 @@ class Model(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
-        self.recompute = recompute
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)
         x = x * self.scale.to(x.dtype)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+            x = block(x)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
 
 
-def make(micro_batch: int = MICRO, sequence: int = LENGTH, recompute: bool = False) -> tuple[nn.Module, Any]:
+def make(micro_batch: int = MICRO, sequence: int = LENGTH) -> tuple[nn.Module, Any]:
     ids = torch.zeros(micro_batch, sequence, dtype=torch.int64)
-    return Model(recompute), (ids, ids)
+    return Model(), (ids, ids)
 
 
 class Unseen(ThreadComm):
@@ -88,11 +86,10 @@ def measure(
     config: dict[str, Any],
     ranks: int,
     *,
-    recompute: bool = False,
     optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
 ) -> list[Measured]:
     """By rank: lines by category, and calls and bytes of a step's collectives."""
-    model, args = make(recompute=recompute)
+    model, args = make()
 
     def body(comm: Comm) -> Measured:
         comm.__class__ = Unseen

@@ -25,9 +25,9 @@ def config(stage: int, accumulation: int = 1, precision: str = "bf16", **more: A
     }
 
 
-def assert_same(given: dict[str, Any], ranks: int, recompute: bool = False) -> None:
-    for rank, (lines, calls, nbytes) in enumerate(measure(given, ranks, recompute=recompute)):
-        told = dry_run(find(make), given, ranks=ranks, rank=rank, sequence=24, recompute=recompute)
+def assert_same(given: dict[str, Any], ranks: int) -> None:
+    for rank, (lines, calls, nbytes) in enumerate(measure(given, ranks)):
+        told = dry_run(find(make), given, ranks=ranks, rank=rank, sequence=24)
         assert told.calls == calls
         assert told.bytes == nbytes
         assert {line.category for line in told.memory} == set(lines)
@@ -54,12 +54,16 @@ def test_accumulation_is_scaled_from_three_micro_batches(stage: int) -> None:
     assert_same(config(stage, accumulation=5), 2)
 
 
-def test_recomputation() -> None:
-    assert_same(config(3), 2, recompute=True)
-    kept, again = (dry_run(find(make), config(3), ranks=2, sequence=24, recompute=flag) for flag in (False, True))
-    assert next(x for x in again.memory if x.category == "activations").highest < 0.7 * next(
-        x for x in kept.memory if x.category == "activations"
-    ).highest
+@pytest.mark.parametrize("block", [{"policy": "recompute"}, {"every": 2}, {"save_operations": ["matmul"]}])
+def test_recomputation(block: dict[str, Any]) -> None:
+    again = config(3, activation_checkpointing=block)
+    assert_same(again, 2)
+    kept, recomputed = (
+        next(line.highest for line in dry_run(find(make), given, ranks=2, sequence=24).memory
+             if line.category == "activations")
+        for given in (config(3), again)
+    )  # fmt: skip
+    assert recomputed < kept
 
 
 def test_clipping_loss_scale_and_fp32_gradients() -> None:

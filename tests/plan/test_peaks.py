@@ -12,19 +12,19 @@ from tests.plan.test_dryrun import config
 from wherry import config as configs
 from wherry.dryrun import dry_run
 from wherry.plan.peaks import Setting, buffers, peak
-from wherry.plan.profile import Line, Profile, profile
+from wherry.plan.profile import Line, Profile, Recompute, profile
 from wherry.sources import of_shape
 from wherry.train.presets import Shape
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 
 
-def profiled(micro: int = 2, precision: str = "bf16", recompute: bool = False) -> Profile:
+def profiled(micro: int = 2, precision: str = "bf16", recompute: Recompute | None = None) -> Profile:
     def build(micro_batch: int) -> Any:
-        model, args = make(micro_batch, recompute=recompute)
+        model, args = make(micro_batch)
         return model, args, {}
 
-    return profile(build, micro, DTYPES[precision])
+    return profile(build, micro, DTYPES[precision], recompute=recompute)
 
 
 def predicted(given: dict[str, Any], ranks: int, found: Profile, rank: int) -> dict[str, int]:
@@ -41,9 +41,9 @@ def predicted(given: dict[str, Any], ranks: int, found: Profile, rank: int) -> d
     }
 
 
-def assert_predicted(given: dict[str, Any], ranks: int, precision: str = "bf16", recompute: bool = False) -> None:
-    found = profiled(precision=precision, recompute=recompute)
-    for rank, (lines, _, _) in enumerate(measure(given, ranks, recompute=recompute)):
+def assert_predicted(given: dict[str, Any], ranks: int, precision: str = "bf16") -> None:
+    found = profiled(precision=precision, recompute=Recompute.of(configs.load(given)))
+    for rank, (lines, _, _) in enumerate(measure(given, ranks)):
         told = predicted(given, ranks, found, rank)
         for category, line in lines.items():
             # Scalars and batches are beneath notice.
@@ -68,8 +68,9 @@ def test_accumulation_in_fp32(stage: int) -> None:
     assert_predicted(config(stage, accumulation=3, data_types={"grad_accum_dtype": "fp32"}), 2)
 
 
-def test_recomputation() -> None:
-    assert_predicted(config(3), 4, recompute=True)
+@pytest.mark.parametrize("block", [{"policy": "recompute"}, {"every": 2}, {"save_operations": ["matmul"]}])
+def test_recomputation(block: dict[str, Any]) -> None:
+    assert_predicted(config(3, activation_checkpointing=block), 4)
 
 
 @pytest.mark.parametrize("state", ["bf16", "int8"])
@@ -101,7 +102,7 @@ def test_operations_of_a_gpt() -> None:
     source = of_shape("small", shape)
 
     def build(micro_batch: int) -> Any:
-        model, batch = source.make(micro_batch, 128, False)
+        model, batch = source.make(micro_batch, 128)
         assert batch is not None
         return model, batch.args, batch.kwargs
 
@@ -117,7 +118,7 @@ def test_profile_and_dry_run_agree_on_a_gpt() -> None:
     source = of_shape("small", Shape(layers=4, hidden=512, heads=4, sequence=256, vocabulary=4000))
 
     def build(micro_batch: int) -> Any:
-        model, batch = source.make(micro_batch, 256, False)
+        model, batch = source.make(micro_batch, 256)
         assert batch is not None
         return model, batch.args, batch.kwargs
 

@@ -79,7 +79,7 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("with MODEL: will it fit, what limits it, how long does a step take")
     model.add_argument("--config", metavar="FILE", help="the config to judge; without one, its defaults")
     model.add_argument("--set", metavar="KEY=VALUE", action="append", help="change a key of the config; repeatable")
-    model.add_argument("--recompute", action="store_true", default=None, help="blocks recompute their activations")
+    model.add_argument("--recompute", action="store_true", default=None, help="units recompute their activations")
     model.add_argument("--auto", action="store_true", default=None, help="choose stage, tiers and batch sizes")
     model.add_argument("-o", "--output", metavar="FILE", help="with --auto: write the config here, with reasons")
     model.add_argument("--disk-path", metavar="DIR", help="with --auto: a folder for what may rest on disk")

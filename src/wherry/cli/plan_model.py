@@ -30,12 +30,13 @@ BAR = 24
 
 def main(arguments: argparse.Namespace) -> int:
     _check_flags(arguments)
-    config = configs.load(arguments.config, overrides=configs.parse_overrides(arguments.set or ()))
+    overrides = configs.parse_overrides(arguments.set or ())
+    if arguments.recompute:
+        overrides["activation_checkpointing.policy"] = "recompute"
+    config = configs.load(arguments.config, overrides=overrides)
     from wherry.sources import find
 
     source = find(arguments.model)
-    if arguments.recompute and not source.recomputes:
-        raise WherryError(f"--recompute: {source.name} is built by a callable that takes no argument `recompute`")
     if arguments.dry_run:
         return _dry_run(arguments, config)
     from wherry.forecast import Forecaster
@@ -45,7 +46,7 @@ def main(arguments: argparse.Namespace) -> int:
     forecaster = Forecaster(source, machine, ranks, arguments.sequence)
     if arguments.auto:
         return _auto(arguments, config, forecaster)
-    now = forecaster.exact(config, bool(arguments.recompute))
+    now = forecaster.exact(config)
     change = _change(config, now, forecaster)
     if arguments.html:
         _write_page(arguments.html, now, change.words if change else None)
@@ -102,13 +103,11 @@ def _machine(arguments: argparse.Namespace) -> Machine:
 def _change(config: Config, now: Estimate, forecaster: Forecaster) -> Change | None:
     from wherry.plan.choose import nearest_change
 
-    change = nearest_change(
-        config, now.recompute, now, forecaster.quick, may_recompute=forecaster.source.recomputes
-    )
+    change = nearest_change(config, now, forecaster.quick)
     if change is None:
         return None
     # The search goes by straight lines between two profiles; what is said is of the very micro-batch.
-    exact = forecaster.exact(configs.load(config, overrides=change.values), change.recompute)
+    exact = forecaster.exact(configs.load(config, overrides=change.values))
     return replace(change, estimate=exact) if exact.fits else None
 
 
@@ -119,7 +118,6 @@ def _change_as_json(change: Change | None) -> dict[str, Any] | None:
     return {
         "words": change.words,
         "values": change.values,
-        "recompute": change.recompute,
         "fits": found.fits,
         "seconds": found.seconds,
         "tokens_per_second": found.tokens_per_second,
@@ -243,7 +241,6 @@ def _dry_run(arguments: argparse.Namespace, config: Config) -> int:
         ranks=ranks,
         rank=arguments.rank or 0,
         sequence=arguments.sequence,
-        recompute=bool(arguments.recompute),
     )
     if arguments.json:
         print(json.dumps(asdict(found), indent=2))
@@ -286,13 +283,11 @@ def _auto(arguments: argparse.Namespace, config: Config, forecaster: Forecaster)
     from wherry.plan.choose import choose, free_keys
     from wherry.plan.write import as_text
 
-    recomputes = (True,) if arguments.recompute else (False, True) if forecaster.source.recomputes else (False,)
     choice = choose(
         config,
         forecaster.quick,
         forecaster.ranks,
         free=free_keys(config),
-        recomputes=recomputes,
         disk=arguments.disk_path,
         confirm=forecaster.exact,
     )
@@ -317,7 +312,6 @@ def _auto(arguments: argparse.Namespace, config: Config, forecaster: Forecaster)
 def _choice_as_json(choice: Choice) -> dict[str, Any]:
     return {
         "values": choice.values,
-        "recompute": choice.recompute,
         "reasons": choice.reasons,
         "tried": choice.tried,
         "fitting": choice.fitting,
@@ -329,8 +323,6 @@ def _show_choice(choice: Choice) -> None:
     print(f"Chosen among {choice.tried} configs, {choice.fitting} of which fit:")
     for key, value in choice.values.items():
         print(f"  {key} = {json.dumps(value)}")
-    if choice.recompute:
-        print("  activations recomputed, by torch.utils.checkpoint in the model")
 
 
 def _write_page(path: str, now: Estimate, change: str | None) -> None:

@@ -19,23 +19,21 @@ PARAM_PATH = "zero_optimization.offload_param.nvme_path"
 MICRO = "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"
 TRAIN = "train_batch_size"
-RECOMPUTE = "recompute"
+RECOMPUTE = "activation_checkpointing.policy"
 
 LARGEST_MICRO = 1024
 # A faster change is named only if it is faster by this factor: estimates are not finer.
 WORTH = 1.05
 CLEARLY = 1.02
 
-Answer = Callable[[Config, bool], Estimate]
-"""The estimate of a config, with activations recomputed or not."""
+Answer = Callable[[Config], Estimate]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Values for some keys, by dotted path, and whether activations are recomputed."""
+    """Values for some keys, by dotted path."""
 
     values: dict[str, Any]
-    recompute: bool
     words: str = ""
 
 
@@ -44,7 +42,6 @@ class Choice:
     """What was chosen, its estimate, and why, by key."""
 
     values: dict[str, Any]
-    recompute: bool
     estimate: Estimate
     reasons: dict[str, str] = field(default_factory=dict)
     # How many configs were looked at, and how many of them fit.
@@ -72,7 +69,10 @@ def free_keys(config: Config) -> frozenset[str]:
         ACCUMULATION: (config, ACCUMULATION),
         TRAIN: (config, TRAIN),
     }
-    return frozenset(key for key, (block, name) in blocks.items() if name not in block.model_fields_set)
+    free = {key for key, (block, name) in blocks.items() if name not in block.model_fields_set}
+    if not config.activation_checkpointing.model_fields_set:
+        free.add(RECOMPUTE)
+    return frozenset(free)
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,6 @@ def choose(
     ranks: int,
     *,
     free: frozenset[str],
-    recomputes: tuple[bool, ...] = (False, True),
     disk: str | None = None,
     confirm: Answer | None = None,
 ) -> Choice:
@@ -104,8 +103,8 @@ def choose(
     fitting: list[_Tried] = []
     smallest: Estimate | None = None
     tried = 0
-    for candidate, changed in _candidates(config, ranks, free, recomputes, disk):
-        found = answer(changed, candidate.recompute)
+    for candidate, changed in _candidates(config, ranks, free, disk):
+        found = answer(changed)
         tried += 1
         if smallest is None or found.tightest.share < smallest.tightest.share:
             smallest = found
@@ -118,24 +117,25 @@ def choose(
             # What came first is simpler: something else must be clearly faster.
             if other.rate > best.rate * CLEARLY:
                 best = other
-        exact = confirm(best.config, best.candidate.recompute) if confirm is not None else best.estimate
+        exact = confirm(best.config) if confirm is not None else best.estimate
         if exact.fits:
             told = reasons(best.candidate, exact)
-            return Choice(best.candidate.values, best.candidate.recompute, exact, told, tried=tried, fitting=count)
+            return Choice(best.candidate.values, exact, told, tried=tried, fitting=count)
         fitting.remove(best)
     raise _nothing_fits(smallest)
 
 
 def _candidates(
-    config: Config, ranks: int, free: frozenset[str], recomputes: tuple[bool, ...], disk: str | None
+    config: Config, ranks: int, free: frozenset[str], disk: str | None
 ) -> Iterator[tuple[Candidate, Config]]:
+    recomputes: tuple[dict[str, Any], ...] = ({}, {RECOMPUTE: "recompute"}) if RECOMPUTE in free else ({},)
     for placed in _placements(config, ranks, free, disk):
         for recompute in recomputes:
             for micro in _micro_batches(config, free):
-                sizes = _batch(config, ranks, micro, free)
-                changed = with_values(config, placed | sizes)
+                values = placed | recompute | _batch(config, ranks, micro, free)
+                changed = with_values(config, values)
                 if changed is not None and _batch_holds(changed, ranks):
-                    yield Candidate(placed | sizes, recompute), changed
+                    yield Candidate(values), changed
 
 
 def _batch_holds(config: Config, ranks: int) -> bool:
@@ -219,6 +219,8 @@ def reasons(candidate: Candidate, found: Estimate) -> dict[str, str]:
         elif key == PARAM:
             where = {"none": "on the device", "cpu": "in host memory", "nvme": "on disk"}[value]
             told[key] = f"weights rest {where}: {_bytes_of(found, 'parameters')} a rank"
+        elif key == RECOMPUTE:
+            told[key] = f"units compute their activations again in backward: {_bytes_of(found, 'activations')} at most"
         elif key == MICRO:
             told[key] = f"{limit}; {room}"
         elif key == ACCUMULATION:
@@ -250,21 +252,18 @@ class Change:
 
     words: str
     values: dict[str, Any]
-    recompute: bool
     estimate: Estimate
 
 
-def nearest_change(
-    config: Config, recompute: bool, now: Estimate, answer: Answer, *, may_recompute: bool
-) -> Change | None:
+def nearest_change(config: Config, now: Estimate, answer: Answer) -> Change | None:
     """The smallest change that would make `now` fit, or, if it fits, the one that would make it faster."""
-    single = list(_changes(config, recompute, now, may_recompute))
+    single = list(_changes(config, now))
     if now.fits:
         found = [change for change in _answered(config, now.ranks, single, answer) if change.estimate.fits]
         found = [change for change in found if _rate(change.estimate) > WORTH * _rate(now)]
         return max(found, key=lambda change: _rate(change.estimate), default=None)
     pairs = [
-        Candidate(a.values | b.values, a.recompute or b.recompute, f"{a.words}, and {b.words}")
+        Candidate(a.values | b.values, f"{a.words}, and {b.words}")
         for i, a in enumerate(single)
         for b in single[i + 1 :]
         if not a.values.keys() & b.values.keys()
@@ -284,17 +283,17 @@ def _answered(config: Config, ranks: int, candidates: list[Candidate], answer: A
     for candidate in candidates:
         changed = with_values(config, candidate.values)
         if changed is not None and _batch_holds(changed, ranks):
-            found = answer(changed, candidate.recompute)
-            yield Change(candidate.words, candidate.values, candidate.recompute, found)
+            found = answer(changed)
+            yield Change(candidate.words, candidate.values, found)
 
 
-def _changes(config: Config, recompute: bool, now: Estimate, may_recompute: bool) -> Iterator[Candidate]:
+def _changes(config: Config, now: Estimate) -> Iterator[Candidate]:
     """Single changes, each as a person would make it."""
     zero = config.zero_optimization
     if now.ranks > 1:
         for stage in range(4):
             if stage != zero.stage:
-                yield Candidate({STAGE: stage}, recompute, f'"stage": {stage}')
+                yield Candidate({STAGE: stage}, f'"stage": {stage}')
     for key, device in ((OPTIMIZER, zero.offload_optimizer.device), (PARAM, zero.offload_param.device)):
         for other in ("none", "cpu"):
             if other != device:
@@ -303,15 +302,14 @@ def _changes(config: Config, recompute: bool, now: Estimate, may_recompute: bool
                 if key == PARAM and other == "cpu" and zero.stage < 3:
                     values[STAGE] = 3
                     words += ' with "stage": 3'
-                yield Candidate(values, recompute, words)
-    if may_recompute:
-        words = "keep activations instead of recomputing them" if recompute else "recompute activations (--recompute)"
-        yield Candidate({}, not recompute, words)
+                yield Candidate(values, words)
+    other = "none" if now.recompute else "recompute"
+    yield Candidate({RECOMPUTE: other}, f'"activation_checkpointing": {{"policy": "{other}"}}')
     if now.precision == "fp32":
-        yield Candidate({"bf16.enabled": True}, recompute, '"bf16": {"enabled": true}')
+        yield Candidate({"bf16.enabled": True}, '"bf16": {"enabled": true}')
     for micro in (now.micro_batch // 2, now.micro_batch * 2):
         if micro:
             sizes = {MICRO: micro}
             if config.train_batch_size is not None:
                 sizes[ACCUMULATION] = max(1, config.train_batch_size // (micro * now.ranks))
-            yield Candidate(sizes, recompute, f'"{MICRO}": {micro}')
+            yield Candidate(sizes, f'"{MICRO}": {micro}')

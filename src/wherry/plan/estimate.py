@@ -123,7 +123,6 @@ class Subject:
 
     name: str
     sequence: int = 1
-    recompute: bool = False
 
 
 def updates_on_host(config: Config, machine: Machine) -> bool:
@@ -151,7 +150,7 @@ def estimate(subject: Subject, profile: Profile, config: Config, machine: Machin
         sequence=subject.sequence,
         precision=precision_of(config),
         optimizer=optimizer_of(config) or "adamw",
-        recompute=subject.recompute,
+        recompute=config.activation_checkpointing.resolved_policy() != "none",
         rows=rows,
         uses=uses(rows, machine, ranks),
         time=step_time(profile, setting, machine) if profile.moments else None,

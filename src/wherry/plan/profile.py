@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils.flop_counter import flop_registry
 
+from wherry.activations.recompute import operations, recomputed, selective
+from wherry.config import Config
 from wherry.errors import WherryError
 from wherry.observe.footprint import WORKING, Footprint
 from wherry.plan.memory import UnitSizes
@@ -40,6 +43,38 @@ class Moment(NamedTuple):
     kind: str  # begin, enter, exit, turn (backward begins), want (its backward), done (its gradients), end
     unit: int
     activations: int
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Which units compute their activations again, and the results of which operations they keep."""
+
+    every: int = 1
+    save_operations: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, config: Config) -> Recompute | None:
+        """What a config asks for. What it puts away elsewhere takes no more of the device than what is recomputed."""
+        block = config.activation_checkpointing
+        policy = block.resolved_policy()
+        if policy == "none":
+            return None
+        return cls(block.every if policy == "recompute" else 1, tuple(block.save_operations))
+
+    def install(self, plans: Sequence[UnitPlan]) -> None:
+        saved = operations(self.save_operations)
+        units = [plan for plan in plans if not plan.root]
+        for place, plan in enumerate(units):
+            if place % self.every == 0:
+                for module in plan.modules:
+                    module.forward = partial(self._forward, module.forward, saved)
+
+    @staticmethod
+    def _forward(forward: Callable[..., Any], saved: frozenset[Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        contexts = partial(selective, saved) if saved else None
+        return recomputed(forward, args, kwargs, contexts=contexts)
 
 
 @dataclass(frozen=True)
@@ -257,11 +292,17 @@ class _Watch:
             self.mark("done", index)
 
 
-def profile(build: Build, micro_batch: int, dtype: torch.dtype | None, unit_classes: tuple[str, ...] = ()) -> Profile:
+def profile(
+    build: Build,
+    micro_batch: int,
+    dtype: torch.dtype | None,
+    unit_classes: tuple[str, ...] = (),
+    recompute: Recompute | None = None,
+) -> Profile:
     """Run one micro-batch of the model that `build` makes, with its weights in `dtype`."""
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            return _profile(mode, build, micro_batch, dtype, unit_classes)
+            return _profile(mode, build, micro_batch, dtype, unit_classes, recompute)
     except (DataDependentOutputException, UnsupportedFakeTensorException) as error:
         raise WherryError(
             f"the model's forward asks for the value of a tensor, and a plan has none ({error}); keep such decisions "
@@ -270,7 +311,12 @@ def profile(build: Build, micro_batch: int, dtype: torch.dtype | None, unit_clas
 
 
 def _profile(
-    mode: FakeTensorMode, build: Build, micro_batch: int, dtype: torch.dtype | None, unit_classes: tuple[str, ...]
+    mode: FakeTensorMode,
+    build: Build,
+    micro_batch: int,
+    dtype: torch.dtype | None,
+    unit_classes: tuple[str, ...],
+    recompute: Recompute | None,
 ) -> Profile:
     model, args, kwargs = build(micro_batch)
     args = tuple(_faked(mode, value) for value in args)
@@ -279,6 +325,8 @@ def _profile(
     for parameter in model.parameters():
         if dtype is not None and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
+    if recompute is not None:
+        recompute.install(plans)
     recorder = _Recorder()
     watch = _Watch(model, plans, recorder)
     inputs = list({id(t): t for t in (*tensors_in(args), *tensors_in(kwargs))}.values())

@@ -22,7 +22,7 @@ from wherry.plan.choose import ACCUMULATION, MICRO, OPTIMIZER, PARAM, STAGE, TRA
 from wherry.plan.estimate import Estimate, Subject, estimate
 from wherry.plan.machine import Machine
 from wherry.plan.probe import this_machine
-from wherry.plan.profile import Line, Profile, profile
+from wherry.plan.profile import Line, Profile, Recompute, profile
 from wherry.plan.units import unit_sizes
 
 PLACING = (STAGE, OPTIMIZER, PARAM)
@@ -85,11 +85,11 @@ def _choose(
         machine = replace(this_machine(), nodes=nodes)
         profiles = _by_batches(model, config, data, collate or default_collate)
 
-    def answer(candidate: Config, recompute: bool) -> Estimate:
+    def answer(candidate: Config) -> Estimate:
         found = profiles(candidate.batch(ranks).micro)
         return estimate(Subject(type(model).__name__), found, candidate, machine, ranks)
 
-    choice = choose(config, answer, ranks, free=wanted, recomputes=(False,))
+    choice = choose(config, answer, ranks, free=wanted)
     return choice.values, choice.reasons
 
 
@@ -134,7 +134,9 @@ def _by_batches(
 
     def of(micro: int) -> Profile:
         if micro not in made:
-            made[micro] = profile(build, micro, config.working_dtype(), tuple(config.wherry.unit_classes))
+            made[micro] = profile(
+                build, micro, config.working_dtype(), tuple(config.wherry.unit_classes), Recompute.of(config)
+            )
         return made[micro]
 
     return lambda micro: of(micro) if micro in (1, FAR) else Line(of(1), of(FAR)).at(micro)

@@ -29,8 +29,6 @@ def _preamble(choice: Choice) -> Iterator[str]:
         yield f"{use.place}: {use.needed / 1e9:.2f} GB of {use.usable / 1e9:.2f} GB usable."
     if found.time is not None:
         yield f"A step takes about {found.time.total:.3g} s, limited by {found.time.limited_by}."
-    if choice.recompute:
-        yield "It counts on blocks that recompute their activations (torch.utils.checkpoint)."
 
 
 def _nested(given: Mapping[str, Any]) -> dict[str, Any]:
