@@ -2,7 +2,7 @@ import pytest
 
 from wherry.config import load
 from wherry.errors import WherryError
-from wherry.train.options import build_config, parse, peak_lr, shape_of
+from wherry.train.options import build_config, check_axes, parse, peak_lr, shape_of
 from wherry.train.presets import PRESETS, Shape
 
 SMALL = PRESETS["gpt2-10m"]
@@ -103,3 +103,22 @@ def test_counts_are_positive(capsys):
     with pytest.raises(SystemExit) as refused:
         parse(["--steps", "0"])
     assert refused.value.code == 2 and "expected at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["--tensor-parallel", "4"], "--tensor-parallel 4 does not divide the 6 attention heads"),
+        (["--pipeline-parallel", "7"], "--pipeline-parallel 7: the model has 6 blocks"),
+        (["--tensor-parallel", "2", "--pipeline-parallel", "2", "--nproc", "6"], "--nproc 6 is not a multiple of 4"),
+    ],
+)
+def test_axes_must_divide_the_model(argv: list[str], told: str) -> None:
+    options = parse(argv)
+    with pytest.raises(WherryError, match=told):
+        check_axes(options, shape_of(options, PRESETS["gpt2-10m"]))
+
+
+def test_a_pipeline_gets_micro_batches_for_its_stages() -> None:
+    options = parse(["--pipeline-model-parallel-size", "3"])
+    assert build_config(options, 10**7, bf16=False, given=None)["gradient_accumulation_steps"] == 6

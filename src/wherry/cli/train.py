@@ -28,7 +28,9 @@ def _start(argv: list[str], options: Options) -> int:
     from wherry.train import job
 
     job.check(options)
-    ranks = options.nproc or _default_ranks()
+    share = options.tensor_parallel * options.pipeline_parallel
+    # As many as there are, in whole copies of the model.
+    ranks = options.nproc or max(share, _default_ranks() // share * share)
     if ranks == 1:
         return job.train(options)
     from wherry.cli.launch import launch

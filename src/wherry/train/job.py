@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from wherry.errors import WherryError
-from wherry.train.options import Options, build_config, parse, shape_of
+from wherry.train.options import Options, build_config, check_axes, parse, shape_of
 from wherry.train.presets import PRESETS, Shape
 
 COLUMNS = (
@@ -35,6 +35,7 @@ def check(options: Options) -> None:
     base = PRESETS.get(options.preset, PRESETS["gpt2-10m"])
     shape = shape_of(options, base)
     load(build_config(options, shape.parameters, bf16=False, given=given_config(options)))
+    check_axes(options, shape)
     load_text(options.data).check_length(shape.sequence)
     if options.run_dir is not None:
         _refuse_used(Path(options.run_dir))
@@ -58,38 +59,48 @@ def train(options: Options) -> int:
     import wherry
     from wherry.config import load
     from wherry.parallel import topology
+    from wherry.train import parallel
     from wherry.train.data import Samples, Share, load_text
     from wherry.train.loop import Loop, Plan, Stop
     from wherry.train.model import GPT, GPTConfig
 
-    place = topology.find()
-    comm, device = place.data, place.device
+    # Ranks of the whole run agree on what to train and when to stop; data is shared out along the data axis alone.
+    world = topology.find()
+    comm, device = world.data, world.device
     chief = comm.rank == 0
     shape, why = comm.gather_objects(_choose(options, comm.size) if chief else None)[0]
     config = build_config(options, shape.parameters, bf16=_has_bf16(device), given=given_config(options))
     resolved = load(config)
 
+    place, mesh = parallel.lay_out(world, options.tensor_parallel, options.pipeline_parallel)
     torch.manual_seed(options.seed)
-    model = GPT(GPTConfig.of(shape, checkpoint_activations=options.checkpoint_activations))
+    piped = options.pipeline_parallel > 1
+    whole = GPT(GPTConfig.of(shape, checkpoint_activations=options.checkpoint_activations, tied=not piped))
+    if options.tensor_parallel > 1:
+        parallel.cut_blocks(whole, mesh)
+    model = parallel.Stage(whole, place.pipe.rank, place.pipe.size) if piped else whole
     # The report writes to the config's sinks, and more than the engine would.
-    engine, optimizer, _, _ = wherry.initialize(model=model, config=load(config, overrides=NO_SINKS))
+    engine, optimizer, _, _ = wherry.initialize(model=model, mesh=place, config=load(config, overrides=NO_SINKS))
     assert optimizer is not None, "the config always has an optimizer here"
     micro, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
     text = load_text(options.data, rank=comm.rank)
     text.check_length(shape.sequence)
     plan = Plan(
         steps=options.steps,
-        tokens_per_step=micro * accumulation * comm.size * shape.sequence,
+        tokens_per_step=micro * accumulation * place.data.size * shape.sequence,
         log_interval=options.log_interval or (1 if device.type == "cpu" else 10),
         eval_interval=options.eval_interval,
         eval_batches=options.eval_batches,
+        # All micro-batches that go through a pipeline are alike.
+        eval_samples=micro * accumulation if piped else None,
     )
     report = None
     if chief:
         title = f"GPT-2 of {shape.parameters / 1e6:.1f}M parameters on {_count(comm.size, 'rank')}"
         facts = (
             ("model", f"{shape.layers} blocks, {shape.hidden} wide, {shape.heads} heads{f' ({why})' if why else ''}"),
-            ("batch", _batch_in_words(micro, accumulation, comm.size, shape, plan)),
+            ("batch", _batch_in_words(micro, accumulation, place.data.size, shape, plan)),
+            *_axes_in_words(place),
             ("text", f"{text.source}: {len(text.train):,} bytes to train on, {len(text.validation):,} to validate on"),
             ("device", _device_in_words(device)),
         )
@@ -98,13 +109,14 @@ def train(options: Options) -> int:
         )
         report = Report(engine, plan, options, shape, resolved.to_dict(), title, facts, activations)
     stop = Stop()
+    trained: Any = parallel.Pipeline(engine) if piped else engine
     loop = Loop(
-        engine,
+        trained,
         comm,
         plan,
         Samples(text.train, shape.sequence, options.seed),
         Samples(text.validation, shape.sequence, seed=0),
-        Share(comm.rank, comm.size, micro, accumulation),
+        Share(place.data.rank, place.data.size, micro, accumulation),
         lr=lambda: float(optimizer.param_groups[0]["lr"]),
         stop=stop,
         reporter=report,
@@ -210,6 +222,12 @@ def _batch_in_words(micro: int, accumulation: int, ranks: int, shape: Shape, pla
     parts += [_count(accumulation, "micro-batch", "es")] if accumulation > 1 else []
     parts += [_count(ranks, "rank")] if ranks > 1 else []
     return f"{' x '.join(parts)}, {shape.sequence} tokens each: {plan.tokens_per_step:,} tokens a step"
+
+
+def _axes_in_words(place: Any) -> tuple[tuple[str, str], ...]:
+    if place.tensor.size == place.pipe.size == 1:
+        return ()
+    return (("ranks", f"{place.pipe.size} stages x {place.data.size} data x {place.tensor.size} tensor"),)
 
 
 def _count(number: int, word: str, plural: str = "s") -> str:

@@ -45,6 +45,8 @@ class Plan:
     log_interval: int = 1
     eval_interval: int = 0
     eval_batches: int = 8
+    # Samples of a validation batch on each rank; None for those of a micro-batch.
+    eval_samples: int | None = None
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,8 @@ class Loop:
 
     def _validate(self) -> float:
         """The mean loss over the same validation batches each time, on all ranks."""
-        share = Share(self.share.rank, self.share.ranks, self.share.micro, accumulation=1)
+        samples = self.plan.eval_samples or self.share.micro
+        share = Share(self.share.rank, self.share.ranks, samples, accumulation=1)
         total = torch.zeros(1, dtype=torch.float64)
         self.engine.train(False)
         try:

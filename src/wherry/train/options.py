@@ -31,6 +31,8 @@ class Options:
     batch_size: int | None = None
     accumulation: int | None = None
     checkpoint_activations: bool = False
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
     precision: str | None = None
     config: str | None = None
     settings: tuple[str, ...] = ()
@@ -67,6 +69,14 @@ def build_parser() -> argparse.ArgumentParser:
     _add(model, "--seq-length", type=_positive, help="tokens of a sample")
     _add(model, "--vocab-size", type=_positive, help="rows of the token embedding; text is bytes, so at least 256")
     _add(model, "--checkpoint-activations", action="store_true", help="recompute each block in backward")
+    _add(
+        model, "--tensor-parallel", "--tensor-model-parallel-size", dest="tensor_parallel", type=_positive, default=1,
+        help="ranks that share out each block's matrices",
+    )  # fmt: skip
+    _add(
+        model, "--pipeline-parallel", "--pipeline-model-parallel-size", dest="pipeline_parallel", type=_positive,
+        default=1, help="stages of blocks, each on ranks of its own; the head is then not tied to the embedding",
+    )  # fmt: skip
     train = parser.add_argument_group("training")
     _add(train, "--steps", "--train-iters", type=_positive, default=DEFAULT_STEPS, help="optimizer steps")
     _add(train, "--batch-size", "--micro-batch-size", type=_positive, help="samples of a micro-batch on each rank")
@@ -132,6 +142,26 @@ def shape_of(options: Options, base: Shape) -> Shape:
     return shape
 
 
+def check_axes(options: Options, shape: Shape) -> None:
+    """The axes that share a model out must divide it."""
+    if shape.heads % options.tensor_parallel:
+        raise WherryError(
+            f"--tensor-parallel {options.tensor_parallel} does not divide the {shape.heads} attention heads, and each "
+            "rank takes whole heads"
+        )
+    if shape.layers < options.pipeline_parallel:
+        raise WherryError(
+            f"--pipeline-parallel {options.pipeline_parallel}: the model has {shape.layers} blocks, and each stage "
+            "takes one or more"
+        )
+    share = options.tensor_parallel * options.pipeline_parallel
+    if options.nproc is not None and options.nproc % share:
+        raise WherryError(
+            f"--nproc {options.nproc} is not a multiple of {share}, the ranks that share one model "
+            "(--tensor-parallel x --pipeline-parallel)"
+        )
+
+
 def peak_lr(parameters: int) -> float:
     """A learning rate that suits a model of this size: 1e-3 up to 20M parameters, then with the cube root down."""
     return min(1e-3, round(1e-3 * (2e7 / parameters) ** (1 / 3), 6))
@@ -159,7 +189,8 @@ def _defaults(options: Options, parameters: int, *, bf16: bool) -> dict[str, Any
     warmup = max(1, options.steps // 10) if options.warmup is None else options.warmup
     return {
         "train_micro_batch_size_per_gpu": options.micro_batch,
-        "gradient_accumulation_steps": 1,
+        # A pipeline is full with a micro-batch for each stage, and mostly full with twice as many.
+        "gradient_accumulation_steps": 2 * options.pipeline_parallel if options.pipeline_parallel > 1 else 1,
         "optimizer": {
             "type": "AdamW",
             "params": {"lr": peak_lr(parameters), "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},

@@ -13,9 +13,8 @@ from wherry.parallel.topology import Topology, find
 from wherry.train.model import GPT, loss_of
 
 
-def lay_out(tensor: int, pipe: int) -> tuple[Topology, Any]:
+def lay_out(world: Topology, tensor: int, pipe: int) -> tuple[Topology, Any]:
     """The topology of all ranks, and the device mesh if ranks share a model: tensor fastest, then data, then pipe."""
-    world = find()
     if tensor == 1 and pipe == 1:
         return world, None
     if world.world_size % (tensor * pipe):
@@ -47,13 +46,6 @@ def cut_blocks(model: nn.Module, mesh: Any) -> None:
     assert isinstance(blocks, nn.ModuleList)
     for block in blocks:
         parallelize_module(block, mesh["tp"], plan)
-
-
-def check_heads(heads: int, tensor: int) -> None:
-    if heads % tensor:
-        raise WherryError(
-            f"--tensor-parallel {tensor} does not divide the {heads} attention heads; each rank takes whole heads"
-        )
 
 
 class Stage(nn.Module):
