@@ -15,6 +15,7 @@ __all__ = [
     "gathered",
     "initialize",
     "load_pretrained",
+    "tile",
 ]
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from wherry.engine import Engine
     from wherry.errors import WherryError
     from wherry.forecast import estimate
+    from wherry.nn.tiled import tile
     from wherry.pretrained import load_pretrained
     from wherry.sharding.access import gathered
     from wherry.sharding.init import Init
@@ -37,6 +39,7 @@ _HOMES = {
     "gathered": "wherry.sharding.access",
     "initialize": "wherry.assemble",
     "load_pretrained": "wherry.pretrained",
+    "tile": "wherry.nn.tiled",
 }
 
 

@@ -18,6 +18,7 @@ from wherry.activations.manager import Activations
 from wherry.config import Config
 from wherry.engine import Engine, Parts
 from wherry.errors import ConfigError, WherryError
+from wherry.nn.tiled import tile
 from wherry.observe.log import logger, say
 from wherry.parallel import topology as topologies
 from wherry.sharding.access import refuse_taken
@@ -115,6 +116,10 @@ def _assemble(
         say("%s", note)
     refuse_taken(model)
     placement = resolved.placement()
+    if resolved.wherry.tile_linear and placement.parameters.partitioned:
+        optimizer, model_parameters = _tile(
+            model, resolved.zero_optimization.stage3_max_live_parameters, optimizer, model_parameters
+        )
     spec = _optimizer(model, resolved, optimizer, model_parameters)
     # The groups hold the very parameters, in the order of the user's optimizer.
     group_of = {p: i for i, group in enumerate(spec.groups) for p in group["params"]} if spec else {}
@@ -236,6 +241,39 @@ def _check_possible(config: Config) -> None:
     beyond = config.beyond()
     if beyond:
         raise ConfigError("\n".join(beyond))
+
+
+def _tile(
+    model: nn.Module, live: int, optimizer: OptimizerLike | None, model_parameters: Iterable[Any] | None
+) -> tuple[OptimizerLike | None, list[Any] | None]:
+    """Cut the linear layers that the budget of live parameters does not allow whole, and tell the optimizer."""
+    large = [
+        (name, m.get_parameter("weight"))
+        for name, m in model.named_modules()
+        if isinstance(m, nn.Linear) and m.weight.numel() > live
+    ]
+    replaced: dict[Any, list[nn.Parameter]] = {}
+    for name, weight in large:
+        cut = tile(model, max_bytes=max(1, live // 2) * weight.element_size(), names=[name])
+        replaced.update(cut)
+        if cut:
+            say("%s has more than the %d elements that may be live: %d tiles instead", name, live, len(cut[weight]))
+
+    def renewed(parameters: Iterable[Any]) -> list[Any]:
+        # Groups that are dicts have no hash.
+        return [
+            new
+            for old in parameters
+            for new in (replaced.get(old, [old]) if isinstance(old, nn.Parameter) else [old])
+        ]
+
+    if isinstance(optimizer, torch.optim.Optimizer):
+        for group in optimizer.param_groups:
+            group["params"] = renewed(group["params"])
+    given = renewed(model_parameters) if model_parameters is not None else None
+    if given is not None:
+        given = [{**group, "params": renewed(group["params"])} if isinstance(group, dict) else group for group in given]
+    return optimizer, given
 
 
 def _optimizer(

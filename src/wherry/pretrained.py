@@ -12,8 +12,9 @@ from torch import nn
 
 from wherry.engine import Engine
 from wherry.errors import WherryError
+from wherry.nn.tiled import tile_places
 from wherry.sharding.parts import Part, part_of
-from wherry.sharding.safetensors_folder import Source, open_folder
+from wherry.sharding.safetensors_folder import Block, Source, open_folder
 from wherry.sharding.unit import Flat
 
 
@@ -68,6 +69,7 @@ def _matched(
     try:
         names = _names(model)
         sources = open_folder(path, model, names)
+        _cut_tiles(model, sources)
         by_tensor: dict[torch.Tensor, Source] = {}
         other_names: dict[torch.Tensor, list[str]] = {}
         wrong: list[str] = []
@@ -92,6 +94,17 @@ def _matched(
         if found is not None:
             raise WherryError(found if found == problem else f"rank {rank}: {found}")
     return by_tensor, result
+
+
+def _cut_tiles(model: nn.Module, sources: dict[str, Source]) -> None:
+    """Files have a tiled layer's weights whole: its tiles read their blocks of them."""
+    places = tile_places(model)
+    for name, place in places.items():
+        whole = sources.get(place.whole)
+        if whole is not None and name not in sources and whole.shape == place.whole_shape:
+            sources[name] = Block(whole, place.offsets, place.shape)
+    for whole_name in {place.whole for place in places.values()}:
+        sources.pop(whole_name, None)
 
 
 def _problem(path: str | Path, result: Loaded, wrong: list[str], names: Iterable[str]) -> str | None:

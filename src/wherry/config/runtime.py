@@ -193,6 +193,11 @@ class Own(Block):
         "activations of all micro-batches of a window at once. auto: layer_major where weights or gradients would "
         "travel once for every micro-batch, and the model allows it.",
     )
+    tile_linear: Flag = key(
+        False,
+        "Let initialize() cut a linear layer with more elements than stage3_max_live_parameters into tiles of at most "
+        "half as many (wherry.nn.TiledLinear), at stage 3.",
+    )
     master: Annotated[Literal["auto", "whole", "split"], BeforeValidator(lowered)] = key(
         "auto",
         "How fp32 master weights rest: whole, or split into the bf16 working weight and the lower 16 bits, "

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from wherry.errors import WherryError
+from wherry.nn.tiled import tile_places
 from wherry.parallel.comm import Comm
 from wherry.sharding.attached import Hook, Mark
 from wherry.sharding.init import innermost
@@ -124,6 +125,7 @@ class Access:
         if not self._reading.leave(module):
             return
         names: dict[nn.Parameter, list[str]] = {}
+        tiles = {prefix + name: place for name, place in tile_places(module).items()}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             names.setdefault(parameter, []).append(prefix + name)
         for unit in self.units:
@@ -134,6 +136,9 @@ class Access:
                         if parameter in names:
                             whole = parameter.detach().to("cpu", copy=True)
                             state.update({name: whole for name in names[parameter] if name in state})
+                        for name in names[parameter]:
+                            if name in tiles and prefix + tiles[name].whole in state:
+                                tiles[name].of(state[prefix + tiles[name].whole]).copy_(whole)
 
     def _before_load(self, module: nn.Module, *_: Any) -> None:
         if self._writing.enter(module):

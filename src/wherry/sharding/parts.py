@@ -47,6 +47,7 @@ class Part:
         lease: Lease,
     ) -> None:
         self.lease = lease
+        self.folder = folder
         self.parameter = parameter
         self.comm = comm
         self.device = device
@@ -55,6 +56,12 @@ class Part:
         self.shape = parameter.shape
         self.dtype = parameter.dtype
         self.shard = allocate(self._shard_numel(parameter.numel()), parameter.dtype, rests_on, folder)
+
+    def like(self, parameter: nn.Parameter) -> Part:
+        """A part of another parameter, held as this one is."""
+        part = Part(parameter, self.comm, self.device, self.shard.device, self.folder, self.lease)
+        parameter.__dict__[PART] = part
+        return part
 
     def _shard_numel(self, numel: int) -> int:
         return -(-numel // self.comm.size)

@@ -49,6 +49,19 @@ class InFile(Source):
         return self._slice[start:stop] if self.shape else self._whole()
 
 
+class Block(Source):
+    """A block of another tensor."""
+
+    def __init__(self, whole: Source, offsets: tuple[int, ...], shape: tuple[int, ...]) -> None:
+        self.shape = shape
+        self._whole = whole
+        self._offsets = offsets
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        offsets = (self._offsets[0] + start, *self._offsets[1:])
+        return self._whole.block(offsets, (stop - start, *self.shape[1:]))
+
+
 class Converted(Source):
     """A tensor that is put together from others; it is read whole."""
 

@@ -1,0 +1,5 @@
+"""Layers."""
+
+from wherry.nn.tiled import TiledLinear
+
+__all__ = ["TiledLinear"]
