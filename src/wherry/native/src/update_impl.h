@@ -7,19 +7,20 @@
 
 namespace {
 
-struct Adam {
+// PLAIN has neither FLAG_L2 nor FLAG_LERP_HIGH, as nearly every training: without their branches in its loop.
+template <bool PLAIN> struct Adam {
   static constexpr int STATES = 2;
   F lerp, lerp_rest, beta2, rest2, bias2_scale, eps, step, keep, decay;
   bool l2, lerp_high;
   explicit Adam(const Rule& r)
       : lerp(setf(r.c[0])), lerp_rest(setf(1.0f - r.c[0])), beta2(setf(r.c[1])), rest2(setf(r.c[2])),
         bias2_scale(setf(r.c[3])), eps(setf(r.c[4])), step(setf(r.c[5])), keep(setf(r.c[6])), decay(setf(r.c[7])),
-        l2(r.flags & FLAG_L2), lerp_high(r.flags & FLAG_LERP_HIGH) {}
+        l2(!PLAIN && (r.flags & FLAG_L2)), lerp_high(!PLAIN && (r.flags & FLAG_LERP_HIGH)) {}
   F apply(F p, F g, F& m, F& v) const {
-    if (l2) g = add(g, mul(decay, p));
+    if (!PLAIN && l2) g = add(g, mul(decay, p));
     p = mul(p, keep);
     F gap = sub(g, m);
-    m = lerp_high ? sub(g, mul(gap, lerp_rest)) : add(m, mul(lerp, gap));
+    m = !PLAIN && lerp_high ? sub(g, mul(gap, lerp_rest)) : add(m, mul(lerp, gap));
     v = add(mul(v, beta2), mul(mul(rest2, g), g));
     F denominator = add(mul(root(v), bias2_scale), eps);
     return add(p, div(mul(step, m), denominator));
@@ -165,7 +166,9 @@ template <class R> Pass pass_of_grad(int32_t grad_kind, int32_t mode) {
 }
 inline Pass pass_of(const Rule& rule, int32_t grad_kind, int32_t mode) {
   switch (rule.kind) {
-    case RULE_ADAM: return pass_of_grad<Adam>(grad_kind, mode);
+    case RULE_ADAM:
+      return rule.flags & (FLAG_L2 | FLAG_LERP_HIGH) ? pass_of_grad<Adam<false>>(grad_kind, mode)
+                                                     : pass_of_grad<Adam<true>>(grad_kind, mode);
     case RULE_ADAGRAD: return pass_of_grad<Adagrad>(grad_kind, mode);
     case RULE_LION: return pass_of_grad<Lion>(grad_kind, mode);
     case RULE_SGD: return pass_of_grad<Sgd<false>>(grad_kind, mode);
