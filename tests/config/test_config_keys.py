@@ -151,6 +151,7 @@ KEYS = {
     "wherry.update_policy": ("auto", "before_use", "before_use"),
     "wherry.delayed_update_warmup": (40, 10, 10),
     "wherry.accumulation": ("auto", "layer_major", "layer_major"),
+    "wherry.tile_linear": (False, True, True),
     "wherry.master": ("auto", "whole", "whole"),
     "wherry.state_dtype": ("fp32", "int8", "int8"),
     "wherry.timeout_s": (600.0, 30, 30.0),
