@@ -723,6 +723,10 @@ class Engine(nn.Module):
         self._tiering.close()
         self.comm.close()
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
     def destroy(self) -> None:
         self.close()
 

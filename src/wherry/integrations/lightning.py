@@ -10,6 +10,7 @@ or with a config: `Trainer(strategy=WherryStrategy(config="config.json"))`. The 
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -34,7 +35,7 @@ except ImportError as error:
         f"wherry.integrations.lightning needs the package lightning ({error}); run `pip install lightning`"
     ) from error
 
-__all__ = ["WherryPrecision", "WherryStrategy"]
+__all__ = ["WherryPrecision", "WherryStrategy", "take_back"]
 
 TAG = "checkpoint"
 # Lightning's precision -> the config's block. "mixed" keeps fp32 masters, and so does Wherry always.
@@ -100,13 +101,15 @@ class WherryStrategy(DDPStrategy):
         assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if self.engine is not None and not fitting:
-            self.model = self.engine
-            return
-        self._take_back()
         optimizer: Any = None
         schedules: list[Any] = []
         module: Any = self.lightning_module
+        earlier = _engine_of(module)
+        if earlier is not None and not fitting:
+            self.model = self.engine = earlier
+            return
+        if earlier is not None:
+            take_back(module, earlier)
         if fitting and self._config.optimizer is None:
             optimizers, schedules = _init_optimizers_and_lr_schedulers(module)
             if len(optimizers) != 1:
@@ -116,6 +119,7 @@ class WherryStrategy(DDPStrategy):
             model=module, optimizer=optimizer, config=self._resolved(trainer, fitting)
         )
         self.model = self.engine
+        _engines[module] = weakref.ref(self.engine)
         # Lightning moves the schedules on, by epoch or by step as the module asks.
         self.engine.lr_scheduler = None
         if schedule is not None:
@@ -157,17 +161,6 @@ class WherryStrategy(DDPStrategy):
 
     def model_to_device(self) -> None:
         """The engine places the model, a unit at a time."""
-
-    def _take_back(self) -> None:
-        """Close the engine of an earlier fit; the module gets its whole weights, on this rank's host."""
-        if self.engine is None:
-            return
-        whole = self.engine.module.state_dict()
-        self.engine.close()
-        self.engine = None
-        assert self.lightning_module is not None
-        for name, parameter in self.lightning_module.named_parameters():
-            parameter.data = whole[name].clone()
 
     def teardown(self) -> None:
         """The engine stays, with its weights, for what comes after a fit; a fit that follows begins with them."""
@@ -258,6 +251,25 @@ class WherryStrategy(DDPStrategy):
 def _register() -> None:
     for name, stage in (("wherry", 3), ("wherry_stage_1", 1), ("wherry_stage_2", 2), ("wherry_stage_3", 3)):
         StrategyRegistry.register(name, WherryStrategy, description=f"Wherry, ZeRO stage {stage}", stage=stage)
+
+
+# The engine that holds a module's weights, after the Trainer that made it has ended.
+_engines: weakref.WeakKeyDictionary[Any, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
+
+
+def _engine_of(module: Any) -> Engine | None:
+    reference = _engines.get(module)
+    engine = reference() if reference is not None else None
+    return engine if engine is not None and not engine.closed else None
+
+
+def take_back(module: Any, engine: Engine) -> None:
+    """Close a module's engine; the module gets its whole weights, on every rank's host."""
+    whole = module.state_dict()
+    engine.close()
+    for name, parameter in module.named_parameters():
+        parameter.data = whole[name].clone()
+    _engines.pop(module, None)
 
 
 def apply_to_floats(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
