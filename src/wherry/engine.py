@@ -723,6 +723,20 @@ class Engine(nn.Module):
         self._tiering.close()
         self.comm.close()
 
+    def unwrap(self) -> nn.Module:
+        """Close, and give the model back whole: partitioned weights are gathered on every rank's host."""
+        self._check_open()
+        self.settle()
+        whole: dict[nn.Parameter, torch.Tensor] = {}
+        for unit in self.units:
+            with self._access.gathered(unit.travelling, None):
+                for flat in unit.travelling:
+                    whole.update({p: p.detach().to("cpu", copy=True) for p in flat.parameters})
+        self.close()
+        for parameter, value in whole.items():
+            parameter.data = value
+        return self.module
+
     @property
     def closed(self) -> bool:
         return self._closed

@@ -209,3 +209,19 @@ def test_different_models_on_the_ranks_are_refused() -> None:
     models = [nn.Linear(4, 4), nn.Linear(4, 5)]
     with pytest.raises(WherryError, match=r"weight \(4, 4\).* on rank 0 and \[weight \(5, 4\)"):
         run_ranks(2, body)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_engine_that_is_unwrapped_leaves_the_model_whole(stage):
+    def body(comm):
+        model = make_model()
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        engine, *_ = wherry.initialize(model=model, mesh=comm, config=settings(stage))
+        assert engine.unwrap() is model
+        assert engine.closed
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, before[name]), name
+        again, *_ = wherry.initialize(model=model, mesh=comm, config=settings(stage))
+        again.close()
+
+    run_ranks(2, body)

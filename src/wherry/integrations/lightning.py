@@ -35,7 +35,7 @@ except ImportError as error:
         f"wherry.integrations.lightning needs the package lightning ({error}); run `pip install lightning`"
     ) from error
 
-__all__ = ["WherryPrecision", "WherryStrategy", "take_back"]
+__all__ = ["WherryPrecision", "WherryStrategy"]
 
 TAG = "checkpoint"
 # Lightning's precision -> the config's block. "mixed" keeps fp32 masters, and so does Wherry always.
@@ -109,7 +109,7 @@ class WherryStrategy(DDPStrategy):
             self.model = self.engine = earlier
             return
         if earlier is not None:
-            take_back(module, earlier)
+            earlier.unwrap()
         if fitting and self._config.optimizer is None:
             optimizers, schedules = _init_optimizers_and_lr_schedulers(module)
             if len(optimizers) != 1:
@@ -261,15 +261,6 @@ def _engine_of(module: Any) -> Engine | None:
     reference = _engines.get(module)
     engine = reference() if reference is not None else None
     return engine if engine is not None and not engine.closed else None
-
-
-def take_back(module: Any, engine: Engine) -> None:
-    """Close a module's engine; the module gets its whole weights, on every rank's host."""
-    whole = module.state_dict()
-    engine.close()
-    for name, parameter in module.named_parameters():
-        parameter.data = whole[name].clone()
-    _engines.pop(module, None)
 
 
 def apply_to_floats(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:

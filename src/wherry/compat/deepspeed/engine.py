@@ -20,6 +20,7 @@ from wherry.compat.deepspeed import parameters
 from wherry.compat.deepspeed.parts import not_part_of_wherry
 from wherry.engine import Engine
 from wherry.errors import WherryError
+from wherry.observe.log import say
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
@@ -215,6 +216,7 @@ def initialize(
 
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
+    _take_over(model)
     engine, optimizer, loader, scheduler = wherry_initialize(
         model=model,
         optimizer=optimizer,
@@ -231,6 +233,15 @@ def initialize(
     assert isinstance(engine, DeepSpeedEngine)
     engine.mpu = mpu
     return engine, optimizer, loader, scheduler
+
+
+def _take_over(model: nn.Module) -> None:
+    """A model that another engine trains is given whole to the new one, as scripts that evaluate after training do."""
+    earlier = {engine_of(parameter) for parameter in model.parameters()}
+    for engine in earlier:
+        if engine is not None and not engine.closed and engine.module is model:
+            say("initialize: this model has an engine already, which is closed; its weights go on")
+            engine.unwrap()
 
 
 def _data_axis(mpu: Any, mesh_param: Any) -> Any:
