@@ -22,6 +22,7 @@ from wherry.nn.tiled import tile
 from wherry.observe.log import logger, say
 from wherry.parallel import topology as topologies
 from wherry.sharding.access import refuse_taken
+from wherry.sharding.compiling import refuse_whole
 from wherry.sharding.construct import Builder, move_buffers
 from wherry.sharding.gradients import Gradients
 from wherry.sharding.grouping import plan_units
@@ -115,6 +116,7 @@ def _assemble(
     for note in resolved.notes:
         say("%s", note)
     refuse_taken(model)
+    refuse_whole(model)
     placement = resolved.placement()
     if resolved.wherry.tile_linear and placement.parameters.partitioned:
         optimizer, model_parameters = _tile(

@@ -33,6 +33,7 @@ from wherry.parallel.topology import Topology
 from wherry.parallel.world import world_of
 from wherry.placement import Placement
 from wherry.sharding.access import Access
+from wherry.sharding.compiling import compile_units, refuse_whole
 from wherry.sharding.gradients import Gradients
 from wherry.sharding.hooks import Hooks, tensors_in
 from wherry.sharding.roster import Roster
@@ -118,6 +119,8 @@ class Engine(nn.Module):
         self._applied = False
         self._closed = False
         self._states: ParameterStates | None = None
+        # Modules that `compile` has compiled.
+        self._compiled = 0
         self._forced_boundary: bool | None = None
         self._backwards_in_window = 0
         # How many micro-batches the backward that runs is of.
@@ -144,6 +147,8 @@ class Engine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._check_open()
+        if torch.compiler.is_compiling() or self.module._compiled_call_impl is not None:
+            refuse_whole(self.module)
         if self._input_dtype is not None:
             args, kwargs = _cast(args, self._input_dtype), _cast(kwargs, self._input_dtype)
         try:
@@ -693,6 +698,28 @@ class Engine(nn.Module):
         except BaseException as error:
             self.comm.tell(error)
             raise
+
+    def compile(  # type: ignore[override]
+        self,
+        backend: str | Callable[..., Any] = "inductor",
+        compile_kwargs: dict[str, Any] | None = None,
+        schedule: Any = None,
+        **options: Any,
+    ) -> None:
+        """torch.compile for each block by itself: gathers, releases and reductions stay between the graphs.
+
+        `options` are those of torch.compile. A model compiled as a whole is refused.
+
+            engine.compile(mode="reduce-overhead")
+        """
+        self._check_open()
+        if schedule is not None:
+            raise WherryError("compile: a schedule of passes is not offered; blocks are compiled as they are")
+        self._compiled = compile_units(self.units, {"backend": backend, **(compile_kwargs or {}), **options})
+
+    @property
+    def is_compiled(self) -> bool:
+        return self._compiled > 0
 
     # The end.
 
