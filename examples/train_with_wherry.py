@@ -1,6 +1,6 @@
 """A training script of one's own: the model and the data are plain PyTorch, and three calls are Wherry's.
 
-    wherry run --num_gpus 2 examples/train_with_wherry.py      (without a GPU: two processes)
+wherry run --num_gpus 2 examples/train_with_wherry.py      (without a GPU: two processes)
 """
 
 import torch

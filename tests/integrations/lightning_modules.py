@@ -1,6 +1,6 @@
 """A program of the tests: a LightningModule trained `plain`, with `own` strategy or through the `alias`.
 
-Run as `lightning_modules.py MODE FOLDER STAGE`; rank 0 writes what it saw to FOLDER/MODE.json.
+Run as `lightning_modules.py MODE FOLDER STAGE ACCUMULATION`; rank 0 writes what it saw to FOLDER/MODE.json.
 """
 
 import json
@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-MODE, FOLDER, STAGE = sys.argv[1], sys.argv[2], int(sys.argv[3])
+MODE, FOLDER, STAGE, ACCUMULATION = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 CONFIG = {"zero_optimization": {"stage": STAGE, "stage3_param_persistence_threshold": 0}}
 
@@ -85,7 +85,7 @@ def strategy():
 def trainer(epochs, keep):
     saver = ModelCheckpoint(dirpath=os.path.join(FOLDER, MODE), filename="{epoch}", save_top_k=-1)
     return L.Trainer(
-        strategy=strategy(), devices=WORLD, accelerator="cpu", max_epochs=epochs, accumulate_grad_batches=2,
+        strategy=strategy(), devices=WORLD, accelerator="cpu", max_epochs=epochs, accumulate_grad_batches=ACCUMULATION,
         gradient_clip_val=0.5, logger=False, callbacks=[saver] if keep else [], enable_checkpointing=keep,
         enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
     )  # fmt: skip

@@ -11,21 +11,32 @@ pytest.importorskip("lightning", reason="lightning comes with `pip install wherr
 PROGRAM = Path(__file__).with_name("lightning_modules.py")
 
 
-def run(folder, mode, ranks, stage, *flags):
-    done = wherry("run", *flags, "--nproc", ranks, PROGRAM, mode, folder, stage, cwd=folder, timeout=250)
+def run(folder, mode, ranks, stage, accumulation, *flags):
+    program = (PROGRAM, mode, folder, stage, accumulation)
+    done = wherry("run", *flags, "--nproc", ranks, *program, cwd=folder, timeout=250)
     assert done.returncode == 0, done.stderr[-6000:]
     return json.loads((folder / f"{mode}.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("plain"), "plain", 1, 0)
+    known = {}
+
+    def at(accumulation):
+        if accumulation not in known:
+            known[accumulation] = run(tmp_path_factory.mktemp("plain"), "plain", 1, 0, accumulation)
+        return known[accumulation]
+
+    return at
 
 
+# Lightning's own DeepSpeed strategy divides the loss by the accumulation, and so does the engine that it asks to: what
+# it gives with accumulation is not what Lightning gives without it, whichever engine runs.
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("mode", "stage"), [("own", 3), ("own", 2), ("alias", 3)])
-def test_it_trains_validates_saves_and_resumes_as_without_wherry(plain, tmp_path, mode, stage):
-    found = run(tmp_path, mode, 2, stage, *(["--as-deepspeed"] if mode == "alias" else []))
+@pytest.mark.parametrize(("mode", "stage", "accumulation"), [("own", 3, 2), ("own", 2, 2), ("alias", 3, 1)])
+def test_it_trains_validates_saves_and_resumes_as_without_wherry(plain, tmp_path, mode, stage, accumulation):
+    found = run(tmp_path, mode, 2, stage, accumulation, *(["--as-deepspeed"] if mode == "alias" else []))
+    plain = plain(accumulation)
     assert len(found["losses"]) == 12
     assert found["losses"] == pytest.approx(plain["losses"], rel=2e-5)
     assert found["validation"] == pytest.approx(plain["validation"], rel=2e-5)

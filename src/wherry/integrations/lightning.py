@@ -9,6 +9,7 @@ or with a config: `Trainer(strategy=WherryStrategy(config="config.json"))`. The 
 
 from __future__ import annotations
 
+import atexit
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -120,6 +121,8 @@ class WherryStrategy(DDPStrategy):
         )
         self.model = self.engine
         _engines[module] = weakref.ref(self.engine)
+        # Lightning ends torch.distributed when the process ends; what the engine has open must be closed before that.
+        atexit.register(_close, weakref.ref(self.engine))
         # Lightning moves the schedules on, by epoch or by step as the module asks.
         self.engine.lr_scheduler = None
         if schedule is not None:
@@ -261,6 +264,12 @@ def _engine_of(module: Any) -> Engine | None:
     reference = _engines.get(module)
     engine = reference() if reference is not None else None
     return engine if engine is not None and not engine.closed else None
+
+
+def _close(reference: weakref.ref[Engine]) -> None:
+    engine = reference()
+    if engine is not None:
+        engine.close()
 
 
 def apply_to_floats(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
