@@ -13,6 +13,7 @@ __all__ = [
     "checkpoint",
     "estimate",
     "gathered",
+    "gathered_for_generation",
     "initialize",
     "load_pretrained",
     "tile",
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from wherry.nn.tiled import tile
     from wherry.pretrained import load_pretrained
     from wherry.sharding.access import gathered
+    from wherry.sharding.generation import gathered_for_generation
     from wherry.sharding.init import Init
 
 # Imported at first use: `import wherry`, and the command line's help, need none of it.
@@ -37,6 +39,7 @@ _HOMES = {
     "checkpoint": "wherry.activations.recompute",
     "estimate": "wherry.forecast",
     "gathered": "wherry.sharding.access",
+    "gathered_for_generation": "wherry.sharding.generation",
     "initialize": "wherry.assemble",
     "load_pretrained": "wherry.pretrained",
     "tile": "wherry.nn.tiled",

@@ -118,6 +118,8 @@ class Engine(nn.Module):
         self._window_scale = 1.0
         self._applied = False
         self._closed = False
+        # Inside gathered_for_generation: weights are whole, and do not change.
+        self._generating = False
         self._states: ParameterStates | None = None
         # Modules that `compile` has compiled.
         self._compiled = 0
@@ -231,6 +233,8 @@ class Engine(nn.Module):
         self._window_scale = self._gradient_scale()
 
     def _begin_backward(self, *, averaged: bool, micro_batches: int = 1) -> None:
+        if self._generating:
+            raise WherryError("backward: weights are held by gathered_for_generation; leave that context first")
         if self._hooks.backward_running:
             self._abandon_window()
         if self._averaged is not None and averaged != self._averaged:
