@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.checkpoint.harness import Shape, assert_same, on, save_from, state_of, train
+from tests.checkpoint.harness import Shape, assert_same, load_into, on, save_from, state_of, train
 
 from wherry.parallel.comm import Comm
 
@@ -70,3 +70,40 @@ def test_an_engine_that_has_trained_is_overwritten(tmp_path: Path) -> None:
         assert_same(states, state_of(engine))
 
     on(Shape(2, 2), body)
+
+
+HOST = {"offload_optimizer": {"device": "cpu"}}
+DISK = {"offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}}
+
+
+def tiers(folder: Path) -> dict[str, Shape]:
+    """Shapes whose states rest on the host and on disk."""
+
+    def zero(stage: int, tier: dict[str, Any], **own: Any) -> dict[str, Any]:
+        placed = {key: {**value, "nvme_path": str(folder)} for key, value in tier.items()}
+        return {"zero_optimization": {"stage": stage, **placed}, "bf16": {"enabled": True}, "wherry": own}
+
+    return {
+        "device": Shape(2, 3, more=BF16),
+        "host": Shape(2, 2, more=zero(2, HOST, master="whole")),
+        "split": Shape(1, 3, more=zero(3, HOST, master="split")),
+        "disk": Shape(3, 3, more=zero(3, DISK, master="whole")),
+        "before use": Shape(2, 3, more=zero(3, HOST, master="whole", update_policy="before_use")),
+    }
+
+
+@pytest.mark.parametrize("source", ["device", "host", "split", "disk", "before use"])
+def test_any_tier_to_any(tmp_path: Path, source: str) -> None:
+    """Masters and moments are the same bits; working weights are what the target's own rounding makes of masters."""
+    shapes = tiers(tmp_path / "states")
+    (tmp_path / "states").mkdir()
+    states = save_from(shapes[source], tmp_path / "saved")
+    for name, shape in shapes.items():
+        found = load_into(shape, tmp_path / "saved")
+        assert found.keys() == states.keys()
+        for key, value in states.items():
+            if key.endswith(":working") and "split" in (source, name) and source != name:
+                master = states[key.replace(":working", ":master")]
+                assert (found[key].float() - master).abs().max() <= master.abs().max() / 256, (name, key)
+            else:
+                assert torch.equal(found[key], value), (name, key)

@@ -313,7 +313,7 @@ class _Job:
         self.manifest = Manifest(
             tag=tag,
             created=datetime.now(UTC).isoformat(),
-            versions=_versions(),
+            versions=versions(),
             world_size=self.ranks,
             entries={},
             engine={},
@@ -477,5 +477,5 @@ def _copied(item: Piece | Scalar) -> Piece | Scalar:
     return replace(item, values=item.values.detach().to("cpu", copy=True), scales=scales)
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     return {"wherry": metadata.version("wherry"), "torch": torch.__version__}

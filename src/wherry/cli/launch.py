@@ -89,6 +89,9 @@ def launch(arguments: argparse.Namespace, *, report: bool = False) -> int:
     _quiet_agent()
     children_before = _children()
     os.environ["WHERRY_LAUNCHER_PID"] = str(os.getpid())
+    # The ranks meet in a store; a shared one still has the addresses of those that died, after a restart.
+    if arguments.max_restarts:
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     folder = None
     if arguments.log_dir is None:
         folder = arguments.log_dir = tempfile.mkdtemp(prefix="wherry-run-")

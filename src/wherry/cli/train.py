@@ -35,7 +35,9 @@ def _start(argv: list[str], options: Options) -> int:
         return job.train(options)
     from wherry.cli.launch import launch
 
-    arguments = build_parser().parse_args(["--nproc", str(ranks), "--module", "wherry.train", *argv])
+    arguments = build_parser().parse_args(
+        ["--nproc", str(ranks), "--max-restarts", str(options.max_restarts), "--module", "wherry.train", *argv]
+    )
     resolve(arguments, "1")
     # After Ctrl-C a rank finishes the step under way and rank 0 sums up; a step of a large model takes its time.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SECONDS_TO_FINISH_A_STEP)

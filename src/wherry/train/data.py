@@ -210,15 +210,20 @@ class Share:
     ranks: int
     micro: int
     accumulation: int
+    # Added to every number: a resumed run goes on where the one before ended, whatever its batch was.
+    offset: int = 0
 
     def numbers(self, step: int, micro_step: int) -> np.ndarray:
         """The sample numbers of micro-batch `micro_step` of `step` (both from 0) on this rank."""
         first = (step * self.accumulation + micro_step) * self.ranks * self.micro + self.rank * self.micro
+        first += self.offset
         return np.arange(first, first + self.micro, dtype=np.int64)
 
 
-def batches(samples: Samples, share: Share, steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """A rank's micro-batches for `steps` steps, in order."""
-    for step in range(steps):
+def batches(
+    samples: Samples, share: Share, steps: int, first: int = 0
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """A rank's micro-batches of steps `first` to `steps`, in order."""
+    for step in range(first, steps):
         for micro_step in range(share.accumulation):
             yield samples.batch(share.numbers(step, micro_step))

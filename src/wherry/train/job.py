@@ -37,8 +37,10 @@ def check(options: Options) -> None:
     load(build_config(options, shape.parameters, bf16=False, given=given_config(options)))
     check_axes(options, shape)
     load_text(options.data).check_length(shape.sequence)
-    if options.run_dir is not None:
+    if options.run_dir is not None and options.resume is None:
         _refuse_used(Path(options.run_dir))
+    if options.resume == "auto" and options.save is None and options.run_dir is None:
+        raise WherryError("--resume auto: give --save FOLDER or --run-dir FOLDER, so that there is a place to look in")
 
 
 def given_config(options: Options) -> Mapping[str, Any] | None:
@@ -63,6 +65,7 @@ def train(options: Options) -> int:
     from wherry.train.data import Samples, Share, load_text
     from wherry.train.loop import Loop, Plan, Stop
     from wherry.train.model import GPT, GPTConfig
+    from wherry.train.resume import choose_start, keep_batch, save_folder, saver
 
     # Ranks of the whole run agree on what to train and when to stop; data is shared out along the data axis alone.
     world = topology.find()
@@ -70,9 +73,10 @@ def train(options: Options) -> int:
     chief = comm.rank == 0
     shape, why = comm.gather_objects(_choose(options, comm.size) if chief else None)[0]
     config = build_config(options, shape.parameters, bf16=_has_bf16(device), given=given_config(options))
-    resolved = load(config)
-
     place, mesh = parallel.lay_out(world, options.tensor_parallel, options.pipeline_parallel)
+    start = choose_start(options, comm)
+    keep_batch(config, start, place.data.size, given=options.batch_size is not None or options.accumulation is not None)
+    resolved = load(config)
     torch.manual_seed(options.seed)
     piped = options.pipeline_parallel > 1
     whole = GPT(GPTConfig.of(shape, checkpoint_activations=options.checkpoint_activations, tied=not piped))
@@ -82,6 +86,8 @@ def train(options: Options) -> int:
     # The report writes to the config's sinks, and more than the engine would.
     engine, optimizer, _, _ = wherry.initialize(model=model, mesh=place, config=load(config, overrides=NO_SINKS))
     assert optimizer is not None, "the config always has an optimizer here"
+    if start.checkpoint is not None:
+        engine.load_checkpoint(start.checkpoint.parent, tag=start.checkpoint.name)
     micro, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
     text = load_text(options.data, rank=comm.rank)
     text.check_length(shape.sequence)
@@ -93,21 +99,27 @@ def train(options: Options) -> int:
         eval_batches=options.eval_batches,
         # All micro-batches that go through a pipeline are alike.
         eval_samples=micro * accumulation if piped else None,
+        save_interval=options.save_interval,
     )
+    batch = micro * accumulation * place.data.size
     report = None
     if chief:
         title = f"GPT-2 of {shape.parameters / 1e6:.1f}M parameters on {_count(comm.size, 'rank')}"
-        facts = (
+        facts: tuple[tuple[str, str], ...] = (
             ("model", f"{shape.layers} blocks, {shape.hidden} wide, {shape.heads} heads{f' ({why})' if why else ''}"),
             ("batch", _batch_in_words(micro, accumulation, place.data.size, shape, plan)),
             *_axes_in_words(place),
             ("text", f"{text.source}: {len(text.train):,} bytes to train on, {len(text.validation):,} to validate on"),
             ("device", _device_in_words(device)),
         )
+        if start.checkpoint is not None:
+            facts += (("resumed", f"{start.checkpoint}, step {start.step}"),)
         activations = shape.activation_bytes(
             micro, checkpointed=options.checkpoint_activations, itemsize=_itemsize(resolved.working_dtype())
         )
         report = Report(engine, plan, options, shape, resolved.to_dict(), title, facts, activations)
+    run_dir = comm.gather_objects(report.run_dir if report is not None else None)[0]
+    folder = save_folder(options, run_dir) if options.save_interval or options.save else None
     stop = Stop()
     trained: Any = parallel.Pipeline(engine) if piped else engine
     loop = Loop(
@@ -116,10 +128,12 @@ def train(options: Options) -> int:
         plan,
         Samples(text.train, shape.sequence, options.seed),
         Samples(text.validation, shape.sequence, seed=0),
-        Share(place.data.rank, place.data.size, micro, accumulation),
+        Share(place.data.rank, place.data.size, micro, accumulation, start.samples - start.step * batch),
         lr=lambda: float(optimizer.param_groups[0]["lr"]),
         stop=stop,
         reporter=report,
+        first=start.step,
+        save=saver(engine, options, start, folder, batch) if folder is not None else None,
     )
     try:
         with stop:
@@ -245,7 +259,10 @@ def _device_in_words(device: Any) -> str:
 def _run_dir(options: Options) -> Path:
     if options.run_dir is not None:
         folder = Path(options.run_dir)
-        _refuse_used(folder)
+        if options.resume is None:
+            _refuse_used(folder)
+        else:
+            _set_aside(folder)
     else:
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{options.preset}"
         folder, number = Path("runs") / name, 1
@@ -254,6 +271,16 @@ def _run_dir(options: Options) -> Path:
             folder = Path("runs") / f"{name}-{number}"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def _set_aside(folder: Path) -> None:
+    """The metrics of the part of a run that came before it was resumed keep their lines, under another name."""
+    for path in (folder / "metrics.jsonl", folder / "metrics.csv"):
+        if path.exists():
+            number = 1
+            while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+                number += 1
+            path.rename(aside)
 
 
 def _refuse_used(folder: Path) -> None:

@@ -47,6 +47,7 @@ class Plan:
     eval_batches: int = 8
     # Samples of a validation batch on each rank; None for those of a micro-batch.
     eval_samples: int | None = None
+    save_interval: int = 0
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,8 @@ class Loop:
         stop: Stop,
         reporter: Reporter | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        first: int = 0,
+        save: Callable[[int], None] | None = None,
     ) -> None:
         self.engine = engine
         self.comm = comm
@@ -155,17 +158,20 @@ class Loop:
         self.stop = stop
         self.reporter = reporter
         self.clock = clock
+        # Steps that are done already, and what saves after one.
+        self.first = first
+        self.save = save
         self.outcome = Outcome()
         self._non_finite = 0
 
     def run(self) -> Outcome:
         """Train. The outcome is complete, whatever ended the run."""
         begin = logged = self.clock()
-        logged_step = 0
-        data = batches(self.training, self.share, self.plan.steps)
-        for step in range(1, self.plan.steps + 1):
+        logged_step = self.first
+        data = batches(self.training, self.share, self.plan.steps, self.first)
+        for step in range(self.first + 1, self.plan.steps + 1):
             loss = self.engine.train_batch(data)
-            telling = step % self.plan.log_interval == 0 or step in (1, self.plan.steps)
+            telling = step % self.plan.log_interval == 0 or step in (self.first + 1, self.plan.steps)
             stopped, mean = self._agree(loss if telling else None)
             validated = self._validate() if self._validates_after(step) and not stopped else None
             now = self.clock()
@@ -174,6 +180,8 @@ class Loop:
             if telling:
                 self._tell(step, mean, validated, (now - logged) / (step - logged_step))
                 logged, logged_step = now, step
+            if self.save is not None and (stopped or self._saves_after(step)):
+                self.save(step)
             if stopped or self._non_finite >= NON_FINITE_STEPS:
                 self.outcome.ending = Ending.INTERRUPTED if stopped else Ending.DIVERGED
                 return self.outcome
@@ -212,6 +220,11 @@ class Loop:
         )
         if self._non_finite:
             self.reporter.non_finite(step, loss, ended=self._non_finite >= NON_FINITE_STEPS)
+
+    def _saves_after(self, step: int) -> bool:
+        """At every interval and at the end; a loss that is lost is not worth keeping."""
+        every = self.plan.save_interval
+        return self._non_finite == 0 and (step == self.plan.steps or (every > 0 and step % every == 0))
 
     def _validates_after(self, step: int) -> bool:
         every = self.plan.eval_interval

@@ -45,6 +45,12 @@ class Options:
     log_interval: int = 1
     data: str | None = None
     run_dir: str | None = None
+    save: str | None = None
+    save_interval: int = 0
+    keep_last: int | None = None
+    async_save: bool = False
+    resume: str | None = None
+    max_restarts: int = 0
     seed: int = 1234
     nproc: int | None = None
 
@@ -94,6 +100,12 @@ def build_parser() -> argparse.ArgumentParser:
     _add(run, "--log-interval", type=_positive, help="steps between lines (default: 1 on a CPU, 10 on a GPU)")
     _add(run, "--eval-interval", type=int, default=0, help="steps between validations (default: at the end only)")
     _add(run, "--eval-iters", dest="eval_batches", type=_positive, default=8, help="batches of a validation")
+    _add(run, "--save", metavar="FOLDER", help="where checkpoints go (default: in the run's folder)")
+    _add(run, "--save-interval", type=_positive, default=0, help="steps between checkpoints (default: none)")
+    _add(run, "--keep-last", type=_positive, metavar="N", help="keep the last N checkpoints (default: all)")
+    _add(run, "--async-save", action="store_true", help="write checkpoints while training goes on")
+    _add(run, "--resume", metavar="auto|PATH", help="go on from a checkpoint; auto: the newest whole one, if any")
+    _add(run, "--max-restarts", type=int, default=0, metavar="N", help="start the ranks anew when one dies, N times")
     _add(run, "--nproc", "--num-gpus", type=_positive, help="ranks (default: one per GPU, or two)")
     return parser
 
@@ -113,6 +125,8 @@ def _positive(text: str) -> int:
 def parse(argv: list[str]) -> Options:
     found = vars(build_parser().parse_args(argv))
     found["settings"] = tuple(found["settings"])
+    if found["max_restarts"] and found["resume"] is None:
+        found["resume"] = "auto"
     if found["log_interval"] is None:
         del found["log_interval"]
         return replace(Options(**found), log_interval=0)
@@ -180,6 +194,7 @@ def build_config(options: Options, parameters: int, *, bf16: bool, given: Mappin
         flag(options, config)
     if options.stage is not None:
         config.setdefault("zero_optimization", {})["stage"] = options.stage
+    _checkpoint_flags(options, config)
     for setting in options.settings:
         _set(config, setting)
     return config
@@ -238,6 +253,13 @@ def _precision_flags(options: Options, config: dict[str, Any]) -> None:
 def _optimizer_flags(options: Options, config: dict[str, Any]) -> None:
     if options.lr is not None:
         config["optimizer"].setdefault("params", {})["lr"] = options.lr
+
+
+def _checkpoint_flags(options: Options, config: dict[str, Any]) -> None:
+    given = {"keep_last": options.keep_last, "async_save": options.async_save or None}
+    for name, value in given.items():
+        if value is not None:
+            config.setdefault("wherry", {}).setdefault("checkpoint", {})[name] = value
 
 
 def _set(config: dict[str, Any], setting: str) -> None:

@@ -1,0 +1,93 @@
+"""Where a run goes on: the checkpoint it resumes from, and the batch it keeps on another number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wherry.checkpoint import folder as folders
+from wherry.checkpoint.errors import on_first
+from wherry.checkpoint.export import find
+from wherry.checkpoint.manifest import read_manifest
+from wherry.errors import WherryError
+from wherry.observe.log import logger
+from wherry.parallel.comm import Comm
+from wherry.train.options import Options
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins. `samples` have been trained on before it, `batch` in each step."""
+
+    checkpoint: Path | None = None
+    step: int = 0
+    samples: int = 0
+    batch: int | None = None
+
+
+def save_folder(options: Options, run_dir: Path | None = None) -> Path | None:
+    """Where checkpoints go: --save, else inside the run's folder."""
+    if options.save is not None:
+        return Path(options.save)
+    folder = Path(options.run_dir) if options.run_dir is not None else run_dir
+    return folder / "checkpoints" if folder is not None else None
+
+
+def choose_start(options: Options, comm: Comm) -> Start:
+    """The checkpoint that --resume means; every rank calls it. `auto` takes the newest whole one, or none."""
+    if options.resume is None:
+        return Start()
+    return on_first(comm, f"--resume {options.resume}", lambda: _start(options))
+
+
+def _start(options: Options) -> Start:
+    if options.resume == "auto":
+        folder = save_folder(options)
+        if folder is None:
+            raise WherryError("there is no folder to look in; give --save FOLDER or --run-dir FOLDER")
+        if folder.is_dir():
+            folders.clean(folder)
+        tag = folders.newest_whole(folder)
+        if tag is None:
+            return Start()
+        chosen = read_manifest(folder / tag).created
+        newer = [other for other in folders.newest_first(folder) if read_manifest(folder / other).created > chosen]
+        if newer:
+            logger.warning("%s: damaged, so %s is resumed", ", ".join(newer), tag)
+        path = folder / tag
+    else:
+        path = find(Path(str(options.resume)))
+    manifest = read_manifest(path)
+    told = manifest.engine.get("client_state", {})
+    if "samples_per_step" not in told:
+        raise WherryError(f"{path} was not written by `wherry train`")
+    if manifest.step >= options.steps:
+        raise WherryError(f"{path} is at step {manifest.step} already; give more with --steps")
+    return Start(path, manifest.step, int(told["samples"]), int(told["samples_per_step"]))
+
+
+def keep_batch(config: dict[str, Any], start: Start, ranks: int, given: bool) -> None:
+    """Let a step have as many samples as before, whatever the number of ranks, unless the flags say otherwise."""
+    if start.batch is None or given:
+        return
+    if start.batch % ranks:
+        logger.warning("steps of %d samples do not divide by %d ranks: they have another size now", start.batch, ranks)
+        return
+    share = start.batch // ranks
+    wanted = int(config.get("train_micro_batch_size_per_gpu") or share)
+    micro = max(size for size in range(1, min(wanted, share) + 1) if share % size == 0)
+    config["train_batch_size"] = start.batch
+    config["train_micro_batch_size_per_gpu"] = micro
+    config["gradient_accumulation_steps"] = share // micro
+
+
+def saver(engine: Any, options: Options, start: Start, folder: Path, batch: int) -> Callable[[int], None]:
+    """What saves after a step, with what a resumed run needs to know."""
+
+    def save(step: int) -> None:
+        samples = start.samples + (step - start.step) * batch
+        engine.save_checkpoint(folder, client_state={"samples": samples, "samples_per_step": batch})
+
+    return save

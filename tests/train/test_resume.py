@@ -1,0 +1,102 @@
+"""`wherry train --resume`: a run goes on exactly, and on other ranks with the same batches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from wherry.checkpoint.export import find
+from wherry.checkpoint.source import Source
+from wherry.errors import WherryError
+from wherry.train.data import Share
+from wherry.train.job import check, main
+from wherry.train.options import parse
+from wherry.train.resume import Start, keep_batch
+
+SMALL = [
+    *("--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "1", "--seq-length", "8"),
+    *("--eval-iters", "1", "--batch-size", "2", "--steps", "6", "--stage", "0"),
+]
+
+
+@pytest.fixture(autouse=True)
+def text(tmp_path: Path) -> list[str]:
+    path = tmp_path / "text.txt"
+    path.write_bytes(bytes(range(32, 126)) * 40)
+    return ["--data", str(path)]
+
+
+def losses(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def states(folder: Path) -> dict[str, torch.Tensor]:
+    with Source(find(folder)) as source:
+        entries = source.manifest.entries.items()
+        return {f"{name}:{state}": source.tensor(name, state) for name, entry in entries for state in entry.states}
+
+
+def test_auto_goes_on_exactly(tmp_path: Path, text: list[str]) -> None:
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert main([*SMALL, *text, "--run-dir", str(whole), "--save-interval", "3"]) == 0
+    assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == ["global_step3", "global_step6", "latest"]
+    flags = [*SMALL, *text, "--run-dir", str(run), "--save-interval", "2", "--keep-last", "1", "--async-save"]
+    # Nothing to resume from: it begins.
+    interrupted = [*flags, "--resume", "auto", "--lr-warmup-iters", "1", "--set", "scheduler.params.total_num_steps=6"]
+    interrupted[interrupted.index("--steps") + 1] = "4"
+    assert main(interrupted) == 0
+    assert main([*flags, "--resume", "auto"]) == 0
+    assert losses(run) == losses(whole)[4:]
+    again = states(run / "checkpoints")
+    for name, value in states(whole / "checkpoints").items():
+        assert torch.equal(value, again[name]), name
+    assert (run / "metrics.1.jsonl").exists(), "the lines of the first part are kept"
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, text: list[str]) -> None:
+    run = tmp_path / "run"
+    assert main([*SMALL, *text, "--run-dir", str(run), "--save-interval", "3"]) == 0
+    file = run / "checkpoints" / "global_step6" / "rank-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+    flags = [*SMALL, *text, "--run-dir", str(run), "--resume", "auto", "--save-interval", "3"]
+    before = losses(run)
+    assert main(flags) == 0
+    assert losses(run) == before[3:]
+
+
+def test_what_cannot_be_resumed_is_told(tmp_path: Path, text: list[str]) -> None:
+    with pytest.raises(WherryError, match="give --save FOLDER or --run-dir FOLDER"):
+        check(parse([*SMALL, *text, "--resume", "auto"]))
+    run = tmp_path / "run"
+    assert main([*SMALL, *text, "--run-dir", str(run), "--save-interval", "6"]) == 0
+    with pytest.raises(WherryError, match="at step 6 already; give more with --steps"):
+        main([*SMALL, *text, "--run-dir", str(run), "--resume", "auto"])
+    with pytest.raises(WherryError, match="is no checkpoint and holds none"):
+        main([*SMALL, *text, "--run-dir", str(run), "--resume", str(tmp_path / "nothing")])
+
+
+@pytest.mark.parametrize(("ranks", "micro", "accumulation"), [(1, 8, 3), (2, 6, 2), (3, 8, 1), (4, 6, 1), (12, 2, 1)])
+def test_the_batch_stays_on_other_ranks(ranks: int, micro: int, accumulation: int) -> None:
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 1}
+    keep_batch(config, Start(Path("x"), 5, 120, 24), ranks, given=False)
+    assert config["train_micro_batch_size_per_gpu"] == micro
+    assert config["gradient_accumulation_steps"] == accumulation
+    assert ranks * micro * accumulation == 24 == config["train_batch_size"]
+    # The step after the fifth reads the samples that follow, whoever reads them.
+    numbers = [
+        number
+        for micro_step in range(accumulation)
+        for rank in range(ranks)
+        for number in Share(rank, ranks, micro, accumulation, 120 - 5 * 24).numbers(5, micro_step)
+    ]
+    assert numbers == list(range(120, 144))
+
+
+def test_a_batch_that_does_not_divide_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 8}
+    keep_batch(config, Start(Path("x"), 5, 120, 24), 5, given=False)
+    assert config == {"train_micro_batch_size_per_gpu": 8} and "do not divide by 5 ranks" in caplog.text
