@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from benchmarks import imports, overhead, steps, systems
+from benchmarks import activations, imports, overhead, steps, systems
 from wherry.cli import main as wherry
 from wherry.observe import bench, machine
 
@@ -110,3 +110,12 @@ def test_scripts_stand_alone_and_are_found_by_the_command(name, capsys, tmp_path
         wherry(["bench", name, "--help"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == alone.stdout
+
+
+def test_activations(tmp_path, capsys):
+    path = tmp_path / "activations.json"
+    assert activations.main(["--quick", "--rounds", "1", "--json", str(path)]) == 0
+    rows = {row["system"]: row for row in json.loads(path.read_text())["rows"]}
+    assert rows["recompute"]["peak_bytes"] < rows["recompute every second"]["peak_bytes"] < rows["keep"]["peak_bytes"]
+    assert rows["partition"]["reason"]
+    assert "recompute, contiguous" in capsys.readouterr().out
