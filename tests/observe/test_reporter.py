@@ -1,0 +1,113 @@
+"""What an engine tells: sinks of the config and of code, operations counted, time and communication summed up."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+
+import torch
+from tests.engine.harness import adamw, make_model, settings, token_batch
+
+import wherry
+from wherry.observe.metrics import JSONLines
+from wherry.parallel.threads import run_ranks
+
+
+def train(engine, steps: int, rank: int = 0) -> list[float]:
+    losses = []
+    for step in range(steps):
+        loss = engine(*token_batch(step, 0, rank))
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def test_the_config_s_sinks_get_every_update_from_rank_zero_only(tmp_path):
+    config = {
+        "csv_monitor": {"enabled": True, "output_path": str(tmp_path / "csv"), "job_name": "job"},
+        "wherry": {"run_dir": str(tmp_path / "run")},
+    }
+
+    def body(comm):
+        mine = make_model()
+        more = settings(2, more=config)
+        engine, *_ = wherry.initialize(model=mine, optimizer=adamw(mine.parameters()), mesh=comm, config=more)
+        assert engine.monitor.enabled == (comm.rank == 0)
+        losses = train(engine, 3, comm.rank)
+        engine.monitor.log(3, {"validation_loss": 1.5})
+        engine.close()
+        return losses
+
+    losses = run_ranks(2, body)[0]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 3]
+    assert [row["loss"] for row in rows[:3]] == losses
+    assert rows[2]["samples"] == 12 and rows[2]["lr"] == 3e-3 and rows[2]["gradient_norm"] > 0
+    assert rows[3] == {"step": 3, "validation_loss": 1.5}
+    with open(tmp_path / "csv" / "job" / "metrics.csv", newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [float(row["loss"]) for row in table] == losses
+
+
+def test_tensorboard_files_hold_the_curve(tmp_path):
+    import pytest
+
+    pytest.importorskip("tensorboard", reason="it comes with `pip install wherry[tensorboard]`")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    model = make_model()
+    config = settings(1, more={"tensorboard": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}})
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+    losses = train(engine, 2)
+    engine.close()
+    events = EventAccumulator(str(tmp_path / "job"))
+    events.Reload()
+    assert [event.value for event in events.Scalars("loss")] == [torch.tensor(x).item() for x in losses]
+
+
+def test_a_sink_of_the_user_s_code(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = make_model()
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(0, 2))
+    engine.monitor.add(JSONLines("mine.jsonl"))
+    train(engine, 4)
+    engine.close()
+    assert len((tmp_path / "mine.jsonl").read_text().splitlines()) == 2
+
+
+def test_operations_are_counted_in_the_step_that_is_named(tmp_path):
+    width, rows = 64, 8
+    model = torch.nn.Sequential(torch.nn.Linear(width, width, bias=False), torch.nn.Linear(width, width, bias=False))
+    block = {"enabled": True, "profile_step": 2, "output_file": str(tmp_path / "operations")}
+    config = settings(2, more={"flops_profiler": block})
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+    for step in range(3):
+        assert engine.flops is None or step == 2
+        engine.backward(engine(torch.ones(rows, width)).sum())
+        engine.step()
+    forward = 2 * 2 * rows * width * width
+    # The first layer's input needs no gradient.
+    assert engine.flops == forward + 3 * 2 * rows * width * width
+    text = (tmp_path / "operations").read_text()
+    assert "operations of step 2" in text and "forward" in text and "backward" in text
+    engine.close()
+
+
+def test_time_and_communication_are_summed_up(caplog):
+    def body(comm):
+        mine = make_model()
+        more = {"wall_clock_breakdown": True, "comms_logger": {"enabled": True}, "steps_per_print": 2}
+        config = settings(3, more=more)
+        engine, *_ = wherry.initialize(model=mine, optimizer=adamw(mine.parameters()), mesh=comm, config=config)
+        train(engine, 4, comm.rank)
+        engine.close()
+
+    with caplog.at_level(logging.INFO, logger="wherry"):
+        run_ranks(2, body)
+    lines = [record.getMessage() for record in caplog.records]
+    sent = [line for line in lines if line.startswith("communication of 2 steps")]
+    assert len(sent) == 2 and "all_gather" in sent[0] and "reduce_scatter" in sent[0]
+    times = [line for line in lines if line.startswith("time of 2 steps")]
+    assert len(times) == 2 and "forward" in times[0] and "backward" in times[0]
