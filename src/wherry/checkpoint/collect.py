@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from wherry.checkpoint.manifest import GRADIENT, WEIGHT
-from wherry.checkpoint.session import Session, box_of, within
+from wherry.checkpoint.session import Session, box_of, own_sum, within
 from wherry.checkpoint.slices import Run
 from wherry.native import Blocks8
 from wherry.native.blocks import BLOCK
@@ -99,7 +99,7 @@ def is_scalar(value: torch.Tensor | Blocks8) -> bool:
 def gradient_pieces(session: Session, flat: Flat, share: tuple[int, int]) -> Iterator[Piece]:
     """The sums of the window so far. What is not summed over the ranks yet, every rank writes as its addend."""
     gradient = session.gradient_of.get(flat)
-    if gradient is None or gradient.fresh:
+    if gradient is None or gradient.fresh or gradient.brief:
         return
     apart = not gradient.partitioned and not gradient.reduced and session.data.size > 1
     for slot in filter(session.writes, flat.layout.slots):
@@ -111,4 +111,4 @@ def gradient_pieces(session: Session, flat: Flat, share: tuple[int, int]) -> Ite
         place = within(flat, slot, *share)
         if place is not None:
             start, stop, at = place
-            yield Piece(slot.name, GRADIENT, Run(box, start, stop), gradient.owned[at : at + stop - start])
+            yield Piece(slot.name, GRADIENT, Run(box, start, stop), own_sum(gradient)[at : at + stop - start])

@@ -13,7 +13,7 @@ from wherry.checkpoint import folder as folders
 from wherry.checkpoint.collect import is_scalar
 from wherry.checkpoint.errors import CheckpointError, on_first, together
 from wherry.checkpoint.manifest import GRADIENT, WEIGHT, Manifest, read_manifest
-from wherry.checkpoint.session import Counts, Session, Window, box_of, extra_states, plain_tensors, within
+from wherry.checkpoint.session import Counts, Session, Window, box_of, extra_states, own_sum, plain_tensors, within
 from wherry.checkpoint.slices import Run
 from wherry.checkpoint.source import Source
 from wherry.checkpoint.state import restore_random_state, spread_random_state
@@ -352,12 +352,15 @@ class _Loader:
                 run, out = Run(box_of(flat, slot)[0], 0, slot.numel), gradient.accumulated[slot.start : slot.stop]
                 self.source.read(slot.name, GRADIENT, run, out, addend=session.data.rank)
             return
+        total = own_sum(gradient)
         gradient.reduced = not gradient.partitioned and session.data.size > 1
         for slot in slots:
-            self._read(flat, slot, GRADIENT, gradient.owned, 0, gradient.owned.numel())
+            self._read(flat, slot, GRADIENT, total, 0, total.numel())
         if in_parts:
             factor /= session.window.predivide
         else:
             factor *= saved.predivide / session.window.predivide
         if factor != 1.0:
-            gradient.owned.mul_(factor)
+            total.mul_(factor)
+        if saved.boundary and gradient.owned.data_ptr() != total.data_ptr():
+            gradient.owned.copy_(total)  # where the update expects what was reduced at the boundary

@@ -141,6 +141,14 @@ def within(flat: Flat, slot: Slot, low: int, high: int) -> tuple[int, int, int] 
     return (start + first - at, start + last - at, first) if first < last else None
 
 
+def own_sum(gradient: FlatGradient) -> torch.Tensor:
+    """This rank's part of the window's sum: on the device if kept there, else where it was streamed to."""
+    if gradient.keeps:
+        return gradient.own_sum
+    gradient.landing.wait()
+    return gradient.owned
+
+
 def aliases(module: nn.Module) -> dict[str, list[str]]:
     """The other names of tied parameters and shared buffers, by the first name."""
     first: dict[int, str] = {}
