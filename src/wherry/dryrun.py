@@ -21,15 +21,22 @@ from wherry.assemble import initialize
 from wherry.config import Config
 from wherry.engine import Engine
 from wherry.errors import WherryError
+from wherry.fake import address_of
+from wherry.native.disk import SECTOR
 from wherry.observe.footprint import WORKING, Footprint
 from wherry.parallel.comm import Comm
+from wherry.parallel.topology import Topology
 from wherry.plan.profile import loss_of
 from wherry.sources import Batch, Source
+from wherry.tiers.buffers import Block, HostPool
+from wherry.tiers.disk import DiskUsage
+from wherry.tiers.streams import Link
 from wherry.tiers.tickets import DONE, Ticket
 
 # Micro-batches of a window that are run. The ones between the first and the last do the same, and are run once.
 WINDOW = 3
 STATES = ("parameters", "gradients", "optimizer")
+HOST = "host"
 
 
 class FakeComm(Comm):
@@ -52,6 +59,70 @@ class FakeComm(Comm):
 
     def _barrier(self) -> None:
         return None
+
+
+class FakePool(HostPool):
+    """Host buffers without memory, counted as such."""
+
+    def __init__(self, mode: FakeTensorMode, footprint: Footprint) -> None:
+        super().__init__()
+        self._mode = mode
+        self._footprint = footprint
+
+    def _allocate(self, size: int) -> Block:
+        # Threads that update take buffers too, and modes are a thread's own.
+        with self._mode:
+            tensor = torch.empty(size, dtype=torch.uint8)
+        self._footprint.label(HOST, [tensor])
+        return Block(tensor, address_of(tensor), size)
+
+    def _free(self, block: Block) -> None:
+        return None
+
+
+class FakeLink(Link):
+    """Between a device and a host, apart or one: copies are asked for, and made of nothing."""
+
+    def __init__(self, host: FakePool, *, shared: bool) -> None:
+        self.device = torch.device("cpu")
+        self.host = host
+        self.shared = shared
+
+
+class FakeStore:
+    """A disk that keeps count of what is reserved on it."""
+
+    def __init__(self, paths: Any, **_: Any) -> None:
+        self.paths = tuple(paths)
+        self.reserved = 0
+
+    def reserve(self, name: str, nbytes: int) -> FakeRecord:
+        self.reserved += -(-nbytes // SECTOR) * SECTOR
+        return FakeRecord(name, nbytes)
+
+    def read(self, record: FakeRecord, buffer: torch.Tensor, offset: int = 0, nbytes: int | None = None) -> Ticket:
+        return DONE
+
+    def write(self, record: FakeRecord, buffer: torch.Tensor, offset: int = 0, nbytes: int | None = None) -> Ticket:
+        return DONE
+
+    def attach(self, pool: HostPool) -> None:
+        return None
+
+    def usage(self) -> DiskUsage:
+        return DiskUsage(self.reserved, tuple((str(path), self.reserved // len(self.paths), 0) for path in self.paths))
+
+    def drain(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class FakeRecord:
+    name: str
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -94,8 +165,12 @@ def dry_run(
     ranks: int,
     rank: int = 0,
     sequence: int | None = None,
+    gpu: bool = False,
 ) -> DryRun:
-    """Build the engine for `rank` of `ranks` and make two steps; the second, with the order known, is reported."""
+    """Build the engine for `rank` of `ranks` and make two steps; the second, with the order known, is reported.
+
+    `gpu` says that the device has memory of its own, so that the host is another tier.
+    """
     if not 0 <= rank < ranks:
         raise WherryError(f"rank: expected 0 to {ranks - 1}, got {rank}")
     resolved = config if isinstance(config, Config) else configs.load(config)
@@ -110,9 +185,13 @@ def dry_run(
             )
         batch = Batch(tuple(_faked(fake, a) for a in batch.args), {k: _faked(fake, v) for k, v in batch.kwargs.items()})
         comm = FakeComm(rank, ranks)
+        link = FakeLink(FakePool(fake, footprint), shared=not gpu)
+        topology = Topology(
+            comm, torch.device("cpu"), rank, rank, ranks, link=lambda pin: link, open_store=FakeStore  # type: ignore[arg-type]
+        )
         parameters = sum(p.numel() for p in model.parameters())
         engine, *_ = initialize(
-            model=model, config=resolved, mesh=comm, optimizer=None if resolved.optimizer else torch.optim.AdamW
+            model=model, config=resolved, mesh=topology, optimizer=None if resolved.optimizer else torch.optim.AdamW
         )
         observe(engine, footprint)
         setup, accumulation = dict(comm.traffic.bytes), engine.gradient_accumulation_steps()
@@ -167,14 +246,20 @@ def observe(engine: Engine, footprint: Footprint) -> None:
 
 def memory_lines(engine: Engine, footprint: Footprint) -> Iterator[Line]:
     """The footprint by category and tier. What rests is told apart by the engine's own account of it."""
-    rows = [row for row in engine.memory() if row.state in STATES]
-    for row in rows:
-        yield Line(row.state, row.tier, row.bytes_actual, row.bytes_actual)
-    stated = sum(row.bytes_actual for row in rows)
-    extra = footprint.at_peak.get("resting", 0) - stated + footprint.at_peak.get("buffers", 0)
+    stated = {tier: 0 for tier in ("device", "host")}
+    for row in engine.memory():
+        if row.state in STATES:
+            yield Line(row.state, row.tier, row.bytes_actual, row.bytes_actual)
+            if row.tier in stated:
+                stated[row.tier] += row.bytes_actual
+    peak = footprint.at_peak
+    extra = peak.get("resting", 0) - stated["device"] + peak.get("buffers", 0)
     yield Line("buffers", "device", extra, extra)
+    if peak.get(HOST):
+        staging = peak[HOST] - stated["host"]
+        yield Line("buffers", "host", staging, footprint.peaks[HOST] - stated["host"])
     for category in ("gathered", WORKING):
-        yield Line(category, "device", footprint.at_peak.get(category, 0), footprint.peaks.get(category, 0))
+        yield Line(category, "device", peak.get(category, 0), footprint.peaks.get(category, 0))
 
 
 def make_step(engine: Engine, batch: Batch, accumulation: int) -> tuple[Counter[str], Counter[str]]:
@@ -190,10 +275,11 @@ def make_step(engine: Engine, batch: Batch, accumulation: int) -> tuple[Counter[
         engine.backward(loss_of(output))
         del output
         engine.step()
+        if micro == accumulation - 1:
+            engine.settle()
         repeats = accumulation - 2 if len(run) < accumulation and micro == 1 else 1
         for operation in traffic.calls:
             calls[operation] += repeats * traffic.calls[operation]
             nbytes[operation] += repeats * traffic.bytes[operation]
     engine.set_gradient_accumulation_boundary(None)
-    engine.settle()
     return calls, nbytes

@@ -16,6 +16,13 @@ def is_fake(tensor: object) -> bool:
     return type(tensor).__name__ == "FakeTensor"
 
 
+def faking() -> bool:
+    """Whether this thread is in a dry run: what it makes now has no memory."""
+    import torch
+
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 def address_of(tensor: torch.Tensor) -> int:
     """What is the same for two tensors if they begin at the same memory: its address, if there is memory."""
     if is_fake(tensor):

@@ -11,7 +11,7 @@ from torch import nn
 from wherry import config as configs
 from wherry.config import Config
 from wherry.errors import WherryError
-from wherry.plan.estimate import Estimate, Subject, estimate_count, updates_on_host
+from wherry.plan.estimate import Estimate, Subject, estimate_count
 from wherry.plan.estimate import estimate as estimate_profile
 from wherry.plan.machine import Machine, known
 from wherry.plan.memory import states
@@ -111,7 +111,7 @@ def estimate(
     ranks = ranks or where.ranks()
     if isinstance(model_or_params, int | float):
         count = int(model_or_params)
-        setting = Setting.of(resolved, ranks, on_host=updates_on_host(resolved, where))
+        setting = Setting.of(resolved, ranks, gpu=where.gpus > 0)
         held = states(count, setting.placement, ranks, setting.cost)
         return estimate_count(Subject(f"{count:,} parameters"), held, resolved, where, ranks)
     return Forecaster(find(model_or_params), where, ranks, sequence).exact(resolved)

@@ -18,13 +18,16 @@ from wherry.dryrun import Line
 from wherry.observe.footprint import Footprint
 from wherry.parallel.comm import Comm
 from wherry.parallel.threads import ThreadComm, run_ranks
+from wherry.parallel.topology import Topology
 from wherry.sources import Batch
+from wherry.tiers.buffers import Block, HostPool
+from wherry.tiers.streams import Link
 from wherry.tiers.tickets import Ticket
 
 WIDTH, LENGTH, MICRO = 64, 24, 2
 
 
-class Block(nn.Module):
+class Layer(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
@@ -45,7 +48,7 @@ class Model(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.register_buffer("scale", torch.ones(WIDTH))
-        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(4))
+        self.blocks = nn.ModuleList(Layer(WIDTH) for _ in range(4))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
@@ -79,23 +82,50 @@ class Unseen(ThreadComm):
             return super()._all_gather(whole, shard)
 
 
-Measured = tuple[dict[str, Line], dict[str, int], dict[str, int]]
+Measured = tuple[list[Line], dict[str, int], dict[str, int]]
+
+
+class SeenPool(HostPool):
+    """Host buffers that the footprint knows for what they are."""
+
+    def __init__(self, footprint: Footprint) -> None:
+        super().__init__()
+        self._footprint = footprint
+
+    def _allocate(self, size: int) -> Block:
+        block = super()._allocate(size)
+        self._footprint.label(dryrun.HOST, [block.tensor])
+        return block
+
+
+class SeenLink(Link):
+    """A way between host and device, which has memory of its own if `gpu`, as far as the engine can see."""
+
+    def __init__(self, footprint: Footprint, gpu: bool) -> None:
+        self.device = torch.device("cpu")
+        self.host = SeenPool(footprint)
+        self.shared = not gpu
 
 
 def measure(
     config: dict[str, Any],
     ranks: int,
     *,
+    gpu: bool = False,
     optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
 ) -> list[Measured]:
-    """By rank: lines by category, and calls and bytes of a step's collectives."""
+    """By rank: lines, and calls and bytes of a step's collectives."""
     model, args = make()
 
     def body(comm: Comm) -> Measured:
         comm.__class__ = Unseen
         mine = copy.deepcopy(model)
         with Footprint() as footprint:
-            engine, *_ = wherry.initialize(model=mine, config=config, mesh=comm, optimizer=optimizer)
+            link = SeenLink(footprint, gpu)
+            topology = Topology(
+                comm, torch.device("cpu"), comm.rank, comm.rank, comm.size, link=lambda pin: link
+            )
+            engine, *_ = wherry.initialize(model=mine, config=config, mesh=topology, optimizer=optimizer)
             dryrun.observe(engine, footprint)
             batch = Batch(args)
             accumulation = engine.gradient_accumulation_steps()
@@ -103,7 +133,7 @@ def measure(
             footprint.label_rest("resting")
             footprint.reset()
             calls, nbytes = dryrun.make_step(engine, batch, accumulation)
-            lines = {line.category: line for line in dryrun.memory_lines(engine, footprint)}
+            lines = list(dryrun.memory_lines(engine, footprint))
             engine.close()
         return lines, dict(calls), dict(nbytes)
 

@@ -30,10 +30,8 @@ def assert_same(given: dict[str, Any], ranks: int) -> None:
         told = dry_run(find(make), given, ranks=ranks, rank=rank, sequence=24)
         assert told.calls == calls
         assert told.bytes == nbytes
-        assert {line.category for line in told.memory} == set(lines)
-        for line in told.memory:
-            real = lines[line.category]
-            assert line.tier == real.tier
+        assert [(line.category, line.tier) for line in told.memory] == [(line.category, line.tier) for line in lines]
+        for line, real in zip(told.memory, lines, strict=True):
             assert line.at_peak == pytest.approx(real.at_peak, rel=0.001), line.category
             assert line.highest == pytest.approx(real.highest, rel=0.001), line.category
 

@@ -54,7 +54,7 @@ def test_the_published_table_to_the_digit(size: str, ranks: int, stage: int, dig
 def test_costs_of_a_parameter() -> None:
     assert (ADAM_HALF.parameters, ADAM_HALF.gradients, ADAM_HALF.optimizer, ADAM_HALF.total) == (2, 2, 12, 16)
     assert Cost.of("fp16", "Adam") == ADAM_HALF
-    assert Cost.of("fp32", "adamw") == Cost(4, 4, 0, 8)
+    assert Cost.of("fp32", "adamw") == Cost(4, 4, 0, 8, words=2)
     assert Cost.of("bf16", "lion") == Cost(2, 2, 4, 4)
     assert Cost.of("fp32", "sgd").optimizer == 0
     assert Cost.of("bf16", "adamw", gradients="fp32").total == 18

@@ -241,12 +241,24 @@ def _dry_run(arguments: argparse.Namespace, config: Config) -> int:
         ranks=ranks,
         rank=arguments.rank or 0,
         sequence=arguments.sequence,
+        gpu=_has_gpus(arguments),
     )
     if arguments.json:
         print(json.dumps(asdict(found), indent=2))
     else:
         _show_dry_run(found)
     return 0
+
+
+def _has_gpus(arguments: argparse.Namespace) -> bool:
+    """Whether the machine that is meant has a device apart from the host."""
+    if arguments.gpus is not None:
+        return bool(arguments.gpus)
+    if arguments.machine:
+        return known(arguments.machine).gpus > 0
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _show_dry_run(found: DryRun) -> None:

@@ -125,13 +125,9 @@ class Subject:
     sequence: int = 1
 
 
-def updates_on_host(config: Config, machine: Machine) -> bool:
-    return not machine.gpus or config.placement().optimizer.tier is not Tier.DEVICE
-
-
 def estimate(subject: Subject, profile: Profile, config: Config, machine: Machine, ranks: int) -> Estimate:
     """The answer for a profile of the config's own micro-batch."""
-    setting = Setting.of(config, ranks, on_host=updates_on_host(config, machine))
+    setting = Setting.of(config, ranks, gpu=machine.gpus > 0)
     rows = tuple(_rows(profile, setting))
     notes = [*config.beyond()]
     if not profile.moments:
@@ -160,7 +156,7 @@ def estimate(subject: Subject, profile: Profile, config: Config, machine: Machin
 
 def estimate_count(subject: Subject, states: States, config: Config, machine: Machine, ranks: int) -> Estimate:
     """The answer where only the number of parameters is known: states, by the formulas of the literature."""
-    setting = Setting.of(config, ranks, on_host=updates_on_host(config, machine))
+    setting = Setting.of(config, ranks, gpu=machine.gpus > 0)
     rows = tuple(_state_rows(states, setting.placement))
     return Estimate(
         model=subject.name,
@@ -192,7 +188,7 @@ def _state_rows(states: States, placement: Placement) -> list[Row]:
 def _rows(profile: Profile, setting: Setting) -> list[Row]:
     highest = peak(profile, setting)
     return [
-        *_state_rows(setting.states(profile), setting.placement),
+        *(Row(category, str(tier), nbytes) for category, tier, nbytes in setting.rows(profile)),
         Row("gathered", "device", highest.gathered),
         Row("activations", "device", highest.activations),
         Row("buffers", "device", buffers(profile, setting) + profile.buffers + profile.inputs),

@@ -34,7 +34,7 @@ class Cost:
     """Bytes that training keeps for one parameter, by state.
 
     >>> Cost.of("bf16", "adamw")
-    Cost(parameters=2, gradients=2, master=4, moments=8, scales=0)
+    Cost(parameters=2, gradients=2, master=4, moments=8, words=2, coded=False)
     """
 
     parameters: int
@@ -42,8 +42,9 @@ class Cost:
     # fp32 weights are their own masters.
     master: int
     moments: int
-    # Moments that have a scale in fp32 for each block.
-    scales: int = 0
+    # How many moments that is, and whether they are codes, which have a scale in fp32 for each block.
+    words: int = 0
+    coded: bool = False
 
     @classmethod
     def of(
@@ -64,7 +65,15 @@ class Cost:
         words = _look_up(STATE_WORDS, "optimizer", optimizer.lower())
         moment = _look_up(STATE_BYTES, "state_dtype", state_dtype)
         master = 0 if working == WORD else WORD - working if split else WORD
-        return cls(working, accumulated, master, words * moment, words if state_dtype == "int8" else 0)
+        return cls(working, accumulated, master, words * moment, words, state_dtype == "int8")
+
+    def record(self, numel: int, *, apart: bool = False) -> int:
+        """Bytes of the optimizer's record of a segment, without what aligns its fields.
+
+        A record that is apart from the working weights, on the other side of a link, has a copy of them.
+        """
+        scales = self.words * WORD * -(-numel // SCALED) if self.coded else 0
+        return numel * (self.master + self.moments + (self.parameters if apart else 0)) + scales
 
     @property
     def optimizer(self) -> int:
@@ -161,25 +170,27 @@ def padded_states(
     rank: int = 0,
     persistence_threshold: int = 0,
     persistence_limit: int | None = None,
+    homes: bool = False,
+    apart: bool = False,
 ) -> States:
     """What one rank of the engine keeps, every padding of its flats included.
 
-    Masters and moments are kept for a shard's parameters and the padding between them, and not for the padding at a
-    flat's end, so that the last ranks hold a little less: hence `rank`. All parameters are taken to be in one group.
+    Optimizer state is kept for a shard's parameters and the padding between them, and not for the padding at a flat's
+    end, so that the last ranks hold a little less: hence `rank`. All parameters are taken to be in one optimizer group.
+    `homes`: parameters rest off the device; `apart`: optimizer state is on the other side of the link from them.
     """
     if not 0 <= rank < ranks:
         raise WherryError(f"rank: expected 0 to {ranks - 1}, got {rank}")
     parameters = gradients = optimizer = 0
-    for flats in plan_flats(units, placement, ranks, persistence_threshold, persistence_limit):
+    for flats in plan_flats(units, placement, ranks, persistence_threshold, persistence_limit, homes=homes):
         for flat in flats:
             layout = flat.layout
             parameters += cost.parameters * (layout.numel if flat.resident else layout.shard_numel)
             if flat.trainable:
                 gradients += cost.gradients * (layout.shard_numel if placement.gradients.partitioned else layout.numel)
                 owner = rank if layout.ranks > 1 else 0
-                kept = sum(span.stop - span.start for span in layout.segments(owner))
-                optimizer += (cost.master + cost.moments) * kept
-                optimizer += cost.scales * WORD * -(-kept // SCALED)
+                away = apart or (homes and flat.resident)
+                optimizer += sum(cost.record(span.stop - span.start, apart=away) for span in layout.segments(owner))
     return States(parameters, gradients, optimizer)
 
 
@@ -215,8 +226,13 @@ def plan_flats(
     ranks: int,
     persistence_threshold: int = 0,
     persistence_limit: int | None = None,
+    *,
+    homes: bool = False,
 ) -> list[list[PlannedFlat]]:
-    """The flats that the engine makes of each unit: what is trained in one, what is frozen in another."""
+    """The flats that the engine makes of each unit: what is trained in one, what is frozen in another.
+
+    With `homes` parameters rest off the device, from where one rank too gathers them.
+    """
     check(placement, ranks)
     left = math.inf if persistence_limit is None else persistence_limit
     planned = []
@@ -227,10 +243,10 @@ def plan_flats(
                 continue
             cut = placement.parameters.partitioned or (trainable and placement.optimizer.partitioned)
             layout = lay_out([(str(i), (numel,), 0) for i, numel in enumerate(numels)], ranks if cut else 1)
-            resident = not placement.parameters.partitioned or ranks == 1
+            resident = not placement.parameters.partitioned
             if not resident and layout.numel <= min(persistence_threshold, left):
                 resident = True
                 left -= layout.numel
-            flats.append(PlannedFlat(layout, trainable, resident))
+            flats.append(PlannedFlat(layout, trainable, resident or (ranks == 1 and not homes)))
         planned.append(flats)
     return planned

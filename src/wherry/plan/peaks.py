@@ -5,14 +5,15 @@ The gathers, releases and buffers of the engine are followed event by event, wit
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from wherry.config import Config
-from wherry.placement import Placement
-from wherry.plan.memory import Cost, PlannedFlat, States, padded_states, plan_flats
+from wherry.placement import Placement, Tier
+from wherry.plan.memory import STATE_WORDS, Cost, PlannedFlat, States, padded_states, plan_flats
 from wherry.plan.profile import Moment, Profile
+from wherry.plan.resting import Landing, Resting
 
 IN_FLIGHT = 2
 GRAIN = 512
@@ -23,6 +24,7 @@ class Setting:
     """What of a config decides about memory."""
 
     placement: Placement
+    resting: Resting
     cost: Cost
     ranks: int
     # Bytes of a gradient on the wire.
@@ -34,17 +36,18 @@ class Setting:
     persistence_limit: int
 
     @classmethod
-    def of(cls, config: Config, ranks: int, optimizer: str | None = None, *, on_host: bool = True) -> Setting:
-        """`optimizer` is the one to count where the config names none; `on_host`: the host updates it."""
+    def of(cls, config: Config, ranks: int, optimizer: str | None = None, *, gpu: bool = False) -> Setting:
+        """`optimizer` is the one to count where the config names none; `gpu` says that the device is not the host."""
         zero = config.zero_optimization
         precision = precision_of(config)
         accumulated = config.data_types.grad_accum_dtype
         name = optimizer_of(config) or optimizer or "adamw"
         wire = config.communication_data_type or precision
-        placement = config.placement()
+        resting = Resting.of(config, ranks, gpu=gpu, precision=precision, native=name in STATE_WORDS)
         return cls(
-            placement,
-            Cost.of(precision, name, accumulated, state_dtype=config.state_dtype(), split=splits(config, on_host)),
+            config.placement(),
+            resting,
+            Cost.of(precision, name, accumulated, state_dtype=config.state_dtype(), split=resting.split),
             ranks,
             {"fp32": 4, "bf16": 2, "fp16": 2}[wire],
             config.batch(ranks).accumulation,
@@ -56,7 +59,12 @@ class Setting:
 
     def flats(self, profile: Profile) -> list[list[PlannedFlat]]:
         return plan_flats(
-            profile.units, self.placement, self.ranks, self.persistence_threshold, self.persistence_limit
+            profile.units,
+            self.placement,
+            self.ranks,
+            self.persistence_threshold,
+            self.persistence_limit,
+            homes=self.resting.homes,
         )
 
     def states(self, profile: Profile, rank: int = 0) -> States:
@@ -68,12 +76,28 @@ class Setting:
             rank=rank,
             persistence_threshold=self.persistence_threshold,
             persistence_limit=self.persistence_limit,
+            homes=self.resting.homes,
+            apart=self.resting.apart,
         )
 
-
-def splits(config: Config, on_host: bool) -> bool:
-    """Whether the working weights are the upper halves of the masters."""
-    return on_host and precision_of(config) == "bf16" and config.wherry.master != "whole"
+    def rows(self, profile: Profile, rank: int = 0) -> list[tuple[str, Tier, int]]:
+        """Bytes of each state on each tier where some of it rests."""
+        resting = self.resting
+        found = self.states(profile, rank)
+        flats = [flat for unit in self.flats(profile) for flat in unit]
+        away = [flat for flat in flats if resting.homes and not flat.resident]
+        at_home = sum(flat.layout.shard_numel for flat in away) * self.cost.parameters
+        rows = [("parameters", Tier.DEVICE, found.parameters - at_home)]
+        if resting.homes:
+            rows.append(("parameters", resting.parameters, at_home))
+        summed = found.gradients if resting.sums_on_device else 0
+        rows.append(("gradients", Tier.DEVICE, summed))
+        if resting.gradients_on_host:
+            width = self.cost.gradients if resting.sums_on_device or self.accumulation > 1 else self.wire
+            owned = sum(flat.layout.shard_numel for flat in flats if flat.trainable)
+            rows.append(("gradients", Tier.HOST, owned * width))
+        rows.append(("optimizer", resting.optimizer, found.optimizer))
+        return [row for row in rows if row[2] or (row[1] is Tier.DEVICE and row[0] != "optimizer")]
 
 
 def precision_of(config: Config) -> str:
@@ -163,7 +187,8 @@ class _Weights:
             if self.live + size > self.setting.live_limit or too_far:
                 return
             self.gather(unit)
-            if ahead > self.setting.prefetch:
+            # What rests on disk is gathered one unit ahead only: reading is what looks further.
+            if ahead > self.setting.prefetch or self.setting.resting.parameters is Tier.DISK:
                 return
 
 
@@ -180,8 +205,8 @@ def peak(profile: Profile, setting: Setting) -> Peak:
 
 
 def buffers(profile: Profile, setting: Setting) -> int:
-    """Bytes of the buffers through which gradients travel, once all that a step needs have been made."""
-    if setting.ranks == 1:
+    """Bytes of the device's buffers through which gradients travel, once all that a step needs have been made."""
+    if setting.ranks == 1 and setting.resting.sums_on_device:
         return 0
     flats = [flat for unit in setting.flats(profile) for flat in unit if flat.trainable]
     place: dict[int, int] = {}
@@ -219,18 +244,44 @@ class _Pool:
 
 
 def _reduce_all(pool: _Pool, setting: Setting, flats: Sequence[PlannedFlat], *, fresh: bool) -> None:
+    """One micro-batch's reductions: each flat's whole gradient, and its shard on the way to where that is summed."""
+    resting = setting.resting
     same_type = setting.cost.gradients == setting.wire
-    travelling: list[list[int]] = []
+    to_shards = setting.placement.gradients.partitioned or not resting.sums_on_device
+    # Buffers go back when a reduction ends, and a shard that is copied to the host when its copy has ended.
+    travelling: deque[tuple[list[int], list[int]]] = deque()
+    descending: deque[list[int]] = deque()
+    kept: list[int] = []
+
+    def finish() -> None:
+        whole, shard = travelling.popleft()
+        pool.give(whole)
+        if resting.sums_on_device:
+            pool.give(shard)
+        elif resting.landing is Landing.STAYS:
+            kept.extend(shard)  # until the flat's own update, which nobody times here
+        else:
+            descending.append(shard)
+            if len(descending) > IN_FLIGHT:
+                pool.give(descending.popleft())
+
     for flat in flats:
         if len(travelling) == IN_FLIGHT:
-            pool.give(travelling.pop(0))
-        taken = []
-        if setting.placement.gradients.partitioned:
-            taken.append(pool.take(flat.layout.numel * setting.wire))
-            if not (fresh and same_type):
-                taken.append(pool.take(flat.layout.shard_numel * setting.wire))
+            finish()
+        whole: list[int] = []
+        shard: list[int] = []
+        if to_shards:
+            whole.append(pool.take(flat.layout.numel * setting.wire))
+            if not (resting.sums_on_device and fresh and same_type):
+                if setting.ranks == 1:
+                    whole, shard = [], whole
+                else:
+                    shard.append(pool.take(flat.layout.shard_numel * setting.wire))
         elif not same_type and (fresh or setting.accumulation == 1):
-            taken.append(pool.take(flat.layout.numel * setting.wire))
-        travelling.append(taken)
-    for taken in travelling:
-        pool.give(taken)
+            whole.append(pool.take(flat.layout.numel * setting.wire))
+        travelling.append((whole, shard))
+    while travelling:
+        finish()
+    while descending:
+        pool.give(descending.popleft())
+    pool.give(kept)

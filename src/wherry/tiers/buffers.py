@@ -100,7 +100,7 @@ class CudaPin:
 
 
 @dataclass(slots=True)
-class _Block:
+class Block:
     tensor: torch.Tensor
     address: int
     size: int
@@ -112,8 +112,8 @@ class _Pool:
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
         self._lock = threading.RLock()
-        self._idle: defaultdict[object, list[_Block]] = defaultdict(list)
-        self._lent: dict[int, tuple[object, _Block]] = {}
+        self._idle: defaultdict[object, list[Block]] = defaultdict(list)
+        self._lent: dict[int, tuple[object, Block]] = {}
         self._counts = dict.fromkeys(PoolCounters.__dataclass_fields__, 0)
         self._closed = False
 
@@ -151,7 +151,7 @@ class _Pool:
             self._closed = True
             self.trim()
 
-    def _take(self, kind: object, size: int) -> _Block:
+    def _take(self, kind: object, size: int) -> Block:
         with self._lock:
             if self._closed:
                 raise PoolError("the buffer pool is closed: make another one")
@@ -163,7 +163,7 @@ class _Pool:
             self._counts["peak_in_use"] = max(self._counts["peak_in_use"], self._counts["in_use"])
             return block
 
-    def _grow(self, size: int) -> _Block:
+    def _grow(self, size: int) -> Block:
         if self._limit is not None and self._counts["allocated"] + size > self._limit:
             self.trim()
         allocated = self._counts["allocated"]
@@ -177,15 +177,15 @@ class _Pool:
         self._counts["buffers"] += 1
         return block
 
-    def _drop(self, block: _Block) -> None:
+    def _drop(self, block: Block) -> None:
         self._counts["allocated"] -= block.size
         self._counts["buffers"] -= 1
         self._free(block)
 
-    def _allocate(self, size: int) -> _Block:
+    def _allocate(self, size: int) -> Block:
         raise AssertionError("a pool says how it allocates")
 
-    def _free(self, block: _Block) -> None:
+    def _free(self, block: Block) -> None:
         return None
 
 
@@ -251,7 +251,7 @@ class HostPool(_Pool):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _allocate(self, size: int) -> _Block:
+    def _allocate(self, size: int) -> Block:
         import torch
 
         huge = size >= HUGE_PAGE
@@ -263,7 +263,7 @@ class HostPool(_Pool):
         if huge and hasattr(mmap, "MADV_HUGEPAGE"):
             _advise_huge(area, skip, size)
         tensor = torch.frombuffer(area, dtype=torch.uint8, count=size, offset=skip)
-        block = _Block(tensor, start + skip, size)
+        block = Block(tensor, start + skip, size)
         if self._pinning is not None:
             self._pinning.pin(block.address, size)
         self._mapped[block.address] = size
@@ -271,7 +271,7 @@ class HostPool(_Pool):
             mapped(block.address, size)
         return block
 
-    def _free(self, block: _Block) -> None:
+    def _free(self, block: Block) -> None:
         del self._mapped[block.address]
         _let_go(self._pinning, self._watchers, block.address, block.size)
 
@@ -306,11 +306,11 @@ class DevicePool(_Pool):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _allocate(self, size: int) -> _Block:
+    def _allocate(self, size: int) -> Block:
         import torch
 
         tensor = torch.empty(size, dtype=torch.uint8, device=self.device)
-        return _Block(tensor, address_of(tensor), size)
+        return Block(tensor, address_of(tensor), size)
 
 
 def _host_class(nbytes: int) -> int:
