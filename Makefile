@@ -31,6 +31,10 @@ bench: $(PEERS)
 	$(BIN)/wherry bench disk --quick --path .
 	$(BIN)/wherry bench overhead --quick
 	$(BIN)/wherry bench steps --quick
+	$(BIN)/wherry bench offload_step --quick --path . --dtypes bf16 --peers deepspeed-3-nvme
+	$(BIN)/wherry bench memory --quick --path . --dtypes fp32 --ranks 2 --systems ddp,fsdp2,deepspeed-3,wherry-0,wherry-3
+	$(BIN)/wherry bench construction --quick
+	$(BIN)/wherry bench scaling --quick
 	$(BIN)/wherry bench imports --quick
 
 lint: $(INSTALLED)

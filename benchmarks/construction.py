@@ -24,6 +24,7 @@ from benchmarks.steps import MODELS
 from wherry.observe import bench
 
 WORKER = Path(__file__).parent / "build_worker.py"
+TIMEOUT = 180.0
 
 
 class Building:
@@ -40,7 +41,9 @@ class Building:
         recipe = replace(MODELS[self.model], persistence=0)
         try:
             with Room(1, worker=WORKER) as room:
-                found: dict[str, Any] = room.ask(do="build", way=self.way, recipe=recipe, file=str(self.file))[0]
+                found: dict[str, Any] = room.ask(TIMEOUT, do="build", way=self.way, recipe=recipe, file=str(self.file))[
+                    0
+                ]
         except RoomFailed as failure:
             self.reason = str(failure)
             return None

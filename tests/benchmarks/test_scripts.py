@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from benchmarks import activations, imports, overhead, steps, systems
+from benchmarks import activations, construction, imports, memory, offload_step, overhead, scaling, steps, systems
 from wherry.cli import main as wherry
 from wherry.observe import bench, machine
 
@@ -101,7 +101,71 @@ def test_imports(tmp_path, capsys, monkeypatch):
     assert "torch itself" in shown and max(map(len, shown.splitlines()[:-1])) <= bench.WIDTH
 
 
-@pytest.mark.parametrize("name", ["overhead", "steps", "imports", "gpu", "gpu_offload"])
+def test_offloaded_steps_beside_their_bound(tmp_path, no_deepspeed, monkeypatch):
+    monkeypatch.setattr(offload_step, "POLICIES", ("at_step",))
+    monkeypatch.setattr(offload_step, "CLIPS", {"at_step": 1.0})
+    path = tmp_path / "offload.json"
+    smallest = ["--quick", "--models", "tiny", "--dtypes", "fp32", "--rounds", "1", "--steps", "2", "--json", str(path)]
+    chosen = ["--places", "2-cpu", "--peers", "deepspeed-2-cpu", "--path", str(tmp_path)]
+    assert offload_step.main([*smallest, *chosen]) == 0
+    rows = _rows(path, measure="step")
+    ours = rows["wherry-2-cpu at_step"]
+    assert ours["of_limit"] == pytest.approx(ours["bound_s"] / ours["value"]) and ours["bound_by"] == "compute"
+    assert ours["loss_difference"] <= systems.SAME_LOSS
+    assert rows["deepspeed-2-cpu"]["reason"].startswith("deepspeed is not installed")
+    assert {"matrix", "host_update", "disk_read", "disk_write"} <= {
+        row["case"].get("rate") for row in json.loads(path.read_text())["rows"]
+    }
+    assert str(tmp_path) not in path.read_text()
+
+
+def test_memory_beside_the_formula(tmp_path):
+    path = tmp_path / "memory.json"
+    smallest = ["--quick", "--models", "tiny", "--dtypes", "fp32", "--rounds", "1", "--ranks", "2", "--json", str(path)]
+    assert memory.main([*smallest, "--systems", "wherry-2"]) == 0
+    row = _rows(path)["wherry-2"]
+    parameters = steps.MODELS["tiny"].parameters
+    # Stage 2 of two ranks: weights twice, gradients and optimizer once.
+    assert row["formula_bytes"] == parameters * (2 * 4 + 4 + 8)
+    assert row["value"] > 0 and row["of_limit"] == pytest.approx(row["formula_bytes"] / row["value"])
+
+
+def test_formulas_by_placement():
+    assert memory.formula("wherry-0", 10, 4, "fp32") == 10 * 4 * 16
+    assert memory.formula("wherry-3", 10, 4, "fp32") == memory.formula("fsdp2", 10, 4, "fp32") == 10 * 16
+    assert memory.formula("wherry-1", 10, 4, "bf16") == 10 * (4 * 2 + 4 * 2 + 12)
+    assert memory.formula("wherry-3-nvme", 10, 1, "bf16") == 10 * 2
+    assert memory.formula("ddp", 10, 2, "bf16") == 10 * 2 * 16
+
+
+def test_building_and_loading(tmp_path, no_deepspeed):
+    path = tmp_path / "construction.json"
+    chosen = "plain,wherry-init,plain-load,deepspeed"
+    smallest = ["--quick", "--models", "tiny", "--rounds", "1", "--json", str(path)]
+    assert construction.main([*smallest, "--systems", chosen]) == 0
+    build, load = _rows(path, work="build", measure="time"), _rows(path, work="load", measure="memory")
+    assert build["wherry-init"]["value"] > 0 and set(build["wherry-init"]["ratio"]) == {"plain"}
+    assert build["deepspeed"]["reason"].startswith("deepspeed is not installed")
+    assert load["plain-load"]["value"] > 0
+
+
+def test_scaling_with_sizes_and_ranks(tmp_path):
+    path = tmp_path / "scaling.json"
+    smallest = ["--quick", "--rounds", "1", "--steps", "1", "--json", str(path)]
+    chosen = ["--sizes", "1m", "--systems", "wherry-3", "--ranks", "2,64", "--dry-model", "gpt2-10m"]
+    assert scaling.main([*smallest, *chosen]) == 0
+    rows = [row for row in json.loads(path.read_text())["rows"] if row["case"].get("stage") == 3]
+    peaks = {row["case"]["ranks"]: row["value"] for row in rows if row["case"]["measure"] == "peak of a rank"}
+    assert peaks[64] < peaks[2]
+    (few, many) = (row for row in rows if row["case"]["measure"] == "collectives of a step")
+    assert few["calls"] == many["calls"]  # a rank's collectives do not grow with their number
+    assert scaling.SIZES["1b"].parameters == pytest.approx(1e9, rel=0.05)
+
+
+SCRIPTS = ["overhead", "steps", "imports", "gpu", "gpu_offload", "offload_step", "memory", "construction", "scaling"]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts_stand_alone_and_are_found_by_the_command(name, capsys, tmp_path):
     script = bench.ROOT / "benchmarks" / f"{name}.py"
     alone = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, cwd=tmp_path)
