@@ -10,7 +10,6 @@ import torch
 from tests.engine.harness import Run, adamw, assert_close, assert_equal, make_model, settings, token_batch, train_plain
 
 import wherry
-from wherry.errors import ConfigError
 from wherry.parallel.comm import Comm
 from wherry.parallel.threads import run_ranks
 
@@ -87,10 +86,3 @@ def test_a_released_unit_holds_no_device_memory() -> None:
         assert next(row.bytes_actual for row in engine.memory() if row.state == "gathered") == 0
 
     run_ranks(2, body)
-
-
-def test_the_host_tier_is_refused_until_it_is_there() -> None:
-    with pytest.raises(ConfigError, match=r"offload_optimizer\.device: cpu needs a machine without a GPU"):
-        wherry.initialize(
-            model=make_model(), config=settings(2, more={"zero_optimization": {"offload_optimizer": {"device": "cpu"}}})
-        )

@@ -1,0 +1,135 @@
+"""On a GPU: states on host and disk, under every policy, and with copies that real streams make late."""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.engine.harness import Run, adamw, assert_equal, make_model, settings, token_batch
+from tests.tiers.test_placements import EXACT, ROWS, offload
+
+import wherry
+from wherry.parallel.comm import Comm
+from wherry.parallel.threads import run_ranks
+from wherry.parallel.topology import Topology
+from wherry.tiers.streams import CudaLink
+from wherry.tiers.tickets import Ticket
+from wherry.train.model import GPT, GPTConfig
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none"),
+]
+STEPS = 4
+# Cycles that a late copy waits at most: about a millisecond, longer than a tiny model's whole forward.
+LATE = 2_000_000
+
+
+class LateLink(CudaLink):
+    """Copies begin late, by a random time, so that a stream which did not wait for one reads what was there before."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(torch.device("cuda"))
+        self._random = random.Random(seed)
+
+    def _copy(self, stream: torch.cuda.Stream, *arguments: Any, **options: Any) -> Ticket:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(self._random.randrange(LATE))
+        return super()._copy(stream, *arguments, **options)
+
+
+def train(
+    config: dict[str, Any], stage: int, *, ranks: int = 1, clip: float = 0.0, accumulation: int = 1, late: int = -1
+) -> Run:
+    """Ranks are threads that share the GPU; with `late`, a seed, every copy to and from the host is late."""
+    model = make_model()
+
+    def body(comm: Comm) -> Run:
+        mine = copy.deepcopy(model)
+        mesh: Any = comm
+        if late >= 0:
+            device, link = torch.device("cuda"), LateLink(1000 * late + comm.rank)
+            mesh = Topology(comm, device, comm.rank, comm.rank, comm.size, link=lambda pin: link)
+        engine, *_ = wherry.initialize(
+            model=mine,
+            optimizer=adamw(mine.parameters()),
+            config=settings(stage, accumulation, clip, copy.deepcopy(config)),
+            mesh=mesh,
+        )
+        run = Run()
+        for step in range(STEPS):
+            for micro in range(accumulation):
+                loss = engine(*(t.cuda() for t in token_batch(step, micro, comm.rank)))
+                engine.backward(loss)
+                engine.step()
+                run.losses.append(sum(comm.gather_objects(float(loss.detach()))) / comm.size)
+            norm = engine.get_global_grad_norm()
+            run.norms.append(-1.0 if norm is None else norm)
+        with wherry.gathered(mine):
+            run.weights = {name: p.detach().cpu().clone() for name, p in mine.named_parameters()}
+        engine.close()
+        return run
+
+    return run_ranks(ranks, body)[0]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("row", ROWS)
+def test_every_policy_gives_the_same_bits(row: str, ranks: int, precision: str, tmp_path: Path) -> None:
+    """Of the same host kernel: without offload the GPU's own kernel rounds in another order."""
+    stage = ROWS[row][0]
+    runs = [train(offload(row, tmp_path, policy, precision), stage, ranks=ranks) for policy in EXACT]
+    for run in runs[1:]:
+        assert_equal(run, runs[0])
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("policy", ["at_step", "before_use"])
+@pytest.mark.parametrize("row", ["offload-2", "offload-3-parameters", "infinity"])
+def test_late_copies_change_nothing(row: str, policy: str, clip: float, tmp_path: Path) -> None:
+    stage, config = ROWS[row][0], offload(row, tmp_path, policy, "bf16")
+    calm = train(config, stage, clip=clip, accumulation=2)
+    for seed in range(5):
+        assert_equal(train(config, stage, clip=clip, accumulation=2, late=seed), calm)
+
+
+def _peak(config: dict[str, Any], stage: int) -> tuple[int, int]:
+    """Device bytes at the peak of a step of a model of some millions of parameters, and those at rest, above before."""
+    torch.cuda.empty_cache()
+    torch.manual_seed(0)
+    before = torch.cuda.memory_allocated()
+    model = GPT(GPTConfig(layers=8, hidden=512, heads=8, sequence=64, vocabulary=256))
+    engine, *_ = wherry.initialize(
+        model=model, optimizer=adamw(model.parameters()), config=settings(stage, 1, 0.5, copy.deepcopy(config))
+    )
+    ids = torch.zeros(1, 64, dtype=torch.int64, device="cuda")
+    for step in range(3):
+        if step == 2:
+            engine.settle()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        engine.backward(engine(ids, ids))
+        engine.step()
+    engine.settle()
+    torch.cuda.synchronize()
+    found = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
+    engine.close()
+    return found
+
+
+def test_states_on_the_host_take_no_device_memory(tmp_path: Path) -> None:
+    parameters = sum(p.numel() for p in GPT(GPTConfig(layers=8, hidden=512, heads=8, sequence=64)).parameters())
+    bf16 = {"bf16": {"enabled": True}}
+    resident, _ = _peak(bf16, 2)
+    offloaded, _ = _peak(offload("offload-2", tmp_path, "before_use", "bf16"), 2)
+    # Master and moments, twelve bytes of a parameter, have left the device.
+    assert resident - offloaded >= 11 * parameters
+    everything, at_rest = _peak(offload("offload-3-parameters", tmp_path, "before_use", "bf16"), 3)
+    assert everything < offloaded
+    # A unit's weights and what waits to be sent, and nothing of the other seven.
+    assert at_rest <= parameters
