@@ -201,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = bench.parser("imports", __doc__ or "")
     parser.add_argument("--rounds", type=bench.positive, help="times that everything is measured")
     options = bench.parse(parser, argv)
-    rounds = options.rounds or (2 if options.quick else 9)
+    rounds = options.rounds or (1 if options.quick else 5)
     results = bench.Results("imports", options, {"rounds": rounds})
     results.add(*_rows("import", IMPORTS, import_once, rounds))
     results.add(*_rows("command", COMMANDS, command_once, rounds))

@@ -46,6 +46,9 @@ def _parameters(flats: list[Flat]) -> list[MemoryRow]:
         tier = _tier_of(flat)
         owed[tier] += flat.nbytes if flat.resident else flat.shard_nbytes
         held[tier] += flat.shard_nbytes if tier is Tier.DISK else flat.resting_nbytes
+        if flat.secondary is not None:
+            owed[Tier.DEVICE] += flat.secondary.nbytes
+            held[Tier.DEVICE] += flat.secondary.nbytes
     cached = sum(flat.resting_nbytes for flat in flats if _tier_of(flat) is Tier.DISK)
     found = [MemoryRow("parameters", str(tier), owed[tier], held[tier]) for tier in Tier if tier in owed]
     if Tier.DISK in owed:

@@ -21,6 +21,8 @@ from wherry.errors import ConfigError, WherryError
 from wherry.nn.tiled import tile
 from wherry.observe.log import logger, say
 from wherry.parallel import topology as topologies
+from wherry.parallel.comm import Comm
+from wherry.parallel.merged import Merging
 from wherry.sharding.access import refuse_taken
 from wherry.sharding.compiling import refuse_whole
 from wherry.sharding.construct import Builder, move_buffers
@@ -158,6 +160,8 @@ def _assemble(
         live_limit=zero.stage3_max_live_parameters,
         prefetch=zero.stage3_prefetch_bucket_size,
         read_ahead=tiering.read_ahead,
+        merging=Merging(zero.allgather_bucket_size),
+        node=_node(resolved, topology.data),
     )
     flats = [flat for unit in units for flat in unit.flats]
     policy = tiering.gradient_policy(flats)
@@ -172,10 +176,12 @@ def _assemble(
         partial(tiering.way_of, policy),
         topology.tensor,
         topology.pipe,
+        Merging(zero.reduce_bucket_size),
     )
     if updater is not None:
         updater.attach(gradients.all)
         gatherer.settle = updater.settle
+        updater.merging = gatherer.merging
         if tiering.policy.when == "in_backward":
             gradients.on_complete = updater.landed
 
@@ -276,6 +282,19 @@ def _tile(
     if given is not None:
         given = [{**group, "params": renewed(group["params"])} if isinstance(group, dict) else group for group in given]
     return optimizer, given
+
+
+def _node(config: Config, data: Comm) -> Comm | None:
+    """The ranks among which weights are shared a second time."""
+    size = config.zero_optimization.zero_hpz_partition_size
+    if size == 1 or not config.placement().parameters.partitioned:
+        return None
+    if data.size % size:
+        raise WherryError(
+            f"zero_optimization.zero_hpz_partition_size: {size} does not divide the {data.size} data-parallel ranks; "
+            "give the number of ranks in a node"
+        )
+    return data.within(size)
 
 
 def _optimizer(

@@ -54,6 +54,9 @@ class FakeComm(Comm):
     def _broadcast(self, tensor: torch.Tensor, source: int) -> Ticket:
         return DONE
 
+    def _group(self, axis: str, members: list[int]) -> Comm:
+        return FakeComm(members.index(self.rank), len(members))
+
     def _gather_objects(self, value: Any) -> list[Any]:
         return [value] * self.size
 

@@ -47,6 +47,8 @@ from wherry.update.optimizer import ShardedOptimizer
 from wherry.update.pipeline import Updater
 from wherry.update.reach import ParameterStates
 
+_PLAIN = frozenset((bool, int, float, type(None)))
+
 
 @dataclass
 class Parts:
@@ -317,7 +319,7 @@ class Engine(nn.Module):
         if overflow:
             self.skipped_steps += 1
         else:
-            self._updater.step(self.optimizer.param_groups, multiplier)
+            self._updater.step(self.optimizer.param_groups, multiplier, self._gradients.absent())
             self._hooks.version += 1
         self.global_steps += 1
         self._end_window()
@@ -364,6 +366,7 @@ class Engine(nn.Module):
         self._gatherer.stop_reading()
         self._gradients.end_window()
         self._hooks.end_window()
+        self._gatherer.forget_near()
         for unit in self.units:
             # Weights gathered by a forward whose backward never came are out of date now.
             self._gatherer.release(unit)
@@ -466,6 +469,7 @@ class Engine(nn.Module):
         if self._hooks.backward_running or (states and self._backwards_in_window):
             self._abandon_window()
         loaded = self._checkpoints.load(load_dir, tag, options)
+        self._gatherer.forget_near()
         if loaded is None:
             return None, None
         if loaded.counts is not None and loaded.window is not None:
@@ -676,6 +680,13 @@ class Engine(nn.Module):
                     f'{changed.dtype} on {changed.device}; set the dtype in the config ("bf16": {{"enabled": true}})'
                 )
         return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # What the engine counts and remembers changes many times in a step, and torch's way looks at each for modules.
+        if type(value) in _PLAIN:
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         modules = self.__dict__.get("_modules", {})

@@ -89,7 +89,6 @@ def train_plain(
     clip: float = 0.0,
     optimizer: MakeOptimizer = adamw,
     batch: Batch = token_batch,
-    zeros_for_missing: bool = True,
 ) -> Run:
     """The oracle: one process, plain PyTorch, the mean loss over all ranks' micro-batches."""
     model = copy.deepcopy(model)
@@ -104,12 +103,9 @@ def train_plain(
                 loss = model(*batch(step, micro, rank)) / (ranks * accumulation)
                 loss.backward()
                 total += float(loss.detach())
-        if zeros_for_missing:
-            for parameter in trainable:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
         # In float64: over a million elements torch's own norm is off by more than the tolerance.
-        run.norms.append(float(torch.stack([p.grad.double().square().sum() for p in trainable]).sum().sqrt()))
+        squares = [p.grad.double().square().sum() for p in trainable if p.grad is not None]
+        run.norms.append(float(torch.stack(squares).sum().sqrt()))
         if clip > 0:
             nn.utils.clip_grad_norm_(trainable, clip)
         opt.step()
@@ -177,7 +173,9 @@ def settings(
         "gradient_clipping": clip,
         **(more or {}),
     }
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    # Every flat travels, by itself.
+    alone = {"reduce_bucket_size": 0, "allgather_bucket_size": 0}
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **alone}
     config["zero_optimization"] = zero | config.get("zero_optimization", {})
     return config
 

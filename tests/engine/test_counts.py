@@ -55,7 +55,8 @@ def measure(stage: int, ranks: int, accumulation: int, precision: str, steps: in
     return run_ranks(ranks, body)
 
 
-NORM = 8  # one float64 scalar
+NORM = 16  # two float64 scalars: the square, and whether gradients are missing
+MISSING = 4  # at stage 0, where no norm travels, that alone
 DIGEST = 32  # at stage 3 four more: what the rank has gathered, and which units it ran
 
 
@@ -68,7 +69,7 @@ def test_collectives_of_a_step_equal_the_formulas(stage: int, ranks: int, accumu
     k = accumulation
     expected = {
         # Gradients once a window, all-reduced: 2 psi.
-        0: ({"all_reduce": count}, {"all_reduce": psi}, 2 * psi),
+        0: ({"all_reduce": count + 1}, {"all_reduce": psi + MISSING}, 2 * (psi + MISSING)),
         # Gradients once a window, reduce-scattered, and updated weights gathered: 2 psi.
         1: (
             {"reduce_scatter": count, "all_gather": count, "all_reduce": 1},

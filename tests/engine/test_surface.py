@@ -200,3 +200,91 @@ def test_an_unfrozen_parameter_is_noticed(stage: int) -> None:
 
     model = make_model(TinyLM)
     run_ranks(2, body)
+
+
+class Unused(Stack):
+    """A block that only some steps use, one that none does, and one that one rank alone does."""
+
+    step = 0
+    rank = 0
+
+    def __init__(self) -> None:
+        super().__init__(blocks=5)
+        self.gain = nn.Parameter(torch.ones(D))
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](x)
+        if self.step % 2:
+            x = self.blocks[1](x) * self.gain
+        if self.rank == 1:
+            x = self.blocks[3](x)
+        return self.out(self.blocks[4](x))
+
+
+MAKERS = {
+    "sgd": sgd,
+    "sgd, no momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, weight_decay=0.3),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-3, weight_decay=0.3),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2, weight_decay=0.3),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("optimizer", MAKERS)
+def test_parameters_without_a_gradient_are_left_alone(optimizer: str, stage: int, precision: str) -> None:
+    """No weight decay, no fading momentum: as plain PyTorch does with a gradient of None."""
+    model = make_model(Unused)
+    plain = copy.deepcopy(model)
+    steps = MAKERS[optimizer](plain.parameters())
+    history = []
+    for step in range(5):
+        plain.step = step
+        steps.zero_grad()
+        for rank in range(2):
+            plain.rank = rank
+            (plain(*vectors(step, 0, rank)) / 2).backward()
+        steps.step()
+        history.append(copy.deepcopy(plain.state_dict()))
+
+    def body(comm: Comm) -> None:
+        mine = copy.deepcopy(model)
+        more = {} if precision == "fp32" else {"bf16": {"enabled": True}}
+        engine, *_ = wherry.initialize(
+            model=mine, optimizer=MAKERS[optimizer](mine.parameters()), config=settings(stage, more=more), mesh=comm
+        )
+        before = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        for step in range(5):
+            mine.step, mine.rank = step, comm.rank
+            x, y = vectors(step, 0, comm.rank)
+            dtype = next(mine.parameters()).dtype
+            engine.backward(engine(x.to(dtype), y.to(dtype)))
+            engine.step()
+            after = {name: value.clone() for name, value in engine.module.state_dict().items()}
+            if precision == "fp32":
+                for name, value in history[step].items():
+                    torch.testing.assert_close(after[name], value, rtol=0, atol=1e-5)
+            for name, value in after.items():
+                unused = name.startswith("blocks.2.") or (name.startswith(("blocks.1.", "gain")) and step % 2 == 0)
+                changed = not torch.equal(value, before[name])
+                assert not changed if unused else changed or precision == "bf16", (step, name)
+            before = after
+
+    run_ranks(2, body)
+
+
+def test_a_parameter_may_be_frozen_for_a_while() -> None:
+    def body(comm: Comm) -> None:
+        mine = copy.deepcopy(model)
+        engine = built(mine, 3, comm)
+        for step in range(4):
+            mine.blocks[1].requires_grad_(step % 2 == 0)
+            before = {name: value.clone() for name, value in engine.module.state_dict().items()}
+            engine.backward(engine(*vectors(step, 0, comm.rank)))
+            engine.step()
+            for name, value in engine.module.state_dict().items():
+                frozen = name.startswith("blocks.1.") and step % 2
+                assert torch.equal(value, before[name]) == bool(frozen), (step, name)
+
+    model = make_model(Stack)
+    run_ranks(2, body)

@@ -14,12 +14,15 @@ from wherry.observe.footprint import Footprint
 from wherry.sources import find, of_shape
 from wherry.train.presets import Shape
 
+# Every flat by itself: which small ones travel together depends on buffers that this compares.
+ALONE = {"reduce_bucket_size": 0, "allgather_bucket_size": 0}
+
 
 def config(stage: int, accumulation: int = 1, precision: str = "bf16", **more: Any) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulation,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **ALONE},
         **({} if precision == "fp32" else {precision: {"enabled": True}}),
         **more,
     }

@@ -108,11 +108,21 @@ class ZeroOptimization(Block):
         "Reduce-scatter gradients instead of all-reducing them.",
         inert="the stage decides: partitioned gradients are reduce-scattered, replicated ones all-reduced",
     )
-    reduce_bucket_size: Size = key(500_000_000, "Elements reduced at a time.", inert=_REDUCED_BY_UNIT, ge=0)
+    reduce_bucket_size: Size = key(
+        500_000_000,
+        "Elements of small flats whose gradients are reduced together, up to 4 million; 0: each by itself. A large "
+        "flat always is.",
+        ge=0,
+    )
     allgather_partitions: Flag = key(
         True, "All-gather updated weights, instead of broadcasting them.", inert=_GATHERED_BY_UNIT
     )
-    allgather_bucket_size: Size = key(500_000_000, "Elements gathered at a time.", inert=_GATHERED_BY_UNIT, ge=0)
+    allgather_bucket_size: Size = key(
+        500_000_000,
+        "Elements of small flats whose weights are gathered together, up to 4 million; 0: each by itself. A large "
+        "flat always is.",
+        ge=0,
+    )
     use_multi_rank_bucket_allreduce: Flag = key(True, "Merge buckets across ranks.", inert=_REDUCED_BY_UNIT)
     load_from_fp32_weights: Flag = key(
         True, "Restore master weights from fp32.", inert="master weights are always restored as they were saved"
@@ -131,6 +141,12 @@ class ZeroOptimization(Block):
         "A unit needed again within so many elements is not released.",
         inert="a unit is released as soon as it has been used",
         ge=0,
+    )
+    zero_hpz_partition_size: Integer = key(
+        1,
+        "Ranks of a node that share the weights among themselves as well, so that backward gathers stay in the node. "
+        "Stage 3.",
+        ge=1,
     )
     stage3_prefetch_bucket_size: Size = key(50_000_000, "Elements gathered ahead of use.", ge=0)
     stage3_param_persistence_threshold: Size = key(
@@ -179,9 +195,6 @@ class ZeroOptimization(Block):
     )
     allgather_size: Any = renamed("allgather_bucket_size", "Older spelling.")
 
-    zero_hpz_partition_size: Any = refused(
-        "Secondary shards inside a node.", "parameters are sharded over all data-parallel ranks", neutral=1
-    )
     zero_quantized_weights: Any = refused("Quantized gathers.", _NOT_ZEROPP)
     zero_quantized_nontrainable_weights: Any = refused("Quantized gathers of frozen weights.", _NOT_ZEROPP)
     zero_quantized_gradients: Any = refused("Quantized reduction.", _NOT_ZEROPP)

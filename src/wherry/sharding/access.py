@@ -99,6 +99,7 @@ class Access:
     def _write_back(self, flat: Flat, before: torch.Tensor) -> None:
         """What changed goes to the shard, and to the fp32 master; what did not keeps its master's precision."""
         now = flat.whole[slice(*flat.layout.shard_range(flat.rank))]
+        flat.secondary_fresh = False
         if torch.equal(now.view(torch.uint8), before.view(torch.uint8)):
             return
         if not flat.resident:

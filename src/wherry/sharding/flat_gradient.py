@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,6 +87,9 @@ class FlatGradient:
         self.nested = 0
         self._arrived = [0] * len(flat.parameters)
         self._waiting = len(flat.parameters)
+        self._every = range(len(flat.parameters))
+        # The parameters that no backward of the window has brought a gradient for.
+        self.absent: Sequence[int] = self._every
         self.collected = False
 
     # Where the sum is.
@@ -159,6 +162,13 @@ class FlatGradient:
         self._waiting -= 1
         return self._waiting == 0
 
+    def note_arrivals(self) -> None:
+        """A backward has ended."""
+        if not self._waiting:
+            self.absent = ()
+        elif self.absent:
+            self.absent = [index for index in self.absent if not self._arrived[index]]
+
     def begin(self) -> None:
         """A backward begins: nothing has arrived."""
         self._arrived = [0] * len(self._arrived)
@@ -210,6 +220,7 @@ class FlatGradient:
         self.fresh = True
         self.reduced = False
         self.expected = 1
+        self.absent = self._every
 
     @property
     def device_nbytes(self) -> int:

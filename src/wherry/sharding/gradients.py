@@ -14,7 +14,9 @@ from wherry import native
 from wherry.errors import DivergenceError, WherryError
 from wherry.fake import host_value, is_fake
 from wherry.observe.spans import span
+from wherry.parallel import merged
 from wherry.parallel.comm import Comm, SoloComm
+from wherry.parallel.merged import Merging
 from wherry.placement import Resting
 from wherry.sharding.flat_gradient import FlatGradient, GradientPolicy, Landing
 from wherry.sharding.layout import Slot
@@ -25,6 +27,16 @@ from wherry.tiers.tickets import CallbackTicket, Ticket
 
 # Reductions under way at once: one travels while the next is filled.
 IN_FLIGHT = 2
+
+
+@dataclass
+class _Reduction:
+    """What is to be reduced, where this rank's part of the sum goes, and what is done with it then."""
+
+    gradient: FlatGradient
+    owned: torch.Tensor
+    whole: torch.Tensor
+    finish: Callable[[], None]
 
 
 @dataclass
@@ -53,8 +65,12 @@ class Gradients:
         way_of: Callable[[Flat], Landing],
         tensor: Comm | None = None,
         pipe: Comm | None = None,
+        merging: Merging | None = None,
     ) -> None:
         self.comm = comm
+        self._merging = merging or Merging(0)
+        # Small reductions whose turn has come, and which wait to travel together.
+        self._waiting: list[_Reduction] = []
         self._tensor = tensor or SoloComm()
         self._pipe = pipe or SoloComm()
         self.policy = policy
@@ -82,6 +98,7 @@ class Gradients:
         self._late: set[int] = set()
         self.nested = False
         self.one_path = True
+        self._any_absent = False
         self.boundary = False
         # How many micro-batches the last backward was of.
         self.micro_batches = 1
@@ -125,8 +142,11 @@ class Gradients:
                     self._absorb(gradient)
             self._launch(gradient)
         self._next = len(self._order)
+        self._send_waiting()
         self._drain(0)
         self._collect_late()
+        for gradient in self.all:
+            gradient.note_arrivals()
         self._agree_on_order()
 
     def complete_window(self) -> None:
@@ -141,6 +161,7 @@ class Gradients:
             else:
                 self._drain(IN_FLIGHT - 1)
                 self._reduce_accumulated(gradient)
+        self._send_waiting()
         self._drain(0)
 
     def drop(self) -> None:
@@ -157,8 +178,9 @@ class Gradients:
     def resume(self, *, boundary: bool) -> None:
         """The sums of a window have been put back from a checkpoint; `boundary`: no micro-batch of it is to come."""
         self.boundary = boundary
-        if boundary:
-            for gradient in self.all:
+        for gradient in self.all:
+            gradient.absent = ()  # which were missing is not in a checkpoint: their zeros count
+            if boundary:
                 self._summed(gradient)
 
     def sum_squares(self, journal: int = 0, path: int = 0) -> float | torch.Tensor:
@@ -168,6 +190,7 @@ class Gradients:
         `path` is one of the units that it ran, which may differ: `one_path` says afterwards whether it did.
         """
         self.one_path = True
+        self._any_absent = any(gradient.absent for gradient in self.all)
         total: float | torch.Tensor = 0.0
         for gradient in self.all:
             total = total + self._squares(gradient)
@@ -176,7 +199,8 @@ class Gradients:
             return total
         device = self.all[0].flat.whole.device if self.all else torch.device("cpu")
         digests = (journal, path) if journal else ()
-        mine = [host_value(total), *(power for value in digests for power in (float(value), float(value) ** 2))]
+        powers = [power for value in digests for power in (float(value), float(value) ** 2)]
+        mine = [host_value(total), float(self._any_absent), *powers]
         sums = torch.tensor(mine, dtype=torch.float64, device=device)
         if partitioned:
             self.comm.all_reduce(sums, label="the gradients' norm").wait()
@@ -187,15 +211,41 @@ class Gradients:
         values = self.comm.read(sums)
         if journal and partitioned:
             # The squares sum to the square of the sum only if all ranks have the same.
-            if values[1] ** 2 != values[2] * self.comm.size:
+            if values[2] ** 2 != values[3] * self.comm.size:
                 raise DivergenceError(
                     f"the ranks gathered different units in this step (rank {self.comm.rank} has digest {journal}), so "
                     "their weights are mixed up and the step is not made. A rank may skip units that others run, but "
                     "not run them in another order, or oftener, or after many steps in which all ranks ran the same: "
                     'put what differs into a larger unit, by "wherry": {"unit_classes": [...]}'
                 )
-            self.one_path = values[3] ** 2 == values[4] * self.comm.size
+            self.one_path = values[4] ** 2 == values[5] * self.comm.size
+        self._any_absent = values[1] > 0
         return values[0]
+
+    def absent(self) -> dict[Flat, list[int]]:
+        """The parameters, by flat and place, that no rank has a gradient for in this window. After `sum_squares`."""
+        if self.comm.size > 1 and not self._optimizer_partitioned:
+            seen = torch.tensor([float(self._any_absent)], device=self.all[0].flat.whole.device)
+            self.comm.all_reduce(seen, "max", "missing gradients").wait()
+            self._any_absent = self.comm.read(seen)[0] > 0
+        if not self._any_absent:
+            return {}
+        there = torch.ones(sum(len(gradient.flat.parameters) for gradient in self.all))
+        first = 0
+        for gradient in self.all:
+            for index in gradient.absent:
+                there[first + index] = 0
+            first += len(gradient.flat.parameters)
+        there = there.to(self.all[0].flat.whole.device)
+        self.comm.all_reduce(there, "max", "missing gradients").wait()
+        flags, first = self.comm.read(there), 0
+        missing: dict[Flat, list[int]] = {}
+        for gradient in self.all:
+            gone = [index for index in gradient.absent if not flags[first + index]]
+            if gone:
+                missing[gradient.flat] = gone
+            first += len(gradient.flat.parameters)
+        return missing
 
     def squares_by_flat(self) -> dict[Flat, float]:
         """The squared norm by flat, over the ranks that share it out."""
@@ -304,9 +354,32 @@ class Gradients:
             if not direct:
                 self._add(gradient, shard, fresh=fresh)
 
-        with span("reduce_scatter", gradient.flat.name):
-            ticket = self.comm.reduce_scatter(shard, whole, gradient.flat.name)
-        self._travelling.append(_Travelling(gradient, ticket, finish))
+        self._send(_Reduction(gradient, shard, whole, finish))
+
+    def _send(self, reduction: _Reduction) -> None:
+        """Set a reduction going; a small one may wait for others."""
+        if self.comm.size == 1 or not self._merging.takes(reduction.whole):
+            self._travel([reduction])
+            return
+        if not self._merging.fits([other.whole for other in self._waiting], reduction.whole):
+            self._send_waiting()
+        self._waiting.append(reduction)
+
+    def _send_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            self._travel(waiting)
+
+    def _travel(self, reductions: list[_Reduction]) -> None:
+        label = merged.name_of([reduction.gradient.flat for reduction in reductions])
+        wholes = [reduction.whole for reduction in reductions]
+        with span("reduce", label):
+            if self._optimizer_partitioned:
+                owned = [reduction.owned for reduction in reductions]
+                ticket = merged.reduce_scatter(self.comm, owned, wholes, label)
+            else:
+                ticket = merged.all_reduce(self.comm, wholes, label)
+        self._travelling += [_Travelling(r.gradient, ticket, r.finish) for r in reductions]
 
     # The sum.
 
@@ -384,12 +457,7 @@ class Gradients:
                 gradient.own_sum.copy_(owned)
                 self._pool(gradient).give(whole)
 
-        with span("reduce", gradient.flat.name):
-            if self._optimizer_partitioned:
-                ticket = self.comm.reduce_scatter(owned, whole, gradient.flat.name)
-            else:
-                ticket = self.comm.all_reduce(whole, label=gradient.flat.name)
-        self._travelling.append(_Travelling(gradient, ticket, finish))
+        self._send(_Reduction(gradient, owned, whole, finish))
 
     def _drain(self, keep: int) -> None:
         while len(self._travelling) > keep:
@@ -477,6 +545,9 @@ class Gradients:
 
     def _travelling_wait_quietly(self) -> None:
         """Wait for reductions whose results nobody wants any more; their errors have been raised elsewhere."""
+        for waiting in self._waiting:
+            waiting.finish()
+        self._waiting = []
         while self._travelling:
             travelling = self._travelling.popleft()
             travelling.ticket.wait()

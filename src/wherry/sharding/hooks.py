@@ -44,12 +44,15 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(value, name))
 
 
-def _call_if_alive(
-    arrived: weakref.WeakMethod[Any], place: int, index: int, parameter: nn.Parameter
-) -> None:
-    method = arrived()
-    if method is not None:
-        method(place, index)
+def _arrival(hooks: weakref.ref[Hooks], place: int, index: int) -> Callable[[nn.Parameter], None]:
+    """The hook of one parameter. It runs as often as there are parameters: every call in it counts."""
+
+    def arrived(parameter: nn.Parameter) -> None:
+        alive = hooks()
+        if alive is not None:
+            alive._gradient_arrived(place, index)
+
+    return arrived
 
 
 def _accumulates(parameter: nn.Parameter) -> bool:
@@ -134,11 +137,10 @@ class Hooks:
                     self._keep(module.register_forward_pre_hook(turn, prepend=True))
         self._keep(self.model.register_forward_hook(Hook(self._root_post_forward, compiles=True), always_call=True))
         # Parameters hold these hooks in C++, where the garbage collector sees no cycle: they may refer to nothing else.
-        arrived = weakref.WeakMethod(self._gradient_arrived)
+        alive = weakref.ref(self)
         for place, gradient in enumerate(self.gradients.all):
             for index, parameter in enumerate(gradient.flat.parameters):
-                hook = partial(_call_if_alive, arrived, place, index)
-                self._keep(parameter.register_post_accumulate_grad_hook(hook))
+                self._keep(parameter.register_post_accumulate_grad_hook(_arrival(alive, place, index)))
         if travels or self.updates_beside:
             self._watch_parameters()
 
@@ -468,10 +470,14 @@ class Hooks:
             self._need(unit)
 
     def _gradient_arrived(self, place: int, index: int) -> None:
-        gradient = self.gradients.all[place]
-        self.gradients.arrivals += 1
-        nested = not self._inside_backward()
-        self.gradients.nested |= nested
+        gradients = self.gradients
+        gradient = gradients.all[place]
+        gradients.arrivals += 1
+        # What `_inside_backward` would find, without its call.
+        known = self.backward_running and backward_task() == self.task and not torch.is_grad_enabled()
+        nested = not (known or self._inside_backward())
+        if nested:
+            gradients.nested = True
         if gradient.collected:
             gradient.arrive(index, nested=nested)
             self.gradients.arrived_late(gradient)

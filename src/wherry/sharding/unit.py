@@ -71,6 +71,10 @@ class Flat:
         self.pins = 0
         # An update of it is under way: whoever wants its weights settles that first.
         self.pending = False
+        # Where ranks of one node share the weights among themselves as well: this rank's part, and whether it is that
+        # of the weights as they are. All ranks say so or none: whoever changes weights on all of them takes it back.
+        self.secondary: torch.Tensor | None = None
+        self.secondary_fresh = False
 
     @property
     def shard_memory(self) -> torch.Tensor:
@@ -128,6 +132,7 @@ class Flat:
         if self.home is not None:
             self.home.close()
         self._shard = self.home = None
+        self.secondary = None
 
     def __repr__(self) -> str:
         return f"Flat({self.name}, {self.layout.payload:,} parameters, {self.weights.value})"

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from wherry.observe.spans import span
+from wherry.parallel import merged
 from wherry.parallel.comm import Comm
-from wherry.sharding.schedule import Schedule
+from wherry.parallel.merged import Merging
+from wherry.sharding.schedule import Pass, Schedule
 from wherry.sharding.unit import Flat, Unit, Weights
 from wherry.tiers.streams import Link
-from wherry.tiers.tickets import Ticket, TicketGroup
+from wherry.tiers.tickets import CallbackTicket, Ticket, TicketGroup
 
 JOURNAL = 1_000_003
 
@@ -29,6 +32,8 @@ class Gatherer:
         live_limit: int,
         prefetch: int,
         read_ahead: int = 0,
+        merging: Merging | None = None,
+        node: Comm | None = None,
     ) -> None:
         self.units = units
         self.comm = comm
@@ -38,6 +43,14 @@ class Gatherer:
         self.settle: Callable[[list[Flat]], None] = lambda flats: None
         # Bytes of shards that are read from disk ahead of the gathers.
         self.read_ahead = read_ahead
+        self.merging = merging or Merging(0)
+        # The ranks among which weights are shared a second time, so that backward gathers from near.
+        self.node = node if node is not None and node.size > 1 else None
+        if self.node is not None:
+            for flat in (flat for unit in units for flat in unit.travelling):
+                flat.secondary = torch.empty(
+                    flat.layout.numel // self.node.size, dtype=flat.dtype, device=flat.whole.device
+                )
         self.live_limit = live_limit
         self.prefetch_limit = prefetch
         # Elements of flats that travel and are whole, or on the way to be.
@@ -51,11 +64,46 @@ class Gatherer:
         self._reading: dict[Flat, None] = {}
         self._number = {flat: i for i, flat in enumerate(f for unit in units for f in unit.flats)}
 
-    def start(self, unit: Unit) -> None:
-        """Set the unit's gather going, if it is not whole or on its way."""
-        for flat in unit.travelling:
-            if flat.weights is Weights.RELEASED:
-                self._start(flat)
+    def start(self, *units: Unit) -> None:
+        """Set the units' gathers going, for what is not whole or on its way; small flats are gathered together."""
+        together: list[Flat] = []
+        for unit in units:
+            for flat in unit.travelling:
+                if flat.weights is not Weights.RELEASED:
+                    continue
+                if not self._is_small(flat):
+                    self._start(flat)
+                    continue
+                near = [self._is_near(other) for other in together[:1]]
+                fits = self.merging.fits([other.whole for other in together], flat.whole)
+                if together and (not fits or near != [self._is_near(flat)]):
+                    self._start(*together)
+                    together = []
+                together.append(flat)
+        if together:
+            self._start(*together)
+
+    def _is_small(self, flat: Flat) -> bool:
+        return flat.home is None and self.merging.takes(flat.whole)
+
+    def _is_near(self, flat: Flat) -> bool:
+        """Whether the flat is gathered from the secondary shards: in backward, of what the forward has gathered."""
+        return self.node is not None and flat.secondary_fresh and self.schedule.running is Pass.BACKWARD
+
+    def _keep_near(self, flat: Flat) -> None:
+        """The forward lets go of a flat: this rank keeps its part of what its node shares."""
+        if self.node is not None and self.schedule.running is Pass.FORWARD and not flat.secondary_fresh:
+            assert flat.secondary is not None
+            size = flat.secondary.numel()
+            flat.secondary.copy_(flat.whole[self.node.rank * size : (self.node.rank + 1) * size])
+            flat.secondary_fresh = True
+
+    def forget_near(self) -> None:
+        """The weights change: secondary shards are out of date."""
+        if self.node is not None:
+            for unit in self.units:
+                for flat in unit.travelling:
+                    flat.secondary_fresh = False
 
     def gather(self, unit: Unit) -> None:
         """Make the unit's weights whole and up to date."""
@@ -83,19 +131,26 @@ class Gatherer:
             self._read_ahead()
 
     def _gather_ahead(self, settle: bool) -> None:
-        ahead = 0
+        ahead, under_way, wanted = 0, False, list[Unit]()
         for follower in self.schedule.ahead():
             if follower.pending and not settle:
-                return
-            size = sum(flat.layout.numel for flat in follower.travelling if flat.weights is Weights.RELEASED)
-            ahead += size
+                break
+            released = [flat.layout.numel for flat in follower.travelling if flat.weights is Weights.RELEASED]
+            size = sum(released)
+            under_way = under_way or not released
             # One unit ahead is always allowed as far as the live limit goes, or nothing larger than a bucket overlaps.
-            if self.live + size > self.live_limit or (ahead > self.prefetch_limit and ahead > size):
-                return
-            self.start(follower)
+            if self.live + ahead + size > self.live_limit or (ahead + size > self.prefetch_limit and ahead):
+                break
+            ahead += size
+            if released:
+                wanted.append(follower)
             # What rests on disk is gathered one unit ahead only: reading is what looks further.
             if ahead > self.prefetch_limit or follower.on_disk:
-                return
+                break
+        # Small units wait for each other as long as something is ahead without them.
+        small = all(self._is_small(flat) for unit in wanted for flat in unit.travelling)
+        if not (under_way and small and ahead < self.merging.limit // 2):
+            self.start(*wanted)
 
     def _read_ahead(self) -> None:
         """Begin to read the shards of the units that follow, within the budget of host memory."""
@@ -128,39 +183,59 @@ class Gatherer:
             return
         if flat.weights is Weights.GATHERING:
             flat.ticket.wait()
+        self._keep_near(flat)
         flat.show_blanks()
         flat.whole.untyped_storage().resize_(0)
         flat.weights = Weights.RELEASED
         self.live -= flat.layout.numel
 
-    def _start(self, flat: Flat) -> None:
-        if flat.pending:
-            self.settle([flat])
-        if flat.home is not None:
-            if flat in self._reading:
-                del self._reading[flat]
-            flat.home.fetch().wait()
-        # The same storage grows again: views that autograd saved in forward become valid, at an unchanged version.
-        flat.whole.untyped_storage().resize_(flat.nbytes)
-        with torch.autograd._unsafe_preserve_version_counter(flat.whole):
-            flat.ticket = self._bring(flat)
-        flat.weights = Weights.GATHERING
-        self.journal = (self.journal * 31 + self._number[flat] + 1) % JOURNAL
-        self.live += flat.layout.numel
+    def _start(self, *flats: Flat) -> None:
+        for flat in flats:
+            if flat.pending:
+                self.settle([flat])
+            if flat.home is not None and not self._is_near(flat):
+                if flat in self._reading:
+                    del self._reading[flat]
+                flat.home.fetch().wait()
+            # The same storage grows again: views that autograd saved in forward become valid, at an unchanged version.
+            flat.whole.untyped_storage().resize_(flat.nbytes)
+        wholes = tuple(flat.whole for flat in flats)
+        with torch.autograd._unsafe_preserve_version_counter(wholes):
+            ticket = self._bring(flats)
+        if len(flats) > 1:
+            ticket = CallbackTicket(partial(self._receive, ticket, wholes), ticket.done)
+        for flat in flats:
+            flat.ticket = ticket
+            flat.weights = Weights.GATHERING
+            self.journal = (self.journal * 31 + self._number[flat] + 1) % JOURNAL
+            self.live += flat.layout.numel
         self.peak_live = max(self.peak_live, self.live)
 
-    def _bring(self, flat: Flat) -> Ticket:
+    def _bring(self, flats: Sequence[Flat]) -> Ticket:
         """This rank's part comes over its own link, everybody's over the network."""
-        if flat.home is None:
-            return self.comm.all_gather(flat.whole, flat.shard_memory, flat.name)
-        own = flat.whole[slice(*flat.layout.shard_range(flat.rank))]
-        copied = self.link.up(own, flat.shard_memory)
-        flat.home.leave(copied)
+        first = flats[0]
+        if self._is_near(first):
+            assert self.node is not None
+            shards = [flat.secondary for flat in flats if flat.secondary is not None]
+            return merged.all_gather(self.node, [flat.whole for flat in flats], shards, merged.name_of(flats))
+        if first.home is None:
+            wholes, shards = [flat.whole for flat in flats], [flat.shard_memory for flat in flats]
+            return merged.all_gather(self.comm, wholes, shards, merged.name_of(flats))
+        assert len(flats) == 1, flats
+        own = first.whole[slice(*first.layout.shard_range(first.rank))]
+        copied = self.link.up(own, first.shard_memory)
+        first.home.leave(copied)
         if self.comm.size == 1:
             return copied
         with self.link.uploading():
-            gathered = self.comm.all_gather(flat.whole, own, flat.name)
+            gathered = self.comm.all_gather(first.whole, own, first.name)
         return TicketGroup([copied, gathered])
+
+    @staticmethod
+    def _receive(ticket: Ticket, wholes: tuple[torch.Tensor, ...]) -> None:
+        """What was gathered together is copied to its places by the wait."""
+        with torch.autograd._unsafe_preserve_version_counter(wholes):
+            ticket.wait()
 
     def _finish(self, flat: Flat) -> None:
         if flat.weights is Weights.WHOLE:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,9 @@ import torch
 from wherry.errors import WherryError
 from wherry.observe.log import logger
 from wherry.observe.spans import span
+from wherry.parallel import merged
 from wherry.parallel.comm import Comm
+from wherry.parallel.merged import Merging
 from wherry.placement import Tier
 from wherry.sharding.gradients import FlatGradient
 from wherry.sharding.unit import Flat
@@ -21,6 +23,7 @@ from wherry.tiers.tickets import DONE, OnHost, Ticket
 from wherry.update.jobs import READ, UPDATE, WRITE, Crew, Job, Steps, drive_all, drive_one
 from wherry.update.rules import Groups, Rule
 from wherry.update.state import BATCH_NUMEL, Batch, FlatState, MakeHome
+from wherry.update.untouched import Untouched
 
 EVERYTHING = 1 << 30
 
@@ -67,6 +70,7 @@ class Updater:
         self.link = link
         self.policy = policy
         self.tier_of = tier_of
+        self.merging = Merging(0)
         self.states: list[FlatState] = []
         self.batches: list[Batch] = []
         self.tiers: dict[Batch, Tier] = {}
@@ -124,20 +128,29 @@ class Updater:
 
     # The update.
 
-    def step(self, groups: Groups, multiplier: float) -> None:
-        """Update every flat with its gradients times `multiplier`, now or as the policy has it."""
+    def step(
+        self, groups: Groups, multiplier: float, absent: Mapping[Flat, Sequence[int]] | None = None
+    ) -> None:
+        """Update every flat with its gradients times `multiplier`, now or as the policy has it.
+
+        `absent`: the parameters that no rank has a gradient for, by their place in the flat. They are left alone, but
+        for policies that begin before that is known, or end after the next step: for these, zeros count.
+        """
         self.steps_made += 1
         with span("update"), torch.no_grad():
             late = self.policy.when == "delayed" and self.steps_made >= self.policy.warmup
             if self.policy.when == "in_backward":
                 self._finish_early(groups, multiplier)
+            elif absent and not late:
+                self.settle()
+                self._at_once(groups, multiplier, Untouched(self.states, absent))
             elif self.policy.when == "before_use" or late:
                 self.settle()
                 self._begin(groups, multiplier, late=late)
             else:
                 self._at_once(groups, multiplier)
 
-    def _at_once(self, groups: Groups, multiplier: float) -> None:
+    def _at_once(self, groups: Groups, multiplier: float, untouched: Untouched | None = None) -> None:
         self.settle()
         depth = self.policy.depth if any(batch.on_disk for batch in self.batches) else EVERYTHING
         fence = self.link.fence()
@@ -147,6 +160,9 @@ class Updater:
         refreshes: list[Ticket] = []
         for batch, job in zip(self.batches, drive_all(jobs.values(), depth), strict=True):
             job.wait()
+            if untouched is not None:
+                for state in batch.states:
+                    untouched.put_back(state)
             refreshes += self._refresh(batch)
         for refresh in refreshes:
             refresh.wait()
@@ -296,11 +312,23 @@ class Updater:
             ticket.wait()
 
     def _refresh(self, batch: Batch) -> Iterator[Ticket]:
-        """Gather the new weights of flats that are whole on every rank."""
-        for state in batch.states:
-            flat = state.flat
-            if state.updated and flat.resident and flat.layout.ranks > 1:
-                yield self.comm.all_gather(flat.whole, flat.shard_memory, flat.name)
+        """Gather the new weights of flats that are whole on every rank; small ones together."""
+        changed = [state.flat for state in batch.states if state.updated]
+        together: list[Flat] = []
+        for flat in (flat for flat in changed if flat.resident and flat.layout.ranks > 1):
+            if not self.merging.takes(flat.whole):
+                yield self._gather([flat])
+                continue
+            if not self.merging.fits([other.whole for other in together], flat.whole):
+                yield self._gather(together)
+                together = []
+            together.append(flat)
+        if together:
+            yield self._gather(together)
+
+    def _gather(self, flats: Sequence[Flat]) -> Ticket:
+        wholes, shards = [flat.whole for flat in flats], [flat.shard_memory for flat in flats]
+        return merged.all_gather(self.comm, wholes, shards, merged.name_of(flats))
 
     # Accounts, and the end.
 
