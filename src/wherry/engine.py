@@ -151,8 +151,10 @@ class Engine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._check_open()
-        if torch.compiler.is_compiling() or self.module._compiled_call_impl is not None:
-            refuse_whole(self.module)
+        module = self._modules["module"]  # as an attribute it would settle updates that may still run
+        assert module is not None
+        if torch.compiler.is_compiling() or module._compiled_call_impl is not None:
+            refuse_whole(module)
         if self._input_dtype is not None:
             args, kwargs = _cast(args, self._input_dtype), _cast(kwargs, self._input_dtype)
         try:
@@ -162,7 +164,7 @@ class Engine(nn.Module):
                     around.enter_context(self._reporter.counting("forward", self.global_steps + 1))
                 around.enter_context(self._hooks.saving())
                 around.enter_context(self._activations.forward())
-                return self._modules["module"](*args, **kwargs)  # type: ignore[misc]
+                return module(*args, **kwargs)
         except BaseException as error:
             if not self._hooks.interleaver.stopping:  # else it is stopped because of another's error
                 self.comm.tell(error)
