@@ -30,10 +30,10 @@ def test_a_megatron_style_launch_line(tmp_path):
         "--deepspeed_config", tmp_path / "ds_config.json", timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "rank 0 is done" in done.stdout and "rank 1 is done" in done.stdout
+    assert done.stdout.count("is done") == 2
 
 
 def test_what_scripts_reach_for_beside_the_loop(tmp_path):
     done = wherry("run", "--as-deepspeed", "--nproc", 2, script(tmp_path, SURFACE), timeout=200)
     assert done.returncode == 0, done.stderr
-    assert "rank 0 is done" in done.stdout and "rank 1 is done" in done.stdout
+    assert done.stdout.count("is done") == 2
