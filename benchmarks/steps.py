@@ -63,6 +63,8 @@ class Turn:
     built_seconds: float
     # What the engine itself says that it holds on rank 0, by state and tier, if it can say.
     memory: list[dict[str, Any]]
+    # From disks, by all ranks, in all the steps that were timed.
+    read_bytes: int = 0
 
 
 class Entry:
@@ -104,6 +106,7 @@ class Entry:
             losses=[statistics.fmean(step) for step in zip(*losses, strict=True)],
             built_seconds=max(b["seconds"] for b in built),
             memory=timed[0]["memory"],
+            read_bytes=sum(t["read_bytes"] for t in timed),
         )
 
 

@@ -54,6 +54,10 @@ class Recipe:
     dtype: str = "fp32"
     # Micro-batches of a step; the batch is divided among them.
     accumulation: int = 1
+    # The order of a window, "layer_major" or "step_major", for a system that can choose; "" is the loop's own.
+    order: str = ""
+    # Elements of parameters on disk that may stay in host memory, beside one unit; None leaves each system its default.
+    in_memory: int | None = None
     # When a unit is updated, for a system that can choose.
     policy: str = "auto"
     # Blocks are computed again in the backward instead of keeping their activations.
@@ -157,8 +161,11 @@ class Engine:
     def __init__(self, engine: Any, recipe: Recipe) -> None:
         self.engine = engine
         self.accumulation = recipe.accumulation
+        self.whole_windows = bool(recipe.order)
 
     def step(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if self.whole_windows:
+            return self.engine.train_batch(iter(micro_batches(ids, labels, self.accumulation)))
         losses = []
         for micro in micro_batches(ids, labels, self.accumulation):
             loss = self.engine(*micro)
@@ -244,7 +251,8 @@ def _wherry(place: Row) -> Callable[[Recipe, int], Trainee]:
 
         model = recipe.model()
         optimizer = adamw(model.parameters())
-        config = config_of(place, recipe, ranks) | {"wherry": {"update_policy": recipe.policy}}
+        own = {"update_policy": recipe.policy} | ({"accumulation": recipe.order} if recipe.order else {})
+        config = config_of(place, recipe, ranks) | {"wherry": own}
         return Engine(wherry.initialize(model=model, optimizer=optimizer, config=config)[0], recipe)
 
     return build
@@ -275,6 +283,8 @@ def config_of(place: Row, recipe: Recipe, ranks: int) -> dict[str, Any]:
     zero = place.zero()
     if recipe.persistence is not None:
         zero["stage3_param_persistence_threshold"] = recipe.persistence
+    if recipe.in_memory is not None and place.parameters == "nvme":
+        zero["offload_param"] |= {"max_in_cpu": recipe.in_memory, "buffer_count": 1}
     found: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": recipe.batch // ranks // recipe.accumulation,
         "gradient_accumulation_steps": recipe.accumulation,

@@ -39,6 +39,8 @@ class Worker:
         if system not in BUILT_IN:
             importlib.import_module(system.partition("-")[0])
         empty = resident_bytes()
+        if system.startswith("wherry") and recipe["order"]:
+            DiskReads.count()
         begun = time.perf_counter()
         self.recipes[system] = Recipe(**recipe)
         self.trainees[system] = SYSTEMS[system](self.recipes[system], self.ranks)
@@ -50,13 +52,13 @@ class Worker:
         return {"seconds": built, "empty_bytes": empty, "losses": losses}
 
     def time(self, system: str, steps: int) -> dict[str, Any]:
-        used = time.process_time()
+        used, read = time.process_time(), read_bytes(system)
         seconds, losses = self._run(system, steps)
         used = time.process_time() - used
         engine = getattr(self.trainees[system], "engine", None)
         memory = [row._asdict() for row in engine.memory()] if hasattr(engine, "memory") else []
         found = {"seconds": seconds, "cpu_seconds": used / steps, "losses": losses, "peak_bytes": peak_bytes()}
-        return found | {"memory": memory}
+        return found | {"memory": memory, "read_bytes": read_bytes(system) - read}
 
     def calls(self, system: str, steps: int) -> dict[str, Any]:
         """Calls of Python and of C functions in one step, the functions that are called most first."""
@@ -109,6 +111,32 @@ class Worker:
 
 def resident_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
+
+
+class DiskReads:
+    """Bytes that Wherry's disk tier is asked to read. The system's own count leaves out what its cache has."""
+
+    total = 0
+
+    @classmethod
+    def count(cls) -> None:
+        from wherry.tiers.disk import DiskStore
+
+        read = DiskStore.read
+
+        def counted(self: Any, record: Any, buffer: Any, offset: int = 0, nbytes: int | None = None) -> Any:
+            cls.total += buffer.nbytes if nbytes is None else nbytes
+            return read(self, record, buffer, offset, nbytes)
+
+        DiskStore.read = counted  # type: ignore[method-assign]
+
+
+def read_bytes(system: str) -> int:
+    """Read from disks so far: asked for by Wherry, or else as the system counts it, its cache left out."""
+    if system.startswith("wherry"):
+        return DiskReads.total
+    process = psutil.Process()
+    return int(process.io_counters().read_bytes) if hasattr(process, "io_counters") else 0
 
 
 def peak_bytes() -> int:

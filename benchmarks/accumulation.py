@@ -1,0 +1,123 @@
+"""Accumulation by layer beside step by step: python benchmarks/accumulation.py [--quick] [--path FOLDER].
+
+Stage 3 with parameters and optimizer on disk: the time of a step and the bytes that it reads, for windows of 1 to 16
+micro-batches of one size, in one run; and DeepSpeed, where it is installed. Bytes are those that Wherry asks the disk
+for; of DeepSpeed, those that the system has counted, which its cache lessens.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a script: this folder is found as it is when imported
+    sys.path[0] = str(Path(__file__).parents[1])
+
+from benchmarks import steps, systems
+from benchmarks.steps import MODELS, Entry, Turn
+from wherry.observe import bench
+
+ORDERS = ("layer_major", "step_major")
+WINDOWS = (1, 2, 4, 8, 16)
+PEERS = ("deepspeed",)
+PLACES = tuple(place.name for place in systems.PLACES.values() if place.stage == 3 and not place.super_offload)
+
+
+def entries_of(model: str, place: str, windows: Sequence[int], peers: Sequence[str], count: int) -> list[Entry]:
+    found = []
+    for window in windows:
+        # Micro-batches keep their size: a longer window is more samples.
+        batch = MODELS[model].batch * window
+        recipe = replace(MODELS[model], accumulation=window, batch=batch, persistence=0, in_memory=0)
+        for order in ORDERS:
+            name = f"wherry-{place}"
+            found.append(
+                Entry(model, 1, name, count, recipe=replace(recipe, order=order), label=f"{name} {order} k={window}")
+            )
+        for peer in (f"{name}-{place}" for name in peers if name != "none"):
+            found.append(Entry(model, 1, peer, count, recipe=recipe, label=f"{peer} k={window}"))
+    return found
+
+
+def rows_of(entry: Entry, turns: Sequence[Turn]) -> list[bench.Row]:
+    """A row for the time of a step, and one for the bytes read from the disk in one."""
+    case = {"model": entry.model, "dtype": entry.recipe.dtype, "window": entry.recipe.accumulation}
+    time, read = case | {"measure": "step"}, case | {"measure": "read"}
+    if entry.reason is not None:
+        return [
+            bench.row(time, entry.label, "s", reason=entry.reason),
+            bench.row(read, entry.label, "B", reason=entry.reason),
+        ]
+    return [
+        bench.row(time, entry.label, "s", [turn.seconds for turn in turns], losses=turns[0].losses),
+        bench.row(read, entry.label, "B", [turn.read_bytes / entry.steps for turn in turns]),
+    ]
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print the rows at 80 columns, a line for each window and system."""
+    lines, notes = [], []
+    reads = {row["system"]: row for row in rows if row["case"]["measure"] == "read"}
+    for row in (row for row in rows if row["case"]["measure"] == "step"):
+        if row["reason"] is not None:
+            lines.append([row["system"], *["-"] * 3])
+            notes.append(f"{row['system']}: {row['reason']}")
+            continue
+        read = reads[row["system"]]["value"]
+        lines.append(
+            [row["system"], f"{1000 * row['value']:,.1f}", bench.spread_words(row), f"{read / 1e6:,.1f}"]
+        )
+    bench.show("one step of a window of k micro-batches", ("", "ms/step", "spread", "MB read"), lines, [*notes, ""])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = bench.parser("accumulation", __doc__ or "")
+    parser.add_argument("--models", type=bench.listed(tuple(MODELS)), default=["10m"], help=", ".join(MODELS))
+    parser.add_argument("--place", choices=PLACES, default="3-nvme", help="where states rest (default: 3-nvme)")
+    parser.add_argument("--windows", type=bench.positives, default=list(WINDOWS), help="micro-batches in a window")
+    parser.add_argument(
+        "--peers", type=bench.listed((*PEERS, "none")), default=list(PEERS), help="deepspeed (default) or none"
+    )
+    parser.add_argument("--path", default=".", help="a folder on the disk for states there (the current one)")
+    parser.add_argument("--rounds", type=bench.positive, help="times that every system is measured")
+    parser.add_argument("--steps", type=bench.positive, help="steps in one measure")
+    options = bench.parse(parser, argv)
+    rounds, count = options.rounds or (1 if options.quick else 5), options.steps or (2 if options.quick else 5)
+    os.environ[systems.DISK_FOLDER] = os.path.abspath(options.path)
+    settings = {"rounds": rounds, "steps": count, "warmup": steps.WARMUP, "place": options.place}
+    results = bench.Results("accumulation", options, settings)
+    for model in options.models:
+        entries = entries_of(model, options.place, options.windows, options.peers, count)
+        turns = bench.interleave({str(entry): entry.take for entry in entries}, rounds, "accumulation windows")
+        rows = []
+        for entry in entries:
+            rows += rows_of(entry, [turn for turn in turns[str(entry)] if turn is not None])
+        bench.compare(rows)
+        results.add(*rows)
+        _check_losses(entries, turns)
+    table(results.rows)
+    results.close()
+    return 0
+
+
+def _check_losses(entries: Sequence[Entry], turns: Mapping[str, Sequence[Turn | None]]) -> None:
+    """Both orders must have trained the same model."""
+    for window in dict.fromkeys(entry.recipe.accumulation for entry in entries):
+        seen = [
+            statistics.fmean(turn.losses)
+            for entry in entries
+            if entry.recipe.accumulation == window and entry.recipe.order
+            for turn in turns[str(entry)]
+            if turn is not None
+        ]
+        if seen and max(seen) - min(seen) > systems.SAME_LOSS * abs(seen[0]):
+            raise SystemExit(f"accumulation: at k={window} the orders have different losses: {seen}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

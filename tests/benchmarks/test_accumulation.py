@@ -1,0 +1,19 @@
+"""The benchmark of accumulation runs, and counts what it says it counts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from benchmarks import accumulation
+
+
+def test_both_orders_train_the_same_model(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "accumulation.json"
+    arguments = ["--quick", "--models", "tiny", "--windows", "3", "--peers", "none", "--place", "3", "--steps", "1"]
+    assert accumulation.main([*arguments, "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    seen = {(row["system"], row["case"]["measure"]): row for row in rows}
+    assert set(seen) == {(f"wherry-3 {order} k=3", m) for order in accumulation.ORDERS for m in ("step", "read")}
+    assert all(row["reason"] is None for row in rows)
+    assert "layer_major k=3" in capsys.readouterr().out
