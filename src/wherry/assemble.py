@@ -18,6 +18,7 @@ from wherry.activations.manager import Activations
 from wherry.config import Config
 from wherry.engine import Engine, Parts
 from wherry.errors import ConfigError, WherryError
+from wherry.fake import is_fake
 from wherry.nn.tiled import tile
 from wherry.observe.log import logger, say
 from wherry.parallel import topology as topologies
@@ -149,7 +150,10 @@ def _assemble(
         adopt=updater.adopt if updater is not None else lambda flat, master: None,
         tensor=topology.tensor,
     )
-    units = builder.build(plan_units(model, resolved.wherry.unit_classes), model)
+    plans = plan_units(model, resolved.wherry.unit_classes)
+    if not any(is_fake(p) for p in model.parameters()):  # a dry run takes no memory
+        tiering.check_room(plans)
+    units = builder.build(plans, model)
     move_buffers(model, topology.device, topology.data)
     schedule = Schedule(units, topology.data.size)
     gatherer = Gatherer(

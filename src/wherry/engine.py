@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, update_wrapper
@@ -29,6 +29,7 @@ from wherry.fake import host_value
 from wherry.observe.log import get_logger
 from wherry.observe.monitor import Monitor
 from wherry.observe.reporter import Reporter, Update
+from wherry.offstage import Offstage
 from wherry.parallel.topology import Topology
 from wherry.parallel.world import world_of
 from wherry.placement import Placement
@@ -102,6 +103,7 @@ class Engine(nn.Module):
         self._gradients = parts.gradients
         self._updater = parts.updater
         self._tiering = parts.tiering
+        self._offstage = Offstage(parts.units, parts.gradients, parts.updater, parts.tiering.link)
         self._scaler = parts.scaler
         self._check_overflow = parts.check_overflow
         self._input_dtype = parts.autocast_inputs
@@ -433,6 +435,30 @@ class Engine(nn.Module):
         if self._updater is not None:
             self._updater.settle()
 
+    # Between phases.
+
+    def offload_states(
+        self,
+        include: Iterable[str] | None = None,
+        device: str = "host",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> int:
+        """Free the device's memory of "parameters", "gradients" and "optimizer", or of those in `include`.
+
+        They wait in host memory until `reload_states()`; the engine cannot be used meanwhile. Returns the bytes freed,
+        which are none where the device is the host. For generation with another program between two phases of training.
+        """
+        if str(device) not in ("host", "cpu"):
+            raise WherryError(f'offload_states: expected the device "host" (or "cpu"), got {device!r}')
+        self.settle()
+        self._abandon_window()
+        return self._offstage.leave(include)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring what `offload_states` has sent away back to the device."""
+        self._offstage.come_back()
+
     # Checkpoints.
 
     def save_checkpoint(
@@ -757,6 +783,7 @@ class Engine(nn.Module):
         self._roster.close()
         self._activations.close()
         self._access.close()
+        self._offstage.close()
         if self._updater is not None:
             self._updater.close()
         self._gradients.close()
@@ -797,6 +824,8 @@ class Engine(nn.Module):
     def _check_open(self) -> None:
         if self._closed:
             raise WherryError("this engine has been closed; call wherry.initialize again for a new one")
+        if not self._offstage.empty:
+            raise WherryError("this engine's states were sent away by offload_states(); call reload_states() first")
 
 
 def _checked(loss: Any) -> torch.Tensor:

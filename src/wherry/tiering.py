@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -10,10 +11,13 @@ import torch
 from wherry import native
 from wherry.config import Config
 from wherry.errors import ConfigError
+from wherry.parallel.partition import local
 from wherry.parallel.topology import Topology
-from wherry.placement import Placement, Tier
+from wherry.placement import Placement, Resting, Tier
 from wherry.sharding.flat_gradient import GradientPolicy, Landing
+from wherry.sharding.grouping import UnitPlan
 from wherry.sharding.unit import Flat
+from wherry.tiers.budget import check_host
 from wherry.tiers.disk import DiskStore
 from wherry.tiers.homes import DiskHome, Home, MemoryHome, Shelf
 from wherry.tiers.streams import Link, link_to
@@ -147,6 +151,23 @@ class Tiering:
         assert paths is not None
         return DiskHome(self._shelf(paths), name, nbytes)
 
+    # Room.
+
+    def check_room(self, plans: Sequence[UnitPlan]) -> None:
+        """Raise an error with what is missing and what would fit, before any state is made."""
+        needs = _Needs(self, plans)
+        here = self.topology.local_ranks
+        if Tier.DISK in (self.placement.optimizer.tier, self.placement.parameters.tier):
+            offload = self.config.zero_optimization
+            for state, folders in (("optimizer", offload.offload_optimizer), ("parameters", offload.offload_param)):
+                nbytes = needs.on_disk(self.placement, state)
+                if nbytes:
+                    assert folders.nvme_path is not None
+                    self._shelf(folders.nvme_path).store.check_free(nbytes * here)
+        limit = self.config.wherry.host_memory
+        if self.link.shared or limit is not None or self.placement.optimizer.tier is not Tier.DEVICE:
+            check_host(needs.on_host(self.placement), here, limit, needs.held, needs.remedies())
+
     # Gradients.
 
     def gradient_policy(self, flats: Sequence[Flat]) -> GradientPolicy:
@@ -215,12 +236,7 @@ class Tiering:
             return "bf16.check_grad_overflow may skip a step; set it to false, or use before_use"
         return None
 
-    # Accounts, and the end.
-
-    def disk_bytes(self) -> Iterator[tuple[str, int]]:
-        for store in self._stores:
-            usage = store.usage()
-            yield ", ".join(path for path, _, _ in usage.paths), usage.reserved
+    # The end.
 
     def close(self) -> None:
         for store in self._stores:
@@ -230,3 +246,71 @@ class Tiering:
         if self._pool is not None:
             self._pool.close()
         self.link.close()
+
+
+class _Needs:
+    """Bytes that the states of these units take on one rank, on the host and on disk, by placement."""
+
+    def __init__(self, tiering: Tiering, plans: Sequence[UnitPlan]) -> None:
+        config, spec = tiering.config, tiering.spec
+        self.tiering = tiering
+        self.ranks = tiering.topology.data.size
+        sizes = [sum(p.numel() for _, p in plan.parameters) for plan in plans]
+        parameters = [p for plan in plans for _, p in plan.parameters]
+        trained = {id(p) for group in spec.groups for p in group["params"]} if spec is not None else set()
+        self.parameters, self.largest = sum(sizes), max(sizes, default=0)
+        self.trained = sum(p.numel() for p in parameters if id(p) in trained)
+        # What of the model is in host memory already.
+        self.held = sum(local(p).untyped_storage().nbytes() for p in parameters if p.device.type == "cpu")
+        working = config.working_dtype() or next((p.dtype for p in parameters), torch.float32)
+        self.working = working.itemsize
+        self.gradient = (config.grad_accum_dtype() or working).itemsize
+        split = config.wherry.master != "whole" and working is torch.bfloat16
+        self.state = 0.0 if working.itemsize >= 4 else 2 if split else 4
+        if spec is not None:
+            rule = spec.make_rule(on_host=True)
+            fields = rule.fields(spec.groups[0], 1 << 20)
+            moments = sum(field.payload for field in fields) / (1 << 20)
+            self.state += moments if rule.splits else 8
+
+    def _share(self, resting: Resting, elements: int) -> int:
+        return -(-elements // self.ranks) if resting.partitioned else elements
+
+    def _kept(self, placement: Placement) -> dict[str, tuple[Tier, int]]:
+        """By state, its tier and its bytes."""
+        shared = self.tiering.link.shared
+        apart = not shared and placement.optimizer.tier is not Tier.DEVICE and placement.parameters.tier is Tier.DEVICE
+        ratio = self.tiering.config.zero_optimization.offload_optimizer.ratio
+        optimizer = self._share(placement.optimizer, self.trained) * (self.state + (self.working if apart else 0))
+        brief = self.tiering.policy.when == "in_backward" and self.tiering.accumulation == 1
+        gradients = 0 if brief else self._share(placement.gradients, self.trained) * self.gradient
+        offloaded = placement.optimizer.tier is not Tier.DEVICE
+        resting = self._share(placement.parameters, self.parameters) * self.working
+        return {
+            "parameters": (placement.parameters.tier, resting),
+            "gathered": (Tier.DEVICE, self.largest * self.working if placement.parameters.partitioned else 0),
+            "gradients": (Tier.HOST if offloaded else Tier.DEVICE, gradients),
+            "optimizer": (placement.optimizer.tier, int(optimizer * (ratio if offloaded else 1))),
+        }
+
+    def on_host(self, placement: Placement) -> int:
+        tiers = {Tier.HOST, Tier.DEVICE} if self.tiering.link.shared else {Tier.HOST}
+        cached = 0
+        if placement.parameters.tier is Tier.DISK:
+            most = self.tiering.config.zero_optimization.offload_param.max_in_cpu * self.working
+            cached = min(most, self._kept(placement)["parameters"][1])
+        return cached + sum(nbytes for tier, nbytes in self._kept(placement).values() if tier in tiers)
+
+    def on_disk(self, placement: Placement, state: str) -> int:
+        tier, nbytes = self._kept(placement)[state]
+        return nbytes if tier is Tier.DISK else 0
+
+    def remedies(self) -> Iterator[tuple[str, int]]:
+        """Other placements, by the keys that choose them, and what they need of host memory."""
+        mine = self.tiering.placement
+        on_disk = replace(mine, optimizer=replace(mine.optimizer, tier=Tier.DISK))
+        if mine.optimizer.tier is not Tier.DISK:
+            yield '"offload_optimizer": {"device": "nvme", "nvme_path": ...}', self.on_host(on_disk)
+        if mine.parameters.partitioned and mine.parameters.tier is not Tier.DISK:
+            all_on_disk = replace(on_disk, parameters=replace(mine.parameters, tier=Tier.DISK))
+            yield "that and the same for offload_param, with max_in_cpu 0", self.on_host(all_on_disk)

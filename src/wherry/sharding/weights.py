@@ -13,6 +13,7 @@ from wherry.parallel.comm import Comm
 from wherry.parallel.merged import Merging
 from wherry.sharding.schedule import Pass, Schedule
 from wherry.sharding.unit import Flat, Unit, Weights
+from wherry.tiers.homes import Home
 from wherry.tiers.streams import Link
 from wherry.tiers.tickets import CallbackTicket, Ticket, TicketGroup
 
@@ -61,7 +62,7 @@ class Gatherer:
         # A digest of the gathers since the last update, in their order.
         self.journal = 0
         # Flats on disk whose shard has been fetched for a gather to come.
-        self._reading: dict[Flat, None] = {}
+        self._reading: dict[Flat, Ticket] = {}
         self._number = {flat: i for i, flat in enumerate(f for unit in units for f in unit.flats)}
 
     def start(self, *units: Unit) -> None:
@@ -163,8 +164,7 @@ class Gatherer:
                 if room < 0 or flat.pending:
                     return
                 assert flat.home is not None
-                flat.home.fetch()
-                self._reading[flat] = None
+                self._reading[flat] = flat.home.fetch()
 
     def stop_reading(self) -> None:
         """Let go of what was read ahead and not used."""
@@ -194,9 +194,7 @@ class Gatherer:
             if flat.pending:
                 self.settle([flat])
             if flat.home is not None and not self._is_near(flat):
-                if flat in self._reading:
-                    del self._reading[flat]
-                flat.home.fetch().wait()
+                self._fetch(flat, flat.home)
             # The same storage grows again: views that autograd saved in forward become valid, at an unchanged version.
             flat.whole.untyped_storage().resize_(flat.nbytes)
         wholes = tuple(flat.whole for flat in flats)
@@ -210,6 +208,15 @@ class Gatherer:
             self.journal = (self.journal * 31 + self._number[flat] + 1) % JOURNAL
             self.live += flat.layout.numel
         self.peak_live = max(self.peak_live, self.live)
+
+    def _fetch(self, flat: Flat, home: Home) -> None:
+        """Have the shard in host memory; it may have been read ahead."""
+        reading = self._reading.pop(flat, None)
+        try:
+            (home.fetch() if reading is None else reading).wait()
+        except BaseException as error:
+            self.comm.tell(error)  # before any hook takes part in another collective
+            raise
 
     def _bring(self, flats: Sequence[Flat]) -> Ticket:
         """This rank's part comes over its own link, everybody's over the network."""

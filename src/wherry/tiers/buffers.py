@@ -314,8 +314,8 @@ class DevicePool(_Pool):
 
 
 def _host_class(nbytes: int) -> int:
-    """Whole pages, then 64 KiB, then huge pages: units of one shape share buffers, and little is wasted."""
-    grain = PAGE if nbytes <= 64 << 10 else 64 << 10 if nbytes < HUGE_PAGE else HUGE_PAGE
+    """Whole pages, then 64 KiB, then huge pages: units of one shape share buffers, and an eighth is wasted at most."""
+    grain = PAGE if nbytes <= 64 << 10 else 64 << 10 if nbytes < 8 * HUGE_PAGE else HUGE_PAGE
     return -(-nbytes // grain) * grain
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Protocol
 
+from wherry.errors import WherryError
 from wherry.tiers.tickets import DONE, Ticket
 
 if TYPE_CHECKING:
@@ -172,13 +173,13 @@ class DiskHome:
         """Give the memory back, once nothing reads or writes it any more."""
         buffer, self._buffer = self._buffer, None
         assert buffer is not None
-        try:
-            for ticket in (*self._after, self._reading, self._writing):
+        for ticket in (*self._after, self._reading, self._writing):
+            # Errors are raised where these tickets are waited for; here they only have to be over.
+            with suppress(WherryError, OSError):
                 ticket.finish()
-        finally:
-            self._after.clear()
-            self._reading = DONE
-            self.shelf.pool.give(buffer)
+        self._after.clear()
+        self._reading = DONE
+        self.shelf.pool.give(buffer)
 
     def close(self) -> None:
         with self.shelf.lock:

@@ -65,8 +65,10 @@ class Job(Ticket):
     def _fail(self, error: BaseException) -> None:
         self._error = error
         self._under_way = None
-        self._steps.close()
-        self._event.set()
+        try:
+            self._steps.close()
+        finally:
+            self._event.set()
 
     def done(self) -> bool:
         return self._event.is_set()

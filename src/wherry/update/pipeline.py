@@ -252,6 +252,13 @@ class Updater:
         if self._landed[batch] == len(batch.states):
             groups, multiplier = self._early
             self._send(batch, self._steps(batch, groups, multiplier, self.link.fence()))
+            self._hold_back()
+
+    def _hold_back(self) -> None:
+        """A backward that is faster than the updates waits for them, or all gradients would be in memory at once."""
+        waiting = [job for job in self._pending.values() if not job.done()]
+        for job in waiting[: max(0, len(waiting) - 2 * self.policy.depth)]:
+            job.wait()
 
     def _finish_early(self, groups: Groups, multiplier: float) -> None:
         if self._early is None:  # a boundary that was decided after its backward
@@ -290,7 +297,11 @@ class Updater:
         batches = list(self._pending) if flats is None else self._batches_of(flats)
         refreshes: list[Ticket] = []
         for batch in batches:
-            self._pending[batch].wait()
+            try:
+                self._pending[batch].wait()
+            except BaseException as error:
+                self.comm.tell(error)  # before any hook takes part in another collective
+                raise
             del self._pending[batch]
             self._publish(batch)
             for state in batch.states:
@@ -348,6 +359,12 @@ class Updater:
             shards = sum(state.flat.layout.shard_numel for state in batch.states)
             total[tier] = total.get(tier, 0.0) + own * max(1.0, shards / numel)
         return {tier: math.ceil(value) for tier, value in total.items()}
+
+    def device_memory(self) -> Iterator[torch.Tensor]:
+        """The tensors of state that rests on the device."""
+        for batch, tier in self.tiers.items():
+            if tier is Tier.DEVICE:
+                yield from batch.memory()
 
     def host_bytes(self) -> int:
         """Host memory that records on disk take at the moment."""

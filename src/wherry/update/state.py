@@ -160,6 +160,13 @@ class Batch:
     def in_memory(self) -> int:
         return (self._home.in_memory if self._home is not None else 0) + self.rule.nbytes()
 
+    def memory(self) -> Iterator[torch.Tensor]:
+        """What holds the state, where it rests in memory."""
+        if self._home is not None and not self._home.on_disk:
+            yield self._home.memory
+        for kept in self.rule.kept():
+            yield from (value for value in kept.values() if value.dim())
+
     # The segments, with their tensors in place.
 
     def bind(self, aside: Sequence[torch.Tensor] | None = None) -> list[Segment]:

@@ -1,0 +1,110 @@
+"""States that leave the device between phases of a run, and come back: `engine.offload_states` and `reload_states`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from wherry.errors import WherryError
+from wherry.sharding.gradients import Gradients
+from wherry.sharding.unit import Unit
+from wherry.tiers.streams import Link
+from wherry.tiers.tickets import Ticket
+from wherry.update.pipeline import Updater
+
+# What may leave, and the names that scripts have for it.
+STATES = ("parameters", "gradients", "optimizer")
+SPELLINGS = {
+    "lp_params": "parameters",
+    "hp_params": "optimizer",
+    "optim_states": "optimizer",
+    "lp_grads": "gradients",
+    "contiguous_grad_buffer": "gradients",
+}
+
+
+class Offstage:
+    """Memory of the device that was freed for a while, and where its contents are meanwhile.
+
+    A storage is emptied and later filled again: all tensors on it, views of the user's included, stay what they were.
+    """
+
+    def __init__(self, units: list[Unit], gradients: Gradients, updater: Updater | None, link: Link) -> None:
+        self._units = units
+        self._gradients = gradients
+        self._updater = updater
+        self._link = link
+        self._away: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    @property
+    def empty(self) -> bool:
+        return not self._away
+
+    def leave(self, include: Iterable[str] | None = None) -> int:
+        """Free the device's memory of these states, or of all; returns how many bytes that were."""
+        chosen = self._chosen(include)
+        freed = 0
+        for state in chosen:
+            if state in self._away or self._link.shared:
+                continue  # the host's memory is where it is to go
+            moved: list[tuple[torch.Tensor, torch.Tensor]] = []
+            tickets: list[Ticket] = []
+            for memory in self._on_device(state):
+                host = self._link.host.take(memory.nbytes)
+                tickets.append(self._link.down(host, memory))
+                moved.append((memory, host))
+            for ticket in tickets:
+                ticket.wait()
+            for memory, _ in moved:
+                freed += memory.nbytes
+                memory.untyped_storage().resize_(0)
+            self._away[state] = moved
+        return freed
+
+    def come_back(self) -> None:
+        """Everything is on the device again."""
+        tickets: list[Ticket] = []
+        hosts: list[torch.Tensor] = []
+        for moved in self._away.values():
+            for memory, host in moved:
+                memory.untyped_storage().resize_(host.nbytes)
+                with torch.autograd._unsafe_preserve_version_counter(memory):
+                    tickets.append(self._link.up(memory, host))
+                hosts.append(host)
+        self._away.clear()
+        for ticket in tickets:
+            ticket.finish()
+        for host in hosts:
+            self._link.host.give(host)
+
+    def close(self) -> None:
+        for moved in self._away.values():
+            for _, host in moved:
+                self._link.host.give(host)
+        self._away.clear()
+
+    def _chosen(self, include: Iterable[str] | None) -> list[str]:
+        chosen = [SPELLINGS.get(str(getattr(name, "value", name)), str(name)) for name in include or STATES]
+        if strange := sorted(set(chosen) - set(STATES)):
+            raise WherryError(f"offload_states: {', '.join(strange)} is no state; they are {', '.join(STATES)}")
+        return list(dict.fromkeys(chosen))
+
+    def _on_device(self, state: str) -> Iterator[torch.Tensor]:
+        """Whole storages, as bytes, each once."""
+        seen: set[int] = set()
+        for tensor in self._tensors(state):
+            storage = tensor.untyped_storage()
+            if storage.nbytes() and storage._cdata not in seen:
+                seen.add(storage._cdata)
+                yield torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)  # type: ignore[call-overload]
+
+    def _tensors(self, state: str) -> Iterator[torch.Tensor]:
+        if state == "parameters":
+            for flat in (flat for unit in self._units for flat in unit.flats if flat.home is None):
+                yield flat.shard_memory
+        elif state == "gradients":
+            for gradient in self._gradients.all:
+                yield gradient.accumulated
+        elif self._updater is not None:
+            yield from self._updater.device_memory()

@@ -1,0 +1,58 @@
+"""Will it fit: what training states take of host memory, against what there is, before anything is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from wherry.errors import WherryError
+from wherry.tiers.disk_errors import human
+
+
+class HostMemoryError(WherryError):
+    """Training states would not fit in host memory. `missing` is by how many bytes."""
+
+    def __init__(self, message: str, missing: int) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+
+def free_host_memory() -> int:
+    """Bytes that this process may still take: of the machine, or of its control group if that allows less."""
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            most, taken = Path(limit).read_text().strip(), int(Path(used).read_text())
+        except (OSError, ValueError):  # no control groups of this version here
+            continue
+        if most.isdecimal():
+            free = min(free, max(0, int(most) - taken))
+    return free
+
+
+def check_host(
+    needed: int, ranks: int, limit: int | None, held: int, remedies: Iterable[tuple[str, int]]
+) -> None:
+    """Raise HostMemoryError unless `needed` bytes on each of `ranks` ranks of this machine fit.
+
+    `limit` is the user's, for all ranks; without it, what is free is. `held` bytes of the model that is given are part
+    of what is needed. `remedies` are other settings, and what they would need.
+    """
+    room = limit if limit is not None else free_host_memory() + held * ranks
+    missing = needed * ranks - room
+    if missing <= 0:
+        return
+    whose = "wherry.host_memory allows" if limit is not None else "this machine has free"
+    fitting = [f"{words} (then {human(bytes_)})" for words, bytes_ in remedies if bytes_ * ranks <= room]
+    advice = "; what would fit: " + ", or ".join(fitting) if fitting else "; use more ranks on other machines"
+    each = f"{human(needed)} on each of {ranks} ranks here" if ranks > 1 else human(needed)
+    raise HostMemoryError(
+        f"training states need {each} of host memory, and {whose} {human(max(0, room))}: {human(missing)} are "
+        f"missing{advice}",
+        missing,
+    )

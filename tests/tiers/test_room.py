@@ -1,0 +1,165 @@
+"""What does not fit is found before training, with what would; and less memory than the states take is enough."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.engine.harness import adamw, make_model, settings
+from tests.tiers.test_placements import offload
+
+import wherry
+from wherry.errors import WherryError
+from wherry.tiers import disk
+from wherry.tiers.budget import HostMemoryError, check_host
+from wherry.tiers.disk_errors import DiskSpaceError
+
+
+def start(config: dict[str, Any]) -> None:
+    model = make_model()
+    wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(3, more=config))[0].close()
+
+
+def test_too_little_host_memory_is_found_before_training(tmp_path: Path) -> None:
+    with pytest.raises(HostMemoryError) as caught:
+        start({"wherry": {"host_memory": 50_000}})
+    message = str(caught.value)
+    assert "host_memory allows 48.83 KiB" in message
+    assert '"offload_optimizer": {"device": "nvme"' in message
+    # Weights, gradients and moments in fp32, and the largest unit gathered.
+    model = make_model()
+    block = sum(p.numel() for p in model.blocks[0].parameters())
+    assert caught.value.missing == 16 * sum(p.numel() for p in model.parameters()) + 4 * block - 50_000
+    # What is advised works.
+    own = {"wherry": {"host_memory": 50_000, "update_policy": "in_backward"}}
+    start(offload("disk-3", tmp_path, "in_backward") | own)
+
+
+def test_remedies_that_do_not_fit_are_not_advised() -> None:
+    with pytest.raises(HostMemoryError, match=r"50 bytes are missing; what would fit: less \(then 80 bytes\)$"):
+        check_host(150, 1, 100, 0, [("more", 120), ("less", 80)])
+    with pytest.raises(HostMemoryError, match=r"150 bytes on each of 2 ranks here.*use more ranks on other machines"):
+        check_host(150, 2, 100, 0, [("less", 80)])
+
+
+def test_too_small_a_disk_is_found_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_free", lambda folder: 10_000)
+    with pytest.raises(DiskSpaceError, match=r"the disk tier needs .* are missing"):
+        start(offload("infinity", tmp_path, "at_step"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_policies_that_cannot_be_say_why(tmp_path: Path) -> None:
+    for more, why in (
+        ({"bf16": {"enabled": True, "check_grad_overflow": True}}, "check_grad_overflow may skip a step"),
+        ({"optimizer": {"ratio": 0.5}}, None),
+    ):
+        policy = "in_backward" if why else "delayed"
+        with pytest.raises(WherryError, match=why or "delayed is for state that is all offloaded"):
+            start(offload("offload-3", tmp_path, policy, **more))
+
+
+SMALL = """
+import resource, sys
+import torch, wherry
+from torch import nn
+torch.set_num_threads(1)
+
+class Net(nn.Module):
+    def __init__(self, width, blocks):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(blocks))
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return x.square().mean()
+
+folder, limit = sys.argv[1], int(sys.argv[2])
+width, blocks = 1024, 48
+torch.randn(64, 64) @ torch.randn(64, 64)
+wherry.initialize(model=nn.Linear(2, 2), config={"optimizer": {"type": "AdamW", "params": {}}})[0].close()
+# Memory of its own that the process may have, from here on: the data segment, which holds private mappings.
+now = int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmData"))) * 1024
+resource.setrlimit(resource.RLIMIT_DATA, (now + limit, now + limit))
+where = {"device": "nvme", "nvme_path": folder}
+config = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_clipping": 0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {**where, "buffer_count": 2},
+        "offload_param": {**where, "max_in_cpu": 0, "buffer_count": 2},
+    } if folder != "-" else {"stage": 3},
+}
+with wherry.Init(config=config):
+    model = Net(width, blocks)
+states = 16 * sum(p.numel() for p in model.parameters())
+engine, *_ = wherry.initialize(model=model, config=config)
+torch.manual_seed(0)
+for step in range(3):
+    loss = engine(torch.randn(4, width))
+    engine.backward(loss)
+    engine.step()
+print("states", states, "loss", float(loss))
+engine.close()
+"""
+
+
+def run_small(tmp_path: Path, folder: str, limit: int) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "small.py"
+    script.write_text(SMALL)
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), folder, str(limit)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
+
+
+def test_a_model_whose_states_are_several_times_the_memory_trains(tmp_path: Path) -> None:
+    """805 MB of states within 200 MB; without the disk the same process is out of memory."""
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    done = run_small(tmp_path, str(swap), 200_000_000)
+    assert done.returncode == 0, done.stderr[-2000:]
+    states = int(done.stdout.split()[1])
+    assert states > 4 * 200_000_000
+    assert list(swap.iterdir()) == []
+    assert run_small(tmp_path, "-", 200_000_000).returncode != 0
+
+
+KILLED = """
+import sys, time
+import torch, wherry
+from torch import nn
+model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+where = {"device": "nvme", "nvme_path": sys.argv[1]}
+config = {"optimizer": {"type": "AdamW", "params": {}}, "zero_optimization": {"stage": 2, "offload_optimizer": where}}
+engine, *_ = wherry.initialize(model=model, config=config)
+while True:
+    engine.backward(engine(torch.randn(2, 64)).sum())
+    engine.step()
+    print("step", flush=True)
+    if len(sys.argv) > 2:
+        break
+engine.close()
+"""
+
+
+def test_after_a_kill_the_next_run_sweeps_what_is_left(tmp_path: Path) -> None:
+    script, swap = tmp_path / "killed.py", tmp_path / "swap"
+    script.write_text(KILLED)
+    swap.mkdir()
+    command = [sys.executable, "-W", "ignore", str(script), str(swap)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None and child.stdout.readline() == "step\n"
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    assert len(list(swap.iterdir())) == 1
+    time.sleep(0.1)
+    subprocess.run([*command, "once"], check=True, timeout=120, stdout=subprocess.DEVNULL)
+    assert list(swap.iterdir()) == []
