@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from wherry.engine import Engine
     from wherry.errors import WherryError
     from wherry.forecast import estimate
+    from wherry.generation import gathered_for_generation
     from wherry.nn.tiled import tile
     from wherry.pretrained import load_pretrained
     from wherry.sharding.access import gathered
-    from wherry.sharding.generation import gathered_for_generation
     from wherry.sharding.init import Init
 
 # Imported at first use: `import wherry`, and the command line's help, need none of it.
@@ -39,7 +39,7 @@ _HOMES = {
     "checkpoint": "wherry.activations.recompute",
     "estimate": "wherry.forecast",
     "gathered": "wherry.sharding.access",
-    "gathered_for_generation": "wherry.sharding.generation",
+    "gathered_for_generation": "wherry.generation",
     "initialize": "wherry.assemble",
     "load_pretrained": "wherry.pretrained",
     "tile": "wherry.nn.tiled",

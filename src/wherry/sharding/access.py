@@ -134,10 +134,12 @@ class Access:
             with self.gathered(wanted, None):
                 for flat in wanted:
                     for parameter in flat.parameters:
-                        if parameter in names:
-                            whole = parameter.detach().to("cpu", copy=True)
-                            state.update({name: whole for name in names[parameter] if name in state})
+                        if parameter not in names:
+                            continue
+                        whole = parameter.detach().to("cpu", copy=True)
                         for name in names[parameter]:
+                            if name in state:
+                                state[name] = whole
                             if name in tiles and prefix + tiles[name].whole in state:
                                 tiles[name].of(state[prefix + tiles[name].whole]).copy_(whole)
 
