@@ -17,11 +17,11 @@ import deepspeed
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.utils.zero_to_fp32 import get_optim_files
 class Mine(PipelineModule):
     pass
 assert CPUAdamBuilder().is_compatible() and not AsyncIOBuilder().is_compatible()
-for use in (MoE, Mine, AsyncIOBuilder().load, deepspeed.init_inference, get_fp32_state_dict_from_zero_checkpoint):
+for use in (MoE, Mine, AsyncIOBuilder().load, deepspeed.init_inference, get_optim_files):
     try:
         use()
     except NotImplementedError as error:

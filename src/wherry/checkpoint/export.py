@@ -106,7 +106,12 @@ class Exported:
 
 
 def export(
-    checkpoint: Path, out: Path, *, dtype: torch.dtype | None = None, max_shard_size: int = DEFAULT_SHARD
+    checkpoint: Path,
+    out: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int = DEFAULT_SHARD,
+    exclude_frozen: bool = False,
 ) -> Exported:
     """Write a checkpoint's weights as a folder that transformers loads. One tensor at a time is in memory.
 
@@ -117,25 +122,33 @@ def export(
     if taken:
         raise CheckpointError(f"{out} holds {taken[0]} already; give a folder without safetensors files")
     manifest = verified(path)
-    if manifest.engine.get("frozen_excluded"):
-        raise CheckpointError(f"{path} was saved without the frozen parameters, so it holds no whole model")
-    aliases = {other: name for name, entry in manifest.entries.items() for other in entry.aliases}
+    entries = exported_entries(path, manifest, exclude_frozen=exclude_frozen)
+    aliases = {other: name for name, entry in entries.items() for other in entry.aliases}
     with (
         Source(path, manifest) as source,
-        ModelWriter(out, max_shard_size, manifest.entries, aliases) as writer,
-        Progress(f"exporting {path}", len(manifest.entries), unit="tensors") as progress,
+        ModelWriter(out, max_shard_size, entries, aliases) as writer,
+        Progress(f"exporting {path}", len(entries), unit="tensors") as progress,
     ):
-        for name, entry in manifest.entries.items():
-            writer.add(name, source.tensor(name, WEIGHT, _dtype_of(entry, dtype)))
+        for name, entry in entries.items():
+            writer.add(name, source.tensor(name, WEIGHT, exported_dtype(entry, dtype)))
             progress.advance()
     configs = {"model_config": "config.json", "generation_config": "generation_config.json"}
     for key, file in configs.items():
         if key in manifest.engine:
             write_text(out / file, manifest.engine[key])
-    return Exported(out, len(manifest.entries), writer.bytes, "model_config" in manifest.engine)
+    return Exported(out, len(entries), writer.bytes, "model_config" in manifest.engine)
 
 
-def _dtype_of(entry: Entry, wanted: torch.dtype | None) -> torch.dtype:
+def exported_entries(path: Path, manifest: Manifest, *, exclude_frozen: bool = False) -> dict[str, Entry]:
+    """What of a checkpoint goes into an export, by name."""
+    if exclude_frozen:
+        return {name: entry for name, entry in manifest.entries.items() if entry.kind != "frozen"}
+    if manifest.engine.get("frozen_excluded"):
+        raise CheckpointError(f"{path} was saved without the frozen parameters, so it holds no whole model")
+    return manifest.entries
+
+
+def exported_dtype(entry: Entry, wanted: torch.dtype | None) -> torch.dtype:
     own: torch.dtype = getattr(torch, entry.dtype)
     return wanted if wanted is not None and entry.kind != "buffer" and own.is_floating_point else own
 

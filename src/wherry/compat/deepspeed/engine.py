@@ -216,7 +216,7 @@ def initialize(
 
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
-    _take_over(model)
+    give_back(model)
     engine, optimizer, loader, scheduler = wherry_initialize(
         model=model,
         optimizer=optimizer,
@@ -235,12 +235,12 @@ def initialize(
     return engine, optimizer, loader, scheduler
 
 
-def _take_over(model: nn.Module) -> None:
-    """A model that another engine trains is given whole to the new one, as scripts that evaluate after training do."""
+def give_back(model: nn.Module) -> None:
+    """A model that an engine trains is taken out of it whole, as scripts expect that evaluate after training."""
     earlier = {engine_of(parameter) for parameter in model.parameters()}
     for engine in earlier:
         if engine is not None and not engine.closed and engine.module is model:
-            say("initialize: this model has an engine already, which is closed; its weights go on")
+            say("this model has an engine already, which is closed; the model goes on with its weights")
             engine.unwrap()
 
 

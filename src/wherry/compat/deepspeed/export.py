@@ -1,12 +1,199 @@
-"""`deepspeed.utils.zero_to_fp32`: the names, for frameworks that import them."""
+"""`deepspeed.utils.zero_to_fp32`: a checkpoint's fp32 weights, for programs that know nothing of its ranks.
+
+The checkpoints are Wherry's. They are read a tensor at a time, and checked before.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from wherry.compat.deepspeed.parts import not_part_of_wherry
+import torch
+from torch import nn
 
-_INSTEAD = "checkpoints are safetensors: load one into an engine of any size, and call engine.save_16bit_model(folder)"
+from wherry.checkpoint import export as exporting
+from wherry.checkpoint import folder as folders
+from wherry.checkpoint.errors import CheckpointError
+from wherry.checkpoint.files import write_text
+from wherry.checkpoint.manifest import WEIGHT, Entry, Manifest, read_manifest
+from wherry.checkpoint.source import Source
+from wherry.compat.deepspeed.parts import not_part_of_wherry
+from wherry.errors import WherryError
+from wherry.observe.log import say
+from wherry.plan.quantities import parse_bytes
+
+_INSTEAD = (
+    "a checkpoint's files are safetensors, described by manifest.json: see `wherry inspect`, and for the weights "
+    "get_fp32_state_dict_from_zero_checkpoint"
+)
+
+
+class LazyTensor:
+    """A weight of a checkpoint that is read when `contiguous()` is called."""
+
+    def __init__(self, folder: Path, manifest: Manifest, name: str, entry: Entry) -> None:
+        self._folder, self._manifest, self._name = folder, manifest, name
+        self.shape = torch.Size(entry.shape)
+        self.dtype = exporting.exported_dtype(entry, torch.float32)
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def contiguous(self) -> torch.Tensor:
+        with Source(self._folder, self._manifest) as source:
+            return source.tensor(self._name, WEIGHT, self.dtype)
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> dict[str, Any]:
+    """The fp32 weights of the checkpoint `tag`, or of the latest, by name; buffers in their own dtype.
+
+    Tied weights are one tensor under each of their names. With `lazy_mode` each is read by its `contiguous()`.
+    """
+    folder, manifest, entries = _open(checkpoint_dir, tag, exclude_frozen_parameters)
+    found: dict[str, Any] = {}
+    with Source(folder, manifest) as source:
+        for name, entry in entries.items():
+            value: Any = LazyTensor(folder, manifest, name, entry)
+            if not lazy_mode:
+                value = source.tensor(name, WEIGHT, value.dtype)
+            found.update(dict.fromkeys((name, *entry.aliases), value))
+    return found
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write the fp32 weights to `output_dir`: as torch.save's files, or as safetensors with `safe_serialization`.
+
+    No more than one tensor of a safetensors file, or one of torch.save's files, is in memory.
+    """
+    size = _bytes(max_shard_size)
+    out = Path(output_dir)
+    folder, manifest, entries = _open(checkpoint_dir, tag, exclude_frozen_parameters, check=not safe_serialization)
+    if safe_serialization:
+        exporting.export(
+            folder, out, dtype=torch.float32, max_shard_size=size, exclude_frozen=exclude_frozen_parameters
+        )
+        return
+    parts = list(_shards(entries, size))
+    files = [f"pytorch_model-{number:05}-of-{len(parts):05}.bin" for number in range(1, len(parts) + 1)]
+    if len(parts) == 1:
+        files = ["pytorch_model.bin"]
+    places: dict[str, str] = {}
+    total = 0
+    with Source(folder, manifest) as source:
+        for file, names in zip(files, parts, strict=True):
+            weights: dict[str, torch.Tensor] = {}
+            for name in names:
+                tensor = source.tensor(name, WEIGHT, exporting.exported_dtype(entries[name], torch.float32))
+                total += tensor.nbytes
+                weights.update(dict.fromkeys((name, *entries[name].aliases), tensor))
+            exporting.write_torch(weights, out / file)
+            places.update(dict.fromkeys(weights, file))
+    if len(parts) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        write_text(out / "pytorch_model.bin.index.json", json.dumps(index, indent=2) + "\n")
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
+) -> nn.Module:
+    """Load a checkpoint's weights into `model`, on the host, a tensor at a time; returns the model.
+
+    A model that an engine trains is taken out of it first, for which every rank makes the call. Tensors that the model
+    has and the checkpoint has not stay as they are.
+    """
+    from wherry.compat.deepspeed.engine import give_back
+
+    folder, manifest, entries = _open(checkpoint_dir, tag, partial=True)
+    give_back(model)
+    model.cpu()
+    own = model.state_dict(keep_vars=True)
+    targets = {
+        name: [own[each] for each in (name, *entry.aliases) if each in own] for name, entry in entries.items()
+    }
+    wrong = [
+        f"{name} is {entry.shape} in the checkpoint and {tuple(target.shape)} in the model"
+        for name, entry in entries.items()
+        for target in targets[name]
+        if tuple(target.shape) != tuple(entry.shape)
+    ]
+    if wrong:
+        raise CheckpointError(f"{folder}: {'; '.join(wrong[:8])}; give the model that was trained")
+    if not any(targets.values()):
+        raise CheckpointError(f"{folder}: the model has none of its {len(entries)} tensors; give the trained one")
+    with Source(folder, manifest) as source, torch.no_grad():
+        for name, entry in entries.items():
+            if targets[name]:
+                value = source.tensor(name, WEIGHT, exporting.exported_dtype(entry, torch.float32))
+                for target in targets[name]:
+                    target.copy_(value)
+    strange = [name for name in entries if not targets[name]]
+    missing = sorted(set(own) - {each for name, entry in entries.items() for each in (name, *entry.aliases)})
+    for names, what in ((strange, "the model has no"), (missing, "the checkpoint has no")):
+        if names:
+            say("load_state_dict_from_zero_checkpoint: %s %s", what, ", ".join(names[:8]))
+    return model
+
+
+def _open(
+    checkpoint_dir: str | os.PathLike[str],
+    tag: str | None,
+    exclude_frozen: bool = False,
+    *,
+    check: bool = True,
+    partial: bool = False,
+) -> tuple[Path, Manifest, dict[str, Entry]]:
+    """A checkpoint's folder, its manifest, and what of it is wanted."""
+    given = Path(checkpoint_dir)
+    if tag is not None and not (given / tag).is_dir():
+        there = ", ".join(folders.newest_first(given)) or "none"
+        raise CheckpointError(f"{given} holds no checkpoint {tag}; those that are there: {there}")
+    place = given if tag is None else given / folders.check_tag(tag)
+    if next(place.glob("*_optim_states.pt"), None) or next(place.glob("*/*_optim_states.pt"), None):
+        raise CheckpointError(
+            f"{place} holds a checkpoint that DeepSpeed has written; turn it into one of Wherry's first: "
+            f"wherry import-deepspeed {given} OUT"
+        )
+    folder = exporting.find(place)
+    manifest = exporting.verified(folder) if check else read_manifest(folder)
+    left_out = partial and bool(manifest.engine.get("frozen_excluded"))
+    return folder, manifest, exporting.exported_entries(folder, manifest, exclude_frozen=exclude_frozen or left_out)
+
+
+def _bytes(size: str | int | None) -> int:
+    if size is None:
+        return sys.maxsize
+    return parse_bytes(str(size), "max_shard_size")
+
+
+def _shards(entries: dict[str, Entry], size: int) -> Iterator[list[str]]:
+    """Names, in files of at most `size` bytes; a larger tensor has one of its own."""
+    names: list[str] = []
+    held = 0
+    for name, entry in entries.items():
+        nbytes = entry.numel * exporting.exported_dtype(entry, torch.float32).itemsize
+        if names and held + nbytes > size:
+            yield names
+            names, held = [], 0
+        names.append(name)
+        held += nbytes
+    yield names
 
 
 def _refuse(name: str) -> Any:
@@ -17,9 +204,35 @@ def _refuse(name: str) -> Any:
     return refuse
 
 
-get_fp32_state_dict_from_zero_checkpoint = _refuse("get_fp32_state_dict_from_zero_checkpoint")
-convert_zero_checkpoint_to_fp32_state_dict = _refuse("convert_zero_checkpoint_to_fp32_state_dict")
-load_state_dict_from_zero_checkpoint = _refuse("load_state_dict_from_zero_checkpoint")
 get_model_state_file = _refuse("get_model_state_file")
 get_optim_files = _refuse("get_optim_files")
-main = _refuse("main")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command `zero_to_fp32.py`."""
+    parser = argparse.ArgumentParser(
+        prog="zero_to_fp32.py", description="Write a checkpoint's weights in fp32, whole, for other programs."
+    )
+    parser.add_argument("checkpoint_dir", help="folder of checkpoints, like path/checkpoint-12")
+    parser.add_argument("output_dir", help="folder for pytorch_model.bin or model.safetensors")
+    parser.add_argument("--max_shard_size", default="5GB", help="bytes of a file, like 5GB (default)")
+    parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
+    parser.add_argument("-t", "--tag", help="checkpoint, like global_step1 (default: the latest)")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave frozen parameters out")
+    parser.add_argument("-d", "--debug", action="store_true", help="show where an error comes from")
+    given = parser.parse_args(argv)
+    try:
+        convert_zero_checkpoint_to_fp32_state_dict(
+            given.checkpoint_dir,
+            given.output_dir,
+            max_shard_size=given.max_shard_size,
+            safe_serialization=given.safe_serialization,
+            tag=given.tag,
+            exclude_frozen_parameters=given.exclude_frozen_parameters,
+        )
+    except (WherryError, OSError) as error:
+        if given.debug:
+            raise
+        print(f"zero_to_fp32: {error}", file=sys.stderr)
+        return 2
+    return 0
