@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainingArguments
 
+import wherry
 from wherry.integrations.transformers import WherryTrainer
 
 CONFIG = {"bf16": {"enabled": "auto"}, "gradient_clipping": "auto", "zero_optimization": {"stage": 3}}
@@ -52,7 +53,8 @@ def main() -> None:
     options = parser.parse_args()
 
     torch.manual_seed(0)
-    model, tokens = model_and_tokens(options.model, options.text.read_text(encoding="utf-8"))
+    with wherry.Init(config=CONFIG):  # partitioned while it is built: no rank ever holds the whole model
+        model, tokens = model_and_tokens(options.model, options.text.read_text(encoding="utf-8"))
     model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
     gpu = torch.cuda.is_available()
     arguments = TrainingArguments(

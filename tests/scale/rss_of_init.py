@@ -21,6 +21,10 @@ WIDTH, LAYERS, RANKS = 3000, 10, 8
 class Alone(Comm):
     """One rank of several whose peers hold what this one holds."""
 
+    def _all_reduce(self, tensor: torch.Tensor, op: str) -> Ticket:
+        assert op == "max"
+        return DONE
+
     def _broadcast(self, tensor: torch.Tensor, source: int) -> Ticket:
         return DONE
 

@@ -256,6 +256,33 @@ def test_a_context_works_again() -> None:
         assert part_of(model.weight) is not None
 
 
+def test_ranks_release_alike_when_one_of_them_holds_a_weights_memory() -> None:
+    """As a backend does for a moment after a gather, and garbage does until it is collected."""
+    plain = Drawn(0)
+
+    def body(comm: Comm) -> dict[str, torch.Tensor]:
+        comm.traffic.clear()
+        with wherry.Init(STAGE3, mesh=comm):
+            model = Drawn(comm.rank)
+            with torch.no_grad():
+                model.layers[0].weight.mul_(1.0)
+            held = model.layers[0].weight.data if comm.rank == 1 else None
+            with torch.no_grad():
+                model.layers[1].weight.mul_(1.0)
+                model.layers[2].weight.mul_(1.0)
+            wholes = [part_of(layer.weight).whole for layer in model.layers]
+            assert wholes == [True, False, True], "what one rank holds stays whole on all"
+            del held
+            with torch.no_grad():
+                model.layers[1].weight.mul_(1.0)
+            assert not part_of(model.layers[0].weight).whole
+        assert len(set(map(str, comm.gather_objects(dict(comm.traffic.calls))))) == 1
+        return whole(model)
+
+    for values in run_ranks(2, body):
+        assert_same(values, dict(plain.named_parameters()))
+
+
 def test_gathered_edits_parts() -> None:
     def body(comm: Comm) -> None:
         with wherry.Init(STAGE3, mesh=comm):

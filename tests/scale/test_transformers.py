@@ -12,6 +12,7 @@ import torch
 transformers = pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
 
 from tests.engine.harness import Run, adamw, assert_close, settings  # noqa: E402
+from tests.engine.test_processes import Pool  # noqa: E402
 from torch import nn  # noqa: E402
 
 import wherry  # noqa: E402
@@ -166,3 +167,30 @@ def test_a_base_models_file_in_a_model_with_a_head(tmp_path: Path) -> None:
     result = wherry.load_pretrained(engine, tmp_path, strict=False)
     assert result.missing == ["lm_head.weight"] and not result.unexpected
     assert torch.equal(engine.module.state_dict()["model.norm.weight"], other.model.norm.weight)
+
+
+def _built_and_trained(rank: int) -> tuple[dict[str, torch.Tensor], float]:
+    for _ in range(4):  # what a backend still holds after a collective differs from time to time
+        with wherry.Init(settings(3)):
+            model = build(llama, seed=rank)
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(3))
+    state = engine.module.state_dict()
+    loss = engine(**batch(0, 0, 0)).loss
+    engine.backward(loss)
+    engine.step()
+    engine.close()
+    return state, float(loss.detach())
+
+
+def test_built_with_init_in_two_processes() -> None:
+    plain = build(llama)
+    expected = float(plain(**batch(0, 0, 0)).loss.detach())
+    pool = Pool(2)
+    try:
+        answers = pool.run(_built_and_trained)
+    finally:
+        pool.close()
+    for state, loss in answers:
+        for name, value in plain.state_dict().items():
+            assert torch.equal(state[name], value), name
+        assert loss == pytest.approx(expected, rel=1e-5)

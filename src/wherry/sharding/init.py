@@ -154,17 +154,33 @@ class Init:
         self, but: set[nn.Parameter] | frozenset[nn.Parameter] = frozenset(), *, aliased: bool = False
     ) -> None:
         """Release what is whole; what somebody else holds the memory of waits, unless `aliased`."""
-        left = {}
-        for parameter, module in self._whole.items():
-            part = part_of(parameter)
-            if part is None:
-                part = Part(parameter, self.comm, self.device, self._rests_on, self._folder, self._lease)
-                parameter.__dict__[PART] = part
-            if parameter in but or (not aliased and part.aliased()):
-                left[parameter] = module
-            else:
+        parts = {parameter: self._part(parameter) for parameter in self._whole if parameter not in but}
+        held = set() if aliased else self._held(list(parts.values()))
+        for part in parts.values():
+            if part not in held:
                 part.release()
-        self._whole = left
+        self._whole = {p: module for p, module in self._whole.items() if p in but or parts[p] in held}
+
+    def _part(self, parameter: nn.Parameter) -> Part:
+        part = part_of(parameter)
+        if part is None:
+            part = Part(parameter, self.comm, self.device, self._rests_on, self._folder, self._lease)
+            parameter.__dict__[PART] = part
+        return part
+
+    def _held(self, parts: list[Part]) -> set[Part]:
+        """The parts whose memory somebody else holds, on any rank.
+
+        Ranks differ in this: a backend may hold what it has just gathered for a moment longer, and garbage is collected
+        when it is. Each rank by itself would release others than its peers.
+        """
+        held = [part.aliased() for part in parts]
+        if parts and self.comm.size > 1:
+            with torch._C.DisableTorchFunction():
+                anywhere = torch.tensor(held, dtype=torch.float32, device=self.device)
+                self.comm.all_reduce(anywhere, "max", label="Init").wait()
+                held = [bool(flag) for flag in anywhere.tolist()]
+        return {part for part, flag in zip(parts, held, strict=True) if flag}
 
 
 class _Touch(TorchFunctionMode):
