@@ -70,7 +70,7 @@ def initialize(
             config={"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 8},
         )
     """
-    resolved = _config(config, config_params, args)
+    resolved = resolve_config(config, config_params, args)
     topology = topologies.find(mesh, timeout=resolved.wherry.timeout_s)
     try:
         resolved = _settled(resolved, topology, model, training_data, collate_fn)
@@ -233,7 +233,8 @@ def _assemble(
     )
 
 
-def _config(config: Any, config_params: Any, args: Any) -> Config:
+def resolve_config(config: Any, config_params: Any, args: Any) -> Config:
+    """The one config that `initialize` was given, whichever way."""
     from_args = getattr(args, "wherry_config", None) or getattr(args, "deepspeed_config", None)
     given = [
         (name, value)

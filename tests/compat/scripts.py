@@ -114,6 +114,7 @@ engine, optimizer, _, schedule = deepspeed.initialize(
     model=model, optimizer=optimizer, args=args, lr_scheduler=schedule, mpu=mpu, dist_init_required=False
 )
 assert engine.zero_optimization_stage() == 3 and engine.mp_world_size == 1
+assert engine.config["activation_checkpointing"]["policy"] == "none"  # the script makes its own
 data = batches(args.local_rank, 4)
 losses = []
 for _ in range(6):

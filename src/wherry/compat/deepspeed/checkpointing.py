@@ -1,4 +1,4 @@
-"""`deepspeed.checkpointing`: activation checkpoints, by torch's own, with the settings that scripts make."""
+"""`deepspeed.checkpointing`: activation checkpoints in the model's own code, kept as scripts say for the process."""
 
 from __future__ import annotations
 
@@ -7,14 +7,26 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+import wherry
 from wherry import config as configs
+from wherry.activations import recompute
 from wherry.compat.deepspeed.parts import not_part_of_wherry
+from wherry.config import Config
 from wherry.observe.log import say
 
-PARTITION_ACTIVATIONS = CPU_CHECKPOINT = CONTIGUOUS_CHECKPOINTING = SYNCHRONIZE = PROFILE_TIME = False
-_configured = False
+# Keys of the config's block, and the names that scripts read.
+_KEYS = {
+    "partition_activations": "PARTITION_ACTIVATIONS",
+    "contiguous_memory_optimization": "CONTIGUOUS_CHECKPOINTING",
+    "cpu_checkpointing": "CPU_CHECKPOINT",
+    "synchronize_checkpoint_boundary": "SYNCHRONIZE",
+    "profile": "PROFILE_TIME",
+    "number_checkpoints": "num_layers",
+}
+# What `configure` was given; None before.
+_asked: dict[str, Any] | None = None
+mpu: Any = None
 
 
 def configure(
@@ -27,27 +39,49 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Say how activation checkpoints are kept, for the whole process, as scripts expect."""
-    global PARTITION_ACTIVATIONS, CPU_CHECKPOINT, CONTIGUOUS_CHECKPOINTING, SYNCHRONIZE, PROFILE_TIME, _configured
+    """Say how activation checkpoints are kept, for the engines that `deepspeed.initialize` builds afterwards.
+
+    It is laid over the block `activation_checkpointing` of their configs. What is checkpointed the model's code says.
+    """
+    global _asked, mpu
     block = configs.load(deepspeed_config).activation_checkpointing if deepspeed_config is not None else None
+    named = {
+        "partition_activations": partition_activations,
+        "contiguous_memory_optimization": contiguous_checkpointing,
+        "cpu_checkpointing": checkpoint_in_cpu,
+        "synchronize_checkpoint_boundary": synchronize,
+        "profile": profile,
+        "number_checkpoints": num_checkpoints,
+    }
+    asked = {key: getattr(block, key) for key in _KEYS if getattr(block, key, None)}
+    _asked = asked | {key: value for key, value in named.items() if value is not None}
+    if mpu_ is not None:
+        mpu = mpu_
+    _tell_if_late()
 
-    def value(given: bool | None, key: str) -> bool:
-        return bool(given if given is not None else getattr(block, key, False))
 
-    PARTITION_ACTIVATIONS = value(partition_activations, "partition_activations")
-    CONTIGUOUS_CHECKPOINTING = value(contiguous_checkpointing, "contiguous_memory_optimization")
-    CPU_CHECKPOINT = value(checkpoint_in_cpu, "cpu_checkpointing")
-    SYNCHRONIZE = value(synchronize, "synchronize_checkpoint_boundary")
-    PROFILE_TIME = value(profile, "profile")
-    _configured = True
-    for name, on in (("partition_activations", PARTITION_ACTIVATIONS), ("contiguous_checkpointing",
-                     CONTIGUOUS_CHECKPOINTING), ("synchronize", SYNCHRONIZE), ("profile", PROFILE_TIME)):  # fmt: skip
-        if on:
-            say("checkpointing.configure: %s has no effect on checkpoints made in the model's own code", name)
+def _tell_if_late() -> None:
+    from wherry.compat.deepspeed.engine import live_engines
+
+    for engine in live_engines():
+        block = engine.config["activation_checkpointing"]
+        late = [key for key, value in (_asked or {}).items() if block[key] != value]
+        if late:
+            say("checkpointing: the engine keeps its own %s; configure before initialize", ", ".join(late))
+
+
+def laid_over(config: Config) -> Config:
+    """An engine's config, with what `configure` was given."""
+    if _asked is None:
+        return config
+    block: dict[str, Any] = dict(_asked)
+    if config.activation_checkpointing.policy is None:
+        block["policy"] = "none"  # the script makes its checkpoints itself
+    return configs.load(config, overrides={"activation_checkpointing": block})
 
 
 def is_configured() -> bool:
-    return _configured
+    return _asked is not None
 
 
 def reset() -> None:
@@ -55,19 +89,48 @@ def reset() -> None:
 
 
 def set_num_layers(nlayers: int) -> None:
-    """Checkpoints need no buffer of a fixed number."""
+    """Room is made for as many checkpoints as there turn out to be."""
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    configure(partition_activations=partition_activation, checkpoint_in_cpu=CPU_CHECKPOINT)
+    global _asked
+    _asked = {**(_asked or {}), "partition_activations": partition_activation}
+    _tell_if_late()
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Keep the inputs of `function` only, and compute it again in the backward."""
-    if not CPU_CHECKPOINT:
-        return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
-    with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
-        return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+    """Keep the inputs of `function` only, and compute it again in the backward; `wherry.checkpoint` by another name.
+
+    Outside an engine's forward, checkpoints are on the host where `configure` has said so.
+    """
+    call = _tracked(function)
+    alone = recompute.running.get() is None and not recompute.inside.get() and torch.is_grad_enabled()
+    if alone and (_asked or {}).get("cpu_checkpointing"):
+        host = torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
+        return recompute.recomputed(call, args, kwargs, saving=host)
+    return wherry.checkpoint(call, *args, **kwargs)
+
+
+def _tracked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, whose recomputation draws again what it has drawn from the tracker's named states."""
+    if not _tracker.states_:
+        return function
+    before: dict[str, torch.Tensor] | None = None
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal before
+        if before is None:
+            before = _tracker.get_states()
+            return function(*args, **kwargs)
+        now = _tracker.get_states()
+        _tracker.set_states(dict(before))
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _tracker.set_states(now)
+
+    call.__qualname__ = getattr(function, "__qualname__", type(function).__name__)
+    return call
 
 
 non_reentrant_checkpoint = checkpoint
@@ -158,8 +221,9 @@ def _set_rng_state(state: torch.Tensor) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "mpu":
-        return None
+    for key, constant in _KEYS.items():
+        if name == constant:
+            return (_asked or {}).get(key, None if key == "number_checkpoints" else False)
     if name in ("gather_partitioned_activations", "merge_tensors", "extract_tensors"):
-        raise not_part_of_wherry(f"deepspeed.checkpointing.{name}", "checkpoints are torch's own")
-    raise AttributeError(name)
+        raise not_part_of_wherry(f"deepspeed.checkpointing.{name}", "the engine cuts and joins checkpoints itself")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

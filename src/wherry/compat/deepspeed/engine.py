@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 
 from wherry import config as configs
 from wherry.assemble import initialize as wherry_initialize
-from wherry.assemble import make_dataloader
-from wherry.compat.deepspeed import parameters
+from wherry.assemble import make_dataloader, resolve_config
+from wherry.compat.deepspeed import checkpointing, parameters
 from wherry.compat.deepspeed.parts import not_part_of_wherry
 from wherry.engine import Engine
 from wherry.errors import WherryError
@@ -224,10 +224,8 @@ def initialize(
         training_data=training_data,
         lr_scheduler=lr_scheduler,
         collate_fn=collate_fn,
-        config=config,
-        config_params=config_params,
+        config=checkpointing.laid_over(resolve_config(config, config_params, args)),
         mesh=_data_axis(mpu, mesh_param),
-        args=args,
         engine_class=DeepSpeedEngine,
     )
     assert isinstance(engine, DeepSpeedEngine)

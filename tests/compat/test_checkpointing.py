@@ -1,0 +1,121 @@
+"""`deepspeed.checkpointing`: settings that scripts make for the process reach the engine, and the numbers stay."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.activations.late import LateLink
+from tests.engine.harness import LENGTH, WIDTH, adamw, make_model, settings, token_batch
+from tests.parallel.handmade import Block, Model
+from torch import nn
+
+from wherry.activations import build
+from wherry.assemble import initialize
+from wherry.compat.deepspeed import checkpointing
+from wherry.compat.deepspeed.engine import DeepSpeedEngine
+from wherry.parallel.threads import run_grid
+from wherry.parallel.topology import Topology
+
+BATCH = 2
+CHECKPOINT = BATCH * LENGTH * WIDTH * 4
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(checkpointing, "_asked", None)
+    monkeypatch.setattr(checkpointing, "mpu", None)
+    monkeypatch.setattr(build, "SMALLEST_CUT", 1)
+    monkeypatch.setattr(build, "link_to", LateLink)
+    yield
+    checkpointing.get_cuda_rng_tracker().reset()
+
+
+class Checkpointed(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpointing.checkpoint(super().forward, x)
+
+
+def train(place: Topology, source: Model, given: dict[str, Any]) -> tuple[list[float], int, int, dict[str, Any]]:
+    model = copy.deepcopy(source)
+    model.cut(place.tensor)
+    config = checkpointing.laid_over(
+        checkpointing.configs.load(settings(3, more={"activation_checkpointing": given} if given else {}))
+    )
+    engine, *_ = initialize(
+        model=model, optimizer=adamw(model.parameters()), mesh=place, config=config, engine_class=DeepSpeedEngine
+    )
+    losses = []
+    for step in range(2):
+        loss = engine(*token_batch(step, 0, place.data.rank, BATCH))
+        saved = engine._activations.saved_bytes()
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    recomputed = engine._activations.figures.recomputed
+    block = engine.config["activation_checkpointing"]
+    engine.close()
+    return losses, saved // 2, recomputed, block
+
+
+def test_what_is_configured_reaches_the_engine() -> None:
+    source = make_model(Model)
+    assert isinstance(source, Model)
+    plain = run_grid(lambda place: train(place, source, {}), data=2, tensor=2)
+    own = copy.deepcopy(source)
+    for block in own.blocks:
+        block.__class__ = Checkpointed
+    assert not checkpointing.is_configured() and checkpointing.PARTITION_ACTIVATIONS is False
+    checkpointing.configure(partition_activations=True)
+    assert checkpointing.is_configured() and checkpointing.PARTITION_ACTIVATIONS is True
+    cut = run_grid(lambda place: train(place, own, {"profile": True}), data=2, tensor=2)
+    blocks = len(own.blocks)
+    for (losses, saved, recomputed, block), (expected, *_) in zip(cut, plain, strict=True):
+        assert losses == expected
+        # Half of each checkpoint, of the model's own making only.
+        assert (saved, recomputed) == (blocks * CHECKPOINT // 2, 2 * blocks)
+        assert block["policy"] == "none" and block["profile"]
+    checkpointing.configure(checkpoint_in_cpu=True, partition_activations=False)
+    with_config = run_grid(
+        lambda place: train(place, own, {"partition_activations": True, "offload_min_bytes": 1}), data=2, tensor=2
+    )
+    for (losses, saved, recomputed, _), (expected, *_) in zip(with_config, plain, strict=True):
+        assert losses == expected
+        assert (saved, recomputed) == (blocks * CHECKPOINT, 2 * blocks)
+
+
+def test_the_config_that_configure_is_given_counts() -> None:
+    checkpointing.configure(
+        deepspeed_config={"activation_checkpointing": {"cpu_checkpointing": True, "profile": True}}, profile=False
+    )
+    block = checkpointing.laid_over(checkpointing.configs.load({})).activation_checkpointing
+    assert (block.cpu_checkpointing, block.profile, block.resolved_policy()) == (True, False, "none")
+    own = {"activation_checkpointing": {"policy": "recompute"}}
+    assert checkpointing.laid_over(checkpointing.configs.load(own)).activation_checkpointing.policy == "recompute"
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_recomputation_draws_the_same_again(on_host: bool) -> None:
+    """Dropout from the default generator and from a named state of the tracker, inside and outside checkpoints."""
+    layer = nn.Linear(8, 8)
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        x = torch.dropout(layer(x), 0.5, True)
+        with checkpointing.get_cuda_rng_tracker().fork():
+            return torch.dropout(layer(x), 0.5, True)
+
+    def run(call: Any) -> tuple[torch.Tensor, ...]:
+        checkpointing.model_parallel_cuda_manual_seed(3)
+        x = torch.linspace(-1, 1, 24).view(3, 8).requires_grad_()
+        y = call(part, call(part, x))
+        gradients = torch.autograd.grad(y.square().sum(), [x, layer.weight])
+        with checkpointing.get_cuda_rng_tracker().fork():
+            after = torch.rand(3)
+        return (y.detach(), *gradients, after, torch.rand(3))
+
+    checkpointing.configure(checkpoint_in_cpu=on_host)
+    for one, other in zip(run(lambda f, x: f(x)), run(checkpointing.checkpoint), strict=True):
+        assert torch.equal(one, other)
