@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import threading
@@ -20,8 +19,9 @@ import torch
 from wherry.checkpoint import folder as folders
 from wherry.checkpoint.collect import Piece, Scalar, flat_pieces, gradient_pieces
 from wherry.checkpoint.errors import CheckpointError, describe, on_first, together
-from wherry.checkpoint.files import FileRecord, TensorWriter, host_parts, write_text
+from wherry.checkpoint.files import FileRecord, TensorWriter, host_parts
 from wherry.checkpoint.manifest import WEIGHT, Entry, Manifest, Slice
+from wherry.checkpoint.meeting import Meeting
 from wherry.checkpoint.session import Session, aliases, box_of, plain_tensors
 from wherry.checkpoint.slices import Box, Run
 from wherry.checkpoint.state import Values, encode_values
@@ -323,6 +323,7 @@ class _Job:
             placement=session.placement,
         )
         self.files = RankFiles(partial, self.rank, plan.header_room)
+        self.meeting = Meeting(partial, self.rank)
         if session.data.rank == session.tensor.rank == 0:
             self.files.part.entries = plan.entries
 
@@ -345,6 +346,7 @@ class _Job:
         assert self.session is not None
         copies: list[tuple[Piece | Scalar, tuple[int, ...]]] = []
         try:
+            together(self.session.comm, f"saving {self.saved.path}", self.meeting.open)
             together(
                 self.session.comm,
                 f"copying states for {self.saved.path}",
@@ -364,40 +366,16 @@ class _Job:
     def _behind(self, pieces: Iterator[tuple[Piece | Scalar, tuple[int, ...]]]) -> None:
         """No collective may be called here, so the ranks meet in the folder: each leaves a record of its part."""
         try:
-            try:
-                part = self._write(pieces)
-            except Exception as error:
-                self.files.abandon()
-                # Rank 0 may have given up already, and the folder be gone.
-                with contextlib.suppress(OSError):
-                    write_text(self.partial / f"{self.rank}.failed", describe(error))
-                raise
-            write_text(self.partial / f"{self.rank}.part", part.to_text())
+            self.meeting.report(self._write(pieces).to_text())
             if self.rank == 0:
-                self._commit(self._await_parts())
+                parts: list[Part] = []
+                self.meeting.gather(self.ranks, self.options.timeout_s, lambda text: parts.append(Part.from_text(text)))
+                self._commit(parts)
         except Exception as error:
             self.saved._failure = error
-            if self.rank == 0:
-                shutil.rmtree(self.partial, ignore_errors=True)
-
-    def _await_parts(self) -> list[Part]:
-        parts: list[Part] = []
-        deadline = time.monotonic() + self.options.timeout_s
-        while len(parts) < self.ranks:
-            rank = len(parts)
-            failed = self.partial / f"{rank}.failed"
-            if failed.exists():
-                raise CheckpointError(f"rank {rank}: {failed.read_text(encoding='utf-8')}")
-            record = self.partial / f"{rank}.part"
-            if record.exists():
-                parts.append(Part.from_text(record.read_text(encoding="utf-8")))
-                record.unlink()
-                deadline = time.monotonic() + self.options.timeout_s
-            elif time.monotonic() > deadline:
-                raise CheckpointError(f"rank {rank} has not written its part in {self.options.timeout_s:g} s")
-            else:
-                time.sleep(0.02)
-        return parts
+            self._abandon()
+            if self.rank:
+                self.meeting.fail(describe(error))
 
     # Both.
 

@@ -1,0 +1,140 @@
+"""Ranks that write behind training hear of each other's failures at once, and never wait without an end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.checkpoint.harness import Shape, assert_same, load_into, on, save_from, train
+
+from wherry.checkpoint import meeting, save
+from wherry.checkpoint.errors import CheckpointError
+from wherry.checkpoint.meeting import Meeting
+from wherry.parallel.comm import Comm
+
+# Longer than a test may take: what ends sooner has not waited for it.
+LONG = 3600.0
+
+
+def opened(folder: Path, ranks: int) -> list[Meeting]:
+    meetings = [Meeting(folder, rank) for rank in range(ranks)]
+    for each in meetings:
+        each.open()
+    return meetings
+
+
+def full(path: Any) -> OSError:
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def test_everybody_comes(tmp_path: Path) -> None:
+    meetings = opened(tmp_path, 3)
+    for rank in (2, 0, 1):
+        meetings[rank].report(f"part {rank}")
+    found: list[str] = []
+    meetings[0].gather(3, LONG, found.append)
+    assert found == ["part 0", "part 1", "part 2"]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.timeout(60)
+def test_a_failure_is_heard_at_once_whoever_is_late(tmp_path: Path) -> None:
+    """Rank 1 has not come and never does; rank 2 has failed."""
+    meetings = opened(tmp_path, 3)
+    meetings[0].report("part 0")
+    (tmp_path / "rank-00002.safetensors").write_bytes(b"half")
+    meetings[2].fail("the disk is gone")
+    with pytest.raises(CheckpointError, match="rank 2: the disk is gone"):
+        meetings[0].gather(3, LONG, lambda text: None)
+    assert not list(tmp_path.glob("rank-*"))
+
+
+@pytest.mark.timeout(60)
+def test_a_failure_without_room_for_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meetings = opened(tmp_path, 2)
+
+    def pwrite(*_: Any) -> int:
+        raise full(tmp_path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(meeting.os, "pwrite", pwrite)
+        meetings[1].fail("the disk is gone")
+    with pytest.raises(CheckpointError, match="rank 1: it has failed, and could not write why"):
+        meetings[0].gather(2, LONG, lambda text: None)
+
+
+def test_ranks_that_never_come_are_named(tmp_path: Path) -> None:
+    meetings = opened(tmp_path, 4)
+    meetings[2].report("part 2")
+    with pytest.raises(CheckpointError, match=r"ranks 0, 1, 3 have not written their part in 0\.05 s"):
+        meetings[0].gather(4, 0.05, lambda text: None)
+    meetings[0].report("part 0")
+    meetings[3].report("part 3")
+    with pytest.raises(CheckpointError, match=r"rank 1 has not written its part in 0\.05 s"):
+        meetings[0].gather(4, 0.05, lambda text: None)
+
+
+def test_a_failure_after_the_folder_is_gone(tmp_path: Path) -> None:
+    Meeting(tmp_path / "gone", 1).fail("too late")
+    assert not (tmp_path / "gone").exists()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("when", ["states", "record"])
+def test_a_disk_that_takes_nothing_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """From some moment on, rank 1 can create no file any more: not even one to say so."""
+    states = save_from(Shape(3, 2), tmp_path)
+    put, write_text = save.RankFiles.put, meeting.write_text
+
+    def no_room(self: Any, name: str, tensor: Any) -> str:
+        if self.rank == 1 and when == "states":
+            raise full(self.partial)
+        return put(self, name, tensor)
+
+    def no_file(path: Path, text: str) -> None:
+        if path.name.startswith("1."):
+            raise full(path)
+        write_text(path, text)
+
+    def body(engine: Any, comm: Comm) -> None:
+        train(engine, comm, 3)
+        with pytest.raises(CheckpointError, match=r"rank 0: .* rank 1: .*No space left on device"):
+            engine.save_checkpoint(tmp_path)
+            engine.wait_for_checkpoint()
+
+    monkeypatch.setattr(save.RankFiles, "put", no_room)
+    monkeypatch.setattr(meeting, "write_text", no_file)
+    on(Shape(3, 2, more={"wherry": {"timeout_s": LONG, "checkpoint": {"async_save": True}}}), body)
+    assert {path.name for path in tmp_path.iterdir()} == {"global_step2", "latest"}
+    assert_same(states, load_into(Shape(), tmp_path))
+
+
+def test_a_rank_that_never_finishes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1's writing stands still until rank 0 has given up."""
+    put, gather = save.RankFiles.put, Meeting.gather
+    given_up = threading.Event()
+
+    def stuck(self: Any, name: str, tensor: Any) -> str:
+        if self.rank == 1:
+            assert given_up.wait(60)
+        return put(self, name, tensor)
+
+    def gathered(self: Any, *arguments: Any) -> None:
+        try:
+            gather(self, *arguments)
+        finally:
+            given_up.set()
+
+    def body(engine: Any, comm: Comm) -> None:
+        with pytest.raises(CheckpointError, match=r"rank 0: .* rank 1 has not written its part in 0\.2 s"):
+            engine.save_checkpoint(tmp_path)
+            engine.wait_for_checkpoint()
+
+    monkeypatch.setattr(save.RankFiles, "put", stuck)
+    monkeypatch.setattr(Meeting, "gather", gathered)
+    on(Shape(2, 2, more={"wherry": {"timeout_s": 0.2, "checkpoint": {"async_save": True}}}), body)
+    assert not list(tmp_path.iterdir())
