@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from tests.checkpoint.harness import MODEL, Shape, on, save_from, state_of, train
 
+import wherry
 from wherry.checkpoint.export import ModelWriter
 from wherry.cli import main
 from wherry.parallel.comm import Comm
@@ -53,8 +55,6 @@ def test_one_file_loads_with_its_tied_names(tmp_path: Path) -> None:
     assert main(["export", str(tmp_path / "in" / "global_step2"), str(tmp_path / "out")]) == 0
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt", "head.weight": "embed.weight"}
-    import copy
-
     model = copy.deepcopy(MODEL)
     load_model(model, str(tmp_path / "out" / "model.safetensors"))
     assert torch.equal(model.head.weight.flatten(), states["embed.weight:master"])
@@ -87,6 +87,26 @@ def test_from_a_live_engine(tmp_path: Path, shape: Shape) -> None:
         assert torch.equal(weight, whole[name]) and torch.equal(weight, pickled[name])
         assert torch.equal(precise[name].flatten(), expected[f"{name}:master"])
     assert whole["head.weight"] is whole["embed.weight"]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_tiles_leave_as_the_layers_they_are_of(tmp_path: Path, ranks: int) -> None:
+    """Names, values and the sum of bytes are those of the model before it was tiled, on the way to files as well."""
+    model = copy.deepcopy(MODEL)
+    wherry.tile(model, max_bytes=700)
+    assert any("tiles.1" in name for name, _ in model.named_parameters())
+
+    def body(engine: Any, comm: Comm) -> Any:
+        engine.save_16bit_model(tmp_path, "model.safetensors")
+        return engine.consolidated_state_dict(), engine.consolidated_state_dict(torch.float32)
+
+    whole, precise = on(Shape(ranks, 3), body, model=model)[0]
+    assert list(whole) == [name for name, _ in MODEL.named_parameters(remove_duplicate=False)]
+    for name, weight in MODEL.state_dict().items():
+        assert torch.equal(whole[name], weight) and torch.equal(precise[name], weight), name
+    files = exported(tmp_path)
+    assert set(files) == {name for name, _ in MODEL.named_parameters()}
+    assert all(torch.equal(weight, whole[name]) for name, weight in files.items())
 
 
 def test_transformers_loads_it(tmp_path: Path) -> None:

@@ -213,7 +213,10 @@ for (n, ours), theirs in zip(model.named_parameters(), twin.parameters()):
 pieces = [None, None]
 dist.all_gather_object(pieces, safe_get_local_fp32_param(weight))
 torch.testing.assert_close(torch.cat(pieces), safe_get_full_fp32_param(weight).flatten())
-assert engine.module_state_dict()[name].shape == weight.shape
+whole, consolidated = engine.module_state_dict(), engine._zero3_consolidated_16bit_state_dict()
+assert whole[name].shape == weight.shape and (consolidated is None) == (dist.get_rank() > 0)
+if consolidated is not None:
+    assert set(consolidated) == set(whole) and all(torch.equal(whole[n], t) for n, t in consolidated.items())
 
 table = dist.log_summary(return_dict=True)
 assert table["all_gather"]["calls"] > 0 and table["reduce_scatter"]["bytes"] > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from wherry.checkpoint.manifest import NAME, WEIGHT, Entry, Manifest, read_manif
 from wherry.checkpoint.session import Session, plain_tensors
 from wherry.checkpoint.session import aliases as tied_names
 from wherry.checkpoint.source import Source
+from wherry.nn.tiled import Place, tile_places
 from wherry.observe.progress import Progress
 from wherry.sharding.unit import Flat
 
@@ -196,6 +198,29 @@ def whole_weights(
     yield from plain_tensors(session).items()
 
 
+def joined(
+    weights: Iterable[tuple[str, torch.Tensor]], places: dict[str, Place]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights, with tiles put together on the host, as the linear layers that they are of."""
+    begun: dict[str, torch.Tensor] = {}
+    missing: dict[str, int] = {}
+    for name, tensor in weights:
+        place = places.get(name)
+        if place is None:
+            yield name, tensor
+            continue
+        if place.whole not in begun:
+            begun[place.whole] = torch.empty(place.whole_shape, dtype=tensor.dtype)
+            missing[place.whole] = math.prod(place.whole_shape)
+        box = tuple(slice(start, start + size) for start, size in zip(place.offsets, place.shape, strict=True))
+        begun[place.whole][box] = tensor.detach().to("cpu")
+        missing[place.whole] -= tensor.numel()
+        if not missing[place.whole]:
+            yield place.whole, begun.pop(place.whole)
+    if begun:
+        raise CheckpointError(f"{', '.join(begun)}: some of its tiles are frozen and left out, and others are not")
+
+
 @torch.no_grad()
 def _whole(session: Session, flat: Flat, precise: bool) -> torch.Tensor:
     state = session.states.get(flat) if precise and flat.dtype.itemsize < torch.float32.itemsize else None
@@ -217,13 +242,14 @@ def _whole(session: Session, flat: Flat, precise: bool) -> torch.Tensor:
 def write_model(session: Session, folder: Path, *, exclude_frozen: bool, max_shard_size: int = DEFAULT_SHARD) -> None:
     """Write the working weights of a live engine; every rank calls it, rank 0 writes, a flat at a time."""
     tied = {other: name for name, others in tied_names(session.module).items() for other in others}
-    names = [name for name, _ in session.module.named_parameters()] + list(plain_tensors(session))
+    places = tile_places(session.module)
+    names = _whole_names(session, places, tied=False) + list(plain_tensors(session))
     weights = whole_weights(session, exclude_frozen=exclude_frozen)
 
     def write() -> None:
         if session.comm.rank == 0:
             with ModelWriter(folder, max_shard_size, names, tied) as writer:
-                for name, tensor in weights:
+                for name, tensor in joined(weights, places):
                     writer.add(name, tensor)
 
     def write_and_drain() -> None:
@@ -241,17 +267,25 @@ def consolidated(
     session: Session, *, dtype: torch.dtype | None = None, exclude_frozen: bool = False
 ) -> dict[str, torch.Tensor] | None:
     """All weights and buffers on rank 0's host, under all their names; None on the other ranks."""
-    tied, plain = tied_names(session.module), plain_tensors(session)
-    found: dict[str, torch.Tensor] = {}
-    for name, tensor in whole_weights(session, precise=dtype == torch.float32, exclude_frozen=exclude_frozen):
-        if session.comm.rank == 0:
-            cast = dtype is not None and tensor.is_floating_point() and name not in plain
-            copy = tensor.detach().to("cpu", dtype if cast else tensor.dtype, copy=True)
-            found.update({each: copy for each in (name, *tied.get(name, ()))})
+    weights = whole_weights(session, precise=dtype == torch.float32, exclude_frozen=exclude_frozen)
     if session.comm.rank:
+        for _ in weights:
+            pass
         return None
-    order = [name for name, _ in session.module.named_parameters(remove_duplicate=False)]
+    tied, plain, places = tied_names(session.module), plain_tensors(session), tile_places(session.module)
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in joined(weights, places):
+        cast = dtype is not None and tensor.is_floating_point() and name not in plain
+        copy = tensor.detach().to("cpu", dtype if cast else tensor.dtype, copy=True)
+        found.update({each: copy for each in (name, *tied.get(name, ()))})
+    order = _whole_names(session, places, tied=True)
     return {name: found[name] for name in dict.fromkeys([*order, *found]) if name in found}
+
+
+def _whole_names(session: Session, places: dict[str, Place], *, tied: bool) -> list[str]:
+    """The parameters' names; a tiled layer's as if it were not."""
+    names = [name for name, _ in session.module.named_parameters(remove_duplicate=not tied)]
+    return list(dict.fromkeys(places[name].whole if name in places else name for name in names))
 
 
 def write_torch(weights: dict[str, torch.Tensor] | None, path: Path) -> None:

@@ -142,8 +142,8 @@ class DeepSpeedEngine(Engine):
     save_fp16_model = save_16bit_model
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
-        return state if self.global_rank == 0 else None
+        """The whole working weights on rank 0's host; None on the other ranks, which hold a unit at a time."""
+        return self.consolidated_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
