@@ -102,7 +102,10 @@ class GpuWorker:
         made = Recipe(**recipe)
         shape = Shape(made.layers, made.hidden, made.heads, made.sequence, made.vocabulary)
         config = systems.config_of(systems.place_of(system), made, 1) | {"wherry": {"update_policy": made.policy}}
-        found = dry_run(of_shape("gpt2", shape), config, ranks=1, sequence=made.length, recompute=made.recompute)
+        if made.recompute:
+            config["activation_checkpointing"] = {"policy": "recompute"}
+        apart = self.device == "cuda"
+        found = dry_run(of_shape("gpt2", shape), config, ranks=1, sequence=made.length, gpu=apart)
         return {tier: found.peak(tier) for tier in ("device", "host", "disk")}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:

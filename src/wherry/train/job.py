@@ -79,7 +79,10 @@ def train(options: Options) -> int:
     resolved = load(config)
     torch.manual_seed(options.seed)
     piped = options.pipeline_parallel > 1
-    whole = GPT(GPTConfig.of(shape, checkpoint_activations=options.checkpoint_activations, tied=not piped))
+    alone = not piped and options.tensor_parallel == 1
+    # Where parameters are partitioned the whole model need not be in any rank's memory.
+    with wherry.Init(config=resolved, mesh=place, enabled=alone and resolved.placement().parameters.partitioned):
+        whole = GPT(GPTConfig.of(shape, checkpoint_activations=options.checkpoint_activations, tied=not piped))
     if options.tensor_parallel > 1:
         parallel.cut_blocks(whole, mesh)
     model = parallel.Stage(whole, place.pipe.rank, place.pipe.size) if piped else whole

@@ -37,6 +37,10 @@ class Options:
     config: str | None = None
     settings: tuple[str, ...] = ()
     stage: int | None = None
+    offload_optimizer: str | None = None
+    offload_param: str | None = None
+    nvme_path: str | None = None
+    host_memory: str | None = None
     lr: float | None = None
     steps: int = DEFAULT_STEPS
     warmup: int | None = None
@@ -91,6 +95,10 @@ def build_parser() -> argparse.ArgumentParser:
     _add(train, "--lr-warmup-iters", dest="warmup", type=int, help="steps until the peak (default: a tenth)")
     _add(train, "--precision", choices=("fp32", "bf16", "fp16"), help="default: bf16 on a GPU that has it, else fp32")
     _add(train, "--stage", type=int, choices=(0, 1, 2, 3), help="ZeRO stage (default: 3)")
+    _add(train, "--offload-optimizer", choices=("none", "cpu", "nvme"), help="where optimizer state rests")
+    _add(train, "--offload-param", choices=("none", "cpu", "nvme"), help="where parameters rest, at stage 3")
+    _add(train, "--nvme-path", metavar="FOLDER", help="the folder on disk for what is offloaded to nvme")
+    _add(train, "--host-memory", metavar="SIZE", help="host memory that training states may take, like 3GB")
     _add(train, "--config", "--deepspeed-config", metavar="FILE", help="config file with DeepSpeed's key names")
     _add(train, "--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="a key of the config")
     _add(train, "--seed", type=int, default=1234, help="of the weights and of the order of the text")
@@ -194,10 +202,26 @@ def build_config(options: Options, parameters: int, *, bf16: bool, given: Mappin
         flag(options, config)
     if options.stage is not None:
         config.setdefault("zero_optimization", {})["stage"] = options.stage
+    _offload_flags(options, config)
     _checkpoint_flags(options, config)
     for setting in options.settings:
         _set(config, setting)
     return config
+
+
+def _offload_flags(options: Options, config: dict[str, Any]) -> None:
+    zero = config.setdefault("zero_optimization", {})
+    for name in ("offload_optimizer", "offload_param"):
+        device = getattr(options, name)
+        if device is not None:
+            zero[name] = {**zero.get(name, {}), "device": device}
+        if options.nvme_path is not None and zero.get(name, {}).get("device") == "nvme":
+            zero[name]["nvme_path"] = options.nvme_path
+            if name == "offload_param":
+                # What is sent to disk by a flag is to be there.
+                zero[name].setdefault("max_in_cpu", 0)
+    if options.host_memory is not None:
+        config.setdefault("wherry", {})["host_memory"] = options.host_memory
 
 
 def _defaults(options: Options, parameters: int, *, bf16: bool) -> dict[str, Any]:

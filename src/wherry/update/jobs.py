@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator
 from queue import SimpleQueue
@@ -126,42 +127,54 @@ def drive_all(jobs: Collection[Job], depth: int) -> Iterator[Job]:
 
 
 class Crew:
-    """A thread that runs jobs beside the forward and backward, in the order in which they come."""
+    """A thread that runs jobs beside the forward and backward, in the order in which they come.
+
+    It ends with `close()`, with the crew's last reference, or before the interpreter does.
+    """
 
     def __init__(self, depth: int, device: torch.device) -> None:
         self.depth = depth
         self.device = device
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._finalizer: weakref.finalize | None = None
 
     def add(self, job: Job) -> None:
         if faking():  # fake tensors know one thread
             drive_one(job)
             return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="wherry-update", daemon=True)
-            self._thread.start()
+        if self._finalizer is None:
+            # The thread knows the queue and not the crew, which may so be let go of.
+            work = (self._queue, self.depth, self.device)
+            thread = threading.Thread(target=_work, args=work, name="wherry-update", daemon=True)
+            thread.start()
+            self._finalizer = weakref.finalize(self, _end, self._queue, thread)
         self._queue.put(job)
-
-    def _work(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        with torch.no_grad():
-            ended = False
-
-            def take(block: bool) -> Job | None:
-                nonlocal ended
-                if ended or (not block and self._queue.empty()):
-                    return None
-                job = self._queue.get()
-                ended = job is None
-                return job
-
-            drive(take, self.depth)
 
     def close(self) -> None:
         """Finish what was begun and end the thread."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._queue.put(None)
-            thread.join()
+        finalizer, self._finalizer = self._finalizer, None
+        if finalizer is not None:
+            finalizer()
+
+
+def _end(queue: SimpleQueue[Job | None], thread: threading.Thread) -> None:
+    queue.put(None)
+    if thread is not threading.current_thread():
+        thread.join()
+
+
+def _work(queue: SimpleQueue[Job | None], depth: int, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    ended = False
+
+    def take(block: bool) -> Job | None:
+        nonlocal ended
+        if ended or (not block and queue.empty()):
+            return None
+        job = queue.get()
+        ended = job is None
+        return job
+
+    with torch.no_grad():
+        drive(take, depth)
