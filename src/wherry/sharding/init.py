@@ -88,7 +88,7 @@ class Init:
         self.comm, self.device = topology.data, topology.device
         # The process group is needed as long as there are parts.
         self._lease = Lease()
-        if not isinstance(self._mesh, Comm):
+        if not isinstance(self._mesh, Comm | topologies.Topology):
             weakref.finalize(self._lease, self.comm.close)
         self._rests_on, self._folder = self.device, None
         if self._config is not None:
