@@ -86,6 +86,7 @@ class Engine(Surface):
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         self.global_steps = 0
+        self.global_samples = 0
         self.micro_steps = 0
         self.skipped_steps = 0
         self._config = parts.config
@@ -318,6 +319,7 @@ class Engine(Surface):
             self._updater.step(self.optimizer.param_groups, multiplier, self._gradients.absent())
             self._hooks.version += 1
         self.global_steps += 1
+        self.global_samples += self._batch.train
         self._end_window()
         self._scaler.update(overflow)
         scale = self._scaler.scale if self._scaler.dynamic else None
@@ -339,6 +341,36 @@ class Engine(Surface):
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Decide by hand whether the next backward ends the window; None goes back to counting micro-batches."""
         self._forced_boundary = is_boundary
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Train on with more or fewer micro-batches in a window, as a schedule of growing batches does.
+
+        Every rank makes the call, between windows. The micro-batch stays, so the loader does as well.
+        """
+        share = self._batch.micro * self.comm.size
+        if train_batch_size < share or train_batch_size % share:
+            raise WherryError(
+                f"set_train_batch_size: expected a multiple of {share} (micro-batch {self._batch.micro} x "
+                f"{self.comm.size} ranks), got {train_batch_size}"
+            )
+        self._set_batch(self._batch.micro, train_batch_size // share)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Say that micro-batches are of another size from here on, with as many of them in a window.
+
+        Every rank makes the call, between windows. A loader that has been made keeps its size.
+        """
+        if micro_batch_size < 1:
+            raise WherryError(f"set_train_micro_batch_size: expected 1 or more, got {micro_batch_size}")
+        self._set_batch(micro_batch_size, self._batch.accumulation)
+
+    def _set_batch(self, micro: int, accumulation: int) -> None:
+        if self._backwards_in_window or self._steps_in_window:
+            raise WherryError(
+                f"the batch size cannot change within an accumulation window, of which {self._backwards_in_window} of "
+                f"{self._batch.accumulation} micro-batches have run; change it after the update"
+            )
+        self._batch = BatchSizes(micro * accumulation * self.comm.size, micro, accumulation)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -463,6 +495,7 @@ class Engine(Surface):
 
     def _go_on_from(self, counts: Counts, window: Window) -> None:
         self.global_steps, self.micro_steps = counts.global_steps, counts.micro_steps
+        self.global_samples = counts.samples
         self.skipped_steps, self._norm, self._applied = counts.skipped_steps, counts.norm, counts.applied
         self._backwards_in_window, self._steps_in_window = window.backwards, window.steps
         self._averaged, self._scaled = window.averaged, window.scaled

@@ -259,10 +259,6 @@ class Surface(nn.Module):
         return self.comm.size
 
     @property
-    def global_samples(self) -> int:
-        return self.global_steps * self._batch.train
-
-    @property
     def loss_scale(self) -> float:
         return self._scaler.scale
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import TinyLM, make_model, settings, token_batch
+from tests.engine.harness import TinyLM, adamw, make_model, settings, token_batch
 from tests.engine.test_models import D, Stack, sgd, vectors
 from torch import nn
 from torch.nn import functional as F
@@ -288,3 +289,54 @@ def test_a_parameter_may_be_frozen_for_a_while() -> None:
 
     model = make_model(Stack)
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("by_iterator", [False, True])
+def test_batch_sizes_that_change_while_training(by_iterator: bool, tmp_path: Path) -> None:
+    """Windows of one micro-batch of 2, then three of 2, then three of 4: the oracle sees whole batches."""
+    phases = ((1, 2), (3, 2), (3, 4))
+    source = make_model()
+    plain = copy.deepcopy(source)
+    optimizer = adamw(plain.parameters())
+    for step, (micros, size) in enumerate(phases):
+        optimizer.zero_grad()
+        for rank in range(2):
+            for micro in range(micros):
+                (plain(*token_batch(step, micro, rank, size)) / (2 * micros)).backward()
+        optimizer.step()
+
+    def body(comm: Comm) -> dict[str, torch.Tensor]:
+        model = copy.deepcopy(source)
+        config = settings(2) | {"train_micro_batch_size_per_gpu": 2}
+        engine = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=config, mesh=comm)[0]
+        for step, (micros, size) in enumerate(phases):
+            engine.set_train_micro_batch_size(size)
+            engine.set_train_batch_size(2 * micros * size)
+            assert (engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()) == (size, micros)
+            batches = [token_batch(step, micro, comm.rank, size) for micro in range(micros)]
+            if by_iterator:
+                engine.train_batch(iter(batches))
+            else:
+                for number, batch in enumerate(batches):
+                    engine.backward(engine(*batch))
+                    if number == 0 and micros > 1:
+                        with pytest.raises(WherryError, match="within an accumulation window, of which 1 of 3"):
+                            engine.set_train_batch_size(16)
+                    engine.step()
+        assert (engine.global_steps, engine.global_samples) == (3, 4 + 12 + 24)
+        for wrong in (0, 7, -8):
+            with pytest.raises(WherryError, match=r"a multiple of 8 \(micro-batch 4 x 2 ranks\), got"):
+                engine.set_train_batch_size(wrong)
+        with pytest.raises(WherryError, match="expected 1 or more, got 0"):
+            engine.set_train_micro_batch_size(0)
+        engine.save_checkpoint(tmp_path)
+        engine.global_samples = 0
+        engine.load_checkpoint(tmp_path)
+        assert engine.global_samples == 40
+        weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        engine.close()
+        return weights
+
+    for weights in run_ranks(2, body):
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
