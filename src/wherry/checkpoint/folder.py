@@ -132,6 +132,19 @@ def _delete(path: Path, tag: str) -> None:
     shutil.rmtree(path)
 
 
+def discard(partial: Path) -> None:
+    """Delete what was being written. Ranks that still write find the name gone, and so put nothing new into it."""
+    found = _ASIDE.fullmatch(partial.name)
+    assert found is not None, partial
+    hidden = aside(partial.parent, found["tag"], "removed")
+    try:
+        os.rename(partial, hidden)
+    except OSError as error:
+        logger.warning("%s: what was written of this checkpoint is left (%s)", partial, error.strerror)
+        return
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
 def clean(folder: Path) -> list[Path]:
     """Delete what processes that are gone have left half-written, and say so; returns what was deleted."""
     cleaned = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import threading
 import time
 import zlib
@@ -445,7 +444,7 @@ class _Job:
     def _abandon(self) -> None:
         self.files.abandon()
         if self.rank == 0:
-            shutil.rmtree(self.partial, ignore_errors=True)
+            folders.discard(self.partial)
 
 
 def _copied(item: Piece | Scalar) -> Piece | Scalar:
