@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset
 
 from wherry import config as configs
 from wherry.activations import build as activations
 from wherry.activations.manager import Activations
+from wherry.batches import make_dataloader
 from wherry.config import Config
 from wherry.engine import Engine, Parts
 from wherry.errors import ConfigError, WherryError
@@ -344,39 +345,3 @@ def _lr_scheduler(given: Any, config: Config, optimizer: ShardedOptimizer | None
     if isinstance(given, type) or (callable(given) and not hasattr(given, "step")):
         return given(optimizer)
     return given
-
-
-class EpochSampler(DistributedSampler[Any]):
-    """Shares the data out over the ranks, in another order each time it is gone through."""
-
-    def __iter__(self) -> Iterator[Any]:
-        order = super().__iter__()
-        self.set_epoch(self.epoch + 1)
-        return order
-
-
-def make_dataloader(
-    data: Dataset[Any],
-    engine: Engine,
-    *,
-    collate_fn: Any = None,
-    drop_last: bool = False,
-    batch_size: int | None = None,
-    sampler: Any = None,
-    shuffle: bool = True,
-    workers: int = 0,
-) -> DataLoader[Any]:
-    """A loader of micro-batches, of this rank's share of the data."""
-    if sampler is None:
-        sampler = (EpochSampler if shuffle else DistributedSampler)(
-            data, num_replicas=engine.comm.size, rank=engine.comm.rank, shuffle=shuffle, drop_last=drop_last
-        )
-    return DataLoader(
-        data,
-        batch_size=batch_size or engine.train_micro_batch_size_per_gpu(),
-        sampler=sampler,
-        collate_fn=collate_fn,
-        drop_last=drop_last,
-        num_workers=workers,
-        pin_memory=engine.device.type == "cuda",
-    )

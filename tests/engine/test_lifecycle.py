@@ -272,7 +272,7 @@ def test_train_batch_runs_a_whole_window() -> None:
 
 def test_train_batch_wants_an_iterator() -> None:
     engine, _, loader, _ = wherry.initialize(model=make_model(), config=settings(2), training_data=[(1,), (2,)])
-    with pytest.raises(WherryError, match=r"got DataLoader.*iter\(loader\)"):
+    with pytest.raises(WherryError, match=r"got EpochLoader.*iter\(loader\)"):
         engine.train_batch(loader)
 
 

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 
 from wherry import config as configs
 from wherry.assemble import initialize as wherry_initialize
-from wherry.assemble import make_dataloader, resolve_config
+from wherry.assemble import resolve_config
+from wherry.batches import make_dataloader
 from wherry.compat.deepspeed import checkpointing, parameters
 from wherry.compat.deepspeed.parts import not_part_of_wherry
 from wherry.engine import Engine
