@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from wherry.activations.build import free_bytes
+from wherry.activations.measure import is_strange
 from wherry.observe.log import say
+from wherry.observe.memory import format_bytes
 from wherry.sharding.watch import StateWatch
 
 if TYPE_CHECKING:
@@ -20,13 +24,17 @@ class Accumulation:
 
     Layer-major, every unit is gathered once in the forward and once in the backward for all micro-batches, their
     gradients are summed in fp32 on the device, and reduced once. The first window runs step-major and is watched: a
-    model that keeps something on its modules from one part of its forward to another cannot run layer-major.
+    model that keeps something on its modules from one part of its forward to another cannot run layer-major. With
+    `auto`, what its micro-batches save for the backward is measured too, and windows run in groups that fit.
     """
 
     def __init__(self, engine: Engine, order: str) -> None:
         self.engine = engine
         self.order = order
         self._watched = False
+        # Whether no more micro-batches run together than fit, and how many do; None for all of a window.
+        self._bounded = order == "auto"
+        self.together: int | None = None
         self._warned = False
         self._low_precision = [
             parameter
@@ -48,7 +56,16 @@ class Accumulation:
         batches = [engine._to_device(next(data)) for _ in range(count)]
         if not self._watched:
             return self._mean(self._watch(batches))
-        return self._mean(self._together(batches))
+        losses: list[torch.Tensor] = []
+        size = self._group(count)
+        for begin in range(0, count, size):
+            losses += self._together(batches[begin : begin + size])
+        return self._mean(losses)
+
+    def _group(self, count: int) -> int:
+        """How many of a window's micro-batches run together: as few groups as fit, and these of one size."""
+        groups = -(-count // min(count, self.together or count))
+        return -(-count // groups)
 
     @staticmethod
     def _mean(losses: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -76,6 +93,7 @@ class Accumulation:
                 "This was raised while micro-batches ran together, a unit at a time; "
                 '"wherry": {"accumulation": "step_major"} runs them one after another.'
             )
+            engine.zero_grad()  # of groups before this one
             raise
         watch.look()
         self._warn(watch, uniform=engine._hooks.interleaver.uniform)
@@ -108,12 +126,15 @@ class Accumulation:
         watch = StateWatch(engine.module)
         interleaver = engine._hooks.interleaver
         losses: list[torch.Tensor] = []
+        room = Room(engine)
         for batch in batches:
             watch.begin()
             # What is changed and changed back shows at the units' boundaries only; one micro-batch is enough for that.
             interleaver.observer = None if losses else lambda unit: watch.look()
             try:
-                loss = engine._loss_of(batch)
+                # `activation_checkpointing` with `auto` decides after the first.
+                with room.measuring(bool(losses) and self._bounded):
+                    loss = engine._loss_of(batch)
             finally:
                 interleaver.observer = None
             watch.look()
@@ -126,7 +147,21 @@ class Accumulation:
         reasons = [reason for reason in engine.comm.gather_objects(first) if reason is not None]
         if reasons:
             self._give_up(f"the forward changes {reasons[0]!r}, which micro-batches running together would share")
+        elif self._bounded:
+            self._bound(room, len(batches))
         return losses
+
+    def _bound(self, room: Room, count: int) -> None:
+        """No more together than fit on any rank."""
+        most = room.fits()
+        for comm in (self.engine.comm, self.engine.topology.tensor):
+            most = min(comm.gather_objects(most))
+        here = f"each saves {format_bytes(room.saved)}, and {format_bytes(room.free)} are free beside one"
+        if most < 2:
+            self._give_up(f"on some rank there is no room for the activations of two; on this one {here}")
+        elif most < count:
+            self.together = most
+            say("micro-batches run together in groups of %d of %d: on this rank %s", self._group(count), count, here)
 
     def _warn(self, watch: StateWatch, *, uniform: bool) -> None:
         """What the first window has not shown."""
@@ -143,6 +178,50 @@ class Accumulation:
     def _give_up(self, reason: str) -> None:
         self.order = "step_major"
         say("micro-batches run one after another (step_major): %s", reason)
+
+
+class Room:
+    """Bytes that one micro-batch saves for its backward, at most, and those that are free beside it, at least."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.saved = 0
+        self.free = 0
+        self._engine = engine
+        self._measured = False
+
+    def fits(self) -> int:
+        """Micro-batches whose activations fit at once."""
+        return 1 + self.free // self.saved if self.saved else 2**31
+
+    @contextmanager
+    def measuring(self, wanted: bool) -> Iterator[None]:
+        """Around a forward. An allocator that counts is asked; for any other, what autograd saves is counted."""
+        if not wanted:
+            yield
+            return
+        engine, device = self._engine, self._engine.device
+        if device.type == "cuda":
+            before = torch.cuda.memory_allocated(device)
+            yield
+            saved = torch.cuda.memory_allocated(device) - before
+        else:
+            storages: dict[int, int] = {}
+            weights = {flat.whole.untyped_storage()._cdata for unit in engine.units for flat in unit.flats}
+
+            def notice(tensor: torch.Tensor) -> None:
+                if not is_strange(tensor) and (storage := tensor.untyped_storage())._cdata not in weights:
+                    storages[storage._cdata] = storage.nbytes()
+
+            engine._hooks.notice = notice
+            try:
+                yield
+            finally:
+                engine._hooks.notice = None
+            saved = sum(storages.values())
+        free = free_bytes(engine.topology)
+        self.free = min(self.free, free) if self._measured else free
+        self.saved = max(self.saved, saved)
+        self._measured = True
 
 
 def _has_statistics(model: torch.nn.Module) -> bool:

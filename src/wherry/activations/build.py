@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 
 import torch
@@ -67,7 +68,7 @@ def build(
         store=store,
         cut=cut,
         blocks=blocks,
-        free_bytes=lambda: _free_bytes(device, topology),
+        free_bytes=lambda: free_bytes(topology),
         rank=topology.global_rank,
     )
 
@@ -87,10 +88,13 @@ def _store(block: ActivationCheckpointing, device: torch.device, allocate: Alloc
     return HostStore(link, allocate)
 
 
-def _free_bytes(device: torch.device, topology: Topology) -> int:
+def free_bytes(topology: Topology) -> int:
+    """What activations may still take on this rank's device."""
+    device = topology.device
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         # What torch has and does not use is free as well.
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(free * SHARE_OF_FREE)
-    return int(host_memory().available * SHARE_OF_FREE / topology.world_size)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", topology.world_size))
+    return int(host_memory().available * SHARE_OF_FREE / here)

@@ -191,7 +191,8 @@ class Own(Block):
         "Order of gradient accumulation: all micro-batches through a unit before the next unit, which gathers and "
         "reduces each unit once, or one micro-batch after another. Acts in engine.train_batch; layer_major holds the "
         "activations of all micro-batches of a window at once. auto: layer_major where weights or gradients would "
-        "travel once for every micro-batch, and the model allows it.",
+        "travel once for every micro-batch, and the model allows it; in groups of as many micro-batches as there is "
+        "room for, as measured in the first window.",
     )
     tile_linear: Flag = key(
         False,

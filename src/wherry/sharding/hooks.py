@@ -120,6 +120,8 @@ class Hooks:
         # Whether the backward that runs makes gradients of weights; None as long as nobody has asked.
         self._reduces: bool | None = None
         self._flat_of = {flat.whole.untyped_storage()._cdata: flat for unit in units for flat in unit.travelling}
+        # Told of every tensor that autograd saves in the model's forwards, as long as somebody asks.
+        self.notice: Callable[[torch.Tensor], None] | None = None
         self._install()
 
     # Installation.
@@ -196,14 +198,16 @@ class Hooks:
         Units are gathered for their backward by hooks on their outputs. This is for the ways past those: outputs in
         objects of the user's own, losses kept on a module, weights used detached.
         """
-        if not self._flat_of or not torch.is_grad_enabled():
+        if not (self._flat_of or self.notice is not None) or not torch.is_grad_enabled():
             return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, Flat]:
         """What autograd keeps of a tensor: itself, or with the flat that it is a view of."""
         inner = tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
-        flat = self._flat_of.get(inner.untyped_storage()._cdata)
+        if self.notice is not None:
+            self.notice(inner)
+        flat = self._flat_of.get(inner.untyped_storage()._cdata) if self._flat_of else None
         return tensor if flat is None else (tensor, flat)
 
     def unpack(self, saved: torch.Tensor | tuple[torch.Tensor, Flat]) -> torch.Tensor:
