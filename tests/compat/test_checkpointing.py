@@ -119,3 +119,17 @@ def test_a_recomputation_draws_the_same_again(on_host: bool) -> None:
     checkpointing.configure(checkpoint_in_cpu=on_host)
     for one, other in zip(run(lambda f, x: f(x)), run(checkpointing.checkpoint), strict=True):
         assert torch.equal(one, other)
+
+
+def test_model_parallel_ranks_draw_apart_where_they_must() -> None:
+    """And alike elsewhere."""
+
+    def drawn(rank: int) -> tuple[list[float], list[float]]:
+        checkpointing.configure(type("mpu", (), {"get_model_parallel_rank": staticmethod(lambda: rank)}))
+        checkpointing.model_parallel_cuda_manual_seed(3)
+        with checkpointing.get_cuda_rng_tracker().fork():
+            apart = torch.rand(3).tolist()
+        return torch.rand(3).tolist(), apart
+
+    (alike, first), (same, second) = drawn(0), drawn(1)
+    assert alike == same and first != second

@@ -12,6 +12,7 @@ from tests.parallel.handmade import Model
 
 import wherry
 from wherry.errors import WherryError
+from wherry.parallel import topology
 from wherry.parallel.comm import Comm
 from wherry.parallel.threads import run_grid
 from wherry.parallel.topology import Topology
@@ -31,6 +32,9 @@ class Mpu:
 
     def get_model_parallel_group(self) -> Comm:
         return self.place.tensor
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.place.tensor.size
 
 
 def joined(engine: Any, name: str, parameter: torch.Tensor, comm: Comm) -> torch.Tensor:
@@ -142,6 +146,58 @@ def test_an_old_mark_without_a_dim_trains_by_an_mpu() -> None:
     norms, parts = run_grid(body, data=2, tensor=2)[0]
     assert norms == pytest.approx(train_plain(model, ranks=2, steps=3, clip=CLIP).norms, rel=1e-5)
     assert parts[0].global_shape is None
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_deepspeeds_initialize_joins_the_groups_of_an_mpu(stage: int) -> None:
+    from wherry.compat.deepspeed.engine import initialize
+
+    model = make_model(Model)
+    assert isinstance(model, Model)
+
+    def body(place: Topology) -> Run:
+        mine = copy.deepcopy(model)
+        mine.cut(place.tensor)
+        engine, *_ = initialize(
+            model=mine, optimizer=adamw(mine.parameters()), mpu=Mpu(place), config=settings(stage, 1, CLIP),
+            dist_init_required=False,
+        )  # fmt: skip
+        assert (engine.dp_world_size, engine.topology.tensor.size, engine.train_batch_size()) == (2, 2, 4)
+        run = Run()
+        for step in range(STEPS):
+            loss = engine(*token_batch(step, 0, place.data.rank))
+            engine.backward(loss)
+            engine.step()
+            run.losses.append(sum(place.data.gather_objects(float(loss.detach()))) / 2)
+            run.norms.append(engine.get_global_grad_norm() or 0.0)
+        with wherry.gathered(engine.module):
+            run.weights = {n: joined(engine, n, p, place.tensor) for n, p in mine.named_parameters()}
+        engine.close()
+        return run
+
+    oracle = train_plain(model, ranks=2, steps=STEPS, clip=CLIP)
+    for run in run_grid(body, data=2, tensor=2):
+        assert_close(run, oracle)
+
+
+def test_an_mpu_whose_groups_are_not_what_it_says() -> None:
+    class Wrong(Mpu):
+        def get_model_parallel_world_size(self) -> int:
+            return 4
+
+    class Alone(Mpu):
+        def get_model_parallel_group(self) -> Any:
+            return None
+
+        def get_model_parallel_world_size(self) -> int:
+            return 1
+
+    def body(place: Topology) -> int:
+        with pytest.raises(WherryError, match=r"get_model_parallel_world_size\(\) is 4, and get_model_parallel_group"):
+            topology.find(Wrong(place))
+        return topology.find(Alone(place)).tensor.size
+
+    assert run_grid(body, data=1, tensor=2) == [1, 1]
 
 
 def test_an_unmarked_parameter_that_differs_is_refused() -> None:

@@ -97,16 +97,27 @@ def _axes_of_mesh(mesh: Any, timeout: float) -> tuple[Comm, Comm, Comm]:
 
 
 def _axes_of_mpu(mpu: Any, timeout: float) -> tuple[Comm, Comm, Comm]:
-    def comm_of(*names: str) -> Comm:
-        for name in names:
-            get = getattr(mpu, name, None)
-            if get is not None:
-                group = get()
-                return group if isinstance(group, Comm) else ProcessGroupComm(group, timeout=timeout)
+    def comm_of(*axes: str) -> Comm:
+        for axis in axes:
+            get = getattr(mpu, f"get_{axis}_group", None)
+            if get is None:
+                continue
+            group = get()
+            size = getattr(mpu, f"get_{axis}_world_size", lambda: None)()
+            # Code without model parallelism may have no group to give; the data's None is torch's, for all ranks.
+            if group is None and axis != "data_parallel" and size in (None, 1):
+                continue
+            comm = group if isinstance(group, Comm) else ProcessGroupComm(group, timeout=timeout)
+            if size not in (None, comm.size):
+                raise WherryError(
+                    f"mpu: get_{axis}_world_size() is {size}, and get_{axis}_group() "
+                    f"{'is None, which stands for all' if group is None else 'has'} {comm.size} ranks; give the group"
+                )
+            return comm
         return SoloComm()
 
     return (
-        comm_of("get_data_parallel_group"),
-        comm_of("get_tensor_model_parallel_group", "get_model_parallel_group"),
-        comm_of("get_pipeline_model_parallel_group", "get_pipe_parallel_group"),
+        comm_of("data_parallel"),
+        comm_of("tensor_model_parallel", "model_parallel"),
+        comm_of("pipeline_model_parallel", "pipe_parallel"),
     )

@@ -196,7 +196,11 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
     """The default state for what all model-parallel ranks draw alike, and a named one for what they draw apart."""
     _tracker.reset()
     _seed(seed)
-    _tracker.add("model-parallel-rng", seed + 2718)
+    rank = 0
+    for name in ("get_model_parallel_rank", "get_tensor_model_parallel_rank"):
+        if hasattr(mpu, name):
+            rank = getattr(mpu, name)()
+    _tracker.add("model-parallel-rng", seed + 2718 + rank)
 
 
 model_parallel_reconfigure_tp_seed = model_parallel_cuda_manual_seed

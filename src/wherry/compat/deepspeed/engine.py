@@ -226,7 +226,7 @@ def initialize(
         lr_scheduler=lr_scheduler,
         collate_fn=collate_fn,
         config=checkpointing.laid_over(resolve_config(config, config_params, args)),
-        mesh=_data_axis(mpu, mesh_param),
+        mesh=_mesh_of(mpu, mesh_param),
         engine_class=DeepSpeedEngine,
     )
     assert isinstance(engine, DeepSpeedEngine)
@@ -243,23 +243,25 @@ def give_back(model: nn.Module) -> None:
             engine.unwrap()
 
 
-def _data_axis(mpu: Any, mesh_param: Any) -> Any:
-    """The group that shares the data: all ranks, unless a model-parallel unit says otherwise."""
+def _mesh_of(mpu: Any, mesh_param: Any) -> Any:
+    """The groups of a model-parallel unit that has any; else None, for all ranks share the data."""
     if mesh_param is not None:
         raise not_part_of_wherry(
             "initialize(mesh_param=...)", "give wherry.initialize a DeviceMesh, whose axis dp shares the data"
         )
     if mpu is None:
         return None
-    for name in ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size",
-                 "get_sequence_parallel_world_size"):  # fmt: skip
-        size = getattr(mpu, name, lambda: 1)()
-        if size > 1:
-            raise not_part_of_wherry(
-                f"initialize(mpu=...) with {name}() == {size}",
-                "parallelise the model with torch's parallelize_module and give wherry.initialize the mesh",
-            )
-    return None
+
+    def size(axis: str) -> int:
+        return int(getattr(mpu, f"get_{axis}_world_size", lambda: 1)())
+
+    if size("sequence_parallel") > 1:
+        raise not_part_of_wherry(
+            f"initialize(mpu=...) with get_sequence_parallel_world_size() == {size('sequence_parallel')}",
+            "use torch's context parallelism around the engine",
+        )
+    axes = ("tensor_model_parallel", "model_parallel", "pipeline_model_parallel", "pipe_parallel")
+    return mpu if any(size(axis) > 1 for axis in axes) else None
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
