@@ -12,7 +12,7 @@ import torch
 from tests.engine.harness import adamw, make_model, settings, token_batch
 
 import wherry
-from wherry.checkpoint.session import within
+from wherry.checkpoint.session import box_of, within
 from wherry.native import Blocks8, dequantize
 from wherry.parallel.comm import Comm
 from wherry.parallel.threads import run_ranks
@@ -98,14 +98,32 @@ def state_of(engine: Any) -> dict[str, torch.Tensor]:
                 if place is not None:
                     a, b, at = place
                     pieces.append((slot.name, "working", slot.numel, slot.shape, a, shard[at : at + b - a].clone()))
-        for theirs in session.comm.gather_objects(pieces):
+        for theirs in session.data.gather_objects(pieces):
             for name, state, numel, shape, start, part in theirs:
                 whole = found.setdefault(f"{name}:{state}", torch.full((numel,), float("nan"), dtype=part.dtype))
                 whole[start : start + part.numel()] = part
                 assert whole.numel() == numel, shape
+    if session.tensor.size > 1:
+        found = joined(session, found)
     for name, buffer in engine.module.named_buffers():
         found[f"{name}:buffer"] = buffer.clone()
     return found
+
+
+def joined(session: Any, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Whole tensors of what each tensor-parallel rank has whole of its part."""
+    boxes = {slot.name: box_of(flat, slot) for flat in session.flats for slot in flat.layout.slots}
+    found: dict[str, torch.Tensor] = {}
+    for theirs in session.tensor.gather_objects(
+        {key: (boxes[key.rpartition(":")[0]], part) for key, part in parts.items()}
+    ):
+        for key, ((box, shape), part) in theirs.items():
+            whole = found.setdefault(key, torch.full(shape, float("nan"), dtype=part.dtype))
+            place = whole[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.shape, strict=True))]
+            # What is not cut is the same on all of them.
+            assert box.shape != shape or place.isnan().all() or torch.equal(place, part.view(box.shape)), key
+            place.copy_(part.view(box.shape))
+    return {key: whole.flatten() for key, whole in found.items()}
 
 
 def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
