@@ -71,8 +71,9 @@ def train(engine: Any, comm: Comm, steps: int, *, first: int = 0, accumulation: 
     return losses
 
 
-def state_of(engine: Any) -> dict[str, torch.Tensor]:
-    """All weights, masters and moments, whole, by `name:state`; 8-bit ones as values."""
+def state_of(engine: Any, *, everywhere: bool = True) -> dict[str, torch.Tensor]:
+    """All weights, masters and moments, whole, by `name:state`; 8-bit ones as values. On rank 0 alone, or everywhere:
+    what is put together of all ranks' shards is the same on each."""
     session = engine._session()
     found: dict[str, torch.Tensor] = {}
     for flat in session.flats:
@@ -98,7 +99,8 @@ def state_of(engine: Any) -> dict[str, torch.Tensor]:
                 if place is not None:
                     a, b, at = place
                     pieces.append((slot.name, "working", slot.numel, slot.shape, a, shard[at : at + b - a].clone()))
-        for theirs in session.data.gather_objects(pieces):
+        gathered = session.data.gather_objects(pieces)
+        for theirs in gathered if everywhere or session.comm.rank == 0 else ():
             for name, state, numel, shape, start, part in theirs:
                 whole = found.setdefault(f"{name}:{state}", torch.full((numel,), float("nan"), dtype=part.dtype))
                 whole[start : start + part.numel()] = part
