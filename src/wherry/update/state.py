@@ -295,7 +295,7 @@ def _set_master(views: dict[str, State], own: torch.Tensor, master: torch.Tensor
     """Let the master be `master`, and the working weights, `own` and those in the record, what it rounds to."""
     if "low" in views:
         high = torch.empty(own.numel(), dtype=torch.bfloat16)
-        native.split(master.float().contiguous(), high, views["low"])  # type: ignore[arg-type]
+        native.split(master.to("cpu", torch.float32).contiguous(), high, views["low"])  # type: ignore[arg-type]
         own.copy_(high)
         if "working" in views:
             views["working"].copy_(high)  # type: ignore[union-attr]
