@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tests.plan.measured import make, measure
-from tests.plan.test_dryrun import config
+from tests.plan.test_dryrun import ALONE, config
 from tests.plan.test_peaks import profiled
 
 from wherry import config as configs
@@ -30,7 +30,7 @@ ROWS = {
 
 def placed(row: str, folder: Path, accumulation: int = 1, clip: float = 1.0, **more: Any) -> dict[str, Any]:
     stage, optimizer, param = ROWS[row]
-    zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 0} | ALONE
     for name, device in (("offload_optimizer", optimizer), ("offload_param", param)):
         zero[name] = {"device": device} | ({"nvme_path": str(folder)} if device == "nvme" else {})
     if param == "nvme":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from wherry.errors import WherryError
 from wherry.placement import Placement, Tier
@@ -43,7 +43,7 @@ class Cost:
     master: int
     moments: int
     # How many moments that is, and whether they are codes, which have a scale in fp32 for each block.
-    words: int = 0
+    words: int = field(default=0, compare=False)
     coded: bool = False
 
     @classmethod
