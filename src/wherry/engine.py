@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -226,6 +226,8 @@ class Engine(Surface):
         makes_gradients = explicit or self._gradients.arrivals > 0
         self._hooks.end_backward(reduces=makes_gradients)
         if not makes_gradients:
+            if self._updater is not None:
+                self._updater.retract()
             return  # gradients of inputs only, as of torch.autograd.grad: no micro-batch of the window
         self._gradients.finish()
         self._backwards_in_window += self._micro_batches
@@ -500,6 +502,8 @@ class Engine(Surface):
         self._backwards_in_window, self._steps_in_window = window.backwards, window.steps
         self._averaged, self._scaled = window.averaged, window.scaled
         self._window_scale = self._gradient_scale()
+        if self._updater is not None:
+            self._updater.steps_made = self.global_steps - self.skipped_steps
 
     # The end.
 
@@ -511,6 +515,9 @@ class Engine(Surface):
         """
         if self._closed:
             return
+        if self._updater is not None and self.comm.size == 1:
+            with suppress(WherryError):  # an update that failed was told of before, or is lost with the rest
+                self._updater.settle()
         self._closed = True
         self._states = None
         self._checkpoints.close()

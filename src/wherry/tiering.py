@@ -220,6 +220,11 @@ class Tiering:
                 f"zero_optimization.offload_optimizer.ratio is {config.zero_optimization.offload_optimizer.ratio}; "
                 "set the ratio to 1, or another policy"
             )
+        if when == "delayed" and tier is Tier.DEVICE and not self.link.shared:
+            raise ConfigError(
+                "wherry.update_policy: delayed is for optimizer state on the host or on disk; set "
+                "zero_optimization.offload_optimizer.device, or another policy"
+            )
         if when == "auto":
             when = "at_step" if tier is Tier.DEVICE else "before_use" if waits else "in_backward"
         return UpdatePolicy(when, config.wherry.delayed_update_warmup if when == "delayed" else 0, max(2, depth))

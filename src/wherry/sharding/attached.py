@@ -58,7 +58,9 @@ class WatchedParameters(dict[str, "nn.Parameter | None"]):
     This is how a parameter can be used by code outside its own module.
     """
 
-    __slots__ = ("is_whole", "on_read")
+    __slots__ = ("is_whole", "on_read", "settle")
+    # Completes updates that are under way, for whoever goes through all parameters.
+    settle: Callable[[], None]
     on_read: Callable[[nn.Parameter], None]
     is_whole: Callable[[nn.Parameter], bool]
 
@@ -67,6 +69,14 @@ class WatchedParameters(dict[str, "nn.Parameter | None"]):
         if parameter is not None:
             self.on_read(parameter)
         return parameter
+
+    def items(self) -> Any:
+        self.settle()
+        return super().items()
+
+    def values(self) -> Any:
+        self.settle()
+        return super().values()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         for name, parameter in self.items():

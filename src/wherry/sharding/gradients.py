@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -550,9 +551,12 @@ class Gradients:
         self._waiting = []
         while self._travelling:
             travelling = self._travelling.popleft()
-            travelling.ticket.wait()
-            travelling.finish()
+            with suppress(Exception):
+                travelling.ticket.wait()
+                travelling.finish()
         while self._descending:
-            self._descending.popleft()()
+            with suppress(Exception):
+                self._descending.popleft()()
         for gradient in self.all:
-            gradient.landing.wait()
+            with suppress(Exception):
+                gradient.landing.wait()

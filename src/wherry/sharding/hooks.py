@@ -166,6 +166,7 @@ class Hooks:
             if any(parameter in self._unit_of for parameter in module._parameters.values()):
                 watched = WatchedParameters(module._parameters)
                 watched.on_read = self._read
+                watched.settle = self._settle_for_outside
                 watched.is_whole = self._is_whole
                 module._parameters = watched  # type: ignore[assignment]
 
@@ -320,8 +321,9 @@ class Hooks:
             return
         if not unit.shared or not (awaits_backward or self.running[self.root.index]):
             self.gatherer.release(unit)
-        if self.updates_beside and not unit.root:
-            # The device is at work on this unit: time to wait for the update of the next.
+        if self.updates_beside and not unit.root and sys.exc_info()[0] is None:
+            # The device is at work on this unit: time to wait for the update of the next. After an exception in the
+            # forward this hook is called as well, and another collective would only confuse the other ranks.
             self.gatherer.prefetch(settle=True)
 
     def _post_forward_with_inputs(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -337,6 +339,10 @@ class Hooks:
                 tensor.register_hook(hook)
                 hooked = True
         return hooked
+
+    def _settle_for_outside(self) -> None:
+        if self.updates_beside and not self.busy:
+            self.gatherer.settle([flat for unit in self.units for flat in unit.flats if flat.pending])
 
     def _read(self, parameter: nn.Parameter) -> None:
         unit = self._unit_of.get(parameter)

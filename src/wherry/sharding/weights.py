@@ -164,7 +164,11 @@ class Gatherer:
                 if room < 0 or flat.pending:
                     return
                 assert flat.home is not None
-                self._reading[flat] = flat.home.fetch()
+                try:
+                    self._reading[flat] = flat.home.fetch()
+                except BaseException as error:
+                    self.comm.tell(error)  # before any hook takes part in another collective
+                    raise
 
     def stop_reading(self) -> None:
         """Let go of what was read ahead and not used."""
@@ -212,9 +216,14 @@ class Gatherer:
     def _fetch(self, flat: Flat, home: Home) -> None:
         """Have the shard in host memory; it may have been read ahead."""
         reading = self._reading.pop(flat, None)
+        fetched = reading is not None
         try:
-            (home.fetch() if reading is None else reading).wait()
+            reading = reading or home.fetch()
+            fetched = True
+            reading.wait()
         except BaseException as error:
+            if fetched:
+                home.leave(failed=True)
             self.comm.tell(error)  # before any hook takes part in another collective
             raise
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Protocol
 
-from wherry.errors import WherryError
-from wherry.tiers.tickets import DONE, Ticket
+from wherry.tiers.tickets import DONE, OnHost, Ticket, TicketGroup
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +20,8 @@ if TYPE_CHECKING:
 class Home(Protocol):
     """A piece of state. `fetch` begins to bring it to host memory; `memory` is it there, from the ticket's end on.
 
-    Every `fetch` is followed by one `leave`, which says that `memory` is not used any more once `after` is complete.
+    Every `fetch` is followed by one `leave`, which says that `memory` is not used any more once `after` is complete, or
+    that it was not read (`failed`).
     `store` sends what is in `memory` home.
     """
 
@@ -41,7 +41,10 @@ class Home(Protocol):
 
     def store(self) -> Ticket: ...
 
-    def leave(self, after: Ticket = DONE) -> None: ...
+    def leave(self, after: Ticket = DONE, *, failed: bool = False) -> None: ...
+
+    def quiet(self) -> Ticket:
+        """Complete when nothing reads the memory any more, so that it may change."""
 
     def close(self) -> None: ...
 
@@ -54,6 +57,8 @@ class MemoryHome:
     def __init__(self, memory: torch.Tensor, give: Callable[[torch.Tensor], None] | None = None) -> None:
         self._memory: torch.Tensor | None = memory
         self._give = give
+        # Copies up are made in order: the last one is the last to read.
+        self._after: Ticket = DONE
 
     @property
     def memory(self) -> torch.Tensor:
@@ -73,8 +78,13 @@ class MemoryHome:
     def store(self) -> Ticket:
         return DONE
 
-    def leave(self, after: Ticket = DONE) -> None:
-        return None
+    def leave(self, after: Ticket = DONE, *, failed: bool = False) -> None:
+        if after is not DONE:
+            self._after = after
+
+    def quiet(self) -> Ticket:
+        after, self._after = self._after, DONE
+        return after if after is DONE else OnHost(after)
 
     def close(self) -> None:
         memory, self._memory = self._memory, None
@@ -139,13 +149,18 @@ class DiskHome:
 
     def fetch(self) -> Ticket:
         with self.shelf.lock:
-            self._users += 1
             if self.shelf.idle.pop(self, 0) is None:
                 self.shelf.kept -= self.nbytes
             if self._buffer is None:
                 self._writing.wait()
-                self._buffer = self.shelf.pool.take(self.nbytes)
-                self._reading = self.shelf.store.read(self.record, self._buffer)
+                buffer = self.shelf.pool.take(self.nbytes)
+                try:
+                    self._reading = self.shelf.store.read(self.record, buffer)
+                except BaseException:
+                    self.shelf.pool.give(buffer)
+                    raise
+                self._buffer = buffer
+            self._users += 1
             return self._reading
 
     def store(self) -> Ticket:
@@ -154,16 +169,23 @@ class DiskHome:
             self._writing = self.shelf.store.write(self.record, self.memory)
             return self._writing
 
-    def leave(self, after: Ticket = DONE) -> None:
+    def quiet(self) -> Ticket:
+        with self.shelf.lock:
+            after, self._after = self._after, []
+            return OnHost(TicketGroup(after)) if after else DONE
+
+    def leave(self, after: Ticket = DONE, *, failed: bool = False) -> None:
         with self.shelf.lock:
             assert self._users > 0, self.record.name
             self._users -= 1
             if after is not DONE:
-                self._after.append(after)
+                self._after = [*(ticket for ticket in self._after if not ticket.done()), after]
             if self._users:
                 return
             self.shelf.shrink(self.nbytes)
-            if self.nbytes <= self.shelf.keep:
+            if failed:
+                self.let_go()
+            elif self.nbytes <= self.shelf.keep:
                 self.shelf.idle[self] = None
                 self.shelf.kept += self.nbytes
             else:
@@ -175,7 +197,7 @@ class DiskHome:
         assert buffer is not None
         for ticket in (*self._after, self._reading, self._writing):
             # Errors are raised where these tickets are waited for; here they only have to be over.
-            with suppress(WherryError, OSError):
+            with suppress(Exception):
                 ticket.finish()
         self._after.clear()
         self._reading = DONE
@@ -195,6 +217,8 @@ def opened(home: Home, *, write: bool) -> Iterator[torch.Tensor]:
     ticket = home.fetch()
     try:
         ticket.wait()
+        if write:
+            home.quiet().wait()
         yield home.memory
         if write:
             home.store().wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 
 
@@ -30,20 +31,23 @@ DONE = Ticket()
 class CallbackTicket(Ticket):
     """A ticket around a wait function, called once; an error is raised again at every later `wait()`."""
 
-    __slots__ = ("_done", "_error", "_wait")
+    __slots__ = ("_done", "_error", "_lock", "_wait")
 
     def __init__(self, wait: Callable[[], object], done: Callable[[], bool] | None = None) -> None:
         self._wait: Callable[[], object] | None = wait
         self._done = done
         self._error: BaseException | None = None
+        # Several threads may wait: none returns before it is over.
+        self._lock = threading.RLock()
 
     def wait(self) -> None:
-        wait, self._wait = self._wait, None
-        if wait is not None:
-            try:
-                wait()
-            except BaseException as error:
-                self._error = error
+        with self._lock:
+            if self._wait is not None:
+                try:
+                    self._wait()
+                except BaseException as error:
+                    self._error = error
+                self._wait = None
         if self._error is not None:
             raise self._error
 
@@ -60,10 +64,16 @@ class TicketGroup(Ticket):
         self._tickets = list(tickets)
 
     def wait(self) -> None:
+        self._all(lambda ticket: ticket.wait())
+
+    def finish(self) -> None:
+        self._all(lambda ticket: ticket.finish())
+
+    def _all(self, wait: Callable[[Ticket], None]) -> None:
         first: BaseException | None = None
         for ticket in self._tickets:
             try:
-                ticket.wait()
+                wait(ticket)
             except BaseException as error:
                 first = first or error
         if first is not None:

@@ -210,7 +210,7 @@ def build_config(options: Options, parameters: int, *, bf16: bool, given: Mappin
 
 
 def _offload_flags(options: Options, config: dict[str, Any]) -> None:
-    zero = config.setdefault("zero_optimization", {})
+    zero = dict(config.get("zero_optimization") or {})
     for name in ("offload_optimizer", "offload_param"):
         device = getattr(options, name)
         if device is not None:
@@ -220,6 +220,8 @@ def _offload_flags(options: Options, config: dict[str, Any]) -> None:
             if name == "offload_param":
                 # What is sent to disk by a flag is to be there.
                 zero[name].setdefault("max_in_cpu", 0)
+    if zero:
+        config["zero_optimization"] = zero
     if options.host_memory is not None:
         config.setdefault("wherry", {})["host_memory"] = options.host_memory
 

@@ -42,7 +42,12 @@ class Job(Ticket):
 
     def ready(self) -> bool:
         """Whether it can go on without a wait."""
-        return self._under_way is not None and self._under_way.done()
+        if self._under_way is None:
+            return False
+        try:
+            return self._under_way.done()
+        except BaseException:
+            return True  # its wait will meet the error, where it is kept
 
     def go_on(self) -> None:
         """Wait for what it waits for, and take the next step."""
@@ -68,11 +73,17 @@ class Job(Ticket):
         self._under_way = None
         try:
             self._steps.close()
+        except BaseException as another:
+            error.add_note(f"while it was given up: {another}")
         finally:
             self._event.set()
 
     def done(self) -> bool:
         return self._event.is_set()
+
+    def come_to_an_end(self) -> None:
+        """Wait, and leave an error to `wait()`."""
+        self._event.wait()
 
     def wait(self) -> None:
         self._event.wait()

@@ -79,7 +79,9 @@ class Updater:
         self._masters: list[torch.Tensor | None] = []
         self._open: tuple[Batch, StateTier, torch.dtype] | None = None
         self._crew = Crew(policy.depth, link.device)
-        # Updates whose weights have not been published, in the order in which they were begun.
+        # What went wrong in an update: from then on there is no step to go on from.
+        self._broken: BaseException | None = None
+        # Updates whose weights have not been published.
         self._pending: dict[Batch, Job] = {}
         # in_backward: what the updates of this window were begun with, and how many flats of a batch have landed.
         self._early: tuple[list[dict[str, Any]], float] | None = None
@@ -136,6 +138,7 @@ class Updater:
         `absent`: the parameters that no rank has a gradient for, by their place in the flat. They are left alone, but
         for policies that begin before that is known, or end after the next step: for these, zeros count.
         """
+        self._refuse_broken()
         self.steps_made += 1
         with span("update"), torch.no_grad():
             late = self.policy.when == "delayed" and self.steps_made >= self.policy.warmup
@@ -149,6 +152,22 @@ class Updater:
                 self._begin(groups, multiplier, late=late)
             else:
                 self._at_once(groups, multiplier)
+            if self.policy.when != "delayed":
+                self._complete_resident()
+
+    def _complete_resident(self) -> None:
+        """Weights that every rank holds whole are gathered here, where all ranks are.
+
+        Later, one rank alone may look at its model, and would wait for the others.
+        """
+        if self.comm.size > 1:
+            self.settle(
+                state.flat for state in self.states if state.flat.resident and state.flat.layout.ranks > 1
+            )
+
+    def _refuse_broken(self) -> None:
+        if self._broken is not None:
+            raise WherryError(f"an update has failed before: {self._broken}") from self._broken
 
     def _at_once(self, groups: Groups, multiplier: float, untouched: Untouched | None = None) -> None:
         self.settle()
@@ -158,8 +177,9 @@ class Updater:
             batch: Job(batch.name, self._steps(batch, groups, multiplier, fence)) for batch in self.batches
         }
         refreshes: list[Ticket] = []
-        for batch, job in zip(self.batches, drive_all(jobs.values(), depth), strict=True):
-            job.wait()
+        driven = list(drive_all(jobs.values(), depth))  # to their ends, also if one has failed
+        for batch, job in zip(self.batches, driven, strict=True):
+            self._wait(job)
             if untouched is not None:
                 for state in batch.states:
                     untouched.put_back(state)
@@ -178,12 +198,12 @@ class Updater:
     def _send(self, batch: Batch, steps: Steps) -> None:
         job = Job(batch.name, steps)
         self._pending[batch] = job
-        if self.tiers[batch] is Tier.DEVICE and not self.link.shared:
-            # Kernels of the device are queued on its current stream, which the crew's thread does not share.
-            return drive_one(job)
         if self.policy.when != "delayed":
             for state in batch.states:
                 state.flat.pending = True
+        if self.tiers[batch] is Tier.DEVICE and not self.link.shared:
+            # Kernels of the device are queued on its current stream, which the crew's thread does not share.
+            return drive_one(job)
         self._crew.add(job)
 
     def _steps(
@@ -200,15 +220,19 @@ class Updater:
         """
         flats = [state.flat for state in batch.states]
         homes = [] if batch.apart else [flat.home for flat in flats if flat.home is not None]
-        fetched = 0
+        fetched, has_record = 0, False
         uploads: list[Ticket] = []
         try:
             record = batch.fetch()
+            has_record = True
             tickets = [record] if record is not None else []
             for home in homes:
                 tickets.append(home.fetch())
                 fetched += 1
-            tickets += [state.own_gradient.landing for state in batch.states]
+            # What was begun before and still reads the weights that are about to change.
+            tickets += [home.quiet() for home in homes]
+            if aside is None:
+                tickets += [state.own_gradient.landing for state in batch.states]
             for ticket in tickets:
                 yield READ, ticket
             if batch.spans:
@@ -226,7 +250,8 @@ class Updater:
             for ticket in (*uploads, *tickets):
                 yield WRITE, ticket
         finally:
-            batch.leave(uploads[-1] if uploads else DONE)
+            if has_record:
+                batch.leave(uploads[-1] if uploads else DONE)
             for home in homes[:fetched]:
                 home.leave()
 
@@ -242,6 +267,11 @@ class Updater:
         self.settle()
         self._early = _snapshot(groups), multiplier
         self._landed = dict.fromkeys(self.batches, 0)
+
+    def retract(self) -> None:
+        """The backward was none of weights: nothing has landed and nothing was updated."""
+        if self._early is not None and not any(self._landed.values()):
+            self._early = None
 
     def landed(self, gradient: FlatGradient) -> None:
         """A flat's gradients are complete, reduced, and where the update finds them or on their way there."""
@@ -278,6 +308,8 @@ class Updater:
         """The window's gradients are dropped, perhaps after an exception in the backward."""
         if self._early is None:
             return
+        for job in self._pending.values():
+            job.come_to_an_end()  # it may read the gradients that are given back next
         self._early = None
         changed = [batch.name for batch in self.batches if self._landed[batch] == len(batch.states)]
         if changed:
@@ -294,14 +326,11 @@ class Updater:
         """Complete the updates of these flats, or of all: their weights are those after the last step."""
         if not self._pending:
             return
-        batches = list(self._pending) if flats is None else self._batches_of(flats)
+        # In one order on every rank, whatever order the updates were begun in.
+        batches = [b for b in self.batches if b in self._pending] if flats is None else self._batches_of(flats)
         refreshes: list[Ticket] = []
         for batch in batches:
-            try:
-                self._pending[batch].wait()
-            except BaseException as error:
-                self.comm.tell(error)  # before any hook takes part in another collective
-                raise
+            self._wait(self._pending[batch])
             del self._pending[batch]
             self._publish(batch)
             for state in batch.states:
@@ -310,9 +339,17 @@ class Updater:
         for refresh in refreshes:
             refresh.wait()
 
+    def _wait(self, job: Job) -> None:
+        try:
+            job.wait()
+        except BaseException as error:
+            self._broken = self._broken or error
+            self.comm.tell(error)  # before any hook takes part in another collective
+            raise
+
     def _batches_of(self, flats: Iterable[Flat]) -> list[Batch]:
-        wanted = (self.state_of[flat].batch for flat in flats if flat in self.state_of)
-        return [batch for batch in dict.fromkeys(wanted) if batch in self._pending]
+        wanted = {self.state_of[flat].batch for flat in flats if flat in self.state_of}
+        return [batch for batch in self.batches if batch in wanted and batch in self._pending]
 
     def _publish(self, batch: Batch) -> None:
         """Put weights that a delayed update has made to where they rest."""
@@ -320,7 +357,7 @@ class Updater:
         if fresh is None:
             return
         for ticket in batch.publish(self.link.fence(), fresh):
-            ticket.wait()
+            ticket.finish()  # the next update writes the memory that is copied from
 
     def _refresh(self, batch: Batch) -> Iterator[Ticket]:
         """Gather the new weights of flats that are whole on every rank; small ones together."""
