@@ -179,8 +179,8 @@ class Own(Block):
     ] = key(
         "auto",
         "When a unit is updated: inside step(), before its next use, or as soon as its gradients land; these give "
-        "the same results, bit for bit, but that in_backward counts a missing gradient as zero: it updates before it is "
-        "known that nobody has one. `delayed` updates one step late, which changes the result. auto: at_step where "
+        "the same results, bit for bit, but that in_backward counts a missing gradient as zero: it updates before it "
+        "is known that nobody has one. `delayed` updates one step late, which changes the result. auto: at_step where "
         "the optimizer's state is on the device, and otherwise in_backward if nothing (clipping, loss scaling) has to "
         "wait for all gradients, or before_use.",
     )
