@@ -162,7 +162,10 @@ def test_scaling_with_sizes_and_ranks(tmp_path):
     assert scaling.SIZES["1b"].parameters == pytest.approx(1e9, rel=0.05)
 
 
-SCRIPTS = ["overhead", "steps", "imports", "gpu", "gpu_offload", "offload_step", "memory", "construction", "scaling"]
+SCRIPTS = [
+    *("overhead", "steps", "imports", "gpu", "gpu_offload", "offload_step", "memory", "construction", "scaling"),
+    *("accumulation", "checkpoint"),
+]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
