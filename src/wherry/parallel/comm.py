@@ -6,7 +6,9 @@ Replacing the object replaces the cluster: `SoloComm` is one rank, `ProcessGroup
 
 from __future__ import annotations
 
+import atexit
 import pickle
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable
 from datetime import timedelta
@@ -186,6 +188,8 @@ class _DefaultGroup:
     def __init__(self) -> None:
         self.users = 0
         self.started_here = False
+        self._ends = False
+        self._comms: weakref.WeakSet[ProcessGroupComm] = weakref.WeakSet()
 
     def start(self, device_type: str, timeout: float | None = None) -> None:
         """Start torch.distributed from the environment that a launcher has set."""
@@ -204,6 +208,22 @@ class _DefaultGroup:
             self.started_here = False
             dist.destroy_process_group()
 
+    def end_with(self, comm: ProcessGroupComm) -> None:
+        """The group ends before the interpreter does, if nothing is under way on it.
+
+        Its threads may hold a tensor a moment longer than the wait for its collective; letting go of it once the
+        interpreter is ending aborts the process.
+        """
+        if not self._ends:
+            self._ends = True
+            atexit.register(self._end)
+        self._comms.add(comm)
+
+    def _end(self) -> None:
+        # What is under way may wait for ranks that are gone: then the group is left to the system.
+        if dist.is_initialized() and not any(comm.under_way for comm in self._comms):
+            dist.destroy_process_group()
+
 
 _default_group = _DefaultGroup()
 start_default_group = _default_group.start
@@ -219,6 +239,9 @@ class ProcessGroupComm(Comm):
         self.peers = Peers(group, self.recent, timeout)
         self._shares_default_group = group is None and _default_group.join()
         self._made_here = False
+        # Collectives that were begun and not waited for.
+        self.under_way = 0
+        _default_group.end_with(self)
 
     def _ticket(self, launch: Callable[[], Any], *tensors: torch.Tensor) -> Ticket:
         asked = self.recent[-1]
@@ -229,10 +252,12 @@ class ProcessGroupComm(Comm):
         except RuntimeError as error:
             raise self.peers.explain(error, asked) from error
         wait_for = work.wait if tensors[0].device.type != "cpu" else self.peers.waiting(work, asked)
+        self.under_way += 1
 
         # The tensors stay alive until the wait: a backend may still be reading them.
         def wait(_tensors: tuple[torch.Tensor, ...] = tensors) -> None:
             wait_for()
+            self.under_way -= 1
 
         return CallbackTicket(wait, work.is_completed)
 
