@@ -213,8 +213,10 @@ def test_different_models_on_the_ranks_are_refused() -> None:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_engine_that_is_unwrapped_leaves_the_model_whole(stage):
+    shared = make_model()
+
     def body(comm):
-        model = make_model()
+        model = copy.deepcopy(shared)
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         engine, *_ = wherry.initialize(model=model, mesh=comm, config=settings(stage))
         assert engine.unwrap() is model

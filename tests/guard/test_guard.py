@@ -32,7 +32,8 @@ def test_collectives_and_bytes(stage: int) -> None:
 @pytest.mark.parametrize("stage", counts.STAGES)
 def test_calls_of_python(stage: int) -> None:
     seen, stored = counts.python_calls(stage), EXPECTED["python_calls"][str(stage)]
-    slack = 1.0 if SAME_PYTHON and SAME_TORCH else SLACK
+    # A few calls depend on which rank comes first to a collective.
+    slack = 1.01 if SAME_PYTHON and SAME_TORCH else SLACK
     assert 0 < seen <= slack * stored, f"{seen} calls in a step, {stored} before; {HOW}"
 
 
