@@ -23,7 +23,7 @@ class Source:
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
         """So many of the first dim."""
-        raise NotImplementedError
+        raise AssertionError("a source says how its rows are read")
 
     def block(self, offsets: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """A block of the tensor."""

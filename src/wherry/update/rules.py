@@ -150,9 +150,6 @@ NATIVE_FAMILIES: dict[str, NativeFamily] = {
 }
 
 
-UNSIGNED = ("exp_avg_sq", "sum")
-
-
 class NativeRule:
     """One pass on the library's own threads: unscale, clip, decay, update, cast."""
 
