@@ -189,6 +189,8 @@ void move(void* const* streams, uint32_t zero_raw, int64_t begin, int64_t end) {
     for (int k = WORDS; k < WORDS + HALVES; ++k) prefetch_words(base[k], i);
     for (int k = READS; k < READS + READ_WORDS; ++k) prefetch_floats(base[k], i);
     for (int k = READS + READ_WORDS; k < WRITES; ++k) prefetch_words(base[k], i);
+    for (int k = WRITES; k < WRITES + WRITE_WORDS; ++k) prefetch_floats(base[k], i);
+    for (int k = WRITES + WRITE_WORDS; k < STREAMS; ++k) prefetch_words(base[k], i);
     for (int64_t j = i; j < i + STEP; j += WIDTH) {
       for (int k = 0; k < WORDS; ++k) {
         auto* p = reinterpret_cast<uint32_t*>(base[k]) + j;
