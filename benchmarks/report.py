@@ -37,8 +37,8 @@ class Section:
 SECTIONS: dict[str, Section] = {
     "cpu_adam": Section(
         "Host optimizers",
-        "Time of one update for each parameter. Within a family the rows do the same work; only DeepSpeed's bf16 row keeps "
-        "no master, and so moves fewer bytes.",
+        "Time of one update for each parameter. Within a family the rows do the same work; DeepSpeed's bf16 row "
+        "alone keeps no master, and so moves fewer bytes.",
         "an update of the same streams without arithmetic, on the same threads in the same run",
     ),
     "disk": Section("Disk", "Bytes a second of reading, writing and both at once.", "fio's speed on the same file"),
