@@ -6,7 +6,6 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from wherry.placement import Tier
-from wherry.sharding.flat_gradient import Landing
 from wherry.sharding.gradients import Gradients
 from wherry.sharding.unit import Flat, Unit
 from wherry.tiering import Tiering
@@ -71,9 +70,7 @@ def _gradients(gradients: Gradients, tiering: Tiering) -> list[MemoryRow]:
         if g.keeps
     )
     owed_host = sum(
-        g.flat.layout.shard_numel * g.owned_dtype.itemsize
-        for g in gradients.all
-        if g.way is not Landing.STAYS and not g.brief
+        g.flat.layout.shard_numel * g.owned_dtype.itemsize for g in gradients.all if not g.stays and not g.brief
     )
     found = [MemoryRow("gradients", "device", owed_device, device)]
     if owed_host or host:

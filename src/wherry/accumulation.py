@@ -54,6 +54,7 @@ class Accumulation:
         if self.order == "step_major" or count == 1 or engine._window_begun():
             return self._mean([self._step(engine._to_device(next(data))) for _ in range(count)])
         batches = [engine._to_device(next(data)) for _ in range(count)]
+        engine._hooks.take_turns()
         if not self._watched:
             return self._mean(self._watch(batches))
         losses: list[torch.Tensor] = []
@@ -85,8 +86,7 @@ class Accumulation:
         watch = StateWatch(engine.module)
         watch.begin()
         try:
-            counting = engine._reporter.counting("forward", engine.global_steps + 1)
-            with engine._spans("wherry::forward"), counting:
+            with engine._reporter.phase("forward", engine.global_steps + 1):
                 losses = engine._hooks.run_together([partial(engine._loss_of, batch) for batch in batches])
         except Exception as error:
             error.add_note(

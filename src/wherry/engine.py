@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,12 +153,10 @@ class Engine(Surface):
         if self._input_dtype is not None:
             args, kwargs = _cast(args, self._input_dtype), _cast(kwargs, self._input_dtype)
         try:
-            with ExitStack() as around:
-                if not self._hooks.interleaver.active:  # of forwards that run together no single one has a time
-                    around.enter_context(self._spans("wherry::forward"))
-                    around.enter_context(self._reporter.counting("forward", self.global_steps + 1))
-                around.enter_context(self._hooks.saving())
-                around.enter_context(self._activations.forward())
+            # Of forwards that run together no single one has a time.
+            together = self._hooks.interleaver.active
+            phase = nullcontext() if together else self._reporter.phase("forward", self.global_steps + 1)
+            with phase, self._hooks.saving(), self._activations.forward():
                 return module(*args, **kwargs)
         except BaseException as error:
             if not self._hooks.interleaver.stopping:  # else it is stopped because of another's error
@@ -191,7 +189,7 @@ class Engine(Surface):
         if self._scaler.scale != 1.0:
             losses = [loss * self._scaler.scale for loss in losses]
         try:
-            with self._spans("wherry::backward"), self._reporter.counting("backward", self.global_steps + 1):
+            with self._reporter.phase("backward", self.global_steps + 1):
                 torch.autograd.backward(losses, retain_graph=retain_graph)
             self._in_backward = True
             self.backward_ends()
@@ -324,8 +322,9 @@ class Engine(Surface):
         self.global_samples += self._batch.train
         self._end_window()
         self._scaler.update(overflow)
-        scale = self._scaler.scale if self._scaler.dynamic else None
-        self._reporter.updated(Update(self.global_steps, self.global_samples, self.get_lr(), self._norm, scale))
+        if self._reporter.tells_of(self.global_steps):
+            scale = self._scaler.scale if self._scaler.dynamic else None
+            self._reporter.updated(Update(self.global_steps, self.global_samples, self.get_lr(), self._norm, scale))
         return self._applied
 
     def _gradient_scale(self) -> float:
@@ -397,9 +396,8 @@ class Engine(Surface):
         self._gradients.end_window()
         self._hooks.end_window()
         self._gatherer.forget_near()
-        for unit in self.units:
-            # Weights gathered by a forward whose backward never came are out of date now.
-            self._gatherer.release(unit)
+        # Weights gathered by a forward whose backward never came are out of date now.
+        self._gatherer.release_all()
 
     def _abandon_window(self) -> None:
         """Forget the window's gradients, after an exception or at the user's wish."""

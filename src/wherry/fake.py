@@ -25,7 +25,7 @@ def faking() -> bool:
 
 def address_of(tensor: torch.Tensor) -> int:
     """What is the same for two tensors if they begin at the same memory: its address, if there is memory."""
-    if is_fake(tensor):
+    if type(tensor).__name__ == "FakeTensor":  # as `is_fake`, and without a call: this is asked often
         return (tensor.untyped_storage()._cdata << 64) + tensor.storage_offset() * tensor.element_size()
     return tensor.data_ptr()
 

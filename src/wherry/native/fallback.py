@@ -302,7 +302,7 @@ def _update_segment(s: Segment, rule: Rule, multiplier: float, grad: Tensor) -> 
     seed = _seed_of(_scramble(rule_seed ^ _scramble(s.seed & _MASK)), s.start)
     for at in _chunks(s.numel):
         state = [_open(state, at) for state in s.state]
-        p = apply(numbers, flags, _read_weight(s, at), grad.detach()[at].float() * scale, state)
+        p = apply(numbers, flags, _read_weight(s, at), grad.detach().view(-1)[at].float() * scale, state)
         _write_weight(s, at, p)
         for k, value in enumerate(state):
             _close(s, k, at, value, seed)

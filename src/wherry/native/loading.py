@@ -130,6 +130,12 @@ def _engine(name: str) -> Engine:
     return Engine(None, 0) if name == "torch" else Engine(_built().library, ISA_CODES[name])
 
 
+@functools.cache
+def _engine_in_use(forced: str) -> Engine:
+    """The engine that this value of the environment asks for. Every pass asks: it is looked up once."""
+    return _engine(isa())
+
+
 def engine(name: str | None = None) -> Engine:
     """The engine of the named instruction set, or of the one in use."""
-    return _engine(isa() if name is None else checked_isa(name, "isa"))
+    return _engine_in_use(os.environ.get(ENVIRONMENT, "")) if name is None else _engine(checked_isa(name, "isa"))

@@ -36,9 +36,9 @@ def _check(function: str, **tensors: tuple[Tensor, tuple[torch.dtype, ...]]) -> 
     return numel
 
 
-def _threads(chosen: Engine, pool: Pool | None, numel: int, inline: int = INLINE_RUN) -> int | None:
+def _threads(chosen: Engine, pool: Pool | None, numel: int) -> int | None:
     """The library's pool for a pass of this size, or None for the calling thread."""
-    if chosen.library is None or numel <= inline:
+    if chosen.library is None or numel <= INLINE_RUN:
         return None
     return (pool or default_pool()).handle(chosen.library)
 
@@ -59,17 +59,22 @@ def accumulate(
     )  # fmt: skip
 
 
-def sum_squares(tensor: Tensor, pool: Pool | None = None, *, isa: str | None = None) -> float:
+def sum_squares(*tensors: Tensor, pool: Pool | None = None, isa: str | None = None) -> float:
     """The sum of squares, in double and in an order of its own: however many threads, the same bits."""
-    numel = _check("sum_squares", tensor=(tensor, _FLOATS))
-    if is_fake(tensor):
-        return 1.0
     use = engine(isa)
-    if use.library is None:
-        return fallback.sum_squares(tensor)
-    return use.library.wherry_sum_squares(
-        use.code, _threads(use, pool, numel, INLINE_SUM), tensor.data_ptr(), KINDS[tensor.dtype], numel
-    )
+    total = 0.0
+    for tensor in tensors:
+        if not (tensor.is_cpu and tensor.dtype in _FLOATS and tensor.is_contiguous()):
+            _check("sum_squares", tensor=(tensor, _FLOATS))
+        if is_fake(tensor):
+            total += 1.0
+        elif use.library is None:
+            total += fallback.sum_squares(tensor)
+        else:
+            numel = tensor.numel()
+            threads = None if numel <= INLINE_SUM else _threads(use, pool, numel)
+            total += use.library.wherry_sum_squares(use.code, threads, tensor.data_ptr(), KINDS[tensor.dtype], numel)
+    return total
 
 
 def cast_copy(

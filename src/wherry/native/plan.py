@@ -144,7 +144,8 @@ class Plan:
         self.segments = tuple(segments)
         for i, segment in enumerate(self.segments):
             _check_segment(self._where(i, segment), segment)
-        self.numel = sum(segment.numel for segment in self.segments)
+        self._numels = [segment.numel for segment in self.segments]
+        self.numel = sum(self._numels)
         self._needs_grads = any(segment.grad is None for segment in self.segments)
         self._fitting: set[object] = set()
         self._engine = engine(isa)
@@ -169,8 +170,8 @@ class Plan:
     ) -> Ticket:
         """Start updating every segment by its rule (one for all, or one each); every gradient is first multiplied.
 
-        Submissions are not ordered among each other: wait for one before submitting another on the same tensors. The
-        torch fallback has finished when this returns.
+        `grads`, instead of the segments' own, may have any shape. Submissions are not ordered among each other: wait
+        for one before submitting another on the same tensors. The torch fallback has finished when this returns.
         """
         packed, count = self._pack_rules(rules)
         if self._fake:
@@ -184,9 +185,7 @@ class Plan:
             native.wherry_plan_run(self._handle, packed, count, multiplier, pointers, kinds)
             return DONE
         pool = pool or default_pool()
-        job = native.wherry_plan_submit(
-            self._handle, pool.handle(native), packed, count, multiplier, pointers, kinds
-        )
+        job = native.wherry_plan_submit(self._handle, pool.handle(native), packed, count, multiplier, pointers, kinds)
         flight = Flight(native, job, (self, grads))
         pool.keep(flight)
         return flight
@@ -214,11 +213,18 @@ class Plan:
             return rules.pack(), 1
         if len(rules) != len(self.segments):
             raise WherryError(f"Plan: {len(rules)} rules for {len(self.segments)} segments; give one, or one each")
+        # Segments of one group share a rule: each is looked at once.
+        known: dict[int, tuple[bytes, tuple[type, int]]] = {}
+        packed: list[bytes] = []
         for i, rule in enumerate(rules):
-            if (i, type(rule), rule.state_count) not in self._fitting:
+            if id(rule) not in known:
+                known[id(rule)] = rule.pack(), (type(rule), rule.state_count)
+            numbers, kind = known[id(rule)]
+            if (i, kind) not in self._fitting:
                 self._check_rule(i, rule)
-                self._fitting.add((i, type(rule), rule.state_count))
-        return b"".join([rule.pack() for rule in rules]), len(rules)
+                self._fitting.add((i, kind))
+            packed.append(numbers)
+        return b"".join(packed), len(rules)
 
     def _check_rule(self, i: int, rule: Rule) -> None:
         segment = self.segments[i]
@@ -244,8 +250,10 @@ class Plan:
             return None, None
         if len(grads) != len(self.segments):
             raise WherryError(f"Plan: {len(grads)} gradients for {len(self.segments)} segments")
-        for i, (grad, segment) in enumerate(zip(grads, self.segments, strict=True)):
-            _check_tensor(f"{self._where(i, segment)}: grads[{i}]", grad, segment.numel, _GRADS)
+        for i, (grad, numel) in enumerate(zip(grads, self._numels, strict=True)):
+            if not (grad.is_cpu and grad.is_contiguous() and grad.numel() == numel and grad.dtype in _GRADS):
+                where = f"{self._where(i, self.segments[i])}: grads[{i}]"
+                _check_tensor(where, grad.view(-1) if grad.is_contiguous() else grad, numel, _GRADS)
         count = len(grads)
         pointers = (ctypes.c_void_p * count)(*[grad.data_ptr() for grad in grads])
         kinds = (ctypes.c_int32 * count)(*[KINDS[grad.dtype] for grad in grads])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,30 +59,44 @@ class Reporter:
         self._losses: list[torch.Tensor] = []
         self._sent: dict[str, tuple[int, int]] = {}
 
-    def counting(self, phase: str, step: int) -> AbstractContextManager[Any]:
-        """Around a part of a step: counts its operations, if this is the step to be counted."""
-        if step != self._profiled:
-            return nullcontext()
+    def phase(self, phase: str, step: int) -> AbstractContextManager[Any]:
+        """Around a part of a step: its span, and the count of its operations if this is the step to be counted."""
+        span = self.spans(f"wherry::{phase}")
+        return span if step != self._profiled else self._counted(span, phase)
+
+    @contextmanager
+    def _counted(self, span: AbstractContextManager[Any], phase: str) -> Iterator[None]:
         if self._count is None:
             self._count = FlopCount(self._module())
-        return self._count.phase(phase)
+        with span, self._count.phase(phase):
+            yield
 
     def loss(self, loss: torch.Tensor) -> None:
         """A micro-batch's loss; nothing is read from the device before the update."""
         if self.monitor.enabled:
             self._losses.append(loss.detach())
 
+    def tells_of(self, step: int) -> bool:
+        """Whether an update of this number is told to anybody."""
+        every = self._every
+        return self.monitor.enabled or step == self._profiled or bool(every and step % every == 0)
+
+    @property
+    def _every(self) -> float:
+        """After how many updates something is logged; 0 for never."""
+        if self._config.steps_per_print:
+            return self._config.steps_per_print
+        return STEPS_BETWEEN_SUMMARIES if self.spans.wall_clock or self._config.comms_logger.enabled else 0
+
     def updated(self, update: Update) -> None:
         if self.monitor.enabled:
             self.monitor.log(update.step, self._metrics(update))
         if self._count is not None and update.step == self._profiled:
             self._report_operations(self._count, update.step)
-        asked = self._config.steps_per_print
-        summaries = self.spans.wall_clock or self._config.comms_logger.enabled
-        every = asked or (STEPS_BETWEEN_SUMMARIES if summaries else 0)
+        every = self._every
         if not every or update.step % every:
             return
-        if asked:
+        if self._config.steps_per_print:
             self._report_update(update)
         if self.spans.wall_clock:
             self._log.info("time of %d steps: %s", every, self.spans.breakdown())

@@ -36,6 +36,7 @@ class Landing(enum.Enum):
     """Where the update of a flat finds its gradient, and how that gets there."""
 
     STAYS = "where it was summed, on the device"
+    LOOSE = "in autograd's own tensors, as long as nothing has to be added to them"
     COPIED = "on the host, after it was summed on the device"
     STREAMED = "on the host, where each micro-batch is added as it comes"
 
@@ -46,11 +47,12 @@ class FlatGradient:
     `accumulated` is the sum on the device: of the whole flat where gradients are replicated, of the shard where they
     are partitioned, and nothing where no sum is kept there. `owned` is the part that this rank updates, where the
     update finds it; it is complete once the boundary's reduction and `landing` are.
+
+    A gradient that does not travel may stay `loose`: then autograd's tensors are the sum, and it is laid out in
+    `accumulated` for whoever asks for that.
     """
 
-    def __init__(
-        self, flat: Flat, *, partitioned: bool, policy: GradientPolicy, way: Landing, link: Link
-    ) -> None:
+    def __init__(self, flat: Flat, *, partitioned: bool, policy: GradientPolicy, way: Landing, link: Link) -> None:
         self.flat = flat
         self.way = way
         self.link = link
@@ -61,15 +63,18 @@ class FlatGradient:
         self.wire_dtype = policy.communication_dtype or flat.dtype
         self.dtype = policy.accumulation_dtype or flat.dtype
         layout = flat.layout
-        numel = 0 if not self.keeps else layout.shard_numel if self.partitioned else layout.numel
-        self.accumulated = torch.zeros(numel, dtype=self.dtype, device=flat.whole.device)
+        self._numel = 0 if not self.keeps else layout.shard_numel if self.partitioned else layout.numel
+        # The gradients of all parameters, where they are the sum.
+        self.loose: list[torch.Tensor] | None = None
+        self._sum: torch.Tensor | None = None
+        self._own_sum: torch.Tensor | None = None
+        if way is not Landing.LOOSE:
+            self._allocate()
         # A single micro-batch is kept as it came over the wire.
         self.owned_dtype = self.dtype if self.keeps or policy.accumulates else self.wire_dtype
         self._owned: torch.Tensor | None = None
         self._give: Callable[[], None] | None = None
-        if way is Landing.STAYS and self.keeps:
-            self._owned = self.own_sum
-        elif way is not Landing.STAYS and not self.brief:
+        if not self.stays and not self.brief:
             self._borrow()
         self._aside: torch.Tensor | None = None
         # What still has to happen until `owned` is complete: a copy, and perhaps an addition.
@@ -94,15 +99,45 @@ class FlatGradient:
 
     # Where the sum is.
 
+    def _allocate(self) -> None:
+        flat = self.flat
+        self._sum = self._own_sum = torch.zeros(self._numel, dtype=self.dtype, device=flat.whole.device)
+        if not self.partitioned and flat.layout.ranks > 1:
+            self._own_sum = self._sum[slice(*flat.layout.shard_range(flat.rank))]
+
+    def _lay_out(self) -> None:
+        """Move gradients that are loose to where sums are."""
+        if self._sum is None:
+            self._allocate()
+        if self.loose is not None:
+            assert self._sum is not None
+            torch._foreach_copy_(self._parts_of(self._sum), self.loose)
+            self.loose = None
+
+    @property
+    def stays(self) -> bool:
+        """Whether the update finds it on the device."""
+        return self.way is Landing.STAYS or self.way is Landing.LOOSE
+
+    @property
+    def accumulated(self) -> torch.Tensor:
+        if self._sum is None or self.loose is not None:
+            self._lay_out()
+        assert self._sum is not None
+        return self._sum
+
     @property
     def own_sum(self) -> torch.Tensor:
         """This rank's part of what is summed on the device."""
-        if self.partitioned or self.flat.layout.ranks == 1:
-            return self.accumulated
-        return self.accumulated[slice(*self.flat.layout.shard_range(self.flat.rank))]
+        if self._own_sum is None or self.loose is not None:
+            self._lay_out()
+        assert self._own_sum is not None
+        return self._own_sum
 
     @property
     def owned(self) -> torch.Tensor:
+        if self.keeps and self.stays:
+            return self.own_sum
         if self._owned is None:
             raise WherryError(
                 f"{self.flat.name}: its gradients are gone, as the update has used them in the backward already; set "
@@ -152,7 +187,7 @@ class FlatGradient:
 
     # What arrives.
 
-    def arrive(self, index: int, *, nested: bool) -> bool:
+    def arrive(self, index: int, nested: bool) -> bool:
         """A parameter's gradient is there; true when it was the last one awaited."""
         self._arrived[index] += 1
         if nested:
@@ -171,13 +206,37 @@ class FlatGradient:
 
     def begin(self) -> None:
         """A backward begins: nothing has arrived."""
+        if self.fresh:
+            self.loose = None
         self._arrived = [0] * len(self._arrived)
         self._waiting = len(self._arrived)
         self.nested = 0
         self.collected = False
 
-    def any_gradient(self) -> bool:
-        return any(parameter.grad is not None for parameter in self.flat.parameters)
+    def absorb(self) -> None:
+        """Add autograd's gradients to the replicated sum, while that is this rank's own."""
+        if self.reduced:
+            return
+        if self.fresh and self.way is Landing.LOOSE and self._take_loose():
+            self.fresh = False
+        elif self.fresh or any(parameter.grad is not None for parameter in self.flat.parameters):
+            self.take_into(self.accumulated, add=not self.fresh)
+            self.fresh = False
+
+    def _take_loose(self) -> bool:
+        """Keep autograd's gradients as they are, if none is missing and all are as they would lie in a flat."""
+        grads: list[torch.Tensor] = []
+        for parameter in self.flat.parameters:
+            grad = parameter.grad
+            if grad is None or grad.layout is not torch.strided or grad.dtype is not self.dtype:
+                return False
+            if grad.requires_grad or not grad.is_contiguous():
+                return False
+            grads.append(grad)
+        for parameter in self.flat.parameters:
+            parameter.grad = None
+        self.loose = grads
+        return True
 
     def take_into(self, buffer: torch.Tensor, *, add: bool) -> None:
         """Move autograd's gradients into a buffer shaped like the whole flat; missing ones count as zeros."""
@@ -210,6 +269,7 @@ class FlatGradient:
 
     def drop(self) -> None:
         self.spent()
+        self.loose = None
         self._parts.clear()
         for parameter in self.flat.parameters:
             parameter.grad = None
@@ -224,13 +284,13 @@ class FlatGradient:
 
     @property
     def device_nbytes(self) -> int:
-        """Bytes that rest on the device."""
-        return self.accumulated.nbytes
+        """Bytes that rest on the device. Loose, they are as many, but for the padding."""
+        return self._numel * self.dtype.itemsize
 
     @property
     def host_nbytes(self) -> int:
         """Bytes that rest on the host, apart from those."""
-        apart = 0 if self._owned is None or self.way is Landing.STAYS else self._owned.nbytes
+        apart = 0 if self._owned is None or self.stays else self._owned.nbytes
         return apart + (0 if self._aside is None else self._aside.nbytes)
 
     def close(self) -> None:

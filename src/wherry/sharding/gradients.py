@@ -61,7 +61,7 @@ class Gradients:
         gradients: Resting,
         optimizer: Resting,
         policy: GradientPolicy,
-        sum_squares: Callable[[torch.Tensor], float | torch.Tensor],
+        sum_squares: Callable[..., float | torch.Tensor],
         link: Link,
         way_of: Callable[[Flat], Landing],
         tensor: Comm | None = None,
@@ -126,7 +126,7 @@ class Gradients:
         self._completed.append(index)
         gradient.collected = True
         if not gradient.partitioned:
-            self._absorb(gradient)
+            gradient.absorb()
         self._launch_in_order()
 
     def arrived_late(self, gradient: FlatGradient) -> None:
@@ -140,7 +140,7 @@ class Gradients:
             if not gradient.collected:
                 gradient.collected = True
                 if not gradient.partitioned:
-                    self._absorb(gradient)
+                    gradient.absorb()
             self._launch(gradient)
         self._next = len(self._order)
         self._send_waiting()
@@ -191,10 +191,12 @@ class Gradients:
         `path` is one of the units that it ran, which may differ: `one_path` says afterwards whether it did.
         """
         self.one_path = True
-        self._any_absent = any(gradient.absent for gradient in self.all)
+        self._any_absent = False
         total: float | torch.Tensor = 0.0
         for gradient in self.all:
-            total = total + self._squares(gradient)
+            self._any_absent = self._any_absent or bool(gradient.absent)
+            known = gradient.sum_squares
+            total = total + (self._squares(gradient) if known is None else known)
         partitioned = self._optimizer_partitioned and self.comm.size > 1
         if not partitioned and self._tensor.size == self._pipe.size == 1:
             return total
@@ -306,16 +308,6 @@ class Gradients:
             pool.close()
         self._pools.clear()
 
-    # Local accumulation.
-
-    def _absorb(self, gradient: FlatGradient) -> None:
-        """Add the flat's gradients to the replicated accumulation buffer, while that is this rank's own."""
-        if gradient.reduced:
-            return
-        if gradient.any_gradient() or gradient.fresh:
-            gradient.take_into(gradient.accumulated, add=not gradient.fresh)
-        gradient.fresh = False
-
     # Reduction.
 
     def _launch_in_order(self) -> None:
@@ -390,7 +382,7 @@ class Gradients:
         if gradient.keeps:
             (gradient.own_sum.copy_ if fresh else gradient.own_sum.add_)(shard)
             give()
-        elif gradient.way is Landing.STAYS:
+        elif gradient.stays:
             if fresh:
                 gradient.keep(shard, give)
             else:
@@ -470,11 +462,13 @@ class Gradients:
 
     def _summed(self, gradient: FlatGradient) -> None:
         """The window's sum is complete: measure it, and send it to where its update reads it."""
-        if gradient.keeps:
+        if gradient.loose is not None:
+            gradient.sum_squares = self._sum_squares(*gradient.loose)
+        elif gradient.keeps:
             gradient.sum_squares = self._measure(gradient, gradient.own_sum)
             if gradient.way is Landing.COPIED:
                 gradient.landing = self.link.down(gradient.owned, gradient.own_sum)
-        elif gradient.way is Landing.STAYS:
+        elif gradient.stays:
             gradient.sum_squares = self._measure(gradient, gradient.owned)
         if self.on_complete is not None:
             self.on_complete(gradient)
@@ -508,7 +502,7 @@ class Gradients:
             if gradient.partitioned or gradient.reduced:
                 self._reduce_more(gradient)
             else:
-                self._absorb(gradient)
+                gradient.absorb()
                 if self.boundary:
                     self._summed(gradient)
 

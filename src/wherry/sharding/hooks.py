@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from wherry.errors import WherryError
 from wherry.parallel.partition import is_dtensor
 from wherry.sharding.attached import Hook, WatchedParameters
-from wherry.sharding.gradients import Gradients
+from wherry.sharding.gradients import FlatGradient, Gradients
 from wherry.sharding.interleave import Interleaver
 from wherry.sharding.schedule import Pass, Schedule
 from wherry.sharding.unit import Flat, Unit, Weights
@@ -49,8 +49,20 @@ def _arrival(hooks: weakref.ref[Hooks], place: int, index: int) -> Callable[[nn.
 
     def arrived(parameter: nn.Parameter) -> None:
         alive = hooks()
-        if alive is not None:
-            alive._gradient_arrived(place, index)
+        if alive is None:
+            return
+        gradients = alive.gradients
+        gradient = gradients.all[place]
+        gradients.arrivals += 1
+        # What `_inside_backward` would find, without its call.
+        known = alive.backward_running and backward_task() == alive.task and not torch.is_grad_enabled()
+        nested = not (known or alive._inside_backward())
+        if nested:
+            gradients.nested = True
+        if gradient.collected:
+            gradients.arrived_late(gradient)
+        if gradient.arrive(index, nested):
+            alive._all_arrived(place, gradient)
 
     return arrived
 
@@ -104,6 +116,7 @@ class Hooks:
         self.task = NO_TASK
         self.backward_running = False
         self._handles: list[RemovableHandle] = []
+        self._takes_turns = False
         self._unit_of: dict[nn.Parameter, Unit] = {}
         self._frozen_calls: dict[Unit, int] = {}
         unit_of = {flat: unit for unit in units for flat in unit.flats}
@@ -133,10 +146,6 @@ class Hooks:
         for unit in self.units:
             if unit.travelling or self.updates_beside:
                 self._install_unit(unit)
-            elif not unit.root:
-                for module in unit.modules:
-                    turn = Hook(partial(self._pre_forward_of_resident, unit))
-                    self._keep(module.register_forward_pre_hook(turn, prepend=True))
         self._keep(self.model.register_forward_hook(Hook(self._root_post_forward, compiles=True), always_call=True))
         # Parameters hold these hooks in C++, where the garbage collector sees no cycle: they may refer to nothing else.
         alive = weakref.ref(self)
@@ -158,6 +167,17 @@ class Hooks:
             else:
                 post = Hook(partial(self._post_forward, unit))
                 self._keep(module.register_forward_hook(post, always_call=True))
+
+    def take_turns(self) -> None:
+        """From now on forwards may run together: each stops at every unit, at those that never move as well."""
+        if self._takes_turns:
+            return
+        self._takes_turns = True
+        for unit in self.units:
+            if not (unit.root or unit.travelling or self.updates_beside):
+                for module in unit.modules:
+                    turn = Hook(partial(self._pre_forward_of_resident, unit))
+                    self._keep(module.register_forward_pre_hook(turn, prepend=True))
 
     def _watch_parameters(self) -> None:
         flats_of = {unit: unit.flats if self.updates_beside else unit.travelling for unit in self.units}
@@ -435,8 +455,7 @@ class Hooks:
         self.task = NO_TASK
         self._frozen_calls = {}
         self._ungraphed = {}
-        for unit in self.units:
-            self.gatherer.release(unit)
+        self.gatherer.release_all()
 
     def _inside_backward(self) -> bool:
         """Called from every hook that a backward runs. False inside a backward that runs within another."""
@@ -479,23 +498,11 @@ class Hooks:
             unit.in_backward = True
             self._need(unit)
 
-    def _gradient_arrived(self, place: int, index: int) -> None:
-        gradients = self.gradients
-        gradient = gradients.all[place]
-        gradients.arrivals += 1
-        # What `_inside_backward` would find, without its call.
-        known = self.backward_running and backward_task() == self.task and not torch.is_grad_enabled()
-        nested = not (known or self._inside_backward())
-        if nested:
-            gradients.nested = True
-        if gradient.collected:
-            gradient.arrive(index, nested=nested)
-            self.gradients.arrived_late(gradient)
-        elif gradient.arrive(index, nested=nested):
-            self.gradients.complete(gradient)
-            # Every operation that used these weights has run: each needed them to make a gradient that has arrived.
-            if not self._home[place].shared:
-                self.gatherer.release_flat(gradient.flat)
+    def _all_arrived(self, place: int, gradient: FlatGradient) -> None:
+        self.gradients.complete(gradient)
+        # Every operation that used these weights has run: each needed them to make a gradient that has arrived.
+        if not self._home[place].shared:
+            self.gatherer.release_flat(gradient.flat)
 
     def _watch_inputs(self, unit: Unit, args: Any, kwargs: Any, output: Any) -> None:
         """Release the unit's frozen flats once the gradients of this call's inputs are complete."""

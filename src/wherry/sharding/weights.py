@@ -37,6 +37,7 @@ class Gatherer:
         node: Comm | None = None,
     ) -> None:
         self.units = units
+        self._travelling = [unit for unit in units if unit.travelling]
         self.comm = comm
         self.schedule = schedule
         self.link = link
@@ -180,6 +181,10 @@ class Gatherer:
     def release(self, unit: Unit) -> None:
         for flat in unit.travelling:
             self.release_flat(flat)
+
+    def release_all(self) -> None:
+        for unit in self._travelling:
+            self.release(unit)
 
     def release_flat(self, flat: Flat) -> None:
         """Free the memory of a whole flat. Its parameters keep shape and dtype, and read as NaN."""

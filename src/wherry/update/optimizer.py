@@ -59,6 +59,11 @@ class OptimizerSpec:
     def groups(self) -> list[dict[str, Any]]:
         return self.instance.param_groups
 
+    @property
+    def cuts_segments(self) -> bool:
+        """Whether parts of a segment may be updated apart; 8-bit blocks of state lie across them."""
+        return self.native_family is not None and self.state_dtype != "int8"
+
     def make_rule(self, *, on_host: bool, on_disk: bool = False, pool: native.Pool | None = None) -> Rule:
         """The rule for state that the host's kernels can reach, or not; with state on disk there is no other."""
         if self.native_family is not None and on_host:
@@ -131,9 +136,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     `state` stays empty: moments are kept by flat, and reached through the engine.
     """
 
-    def __init__(
-        self, instance: torch.optim.Optimizer, update: Callable[[], bool], drop: Callable[[], None]
-    ) -> None:
+    def __init__(self, instance: torch.optim.Optimizer, update: Callable[[], bool], drop: Callable[[], None]) -> None:
         super().__init__([nn.Parameter(torch.empty(0))], dict(instance.defaults))
         # The very groups of the user's optimizer: a scheduler built on either moves both.
         self.param_groups = instance.param_groups

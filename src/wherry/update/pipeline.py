@@ -101,9 +101,7 @@ class Updater:
             if numel > BATCH_NUMEL or dtype != state_dtype or open_tier != kept or flat.at_rest_on_disk:
                 self._fill()
         if self._open is None:
-            batch = Batch(
-                kept.make_rule(), self.link, apart=kept.apart, split=kept.split, make_home=kept.make_home
-            )
+            batch = Batch(kept.make_rule(), self.link, apart=kept.apart, split=kept.split, make_home=kept.make_home)
             self._open = batch, kept, state_dtype
             self.batches.append(batch)
             self.tiers[batch] = kept.tier
@@ -125,14 +123,13 @@ class Updater:
     def attach(self, gradients: Sequence[FlatGradient]) -> None:
         """All flats have been adopted; these are their gradients."""
         self._fill()
-        for gradient in gradients:
-            self.state_of[gradient.flat].gradient = gradient
+        gradient_of = {gradient.flat: gradient for gradient in gradients}
+        for batch in self.batches:
+            batch.gradients = [gradient_of[state.flat] for state in batch.states]
 
     # The update.
 
-    def step(
-        self, groups: Groups, multiplier: float, absent: Mapping[Flat, Sequence[int]] | None = None
-    ) -> None:
+    def step(self, groups: Groups, multiplier: float, absent: Mapping[Flat, Sequence[int]] | None = None) -> None:
         """Update every flat with its gradients times `multiplier`, now or as the policy has it.
 
         `absent`: the parameters that no rank has a gradient for, by their place in the flat. They are left alone, but
@@ -161,9 +158,7 @@ class Updater:
         Later, one rank alone may look at its model, and would wait for the others.
         """
         if self.comm.size > 1:
-            self.settle(
-                state.flat for state in self.states if state.flat.resident and state.flat.layout.ranks > 1
-            )
+            self.settle(state.flat for state in self.states if state.flat.resident and state.flat.layout.ranks > 1)
 
     def _refuse_broken(self) -> None:
         if self._broken is not None:
@@ -173,9 +168,7 @@ class Updater:
         self.settle()
         depth = self.policy.depth if any(batch.on_disk for batch in self.batches) else EVERYTHING
         fence = self.link.fence()
-        jobs = {
-            batch: Job(batch.name, self._steps(batch, groups, multiplier, fence)) for batch in self.batches
-        }
+        jobs = {batch: Job(batch.name, self._steps(batch, groups, multiplier, fence)) for batch in self.batches}
         refreshes: list[Ticket] = []
         driven = list(drive_all(jobs.values(), depth))  # to their ends, also if one has failed
         for batch, job in zip(self.batches, driven, strict=True):
@@ -192,7 +185,7 @@ class Updater:
         groups = _snapshot(groups)
         fence = self.link.fence()
         for batch in self.batches:
-            aside = [state.set_aside() for state in batch.states] if late else None
+            aside = [gradient.set_aside() for gradient in batch.gradients] if late else None
             self._send(batch, self._steps(batch, groups, multiplier, fence, aside))
 
     def _send(self, batch: Batch, steps: Steps) -> None:
@@ -232,13 +225,13 @@ class Updater:
             # What was begun before and still reads the weights that are about to change.
             tickets += [home.quiet() for home in homes]
             if aside is None:
-                tickets += [state.own_gradient.landing for state in batch.states]
+                tickets += [gradient.landing for gradient in batch.gradients]
             for ticket in tickets:
-                yield READ, ticket
+                if ticket is not DONE:
+                    yield READ, ticket
             if batch.spans:
                 yield UPDATE, batch.rule.update(batch.bind(aside), groups, multiplier)
-            for state in batch.states:
-                state.own_gradient.spent()
+            batch.spent()
             tickets = []
             if aside is not None:
                 self._fresh[batch] = [w.clone() if batch.on_disk else w for w in batch.working()]
@@ -248,7 +241,8 @@ class Updater:
             tickets += [stored] if stored is not None else []
             tickets += [home.store() for home in homes]
             for ticket in (*uploads, *tickets):
-                yield WRITE, ticket
+                if ticket is not DONE:
+                    yield WRITE, ticket
         finally:
             if has_record:
                 batch.leave(uploads[-1] if uploads else DONE)

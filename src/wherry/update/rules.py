@@ -43,6 +43,21 @@ class Segment:
     def whole_master(self) -> torch.Tensor:
         return self.working if self.master is None else self.master
 
+    def part(self, start: int, stop: int) -> Segment:
+        """A stretch of it, without a gradient."""
+        state: dict[str, State] = {}
+        for name, value in self.state.items():
+            assert isinstance(value, torch.Tensor), f"{name}: blocks are not cut"
+            state[name] = value[start:stop]
+        return Segment(
+            group=self.group,
+            working=self.working[start:stop],
+            master=None if self.master is None else self.master[start:stop],
+            low=None if self.low is None else self.low[start:stop],
+            state=state,
+            first=self.first + start,
+        )
+
 
 class Rule(Protocol):
     """The update of a few segments."""
@@ -185,17 +200,23 @@ class NativeRule:
 
     def update(self, segments: Sequence[Segment], groups: Groups, multiplier: float) -> Ticket:
         self._steps += 1
-        rules = [self.family.make(groups[segment.group], self._steps) for segment in segments]
+        rules: dict[int, native.Rule] = {}
+        grads: list[torch.Tensor] = []
+        for segment in segments:
+            assert segment.grad is not None
+            grads.append(segment.grad)
+            if segment.group not in rules:
+                rules[segment.group] = self.family.make(groups[segment.group], self._steps)
         if segments is not self._bound:
             self._bound, self._plan = segments, self._plan_for(segments)
         assert self._plan is not None
-        return self._plan.submit(rules, multiplier, self.pool)
+        return self._plan.submit([rules[segment.group] for segment in segments], multiplier, self.pool, grads)
 
     def _plan_for(self, segments: Sequence[Segment]) -> native.Plan:
         key = tuple(
             address_of(tensor)
             for segment in segments
-            for tensor in (segment.grad, segment.working, *_tensors(segment.state), segment.master, segment.low)
+            for tensor in (segment.working, *_tensors(segment.state), segment.master, segment.low)
             if tensor is not None
         )
         plan = self._plans.get(key)
@@ -205,7 +226,7 @@ class NativeRule:
             plan = self._plans[key] = native.Plan(
                 [
                     native.Segment(
-                        grad=segment.grad,
+                        grad=None,
                         working=segment.working,
                         master=segment.master,
                         low=segment.low,
@@ -239,9 +260,7 @@ class TorchRule:
 
     splits = False
 
-    def __init__(
-        self, optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any], groups: Groups
-    ) -> None:
+    def __init__(self, optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any], groups: Groups) -> None:
         self.optimizer_class = optimizer_class
         self.groups = groups
         self.defaults = {k: v for k, v in defaults.items() if k in _constructor_options(optimizer_class)}

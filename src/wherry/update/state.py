@@ -32,25 +32,18 @@ class FlatState:
     def __init__(self, flat: Flat, groups: int, batch: Batch) -> None:
         self.flat = flat
         self.batch = batch
-        self.gradient: FlatGradient | None = None
         # Parameters that the optimizer was not given lie behind its groups.
         self.segments = [span for span in flat.layout.segments(flat.rank) if span.group < groups]
+        # As many come before them.
+        self.known = sum(slot.group < groups for slot in flat.layout.slots)
         # Ranks whose shard is all padding have no segments, and yet take part in the flat's collectives.
-        self.updated = any(slot.group < groups for slot in flat.layout.slots)
+        self.updated = self.known > 0
         # The first of the batch's segments that is this flat's.
         self.first = 0
 
     @property
     def rule(self) -> Rule:
         return self.batch.rule
-
-    @property
-    def own_gradient(self) -> FlatGradient:
-        assert self.gradient is not None, self.flat
-        return self.gradient
-
-    def set_aside(self) -> torch.Tensor:
-        return self.own_gradient.set_aside()
 
     @contextmanager
     def opened(self, *, write: bool = False) -> Iterator[list[dict[str, State]]]:
@@ -81,10 +74,14 @@ class Batch:
         self.split = split and rule.splits
         self.make_home = make_home
         self.states: list[FlatState] = []
+        # Those of the states' flats.
+        self.gradients: list[FlatGradient] = []
         self.spans: list[tuple[FlatState, SegmentSpan]] = []
         self._layout: RecordLayout | None = None
         self._home: Home | None = None
         self._bound: list[Segment] | None = None
+        # The same, cut where parameters meet.
+        self._pieces: list[Segment] | None = None
 
     @property
     def name(self) -> str:
@@ -113,9 +110,7 @@ class Batch:
         segments = []
         for state, span in self.spans:
             numel = span.stop - span.start
-            segments.append(
-                self._weight_fields(state.flat.dtype, numel) + self.rule.fields(groups[span.group], numel)
-            )
+            segments.append(self._weight_fields(state.flat.dtype, numel) + self.rule.fields(groups[span.group], numel))
         return RecordLayout(segments)
 
     @torch.no_grad()
@@ -172,20 +167,51 @@ class Batch:
     def bind(self, aside: Sequence[torch.Tensor] | None = None) -> list[Segment]:
         """The segments for an update; record and weights have been fetched, and gradients have arrived.
 
-        `aside` are gradients to be used instead of the states' own.
+        `aside` are gradients to be used instead of the states' own. Where these are loose, segments are cut.
         """
-        if self._bound is not None and aside is None:
+        loose = [gradient.loose for gradient in self.gradients if gradient.loose is not None]
+        if aside is None and len(loose) == len(self.gradients):
+            return self._bind_loose(loose)
+        if aside is None and not loose and self._bound is not None:
             return self._bound
-        grads = aside or [state.own_gradient.owned for state in self.states]
+        grads = aside or [gradient.owned for gradient in self.gradients]
         grad_of = dict(zip(self.states, grads, strict=True))
         bound = self._segments(self._views())
         for segment, (state, span) in zip(bound, self.spans, strict=True):
             segment.grad = grad_of[state][span.start : span.stop]
-        weights_stay = self.apart or not any(state.flat.at_rest_on_disk for state in self.states)
-        grads_stay = all(state.own_gradient.steady for state in self.states)
-        if aside is None and weights_stay and grads_stay and not self.on_disk:
+        if aside is None and self._weights_stay and all(gradient.steady for gradient in self.gradients):
             self._bound = bound
         return bound
+
+    def _bind_loose(self, loose: Sequence[Sequence[torch.Tensor]]) -> list[Segment]:
+        pieces = self._pieces or self._cut(self._segments(self._views()))
+        used = [grad for state, grads in zip(self.states, loose, strict=True) for grad in grads[: state.known]]
+        for piece, grad in zip(pieces, used, strict=True):
+            piece.grad = grad
+        if self._weights_stay:
+            self._pieces = pieces
+        return pieces
+
+    @property
+    def _weights_stay(self) -> bool:
+        """Whether weights and state are in the same memory in every step."""
+        return not self.on_disk and (self.apart or not any(state.flat.at_rest_on_disk for state in self.states))
+
+    def _cut(self, segments: Sequence[Segment]) -> list[Segment]:
+        """Segments of single parameters, of flats of which this rank has all."""
+        return [
+            segment.part(slot.start - span.start, slot.stop - span.start)
+            for segment, (state, span) in zip(segments, self.spans, strict=True)
+            for slot in state.flat.layout.slots
+            if slot.group == span.group
+        ]
+
+    def spent(self) -> None:
+        """The update has read the gradients."""
+        for piece in self._pieces or ():
+            piece.grad = None
+        for gradient in self.gradients:
+            gradient.spent()
 
     def working(self) -> list[torch.Tensor]:
         """The working weights of each segment that the record holds."""
@@ -209,7 +235,7 @@ class Batch:
 
     def unbind(self) -> None:
         """Addresses are about to change."""
-        self._bound = None
+        self._bound = self._pieces = None
 
     def _views(self) -> list[dict[str, State]]:
         assert self._layout is not None
@@ -260,6 +286,7 @@ class Batch:
             self._home.close()
             self._home = None
         self.states.clear()
+        self.gradients.clear()
         self.spans.clear()
 
 

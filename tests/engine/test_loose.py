@@ -1,0 +1,96 @@
+"""On one rank gradients stay autograd's own tensors, and the update of these has the bits of that of flats."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tests.engine.harness import Run, adamw, assert_equal, make_model, settings, token_batch, train_engine
+
+import wherry
+from wherry.sharding.flat_gradient import Landing
+
+
+def two_groups(parameters: Any) -> torch.optim.Optimizer:
+    matrices, others = [], []
+    for parameter in parameters:
+        (matrices if parameter.dim() > 1 else others).append(parameter)
+    groups = [{"params": matrices, "weight_decay": 0.3}, {"params": others, "lr": 1e-3}]
+    return torch.optim.AdamW(groups, lr=3e-3)
+
+
+def laid_out(engine: Any, step: int = 0) -> None:
+    """Gradients move to flats from now on."""
+    for gradient in engine._gradients.all:
+        assert gradient.way is Landing.LOOSE
+        gradient.way = Landing.STAYS
+
+
+def train(more: dict[str, Any], optimizer: Any, *, flats: bool) -> Run:
+    def each_step(engine: Any, step: int) -> None:
+        assert all((gradient.loose is None) is (flats and step > 0) for gradient in engine._gradients.all)
+        if flats and not step:
+            laid_out(engine)
+
+    return train_engine(make_model(), stage=1, steps=4, clip=0.5, optimizer=optimizer, config=more, each_step=each_step)
+
+
+@pytest.mark.parametrize(
+    ("more", "optimizer"),
+    [
+        ({}, two_groups),
+        ({"bf16": {"enabled": True}}, two_groups),
+        ({"bf16": {"enabled": True}, "wherry": {"master": "whole", "state_dtype": "bf16"}}, adamw),
+        ({"fp16": {"enabled": True, "initial_scale_power": 8}}, adamw),
+        ({}, lambda parameters: torch.optim.SGD(parameters, lr=0.1)),
+    ],
+)
+def test_the_bits_are_those_of_flats(more: dict[str, Any], optimizer: Any) -> None:
+    assert_equal(train(more, optimizer, flats=False), train(more, optimizer, flats=True))
+
+
+def test_nothing_is_copied_and_nothing_is_kept() -> None:
+    model = make_model()
+    seen: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: seen.update({name: p.grad.data_ptr()}))
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(2))
+    for step in range(2):
+        engine.backward(engine(*token_batch(step, 0, 0)))
+        held = {
+            slot.name: grad.data_ptr()
+            for gradient in engine._gradients.all
+            for slot, grad in zip(gradient.flat.layout.slots, gradient.loose, strict=True)
+        }
+        assert held == seen
+        assert all(parameter.grad is None for parameter in model.parameters())
+        engine.step()
+    references = [gradient.loose for gradient in engine._gradients.all]
+    engine(*token_batch(2, 0, 0)).backward()
+    assert all(gradient.loose is not before for gradient, before in zip(engine._gradients.all, references, strict=True))
+    pieces = [piece for batch in engine._updater.batches for piece in batch._pieces]
+    assert pieces and all(piece.grad is None for piece in pieces)
+    engine.close()
+
+
+def test_gradients_can_be_read_and_replaced() -> None:
+    model = make_model()
+    plain, name = copy.deepcopy(model), "blocks.1.up.weight"
+    optimizer = adamw(plain.parameters())
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(0))
+    for step in range(3):
+        plain(*token_batch(step, 0, 0)).backward()
+        engine.backward(engine(*token_batch(step, 0, 0)))
+        grads = dict(plain.named_parameters())
+        torch.testing.assert_close(engine.gradients("norm.weight"), grads["norm.weight"].grad, rtol=1e-4, atol=1e-6)
+        if step == 1:
+            engine.states.set_gradient(name, 3 * engine.gradients(name))
+            grads[name].grad.mul_(3)
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.step()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+    engine.close()
