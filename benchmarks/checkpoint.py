@@ -36,9 +36,13 @@ class Saving:
         self.room: Room | None = None
         if self.reason is None and KEEPINGS[name].one_rank and ranks > 1:
             self.reason = "every rank would write the whole"
+        self.model = model
         if self.reason is None:
             self.room = Room(ranks, worker=WORKER)
-            self._ask(do="build", keeping=name, recipe=MODELS[model])
+
+    def build(self) -> None:
+        if self.room is not None:
+            self._ask(do="build", keeping=self.name, recipe=MODELS[self.model])
 
     def _ask(self, **request: Any) -> list[Any] | None:
         assert self.room is not None
@@ -73,6 +77,8 @@ def measure(model: str, ranks: int, names: Sequence[str], rounds: int, folder: P
     try:
         for name in names:
             savings[name] = Saving(model, ranks, name, folder)
+        for saving in savings.values():  # all of them import what they need by now
+            saving.build()
         taken = bench.interleave({name: saving.take for name, saving in savings.items()}, rounds, "saves and loads")
     finally:
         for saving in savings.values():
@@ -119,18 +125,19 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = bench.parser("checkpoint", __doc__ or "")
     parser.add_argument("--models", type=bench.listed(tuple(MODELS)), help="of tiny, 10m, 125m (default: the last two)")
-    parser.add_argument("--ranks", type=bench.positives, default=[1, 2], help="with commas (default: 1,2)")
+    parser.add_argument("--ranks", type=bench.positives, help="with commas (default: 1,2; with --quick 2)")
     parser.add_argument("--systems", type=bench.listed(tuple(KEEPINGS)), default=list(KEEPINGS), help="with commas")
     parser.add_argument("--rounds", type=bench.positive, help="times that everything is measured")
     parser.add_argument("--folder", type=Path, help="on the disk to be measured (default: for temporary files)")
     options = bench.parse(parser, argv)
     models = options.models or (["10m"] if options.quick else ["10m", "125m"])
+    ranks = options.ranks or ([2] if options.quick else [1, 2])
     rounds = options.rounds or (1 if options.quick else 5)
-    results = bench.Results("checkpoint", options, {"rounds": rounds, "models": models, "ranks": options.ranks})
+    results = bench.Results("checkpoint", options, {"rounds": rounds, "models": models, "ranks": ranks})
     with tempfile.TemporaryDirectory(dir=options.folder or systems.disk_folder()) as folder:
         for model in models:
-            for ranks in options.ranks:
-                results.add(*measure(model, ranks, options.systems, rounds, Path(folder, str(ranks))))
+            for number in ranks:
+                results.add(*measure(model, number, options.systems, rounds, Path(folder, str(number))))
     table(results.rows)
     results.close()
     return 0

@@ -12,7 +12,7 @@ import torch
 from tests.engine.harness import adamw, make_model, settings, token_batch
 
 import wherry
-from wherry.checkpoint.session import box_of, within
+from wherry.checkpoint.session import within
 from wherry.native import Blocks8, dequantize
 from wherry.parallel.comm import Comm
 from wherry.parallel.threads import run_ranks
@@ -114,7 +114,8 @@ def state_of(engine: Any, *, everywhere: bool = True) -> dict[str, torch.Tensor]
 
 def joined(session: Any, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Whole tensors of what each tensor-parallel rank has whole of its part."""
-    boxes = {slot.name: box_of(flat, slot) for flat in session.flats for slot in flat.layout.slots}
+    logical = [session.logical(slot) for flat in session.flats for slot in flat.layout.slots]
+    boxes = {found.name: (found.box, found.shape) for found in logical}
     found: dict[str, torch.Tensor] = {}
     for theirs in session.tensor.gather_objects(
         {key: (boxes[key.rpartition(":")[0]], part) for key, part in parts.items()}
@@ -154,5 +155,3 @@ def load_into(shape: Shape, folder: Path, **arguments: Any) -> dict[str, torch.T
         return state_of(engine)
 
     return on(shape, body)[0]
-
-

@@ -289,6 +289,39 @@ def test_nothing_to_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
 
     on(Shape(2, 3), body)
     assert "holds no checkpoint best" in caplog.text
+    assert "never holds no checkpoint: nothing is loaded" in caplog.text
+
+
+def test_a_latest_that_says_nothing_sensible(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    states = save_from(Shape(), tmp_path)
+    latest = tmp_path / "latest"
+    for content, told in (
+        (b"\xff\xfe\x00", "latest is damaged"),
+        (b"a/b", "latest is damaged: tag 'a/b'"),
+        (b"global_step9", "global_step9: there is no such folder"),
+    ):
+        latest.write_bytes(content)
+        with pytest.raises(CheckpointError, match=f"{told}.*the newest whole one is global_step2: load it with tag="):
+            load_into(Shape(2, 1), tmp_path)
+    latest.write_bytes(b"")
+    assert_same(states, load_into(Shape(), tmp_path))
+    assert "no latest that names a checkpoint: the newest is global_step2" in caplog.text
+    # A lone checkpoint that cannot be read is not "none": training does not begin anew over it.
+    latest.unlink()
+    manifest = tmp_path / "global_step2" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-9])
+    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged.*holds no other whole checkpoint"):
+        load_into(Shape(), tmp_path)
+
+
+def test_folders_that_people_mean(tmp_path: Path) -> None:
+    """The checkpoint's own folder is as good as the one above it; a file is neither."""
+    states = save_from(Shape(), tmp_path / "all")
+    assert_same(states, load_into(Shape(), tmp_path / "all" / "global_step2"))
+    (tmp_path / "file").write_text("")
+    for work in (load_into, save_from):
+        with pytest.raises(CheckpointError, match="file is a file; expected a folder"):
+            work(Shape(), tmp_path / "file")
 
 
 @pytest.mark.parametrize("tag", ["a/b", "..", "", ".hidden", "latest"])
@@ -373,5 +406,3 @@ def test_a_manifest_of_a_newer_version(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
     with pytest.raises(CheckpointError, match="version 2 of the format, and this Wherry reads version 1"):
         load_into(Shape(), tmp_path)
-
-

@@ -197,6 +197,7 @@ def test_schedules_and_counts_go_on(tmp_path: Path) -> None:
         "cycle": lambda o: OneCycleLR(o, max_lr=0.1, total_steps=30),
     }
     for name, make in made.items():
+
         def build(make: Any = make) -> Any:
             model = make_model()
             engine, *_ = wherry.initialize(

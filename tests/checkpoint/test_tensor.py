@@ -112,9 +112,7 @@ def test_a_cut_along_an_unknown_dim_has_no_place(tmp_path: Path) -> None:
     def rank(place: Topology) -> None:
         mine: Any = copy.deepcopy(MODEL)
         mine.cut(place.tensor, dim_is_known=False)
-        engine, *_ = wherry.initialize(
-            model=mine, optimizer=adamw(mine.parameters()), mesh=place, config=settings(2)
-        )
+        engine, *_ = wherry.initialize(model=mine, optimizer=adamw(mine.parameters()), mesh=place, config=settings(2))
         engine.save_checkpoint(tmp_path)
 
     with pytest.raises(CheckpointError, match=r"up\.weight: it is marked as cut.*set its attribute `partition_dim`"):

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 import torch
 
 from wherry.checkpoint.manifest import GRADIENT, WEIGHT
-from wherry.checkpoint.session import Session, box_of, own_sum, within
+from wherry.checkpoint.session import Logical, Session, own_sum, within
 from wherry.checkpoint.slices import Run
 from wherry.native import Blocks8
 from wherry.native.blocks import BLOCK
-from wherry.sharding.layout import Slot
 from wherry.sharding.unit import Flat
+from wherry.update.record import State
 
 
 @dataclass(frozen=True)
@@ -39,60 +40,82 @@ class Scalar:
     value: float
 
 
-def flat_pieces(session: Session, flat: Flat, share: tuple[int, int]) -> Iterator[Piece | Scalar]:
-    """The weights, masters and moments of the part of a shard that this rank writes. Values are valid until the next.
+@dataclass(frozen=True)
+class Stretch:
+    """A run of a parameter, and where it begins in memory that holds more."""
 
-    A weight with an fp32 master is stored as its master alone, from which the working weight follows.
-    """
-    state = session.states.get(flat)
-    if state is not None:
-        with state.opened() as segments:
-            for span, values in zip(session.spans(flat), segments, strict=True):
-                for name, value in values.items():
-                    if is_scalar(value):
-                        yield Scalar(span.group, name, float(value))  # type: ignore[arg-type]
-                for slot in flat.layout.slots:
-                    if slot.group == span.group and session.writes(slot):
-                        yield from _segment_pieces(flat, slot, span.start, span.stop, values, share)
-    rest = [slot for slot in session.without_state(flat) if session.writes(slot)]
-    if rest:
-        with flat.opened() as shard:
-            for slot in rest:
-                place = within(flat, slot, share[0], share[1])
-                if place is not None:
+    name: str
+    run: Run
+    first: int
+
+    @classmethod
+    def of(cls, logical: Logical, start: int, stop: int, first: int) -> Stretch:
+        return cls(logical.name, Run(logical.box, start, stop), first)
+
+    def take(self, memory: torch.Tensor) -> torch.Tensor:
+        return memory[self.first : self.first + self.run.numel]
+
+
+@dataclass(frozen=True)
+class FlatCut:
+    """What this rank writes of a flat: of each segment of the optimizer's state, by group, and of the bare shard."""
+
+    segments: list[tuple[int, list[Stretch]]] = field(default_factory=list)
+    # Parameters without a master, by what they are stored as.
+    bare: list[tuple[str, Stretch]] = field(default_factory=list)
+
+
+def cut_flat(session: Session, flat: Flat, share: tuple[int, int]) -> FlatCut:
+    cut = FlatCut()
+    if flat in session.states:
+        for span in session.spans(flat):
+            members = []
+            for slot in flat.layout.slots:
+                place = within(flat, slot, max(span.start, share[0]), min(span.stop, share[1]))
+                if slot.group == span.group and place is not None and session.writes(slot):
                     start, stop, at = place
-                    box, _ = box_of(flat, slot)
-                    yield Piece(slot.name, WEIGHT, Run(box, start, stop), shard[at : at + stop - start])
+                    members.append(Stretch.of(session.logical(slot), start, stop, at - span.start))
+            cut.segments.append((span.group, members))
+    for slot in filter(session.writes, session.without_state(flat)):
+        place = within(flat, slot, *share)
+        if place is not None:
+            cut.bare.append((WEIGHT, Stretch.of(session.logical(slot), *place)))
+    return cut
 
 
-def _segment_pieces(
-    flat: Flat,
-    slot: Slot,
-    low: int,
-    high: int,
-    values: dict[str, torch.Tensor | Blocks8],
-    share: tuple[int, int],
-) -> Iterator[Piece]:
-    place = within(flat, slot, max(low, share[0]), min(high, share[1]))
-    if place is None:
-        return
-    start, stop, at = place
-    box, _ = box_of(flat, slot)
-    run = Run(box, start, stop)
-    first = at - low
-    last = first + run.numel
+def flat_pieces(session: Session, flat: Flat, cut: FlatCut) -> Iterator[Piece | Scalar]:
+    """The weights, masters and moments that this rank writes of a flat. Values are valid until the next."""
+    with ExitStack() as stack:
+        segments = stack.enter_context(session.states[flat].opened()) if cut.segments else []
+        shard = stack.enter_context(flat.opened()) if cut.bare else None
+        yield from pieces(cut, segments, shard)
+
+
+def pieces(cut: FlatCut, segments: Sequence[dict[str, State]], shard: torch.Tensor | None) -> Iterator[Piece | Scalar]:
+    """A weight with an fp32 master is stored as its master alone, from which the working weight follows."""
+    for (group, members), values in zip(cut.segments, segments, strict=True):
+        for name, value in values.items():
+            if is_scalar(value):
+                yield Scalar(group, name, float(value))  # type: ignore[arg-type]
+        for stretch in members:
+            yield from _segment_pieces(stretch, values)
+    for state, stretch in cut.bare:
+        assert shard is not None
+        yield Piece(stretch.name, state, stretch.run, stretch.take(shard))
+
+
+def _segment_pieces(stretch: Stretch, values: dict[str, State]) -> Iterator[Piece]:
+    first, last = stretch.first, stretch.first + stretch.run.numel
     for name, value in values.items():
         state = WEIGHT if name == "master" else name
-        if is_scalar(value):
-            continue
         if isinstance(value, Blocks8):
             scales = value.scales[first // BLOCK : -(-last // BLOCK)]
-            yield Piece(slot.name, state, run, value.codes[first:last], scales, first % BLOCK)
-        else:
-            yield Piece(slot.name, state, run, value[first:last])
+            yield Piece(stretch.name, state, stretch.run, value.codes[first:last], scales, first % BLOCK)
+        elif not is_scalar(value):
+            yield Piece(stretch.name, state, stretch.run, stretch.take(value))
 
 
-def is_scalar(value: torch.Tensor | Blocks8) -> bool:
+def is_scalar(value: State) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 0
 
 
@@ -103,12 +126,13 @@ def gradient_pieces(session: Session, flat: Flat, share: tuple[int, int]) -> Ite
         return
     apart = not gradient.partitioned and not gradient.reduced and session.data.size > 1
     for slot in filter(session.writes, flat.layout.slots):
-        box, _ = box_of(flat, slot)
+        logical = session.logical(slot)
         if apart:
-            values = gradient.accumulated[slot.start : slot.stop]
-            yield Piece(slot.name, GRADIENT, Run(box, 0, slot.numel), values, addend=session.data.rank)
-            continue
-        place = within(flat, slot, *share)
-        if place is not None:
-            start, stop, at = place
-            yield Piece(slot.name, GRADIENT, Run(box, start, stop), own_sum(gradient)[at : at + stop - start])
+            stretch, sums = Stretch.of(logical, 0, slot.numel, slot.start), gradient.accumulated
+        else:
+            place = within(flat, slot, *share)
+            if place is None:
+                continue
+            stretch, sums = Stretch.of(logical, *place), own_sum(gradient)
+        addend = session.data.rank if apart else None
+        yield Piece(stretch.name, GRADIENT, stretch.run, stretch.take(sums), addend=addend)

@@ -1,4 +1,4 @@
-"""Weights for others: safetensors files of a given size with their index, written one tensor at a time."""
+"""Weights for others: safetensors files of a given size with their index, written as they are read."""
 
 from __future__ import annotations
 
@@ -50,7 +50,11 @@ class ModelWriter:
         return self
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        nbytes = tensor.numel() * tensor.element_size()
+        self.add_parts(name, tensor.dtype, tuple(tensor.shape), [tensor.detach().contiguous()])
+
+    def add_parts(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], parts: Iterable[torch.Tensor]) -> None:
+        """A tensor as it comes, in row-major order."""
+        nbytes = math.prod(shape) * dtype.itemsize
         full = self._writer is not None and 0 < self._writer.data_bytes > self.max_shard_size - nbytes
         if full or (self._writer is not None and not self._writer.fits(name)):
             self._finish()
@@ -59,7 +63,7 @@ class ModelWriter:
             path.unlink(missing_ok=True)
             self._writer = TensorWriter(path, self._room, self._metadata)
             self._parts.append(path)
-        self._writer.add(name, tensor.detach().contiguous())
+        self._writer.add_parts(name, dtype, shape, parts)
         self._place[name] = len(self._parts) - 1
         self.bytes += nbytes
 
@@ -115,7 +119,7 @@ def export(
     max_shard_size: int = DEFAULT_SHARD,
     exclude_frozen: bool = False,
 ) -> Exported:
-    """Write a checkpoint's weights as a folder that transformers loads. One tensor at a time is in memory.
+    """Write a checkpoint's weights as a folder that transformers loads. No whole tensor is in memory.
 
     `dtype`: of the parameters; None for the dtype that each was trained in. Buffers keep theirs.
     """
@@ -132,7 +136,8 @@ def export(
         Progress(f"exporting {path}", len(entries), unit="tensors") as progress,
     ):
         for name, entry in entries.items():
-            writer.add(name, source.tensor(name, WEIGHT, exported_dtype(entry, dtype)))
+            kind = exported_dtype(entry, dtype)
+            writer.add_parts(name, kind, entry.shape, source.parts(name, WEIGHT, kind))
             progress.advance()
     configs = {"model_config": "config.json", "generation_config": "generation_config.json"}
     for key, file in configs.items():
@@ -198,9 +203,7 @@ def whole_weights(
     yield from plain_tensors(session).items()
 
 
-def joined(
-    weights: Iterable[tuple[str, torch.Tensor]], places: dict[str, Place]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def joined(weights: Iterable[tuple[str, torch.Tensor]], places: dict[str, Place]) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights, with tiles put together on the host, as the linear layers that they are of."""
     begun: dict[str, torch.Tensor] = {}
     missing: dict[str, int] = {}

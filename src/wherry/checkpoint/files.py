@@ -6,17 +6,22 @@ tensors are written as they come, and the header last. What results is an ordina
 
 from __future__ import annotations
 
+import ctypes
 import json
+import math
+import mmap
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from wherry.checkpoint.errors import CheckpointError
+from wherry.checkpoint.workers import Workers
 
 # Bytes under one checksum: a rank that verifies its share of the blocks need not read whole files.
 BLOCK = 8 << 20
@@ -28,6 +33,8 @@ TENSOR_ALIGNMENT = 8
 FILL = ".fill"
 # Device memory goes through the host in parts of this many bytes.
 HOST_PART = 32 << 20
+# Of sync_file_range(2): begin to write what is dirty, and do not wait.
+_BEGIN_WRITING = 2
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -53,6 +60,22 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
+class Buffers:
+    """Blocks of memory that several threads use again and again: as many as were ever in use at once."""
+
+    def __init__(self) -> None:
+        self._idle: list[memoryview] = []
+
+    def take(self) -> memoryview:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return memoryview(mmap.mmap(-1, BLOCK))
+
+    def give(self, buffer: memoryview) -> None:
+        self._idle.append(buffer)
+
+
 def host_parts(tensor: torch.Tensor) -> Iterator[memoryview]:
     """The bytes of a tensor wherever it is, a part at a time."""
     flat = tensor.detach().reshape(-1)
@@ -66,7 +89,11 @@ def host_parts(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 class TensorWriter:
-    """Writes one file: `add` tensors, then `finish`."""
+    """Writes one file: `add` tensors, then `finish`.
+
+    Blocks are summed and written by threads, and the disk begins with each as it comes: at the end there is little left
+    to wait for. What does not fill a block is copied into one.
+    """
 
     def __init__(self, path: Path, header_room: int, metadata: dict[str, str] | None = None) -> None:
         self.path = path
@@ -75,8 +102,11 @@ class TensorWriter:
         self._room = self._data_start - 8
         self._used = 64 + len(json.dumps(metadata or {}))
         self._position = 0
-        self._crc = 0
         self._blocks: list[int] = []
+        # The block that is being filled, and memory for others.
+        self._block: memoryview | None = None
+        self._buffers = Buffers()
+        self._workers = Workers()
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
 
     @property
@@ -88,14 +118,23 @@ class TensorWriter:
         return self._used + len(json.dumps(name)) + 400 <= self._room
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
+        self.add_parts(name, tensor.dtype, tuple(tensor.shape), [tensor])
+
+    def add_parts(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], parts: Iterable[torch.Tensor]) -> None:
+        """A tensor as it comes, in row-major order. Each part may change when the next is asked for."""
         assert name not in self._entries, name
         gap = -self._position % TENSOR_ALIGNMENT
         if gap:
             self._begin(f"{FILL}.{self._position}", "U8", (gap,), gap)
             self._write(memoryview(bytes(gap)))
-        self._begin(name, DTYPES[tensor.dtype], tuple(tensor.shape), tensor.numel() * tensor.element_size())
-        for part in host_parts(tensor):
-            self._write(part)
+        nbytes = math.prod(shape) * dtype.itemsize
+        self._begin(name, DTYPES[dtype], shape, nbytes)
+        end = self._position + nbytes
+        for tensor in parts:
+            assert tensor.dtype == dtype, (name, tensor.dtype, dtype)
+            for part in host_parts(tensor):
+                self._write(part)
+        assert self._position == end, (name, self._position, end)
 
     def _begin(self, name: str, dtype: str, shape: tuple[int, ...], nbytes: int) -> None:
         entry = {"dtype": dtype, "shape": list(shape), "data_offsets": [self._position, self._position + nbytes]}
@@ -103,37 +142,88 @@ class TensorWriter:
         self._used += len(json.dumps({name: entry}))
 
     def _write(self, data: memoryview) -> None:
+        """Take over some bytes; they may change when this returns."""
         at = 0
+        direct = False
         while at < len(data):
-            # Up to the block's end, so that no checksum spans two blocks.
-            room = BLOCK - self._position % BLOCK
-            part = data[at : at + room]
-            written = os.pwrite(self._fd, part, self._data_start + self._position)
-            self._crc = zlib.crc32(part[:written], self._crc)
-            self._position += written
-            at += written
-            if self._position % BLOCK == 0:
-                self._blocks.append(self._crc)
-                self._crc = 0
+            filled = self._position % BLOCK
+            if not filled and len(data) - at >= BLOCK:
+                self._hand_over(data[at : at + BLOCK])
+                at += BLOCK
+                self._position += BLOCK
+                direct = True
+                continue
+            if self._block is None:
+                self._block = self._buffers.take()
+            count = min(BLOCK - filled, len(data) - at)
+            self._block[filled : filled + count] = data[at : at + count]
+            at += count
+            self._position += count
+            if filled + count == BLOCK:
+                block, self._block = self._block, None
+                self._hand_over(block, own=True)
+        if direct:
+            self._workers.wait()
+
+    def _hand_over(self, block: memoryview, *, own: bool = False) -> None:
+        self._blocks.append(0)
+        self._workers.do(partial(self._put, len(self._blocks) - 1, block, own))
+
+    def _put(self, number: int, block: memoryview, own: bool = False) -> None:
+        self._blocks[number] = zlib.crc32(block)
+        start = self._data_start + number * BLOCK
+        self._pwrite(block, start)
+        _begin_writing(self._fd, start, len(block))
+        if own:
+            self._buffers.give(block)
+
+    def _pwrite(self, data: memoryview, position: int) -> None:
+        done = 0
+        try:
+            while done < len(data):
+                done += os.pwrite(self._fd, data[done:], position + done)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def finish(self) -> FileRecord:
         """Write the header, and wait until everything is on the disk."""
         text = json.dumps(self._entries, separators=(",", ":")).encode()
         assert len(text) <= self._room, (len(text), self._room)
         header = self._room.to_bytes(8, "little") + text.ljust(self._room)
-        if self._position % BLOCK:
-            self._blocks.append(self._crc)
-        written = 0
-        while written < len(header):
-            written += os.pwrite(self._fd, header[written:], written)
+        rest = self._position % BLOCK
+        if rest:
+            assert self._block is not None
+            self._blocks.append(0)
+            self._put(len(self._blocks) - 1, self._block[:rest])
+        self._pwrite(memoryview(header), 0)
+        self._workers.wait()
         os.fsync(self._fd)
         self.close()
         return FileRecord(self._data_start + self._position, self._data_start, zlib.crc32(header), self._blocks)
 
     def close(self) -> None:
+        # Threads write to the descriptor's number, which must not be another file's by then.
+        self._workers.close()
+        self._block = None
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _begin_writing(fd: int, start: int, count: int) -> None:
+    """Let the disk begin with what was written. It is a hint: what it does not do, fsync does."""
+    if _sync_file_range is not None:
+        _sync_file_range(fd, start, count, _BEGIN_WRITING)
+
+
+def _find_sync_file_range() -> Any:
+    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if function is not None:
+        function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return function
+
+
+_sync_file_range = _find_sync_file_range()
 
 
 @dataclass(frozen=True)
@@ -147,10 +237,13 @@ class Stored:
 
 
 class TensorReader:
-    """Reads parts of the tensors of one file."""
+    """Reads parts of the tensors of one file; long ones by several threads, where there are `workers`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, workers: Workers | None = None) -> None:
         self.path = path
+        self.workers = workers
+        # Of tensors, so far.
+        self.bytes_read = 0
         self._fd = os.open(path, os.O_RDONLY)
         try:
             self.tensors = self._read_header()
@@ -195,8 +288,18 @@ class TensorReader:
         assert out.dtype == stored.dtype and out.numel() == count and out.is_contiguous(), (name, out.dtype, count)
         if stored.start + (first + count) * size > stored.stop:
             raise CheckpointError(f"{self.path}: {name} is shorter than the manifest says")
-        self._read_into(byte_view(out) if count else memoryview(b""), stored.start + first * size)
+        if count:
+            self._read_long(byte_view(out), stored.start + first * size)
         return out
+
+    def _read_long(self, target: memoryview, position: int) -> None:
+        self.bytes_read += len(target)
+        if self.workers is None or len(target) <= BLOCK:
+            self._read_into(target, position)
+            return
+        for start in range(0, len(target), BLOCK):
+            self.workers.do(partial(self._read_into, target[start : start + BLOCK], position + start))
+        self.workers.wait()
 
     def _read_into(self, target: memoryview, position: int) -> None:
         done = 0
@@ -212,36 +315,48 @@ class TensorReader:
             self._fd = -1
 
 
-def check_blocks(path: Path, record: FileRecord, blocks: range) -> list[str]:
+def check_blocks(path: Path, record: FileRecord, blocks: range, workers: Workers) -> list[str]:
     """What is wrong with some blocks of a file; block 0 goes with the header."""
-    problems = []
-    buffer = memoryview(bytearray(BLOCK))
+    found: dict[int, str] = {}
     try:
         with open(path, "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
+            fd = file.fileno()
+            size = os.fstat(fd).st_size
             if size != record.bytes:
                 return [f"{path.name} has {size:,} bytes, expected {record.bytes:,}"]
+            buffers = Buffers()
+            if blocks.start == 0 and _checksum(fd, 0, record.data_start, buffers) != record.header_crc32:
+                found[-1] = f"{path.name}: its header is damaged"
             for block in blocks:
-                if block == 0 and zlib.crc32(file.read(record.data_start)) != record.header_crc32:
-                    problems.append(f"{path.name}: its header is damaged")
-                start = record.data_start + block * BLOCK
-                length = min(BLOCK, record.bytes - start)
-                if length <= 0:
-                    continue
-                file.seek(start)
-                got = 0
-                while got < length:
-                    count = file.readinto(buffer[got:length])
-                    if not count:
-                        break
-                    got += count
-                if zlib.crc32(buffer[:got]) != record.blocks[block]:
-                    problems.append(f"{path.name}: bytes {start:,} to {start + length:,} are damaged")
+                workers.do(partial(_check_block, fd, path.name, record, block, buffers, found))
+            workers.wait()
     except FileNotFoundError:
         return [f"{path.name} is missing"]
     except OSError as error:
         return [f"{path.name} cannot be read: {error.strerror}"]
-    return problems
+    return [found[block] for block in sorted(found)]
+
+
+def _check_block(fd: int, name: str, record: FileRecord, block: int, buffers: Buffers, found: dict[int, str]) -> None:
+    start = record.data_start + block * BLOCK
+    length = min(BLOCK, record.bytes - start)
+    if length > 0 and _checksum(fd, start, length, buffers) != record.blocks[block]:
+        found[block] = f"{name}: bytes {start:,} to {start + length:,} are damaged"
+
+
+def _checksum(fd: int, start: int, count: int, buffers: Buffers) -> int:
+    """Of `count` bytes, or of fewer at the file's end."""
+    buffer = buffers.take()
+    crc = 0
+    done = 0
+    while done < count:
+        got = os.preadv(fd, [buffer[: count - done]], start + done)
+        if not got:
+            break
+        crc = zlib.crc32(buffer[:got], crc)
+        done += got
+    buffers.give(buffer)
+    return crc
 
 
 def sync_folder(folder: Path) -> None:

@@ -1,10 +1,10 @@
 """Checkpoints of one folder: how a new one comes to be there whole or not at all, and how a whole one is found.
 
-    FOLDER/latest             the tag of the last finished checkpoint
-    FOLDER/TAG/               a finished checkpoint: it has its name only once it is complete
-    FOLDER/.TAG.partial.*     one being written; what a process that is gone has left is cleaned
-    FOLDER/.TAG.replaced.*    the one before of the same tag, for the moment between two renames
-    FOLDER/.TAG.removed.*     one being deleted
+FOLDER/latest             the tag of the last finished checkpoint
+FOLDER/TAG/               a finished checkpoint: it has its name only once it is complete
+FOLDER/.TAG.partial.*     one being written; what a process that is gone has left is cleaned
+FOLDER/.TAG.replaced.*    the one before of the same tag, for the moment between two renames
+FOLDER/.TAG.removed.*     one being deleted
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 from wherry.checkpoint.errors import CheckpointError
 from wherry.checkpoint.files import check_blocks, sync_folder, write_text
 from wherry.checkpoint.manifest import NAME, Manifest, read_manifest
+from wherry.checkpoint.workers import Workers
 from wherry.observe.log import logger
 
 LATEST = "latest"
@@ -69,6 +70,7 @@ def _started(pid: int) -> int:
 
 def begin(folder: Path, tag: str) -> Path:
     """The folder to write a new checkpoint into. What crashed processes have left is cleaned first."""
+    _check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     clean(folder)
     path = aside(folder, tag, "partial")
@@ -240,10 +242,13 @@ def damage(folder: Path, manifest: Manifest, rank: int = 0, ranks: int = 1) -> l
     """What is wrong with a rank's share of a checkpoint's files, by their checksums; nothing if they are whole."""
     blocks = blocks_of(manifest)
     mine = blocks[len(blocks) * rank // ranks : len(blocks) * (rank + 1) // ranks]
+    indices: dict[str, list[int]] = {}
+    for block in mine:
+        indices.setdefault(block.file, []).append(block.index)
     problems: list[str] = []
-    for name in dict.fromkeys(block.file for block in mine):
-        indices = [block.index for block in mine if block.file == name]
-        problems += check_blocks(folder / name, manifest.files[name], range(indices[0], indices[-1] + 1))
+    with Workers() as workers:
+        for name, own in indices.items():
+            problems += check_blocks(folder / name, manifest.files[name], range(own[0], own[-1] + 1), workers)
     return list(dict.fromkeys(problems))
 
 
@@ -263,8 +268,10 @@ def newest_whole(folder: Path, but: str | None = None) -> str | None:
 def locate(folder: Path, tag: str | None) -> str | None:
     """The tag to load: the one given, else what `latest` says; None where there is no checkpoint at all.
 
-    A first checkpoint that is complete and was not yet `latest` when its writer died is found too.
+    A first checkpoint that is complete and was not yet `latest` when its writer died is found too. "." is the folder
+    itself, where that is a checkpoint.
     """
+    _check_folder(folder)
     if folder.is_dir():
         clean(folder)
     if tag is not None:
@@ -274,15 +281,29 @@ def locate(folder: Path, tag: str | None) -> str | None:
         there = ", ".join(newest_first(folder)) or "none"
         logger.warning("%s holds no checkpoint %s; those that are there: %s", folder, tag, there)
         return None
-    latest = read_latest(folder)
-    if latest is None:
-        return next(iter(newest_first(folder)), None)
-    return check_tag(latest)
+    if (folder / NAME).is_file():
+        return "."
+    try:
+        latest = read_latest(folder)
+        if latest is not None:
+            return check_tag(latest)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder / LATEST} is damaged: {error}; {offer(folder, None)}") from error
+    # One whose manifest is damaged is no reason to begin anew: whoever loads it hears of it.
+    found = next(iter([*newest_first(folder), *sorted(_tags(folder), reverse=True)]), None)
+    if found is not None:
+        logger.warning("%s holds no %s that names a checkpoint: the newest is %s", folder, LATEST, found)
+    return found
 
 
-def offer(folder: Path, tag: str) -> str:
-    """What to do when checkpoint `tag` cannot be loaded."""
+def _check_folder(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file; expected a folder of checkpoints")
+
+
+def offer(folder: Path, tag: str | None) -> str:
+    """What to do when checkpoint `tag` cannot be loaded, or that which is meant is not known."""
     other = newest_whole(folder, but=tag)
     if other is None:
-        return f"{folder} holds no other whole checkpoint"
+        return f"{folder} holds no {'other ' if tag else ''}whole checkpoint"
     return f"the newest whole one is {other}: load it with tag={other!r}"

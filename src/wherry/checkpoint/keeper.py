@@ -88,5 +88,3 @@ def _checked(client_state: dict[str, Any] | None) -> dict[str, Any]:
     if not isinstance(client_state, dict):
         raise WherryError(f"save_checkpoint: client_state is a {type(client_state).__name__}, expected a dict")
     return client_state
-
-

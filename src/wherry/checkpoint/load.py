@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from wherry.checkpoint import folder as folders
 from wherry.checkpoint.collect import is_scalar
 from wherry.checkpoint.errors import CheckpointError, on_first, together
 from wherry.checkpoint.manifest import GRADIENT, WEIGHT, Manifest, read_manifest
-from wherry.checkpoint.session import Counts, Session, Window, box_of, extra_states, own_sum, plain_tensors, within
+from wherry.checkpoint.session import Counts, Session, Window, extra_states, own_sum, plain_tensors, within
 from wherry.checkpoint.slices import Run
 from wherry.checkpoint.source import Source
 from wherry.checkpoint.state import restore_random_state, spread_random_state
@@ -51,6 +51,8 @@ def load(session: Session, folder: Path, tag: str | None, options: LoadOptions) 
     comm = session.comm
     found = on_first(comm, f"loading from {folder}", lambda: folders.locate(folder, tag))
     if found is None:
+        if tag is None:
+            session.log.warning("%s holds no checkpoint: nothing is loaded", folder)
         return None
     path = folder / found
     what = f"loading {path}"
@@ -95,8 +97,8 @@ def _listed(names: Sequence[str]) -> str:
 
 def _check_fits(session: Session, manifest: Manifest, options: LoadOptions) -> list[str]:
     """Raise what does not fit, before anything is changed. Returns what the checkpoint has and this rank has not."""
-    slots = [(flat, slot) for flat in session.flats for slot in flat.layout.slots]
-    shapes = {slot.name: box_of(flat, slot)[1] for flat, slot in slots}
+    parameters = [session.logical(slot) for flat in session.flats for slot in flat.layout.slots]
+    shapes = {logical.name: logical.shape for logical in parameters}
     shapes |= {n: tuple(t.shape) for n, t in plain_tensors(session).items() if t.layout is torch.strided}
     wrong = [
         f"{name} has shape {tuple(entry.shape)} in the checkpoint and {shapes[name]} in the model"
@@ -106,7 +108,7 @@ def _check_fits(session: Session, manifest: Manifest, options: LoadOptions) -> l
     if wrong:
         raise CheckpointError("; ".join(wrong[:_LISTED]))
     # Without the frozen ones: those of this engine that are frozen may lack.
-    frozen = {name for name, p in session.module.named_parameters() if not p.requires_grad}
+    frozen = {session.whole_name(name) for name, p in session.module.named_parameters() if not p.requires_grad}
     left_out = frozen if manifest.engine.get("frozen_excluded") else set()
     missing = [name for name in shapes if name not in manifest.entries and name not in left_out]
     if options.strict and missing:
@@ -169,7 +171,10 @@ class _Loader:
         self._load_values()
 
     def _has(self, slot: Slot) -> bool:
-        return slot.name in self.manifest.entries
+        return self.session.whole_name(slot.name) in self.manifest.entries
+
+    def _stored(self, slot: Slot, state: str) -> bool:
+        return self.source.has(self.session.whole_name(slot.name), state)
 
     # Weights and moments.
 
@@ -191,7 +196,7 @@ class _Loader:
             self._read(flat, slot, WEIGHT, values["master"], span.start, span.stop)
         if not self.optimizer:
             return
-        names = [name for name in self.manifest.state_names() if any(self.source.has(s.name, name) for s in slots)]
+        names = [name for name in self.manifest.state_names() if any(self._stored(s, name) for s in slots)]
         for name in names:
             target = values.get(name)
             if isinstance(target, Blocks8):
@@ -199,7 +204,8 @@ class _Loader:
                 continue
             if target is None:
                 # An optimizer of torch's makes its state at its first step: this is it.
-                dtype = self.source.dtype(slots[0].name, name)
+                first = next(slot for slot in slots if self._stored(slot, name))
+                dtype = self.source.dtype(self.session.whole_name(first.name), name)
                 target = values[name] = torch.zeros(span.stop - span.start, dtype=dtype, device=self.session.device)
             for slot in slots:
                 self._read(flat, slot, name, target, span.start, span.stop)
@@ -212,7 +218,8 @@ class _Loader:
             place = within(flat, slot, span.start, span.stop)
             if place is not None:
                 start, stop, at = place
-                wanted.append((slot.name, Run(box_of(flat, slot)[0], start, stop), at - span.start))
+                logical = self.session.logical(slot)
+                wanted.append((logical.name, Run(logical.box, start, stop), at - span.start))
         if self.source.read_codes(name, wanted, target):
             return
         whole = torch.zeros(span.stop - span.start)
@@ -225,8 +232,9 @@ class _Loader:
         place = within(flat, slot, low, high)
         if place is not None:
             start, stop, at = place
-            run = Run(box_of(flat, slot)[0], start, stop)
-            self.source.read(slot.name, state, run, target[at - low : at - low + run.numel])
+            logical = self.session.logical(slot)
+            run = Run(logical.box, start, stop)
+            self.source.read(logical.name, state, run, target[at - low : at - low + run.numel])
 
     def refresh(self) -> None:
         """Make whole again what every rank holds whole and reads only its part of."""
@@ -248,8 +256,9 @@ class _Loader:
         saved = self.manifest.engine["optimizer"]["groups"]
         groups = self.session.optimizer.param_groups
         group_of = {name: index for index, group in enumerate(saved) for name in group["parameters"]}
-        mine = {slot.name: slot.group for flat in self.session.states for slot in flat.layout.slots}
-        if len(saved) != len(groups) or any(group_of.get(name, group) != group for name, group in mine.items()):
+        name_of = self.session.whole_name
+        mine = {(name_of(slot.name), slot.group) for flat in self.session.states for slot in flat.layout.slots}
+        if len(saved) != len(groups) or any(group_of.get(name, group) != group for name, group in mine):
             self.session.log.warning(
                 "%s: its parameter groups are others than the engine's, whose learning rates and other options stay",
                 self.source.folder,
@@ -310,8 +319,9 @@ class _Loader:
         """The gradients of an unfinished window, if the engine's windows can be continued from it."""
         session = self.session
         mine = session.window
+        begun = Window(accumulation=mine.accumulation, ranks=mine.ranks, predivide=mine.predivide)
         if not saved.backwards or session.optimizer is None:
-            return Window(accumulation=mine.accumulation, ranks=mine.ranks, predivide=mine.predivide)
+            return begun
         micro_batches = saved.backwards * mine.accumulation
         if micro_batches % saved.accumulation:
             session.log.warning(
@@ -319,38 +329,36 @@ class _Loader:
                 "are now: these gradients are dropped, and the window starts again",
                 self.source.folder, saved.backwards, saved.accumulation, mine.accumulation,
             )  # fmt: skip
-            return Window(accumulation=mine.accumulation, ranks=mine.ranks, predivide=mine.predivide)
-        window = Window(
-            backwards=micro_batches // saved.accumulation,
-            steps=saved.steps * mine.accumulation // saved.accumulation,
-            averaged=saved.averaged,
-            scaled=saved.scaled,
-            boundary=saved.boundary,
-            accumulation=mine.accumulation,
-            ranks=mine.ranks,
-            predivide=mine.predivide,
-        )
+            return begun
         # So that the mean over the window stays the mean of its micro-batches.
         factor = mine.ranks * mine.accumulation / (saved.ranks * saved.accumulation)
         for gradient in session.gradients.all:
             self._load_gradient(gradient, saved, factor)
         session.gradients.resume(boundary=saved.boundary)
-        return window
+        return replace(
+            begun,
+            backwards=micro_batches // saved.accumulation,
+            steps=saved.steps * mine.accumulation // saved.accumulation,
+            averaged=saved.averaged,
+            scaled=saved.scaled,
+            boundary=saved.boundary,
+        )
 
     def _load_gradient(self, gradient: Any, saved: Window, factor: float) -> None:
         session, flat = self.session, gradient.flat
-        slots = [slot for slot in flat.layout.slots if self._has(slot) and self.source.has(slot.name, GRADIENT)]
+        slots = [slot for slot in flat.layout.slots if self._has(slot) and self._stored(slot, GRADIENT)]
         if not slots:
             return
-        in_parts = bool(self.source.addends(slots[0].name, GRADIENT))
+        in_parts = bool(self.source.addends(session.whole_name(slots[0].name), GRADIENT))
         same = in_parts and saved.ranks == session.data.size and not gradient.partitioned and factor == 1.0
         gradient.accumulated.zero_()
         gradient.fresh = False
         if same:
             # Exactly as it was: every rank its own sum, not yet reduced.
             for slot in slots:
-                run, out = Run(box_of(flat, slot)[0], 0, slot.numel), gradient.accumulated[slot.start : slot.stop]
-                self.source.read(slot.name, GRADIENT, run, out, addend=session.data.rank)
+                logical, out = session.logical(slot), gradient.accumulated[slot.start : slot.stop]
+                run = Run(logical.box, 0, slot.numel)
+                self.source.read(logical.name, GRADIENT, run, out, addend=session.data.rank)
             return
         total = own_sum(gradient)
         gradient.reduced = not gradient.partitioned and session.data.size > 1

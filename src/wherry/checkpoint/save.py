@@ -6,22 +6,25 @@ import json
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from wherry.checkpoint import folder as folders
-from wherry.checkpoint.collect import Piece, Scalar, flat_pieces, gradient_pieces
+from wherry.checkpoint.collect import FlatCut, Piece, Scalar, cut_flat, flat_pieces, gradient_pieces
 from wherry.checkpoint.errors import CheckpointError, describe, on_first, together
 from wherry.checkpoint.files import FileRecord, TensorWriter, host_parts
+from wherry.checkpoint.held import Held
 from wherry.checkpoint.manifest import WEIGHT, Entry, Manifest, Slice
 from wherry.checkpoint.meeting import Meeting
-from wherry.checkpoint.session import Session, aliases, box_of, plain_tensors
+from wherry.checkpoint.session import Session, aliases, plain_tensors
 from wherry.checkpoint.slices import Box, Run
 from wherry.checkpoint.state import Values, encode_values
 from wherry.observe.memory import format_bytes
@@ -163,11 +166,17 @@ class Saved:
     def __init__(self, path: Path) -> None:
         self.path = path
         # Seconds; bytes are this rank's.
-        self.stall = 0.0
+        self.stood = 0.0
+        self.waited = 0.0
         self.seconds = 0.0
         self.bytes = 0
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
+
+    @property
+    def stall(self) -> float:
+        """Seconds that training stood still: in the call, and where updates waited for states on disk to be read."""
+        return self.stood + self.waited
 
     @property
     def behind(self) -> bool:
@@ -206,7 +215,7 @@ def save(session: Session, folder: Path, tag: str, options: SaveOptions) -> Save
         job.start()
     else:
         job.run()
-    saved.stall = time.perf_counter() - begin
+        saved.stood = time.perf_counter() - begin
     return saved
 
 
@@ -226,6 +235,7 @@ class _Plan:
     """What a rank writes, settled before it begins."""
 
     shares: dict[Flat, tuple[int, int]]
+    cuts: dict[Flat, FlatCut]
     # Buffers and the like that this rank writes, and the addend they go under.
     plain: dict[str, tuple[torch.Tensor, int | None]]
     entries: dict[str, Entry]
@@ -237,23 +247,36 @@ class _Plan:
         for name in [name for name, tensor in tensors.items() if tensor.layout is not torch.strided]:
             del tensors[name]
             session.log.info("%s: a sparse buffer is not saved; it stays as the model makes it", name)
-        slots = [slot.name for flat in session.flats for slot in flat.layout.slots]
-        room = sum((len(name) + _ENTRY_BYTES) * _STATES_OF_A_SLOT for name in slots) + 4096
+        names = [session.whole_name(slot.name) for flat in session.flats for slot in flat.layout.slots]
+        room = sum((len(name) + _ENTRY_BYTES) * _STATES_OF_A_SLOT for name in names) + 4096
         entries = _entries(session, tensors, exclude_frozen)
-        return cls(session.shares(), _plain_share(session, tensors), entries, room)
+        shares = session.shares()
+        flats = [flat for flat in session.flats if flat.trainable or not exclude_frozen]
+        cuts = {flat: cut_flat(session, flat, shares[flat]) for flat in flats}
+        return cls(shares, cuts, _plain_share(session, tensors), entries, room)
 
 
 def _entries(session: Session, tensors: dict[str, torch.Tensor], exclude_frozen: bool) -> dict[str, Entry]:
     tied = aliases(session.module)
-    entries = {}
+    entries: dict[str, Entry] = {}
     for flat in session.flats:
+        kind = "parameter" if flat.trainable else "frozen"
         for slot in flat.layout.slots:
-            if flat.trainable or not exclude_frozen:
-                kind, whole = "parameter" if flat.trainable else "frozen", box_of(flat, slot)[1]
-                entries[slot.name] = Entry(whole, _dtype_name(flat.dtype), kind, tuple(tied.get(slot.name, ())))
+            logical = session.logical(slot)
+            other = entries.setdefault(
+                logical.name,
+                Entry(logical.shape, _dtype_name(flat.dtype), kind, tuple(tied.get(logical.name, ()))),
+            )
+            if other.kind != kind:
+                raise CheckpointError(
+                    f"{logical.name}: some of its tiles are frozen and others are not; freeze all or none"
+                )
+    if exclude_frozen:
+        entries = {name: entry for name, entry in entries.items() if entry.kind != "frozen"}
     for name, tensor in tensors.items():
         entries[name] = Entry(tuple(tensor.shape), _dtype_name(tensor.dtype), "buffer", tuple(tied.get(name, ())))
-    order = {name: place for place, (name, _) in enumerate(session.module.named_parameters())}
+    names = dict.fromkeys(session.whole_name(name) for name, _ in session.module.named_parameters())
+    order = {name: place for place, name in enumerate(names)}
     return dict(sorted(entries.items(), key=lambda item: order.get(item[0], len(order))))
 
 
@@ -323,6 +346,8 @@ class _Job:
         )
         self.files = RankFiles(partial, self.rank, plan.header_room)
         self.meeting = Meeting(partial, self.rank)
+        # What a save behind training did about states on disk.
+        self.how = ""
         if session.data.rank == session.tensor.rank == 0:
             self.files.part.entries = plan.entries
 
@@ -341,31 +366,42 @@ class _Job:
     # Behind training.
 
     def start(self) -> None:
-        """Copy what is to be written, and go on writing in a thread."""
+        """Copy what rests in memory, hold what rests on disk as it is, and go on writing in a thread."""
         assert self.session is not None
-        copies: list[tuple[Piece | Scalar, tuple[int, ...]]] = []
+        session = self.session
+        copies: deque[Piece | Scalar] = deque()
+        held = Held()
+
+        def take() -> None:
+            on_disk = held.take(session, self.plan.cuts)
+            copies.extend(map(_copied, self._pieces(but=on_disk)))
+
         try:
             together(self.session.comm, f"saving {self.saved.path}", self.meeting.open)
-            together(
-                self.session.comm,
-                f"copying states for {self.saved.path}",
-                lambda: copies.extend((_copied(item), whole) for item, whole in self._pieces()),
-            )
+            together(self.session.comm, f"copying states for {self.saved.path}", take)
+            self.encoded = self.encoded.copied()
         except BaseException:
+            held.release()
             self._abandon()
             raise
-        self.encoded = self.encoded.copied()
-        # The thread has copies alone: a session would keep an engine that is closed.
-        self.session, self.plan = None, replace(self.plan, shares={}, plain={})
+        # The thread has copies and records alone: a session would keep an engine that is closed.
+        self.session, self.plan = None, replace(self.plan, shares={}, cuts={}, plain={})
         # Not a daemon: a program that ends waits for its last checkpoint.
-        thread = threading.Thread(target=self._behind, args=(iter(copies),), name=f"save {self.tag}")
+        thread = threading.Thread(target=self._behind, args=(held, copies), name=f"save {self.tag}")
         self.saved._thread = thread
+        self.saved.stood = time.perf_counter() - self.begin
         thread.start()
 
-    def _behind(self, pieces: Iterator[tuple[Piece | Scalar, tuple[int, ...]]]) -> None:
+    def _behind(self, held: Held, copies: deque[Piece | Scalar]) -> None:
         """No collective may be called here, so the ranks meet in the folder: each leaves a record of its part."""
         try:
-            self.meeting.report(self._write(pieces).to_text())
+            try:
+                part = self._write(chain(held.pieces(), _drained(copies)))
+            finally:
+                held.release()
+                self.saved.waited = held.waited
+                self.how = held.how
+            self.meeting.report(part.to_text())
             if self.rank == 0:
                 parts: list[Part] = []
                 self.meeting.gather(self.ranks, self.options.timeout_s, lambda text: parts.append(Part.from_text(text)))
@@ -378,31 +414,27 @@ class _Job:
 
     # Both.
 
-    def _pieces(self) -> Iterator[tuple[Piece | Scalar, tuple[int, ...]]]:
-        """All that this rank writes, with the shapes of whole tensors; each is valid until the next is asked for."""
-        session = self.session
+    def _pieces(self, but: Collection[Flat] = ()) -> Iterator[Piece | Scalar]:
+        """All that this rank writes, apart from states of some flats; each is valid until the next is asked for."""
+        session, plan = self.session, self.plan
         assert session is not None
-        flats = [flat for flat in session.flats if flat.trainable or not self.options.exclude_frozen]
-        with Progress(f"saving {self.tag}", len(flats), unit="flats", rank=self.rank) as progress:
-            for flat in flats:
-                whole = {slot.name: box_of(flat, slot)[1] for slot in flat.layout.slots}
-                for item in flat_pieces(session, flat, self.plan.shares[flat]):
-                    yield item, whole[item.name] if isinstance(item, Piece) else ()
-                for piece in gradient_pieces(session, flat, self.plan.shares[flat]):
-                    yield piece, whole[piece.name]
+        with Progress(f"saving {self.tag}", len(plan.cuts), unit="flats", rank=self.rank) as progress:
+            for flat, cut in plan.cuts.items():
+                if flat not in but:
+                    yield from flat_pieces(session, flat, cut)
+                yield from gradient_pieces(session, flat, plan.shares[flat])
                 progress.advance()
-        for name, (tensor, addend) in self.plan.plain.items():
-            shape = tuple(tensor.shape)
+        for name, (tensor, addend) in plan.plain.items():
             values = tensor.detach().contiguous().reshape(-1)
-            yield Piece(name, WEIGHT, Run(Box.whole(shape), 0, values.numel()), values, addend=addend), shape
+            yield Piece(name, WEIGHT, Run.of(tuple(tensor.shape)), values, addend=addend)
 
-    def _write(self, pieces: Iterator[tuple[Piece | Scalar, tuple[int, ...]]]) -> Part:
+    def _write(self, pieces: Iterable[Piece | Scalar]) -> Part:
         part = self.files.part
-        for item, whole in pieces:
+        for item in pieces:
             if isinstance(item, Scalar):
                 part.scalars.setdefault(str(item.group), {})[item.state] = item.value
             else:
-                self.files.put_piece(item, whole)
+                self.files.put_piece(item, self.plan.entries[item.name].shape)
         for name, tensor in self.encoded.tensors.items():
             part.tensors[name] = self.files.put(name, tensor.detach().contiguous())
         part.engine, part.rank_values = self.encoded.engine, self.encoded.rank
@@ -437,14 +469,19 @@ class _Job:
             for gone in folders.prune(path.parent, self.options.keep_last):
                 self.log.info("%s: deleted, as the last %d are kept", path.parent / gone, self.options.keep_last)
         behind = f", training waited {self.saved.stall:.2f} s" if self.options.background else ""
-        self.log.info(
-            "saved %s: %s in %.2f s%s", path, format_bytes(manifest.bytes), self.saved.seconds, behind
-        )
+        how = f"; {self.how}" if self.how else ""
+        self.log.info("saved %s: %s in %.2f s%s%s", path, format_bytes(manifest.bytes), self.saved.seconds, behind, how)
 
     def _abandon(self) -> None:
         self.files.abandon()
         if self.rank == 0:
             folders.discard(self.partial)
+
+
+def _drained(items: deque[Piece | Scalar]) -> Iterator[Piece | Scalar]:
+    """Each in turn, and nothing of those that have been."""
+    while items:
+        yield items.popleft()
 
 
 def _copied(item: Piece | Scalar) -> Piece | Scalar:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from wherry.checkpoint.errors import CheckpointError
 from wherry.checkpoint.slices import Box
+from wherry.nn.tiled import Place, tile_places
 from wherry.observe.log import get_logger
 from wherry.parallel.comm import Comm
 from wherry.sharding.gradients import FlatGradient, Gradients
@@ -49,6 +50,18 @@ class Counts:
     applied: bool = False
 
 
+@dataclass(frozen=True)
+class Logical:
+    """What a slot is of the parameter that people know: its name, the box that the slot holds, and the whole shape.
+
+    A tile is a box of the linear layer that was tiled, and what a tensor-parallel rank holds is a box of what it cut.
+    """
+
+    name: str
+    box: Box
+    shape: tuple[int, ...]
+
+
 @dataclass
 class Session:
     """The parts of one engine, as checkpoints see them."""
@@ -71,9 +84,11 @@ class Session:
     placement: list[list[str]]
     counts: Counts
     window: Window
+    places: dict[str, Place] = field(init=False)
 
     def __post_init__(self) -> None:
         self.log = get_logger(self.comm.rank)
+        self.places = tile_places(self.module)
         self.states: dict[Flat, FlatState] = {s.flat: s for s in self.updater.states} if self.updater else {}
         self.gradient_of: dict[Flat, FlatGradient] = {g.flat: g for g in self.gradients.all}
 
@@ -84,6 +99,14 @@ class Session:
     @property
     def groups(self) -> int:
         return len(self.optimizer.param_groups) if self.optimizer is not None else 0
+
+    def logical(self, slot: Slot) -> Logical:
+        return logical_of(slot, self.places.get(slot.name))
+
+    def whole_name(self, name: str) -> str:
+        """The name of a parameter; of a tile's, that of the layer which was tiled."""
+        place = self.places.get(name)
+        return place.whole if place is not None else name
 
     def spans(self, flat: Flat) -> list[SegmentSpan]:
         """The stretches of this rank's shard that `FlatState.opened` gives the state of."""
@@ -118,17 +141,33 @@ class Session:
         return max(self.comm.gather_objects(mine))
 
 
-def box_of(flat: Flat, slot: Slot) -> tuple[Box, tuple[int, ...]]:
-    """Which box of a logical parameter a slot holds, and the shape of the whole parameter."""
+def logical_of(slot: Slot, place: Place | None) -> Logical:
+    """`place` is that of a tile in its layer."""
     part = slot.part
     if part is None:
-        return Box.whole(slot.shape), slot.shape
+        if place is None:
+            return Logical(slot.name, Box.whole(slot.shape), slot.shape)
+        return Logical(place.whole, Box(place.offsets, slot.shape), place.whole_shape)
     if part.global_shape is None or part.offsets is None:
         raise CheckpointError(
             f"{slot.name}: it is marked as cut by tensor parallelism and does not say along which dim, so it has no "
             "place in a checkpoint; set its attribute `partition_dim`"
         )
-    return Box(tuple(part.offsets), slot.shape), tuple(part.global_shape)
+    if place is None:
+        return Logical(slot.name, Box(tuple(part.offsets), slot.shape), tuple(part.global_shape))
+    # The layer was cut first: this tile is one of those that this rank's part of it was tiled into.
+    offsets, shape = [], []
+    for size, whole, offset, tile, own in zip(
+        slot.shape, part.global_shape, part.offsets, place.offsets, place.whole_shape, strict=True
+    ):
+        if whole % size or offset % size:
+            raise CheckpointError(
+                f"{slot.name}: a tile of a layer that tensor-parallel ranks have cut into unequal parts has no place "
+                "in a checkpoint; tile the layer before it is cut, or let the ranks divide it"
+            )
+        offsets.append(offset // size * own + tile)
+        shape.append(whole // size * own)
+    return Logical(place.whole, Box(tuple(offsets), slot.shape), tuple(shape))
 
 
 def within(flat: Flat, slot: Slot, low: int, high: int) -> tuple[int, int, int] | None:
@@ -150,13 +189,15 @@ def own_sum(gradient: FlatGradient) -> torch.Tensor:
 
 
 def aliases(module: nn.Module) -> dict[str, list[str]]:
-    """The other names of tied parameters and shared buffers, by the first name."""
+    """The other names of tied parameters and shared buffers, by the first name; of tiles those of their layers."""
     first: dict[int, str] = {}
     others: dict[str, list[str]] = {}
+    places = tile_places(module)
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    for name, tensor in tensors:
+    for own_name, tensor in tensors:
+        name = places[own_name].whole if own_name in places else own_name
         known = first.setdefault(id(tensor), name)
-        if known != name:
+        if known != name and name not in others.get(known, ()):
             others.setdefault(known, []).append(name)
     return others
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,8 +13,9 @@ import torch
 from wherry.checkpoint.errors import CheckpointError
 from wherry.checkpoint.files import TensorReader
 from wherry.checkpoint.manifest import GRADIENT, Manifest, Slice, read_manifest
-from wherry.checkpoint.slices import Overlap, Run, overlaps
+from wherry.checkpoint.slices import Box, Overlap, Run, overlaps
 from wherry.checkpoint.values import decode
+from wherry.checkpoint.workers import Workers
 from wherry.native import Blocks8, dequantize
 from wherry.native.blocks import BLOCK, blocks_of
 
@@ -21,19 +23,28 @@ from wherry.native.blocks import BLOCK, blocks_of
 PART = 1 << 22
 # Files that are open at once.
 OPEN_FILES = 64
+# Of rows up to this many bytes that are wanted in part, all is read: a disk reads no less than pages.
+WHOLE_ROWS = 16384
 
 
 class Source:
     """Reads what is asked for, and nothing else.
 
-        with Source(folder) as source:
-            weight = source.tensor("blocks.0.mix.weight", "weight")
+    with Source(folder) as source:
+        weight = source.tensor("blocks.0.mix.weight", "weight")
     """
 
     def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
         self.folder = folder
         self.manifest = manifest or read_manifest(folder)
         self._readers: dict[str, TensorReader] = {}
+        self._workers = Workers()
+        self._closed_bytes = 0
+
+    @property
+    def bytes_read(self) -> int:
+        """Of tensors, so far."""
+        return self._closed_bytes + sum(reader.bytes_read for reader in self._readers.values())
 
     def __enter__(self) -> Source:
         return self
@@ -41,16 +52,21 @@ class Source:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for reader in self._readers.values():
-            reader.close()
-        self._readers.clear()
+        while self._readers:
+            self._close(next(iter(self._readers)))
+        self._workers.close()
+
+    def _close(self, file: str) -> None:
+        reader = self._readers.pop(file)
+        self._closed_bytes += reader.bytes_read
+        reader.close()
 
     def _reader(self, file: str) -> TensorReader:
         reader = self._readers.pop(file, None)
         if reader is None:
             if len(self._readers) >= OPEN_FILES:
-                self._readers.pop(next(iter(self._readers))).close()
-            reader = TensorReader(self.folder / file)
+                self._close(next(iter(self._readers)))
+            reader = TensorReader(self.folder / file, self._workers)
         self._readers[file] = reader  # the last one used comes last
         return reader
 
@@ -74,6 +90,16 @@ class Source:
         self.read(name, state, Run.of(entry.shape), found, addend=addend)
         return found.view(entry.shape)
 
+    def parts(self, name: str, state: str, dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
+        """A whole state in row-major order, a part of it at a time; each is valid until the next."""
+        entry = self.manifest.entries[name]
+        buffer = torch.empty(min(PART, entry.numel), dtype=dtype or self.dtype(name, state))
+        box = Box.whole(entry.shape)
+        for start in range(0, entry.numel, PART):
+            part = buffer[: min(PART, entry.numel - start)]
+            self.read(name, state, Run(box, start, start + part.numel()), part)
+            yield part
+
     def dtype(self, name: str, state: str) -> torch.dtype:
         """The dtype a state is stored in; that of 8-bit states is fp32, as they are read."""
         slices = self.manifest.entries[name].states.get(state, [])
@@ -83,9 +109,7 @@ class Source:
             return torch.float32
         return self._reader(slices[0].file).tensors[slices[0].tensor].dtype
 
-    def read(
-        self, name: str, state: str, run: Run, out: torch.Tensor, *, addend: int | None = None
-    ) -> None:
+    def read(self, name: str, state: str, run: Run, out: torch.Tensor, *, addend: int | None = None) -> None:
         """Fill `out`, of one dim, with a run of a state. Of a gradient in parts the sum, unless `addend` names one."""
         assert out.numel() == run.numel and out.dim() == 1, (name, out.shape, run)
         slices = self._slices(name, state)
@@ -121,21 +145,49 @@ class Source:
             )
 
     def _copy(self, piece: Slice, overlap: Overlap, out: torch.Tensor) -> None:
+        start, box = overlap.source
+        offsets = tuple(c - b for c, b in zip(overlap.common.offsets, box.offsets, strict=True))
+        self._copy_box(piece, start, box.shape, offsets, overlap.view(out, overlap.target))
+
+    def _copy_box(
+        self, piece: Slice, start: int, shape: tuple[int, ...], offsets: tuple[int, ...], target: torch.Tensor
+    ) -> None:
+        """Fill `target` with the box at `offsets` of the block of this shape that begins at element `start`.
+
+        Little more is read than is wanted, and little is in memory beside the target.
+        """
+        if not shape:
+            self._copy_line(piece, start, target.view(1))
+            return
+        row = math.prod(shape[1:])
+        start += offsets[0] * row
+        if tuple(target.shape[1:]) == shape[1:] and target.is_contiguous():
+            self._copy_line(piece, start, target.view(-1))
+            return
+        rows = max(1, PART // max(1, row)) if row * self._itemsize(piece) <= WHOLE_ROWS else 1
+        for first in range(0, target.shape[0], rows):
+            part = target[first : first + rows]
+            at = start + first * row
+            if rows == 1:
+                self._copy_box(piece, at, shape[1:], offsets[1:], part[0])
+                continue
+            values = self._values(self._reader(piece.file), piece, at, part.shape[0] * row)
+            wanted = tuple(slice(o, o + n) for o, n in zip(offsets[1:], part.shape[1:], strict=True))
+            part.copy_(values.view(part.shape[0], *shape[1:])[(slice(None), *wanted)])
+
+    def _copy_line(self, piece: Slice, start: int, target: torch.Tensor) -> None:
+        """Elements that follow each other in both."""
         reader = self._reader(piece.file)
         stored = reader.tensors[piece.tensor].dtype
-        start, box = overlap.source
-        target = overlap.view(out, overlap.target)
-        line = len(box.shape) == 1 and overlap.common.shape == box.shape and target.is_contiguous()
-        if line and piece.scales is None and out.dtype == stored and out.device.type == "cpu":
-            reader.read(piece.tensor, start, box.numel, target)
+        if piece.scales is None and target.dtype == stored and target.device.type == "cpu":
+            reader.read(piece.tensor, start, target.numel(), target)
             return
-        if line:
-            for first in range(0, box.numel, PART):
-                count = min(PART, box.numel - first)
-                target[first : first + count].copy_(self._values(reader, piece, start + first, count))
-            return
-        part = self._values(reader, piece, start, box.numel)
-        target.copy_(part.view(box.shape)[overlap.common.within(box)])
+        for first in range(0, target.numel(), PART):
+            count = min(PART, target.numel() - first)
+            target[first : first + count].copy_(self._values(reader, piece, start + first, count))
+
+    def _itemsize(self, piece: Slice) -> int:
+        return self._reader(piece.file).tensors[piece.tensor].dtype.itemsize
 
     def _values(self, reader: TensorReader, piece: Slice, first: int, count: int) -> torch.Tensor:
         """Elements of a slice; those of 8-bit states as fp32."""

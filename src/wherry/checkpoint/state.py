@@ -57,17 +57,17 @@ def encode_values(session: Session, client_state: dict[str, Any], steps: int) ->
 
 def _optimizer(session: Session, put: PutTensor) -> dict[str, Any]:
     assert session.optimizer is not None
-    members: dict[int, list[str]] = {}
+    members: dict[int, set[str]] = {}
     for flat in session.states:
         for slot in flat.layout.slots:
-            members.setdefault(slot.group, []).append(slot.name)
+            members.setdefault(slot.group, set()).add(session.whole_name(slot.name))
     groups = []
     for index, group in enumerate(session.optimizer.param_groups):
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         groups.append(
             {
                 "options": encode(options, f"optimizer.param_groups[{index}]", put),
-                "parameters": sorted(members.get(index, [])),
+                "parameters": sorted(members.get(index, ())),
             }
         )
     return {"type": type(session.optimizer.instance).__name__, "groups": groups}

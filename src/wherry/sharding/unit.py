@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from wherry.parallel.partition import is_dtensor, point_at
 from wherry.sharding.layout import FlatLayout
-from wherry.tiers.homes import Home, opened
+from wherry.tiers.homes import Home, Kept, KeptCopy, KeptPart, opened
 from wherry.tiers.tickets import DONE, Ticket
 
 
@@ -99,6 +99,12 @@ class Flat:
             return
         with opened(self.home, write=write):
             yield self.shard_memory
+
+    def keep(self, keep: Callable[[Home], Kept]) -> Kept:
+        """This rank's shard as it is now, for a reader beside whatever goes on; `keep` says how of a home."""
+        if self.home is None:
+            return KeptCopy(self.shard_memory)
+        return KeptPart(keep(self.home), self.shard_nbytes, self.dtype)
 
     def show_whole(self) -> None:
         """Let the parameters be views of the whole buffer."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from wherry.native.disk import MAX_LANES, SECTOR, Counters, Engine, Fault, Layout, NativeEngine, Request
+from wherry.tiers.disk_clone import share_extents
 from wherry.tiers.disk_errors import DiskError, DiskSpaceError, DiskUseError, disk_error, hint, human
 from wherry.tiers.disk_folder import SwapFolder, sweep
 from wherry.tiers.disk_probe import O_DIRECT, Probe, probe
@@ -39,6 +42,7 @@ class Record:
     padded: int
     paths: tuple[str, ...]
     offsets: tuple[int, ...]
+    rotate: int
     layout: Layout = field(repr=False, compare=False)
     owner: _Resources = field(repr=False, compare=False)
 
@@ -169,7 +173,7 @@ class DiskStore:
         self._finalizer = weakref.finalize(self, self._resources.release)
         try:
             self.paths = tuple(self._create(root, lane, name) for lane, root in enumerate(roots))
-            self._resources.engine = self._start()
+            self._resources.engine = self._start(self._resources.files, self.queue_depth)
         except OSError:
             self._finalizer()
             raise
@@ -237,6 +241,26 @@ class DiskStore:
         )
         return DiskUsage(sum(self._ends), rows)
 
+    def clone(self, sharers: int = 1) -> DiskClone | None:
+        """All records as they are now, without a copy; None where a file system cannot share what files hold.
+
+        Nothing may be being written. What is written while there is a clone takes new room, of which none was reserved:
+        so there is none either where less is free than `sharers` stores of this size take.
+        """
+        self._engine()
+        if any(free < sharers * taken for _, taken, free in self.usage().paths):
+            return None
+        clone = DiskClone(self)
+        try:
+            if all(clone.add(folder, path) for folder, path in zip(self._resources.folders, self.paths, strict=True)):
+                clone.start()
+                return clone
+        except BaseException:
+            clone.close()
+            raise
+        clone.close()
+        return None
+
     def inject(self, fault: Fault) -> None:
         """For tests: let transfers to come meet this fault."""
         self._engine().inject(fault)
@@ -262,22 +286,23 @@ class DiskStore:
         folder = SwapFolder(root, name)
         self._resources.folders.append(folder)
         path = folder.create(f"data-{lane}.bin")
-        flags = os.O_RDWR | os.O_CLOEXEC | (O_DIRECT if self.probe.direct else 0)
-        self._resources.files.append(os.open(path, flags))
+        self._resources.files.append(self._open(path))
         return str(path)
 
-    def _start(self) -> Engine:
-        files = self._resources.files
+    def _open(self, path: Path) -> int:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC | (O_DIRECT if self.probe.direct else 0))
+
+    def _start(self, files: list[int], queue_depth: int) -> Engine:
         if self.probe.native:
             from wherry import native
 
             library = native.library()
             assert library is not None
             uring = self.backend == "io_uring"
-            return NativeEngine(library, files, self.block_size, self.queue_depth, uring=uring)
+            return NativeEngine(library, files, self.block_size, queue_depth, uring=uring)
         from wherry.native.disk_fallback import PythonEngine
 
-        return PythonEngine(files, self.block_size, self.queue_depth)
+        return PythonEngine(files, self.block_size, queue_depth)
 
     def _engine(self) -> Engine:
         engine = self._resources.engine
@@ -295,7 +320,7 @@ class DiskStore:
         offsets = tuple(end - share for end, share in zip(self._ends, shares, strict=True))
         self._records += 1
         layout = engine.lay(offsets, rotate, padded // SECTOR, self.checksum)
-        return Record(name, nbytes, padded, self.paths, offsets, layout, self._resources)
+        return Record(name, nbytes, padded, self.paths, offsets, rotate, layout, self._resources)
 
     def _check_room(self, who: str, shares: Sequence[int]) -> None:
         roots = [os.path.dirname(os.path.dirname(path)) for path in self.paths]
@@ -352,6 +377,44 @@ class DiskStore:
             flying.extend(started)
             while flying and flying[0].done():
                 flying.popleft()
+
+
+class DiskClone:
+    """A store's records as they were at one moment, for reading. `close` gives the room back."""
+
+    # Beside the store's own reads and writes there need not be many more.
+    DEPTH = 4
+
+    def __init__(self, store: DiskStore) -> None:
+        self._store = store
+        self._paths: list[Path] = []
+        self._files: list[int] = []
+        self._native: Engine | None = None
+
+    def add(self, folder: SwapFolder, source: str) -> bool:
+        path = folder.create(f"clone-{secrets.token_hex(4)}.bin")
+        self._paths.append(path)
+        self._files.append(self._store._open(path))
+        return share_extents(source, path)
+
+    def start(self) -> None:
+        self._native = self._store._start(self._files, self.DEPTH)
+
+    def read(self, record: Record, buffer: torch.Tensor) -> Ticket:
+        """Read a record of the store, as it was, into the buffer."""
+        assert self._native is not None, "the clone is closed"
+        layout = self._native.lay(record.offsets, record.rotate, record.padded // SECTOR, False)
+        request = self._native.submit(False, buffer.data_ptr(), layout, 0, record.nbytes)
+        return DiskTicket(request, buffer, record, False)
+
+    def close(self) -> None:
+        native, self._native = self._native, None
+        if native is not None:
+            native.close()
+        while self._files:
+            os.close(self._files.pop())
+        while self._paths:
+            self._paths.pop().unlink(missing_ok=True)
 
 
 def _checked_paths(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[str]:

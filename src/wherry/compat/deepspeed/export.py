@@ -24,6 +24,7 @@ from wherry.checkpoint.manifest import WEIGHT, Entry, Manifest, read_manifest
 from wherry.checkpoint.source import Source
 from wherry.compat.deepspeed.parts import not_part_of_wherry
 from wherry.errors import WherryError
+from wherry.nn.tiled import Place, tile_places
 from wherry.observe.log import say
 from wherry.plan.quantities import parse_bytes
 
@@ -124,9 +125,7 @@ def load_state_dict_from_zero_checkpoint(
     give_back(model)
     model.cpu()
     own = model.state_dict(keep_vars=True)
-    targets = {
-        name: [own[each] for each in (name, *entry.aliases) if each in own] for name, entry in entries.items()
-    }
+    targets = {name: [own[each] for each in (name, *entry.aliases) if each in own] for name, entry in entries.items()}
     wrong = [
         f"{name} is {entry.shape} in the checkpoint and {tuple(target.shape)} in the model"
         for name, entry in entries.items()
@@ -135,6 +134,9 @@ def load_state_dict_from_zero_checkpoint(
     ]
     if wrong:
         raise CheckpointError(f"{folder}: {'; '.join(wrong[:8])}; give the model that was trained")
+    tiles: dict[str, list[tuple[Place, nn.Parameter]]] = {}
+    for name, place in tile_places(model).items():
+        tiles.setdefault(place.whole, []).append((place, model.get_parameter(name)))
     if not any(targets.values()):
         raise CheckpointError(f"{folder}: the model has none of its {len(entries)} tensors; give the trained one")
     with Source(folder, manifest) as source, torch.no_grad():
@@ -143,6 +145,9 @@ def load_state_dict_from_zero_checkpoint(
                 value = source.tensor(name, WEIGHT, exporting.exported_dtype(entry, torch.float32))
                 for target in targets[name]:
                     target.copy_(value)
+                for place, tile in tiles.get(name, ()):
+                    # A state_dict has tiles put together, in memory of its own.
+                    tile.copy_(place.of(value))
     strange = [name for name in entries if not targets[name]]
     missing = sorted(set(own) - {each for name, entry in entries.items() for each in (name, *entry.aliases)})
     for names, what in ((strange, "the model has no"), (missing, "the checkpoint has no")):

@@ -1,0 +1,100 @@
+"""Run by test_reading: saves, loads and exports a model in a process of its own, and prints what memory each took."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.engine.harness import adamw, settings
+from torch import nn
+
+import wherry
+from wherry.checkpoint.export import export
+from wherry.checkpoint.files import BLOCK
+from wherry.checkpoint.workers import COUNT
+from wherry.parallel.threads import run_ranks
+
+WIDTH, LAYERS = 1450, 12
+
+
+def status(name: str) -> int:
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+def peak_of(work: Callable[[], Any]) -> int:
+    """Bytes that the process held above what it held before."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    work()
+    return status("VmHWM") - before
+
+
+def engine_of(more: dict[str, Any] | None = None) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(3, more=more))
+    step(engine)
+    return engine
+
+
+def step(engine: Any) -> None:
+    engine.backward(engine(torch.ones(1, WIDTH)).square().mean())
+    engine.step()
+    engine.settle()
+
+
+def save_from_two(folder: Path) -> None:
+    models = [nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))) for _ in range(2)]
+
+    def rank(comm: Any) -> None:
+        model = models[comm.rank]
+        engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), mesh=comm, config=settings(3))
+        engine.save_checkpoint(folder)
+        engine.close()
+
+    run_ranks(2, rank)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    unit = 12 * WIDTH * WIDTH
+    seen: dict[str, int] = {"unit": unit, "states": LAYERS * unit, "buffers": (COUNT + 2) * BLOCK}
+    save_from_two(folder / "two")
+    engine = engine_of()
+    engine.save_checkpoint(folder / "warm")
+    seen["save"] = peak_of(lambda: engine.save_checkpoint(folder / "one"))
+    seen["load"] = peak_of(lambda: engine.load_checkpoint(folder / "one"))
+    seen["load from other ranks"] = peak_of(lambda: engine.load_checkpoint(folder / "two"))
+    engine.close()
+    del engine
+    seen["export"] = peak_of(lambda: export(folder / "one", folder / "out"))
+    (folder / "states").mkdir()
+    tier = {"device": "nvme", "nvme_path": str(folder / "states")}
+    engine = engine_of(
+        {
+            "zero_optimization": {"stage": 3, "offload_optimizer": tier, "offload_param": {**tier, "max_in_cpu": 0}},
+            "wherry": {"checkpoint": {"async_save": True}},
+        }
+    )
+
+    def behind() -> None:
+        engine.save_checkpoint(folder / "behind")
+        engine.wait_for_checkpoint()
+
+    seen["async save from disk"] = peak_of(behind)
+    engine.close()
+    print(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""What a load and an export read, to the byte, and how much memory they take."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.checkpoint.harness import Shape, on, save_from
+from tests.checkpoint.test_tensor import on as on_grid
+from tests.checkpoint.test_tensor import trained
+
+from wherry.checkpoint import files, load, source
+from wherry.checkpoint.collect import cut_flat
+from wherry.checkpoint.export import find
+from wherry.checkpoint.manifest import read_manifest
+from wherry.parallel.comm import Comm
+from wherry.parallel.topology import Topology
+
+
+class Counted:
+    """Bytes read of tensors by each rank, and of files for their checksums by all."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.of_tensors: dict[int, int] = {}
+        self.of_files = 0
+        self._lock = threading.Lock()
+        counted, checksum, run = self, files._checksum, load._Loader.run
+
+        def reading(fd: int, start: int, count: int, buffers: files.Buffers) -> int:
+            with self._lock:
+                self.of_files += count
+            return checksum(fd, start, count, buffers)
+
+        def running(loader: Any) -> None:
+            run(loader)
+            counted.of_tensors[loader.session.comm.rank] = loader.source.bytes_read
+
+        monkeypatch.setattr(files, "_checksum", reading)
+        monkeypatch.setattr(load._Loader, "run", running)
+
+
+def owned_bytes(engine: Any) -> int:
+    """fp32 weight and both moments of what of this rank's shards is parameters."""
+    session = engine._session()
+    found = 0
+    for flat in session.flats:
+        cut = cut_flat(session, flat, (0, flat.layout.shard_numel))
+        found += 12 * sum(stretch.run.numel for _, members in cut.segments for stretch in members)
+    return found
+
+
+# Of generators and the like.
+VALUES = 30_000
+
+
+@pytest.mark.parametrize("shape", [Shape(2, 3), Shape(4, 1), Shape(3, 0)], ids=str)
+def test_a_rank_reads_its_own_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: Shape) -> None:
+    """At stages 1 to 3 every byte of the states is read once by all ranks together, and once for its checksum."""
+    save_from(Shape(3, 3), tmp_path)
+    counted = Counted(monkeypatch)
+
+    def body(engine: Any, comm: Comm) -> int:
+        engine.load_checkpoint(tmp_path)
+        return owned_bytes(engine)
+
+    owned = on(shape, body)
+    for rank, own in enumerate(owned):
+        assert own <= counted.of_tensors[rank] <= own + VALUES, (rank, own)
+    manifest = read_manifest(find(tmp_path))
+    whole = sum(entry.numel for _, entry in manifest.parameters())
+    assert sum(owned) == 12 * whole * (1 if shape.stage else shape.ranks)
+    assert counted.of_files == manifest.bytes
+
+
+def test_tensor_ranks_read_rows_and_columns_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that holds columns reads parts of rows; short rows would be read whole."""
+    trained((1, 1, 0), tmp_path)
+    monkeypatch.setattr(source, "WHOLE_ROWS", 0)
+    counted = Counted(monkeypatch)
+
+    def body(engine: Any, place: Topology) -> int:
+        engine.load_checkpoint(tmp_path)
+        return owned_bytes(engine)
+
+    for rank, own in enumerate(on_grid((1, 2, 3), body)):
+        assert own <= counted.of_tensors[rank] <= own + VALUES, (rank, own)
+
+
+def test_any_box_of_any_run_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole rows, parts of rows, one by one and together, into a target of another type."""
+    from wherry.checkpoint.manifest import Entry, Manifest, Slice
+    from wherry.checkpoint.slices import Box, Run
+
+    values = torch.arange(5 * 6 * 7, dtype=torch.float32)
+    writer = files.TensorWriter(tmp_path / "f", 4096)
+    writer.add("a", values[:100])
+    writer.add("b", values[100:])
+    record = writer.finish()
+    slices = [Slice("f", "a", 0, 100), Slice("f", "b", 100, 210)]
+    manifest = Manifest(
+        "t", "", {}, 1, {"w": Entry((5, 6, 7), "float32", states={"weight": slices})}, {}, [], {}, {"f": record}
+    )
+    boxes = [
+        Box((0, 0, 0), (5, 6, 7)), Box((1, 2, 3), (3, 2, 4)), Box((0, 0, 6), (5, 6, 1)), Box((4, 0, 0), (1, 6, 7)),
+        Box((0, 5, 0), (5, 1, 7)), Box((2, 0, 0), (2, 6, 3)),
+    ]  # fmt: skip
+    for whole_rows, part in ((0, 1 << 22), (source.WHOLE_ROWS, 1 << 22), (source.WHOLE_ROWS, 50), (0, 5)):
+        monkeypatch.setattr(source, "WHOLE_ROWS", whole_rows)
+        monkeypatch.setattr(source, "PART", part)
+        with source.Source(tmp_path, manifest) as reading:
+            for box in boxes:
+                place = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.shape, strict=True))
+                expected = values.view(5, 6, 7)[place].flatten()
+                for start, stop in ((0, box.numel), (1, box.numel), (0, box.numel // 2)):
+                    for dtype in (torch.float32, torch.float64):
+                        out = torch.full((stop - start,), -1.0, dtype=dtype)
+                        reading.read("w", "weight", Run(box, start, stop), out)
+                        assert torch.equal(out, expected[start:stop].to(dtype)), (box, start, stop)
+            assert torch.equal(torch.cat([part.clone() for part in reading.parts("w", "weight")]), values)
+
+
+def test_long_tensors_are_written_and_read_by_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 64 bytes: tensors of many, of parts, and of none; every checksum is that of its block."""
+    import zlib
+
+    from safetensors.torch import load_file
+
+    from wherry.checkpoint.workers import Workers
+
+    monkeypatch.setattr(files, "BLOCK", 64)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        f"t{index}": torch.randint(0, 255, (size,), dtype=torch.uint8, generator=generator)
+        for index, size in enumerate([5, 1000, 0, 59, 64, 128, 3, 700, 1])
+    }
+    writer = files.TensorWriter(tmp_path / "f.safetensors", 8192)
+    for name, tensor in tensors.items():
+        writer.add(name, tensor)
+    record = writer.finish()
+    data = (tmp_path / "f.safetensors").read_bytes()
+    assert len(data) == record.bytes
+    body = data[record.data_start :]
+    assert record.blocks == [zlib.crc32(body[at : at + 64]) for at in range(0, len(body), 64)]
+    found = load_file(tmp_path / "f.safetensors")
+    with Workers() as workers:
+        reader = files.TensorReader(tmp_path / "f.safetensors", workers)
+        for name, tensor in tensors.items():
+            assert torch.equal(found[name], tensor)
+            assert torch.equal(reader.read(name), tensor)
+        reader.close()
+        blocks = range(len(record.blocks))
+        assert files.check_blocks(tmp_path / "f.safetensors", record, blocks, workers) == []
+        broken = bytearray(data)
+        for place in (record.data_start + 70, record.data_start + 640, 20):
+            broken[place] ^= 1
+        (tmp_path / "f.safetensors").write_bytes(broken)
+        problems = files.check_blocks(tmp_path / "f.safetensors", record, blocks, workers)
+    assert [text.split(": ")[1] for text in problems] == [
+        "its header is damaged",
+        *(f"bytes {record.data_start + at:,} to {record.data_start + at + 64:,} are damaged" for at in (64, 640)),
+    ]
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
+def test_memory_stays_within_a_unit_above_the_shards(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.checkpoint.peaks", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert result.returncode == 0, result.stderr
+    seen = json.loads(result.stdout.splitlines()[-1])
+    assert seen["states"] > 2 * (seen["unit"] + seen["buffers"])
+    for what in ("load", "load from other ranks", "save", "async save from disk"):
+        assert seen[what] <= seen["unit"] + seen["buffers"], (what, seen)
+    # An export holds no whole tensor.
+    assert seen["export"] <= seen["buffers"] + 16 * 2**20, seen

@@ -1,0 +1,75 @@
+"""A rank is killed, and training goes on with fewer, as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tests.cli.programs import gone, start, wait_for, wherry
+
+from wherry.checkpoint.manifest import read_manifest
+from wherry.train.job import main
+
+BATCH, SEQUENCE = 8, 8
+
+
+def flags(folder: Path, ranks: int, steps: int) -> list[str]:
+    return [
+        *("--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "1", "--seq-length", str(SEQUENCE)),
+        *("--eval-iters", "1", "--stage", "3", "--lr", "1e-3", "--lr-warmup-iters", "1", "--steps", str(steps)),
+        *("--set", "scheduler.params.total_num_steps=4000", "--data", str(folder / "text.txt")),
+        *("--batch-size", str(BATCH // ranks)),
+    ]
+
+
+def losses(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def rank_of(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get("RANK")
+    except psutil.Error:
+        return None
+
+
+def kill_rank(launcher: Any, rank: int) -> list[int]:
+    """SIGKILL one; the process ids of all."""
+    ranks = {rank_of(child): child for child in psutil.Process(launcher.pid).children(recursive=True)}
+    ranks[str(rank)].send_signal(signal.SIGKILL)
+    return [child.pid for child in ranks.values()]
+
+
+@pytest.mark.timeout(240)
+def test_on_two_ranks_after_one_of_four_was_killed(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_bytes(bytes(range(32, 126)) * 40)
+    run = tmp_path / "run"
+    saving = ["--run-dir", str(run), "--save-interval", "2", "--keep-last", "2"]
+    launcher = start("train", *flags(tmp_path, 4, 4000), "--nproc", "4", *saving, OMP_NUM_THREADS="1")
+    latest = run / "checkpoints" / "latest"
+    wait_for(lambda: latest.exists() or launcher.poll() is not None, 120)
+    assert launcher.poll() is None, launcher.communicate()[0]
+    pids = kill_rank(launcher, 3)
+    told, _ = launcher.communicate(timeout=120)
+    assert launcher.returncode == 128 + signal.SIGKILL, told
+    assert "rank 3 was ended by SIGKILL" in told and gone(pids)
+    step = read_manifest(run / "checkpoints" / latest.read_text()).step
+    done = losses(run)
+    # The flags say nothing of the batch now: a step keeps its samples.
+    again = [flag for flag in flags(tmp_path, 4, step + 6)]
+    again = again[: again.index("--batch-size")]
+    resumed = wherry("train", *again, "--nproc", "2", *saving, "--resume", "auto", OMP_NUM_THREADS="1")
+    assert resumed.returncode == 0, resumed.stderr
+    after = losses(run)
+    assert len(after) == 6
+    undisturbed = tmp_path / "undisturbed"
+    assert main([*flags(tmp_path, 1, step + 6), "--run-dir", str(undisturbed)]) == 0
+    expected = losses(undisturbed)
+    assert len(expected) == step + 6
+    for ours, theirs in zip([*done[:step], *after], expected, strict=True):
+        assert math.isclose(ours, theirs, rel_tol=1e-4), (ours, theirs)
