@@ -53,6 +53,7 @@ SECTIONS: dict[str, Section] = {
         "The same steps with optimizer, or optimizer and parameters, further away.",
         "the bound max(compute, down, up, host update, disk), each measured in the same run",
     ),
+    "forecast": Section("Predicted and measured", "What `wherry plan` says a step takes, and what it takes."),
     "accumulation": Section("Accumulation", "A step of k micro-batches."),
     "memory": Section(
         "Memory", "Peak above an empty process, all ranks together.", "the published formula for the states"

@@ -31,7 +31,7 @@ from wherry.sources import Batch, Source
 from wherry.tiers.buffers import Block, HostPool
 from wherry.tiers.disk import DiskUsage
 from wherry.tiers.streams import Link
-from wherry.tiers.tickets import DONE, Ticket
+from wherry.tiers.tickets import DONE, CallbackTicket, Ticket
 
 # Micro-batches of a window that are run. The ones between the first and the last do the same, and are run once.
 WINDOW = 3
@@ -39,20 +39,29 @@ STATES = ("parameters", "gradients", "optimizer")
 HOST = "host"
 
 
+def held(*tensors: torch.Tensor, ticket: Ticket = DONE) -> Ticket:
+    """A ticket that keeps tensors alive until it is waited for, as that of a process group does."""
+
+    def wait(_tensors: tuple[torch.Tensor, ...] = tensors) -> None:
+        ticket.wait()
+
+    return CallbackTicket(wait, ticket.done)
+
+
 class FakeComm(Comm):
     """One rank of a group whose other ranks do not exist: everything arrives at once, and means nothing."""
 
     def _all_reduce(self, tensor: torch.Tensor, op: str) -> Ticket:
-        return DONE
+        return held(tensor)
 
     def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
-        return DONE
+        return held(shard, whole)
 
     def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
-        return DONE
+        return held(whole, shard)
 
     def _broadcast(self, tensor: torch.Tensor, source: int) -> Ticket:
-        return DONE
+        return held(tensor)
 
     def _group(self, axis: str, members: list[int]) -> Comm:
         return FakeComm(members.index(self.rank), len(members))
@@ -190,7 +199,13 @@ def dry_run(
         comm = FakeComm(rank, ranks)
         link = FakeLink(FakePool(fake, footprint), shared=not gpu)
         topology = Topology(
-            comm, torch.device("cpu"), rank, rank, ranks, link=lambda pin: link, open_store=FakeStore  # type: ignore[arg-type]
+            comm,
+            torch.device("cpu"),
+            rank,
+            rank,
+            ranks,
+            link=lambda pin: link,
+            open_store=FakeStore,  # type: ignore[arg-type]
         )
         parameters = sum(p.numel() for p in model.parameters())
         engine, *_ = initialize(
@@ -240,9 +255,7 @@ def _faked(mode: FakeTensorMode, value: Any) -> Any:
 
 def observe(engine: Engine, footprint: Footprint) -> None:
     """What there is now rests through the step: give it its names."""
-    footprint.meter(
-        "gathered", [flat.whole.untyped_storage() for unit in engine.units for flat in unit.travelling]
-    )
+    footprint.meter("gathered", [flat.whole.untyped_storage() for unit in engine.units for flat in unit.travelling])
     footprint.label_rest("resting")
     footprint.label("buffers", engine.module.buffers())
 

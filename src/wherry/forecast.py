@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from wherry.config import Config
 from wherry.errors import WherryError
 from wherry.plan.estimate import Estimate, Subject, estimate_count
 from wherry.plan.estimate import estimate as estimate_profile
+from wherry.plan.grid import ALONE, Grid
 from wherry.plan.machine import Machine, known
 from wherry.plan.memory import states
 from wherry.plan.peaks import Setting
@@ -32,17 +34,23 @@ class _Key(NamedTuple):
     dtype: torch.dtype | None
     unit_classes: tuple[str, ...]
     recompute: Recompute | None
+    grid: Grid
 
 
 class Forecaster:
     """Estimates of one model on one machine for many configs; profiles are made once and kept."""
 
-    def __init__(self, source: Source, machine: Machine, ranks: int, sequence: int | None = None) -> None:
+    def __init__(
+        self, source: Source, machine: Machine, ranks: int, sequence: int | None = None, grid: Grid = ALONE
+    ) -> None:
         self.source = source
         self.machine = machine
         self.ranks = ranks
+        self.grid = grid
+        self.data_ranks = grid.data_ranks(ranks)
         self.sequence = sequence or source.sequence
         self._profiles: dict[_Key, Profile] = {}
+        self._whole: int | None = None
 
     def exact(self, config: Config) -> Estimate:
         """From a profile of this very micro-batch."""
@@ -52,40 +60,59 @@ class Forecaster:
         """From profiles of other micro-batches, for searching: never below the exact one up to a micro-batch of 32."""
         return self._estimate(config, self._between)
 
-    def _estimate(self, config: Config, profile_of: Callable[[Config, int], Profile]) -> Estimate:
-        micro = config.batch(self.ranks).micro
-        subject = Subject(self.source.name, self.sequence)
-        return estimate_profile(subject, profile_of(config, micro), config, self.machine, self.ranks)
+    def _estimate(self, config: Config, profile_of: Callable[[Config, int, Grid], Profile]) -> Estimate:
+        micro = config.batch(self.data_ranks).micro
+        subject = Subject(self.source.name, self.sequence, self._parameters())
+        # The first stage has the embeddings and keeps the most activations, the last one has the head.
+        stages = [replace(self.grid, stage=stage) for stage in sorted({0, self.grid.pipe - 1})]
+        found = [
+            estimate_profile(subject, profile_of(config, micro, grid), config, self.machine, self.ranks, grid)
+            for grid in stages
+        ]
+        fullest = max(found, key=lambda each: each.tightest.share)
+        slowest = max(found, key=lambda each: each.seconds or 0.0)
+        return replace(fullest, time=slowest.time)
 
-    def _between(self, config: Config, micro: int) -> Profile:
+    def _parameters(self) -> int | None:
+        """Those of the whole model, where ranks share it."""
+        if self.grid.size == 1:
+            return None
+        if self._whole is None:
+            with torch.device("meta"):
+                model, _ = self.source.make(1, self.sequence)
+            self._whole = sum(parameter.numel() for parameter in model.parameters())
+        return self._whole
+
+    def _between(self, config: Config, micro: int, grid: Grid) -> Profile:
         if not self.source.scales or micro == 1:
-            return self.profile(config, micro)
-        return Line(self.profile(config, 1), self.profile(config, FAR)).at(micro)
+            return self.profile(config, micro, grid)
+        return Line(self.profile(config, 1, grid), self.profile(config, FAR, grid)).at(micro)
 
-    def profile(self, config: Config, micro: int) -> Profile:
-        key = _Key(micro, config.working_dtype(), tuple(config.wherry.unit_classes), Recompute.of(config))
+    def profile(self, config: Config, micro: int, grid: Grid = ALONE) -> Profile:
+        key = _Key(micro, config.working_dtype(), tuple(config.wherry.unit_classes), Recompute.of(config), grid)
         if key not in self._profiles:
             self._profiles[key] = self._profile(key)
         return self._profiles[key]
 
     def _profile(self, key: _Key) -> Profile:
         unknown = False
+        source = self.source.share(key.grid, key.dtype)
 
         def build(micro_batch: int) -> tuple[nn.Module, tuple[Any, ...], Any]:
             nonlocal unknown
-            model, batch = self.source.make(micro_batch, self.sequence)
+            model, batch = source.make(micro_batch, self.sequence)
             if batch is None:
                 unknown = True
                 raise WherryError("the model's inputs are not known")
             return model, batch.args, batch.kwargs
 
         try:
-            return profile(build, *key)
+            return profile(build, *key[:-1])
         except WherryError:
             if not unknown:
                 raise
         with torch.device("meta"):
-            model, _ = self.source.make(key.micro, self.sequence)
+            model, _ = source.make(key.micro, self.sequence)
         return Profile.of_sizes(unit_sizes(model, key.unit_classes), key.micro)
 
 
@@ -96,12 +123,14 @@ def estimate(
     *,
     ranks: int | None = None,
     sequence: int | None = None,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
 ) -> Estimate:
     """What training keeps and how long a step takes, without training, and without the model's memory.
 
     The model is a preset, a Hugging Face config or folder, `"module:callable"`, a callable that returns a model and the
     inputs of a micro-batch, a model (on the meta device, if it is large), or a number of parameters. `machine` is one
-    of those that `wherry plan --machine` knows, or this one.
+    of those that `wherry plan --machine` knows, or this one. `ranks` are all ranks; some of them may share the model.
 
         found = wherry.estimate("gpt2-1.5b", {"bf16": {"enabled": True}}, "4090")
         print(found.fits, found.tightest, found.seconds)
@@ -109,9 +138,10 @@ def estimate(
     where = machine if isinstance(machine, Machine) else this_machine() if machine is None else known(machine)
     resolved = config if isinstance(config, Config) else configs.load(config)
     ranks = ranks or where.ranks()
+    grid = Grid(tensor_parallel, pipeline_parallel)
     if isinstance(model_or_params, int | float):
         count = int(model_or_params)
-        setting = Setting.of(resolved, ranks, gpu=where.gpus > 0)
-        held = states(count, setting.placement, ranks, setting.cost)
-        return estimate_count(Subject(f"{count:,} parameters"), held, resolved, where, ranks)
-    return Forecaster(find(model_or_params), where, ranks, sequence).exact(resolved)
+        setting = Setting.of(resolved, grid.data_ranks(ranks), gpu=where.gpus > 0, grid=grid)
+        held = states(-(-count // grid.size), setting.placement, setting.ranks, setting.cost)
+        return estimate_count(Subject(f"{count:,} parameters"), held, resolved, where, ranks, grid)
+    return Forecaster(find(model_or_params), where, ranks, sequence, grid).exact(resolved)

@@ -9,6 +9,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from wherry.errors import WherryError
+from wherry.plan.grid import Grid, cut
 from wherry.train.presets import GPT2, PRESETS, Shape
 
 # Shapes that only a plan can run.
@@ -48,6 +50,19 @@ class Source:
     sequence: int = 1
     # Whether `make` follows the micro-batch.
     scales: bool = True
+    # The source of the part that one rank of a grid has, with activations of the given dtype, where that is known.
+    part: Callable[[Grid, torch.dtype], Source] | None = None
+
+    def share(self, grid: Grid, dtype: torch.dtype | None) -> Source:
+        """One rank's part, where ranks share the model."""
+        if grid.size == 1:
+            return self
+        if self.part is None:
+            raise WherryError(
+                f"{self.name}: how ranks would share it is not known; let module:callable return one rank's part of "
+                "the model, and give --ranks as the number of data-parallel ranks"
+            )
+        return self.part(grid, dtype or torch.float32)
 
 
 def find(model: str | nn.Module | Callable[..., Any]) -> Source:
@@ -85,7 +100,54 @@ def of_shape(name: str, shape: Shape) -> Source:
         ids = torch.zeros(micro_batch, sequence, dtype=torch.int64)
         return model, Batch((ids, ids))
 
-    return Source(name, make, sequence=shape.sequence)
+    def part(grid: Grid, dtype: torch.dtype) -> Source:
+        return dataclasses.replace(source, make=partial(_part_of_gpt, shape, grid, dtype), part=None)
+
+    source = Source(name, make, sequence=shape.sequence, part=part)
+    return source
+
+
+# As the built-in training cuts it.
+GPT_STYLES = {
+    "*.attention.qkv": "colwise",
+    "*.attention.out": "rowwise",
+    "*.mlp.up": "colwise",
+    "*.mlp.down": "rowwise",
+}
+
+
+def _part_of_gpt(
+    shape: Shape, grid: Grid, dtype: torch.dtype, micro_batch: int, sequence: int
+) -> tuple[nn.Module, Batch]:
+    """One stage's blocks, with what a tensor-parallel rank has of their matrices."""
+    from wherry.train.model import GPT, GPTConfig, loss_of
+    from wherry.train.parallel import Stage
+
+    if shape.heads % grid.tensor:
+        raise WherryError(f"--tensor-parallel {grid.tensor} does not divide the {shape.heads} attention heads")
+    sized = dataclasses.replace(shape, sequence=max(shape.sequence, sequence))
+    model: nn.Module = GPT(GPTConfig.of(sized, tied=grid.pipe == 1))
+    if grid.tensor > 1:
+        cut(model, GPT_STYLES, grid.tensor)
+    ids = torch.zeros(micro_batch, sequence, dtype=torch.int64)
+    if grid.pipe == 1:
+        return model, Batch((ids, ids))
+    assert isinstance(model, GPT)
+    stage = Stage(model, grid.stage, grid.pipe)
+    came = torch.zeros(micro_batch, sequence, shape.hidden, dtype=dtype, requires_grad=True)
+    first = ids if stage.first else came
+    return (_WithLoss(stage, loss_of), Batch((first, ids))) if stage.last else (stage, Batch((first,)))
+
+
+class _WithLoss(nn.Module):
+    """A pipeline's last stage, whose outputs meet the labels."""
+
+    def __init__(self, stage: nn.Module, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.stage, self.loss = stage, loss
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.loss(self.stage(x), labels)
 
 
 # Hugging Face.
@@ -113,13 +175,28 @@ def _of_hugging_face(path: Path) -> Source:
     longest = int(getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 2048)
 
     def make(micro_batch: int, sequence: int) -> tuple[nn.Module, Batch | None]:
-        model = cls(config) if isinstance(cls, type) else cls.from_config(config)
+        model = cls.from_config(config) if hasattr(cls, "from_config") else cls(config)
         if hasattr(model.config, "use_cache"):
             model.config.use_cache = False
         model.train()
         return model, _text_batch(model, micro_batch, sequence)
 
-    return Source(f"{file.parent.resolve().name} ({kind})", make, sequence=min(longest, 2048))
+    def part(grid: Grid, _: torch.dtype) -> Source:
+        if grid.pipe > 1:
+            raise WherryError("--pipeline-parallel: only the presets are known by their stages; use --tensor-parallel")
+
+        def make_part(micro_batch: int, sequence: int) -> tuple[nn.Module, Batch | None]:
+            model, batch = make(micro_batch, sequence)
+            styles = getattr(text, "base_model_tp_plan", None)
+            if not styles:
+                raise WherryError(f"--tensor-parallel: transformers has no plan of how ranks share a {kind}")
+            cut(model, {f"*{pattern}": style for pattern, style in styles.items()}, grid.tensor)
+            return model, batch
+
+        return dataclasses.replace(source, make=make_part, part=None)
+
+    source = Source(f"{file.parent.resolve().name} ({kind})", make, sequence=min(longest, 2048), part=part)
+    return source
 
 
 def _class_of(config: Any, transformers: Any) -> Any:

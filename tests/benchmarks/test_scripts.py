@@ -6,7 +6,18 @@ import sys
 
 import pytest
 
-from benchmarks import activations, construction, imports, memory, offload_step, overhead, scaling, steps, systems
+from benchmarks import (
+    activations,
+    construction,
+    forecast,
+    imports,
+    memory,
+    offload_step,
+    overhead,
+    scaling,
+    steps,
+    systems,
+)
 from wherry.cli import main as wherry
 from wherry.observe import bench, machine
 
@@ -186,3 +197,19 @@ def test_activations(tmp_path, capsys):
     assert rows["recompute"]["peak_bytes"] < rows["recompute every second"]["peak_bytes"] < rows["keep"]["peak_bytes"]
     assert rows["partition"]["reason"]
     assert "recompute, contiguous" in capsys.readouterr().out
+
+
+def test_forecast(tmp_path, capsys, monkeypatch):
+    from wherry.plan.machine import described, known
+
+    host = described(known("h100"), gpus=0, matrix=1e11, stream=20 * 10**9)
+    monkeypatch.setattr(forecast.probe, "this_machine", lambda *_, **__: host)
+    path = tmp_path / "forecast.json"
+    smallest = ["--quick", "--models", "tiny", "--dtypes", "fp32", "--ranks", "2", "--places", "2,3", "--steps", "2"]
+    assert forecast.main([*smallest, "--path", str(tmp_path), "--json", str(path)]) == 0
+    rows = _rows(path, measure="step")
+    assert list(rows) == ["wherry-2", "wherry-3"]
+    for row in rows.values():
+        assert row["off"] == pytest.approx(row["predicted_s"] / row["value"] - 1) and row["terms"]["compute"] > 0
+    shown = capsys.readouterr().out
+    assert "predicted ms" in shown and max(map(len, shown.splitlines()[:-1])) <= bench.WIDTH

@@ -134,3 +134,21 @@ def test_sky_job(capsys):
     assert "--nproc-per-node=4" in job["run"] and "SKYPILOT_NODE_RANK" in job["run"]
     assert subprocess.run(["bash", "-n"], input=job["run"], text=True).returncode == 0
     assert "H100:8" in _emit(capsys, "sky", "--num_gpus", 8)
+
+
+def test_a_job_for_a_script_written_for_deepspeed(capsys):
+    alias = 'PYTHONPATH="$(python -m wherry.compat.deepspeed --path)'
+    slurm = _emit(capsys, "slurm", "--as-deepspeed", "--num_gpus", 8)
+    assert slurm.index(alias) < slurm.index("srun")
+    k8s = yaml.safe_load(_emit(capsys, "k8s", "--as-deepspeed"))["spec"]["trainer"]["command"]
+    assert k8s[:2] == ["bash", "-c"] and alias in k8s[2] and k8s[4:6] == ["torchrun", "my_train.py"]
+    sky = yaml.safe_load(_emit(capsys, "sky", "--as-deepspeed"))
+    assert alias in sky["run"].splitlines()[0]
+    for scheduler in ("slurm", "k8s", "sky"):
+        assert alias not in _emit(capsys, scheduler)
+
+
+@pytest.mark.parametrize("flags", [("--hostfile", "hosts"), ("--include", "localhost:0"), ("--local_rank_arg",)])
+def test_what_has_no_place_in_a_job_file_is_refused(flags):
+    with pytest.raises(WherryError, match="has no place in a job file"):
+        main(["--emit", "slurm", *flags, "my_train.py"])

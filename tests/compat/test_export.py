@@ -20,6 +20,8 @@ from wherry.compat.deepspeed import FOLDER
 from wherry.compat.deepspeed.export import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
+    get_model_state_file,
+    get_optim_files,
     load_state_dict_from_zero_checkpoint,
     main,
 )
@@ -93,6 +95,20 @@ def test_the_command(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
     assert done.returncode == 0, done.stderr
     found = load_file(tmp_path / "out" / "model.safetensors")
     same(found | {"head.weight": found["embed.weight"]}, masters)
+
+
+def test_files_of_a_checkpoint(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    """What a program reads beside the weights: the stage, the counts, and the client state."""
+    folder, _ = saved
+    place = folder / "global_step2"
+    before = sorted(path.name for path in place.iterdir())
+    (optimizer,) = get_optim_files(place)
+    state = torch.load(optimizer, weights_only=True)["optimizer_state_dict"]
+    assert state == {"zero_stage": 3, "partition_count": 3}
+    found = torch.load(get_model_state_file(place, state["zero_stage"]), weights_only=True)
+    assert (found["global_steps"], found["dp_world_size"]) == (2, 3)
+    assert set(found["param_shapes"][0]) == {n for n, _ in MODEL.named_parameters() if not n.startswith(FROZEN)}
+    assert sorted(path.name for path in place.iterdir()) == before
 
 
 def test_into_a_model(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:

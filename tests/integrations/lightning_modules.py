@@ -122,6 +122,13 @@ if MODE == "own":
     third.fit(module, loader())
     found["fitted_again"] = mean_over_ranks(module.seen)
     assert third.strategy.engine.placement.parameters.partitioned == (STAGE == 3)
+if MODE == "alias" and RANK == 0:
+    from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
+
+    one_file = os.path.join(FOLDER, "whole.pt")
+    convert_zero_checkpoint_to_fp32_state_dict(os.path.join(FOLDER, MODE, "epoch=1.ckpt"), one_file)
+    whole = torch.load(one_file, weights_only=False)
+    assert whole["epoch"] == 1 and set(whole["state_dict"]) == set(module.state_dict()), sorted(whole)
 if RANK == 0:
     with open(os.path.join(FOLDER, f"{MODE}.json"), "w", encoding="utf-8") as file:
         json.dump(found, file)

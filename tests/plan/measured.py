@@ -71,15 +71,15 @@ class Unseen(ThreadComm):
 
     def _all_reduce(self, tensor: torch.Tensor, op: str) -> Ticket:
         with _disable_current_modes():
-            return super()._all_reduce(tensor, op)
+            return dryrun.held(tensor, ticket=super()._all_reduce(tensor, op))
 
     def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
         with _disable_current_modes():
-            return super()._reduce_scatter(shard, whole)
+            return dryrun.held(shard, whole, ticket=super()._reduce_scatter(shard, whole))
 
     def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
         with _disable_current_modes():
-            return super()._all_gather(whole, shard)
+            return dryrun.held(whole, shard, ticket=super()._all_gather(whole, shard))
 
 
 Measured = tuple[list[Line], dict[str, int], dict[str, int]]
@@ -122,14 +122,13 @@ def measure(
         mine = copy.deepcopy(model)
         with Footprint() as footprint:
             link = SeenLink(footprint, gpu)
-            topology = Topology(
-                comm, torch.device("cpu"), comm.rank, comm.rank, comm.size, link=lambda pin: link
-            )
+            topology = Topology(comm, torch.device("cpu"), comm.rank, comm.rank, comm.size, link=lambda pin: link)
             engine, *_ = wherry.initialize(model=mine, config=config, mesh=topology, optimizer=optimizer)
             dryrun.observe(engine, footprint)
             batch = Batch(args)
             accumulation = engine.gradient_accumulation_steps()
             dryrun.make_step(engine, batch, accumulation)
+            comm.barrier()  # until then another rank may hold what it reads of this one's
             footprint.label_rest("resting")
             footprint.reset()
             calls, nbytes = dryrun.make_step(engine, batch, accumulation)

@@ -20,6 +20,7 @@ _SCRIPTS = {
     "overhead": "what the engine adds to a training step, beside DDP, FSDP2 and DeepSpeed",
     "steps": "training steps of GPT-2, beside DDP, FSDP2 and DeepSpeed",
     "offload_step": "steps with optimizer and parameters on host and disk, beside the bound and others",
+    "forecast": "what `wherry plan` says a step takes, and what it takes",
     "memory": "peak memory by placement, against the formulas and others",
     "construction": "time and memory of building and loading a model",
     "scaling": "what a step costs as models grow from 10M to 1B, and ranks from 1 to 1,024",

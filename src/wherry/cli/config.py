@@ -1,4 +1,4 @@
-"""`wherry config`: check a file, explain a key, print the JSON schema."""
+"""`wherry config`: check a file, explain a key, print the JSON schema, write a file for DeepSpeed."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ def add_parser(subparsers: Any) -> None:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_check(commands)
     _add_explain(commands)
+    _add_deepspeed(commands)
     schema = commands.add_parser("schema", help="print the JSON schema, for editors")
     schema.set_defaults(function=_schema)
 
@@ -33,6 +34,29 @@ def _add_explain(commands: Any) -> None:
     explain = commands.add_parser("explain", help="say what a key means and does")
     explain.add_argument("key", help="like zero_optimization.stage, or the last part alone")
     explain.set_defaults(function=_explain)
+
+
+def _add_deepspeed(commands: Any) -> None:
+    theirs = commands.add_parser("deepspeed", help="print a config as DeepSpeed itself reads it, in its keys only")
+    theirs.add_argument("file", help="the config: JSON or Hjson")
+    theirs.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="lay a value over the file")
+    theirs.set_defaults(function=_deepspeed)
+
+
+def _deepspeed(arguments: argparse.Namespace) -> int:
+    from wherry.compat.deepspeed.written import for_deepspeed
+    from wherry.config import ConfigError, load, parse_overrides
+
+    try:
+        config = load(_path(arguments.file), overrides=parse_overrides(arguments.set))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return USER_ERROR
+    tree, notes = for_deepspeed(config)
+    print(json.dumps(tree, indent=2))
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    return 0
 
 
 def _check(arguments: argparse.Namespace) -> int:

@@ -23,6 +23,8 @@ class Job:
     command: tuple[str, ...]
     port: int = 29500
     gpus: bool = True
+    # Whether the script's `import deepspeed` is to give Wherry.
+    as_deepspeed: bool = False
 
     @classmethod
     def of(cls, arguments: argparse.Namespace, nodes: str) -> Job:
@@ -32,6 +34,12 @@ class Job:
         processes = given_processes(arguments) or "1"
         if not processes.isdigit() or int(processes) < 1:
             raise WherryError(f"--emit {arguments.emit}: expected a number of processes, got {processes!r}")
+        for flag in ("hostfile", "include", "exclude", "local_rank_arg", "follow_stdin"):
+            if getattr(arguments, flag):
+                raise WherryError(
+                    f"--emit {arguments.emit}: --{flag.replace('_', '-')} has no place in a job file, where the "
+                    "scheduler chooses the machines and torchrun starts the script; leave it out"
+                )
         script = [arguments.training_script, *arguments.training_script_args]
         return cls(
             name=_job_name(arguments.training_script),
@@ -40,12 +48,17 @@ class Job:
             command=tuple(["-m", *script] if arguments.module else script),
             port=arguments.master_port or 29500,
             gpus=arguments.num_gpus is not None,
+            as_deepspeed=arguments.as_deepspeed,
         )
 
 
 def _job_name(script: str) -> str:
     stem = os.path.basename(script).removesuffix(".py")
     return re.sub(r"[^a-z0-9-]+", "-", stem.lower()).strip("-") or "wherry"
+
+
+# Ahead of the launcher, so that whatever it starts finds the alias.
+_ALIAS = 'export PYTHONPATH="$(python -m wherry.compat.deepspeed --path)${PYTHONPATH:+:$PYTHONPATH}"'
 
 
 def emit(scheduler: str, job: Job) -> str:
@@ -55,6 +68,7 @@ def emit(scheduler: str, job: Job) -> str:
 
 def _slurm(job: Job) -> str:
     gpus = f"\n#SBATCH --gpus-per-node={job.processes}" if job.gpus else ""
+    alias = f"{_ALIAS}\n" if job.as_deepspeed else ""
     return f"""#!/bin/bash
 #SBATCH --job-name={job.name}
 #SBATCH --nodes={job.nodes}
@@ -62,7 +76,7 @@ def _slurm(job: Job) -> str:
 #SBATCH --exclusive
 #SBATCH --output=%x-%j.log
 set -euo pipefail
-
+{alias}
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
 srun --kill-on-bad-exit=1 torchrun \\
@@ -79,7 +93,10 @@ def _kubernetes(job: Job) -> str:
     # The runtime gives torchrun the number of machines and where they meet, through PET_* variables.
     count = f"nvidia.com/gpu: {job.processes}"
     resources = f"\n    resourcesPerNode:\n      requests:\n        {count}\n      limits:\n        {count}"
-    command = "\n".join(f"      - {_yaml(word)}" for word in ("torchrun", *job.command))
+    words = ("torchrun", *job.command)
+    if job.as_deepspeed:
+        words = ("bash", "-c", f'{_ALIAS}; exec "$@"', "bash", *words)
+    command = "\n".join(f"      - {_yaml(word)}" for word in words)
     return f"""apiVersion: trainer.kubeflow.org/v1alpha1
 kind: TrainJob
 metadata:
@@ -99,6 +116,7 @@ spec:
 def _sky(job: Job) -> str:
     accelerators = f"\n  accelerators: {_yaml(f'H100:{job.processes}')}  # the GPU you want" if job.gpus else ""
     run = [
+        *([_ALIAS] if job.as_deepspeed else []),
         'head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)',
         'torchrun --nnodes="$SKYPILOT_NUM_NODES" --node-rank="$SKYPILOT_NODE_RANK" \\',
         f'  --nproc-per-node={job.processes} --master-addr="$head" --master-port={job.port} \\',

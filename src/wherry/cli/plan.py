@@ -13,7 +13,10 @@ _BY_SHAPE = (
     "layers", "hidden", "heads", "batch", "interval", "gpus_per_node", "peak", "efficiency",
 )  # fmt: skip
 _MACHINE = ("machine", "gpu_memory", "host_memory", "disk", "gpus", "pcie", "stream", "disk_bandwidth")
-_BY_MODEL = ("config", "set", "rank", "recompute", "dry_run", "auto", "output", "disk_path", "html", *_MACHINE)
+_BY_MODEL = (
+    "config", "set", "rank", "stage", "recompute", "dry_run", "auto", "output", "disk_path", "html", "tensor_parallel",
+    "pipeline_parallel", *_MACHINE,
+)  # fmt: skip
 
 
 def main(argv: list[str]) -> int:
@@ -79,6 +82,10 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("with MODEL: will it fit, what limits it, how long does a step take")
     model.add_argument("--config", metavar="FILE", help="the config to judge; without one, its defaults")
     model.add_argument("--set", metavar="KEY=VALUE", action="append", help="change a key of the config; repeatable")
+    model.add_argument(
+        "--tensor-parallel", type=int, metavar="N", help="ranks that cut each matrix of the model among them"
+    )
+    model.add_argument("--pipeline-parallel", type=int, metavar="N", help="stages that the model's layers are cut into")
     model.add_argument("--recompute", action="store_true", default=None, help="units recompute their activations")
     model.add_argument("--auto", action="store_true", default=None, help="choose stage, tiers and batch sizes")
     model.add_argument("-o", "--output", metavar="FILE", help="with --auto: write the config here, with reasons")
@@ -87,7 +94,8 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--dry-run", action="store_true", default=None, help="run the engine itself for one rank, on fake tensors"
     )
-    model.add_argument("--rank", type=int, metavar="N", help="with --dry-run: which rank (default 0)")
+    model.add_argument("--rank", type=int, metavar="N", help="with --dry-run: which data-parallel rank (default 0)")
+    model.add_argument("--stage", type=int, metavar="N", help="with --dry-run: which stage of a pipeline (default 0)")
     machine = parser.add_argument_group("with MODEL: the machine; without these, this one, which is measured once")
     machine.add_argument("--machine", metavar="NAME", help="a kind of machine: v100-dgx2, a100, h100, h200, 4090, ...")
     machine.add_argument("--gpu-memory", metavar="SIZE", help="of each GPU, like 24GB")

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from wherry.forecast import Forecaster
     from wherry.plan.choose import Change, Choice
     from wherry.plan.estimate import Estimate, Use
+    from wherry.plan.grid import Grid
+    from wherry.sources import Source
 
 WIDTH = 80
 BAR = 24
@@ -37,13 +39,14 @@ def main(arguments: argparse.Namespace) -> int:
     from wherry.sources import find
 
     source = find(arguments.model)
+    grid = _grid(arguments)
     if arguments.dry_run:
-        return _dry_run(arguments, config)
+        return _dry_run(arguments, source, config, grid)
     from wherry.forecast import Forecaster
 
     machine = _machine(arguments)
     ranks = _ranks(arguments) or machine.ranks()
-    forecaster = Forecaster(source, machine, ranks, arguments.sequence)
+    forecaster = Forecaster(source, machine, ranks, arguments.sequence, grid)
     if arguments.auto:
         return _auto(arguments, config, forecaster)
     now = forecaster.exact(config)
@@ -59,7 +62,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _check_flags(arguments: argparse.Namespace) -> None:
-    for flag, needs in (("output", "auto"), ("disk_path", "auto"), ("rank", "dry_run")):
+    for flag, needs in (
+        ("output", "auto"), ("disk_path", "auto"), ("rank", "dry_run"), ("stage", "dry_run")
+    ):  # fmt: skip
         if getattr(arguments, flag) is not None and not getattr(arguments, needs):
             name = "-o" if flag == "output" else f"--{flag.replace('_', '-')}"
             raise WherryError(f"{name}: goes with --{needs.replace('_', '-')}")
@@ -73,6 +78,22 @@ def _check_flags(arguments: argparse.Namespace) -> None:
 
 def _ranks(arguments: argparse.Namespace) -> int | None:
     return parse_count(arguments.ranks, "--ranks") if arguments.ranks else None
+
+
+def _grid(arguments: argparse.Namespace) -> Grid:
+    from wherry.plan.grid import Grid
+
+    given = {"tensor": arguments.tensor_parallel, "pipe": arguments.pipeline_parallel, "stage": arguments.stage}
+    for flag, value, least in (
+        ("--tensor-parallel", given["tensor"], 1),
+        ("--pipeline-parallel", given["pipe"], 1),
+        ("--stage", given["stage"], 0),
+    ):
+        if value is not None and value < least:
+            raise WherryError(f"{flag}: expected {least} or more, got {value}")
+    if given["stage"] is not None and given["stage"] >= (given["pipe"] or 1):
+        raise WherryError(f"--stage: expected 0 to {(given['pipe'] or 1) - 1}, got {given['stage']}")
+    return Grid(**{name: value for name, value in given.items() if value is not None})
 
 
 def _machine(arguments: argparse.Namespace) -> Machine:
@@ -174,8 +195,13 @@ def headings(now: Estimate) -> Iterator[str]:
     how = ", activations recomputed" if now.recompute else ""
     yield f"{now.model}: {now.parameters:,} parameters"
     yield f"{now.placement.name}, {now.precision}, {now.optimizer}{how}"
+    grid = now.grid
+    ranks = f"{now.data_ranks:,} rank{'s' * (now.data_ranks > 1)}"
+    if grid.size > 1:
+        stage = f"; bytes of stage {grid.stage}" if grid.pipe > 1 else ""
+        yield f"{grid.tensor} tensor-parallel ranks x {grid.pipe} stages x {now.data_ranks:,} data-parallel{stage}"
     yield (
-        f"{now.ranks:,} rank{'s' * (now.ranks > 1)} x micro-batch {now.micro_batch} x accumulation {now.accumulation}"
+        f"{ranks} x micro-batch {now.micro_batch} x accumulation {now.accumulation}"
         f" = {now.samples:,} sample{'s' * (now.samples > 1)}{tokens}"
     )
     yield f"on {machine_line(now.machine)}"
@@ -230,15 +256,13 @@ def _change_line(now: Estimate, change: Change | None) -> str:
 # A dry run.
 
 
-def _dry_run(arguments: argparse.Namespace, config: Config) -> int:
+def _dry_run(arguments: argparse.Namespace, source: Source, config: Config, grid: Grid) -> int:
     from wherry.dryrun import dry_run
-    from wherry.sources import find
 
-    ranks = _ranks(arguments) or 1
     found = dry_run(
-        find(arguments.model),
+        source.share(grid, config.working_dtype()),
         config,
-        ranks=ranks,
+        ranks=grid.data_ranks(_ranks(arguments) or grid.size),
         rank=arguments.rank or 0,
         sequence=arguments.sequence,
         gpu=_has_gpus(arguments),
@@ -298,7 +322,7 @@ def _auto(arguments: argparse.Namespace, config: Config, forecaster: Forecaster)
     choice = choose(
         config,
         forecaster.quick,
-        forecaster.ranks,
+        forecaster.data_ranks,
         free=free_keys(config),
         disk=arguments.disk_path,
         confirm=forecaster.exact,

@@ -212,7 +212,7 @@ def reasons(candidate: Candidate, found: Estimate) -> dict[str, str]:
     limit = f"limited by {found.time.limited_by}" if found.time else "not timed"
     for key, value in candidate.values.items():
         if key == STAGE:
-            told[key] = _why_stage(value, found.ranks)
+            told[key] = _why_stage(value, found.data_ranks)
         elif key == OPTIMIZER:
             where = {"none": "on the device", "cpu": "in host memory", "nvme": "on disk"}[value]
             told[key] = f"optimizer state rests {where}: {_bytes_of(found, 'optimizer')} a rank"
@@ -259,7 +259,7 @@ def nearest_change(config: Config, now: Estimate, answer: Answer) -> Change | No
     """The smallest change that would make `now` fit, or, if it fits, the one that would make it faster."""
     single = list(_changes(config, now))
     if now.fits:
-        found = [change for change in _answered(config, now.ranks, single, answer) if change.estimate.fits]
+        found = [change for change in _answered(config, now.data_ranks, single, answer) if change.estimate.fits]
         found = [change for change in found if _rate(change.estimate) > WORTH * _rate(now)]
         return max(found, key=lambda change: _rate(change.estimate), default=None)
     pairs = [
@@ -269,7 +269,7 @@ def nearest_change(config: Config, now: Estimate, answer: Answer) -> Change | No
         if not a.values.keys() & b.values.keys()
     ]
     for group in (single, pairs):
-        found = [change for change in _answered(config, now.ranks, group, answer) if change.estimate.fits]
+        found = [change for change in _answered(config, now.data_ranks, group, answer) if change.estimate.fits]
         if found:
             return max(found, key=lambda change: _rate(change.estimate))
     return None
@@ -290,7 +290,7 @@ def _answered(config: Config, ranks: int, candidates: list[Candidate], answer: A
 def _changes(config: Config, now: Estimate) -> Iterator[Candidate]:
     """Single changes, each as a person would make it."""
     zero = config.zero_optimization
-    if now.ranks > 1:
+    if now.data_ranks > 1:
         for stage in range(4):
             if stage != zero.stage:
                 yield Candidate({STAGE: stage}, f'"stage": {stage}')
@@ -311,5 +311,5 @@ def _changes(config: Config, now: Estimate) -> Iterator[Candidate]:
         if micro:
             sizes = {MICRO: micro}
             if config.train_batch_size is not None:
-                sizes[ACCUMULATION] = max(1, config.train_batch_size // (micro * now.ranks))
+                sizes[ACCUMULATION] = max(1, config.train_batch_size // (micro * now.data_ranks))
             yield Candidate(sizes, f'"{MICRO}": {micro}')

@@ -7,6 +7,7 @@ from typing import Any
 
 from wherry.config import Config
 from wherry.placement import Placement, Tier
+from wherry.plan.grid import ALONE, Grid
 from wherry.plan.machine import Machine
 from wherry.plan.memory import States
 from wherry.plan.peaks import Setting, buffers, optimizer_of, peak, precision_of
@@ -61,6 +62,8 @@ class Estimate:
     time: StepTime | None
     # Why something is not counted, or will not run as it stands.
     notes: tuple[str, ...] = ()
+    # How ranks share the model, and whose part of it this is.
+    grid: Grid = ALONE
 
     @property
     def fits(self) -> bool:
@@ -74,7 +77,11 @@ class Estimate:
     @property
     def samples(self) -> int:
         """Samples of one update."""
-        return self.micro_batch * self.accumulation * self.ranks
+        return self.micro_batch * self.accumulation * self.data_ranks
+
+    @property
+    def data_ranks(self) -> int:
+        return self.grid.data_ranks(self.ranks)
 
     @property
     def seconds(self) -> float | None:
@@ -103,6 +110,7 @@ class Estimate:
             "machine": asdict(self.machine),
             "placement": self.placement.name,
             "ranks": self.ranks,
+            "grid": asdict(self.grid),
             "micro_batch": self.micro_batch,
             "accumulation": self.accumulation,
             "sequence": self.sequence,
@@ -119,17 +127,25 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Subject:
-    """The model of an estimate: its name and its tokens a sample."""
+    """The model of an estimate: its name, its tokens a sample, and its parameters where a profile is of a part."""
 
     name: str
     sequence: int = 1
+    parameters: int | None = None
 
 
-def estimate(subject: Subject, profile: Profile, config: Config, machine: Machine, ranks: int) -> Estimate:
-    """The answer for a profile of the config's own micro-batch."""
-    setting = Setting.of(config, ranks, gpu=machine.gpus > 0)
+def estimate(
+    subject: Subject, profile: Profile, config: Config, machine: Machine, ranks: int, grid: Grid = ALONE
+) -> Estimate:
+    """The answer for a profile of the config's own micro-batch: of the part of the model that `grid` gives a rank."""
+    setting = Setting.of(config, grid.data_ranks(ranks), gpu=machine.gpus > 0, grid=grid)
     rows = tuple(_rows(profile, setting))
     notes = [*config.beyond()]
+    if setting.accumulation < grid.pipe:
+        notes.append(
+            f"a pipeline of {grid.pipe} stages is full with {grid.pipe} micro-batches or more: raise "
+            "gradient_accumulation_steps"
+        )
     if not profile.moments:
         notes.append("activations and time are not counted: the model's inputs are not known")
     building = 4 * profile.parameters * machine.ranks_per_node(ranks)
@@ -137,11 +153,11 @@ def estimate(subject: Subject, profile: Profile, config: Config, machine: Machin
         notes.append("build the model inside wherry.Init: whole on every rank it would not fit in the host's memory")
     return Estimate(
         model=subject.name,
-        parameters=profile.parameters,
+        parameters=subject.parameters or profile.parameters,
         machine=machine,
         placement=setting.placement,
         ranks=ranks,
-        micro_batch=config.batch(ranks).micro,
+        micro_batch=config.batch(setting.ranks).micro,
         accumulation=setting.accumulation,
         sequence=subject.sequence,
         precision=precision_of(config),
@@ -151,12 +167,15 @@ def estimate(subject: Subject, profile: Profile, config: Config, machine: Machin
         uses=uses(rows, machine, ranks),
         time=step_time(profile, setting, machine) if profile.moments else None,
         notes=tuple(notes),
+        grid=grid,
     )
 
 
-def estimate_count(subject: Subject, states: States, config: Config, machine: Machine, ranks: int) -> Estimate:
+def estimate_count(
+    subject: Subject, states: States, config: Config, machine: Machine, ranks: int, grid: Grid = ALONE
+) -> Estimate:
     """The answer where only the number of parameters is known: states, by the formulas of the literature."""
-    setting = Setting.of(config, ranks, gpu=machine.gpus > 0)
+    setting = Setting.of(config, grid.data_ranks(ranks), gpu=machine.gpus > 0, grid=grid)
     rows = tuple(_state_rows(states, setting.placement))
     return Estimate(
         model=subject.name,
@@ -164,7 +183,7 @@ def estimate_count(subject: Subject, states: States, config: Config, machine: Ma
         machine=machine,
         placement=setting.placement,
         ranks=ranks,
-        micro_batch=config.batch(ranks).micro,
+        micro_batch=config.batch(setting.ranks).micro,
         accumulation=setting.accumulation,
         sequence=subject.sequence,
         precision=precision_of(config),
@@ -174,6 +193,7 @@ def estimate_count(subject: Subject, states: States, config: Config, machine: Ma
         uses=uses(rows, machine, ranks),
         time=None,
         notes=("only states are counted: activations, gathered weights and time need a model",),
+        grid=grid,
     )
 
 
@@ -191,7 +211,7 @@ def _rows(profile: Profile, setting: Setting) -> list[Row]:
         *(Row(category, str(tier), nbytes) for category, tier, nbytes in setting.rows(profile)),
         Row("gathered", "device", highest.gathered),
         Row("activations", "device", highest.activations),
-        Row("buffers", "device", buffers(profile, setting) + profile.buffers + profile.inputs),
+        Row("buffers", "device", buffers(profile, setting) + highest.merged + profile.buffers + profile.inputs),
     ]
 
 

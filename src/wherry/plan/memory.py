@@ -103,6 +103,11 @@ class States:
     def total(self) -> int:
         return self.parameters + self.gradients + self.optimizer
 
+    def __add__(self, other: States) -> States:
+        return States(
+            self.parameters + other.parameters, self.gradients + other.gradients, self.optimizer + other.optimizer
+        )
+
     def by_tier(self, placement: Placement) -> dict[Tier, int]:
         """The same bytes by the tier that they rest on."""
         tiers = dict.fromkeys(Tier, 0)
@@ -181,17 +186,27 @@ def padded_states(
     """
     if not 0 <= rank < ranks:
         raise WherryError(f"rank: expected 0 to {ranks - 1}, got {rank}")
-    parameters = gradients = optimizer = 0
-    for flats in plan_flats(units, placement, ranks, persistence_threshold, persistence_limit, homes=homes):
-        for flat in flats:
-            layout = flat.layout
-            parameters += cost.parameters * (layout.numel if flat.resident else layout.shard_numel)
-            if flat.trainable:
-                gradients += cost.gradients * (layout.shard_numel if placement.gradients.partitioned else layout.numel)
-                owner = rank if layout.ranks > 1 else 0
-                away = apart or (homes and flat.resident)
-                optimizer += sum(cost.record(span.stop - span.start, apart=away) for span in layout.segments(owner))
-    return States(parameters, gradients, optimizer)
+    planned = plan_flats(units, placement, ranks, persistence_threshold, persistence_limit, homes=homes)
+    return sum(
+        (
+            flat_states(flat, placement, cost, rank, apart=apart or (homes and flat.resident))
+            for flats in planned
+            for flat in flats
+        ),
+        start=States(0, 0, 0),
+    )
+
+
+def flat_states(flat: PlannedFlat, placement: Placement, cost: Cost, rank: int, *, apart: bool) -> States:
+    """What one rank keeps of one flat."""
+    layout = flat.layout
+    parameters = cost.parameters * (layout.numel if flat.resident else layout.shard_numel)
+    if not flat.trainable:
+        return States(parameters, 0, 0)
+    gradients = cost.gradients * (layout.shard_numel if placement.gradients.partitioned else layout.numel)
+    owner = rank if layout.ranks > 1 else 0
+    records = (cost.record(span.stop - span.start, apart=apart) for span in layout.segments(owner))
+    return States(parameters, gradients, sum(records))
 
 
 def gathered_bytes(

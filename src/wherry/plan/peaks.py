@@ -7,16 +7,42 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from wherry.config import Config
+from wherry.parallel.merged import SMALL, TOGETHER
 from wherry.placement import Placement, Tier
-from wherry.plan.memory import STATE_WORDS, Cost, PlannedFlat, States, padded_states, plan_flats
+from wherry.plan.grid import ALONE, Grid
+from wherry.plan.memory import STATE_WORDS, Cost, PlannedFlat, States, flat_states, plan_flats
 from wherry.plan.profile import Moment, Profile
 from wherry.plan.resting import Landing, Resting
+from wherry.sharding.layout import FlatLayout
+from wherry.update.state import BATCH_NUMEL
 
 IN_FLIGHT = 2
 GRAIN = 512
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A flat, where its weights rest, and where its optimizer state does and its gradients go."""
+
+    flat: PlannedFlat
+    home: Tier
+    resting: Resting
+    cost: Cost
+
+    @property
+    def layout(self) -> FlatLayout:
+        return self.flat.layout
+
+    @property
+    def travels(self) -> bool:
+        return not self.flat.resident
+
+    @property
+    def apart(self) -> bool:
+        return self.resting.apart(at_home=self.home is not Tier.DEVICE)
 
 
 @dataclass(frozen=True)
@@ -25,7 +51,12 @@ class Setting:
 
     placement: Placement
     resting: Resting
+    # That of flats whose optimizer state is not offloaded, and the share of elements that is theirs.
+    staying: Resting
+    stays: float
     cost: Cost
+    staying_cost: Cost
+    # Data-parallel ranks.
     ranks: int
     # Bytes of a gradient on the wire.
     wire: int
@@ -34,31 +65,66 @@ class Setting:
     prefetch: int
     persistence_threshold: int
     persistence_limit: int
+    # Elements of parameters that rest in memory though they may rest on disk.
+    in_memory: int
+    # Elements of small flats that are reduced, and gathered, together.
+    reduced_together: int
+    gathered_together: int
+    # Ranks that keep the gathered weights a second time among them; 1 for none.
+    node: int
+    # How a model is shared, and the micro-batches whose activations are kept at a time.
+    grid: Grid
+    in_flight: int
 
     @classmethod
-    def of(cls, config: Config, ranks: int, optimizer: str | None = None, *, gpu: bool = False) -> Setting:
-        """`optimizer` is the one to count where the config names none; `gpu` says that the device is not the host."""
+    def of(
+        cls, config: Config, ranks: int, optimizer: str | None = None, *, gpu: bool = False, grid: Grid = ALONE
+    ) -> Setting:
+        """For `ranks` data-parallel ranks, each with its part of a model shared by `grid`.
+
+        `optimizer` is the one to count where the config names none; `gpu` says that the device is not the host.
+        """
         zero = config.zero_optimization
         precision = precision_of(config)
         accumulated = config.data_types.grad_accum_dtype
         name = optimizer_of(config) or optimizer or "adamw"
         wire = config.communication_data_type or precision
-        resting = Resting.of(config, ranks, gpu=gpu, precision=precision, native=name in STATE_WORDS)
+        native = name in STATE_WORDS
+
+        def resting(*, stays: bool) -> Resting:
+            return Resting.of(config, ranks, gpu=gpu, precision=precision, native=native, stays=stays)
+
+        def cost(of: Resting) -> Cost:
+            return Cost.of(precision, name, accumulated, state_dtype=config.state_dtype(), split=of.split)
+
+        placement, offload = config.placement(), zero.offload_optimizer
+        offloaded, staying = resting(stays=False), resting(stays=True)
+        accumulation = config.batch(ranks).accumulation
         return cls(
-            config.placement(),
-            resting,
-            Cost.of(precision, name, accumulated, state_dtype=config.state_dtype(), split=resting.split),
-            ranks,
-            {"fp32": 4, "bf16": 2, "fp16": 2}[wire],
-            config.batch(ranks).accumulation,
-            zero.stage3_max_live_parameters,
-            zero.stage3_prefetch_bucket_size,
-            zero.stage3_param_persistence_threshold,
-            zero.stage3_model_persistence_threshold,
+            placement=placement,
+            resting=offloaded,
+            staying=staying,
+            stays=1 - offload.ratio if placement.optimizer.tier is not Tier.DEVICE else 0,
+            cost=cost(offloaded),
+            staying_cost=cost(staying),
+            ranks=ranks,
+            wire={"fp32": 4, "bf16": 2, "fp16": 2}[wire],
+            accumulation=accumulation,
+            live_limit=zero.stage3_max_live_parameters,
+            prefetch=zero.stage3_prefetch_bucket_size,
+            persistence_threshold=zero.stage3_param_persistence_threshold,
+            persistence_limit=zero.stage3_model_persistence_threshold,
+            in_memory=zero.offload_param.max_in_cpu if placement.parameters.tier is Tier.DISK else 0,
+            reduced_together=min(zero.reduce_bucket_size, TOGETHER),
+            gathered_together=min(zero.allgather_bucket_size, TOGETHER),
+            node=zero.zero_hpz_partition_size if placement.parameters.partitioned else 1,
+            grid=grid,
+            in_flight=grid.in_flight(accumulation),
         )
 
-    def flats(self, profile: Profile) -> list[list[PlannedFlat]]:
-        return plan_flats(
+    def flats(self, profile: Profile) -> list[list[Placed]]:
+        """The flats of each unit, in the order in which the engine places them."""
+        planned = plan_flats(
             profile.units,
             self.placement,
             self.ranks,
@@ -66,38 +132,56 @@ class Setting:
             self.persistence_limit,
             homes=self.resting.homes,
         )
+        stay = round(self.stays * sum(sum(unit.trained) for unit in profile.units))
+        in_memory = self.in_memory
+        placed: list[list[Placed]] = []
+        for unit in planned:
+            placed.append([])
+            for flat in unit:
+                home = self.resting.parameters if not flat.resident else Tier.DEVICE
+                if home is Tier.DISK and flat.layout.shard_numel <= in_memory:
+                    in_memory -= flat.layout.shard_numel
+                    home = Tier.HOST if self.resting.gpu else Tier.DEVICE
+                if home is Tier.DEVICE and self.ranks == 1:
+                    flat = replace(flat, resident=True)
+                stays = flat.trainable and 0 < flat.layout.payload <= stay
+                stay -= flat.layout.payload if stays else 0
+                resting, cost = (self.staying, self.staying_cost) if stays else (self.resting, self.cost)
+                placed[-1].append(Placed(flat, home, resting, cost))
+        return placed
 
     def states(self, profile: Profile, rank: int = 0) -> States:
-        return padded_states(
-            profile.units,
-            self.placement,
-            self.ranks,
-            self.cost,
-            rank=rank,
-            persistence_threshold=self.persistence_threshold,
-            persistence_limit=self.persistence_limit,
-            homes=self.resting.homes,
-            apart=self.resting.apart,
+        return sum(
+            (
+                flat_states(each.flat, self.placement, each.cost, rank, apart=each.apart)
+                for unit in self.flats(profile)
+                for each in unit
+            ),
+            start=States(0, 0, 0),
         )
 
     def rows(self, profile: Profile, rank: int = 0) -> list[tuple[str, Tier, int]]:
         """Bytes of each state on each tier where some of it rests."""
-        resting = self.resting
-        found = self.states(profile, rank)
-        flats = [flat for unit in self.flats(profile) for flat in unit]
-        away = [flat for flat in flats if resting.homes and not flat.resident]
-        at_home = sum(flat.layout.shard_numel for flat in away) * self.cost.parameters
-        rows = [("parameters", Tier.DEVICE, found.parameters - at_home)]
-        if resting.homes:
-            rows.append(("parameters", resting.parameters, at_home))
-        summed = found.gradients if resting.sums_on_device else 0
-        rows.append(("gradients", Tier.DEVICE, summed))
-        if resting.gradients_on_host:
-            width = self.cost.gradients if resting.sums_on_device or self.accumulation > 1 else self.wire
-            owned = sum(flat.layout.shard_numel for flat in flats if flat.trainable)
-            rows.append(("gradients", Tier.HOST, owned * width))
-        rows.append(("optimizer", resting.optimizer, found.optimizer))
-        return [row for row in rows if row[2] or (row[1] is Tier.DEVICE and row[0] != "optimizer")]
+        found: Counter[tuple[str, Tier]] = Counter()
+        found["parameters", Tier.DEVICE] = found["gradients", Tier.DEVICE] = 0
+        for each in (each for unit in self.flats(profile) for each in unit):
+            held = flat_states(each.flat, self.placement, each.cost, rank, apart=each.apart)
+            found["parameters", each.home] += held.parameters
+            if each.travels and self.node > 1:
+                found["parameters", Tier.DEVICE] += each.layout.numel // self.node * each.cost.parameters
+            if each.flat.trainable:
+                resting = each.resting
+                found["gradients", Tier.DEVICE] += held.gradients if resting.sums_on_device else 0
+                if resting.gradients_on_host:
+                    sums = resting.sums_on_device or self.accumulation > 1
+                    width = each.cost.gradients if sums else self.wire
+                    found["gradients", Tier.HOST] += each.layout.shard_numel * width
+                found["optimizer", resting.optimizer] += held.optimizer
+        order = [(state, tier) for state in ("parameters", "gradients", "optimizer") for tier in Tier]
+        return [(*place, found[place]) for place in order if found[place] or place in _ALWAYS]
+
+
+_ALWAYS = (("parameters", Tier.DEVICE), ("gradients", Tier.DEVICE))
 
 
 def precision_of(config: Config) -> str:
@@ -114,22 +198,61 @@ def optimizer_of(config: Config) -> str | None:
     return name
 
 
-@dataclass(frozen=True)
+@dataclass
 class Peak:
-    """Bytes where the sum of gathered weights and activations is highest, and the highest of each by itself."""
+    """Bytes where their sum is highest: of gathered weights, of activations, and of what small flats travel in.
 
-    gathered: int
-    activations: int
-    highest_gathered: int
-    highest_activations: int
+    The highest of the first by itself, and of the other two together, are beside them.
+    """
+
+    gathered: int = 0
+    activations: int = 0
+    merged: int = 0
+    highest_gathered: int = 0
+    highest_working: int = 0
+
+    def see(self, gathered: int, activations: int, merged: int) -> None:
+        self.highest_gathered = max(self.highest_gathered, gathered)
+        self.highest_working = max(self.highest_working, activations + merged)
+        if gathered + activations + merged > self.gathered + self.activations + self.merged:
+            self.gathered, self.activations, self.merged = gathered, activations, merged
+
+
+@dataclass
+class _Together:
+    """Small flats on their way in one buffer, until one of them is waited for."""
+
+    nbytes: int
+
+
+@dataclass
+class _Buffers:
+    """Bytes of the buffers in which small flats travel together: now, and the most since somebody looked."""
+
+    live: int = 0
+    most: int = 0
+
+    def take(self, nbytes: int) -> _Together:
+        self.live += nbytes
+        self.most = max(self.most, self.live)
+        return _Together(nbytes)
+
+    def free(self, together: _Together | None) -> None:
+        if together is not None:
+            self.live -= together.nbytes
+            together.nbytes = 0
+
+    def look(self) -> int:
+        most, self.most = self.most, self.live
+        return most
 
 
 class _Weights:
     """Which units are whole, as the engine's gatherer would have it."""
 
-    def __init__(self, setting: Setting, profile: Profile, flats: list[list[PlannedFlat]]) -> None:
+    def __init__(self, setting: Setting, profile: Profile, flats: list[list[Placed]]) -> None:
         self.setting = setting
-        self.travelling = [[flat for flat in unit if not flat.resident] for unit in flats]
+        self.travelling = [[each for each in unit if each.travels] for unit in flats]
         self.roots = [index for index, unit in enumerate(profile.units) if unit.root]
         self.whole: list[set[int]] = [set() for _ in flats]
         self.order = [moment.unit for moment in profile.moments if moment.kind == "enter"]
@@ -137,6 +260,8 @@ class _Weights:
         for position, unit in enumerate(self.order):
             self.place.setdefault(unit, position)
         self.live = 0
+        self.buffers = _Buffers()
+        self._together: dict[tuple[int, int], _Together] = {}
         self._last_wanted: int | None = None
 
     def follow(self, moment: Moment) -> None:
@@ -157,70 +282,149 @@ class _Weights:
             self.prefetch(reversed(self.order[: self.place[unit]]))
         elif kind == "done":
             self.release(unit, trained_only=True)
-        elif kind == "end":
-            for index in range(len(self.whole)):
-                self.live -= sum(self.travelling[index][i].layout.numel for i in self.whole[index])
-                self.whole[index].clear()
 
     def gather(self, unit: int) -> None:
-        for index, flat in enumerate(self.travelling[unit]):
-            if index not in self.whole[unit]:
+        self.start(unit)
+        for index in range(len(self.travelling[unit])):
+            self._wait(unit, index)
+
+    def start(self, *units: int) -> None:
+        """As the engine sends them: small flats that follow each other together."""
+        together: list[tuple[int, int]] = []
+        for unit in units:
+            for index, each in enumerate(self.travelling[unit]):
+                if index in self.whole[unit]:
+                    continue
                 self.whole[unit].add(index)
-                self.live += flat.layout.numel
+                self.live += each.layout.numel
+                if not self._is_small(each):
+                    continue
+                if self._numel(together) + each.layout.numel > self.setting.gathered_together:
+                    self._send(together)
+                    together = []
+                together.append((unit, index))
+        self._send(together)
+
+    def _is_small(self, each: Placed) -> bool:
+        return each.home is Tier.DEVICE and each.layout.numel <= min(SMALL, self.setting.gathered_together)
+
+    def _numel(self, flats: list[tuple[int, int]]) -> int:
+        return sum(self.travelling[unit][index].layout.numel for unit, index in flats)
+
+    def _send(self, flats: list[tuple[int, int]]) -> None:
+        if len(flats) > 1:
+            numel = self._numel(flats)
+            own = numel // self.setting.ranks
+            self._together.update(dict.fromkeys(flats, self.buffers.take((numel + own) * self.setting.cost.parameters)))
+
+    def _wait(self, unit: int, index: int) -> None:
+        self.buffers.free(self._together.pop((unit, index), None))
 
     def release(self, unit: int, *, frozen_only: bool = False, trained_only: bool = False) -> None:
         if unit in self.roots:
             return
         for index in list(self.whole[unit]):
-            flat = self.travelling[unit][index]
-            if (frozen_only and flat.trainable) or (trained_only and not flat.trainable):
+            each = self.travelling[unit][index]
+            if (frozen_only and each.flat.trainable) or (trained_only and not each.flat.trainable):
                 continue
+            self._wait(unit, index)
             self.whole[unit].discard(index)
-            self.live -= flat.layout.numel
+            self.live -= each.layout.numel
 
     def prefetch(self, followers: Iterable[int]) -> None:
-        ahead = 0
+        ahead, under_way, wanted = 0, False, list[int]()
         for unit in followers:
-            size = sum(f.layout.numel for i, f in enumerate(self.travelling[unit]) if i not in self.whole[unit])
+            released = [each.layout.numel for i, each in enumerate(self.travelling[unit]) if i not in self.whole[unit]]
+            size = sum(released)
+            under_way = under_way or not released
+            too_far = ahead + size > self.setting.prefetch and ahead
+            if self.live + ahead + size > self.setting.live_limit or too_far:
+                break
             ahead += size
-            too_far = ahead > self.setting.prefetch and ahead > size
-            if self.live + size > self.setting.live_limit or too_far:
-                return
-            self.gather(unit)
+            if released:
+                wanted.append(unit)
             # What rests on disk is gathered one unit ahead only: reading is what looks further.
-            if ahead > self.setting.prefetch or self.setting.resting.parameters is Tier.DISK:
-                return
+            if ahead > self.setting.prefetch or any(each.home is Tier.DISK for each in self.travelling[unit]):
+                break
+        small = all(self._is_small(each) for unit in wanted for each in self.travelling[unit])
+        if not (under_way and small and ahead < self.setting.gathered_together // 2):
+            self.start(*wanted)
 
 
 def peak(profile: Profile, setting: Setting) -> Peak:
-    weights = _Weights(setting, profile, setting.flats(profile))
-    gathered = activations = highest_gathered = 0
+    """The step's highest point, once the order of its units is known."""
+    flats = setting.flats(profile)
+    weights, reductions = _Weights(setting, profile, flats), _Reductions(setting)
+    reduced: set[int] = set()
+    highest = Peak()
+    others = (setting.in_flight - 1) * profile.kept
     for moment in profile.moments:
+        if moment.kind == "done":
+            reduced.add(moment.unit)
+            _reduce(reductions, flats[moment.unit], fresh=True)
         weights.follow(moment)
-        held = weights.live * setting.cost.parameters
-        highest_gathered = max(highest_gathered, held)
-        if held + moment.activations > gathered + activations:
-            gathered, activations = held, moment.activations
-    return Peak(gathered, activations, highest_gathered, profile.activations)
+        merged = weights.buffers.look() + reductions.buffers.look()
+        highest.see(weights.live * setting.cost.parameters, moment.activations + others, merged)
+    # The backward has ended, and has let go of all weights: what still waits is reduced. Then comes the update.
+    for index in reversed(range(len(flats))):
+        if index not in reduced:
+            _reduce(reductions, flats[index], fresh=True)
+    reductions.end()
+    highest.see(0, 0, reductions.buffers.look())
+    highest.see(0, 0, _refreshed(setting, [each for unit in flats for each in unit]))
+    return highest
+
+
+def _reduce(reductions: _Reductions, flats: Iterable[Placed], *, fresh: bool) -> None:
+    for each in flats:
+        if each.flat.trainable:
+            reductions.launch(each, fresh=fresh)
+
+
+def _refreshed(setting: Setting, flats: Sequence[Placed]) -> int:
+    """Bytes of the buffers in which updated weights that rest whole are gathered: of all, before any is waited for."""
+    total, together, batch = 0, list[int](), 0
+
+    def send() -> None:
+        nonlocal total
+        if len(together) > 1:
+            total += (sum(together) + sum(together) // setting.ranks) * setting.cost.parameters
+        together.clear()
+
+    for each in flats:
+        layout = each.layout
+        if not (each.flat.trainable and each.flat.resident and layout.ranks > 1):
+            continue
+        batch += layout.shard_numel
+        if batch > BATCH_NUMEL:
+            send()
+            batch = layout.shard_numel
+        if layout.numel > min(SMALL, setting.gathered_together):
+            continue
+        if sum(together) + layout.numel > setting.gathered_together:
+            send()
+        together.append(layout.numel)
+    send()
+    return total
 
 
 def buffers(profile: Profile, setting: Setting) -> int:
     """Bytes of the device's buffers through which gradients travel, once all that a step needs have been made."""
-    if setting.ranks == 1 and setting.resting.sums_on_device:
-        return 0
-    flats = [flat for unit in setting.flats(profile) for flat in unit if flat.trainable]
+    units = setting.flats(profile)
+    flats = [each for unit in units for each in unit if each.flat.trainable]
     place: dict[int, int] = {}
     for index, unit in enumerate(profile.units):
         if unit.trained:
             place[index] = len(place)
     completed = [place[moment.unit] for moment in profile.moments if moment.kind == "done"]
     completed += [i for i in reversed(range(len(flats))) if i not in set(completed)]
-    pool = _Pool()
+    reductions = _Reductions(setting)
     # The first backward reduces backwards, the later ones in the order that it saw.
     for order in (list(reversed(range(len(flats)))), completed):
         for micro in range(min(setting.accumulation, 2)):
-            _reduce_all(pool, setting, [flats[i] for i in order], fresh=micro == 0)
-    return pool.allocated
+            _reduce(reductions, (flats[i] for i in order), fresh=micro == 0)
+            reductions.end()
+    return reductions.pool.allocated
 
 
 class _Pool:
@@ -243,45 +447,94 @@ class _Pool:
             self.idle[size] += 1
 
 
-def _reduce_all(pool: _Pool, setting: Setting, flats: Sequence[PlannedFlat], *, fresh: bool) -> None:
-    """One micro-batch's reductions: each flat's whole gradient, and its shard on the way to where that is summed."""
-    resting = setting.resting
-    same_type = setting.cost.gradients == setting.wire
-    to_shards = setting.placement.gradients.partitioned or not resting.sums_on_device
-    # Buffers go back when a reduction ends, and a shard that is copied to the host when its copy has ended.
-    travelling: deque[tuple[list[int], list[int]]] = deque()
-    descending: deque[list[int]] = deque()
-    kept: list[int] = []
+@dataclass
+class _Reduction:
+    """A flat's whole gradient, and its shard on the way to where that is summed."""
 
-    def finish() -> None:
-        whole, shard = travelling.popleft()
-        pool.give(whole)
-        if resting.sums_on_device:
-            pool.give(shard)
-        elif resting.landing is Landing.STAYS:
-            kept.extend(shard)  # until the flat's own update, which nobody times here
-        else:
-            descending.append(shard)
-            if len(descending) > IN_FLIGHT:
-                pool.give(descending.popleft())
+    each: Placed
+    whole: list[int]
+    shard: list[int]
+    together: _Together | None = None
 
-    for flat in flats:
-        if len(travelling) == IN_FLIGHT:
-            finish()
+
+class _Reductions:
+    """The reductions of one micro-batch after another, as the engine launches them and waits for them."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.pool = _Pool()
+        self.buffers = _Buffers()
+        # Buffers go back when a reduction ends, and a shard that is copied to the host when its copy has ended.
+        self._waiting: list[_Reduction] = []
+        self._travelling: deque[_Reduction] = deque()
+        self._descending: deque[list[int]] = deque()
+        self._kept: list[int] = []
+
+    def launch(self, each: Placed, *, fresh: bool) -> None:
+        setting = self.setting
+        if setting.ranks == 1 and each.resting.sums_on_device:
+            return  # it is summed where it lies
+        self._drain(IN_FLIGHT - 1)
+        reduction = self._prepared(each, fresh=fresh)
+        numel = each.layout.numel
+        if setting.ranks == 1 or numel > min(SMALL, setting.reduced_together):
+            self._travel([reduction])
+            return
+        if sum(other.each.layout.numel for other in self._waiting) + numel > setting.reduced_together:
+            self._send_waiting()
+        self._waiting.append(reduction)
+
+    def end(self) -> None:
+        """The backward has ended."""
+        self._send_waiting()
+        self._drain(0)
+        while self._descending:
+            self.pool.give(self._descending.popleft())
+        self.pool.give(self._kept)
+        self._kept = []
+
+    def _prepared(self, each: Placed, *, fresh: bool) -> _Reduction:
+        setting, layout = self.setting, each.layout
+        same_type = each.cost.gradients == setting.wire
+        sums = each.resting.sums_on_device
         whole: list[int] = []
         shard: list[int] = []
-        if to_shards:
-            whole.append(pool.take(flat.layout.numel * setting.wire))
-            if not (resting.sums_on_device and fresh and same_type):
+        if setting.placement.gradients.partitioned or not sums:
+            whole.append(self.pool.take(layout.numel * setting.wire))
+            if not (sums and fresh and same_type):
                 if setting.ranks == 1:
                     whole, shard = [], whole
                 else:
-                    shard.append(pool.take(flat.layout.shard_numel * setting.wire))
+                    shard.append(self.pool.take(layout.shard_numel * setting.wire))
         elif not same_type and (fresh or setting.accumulation == 1):
-            whole.append(pool.take(flat.layout.numel * setting.wire))
-        travelling.append((whole, shard))
-    while travelling:
-        finish()
-    while descending:
-        pool.give(descending.popleft())
-    pool.give(kept)
+            whole.append(self.pool.take(layout.numel * setting.wire))
+        return _Reduction(each, whole, shard)
+
+    def _send_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            self._travel(waiting)
+
+    def _travel(self, reductions: list[_Reduction]) -> None:
+        if len(reductions) > 1:
+            numel = sum(reduction.each.layout.numel for reduction in reductions)
+            own = numel // self.setting.ranks if self.setting.placement.optimizer.partitioned else 0
+            together = self.buffers.take((numel + own) * self.setting.wire)
+            for reduction in reductions:
+                reduction.together = together
+        self._travelling += reductions
+
+    def _drain(self, keep: int) -> None:
+        while len(self._travelling) > keep:
+            reduction = self._travelling.popleft()
+            self.buffers.free(reduction.together)
+            self.pool.give(reduction.whole)
+            resting = reduction.each.resting
+            if resting.sums_on_device:
+                self.pool.give(reduction.shard)
+            elif resting.landing is Landing.STAYS:
+                self._kept.extend(reduction.shard)  # until the flat's own update, which nobody times here
+            else:
+                self._descending.append(reduction.shard)
+                if len(self._descending) > IN_FLIGHT:
+                    self.pool.give(self._descending.popleft())

@@ -26,6 +26,7 @@ from wherry.activations.recompute import operations, recomputed, selective
 from wherry.config import Config
 from wherry.errors import WherryError
 from wherry.observe.footprint import WORKING, Footprint
+from wherry.plan.grid import CutLinear, joined_bytes
 from wherry.plan.memory import UnitSizes
 from wherry.plan.units import sizes_of
 from wherry.sharding.grouping import UnitPlan, plan_units
@@ -110,6 +111,9 @@ class Profile:
     moments: tuple[Moment, ...]
     operations: Operations
     micro_batch: int
+    # Bytes of activations that are kept between forward and backward, and those that tensor-parallel ranks sum.
+    kept: int = 0
+    joined: int = 0
 
     @property
     def parameters(self) -> int:
@@ -159,8 +163,7 @@ class Line:
         same = [m[:2] for m in one.moments] == [m[:2] for m in two.moments]
         later = two.moments if same else one.moments
         moments = (
-            Moment(a.kind, a.unit, line(a.activations, b.activations))
-            for a, b in zip(one.moments, later, strict=True)
+            Moment(a.kind, a.unit, line(a.activations, b.activations)) for a, b in zip(one.moments, later, strict=True)
         )
         return Profile(
             one.units,
@@ -169,6 +172,8 @@ class Line:
             tuple(moments),
             one.operations.line(two.operations, steps),
             micro_batch,
+            line(one.kept, two.kept),
+            line(one.joined, two.joined),
         )
 
 
@@ -329,6 +334,7 @@ def _profile(
         recompute.install(plans)
     recorder = _Recorder()
     watch = _Watch(model, plans, recorder)
+    joined = _count_joined(model)
     inputs = list({id(t): t for t in (*tensors_in(args), *tensors_in(kwargs))}.values())
     with recorder:
         recorder.label("weights", model.parameters())
@@ -338,6 +344,7 @@ def _profile(
         loss = loss_of(output)
         watch.mark("turn")
         del output
+        kept = recorder.now()[WORKING]
         loss.backward()
         watch.mark("end")
         del loss
@@ -348,7 +355,18 @@ def _profile(
         moments=tuple(watch.moments),
         operations=recorder.operations(),
         micro_batch=micro_batch,
+        kept=kept,
+        joined=sum(joined),
     )
+
+
+def _count_joined(model: nn.Module) -> list[int]:
+    """Grows by the bytes that tensor-parallel ranks sum, as the model runs."""
+    counted: list[int] = []
+    for module in model.modules():
+        if isinstance(module, CutLinear) and module.joins:
+            module.register_forward_hook(lambda _, __, output: counted.append(joined_bytes(output)))
+    return counted
 
 
 def _faked(mode: FakeTensorMode, value: Any) -> Any:

@@ -28,24 +28,28 @@ class Resting:
     landing: Landing
     # Gradients have memory only from their arrival to their update.
     brief: bool
-    # Whether a record of the optimizer has a copy of the working weights, and whether its master is the lower half.
-    apart: bool
+    # An update is late on the host, and leaves the weights alone until it has ended.
+    late: bool
+    # Whether the master of a record is the lower half.
     split: bool
 
     @classmethod
-    def of(cls, config: Config, ranks: int, *, gpu: bool, precision: str, native: bool) -> Resting:
-        """`native` says that the host's kernels know the optimizer."""
+    def of(cls, config: Config, ranks: int, *, gpu: bool, precision: str, native: bool, stays: bool = False) -> Resting:
+        """`native` says that the host's kernels know the optimizer, `stays` that its state is not offloaded.
+
+        That is so of a share of the flats, by the offload's `ratio`; when they are updated is the same for all.
+        """
         placement = config.placement()
-        optimizer, parameters = (
+        offloaded, parameters = (
             Tier.DEVICE if tier is Tier.HOST and not gpu else tier
             for tier in (placement.optimizer.tier, placement.parameters.tier)
         )
         accumulation = config.batch(ranks).accumulation
-        policy = _policy(config, optimizer)
+        policy = _policy(config, offloaded)
+        optimizer = Tier.DEVICE if stays else offloaded
         to_shards = placement.optimizer.partitioned or ranks == 1
         brief = policy == "in_backward" and accumulation == 1 and to_shards
         on_host = optimizer is not Tier.DEVICE or not gpu
-        beyond = gpu and (optimizer is Tier.DEVICE) is not (parameters is Tier.DEVICE)
         return cls(
             gpu,
             parameters,
@@ -53,7 +57,7 @@ class Resting:
             policy,
             _landing(placement, ranks, accumulation, stays=not gpu or optimizer is Tier.DEVICE),
             brief,
-            beyond or (policy == "delayed" and on_host),
+            policy == "delayed" and on_host,
             split=on_host and native and precision == "bf16" and config.wherry.master != "whole",
         )
 
@@ -61,6 +65,10 @@ class Resting:
     def homes(self) -> bool:
         """Whether parameters rest off the device."""
         return self.parameters is not Tier.DEVICE
+
+    def apart(self, *, at_home: bool) -> bool:
+        """Whether a record has a copy of the working weights: of a flat that rests off the device, or on it."""
+        return self.late or (self.gpu and (self.optimizer is Tier.DEVICE) is at_home)
 
     @property
     def sums_on_device(self) -> bool:

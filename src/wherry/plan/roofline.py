@@ -8,11 +8,13 @@ import numpy as np
 
 from wherry.placement import Tier
 from wherry.plan.machine import Machine
+from wherry.plan.memory import Cost
 from wherry.plan.peaks import Setting
 from wherry.plan.profile import Profile
 
 WORDS = {
     "compute": "computing",
+    "bubble": "the pipeline filling",
     "gradients": "moving gradients",
     "collectives": "collectives",
     "up": "host to device",
@@ -43,42 +45,77 @@ class StepTime:
 
 def step_time(profile: Profile, setting: Setting, machine: Machine) -> StepTime:
     """The time of one accumulation window and its update on one rank, the others doing the same beside it."""
-    together = machine.ranks_per_node(setting.ranks)
+    times = setting.accumulation
+    together = machine.ranks_per_node(setting.ranks * setting.grid.size)
     # Ranks on a host share its rates; a GPU has its own.
     share = 1 if machine.gpus else together
     forward, backward = _compute(profile, setting, machine, share)
-    times = setting.accumulation
-    trained, everything, travelling = _elements(profile, setting)
-    moved = _collective_bytes(profile, setting, trained, everything, travelling)
-    link = machine.link if machine.nodes == 1 else min(machine.link, machine.network)
+    work = _Work.of(profile, setting)
+    cost = setting.cost
     terms = {
         "compute": times * (forward + backward),
-        "gradients": _gradient_bytes(setting, trained) / (machine.device_stream / share),
-        "collectives": moved / (link / share) if setting.ranks > 1 else 0.0,
+        "bubble": (setting.grid.pipe - 1) * (forward + backward),
+        "gradients": _gradient_bytes(setting, work) / (machine.device_stream / share),
+        "collectives": _collective_seconds(profile, setting, machine, work, share),
         "up": 0.0,
         "down": 0.0,
-        "update": 0.0,
+        "update": _passes(machine) * work.updated(setting.staying_cost, work.staying) / (machine.device_stream / share),
         "disk": 0.0,
     }
-    placement, cost, ranks = setting.placement, setting.cost, setting.ranks
-    owned = trained / (ranks if placement.optimizer.partitioned else 1)
-    state = cost.parameters + cost.optimizer
-    # A master that is apart is not read with the working weight, which is only written.
-    apart = cost.master >= 4
-    touched = (state - cost.parameters if apart else state) + cost.gradients + state
-    off = placement.optimizer.tier is not Tier.DEVICE
-    if machine.gpus and off:
-        terms["update"] = owned * touched / (machine.stream / together)
-        terms["down"] = owned * cost.gradients / machine.pcie
-        terms["up"] = owned * cost.parameters / machine.pcie
+    state, weights = _disk_seconds(setting, machine, work, together)
+    terms["disk"] = state + weights
+    if machine.gpus and setting.placement.optimizer.tier is not Tier.DEVICE:
+        offloaded = work.updated(cost, work.offloaded) / (machine.stream / together)
+        terms["update"] = max(terms["update"], offloaded)  # the device's part goes on beside the host's
+        terms["down"] = work.offloaded * cost.gradients / machine.pcie
+        terms["up"] = work.offloaded * cost.parameters / machine.pcie
     else:
-        # torch's own optimizer on a device makes a few passes; the host's kernel makes one.
-        passes = 2.0 if machine.gpus else 1.0
-        terms["update"] = passes * owned * touched / (machine.device_stream / share)
-    if machine.gpus and placement.parameters.tier is not Tier.DEVICE:
-        terms["up"] += 2 * times * everything * cost.parameters / ranks / machine.pcie
-    terms["disk"] = _disk_seconds(setting, machine, owned, everything, together)
-    return StepTime(times * forward, times * backward, terms, _overlapped(terms, times * forward, machine, off))
+        terms["update"] += _passes(machine) * work.updated(cost, work.offloaded) / (machine.device_stream / share)
+    if machine.gpus and setting.placement.parameters.tier is not Tier.DEVICE:
+        terms["up"] += 2 * times * work.everything * cost.parameters / setting.ranks / machine.pcie
+    forward, backward = times * forward, times * backward
+    return StepTime(forward, backward, terms, _total(terms, forward, backward, weights, machine, setting))
+
+
+def _passes(machine: Machine) -> float:
+    """torch's own optimizer on a device makes a few passes over memory; the host's kernel makes one."""
+    return 2.0 if machine.gpus else 1.0
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Elements: trained, all of them, those gathered, those on disk, and those that a rank updates."""
+
+    trained: int
+    everything: int
+    travelling: int
+    on_disk: int
+    staying: float
+    offloaded: float
+
+    @classmethod
+    def of(cls, profile: Profile, setting: Setting) -> _Work:
+        placed = [each for unit in setting.flats(profile) for each in unit]
+        trained = [each for each in placed if each.flat.trainable]
+        share = setting.ranks if setting.placement.optimizer.partitioned else 1
+        staying = sum(each.layout.numel for each in trained if each.resting is setting.staying) / share
+        total = sum(each.layout.numel for each in trained)
+        return cls(
+            total,
+            sum(each.layout.numel for each in placed),
+            sum(each.layout.numel for each in placed if each.travels),
+            sum(each.layout.numel for each in placed if each.home is Tier.DISK),
+            staying,
+            total / share - staying,
+        )
+
+    @staticmethod
+    def updated(cost: Cost, elements: float) -> float:
+        """Bytes that an update of so many elements reads and writes."""
+        state = cost.parameters + cost.optimizer
+        # A master that is apart is not read with the working weight, which is only written.
+        read = state - cost.parameters if cost.master >= 4 else state
+        return elements * (read + cost.gradients + state)
 
 
 def _compute(profile: Profile, setting: Setting, machine: Machine, share: int) -> tuple[float, float]:
@@ -97,54 +134,69 @@ def _compute(profile: Profile, setting: Setting, machine: Machine, share: int) -
     return float(seconds.sum()) - backward, backward
 
 
-def _elements(profile: Profile, setting: Setting) -> tuple[int, int, int]:
-    """Elements that are trained, all of them, and those that are gathered."""
-    flats = [flat for unit in setting.flats(profile) for flat in unit]
-    return (
-        sum(flat.layout.numel for flat in flats if flat.trainable),
-        sum(flat.layout.numel for flat in flats),
-        sum(flat.layout.numel for flat in flats if not flat.resident),
-    )
-
-
-def _gradient_bytes(setting: Setting, trained: int) -> float:
+def _gradient_bytes(setting: Setting, work: _Work) -> float:
     """Read and written where gradients go from autograd's tensors to the flat, and read for their norm."""
-    copied = 2 * trained * setting.cost.gradients * setting.accumulation
-    summed = trained * setting.cost.gradients / (setting.ranks if setting.placement.optimizer.partitioned else 1)
+    copied = 2 * work.trained * setting.cost.gradients * setting.accumulation
+    summed = work.trained * setting.cost.gradients / (setting.ranks if setting.placement.optimizer.partitioned else 1)
     return copied + summed
 
 
-def _collective_bytes(profile: Profile, setting: Setting, trained: int, everything: int, travelling: int) -> float:
+def _collective_seconds(profile: Profile, setting: Setting, machine: Machine, work: _Work, share: int) -> float:
+    """What a rank sends over the slowest link on the way: for its data-parallel group, and for the tensor's."""
+    tensor = setting.grid.tensor
+    # Ranks that cut matrices are neighbours; those that share the data come after them.
+    inside = machine.nodes == 1
+    link = machine.link if inside else min(machine.link, machine.network)
+    near = machine.link if inside or tensor <= max(1, machine.gpus) else link
+    seconds = 0.0
+    if setting.ranks > 1:
+        seconds += _collective_bytes(setting, work) / (link / share)
+    if tensor > 1:
+        seconds += 2 * (tensor - 1) / tensor * profile.joined * setting.accumulation / (near / share)
+    return seconds
+
+
+def _collective_bytes(setting: Setting, work: _Work) -> float:
     """Bytes that a rank sends: gathers in forward and backward, reductions, and the gather after an update."""
     ranks, placement, cost, times = setting.ranks, setting.placement, setting.cost, setting.accumulation
     part = (ranks - 1) / ranks
-    gathers = 2 * times * travelling * cost.parameters
-    reductions = trained * setting.wire * (times if placement.gradients.partitioned else 1)
+    gathers = 2 * times * work.travelling * cost.parameters
+    reductions = work.trained * setting.wire * (times if placement.gradients.partitioned else 1)
     if not placement.optimizer.partitioned:
         return part * (gathers + 2 * reductions)
-    refresh = (everything - travelling) * cost.parameters
+    refresh = (work.everything - work.travelling) * cost.parameters
     return part * (gathers + reductions + refresh)
 
 
-def _disk_seconds(setting: Setting, machine: Machine, owned: float, everything: int, together: int) -> float:
-    """Reads and writes go on at the same time; weights are read twice for each micro-batch and written once."""
-    read = written = 0.0
+def _disk_seconds(setting: Setting, machine: Machine, work: _Work, together: int) -> tuple[float, float]:
+    """For optimizer state, and for weights, which are read twice for each micro-batch and written once."""
+    state = weights = 0.0
     if setting.placement.optimizer.tier is Tier.DISK:
-        read = written = owned * setting.cost.optimizer * together
-    if setting.placement.parameters.tier is Tier.DISK:
-        share = everything * setting.cost.parameters / setting.ranks * together
-        read += 2 * setting.accumulation * share
-        written += share
-    return max(read / machine.disk_read, written / machine.disk_write)
+        # Reads and writes go on at the same time.
+        nbytes = work.offloaded * setting.cost.optimizer * together
+        state = max(nbytes / machine.disk_read, nbytes / machine.disk_write)
+    if work.on_disk:
+        nbytes = work.on_disk * setting.cost.parameters / setting.ranks * together
+        weights = max(2 * setting.accumulation * nbytes / machine.disk_read, nbytes / machine.disk_write)
+    return state, weights
 
 
-def _overlapped(terms: dict[str, float], forward: float, machine: Machine, update_off_device: bool) -> float:
+def _total(
+    terms: dict[str, float], forward: float, backward: float, weights: float, machine: Machine, setting: Setting
+) -> float:
+    """The terms as the engine overlaps them. `weights` is what of the disk's time is theirs, and not the update's."""
+    policy = setting.resting.policy
+    # What an update may go on beside: it ends before the unit's next forward, and begins in the backward at best.
+    beside = {"at_step": 0.0, "before_use": forward, "in_backward": forward + backward, "delayed": forward + backward}
+    hidden = beside[policy]
+    state = terms["disk"] - weights
     if not machine.gpus:
         # The cores that compute are those that copy and update; only the disk works beside them.
         busy = sum(value for name, value in terms.items() if name not in ("disk", "up", "down"))
-        return max(busy, terms["disk"])
+        late = max(state - hidden - terms["update"], terms["disk"] - busy)
+        return busy + max(0.0, late)
     device = max(terms["compute"] + terms["gradients"], terms["collectives"], terms["up"], terms["down"])
-    if not update_off_device:
+    device += terms["bubble"]
+    if setting.placement.optimizer.tier is Tier.DEVICE:
         return max(device + terms["update"], terms["disk"])
-    # The update of a unit ends before its next forward: what the forward does not cover is waited for.
-    return device + max(0.0, max(terms["update"], terms["disk"]) - forward)
+    return max(device + max(0.0, max(terms["update"], state) - hidden), terms["disk"])

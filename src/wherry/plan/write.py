@@ -12,12 +12,20 @@ from wherry.plan.choose import Choice
 
 def as_text(config: Config, choice: Choice) -> str:
     """What the user gave, with the chosen values in it and the reason above each."""
-    tree = _nested(config.given)
-    for layer in (*config._overrides, choice.values):
-        for key, value in layer.items():
-            _put(tree, key.split("."), value)
+    tree = tree_of(config)
+    for key, value in choice.values.items():
+        _put(tree, key.split("."), value)
     lines = [f"// {line}" for line in _preamble(choice)]
     return "\n".join([*lines, "{", *_members(tree, choice.reasons, "", 1), "}"]) + "\n"
+
+
+def tree_of(config: Config) -> dict[str, Any]:
+    """What a config was given, and what was laid over it."""
+    tree = _nested(config.given)
+    for layer in config._overrides:
+        for key, value in layer.items():
+            _put(tree, key.split("."), value)
+    return tree
 
 
 def _preamble(choice: Choice) -> Iterator[str]:

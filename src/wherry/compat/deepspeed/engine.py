@@ -23,6 +23,9 @@ from wherry.engine import Engine
 from wherry.errors import WherryError
 from wherry.observe.log import say
 
+# Those of `load_checkpoint` before `custom_load_fn`.
+LOAD_ARGUMENTS = 6
+
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
@@ -148,26 +151,11 @@ class DeepSpeedEngine(Engine):
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
-    def load_checkpoint(
-        self,
-        load_dir: str | os.PathLike[str],
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Any = None,
-    ) -> tuple[str | None, Any]:
-        if custom_load_fn is not None:
+    def load_checkpoint(self, *where: Any, custom_load_fn: Any = None, **how: Any) -> tuple[str | None, Any]:
+        """As the engine's own, which has all arguments but DeepSpeed's last."""
+        if custom_load_fn is not None or len(where) > LOAD_ARGUMENTS:
             raise not_part_of_wherry("load_checkpoint(custom_load_fn=...)", "load the weights with engine.module")
-        return super().load_checkpoint(
-            load_dir,
-            tag,
-            load_module_strict=load_module_strict,
-            load_optimizer_states=load_optimizer_states,
-            load_lr_scheduler_states=load_lr_scheduler_states,
-            load_module_only=load_module_only,
-        )
+        return super().load_checkpoint(*where, **how)
 
     def empty_partition_cache(self) -> None:
         """Let go of weights that are gathered and not in use: none are, between steps."""

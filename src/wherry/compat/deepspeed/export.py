@@ -6,9 +6,12 @@ The checkpoints are Wherry's. They are read a tensor at a time, and checked befo
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,16 +25,11 @@ from wherry.checkpoint.errors import CheckpointError
 from wherry.checkpoint.files import write_text
 from wherry.checkpoint.manifest import WEIGHT, Entry, Manifest, read_manifest
 from wherry.checkpoint.source import Source
-from wherry.compat.deepspeed.parts import not_part_of_wherry
+from wherry.compat.deepspeed import VERSION
 from wherry.errors import WherryError
 from wherry.nn.tiled import Place, tile_places
 from wherry.observe.log import say
 from wherry.plan.quantities import parse_bytes
-
-_INSTEAD = (
-    "a checkpoint's files are safetensors, described by manifest.json: see `wherry inspect`, and for the weights "
-    "get_fp32_state_dict_from_zero_checkpoint"
-)
 
 
 class LazyTensor:
@@ -201,16 +199,49 @@ def _shards(entries: dict[str, Entry], size: int) -> Iterator[list[str]]:
     yield names
 
 
-def _refuse(name: str) -> Any:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise not_part_of_wherry(f"zero_to_fp32.{name}", _INSTEAD)
-
-    refuse.__name__ = name
-    return refuse
+# Programs that look into a checkpoint's files, as Lightning does for what it has saved beside the weights, find files
+# of torch's made for them, with all that DeepSpeed's have but tensors of weights and of optimizer state.
 
 
-get_model_state_file = _refuse("get_model_state_file")
-get_optim_files = _refuse("get_optim_files")
+def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int = 0) -> str:
+    """A file for `torch.load` with the client state and the counts of a checkpoint; it lasts as long as the process.
+
+    Weights are not in it: see `get_fp32_state_dict_from_zero_checkpoint`.
+    """
+    folder, manifest, entries = _open(checkpoint_dir, None, check=False)
+    with Source(folder, manifest) as source:
+        client_state = source.value(manifest.engine.get("client_state", {}))
+    counts = {name: manifest.engine.get(name, 0) for name in ("global_steps", "global_samples", "skipped_steps")}
+    return _made_for(
+        folder,
+        "mp_rank_00_model_states.pt",
+        {
+            **client_state,
+            **counts,
+            "param_shapes": [{n: torch.Size(e.shape) for n, e in entries.items() if e.kind == "parameter"}],
+            "buffer_names": [name for name, entry in entries.items() if entry.kind == "buffer"],
+            "dp_world_size": manifest.world_size,
+            "mp_world_size": 1,
+            "ds_config": manifest.config,
+            "ds_version": VERSION,
+        },
+    )
+
+
+def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
+    """A file for `torch.load` that says at which stage a checkpoint was saved and by how many ranks."""
+    folder, manifest, _ = _open(checkpoint_dir, None, check=False)
+    stage = int(manifest.config.get("zero_optimization", {}).get("stage", 0))
+    state = {"zero_stage": stage, "partition_count": manifest.world_size}
+    return [_made_for(folder, "zero_pp_rank_0_mp_rank_00_optim_states.pt", {"optimizer_state_dict": state})]
+
+
+def _made_for(folder: Path, name: str, value: dict[str, Any]) -> str:
+    """`value` in a file of torch's, beside nobody's checkpoint: what is not in a manifest has no place there."""
+    made = Path(tempfile.mkdtemp(prefix=f"wherry-{folder.name}-"))
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    torch.save(value, made / name)
+    return str(made / name)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

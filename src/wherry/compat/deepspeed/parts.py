@@ -55,6 +55,9 @@ class AbsentModule(ModuleType):
 
 ABSENT_MODULES: Mapping[str, str] = {
     "autotuning": "use `wherry plan`",
+    "checkpoint.deepspeed_checkpoint": "see `wherry inspect`, and `wherry import-deepspeed` for those of DeepSpeed's",
+    "checkpoint.ds_to_universal": "any checkpoint is loaded by any number of ranks as it is",
+    "checkpoint.universal_checkpoint": "any checkpoint is loaded by any number of ranks as it is",
     "compression": "training is not compressed",
     "elasticity": "any checkpoint resumes on any number of ranks; give the batch sizes themselves",
     "inference": "serve the exported weights with an inference server",

@@ -92,23 +92,39 @@ def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type[n
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Iterable[str], raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    return _by(model, list(module_names), lambda name, wanted: name == wanted, raise_if_not_found)
+    return _by(model, list(module_names), _is, True, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Iterable[str], raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    return _by(model, list(module_name_suffixes), lambda name, wanted: name.endswith(wanted), raise_if_not_found)
+    return _by(model, list(module_name_suffixes), str.endswith, True, raise_if_not_found)
+
+
+def unset_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Iterable[str], raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    return _by(model, list(module_names), _is, False, raise_if_not_found)
+
+
+def unset_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: Iterable[str], raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    return _by(model, list(module_name_suffixes), str.endswith, False, raise_if_not_found)
+
+
+def _is(name: str, wanted: str) -> bool:
+    return name == wanted
 
 
 def _by(
-    model: nn.Module, wanted: list[str], matches: Callable[[str, str], bool], required: bool
+    model: nn.Module, wanted: list[str], matches: Callable[[str, str], bool], leaf: bool, required: bool
 ) -> tuple[list[nn.Module], list[str]]:
     found: list[nn.Module] = []
     missing = []
     for one in wanted:
         modules = [module for name, module in model.named_modules() if matches(name, one)]
-        found += _mark(modules, True)
+        found += _mark(modules, leaf)
         missing += [] if modules else [one]
     if missing and required:
         raise ValueError(f"No modules named {missing} found in model {type(model).__name__}")
@@ -145,36 +161,3 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
     if isinstance(item, dict):
         return type(item)({key: clone_tensors_for_torch_save(value, device) for key, value in item.items()})
     return item
-
-
-# Groups of ranks: the data axis has all of them.
-
-
-def _get_data_parallel_world_size() -> int:
-    from wherry.compat.deepspeed.comm import get_world_size
-
-    return get_world_size()
-
-
-def _get_data_parallel_rank() -> int:
-    from wherry.compat.deepspeed.comm import get_rank
-
-    return get_rank()
-
-
-def _get_data_parallel_group() -> Any:
-    import torch.distributed as dist
-
-    return dist.group.WORLD
-
-
-def one() -> int:
-    return 1
-
-
-def zero() -> int:
-    return 0
-
-
-def no_group() -> None:
-    return None

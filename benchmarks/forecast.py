@@ -1,0 +1,121 @@
+"""What `wherry plan` says a step takes, beside what it takes: python benchmarks/forecast.py [--quick] [--path FOLDER].
+
+The machine is measured as the planner measures it, and kept as the planner keeps it: on a busy machine measure it anew
+when that is quiet (--again).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a script: this folder is found as it is when imported
+    sys.path[0] = str(Path(__file__).parents[1])
+
+from benchmarks import steps, systems
+from benchmarks.steps import MODELS, Entry
+from wherry import config as configs
+from wherry.forecast import Forecaster
+from wherry.observe import bench
+from wherry.plan import probe
+from wherry.plan.machine import Machine
+from wherry.sources import of_shape
+from wherry.train.presets import Shape
+
+DTYPES = ("fp32", "bf16")
+PLACES = tuple(place.name for place in systems.RESIDENT + systems.OFFLOADED)
+# How far a prediction may be from what is measured.
+WITHIN = 0.25
+
+
+def predicted(entry: Entry, machine: Machine) -> dict[str, Any]:
+    """The planner's step of an entry: its seconds, its terms, and the one that limits it."""
+    recipe = entry.recipe
+    shape = Shape(recipe.layers, recipe.hidden, recipe.heads, recipe.sequence, recipe.vocabulary)
+    config = systems.config_of(systems.place_of(entry.system), recipe, entry.ranks)
+    found = Forecaster(of_shape(entry.model, shape), machine, entry.ranks, recipe.length).exact(configs.load(config))
+    assert found.time is not None
+    return {
+        "predicted_s": found.time.total,
+        "terms": found.time.terms,
+        "limited_by": found.time.limited_by,
+        "predicted_bytes": sum(row.bytes for row in found.rows if row.tier != "disk") * entry.ranks,
+    }
+
+
+def entries_of(
+    models: Sequence[str], dtypes: Sequence[str], places: Sequence[str], ranks: Sequence[int], count: int
+) -> list[Entry]:
+    return [
+        Entry(model, number, f"wherry-{place}", count, recipe=replace(MODELS[model], dtype=dtype))
+        for model in models
+        for dtype in dtypes
+        for number in ranks
+        for place in places
+    ]
+
+
+def measure(entries: Sequence[Entry], rounds: int, machine: Machine) -> list[bench.Row]:
+    rows = steps.measure(entries, rounds, "steps")
+    for entry, row in zip(entries, (row for row in rows if row["case"]["measure"] == "step"), strict=True):
+        row.update(predicted(entry, machine))
+        if row["value"]:
+            row["off"] = row["predicted_s"] / row["value"] - 1
+    return rows
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print the rows at 80 columns."""
+    shown = [row for row in rows if row["case"]["measure"] == "step"]
+    for case in [dict(pairs) for pairs in dict.fromkeys(tuple(row["case"].items()) for row in shown)]:
+        lines, notes = [], []
+        for row in (row for row in shown if row["case"] == case):
+            if row["reason"] is not None:
+                lines.append([systems.TITLES[row["system"]], *["-"] * 5])
+                notes.append(f"{row['system']}: {row['reason']}")
+                continue
+            inside = "" if abs(row["off"]) <= WITHIN else " !"
+            lines.append(
+                [
+                    systems.TITLES[row["system"]],
+                    f"{1000 * row['predicted_s']:,.1f}",
+                    f"{1000 * row['value']:,.1f}",
+                    bench.spread_words(row),
+                    f"{100 * row['off']:+.0f} %{inside}",
+                    row["limited_by"],
+                ]
+            )
+        title = f"{case['model']}, {case['dtype']}, {case['ranks']} rank{'s' * (case['ranks'] > 1)}"
+        bench.show(title, ("", "predicted ms", "measured ms", "spread", "off", "limited by"), lines, [*notes, ""])
+    print(f"!: off by more than {100 * WITHIN:.0f} %.")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = bench.parser("forecast", __doc__ or "")
+    parser.add_argument("--models", type=bench.listed(tuple(MODELS)), default=["10m"], help=", ".join(MODELS))
+    parser.add_argument("--dtypes", type=bench.listed(DTYPES), default=list(DTYPES), help=", ".join(DTYPES))
+    parser.add_argument("--places", type=bench.listed(PLACES), default=list(PLACES), help=", ".join(PLACES))
+    parser.add_argument("--ranks", type=bench.listed(("1", "2", "4")), default=["1", "2"], help="numbers of ranks")
+    parser.add_argument("--path", default=".", help="a folder on the disk for states there (the current one)")
+    parser.add_argument("--again", action="store_true", help="measure the machine anew")
+    parser.add_argument("--rounds", type=bench.positive, help="times that every placement is measured")
+    parser.add_argument("--steps", type=bench.positive, help="steps in one measure")
+    options = bench.parse(parser, argv)
+    rounds, count = options.rounds or (1 if options.quick else 5), options.steps or (3 if options.quick else 8)
+    os.environ[systems.DISK_FOLDER] = os.path.abspath(options.path)
+    machine = probe.this_machine(options.path, again=options.again)
+    settings = {"rounds": rounds, "steps": count, "warmup": steps.WARMUP, "machine": vars(machine)}
+    results = bench.Results("forecast", options, settings | {"models": {m: vars(MODELS[m]) for m in options.models}})
+    entries = entries_of(options.models, options.dtypes, options.places, [int(n) for n in options.ranks], count)
+    results.add(*measure(entries, rounds, machine))
+    table(results.rows)
+    results.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

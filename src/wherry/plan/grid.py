@@ -1,0 +1,83 @@
+"""One rank's part of a model that several ranks share: its matrices cut among some, its layers spread over others."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from wherry.errors import WherryError
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How ranks share a model: `tensor` of them cut each matrix, `pipe` stages have its layers, and this is one stage.
+
+    >>> Grid(tensor=8, pipe=4).data_ranks(1024)
+    32
+    """
+
+    tensor: int = 1
+    pipe: int = 1
+    stage: int = 0
+
+    @property
+    def size(self) -> int:
+        """Ranks that hold the model together."""
+        return self.tensor * self.pipe
+
+    def data_ranks(self, ranks: int) -> int:
+        if ranks % self.size:
+            raise WherryError(
+                f"tensor-parallel {self.tensor} x pipeline-parallel {self.pipe}: {ranks} ranks do not divide by "
+                f"{self.size}; give a multiple of it"
+            )
+        return ranks // self.size
+
+    def in_flight(self, accumulation: int) -> int:
+        """Micro-batches whose activations a stage keeps at a time, as one forward and one backward take turns."""
+        return max(1, min(accumulation, self.pipe - self.stage))
+
+
+ALONE = Grid()
+
+
+class CutLinear(nn.Linear):
+    """What a tensor-parallel rank has of a linear layer. `joins`: its outputs are summed over the ranks."""
+
+    joins = False
+
+
+def cut(model: nn.Module, styles: Mapping[str, str], ranks: int) -> None:
+    """Leave of the linear layers that `styles` names, by pattern, what one of `ranks` has: "colwise" or "rowwise"."""
+    found = False
+    for name, module in list(model.named_modules()):
+        style = next((style for pattern, style in styles.items() if fnmatch.fnmatchcase(name, pattern)), None)
+        if style not in ("colwise", "rowwise") or not isinstance(module, nn.Linear):
+            continue
+        wide = module.out_features if style == "colwise" else module.in_features
+        if wide % ranks:
+            raise WherryError(f"{name}: {ranks} tensor-parallel ranks do not divide its width of {wide}")
+        part = _part(module, style, ranks)
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, part)
+        found = True
+    if not found:
+        raise WherryError(f"the tensor-parallel plan names no linear layer of {type(model).__name__}")
+
+
+def _part(module: nn.Linear, style: str, ranks: int) -> CutLinear:
+    rows, columns = module.out_features, module.in_features
+    rows, columns = (rows // ranks, columns) if style == "colwise" else (rows, columns // ranks)
+    part = CutLinear(columns, rows, module.bias is not None, device=module.weight.device, dtype=module.weight.dtype)
+    part.joins = style == "rowwise"
+    part.requires_grad_(module.weight.requires_grad)
+    return part
+
+
+def joined_bytes(outputs: torch.Tensor) -> int:
+    """What a sum over tensor-parallel ranks carries: in the forward this output, in the backward its like."""
+    return 2 * outputs.numel() * outputs.element_size()

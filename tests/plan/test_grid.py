@@ -1,0 +1,135 @@
+"""Models that several ranks share: what the planner says of one rank's part, and what an engine holds of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import wherry
+from wherry import config as configs
+from wherry.cli import main
+from wherry.dryrun import dry_run
+from wherry.errors import WherryError
+from wherry.forecast import Forecaster
+from wherry.parallel import topology
+from wherry.plan.grid import Grid
+from wherry.plan.machine import known
+from wherry.plan.peaks import Setting
+from wherry.sources import find, of_shape
+from wherry.train import parallel
+from wherry.train.model import GPT, GPTConfig
+from wherry.train.presets import Shape
+
+SHAPE = Shape(layers=4, hidden=64, heads=4, sequence=32, vocabulary=256)
+WORLD = 8
+BF16 = {"bf16": {"enabled": True}}
+
+
+@pytest.fixture
+def group(request: pytest.FixtureRequest) -> Iterator[int]:
+    """One rank of eight, the others of which do not exist."""
+    dist.init_process_group("fake", rank=request.param, world_size=WORLD, store=FakeStore())
+    yield request.param
+    dist.destroy_process_group()
+
+
+def config(stage: int, **more: Any) -> dict[str, Any]:
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    return {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero, **BF16, **more}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("group", [0, 7], indirect=True)
+def test_a_rank_of_an_engine_holds_what_is_said(group: int, stage: int) -> None:
+    place, mesh = parallel.lay_out(topology.find(), 2, 2)
+    whole = GPT(GPTConfig.of(SHAPE, tied=False))
+    parallel.cut_blocks(whole, mesh)
+    model = parallel.Stage(whole, place.pipe.rank, place.pipe.size)
+    engine, *_ = wherry.initialize(model=model, config=config(stage), mesh=place, optimizer=torch.optim.AdamW)
+    held = {row.state: row.bytes_actual for row in engine.memory()}
+    engine.close()
+    grid = Grid(2, 2, place.pipe.rank)
+    forecaster = Forecaster(of_shape("small", SHAPE), known("h100"), WORLD, grid=grid)
+    settled = configs.load(config(stage))
+    found = forecaster.profile(settled, 2, grid)
+    states = Setting.of(settled, place.data.size, grid=grid).states(found, place.data.rank)
+    for state in ("parameters", "gradients", "optimizer"):
+        # Parts that are cut and parts that are not are padded apart in an engine.
+        assert getattr(states, state) == pytest.approx(held[state], rel=0.03), state
+
+
+def test_shares_of_states_activations_and_time() -> None:
+    source = of_shape("wide", Shape(layers=8, hidden=1024, heads=16, sequence=256, vocabulary=2048))
+    machine = replace(known("h100"), overhead=0.0)  # a little model would be all launches
+
+    def answer(tensor: int, pipe: int, accumulation: int = 8) -> Any:
+        forecaster = Forecaster(source, machine, 8, grid=Grid(tensor, pipe))
+        return forecaster.exact(configs.load(config(0, gradient_accumulation_steps=accumulation)))
+
+    def row(found: Any, category: str) -> int:
+        return sum(each.bytes for each in found.rows if each.category == category)
+
+    alone, cut, staged = answer(1, 1), answer(4, 1), answer(1, 4)
+    assert alone.parameters == cut.parameters == staged.parameters
+    assert row(cut, "optimizer") == pytest.approx(row(alone, "optimizer") / 4, rel=0.1)
+    assert row(staged, "optimizer") == pytest.approx(row(alone, "optimizer") / 4, rel=0.1)
+    # Two of eight layers, kept for four micro-batches: what one keeps of all eight.
+    assert 0.7 < row(staged, "activations") / row(alone, "activations") < 1.3
+    assert row(cut, "activations") < 0.6 * row(alone, "activations")
+    assert cut.samples == alone.samples / 4
+    assert cut.time.terms["compute"] < 0.6 * alone.time.terms["compute"]
+    assert cut.time.terms["collectives"] > 0
+    assert staged.time.terms["bubble"] == pytest.approx(3 / 8 * staged.time.terms["compute"])
+    assert any("is full with 4 micro-batches" in note for note in answer(1, 4, 2).notes)
+
+
+def test_a_dry_run_of_a_part() -> None:
+    source = of_shape("small", SHAPE)
+    whole = dry_run(source, config(2), ranks=4)
+    part = dry_run(source.share(Grid(2, 2, 1), torch.bfloat16), config(2), ranks=4)
+    assert 0.2 < part.parameters / whole.parameters < 0.35
+    assert part.calls["reduce_scatter"] <= whole.calls["reduce_scatter"]
+
+
+def test_a_hugging_face_model_is_cut_as_transformers_says(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers comes with `pip install wherry[transformers]`")
+    values = {
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 64,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    source = find(str(tmp_path))
+    blocks = 2 * (64 * (64 + 64 + 32 + 32) + 3 * 64 * 128)
+    whole = sum(p.numel() for p in source.make(1, 16)[0].parameters())
+    model, batch = source.share(Grid(tensor=2), None).make(1, 16)
+    assert sum(p.numel() for p in model.parameters()) == whole - blocks // 2
+    assert batch is not None
+    model(*batch.args, **batch.kwargs)
+    with pytest.raises(WherryError, match="only the presets are known by their stages"):
+        source.share(Grid(pipe=2), None)
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    flags = ("gpt2-10m", "--machine", "h100", "--tensor-parallel", "2", "--pipeline-parallel", "2")
+    assert main(["plan", *flags, "--set", "gradient_accumulation_steps=4"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "2 tensor-parallel ranks x 2 stages x 2 data-parallel; bytes of stage" in out
+    for wrong, words in (
+        (("gpt2-10m", "--tensor-parallel", "3", "--machine", "h100"), "8 ranks do not divide by 3"),
+        (("gpt2-10m", "--tensor-parallel", "4", "--machine", "h100"), "does not divide the 6 attention heads"),
+        (("gpt2-10m", "--tensor-parallel", "0"), "--tensor-parallel: expected 1 or more"),
+        (("gpt2-10m", "--dry-run", "--stage", "1"), "--stage: expected 0 to 0, got 1"),
+        (("--params", "1e9", "--tensor-parallel", "2"), "--tensor-parallel: goes with MODEL"),
+    ):
+        assert main(["plan", *wrong]) == 2
+        assert words in capsys.readouterr().err
