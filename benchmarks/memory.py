@@ -73,14 +73,16 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
                 notes.append(f"{title}: {row['reason']}")
                 continue
             figures = [f"{row['value'] / 1e6:,.0f}", f"{row['formula_bytes'] / 1e6:,.0f}", f"{row['of_limit']:.2f}"]
-            stated = sum(state["bytes_actual"] for state in row["memory"])
+            in_memory = [state for state in row["memory"] if state["tier"] != "disk"]
+            stated, owed = (sum(state[key] for state in in_memory) for key in ("bytes_actual", "bytes_expected"))
             peer = f"deepspeed-{row['system'].partition('-')[2]}"
-            figures += [f"{row['bytes_per_parameter']:.1f}", f"{stated / 1e6:,.0f}" if stated else ""]
+            figures += [f"{row['bytes_per_parameter']:.1f}", f"{stated / 1e6:,.0f}/{owed / 1e6:,.0f}" if owed else ""]
             lines.append([title, *figures, bench.ratio_words(row, peer) if "wherry" in row["system"] else ""])
         title = f"{case['model']}, {case['dtype']}, {case['ranks']} ranks: above an empty process, all ranks together"
-        columns = ("", "peak MB", "formula MB", "of formula", "B/param", "engine says", "x DS")
+        columns = ("", "peak MB", "formula MB", "of formula", "B/param", "held/due", "x DS")
         bench.show(title, columns, lines, [*notes, ""])
-    print("engine says: what it holds itself on rank 0. x DS: how many times as much DeepSpeed takes.")
+    print("held/due: MB of states in rank 0's memory as the engine counts them, and as its placement comes to.")
+    print("x DS: how many times as much DeepSpeed takes.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

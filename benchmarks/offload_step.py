@@ -21,11 +21,11 @@ from benchmarks.steps import MODELS, Entry
 from wherry.observe import bench
 
 DTYPES = ("fp32", "bf16")
-POLICIES = ("at_step", "before_use", "in_backward")
+POLICIES = ("at_step", "before_use", "in_backward", "delayed")
 PLACES = tuple(place.name for place in systems.OFFLOADED)
 PEERS = ("fsdp2-cpu", *(f"deepspeed-{name}" for name in PLACES))
 # Clipping belongs to training; an update in the backward is measured without it, beside the others without it.
-CLIPS = {"at_step": 1.0, "before_use": 1.0, "in_backward": 0.0}
+CLIPS = {"at_step": 1.0, "before_use": 1.0, "in_backward": 0.0, "delayed": 1.0}
 
 
 def entries_of(
@@ -96,6 +96,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
             )
         title = f"{case['model']}, {case['dtype']}, clipping at {case['clip']:g}"
         bench.show(title, ("", "ms/step", "spread", "of bound", "peak MB", "losses", "x DS"), lines, [*notes, ""])
+    print("of bound: the fraction of the bound that was reached, and its longest term. losses: against plain PyTorch;")
+    print("those of delayed updates are others, as they are made with gradients one step old.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

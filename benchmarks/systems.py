@@ -251,7 +251,11 @@ def _wherry(place: Row) -> Callable[[Recipe, int], Trainee]:
 
         model = recipe.model()
         optimizer = adamw(model.parameters())
-        own = {"update_policy": recipe.policy} | ({"accumulation": recipe.order} if recipe.order else {})
+        own: dict[str, Any] = {"update_policy": recipe.policy}
+        if recipe.order:
+            own["accumulation"] = recipe.order
+        if recipe.policy == "delayed":  # from the first step on, which warms up
+            own["delayed_update_warmup"] = 1
         config = config_of(place, recipe, ranks) | {"wherry": own}
         return Engine(wherry.initialize(model=model, optimizer=optimizer, config=config)[0], recipe)
 

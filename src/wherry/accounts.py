@@ -72,6 +72,8 @@ def _gradients(gradients: Gradients, tiering: Tiering) -> list[MemoryRow]:
     owed_host = sum(
         g.flat.layout.shard_numel * g.owned_dtype.itemsize for g in gradients.all if not g.stays and not g.brief
     )
+    if tiering.policy.when == "delayed":  # the copies that late updates read
+        owed_host += sum(g.flat.layout.shard_numel * g.owned_dtype.itemsize for g in gradients.all)
     found = [MemoryRow("gradients", "device", owed_device, device)]
     if owed_host or host:
         found.append(MemoryRow("gradients", "host", owed_host, host))

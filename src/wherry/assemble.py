@@ -100,9 +100,7 @@ def _settled(
     from wherry.plan import runtime
 
     here = int(os.environ.get("LOCAL_WORLD_SIZE", topology.world_size))
-    return runtime.settle(
-        model, config, topology.data, topology.device, ranks_here=here, data=data, collate=collate
-    )
+    return runtime.settle(model, config, topology.data, topology.device, ranks_here=here, data=data, collate=collate)
 
 
 def _assemble(
@@ -169,7 +167,7 @@ def _assemble(
         node=_node(resolved, topology.data),
     )
     flats = [flat for unit in units for flat in unit.flats]
-    policy = tiering.gradient_policy(flats)
+    policy = tiering.gradient_policy(flats, batch.accumulation)
     gradients = Gradients(
         flats,
         topology.data,
@@ -276,9 +274,7 @@ def _tile(
     def renewed(parameters: Iterable[Any]) -> list[Any]:
         # Groups that are dicts have no hash.
         return [
-            new
-            for old in parameters
-            for new in (replaced.get(old, [old]) if isinstance(old, nn.Parameter) else [old])
+            new for old in parameters for new in (replaced.get(old, [old]) if isinstance(old, nn.Parameter) else [old])
         ]
 
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -321,9 +317,7 @@ def _optimizer(
         raise WherryError(
             f"optimizer: expected a torch.optim.Optimizer or a callable that makes one, got {optimizer!r}"
         )
-    return describe(
-        instance, allow_untested=config.zero_allow_untested_optimizer, state_dtype=config.state_dtype()
-    )
+    return describe(instance, allow_untested=config.zero_allow_untested_optimizer, state_dtype=config.state_dtype())
 
 
 def _check_groups(model: nn.Module, group_of: dict[nn.Parameter, int]) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -372,6 +373,19 @@ class Engine(Surface):
                 f"{self._batch.accumulation} micro-batches have run; change it after the update"
             )
         self._batch = BatchSizes(micro * accumulation * self.comm.size, micro, accumulation)
+        if (accumulation > 1) is not self._gradients.policy.accumulates:
+            self._sum_gradients_for(accumulation)
+
+    def _sum_gradients_for(self, accumulation: int) -> None:
+        """Windows have one micro-batch, or more than one, from here on: sums have another type and another place."""
+        flats = [gradient.flat for gradient in self._gradients.all]
+        policy = self._tiering.gradient_policy(flats, accumulation)
+        if self._updater is not None:
+            self._updater.rest()
+        self._gradients.choose(policy, partial(self._tiering.way_of, policy))
+        if self._updater is not None:
+            self._updater.attach(self._gradients.all)
+        self._states = None
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -453,6 +467,19 @@ class Engine(Surface):
             return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
         return batch
 
+    def _come_to_rest(self) -> None:
+        """Nothing is under way, and nothing is in memory that is not needed until the engine is used again."""
+        if self._closed:
+            self._check_open()
+        if self._hooks.backward_running:
+            self._abandon_window()
+        if self._updater is not None:
+            self._updater.rest()
+        self._gatherer.stop_reading()
+        for unit in self.units:
+            self._gatherer.release(unit)
+        self._gradients.rest()
+
     def settle(self) -> None:
         """Complete updates that are still under way, so that weights and state are those after the last step."""
         self._check_open()
@@ -462,8 +489,10 @@ class Engine(Surface):
     # What a checkpoint holds of the step.
 
     def _session(self) -> Session:
+        module = self._modules["module"]  # as an attribute it would settle updates, a delayed one too early
+        assert module is not None
         return Session(
-            module=self.module,
+            module=module,
             units=self.units,
             comm=world_of(self.topology),
             data=self.comm,
@@ -513,28 +542,36 @@ class Engine(Surface):
         """
         if self._closed:
             return
+        self._closed = True
+        self._states = None
+        # Everything is given back in this order, whatever of it fails; then the last error is raised, with the others.
+        with ExitStack() as end:
+            for part in reversed(self._parts_to_close()):
+                end.callback(part)
+
+    def _parts_to_close(self) -> list[Callable[[], object]]:
+        return [
+            self._settle_at_end,
+            self._checkpoints.close,
+            self._abandon_window,
+            self._reporter.close,
+            self._hooks.remove,
+            self._roster.close,
+            self._activations.close,
+            self._access.close,
+            self._offstage.close,
+            *([self._updater.close] if self._updater is not None else []),
+            self._gradients.close,
+            *(flat.close for unit in self.units for flat in unit.travelling),
+            self.units.clear,
+            self._tiering.close,
+            self.comm.close,
+        ]
+
+    def _settle_at_end(self) -> None:
         if self._updater is not None and self.comm.size == 1:
             with suppress(WherryError):  # an update that failed was told of before, or is lost with the rest
                 self._updater.settle()
-        self._closed = True
-        self._states = None
-        self._checkpoints.close()
-        self._abandon_window()
-        self._reporter.close()
-        self._hooks.remove()
-        self._roster.close()
-        self._activations.close()
-        self._access.close()
-        self._offstage.close()
-        if self._updater is not None:
-            self._updater.close()
-        self._gradients.close()
-        for unit in self.units:
-            for flat in unit.travelling:
-                flat.close()
-        self.units.clear()
-        self._tiering.close()
-        self.comm.close()
 
     def unwrap(self) -> nn.Module:
         """Close, and give the model back whole: partitioned weights are gathered on every rank's host."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 
 import torch
 
@@ -42,25 +43,32 @@ class Offstage:
         return not self._away
 
     def leave(self, include: Iterable[str] | None = None) -> int:
-        """Free the device's memory of these states, or of all; returns how many bytes that were."""
+        """Free the device's memory of these states, or of all; returns how many bytes that were.
+
+        What is away already stays away. No update, reduction or copy may be under way.
+        """
         chosen = self._chosen(include)
-        freed = 0
-        for state in chosen:
-            if state in self._away or self._link.shared:
-                continue  # the host's memory is where it is to go
-            moved: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if self._link.shared:
+            return 0  # the host's memory is where it is to go
+        return sum(self._leave(state) for state in chosen if state not in self._away)
+
+    def _leave(self, state: str) -> int:
+        moved: list[tuple[torch.Tensor, torch.Tensor]] = []
+        with ExitStack() as given_up:
             tickets: list[Ticket] = []
             for memory in self._on_device(state):
                 host = self._link.host.take(memory.nbytes)
+                given_up.callback(self._link.host.give, host)
                 tickets.append(self._link.down(host, memory))
+                given_up.callback(tickets[-1].finish)  # before its memory is given back
                 moved.append((memory, host))
             for ticket in tickets:
                 ticket.wait()
-            for memory, _ in moved:
-                freed += memory.nbytes
-                memory.untyped_storage().resize_(0)
-            self._away[state] = moved
-        return freed
+            given_up.pop_all()
+        for memory, _ in moved:
+            memory.untyped_storage().resize_(0)
+        self._away[state] = moved
+        return sum(host.nbytes for _, host in moved)
 
     def come_back(self) -> None:
         """Everything is on the device again."""

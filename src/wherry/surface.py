@@ -74,6 +74,9 @@ class Surface(nn.Module):
     def _abandon_window(self) -> None:
         raise AssertionError("the engine has the window")
 
+    def _come_to_rest(self) -> None:
+        raise AssertionError("the engine has everything under way")
+
     def _go_on_from(self, counts: Counts, window: Window) -> None:
         raise AssertionError("the engine counts")
 
@@ -88,13 +91,13 @@ class Surface(nn.Module):
     ) -> int:
         """Free the device's memory of "parameters", "gradients" and "optimizer", or of those in `include`.
 
-        They wait in host memory until `reload_states()`; the engine cannot be used meanwhile. Returns the bytes freed,
-        which are none where the device is the host. For generation with another program between two phases of training.
+        They wait in host memory until `reload_states()`; the engine cannot be used meanwhile, but for sending more of
+        them away. Returns the bytes freed, which are none where the device is the host. An accumulation window goes on
+        afterwards where it was. For generation with another program between two phases of training.
         """
         if str(device) not in ("host", "cpu"):
             raise WherryError(f'offload_states: expected the device "host" (or "cpu"), got {device!r}')
-        self.settle()
-        self._abandon_window()
+        self._come_to_rest()
         return self._offstage.leave(include)
 
     def reload_states(self, non_blocking: bool = False) -> None:
@@ -116,7 +119,9 @@ class Surface(nn.Module):
         `tag` is `global_step<N>` unless given. `client_state` is kept beside it: numbers, strings, tensors, and lists
         and dicts of these. Whatever happens on the way, the checkpoint before stays whole.
         """
-        self.settle()
+        self._check_open()
+        if self._updater is not None:
+            self._updater.rest()
         self._checkpoints.save(save_dir, tag, client_state, save_latest, not exclude_frozen_parameters)
         return True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
@@ -41,9 +42,10 @@ class Tiering:
         self.topology = topology
         self.spec = spec
         self.device = topology.device
-        pin = zero.offload_optimizer.pin_memory and zero.offload_param.pin_memory
+        pin = zero.offload_optimizer.pin_memory
         self.link: Link = topology.link(pin) if topology.link is not None else link_to(self.device, pin=pin)
-        self.accumulation = config.batch(topology.data.size).accumulation
+        # Host memory for weights; optimizer state and gradients have the link's own.
+        self._weights_pool = self.link.pool(zero.offload_param.pin_memory)
         self.policy = self._policy()
         # Elements whose optimizer state stays on the device, those of the first units, whose gradients come last.
         share = 1.0 - zero.offload_optimizer.ratio if placement.optimizer.tier is not Tier.DEVICE else 0.0
@@ -51,9 +53,11 @@ class Tiering:
         self._in_host = zero.offload_param.max_in_cpu if zero.offload_param.device == "nvme" else 0
         self._states: dict[tuple[Tier, bool, bool], StateTier] = {}
         self._given: dict[Flat, StateTier] = {}
-        self._stores: list[DiskStore] = []
         self._pool: native.Pool | None = None
-        self._shelves: dict[tuple[str, ...], Shelf] = {}
+        # Weights and optimizer state may share folders, and so a store; what is kept in memory of each they do not.
+        self._open_stores: dict[tuple[str, ...], DiskStore] = {}
+        self._weights_shelf: Shelf | None = None
+        self._records_shelf: Shelf | None = None
 
     # Tiers.
 
@@ -61,21 +65,34 @@ class Tiering:
         """Without a device of its own, memory of the host is the device's."""
         return Tier.DEVICE if tier is Tier.HOST and self.link.shared else tier
 
-    def _shelf(self, folders: str | Sequence[str]) -> Shelf:
+    def _store(self, folders: str | Sequence[str]) -> DiskStore:
         """The store on these folders, opened when it is first needed."""
         key = (folders,) if isinstance(folders, str) else tuple(folders)
-        shelf = self._shelves.get(key)
-        if shelf is None:
+        store = self._open_stores.get(key)
+        if store is None:
             aio = self.config.aio
-            store = self.topology.open_store(
+            store = self._open_stores[key] = self.topology.open_store(
                 list(key),
                 name=f"rank{self.topology.global_rank}",
                 block_size=aio.block_size,
                 queue_depth=aio.queue_depth * max(1, aio.intra_op_parallelism),
             )
-            self._stores.append(store)
-            shelf = self._shelves[key] = Shelf(store, self.link.host)
-        return shelf
+        return store
+
+    def _for_weights(self) -> Shelf:
+        if self._weights_shelf is None:
+            folders = self.config.zero_optimization.offload_param.nvme_path
+            assert folders is not None
+            self._weights_shelf = Shelf(self._store(folders), self._weights_pool)
+        return self._weights_shelf
+
+    def _for_records(self) -> Shelf:
+        """An update reads a record once and writes it once: nothing of it is kept."""
+        if self._records_shelf is None:
+            folders = self.config.zero_optimization.offload_optimizer.nvme_path
+            assert folders is not None
+            self._records_shelf = Shelf(self._store(folders), self.link.host)
+        return self._records_shelf
 
     def home_of(self, name: str, nbytes: int) -> Home | None:
         """Where the shard of a partitioned flat rests; None for the device."""
@@ -84,8 +101,7 @@ class Tiering:
         if tier is Tier.DISK:
             itemsize = (self.config.working_dtype() or torch.float32).itemsize
             if nbytes > self._in_host * itemsize:
-                assert offload.nvme_path is not None
-                shelf = self._shelf(offload.nvme_path)
+                shelf = self._for_weights()
                 # What was used last is used first on the way back.
                 shelf.keep = max(shelf.keep, (offload.buffer_count - 1) * nbytes)
                 return DiskHome(shelf, name, nbytes)
@@ -93,12 +109,12 @@ class Tiering:
             tier = Tier.HOST
         if self._effective(tier) is Tier.DEVICE:
             return None
-        return MemoryHome(self.link.host.take(nbytes), self.link.host.give)
+        return MemoryHome(self._weights_pool.take(nbytes), self._weights_pool.give)
 
     @property
     def read_ahead(self) -> int:
         """Bytes of parameters that may be read from disk ahead of their use."""
-        return sum(shelf.keep for shelf in self._shelves.values())
+        return 0 if self._weights_shelf is None else self._weights_shelf.keep
 
     def state_tier(self, flat: Flat) -> StateTier:
         """How the optimizer keeps its state of a flat."""
@@ -147,9 +163,12 @@ class Tiering:
             return MemoryHome(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
         if tier is Tier.HOST:
             return MemoryHome(self.link.host.take(nbytes), self.link.host.give)
-        paths = self.config.zero_optimization.offload_optimizer.nvme_path
-        assert paths is not None
-        return DiskHome(self._shelf(paths), name, nbytes)
+        return DiskHome(self._for_records(), name, nbytes)
+
+    @property
+    def stores(self) -> list[DiskStore]:
+        """The disk's, as far as they have been opened."""
+        return list(self._open_stores.values())
 
     # Room.
 
@@ -158,19 +177,22 @@ class Tiering:
         needs = _Needs(self, plans)
         here = self.topology.local_ranks
         if Tier.DISK in (self.placement.optimizer.tier, self.placement.parameters.tier):
-            offload = self.config.zero_optimization
-            for state, folders in (("optimizer", offload.offload_optimizer), ("parameters", offload.offload_param)):
+            wanted: dict[DiskStore, int] = {}
+            for state, shelf in (("optimizer", self._for_records), ("parameters", self._for_weights)):
                 nbytes = needs.on_disk(self.placement, state)
                 if nbytes:
-                    assert folders.nvme_path is not None
-                    self._shelf(folders.nvme_path).store.check_free(nbytes * here)
+                    store = shelf().store
+                    wanted[store] = wanted.get(store, 0) + nbytes * here
+            for store, nbytes in wanted.items():
+                store.check_free(nbytes)
         limit = self.config.wherry.host_memory
         if self.link.shared or limit is not None or self.placement.optimizer.tier is not Tier.DEVICE:
             check_host(needs.on_host(self.placement), here, limit, needs.held, needs.remedies())
 
     # Gradients.
 
-    def gradient_policy(self, flats: Sequence[Flat]) -> GradientPolicy:
+    def gradient_policy(self, flats: Sequence[Flat], accumulation: int) -> GradientPolicy:
+        """For windows of so many micro-batches."""
         communication = self.config.communication_dtype()
         wire = communication or self.config.working_dtype()
         ranks = self.topology.data.size
@@ -179,9 +201,9 @@ class Tiering:
             communication_dtype=communication,
             # A sum over many ranks would leave the narrow range of fp16; a mean does not.
             predivide=float(ranks) if wire is torch.float16 else 1.0,
-            accumulates=self.accumulation > 1,
+            accumulates=accumulation > 1,
             sums_on_device=self._sums_fit(flats),
-            brief=self.policy.when == "in_backward" and self.accumulation == 1 and self._reduces_to_shards(),
+            brief=self.policy.when == "in_backward" and accumulation == 1 and self._reduces_to_shards(),
         )
 
     def _reduces_to_shards(self) -> bool:
@@ -253,13 +275,14 @@ class Tiering:
     # The end.
 
     def close(self) -> None:
-        for store in self._stores:
-            store.close()
-        self._stores.clear()
-        self._shelves.clear()
-        if self._pool is not None:
-            self._pool.close()
-        self.link.close()
+        with ExitStack() as end:
+            end.callback(self.link.close)
+            if self._pool is not None:
+                end.callback(self._pool.close)
+            for store in self.stores:
+                end.callback(store.close)
+            self._open_stores.clear()
+            self._weights_shelf = self._records_shelf = None
 
 
 class _Needs:
@@ -269,6 +292,8 @@ class _Needs:
         config, spec = tiering.config, tiering.spec
         self.tiering = tiering
         self.ranks = tiering.topology.data.size
+        self.delayed = tiering.policy.when == "delayed"
+        self.brief = tiering.policy.when == "in_backward" and config.batch(self.ranks).accumulation == 1
         sizes = [sum(p.numel() for _, p in plan.parameters) for plan in plans]
         parameters = [p for plan in plans for _, p in plan.parameters]
         trained = {id(p) for group in spec.groups for p in group["params"]} if spec is not None else set()
@@ -293,17 +318,21 @@ class _Needs:
     def _kept(self, placement: Placement) -> dict[str, tuple[Tier, int]]:
         """By state, its tier and its bytes."""
         shared = self.tiering.link.shared
-        apart = not shared and placement.optimizer.tier is not Tier.DEVICE and placement.parameters.tier is Tier.DEVICE
+        beyond = not shared and placement.optimizer.tier is not Tier.DEVICE and placement.parameters.tier is Tier.DEVICE
+        apart = beyond or self.delayed
         ratio = self.tiering.config.zero_optimization.offload_optimizer.ratio
         optimizer = self._share(placement.optimizer, self.trained) * (self.state + (self.working if apart else 0))
-        brief = self.tiering.policy.when == "in_backward" and self.tiering.accumulation == 1
-        gradients = 0 if brief else self._share(placement.gradients, self.trained) * self.gradient
+        gradients = 0 if self.brief else self._share(placement.gradients, self.trained) * self.gradient
+        # What a delayed update reads while the next gradients come, and what it has written until that is published.
+        mine = self._share(placement.optimizer, self.trained) if self.delayed else 0
+        published = self.working if placement.optimizer.tier is Tier.DISK else 0  # else it is the record's
         offloaded = placement.optimizer.tier is not Tier.DEVICE
         resting = self._share(placement.parameters, self.parameters) * self.working
         return {
             "parameters": (placement.parameters.tier, resting),
             "gathered": (Tier.DEVICE, self.largest * self.working if placement.parameters.partitioned else 0),
             "gradients": (Tier.HOST if offloaded else Tier.DEVICE, gradients),
+            "delayed": (Tier.HOST, mine * (self.gradient + published)),
             "optimizer": (placement.optimizer.tier, int(optimizer * (ratio if offloaded else 1))),
         }
 

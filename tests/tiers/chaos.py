@@ -178,6 +178,13 @@ class ChaosComm(Comm):
     def _barrier(self) -> None:
         self.inner._barrier()
 
+    def _ask(self, operation: str, tensor: torch.Tensor, label: str) -> None:
+        super()._ask(operation, tensor, label)
+        self.inner.recent.append(self.recent[-1])
+
+    def fail(self, message: str) -> None:
+        self.inner.fail(message)
+
 
 def topology(comm: Comm, chaos: Chaos | None = None, *, link: Link | None = None) -> Topology:
     """For a rank that is a thread. With `chaos` its device is apart from the host, and everything is late."""

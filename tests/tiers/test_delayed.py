@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import Run, adamw, make_model, token_batch
-from tests.tiers.test_placements import ROWS, offload, train
+from tests.engine.harness import Run, adamw, assert_equal, make_model, settings, token_batch
+from tests.tiers.chaos import Chaos, topology
+from tests.tiers.rows import ROWS
+from tests.tiers.test_placements import offload, train
+
+import wherry
+from wherry.parallel.comm import Comm
+from wherry.parallel.threads import run_ranks
 
 
 def simulate(ranks: int, steps: int, first_late: int, clip: float) -> Run:
@@ -68,3 +75,68 @@ def test_chaos_does_not_change_a_bit(tmp_path: Path) -> None:
     assert all(run.losses == runs[0].losses for run in runs)
     for run in runs:
         assert all(torch.equal(weight, runs[0].weights[name]) for name, weight in run.weights.items())
+
+
+@pytest.mark.usefixtures("every_flat_alone")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("row", ["offload-2", "offload-3-parameters", "disk-2", "infinity"])
+def test_a_checkpoint_changes_nothing_and_is_gone_on_from(row: str, precision: str, tmp_path: Path) -> None:
+    """It has the masters after the last update and the weights before it, which the next step begins with."""
+    config = offload(row, tmp_path, "delayed", precision)
+    config["wherry"]["delayed_update_warmup"] = 2
+    model, stranger = make_model(), make_model(seed=1)
+    checkpoints = tmp_path / "checkpoints"
+
+    def body(comm: Comm, start: int, save: int | None) -> Run:
+        mine = copy.deepcopy(stranger if start else model)
+        engine, *_ = wherry.initialize(
+            model=mine,
+            optimizer=adamw(mine.parameters()),
+            config=settings(ROWS[row][0], 1, 0.5, config),
+            mesh=topology(comm, Chaos(10 * start + comm.rank)),
+        )
+        if start:
+            engine.load_checkpoint(checkpoints)
+        run = Run()
+        for step in range(start, 6):
+            if step == save:
+                engine.save_checkpoint(checkpoints)
+            loss = engine(*token_batch(step, 0, comm.rank))
+            engine.backward(loss)
+            engine.step()
+            run.losses.append(sum(comm.gather_objects(float(loss.detach()))))
+            run.norms.append(engine.get_global_grad_norm())
+        with wherry.gathered(engine.module):
+            run.weights = {name: p.detach().clone() for name, p in mine.named_parameters()}
+        engine.close()
+        return run
+
+    def trained(**how: Any) -> Run:
+        return run_ranks(2, lambda comm: body(comm, **how))[0]
+
+    straight = trained(start=0, save=None)
+    assert_equal(trained(start=0, save=4), straight)
+    resumed = trained(start=4, save=None)
+    straight.losses, straight.norms = straight.losses[4:], straight.norms[4:]
+    assert_equal(resumed, straight)
+
+
+def test_a_checkpoint_of_delayed_updates_loads_where_none_are(tmp_path: Path) -> None:
+    """There weights follow their masters at once."""
+    config = offload("offload-2", tmp_path, "delayed")
+    config["wherry"]["delayed_update_warmup"] = 1
+    weights = []
+    for load in (False, True):
+        mine = make_model(seed=int(load))
+        given = settings(2) if load else settings(2, more=config)
+        engine, *_ = wherry.initialize(model=mine, optimizer=adamw(mine.parameters()), config=given)
+        if load:
+            engine.load_checkpoint(tmp_path / "checkpoints")
+        else:
+            for step in range(3):
+                engine.backward(engine(*token_batch(step, 0, 0)))
+                engine.step()
+            engine.save_checkpoint(tmp_path / "checkpoints")
+        weights.append({name: weight.clone() for name, weight in engine.module.state_dict().items()})
+        engine.close()
+    assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())

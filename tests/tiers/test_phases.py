@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
+import select
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +14,15 @@ import pytest
 import torch
 from tests.engine.harness import adamw, make_model, settings, token_batch
 from tests.tiers.chaos import Chaos, ChaosLink, topology
-from tests.tiers.test_placements import ROWS, offload
+from tests.tiers.rows import ROWS
+from tests.tiers.test_placements import offload
 
 import wherry
 from wherry.errors import PeerError, WherryError
 from wherry.native.disk import Fault
 from wherry.parallel.comm import Comm, SoloComm
 from wherry.parallel.threads import run_ranks
+from wherry.tiers.tickets import Ticket
 
 
 @pytest.mark.parametrize("include", [None, ["optimizer"], ["lp_params", "contiguous_grad_buffer"]])
@@ -85,7 +91,7 @@ def test_a_failing_disk_is_told_to_every_rank_with_the_unit(row: str, policy: st
         try:
             for step in range(5):
                 if step == 2 and comm.rank == 1:
-                    engine._tiering._stores[0].inject(Fault("write", errno=5, skip=1))
+                    engine._tiering.stores[0].inject(Fault("write", errno=5, skip=1))
                 engine.backward(engine(*token_batch(step, 0, comm.rank)))
                 engine.step()
             return "no error", []
@@ -132,3 +138,161 @@ def test_weights_read_from_outside_are_those_after_the_step(tmp_path: Path) -> N
     assert not torch.equal(first, model.state_dict()["blocks.0.mix.weight"])
     for other in others:
         assert torch.equal(first, other)
+
+
+def begin(row: str, folder: Path, policy: str, **more: Any) -> tuple[Any, Any, ChaosLink]:
+    """An engine of one rank, its model, and the way to its device."""
+    model = make_model()
+    link = ChaosLink(Chaos(2))
+    engine, *_ = wherry.initialize(
+        model=model,
+        optimizer=adamw(model.parameters()),
+        config=settings(ROWS[row][0], more=offload(row, folder, policy, **more)),
+        mesh=topology(SoloComm(), link.chaos, link=link),
+    )
+    return engine, model, link
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_states_leave_one_after_another_within_a_window(stage: int) -> None:
+    """What is away stays away, and the window goes on with the gradients that it had."""
+    model = make_model()
+
+    def body(comm: Comm) -> list[float]:
+        link = ChaosLink(Chaos(comm.rank))
+        mine = copy.deepcopy(model)
+        engine, *_ = wherry.initialize(
+            model=mine,
+            optimizer=adamw(mine.parameters()),
+            config=settings(stage, 3, 0.3),
+            mesh=topology(comm, link.chaos, link=link),
+        )
+        told = []
+        for step in range(3):
+            for micro in range(3):
+                if leaves and (step, micro) in ((1, 1), (2, 0), (2, 2)):
+                    assert engine.offload_states(["optimizer"]) > 0
+                    assert engine.offload_states(["optimizer"]) == 0
+                    assert engine.offload_states() > 0
+                    assert engine.offload_states() == 0
+                    engine.reload_states()
+                    assert link.host.counters.in_use == 0
+                loss = engine(*token_batch(step, micro, comm.rank))
+                engine.backward(loss)
+                engine.step()
+                told.append(float(loss.detach()))
+            told.append(engine.get_global_grad_norm())
+        engine.close()
+        return told
+
+    leaves = False
+    plain = run_ranks(2, body)
+    leaves = True
+    assert run_ranks(2, body) == plain
+
+
+def test_a_fork_does_not_wait_for_updates_that_run_elsewhere(tmp_path: Path) -> None:
+    engine, model, _ = begin("offload-2", tmp_path, "before_use")
+    engine.backward(engine(*token_batch(0, 0, 0)))
+    engine.step()
+    out, into = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            told = f"read {float(model.blocks[0].mix.weight.sum())}"
+        except WherryError as error:
+            told = str(error)
+        os.write(into, told.encode())
+        os._exit(0)
+    ready, _, _ = select.select([out], [], [], 20)
+    told = os.read(out, 4096).decode() if ready else "nothing: it hangs"
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(out)
+    os.close(into)
+    assert f"under way in process {os.getpid()}" in told
+    assert "engine.settle() before the fork" in told
+    assert model.blocks[0].mix.weight.isfinite().all()
+    engine.close()
+
+
+def test_an_engine_may_be_closed_inside_gathered(tmp_path: Path) -> None:
+    engine, model, link = begin("offload-3-parameters", tmp_path, "before_use")
+    weight = model.blocks[0].mix.weight
+    with wherry.gathered(weight):
+        assert weight.isfinite().all()
+        engine.close()
+        assert weight.isnan().all()
+    assert link.host.counters.in_use == 0
+    again, model, _ = begin("offload-3-parameters", tmp_path, "before_use")
+    with wherry.gathered_for_generation(again):
+        again.close()
+    assert again.closed
+
+
+def test_what_fails_at_the_end_keeps_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, model, link = begin("infinity", tmp_path, "before_use")
+    engine.backward(engine(*token_batch(0, 0, 0)))
+
+    def fail() -> None:
+        raise OSError("no room for the log")
+
+    monkeypatch.setattr(engine._reporter, "close", fail)
+    with pytest.raises(OSError, match="no room for the log"):
+        engine.close()
+    assert engine.closed
+    assert link.host.counters.in_use == 0
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert list(tmp_path.iterdir()) == []
+    engine.close()
+
+
+def test_weights_that_cannot_all_be_gathered_are_all_let_go_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, model, _ = begin("infinity", tmp_path, "at_step")
+    flats = [flat for unit in engine.units for flat in unit.flats]
+    gather, calls = engine._gatherer.gather_flat, []
+
+    def fail_at_third(flat: Any) -> None:
+        calls.append(flat)
+        if len(calls) == 3:
+            raise OSError("no memory")
+        gather(flat)
+
+    monkeypatch.setattr(engine._gatherer, "gather_flat", fail_at_third)
+    with pytest.raises(OSError, match="no memory"), wherry.gathered(model):
+        pass
+    assert [flat.pins for flat in flats] == [0] * len(flats)
+    assert not any(flat.whole.untyped_storage().nbytes() for flat in flats)
+    engine.close()
+
+
+@pytest.mark.usefixtures("every_flat_alone")
+@pytest.mark.parametrize("policy", ["at_step", "before_use"])
+def test_gathers_that_were_begun_are_waited_for_when_an_update_fails(
+    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Noted(Ticket):
+        def wait(self) -> None:
+            waited.append(self)
+
+    waited: list[Ticket] = []
+    begun: list[Ticket] = []
+
+    def refresh(batch: Any) -> Iterator[Ticket]:
+        begun.append(Noted())
+        yield begun[-1]
+
+    def fail(*_: Any) -> Ticket:
+        raise OSError("a bad kernel")
+
+    engine, *_ = begin("offload-2", tmp_path, policy)
+    updater = engine._updater
+    monkeypatch.setattr(updater, "_refresh", refresh)
+    monkeypatch.setattr(updater.batches[2].rule, "update", fail)
+    engine.backward(engine(*token_batch(0, 0, 0)))
+    with pytest.raises(WherryError, match="a bad kernel"):
+        engine.step()
+        engine.settle()
+    assert len(begun) == 2
+    assert waited == begun
+    engine.close()

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import Run, adamw, assert_equal, make_model, settings, token_batch
+from tests.engine.harness import Run, TinyLM, adamw, assert_equal, make_model, settings, token_batch
 from tests.tiers.chaos import Chaos, ChaosLink, topology
+from tests.tiers.rows import ROWS
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import wherry
+from wherry.errors import WherryError
 from wherry.parallel.comm import Comm
 from wherry.parallel.threads import run_ranks
+from wherry.update import pipeline
 
-# Name: stage, tier of the optimizer, tier of the parameters.
-ROWS = {
-    "offload-0": (0, "cpu", "none"),
-    "offload-1": (1, "cpu", "none"),
-    "offload-2": (2, "cpu", "none"),
-    "offload-3": (3, "cpu", "none"),
-    "offload-3-parameters": (3, "cpu", "cpu"),
-    "parameters-only": (3, "none", "cpu"),
-    "disk-0": (0, "nvme", "none"),
-    "disk-2": (2, "nvme", "none"),
-    "disk-3": (3, "nvme", "none"),
-    "infinity": (3, "nvme", "nvme"),
-    "disk-parameters": (3, "cpu", "nvme"),
-}
 EXACT = ("at_step", "before_use", "in_backward")
 STEPS = 4
 
@@ -62,8 +54,9 @@ def train(
     free: int | None = None,
     look: Any = None,
     model: Any = make_model,
+    each_step: Callable[[Any, int], None] | None = None,
 ) -> Run:
-    """Losses, norms and final weights; with a `seed` under chaos."""
+    """Losses, norms and final weights; with a `seed` under chaos. `each_step(engine, step)` is called before a step."""
     shared = model()
 
     def body(comm: Comm) -> Run:
@@ -79,11 +72,14 @@ def train(
         run = Run()
         for step in range(steps):
             total = 0.0
-            for micro in range(accumulation):
+            if each_step is not None:
+                each_step(engine, step)
+            micro_batches = engine.gradient_accumulation_steps()
+            for micro in range(micro_batches):
                 loss = engine(*token_batch(step, micro, comm.rank))
                 engine.backward(loss)
                 engine.step()
-                total += float(loss.detach()) / accumulation
+                total += float(loss.detach()) / micro_batches
             run.losses.append(sum(comm.gather_objects(total)) / comm.size)
             norm = engine.get_global_grad_norm()
             run.norms.append(-1.0 if norm is None else norm)
@@ -107,10 +103,11 @@ def plain(row: str, ranks: int, precision: str, *, seed: int | None = None, **ho
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("row", ROWS)
 def test_every_placement_and_policy_gives_the_same_bits(
-    row: str, ranks: int, precision: str, tmp_path: Path
+    row: str, ranks: int, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = ROWS[row][0]
-    for seed in (None, 1):
+    for seed, together in ((None, pipeline.BATCH_NUMEL), (1, 1)):
+        monkeypatch.setattr(pipeline, "BATCH_NUMEL", together)  # flats in one update, and each in its own
         oracle = plain(row, ranks, precision, seed=seed)
         for policy in EXACT:
             run = train(offload(row, tmp_path, policy, precision), stage=stage, ranks=ranks, seed=seed)
@@ -132,6 +129,7 @@ def test_accumulation_clipping_and_policies(
         assert_equal(train(offload(row, tmp_path, policy, "bf16", **more), **how, seed=2, free=free), oracle)
 
 
+@pytest.mark.usefixtures("every_flat_alone")
 @pytest.mark.parametrize("seed", range(50))
 def test_chaos(seed: int, tmp_path: Path) -> None:
     """Fifty seeds over rows, policies, ranks and precisions."""
@@ -156,9 +154,10 @@ def test_fp16_with_skipped_steps(row: str, tmp_path: Path) -> None:
         assert_equal(run, oracle)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("ratio", [0.0, 0.4, 0.7])
 @pytest.mark.parametrize("policy", EXACT)
-def test_part_of_the_state_stays_on_the_device(ratio: float, policy: str, tmp_path: Path) -> None:
+def test_part_of_the_state_stays_on_the_device(ratio: float, policy: str, ranks: int, tmp_path: Path) -> None:
     """On the device torch's AdamW updates, on the host the native kernel: near each other, and each as it is alone."""
 
     def tiers(engine: Any, link: Any) -> dict[str, int]:
@@ -171,10 +170,115 @@ def test_part_of_the_state_stays_on_the_device(ratio: float, policy: str, tmp_pa
         return numel
 
     config = offload("offload-2", tmp_path, policy, optimizer={"ratio": ratio})
-    run = train(config, stage=2, seed=4, look=tiers)
+    run = train(config, stage=2, ranks=ranks, seed=4, look=tiers)
     total = sum(run.extra.values())
     # To the size of a block: a third of the model.
     assert ratio * total <= run.extra["host"] <= (ratio + 0.34) * total
-    oracle = plain("offload-2", 1, "fp32")
+    oracle = plain("offload-2", ranks, "fp32")
     for name, weight in oracle.weights.items():
         torch.testing.assert_close(run.weights[name], weight, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("policy", ["before_use", "in_backward"])
+@pytest.mark.parametrize("row", ["offload-2", "infinity"])
+def test_windows_that_grow_are_summed_as_long_ones_are(row: str, policy: str, tmp_path: Path) -> None:
+    """One micro-batch is kept as it came, in bf16; the sum of several is in fp32, on the device or on the host."""
+
+    def grow(engine: Any, step: int) -> None:
+        if step in (1, 3):
+            engine.set_train_batch_size((3 if step == 1 else 1) * 2 * engine.world_size)
+
+    more: dict[str, Any] = {"data_types": {"grad_accum_dtype": "fp32"}}
+    how: dict[str, Any] = {"stage": ROWS[row][0], "ranks": 2, "each_step": grow, "steps": 5}
+    oracle = train({"bf16": {"enabled": True}} | more, **how)
+    for free in (None, 0):
+        assert_equal(train(offload(row, tmp_path, policy, "bf16", **more), **how, seed=6, free=free), oracle)
+
+
+class Recurring(TinyLM):
+    """Blocks that reentrant checkpoints come back to: their gradients arrive twice in one backward."""
+
+    again = (1, 0)
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in (*self.blocks, *(self.blocks[index] for index in self.again)):
+            x = checkpoint(block, x, use_reentrant=True)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.usefixtures("every_flat_alone")
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("row", ["offload-1", "offload-2", "offload-3-parameters", "infinity"])
+def test_a_block_in_two_reentrant_checkpoints(row: str, ranks: int, tmp_path: Path) -> None:
+    def recurring() -> Any:
+        return make_model(Recurring)
+
+    oracle = plain(row, ranks, "fp32", model=recurring)
+    run = train(offload(row, tmp_path, "in_backward"), stage=ROWS[row][0], ranks=ranks, seed=7, model=recurring)
+    assert_equal(run, oracle)
+
+
+class ComesLate(TinyLM):
+    """A block outside checkpoints that one comes back to: its update may have begun when more arrives."""
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.blocks[2], self.embed(ids), use_reentrant=True)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.usefixtures("every_flat_alone")
+def test_a_gradient_after_the_update_is_an_error(tmp_path: Path) -> None:
+    def late() -> Any:
+        return make_model(ComesLate)
+
+    with pytest.raises(WherryError, match=r"blocks\.2: a gradient came after .* \"before_use\""):
+        train(offload("offload-2", tmp_path, "in_backward"), stage=2, model=late)
+    run = train(offload("offload-2", tmp_path, "before_use"), stage=2, model=late)
+    assert_equal(run, plain("offload-2", 1, "fp32", model=late))
+
+
+class PartlyUsed(TinyLM):
+    """With a layer that no forward goes through; it belongs to the root unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = torch.nn.Linear(4, 4)
+
+
+@pytest.mark.usefixtures("every_flat_alone")
+@pytest.mark.parametrize(("row", "ranks"), [("offload-0", 1), ("offload-3-parameters", 2)])
+def test_an_unused_layer_holds_up_its_own_unit_alone(row: str, ranks: int, tmp_path: Path) -> None:
+    def partly() -> Any:
+        return make_model(PartlyUsed)
+
+    def look(engine: Any, step: int) -> None:
+        waiting = {unit.name for unit in engine.units if unit.pending}
+        assert waiting == (set() if step == 0 else {"blocks.0", "blocks.1", "blocks.2"})
+
+    oracle = plain(row, ranks, "fp32", model=partly)
+    config = offload(row, tmp_path, "before_use")
+    run = train(config, stage=ROWS[row][0], ranks=ranks, seed=8, model=partly, each_step=look)
+    assert_equal(run, oracle)
+    assert torch.equal(run.weights["unused.weight"], partly().unused.weight)
+
+
+@pytest.mark.parametrize("row", ["offload-3-parameters", "infinity"])
+def test_a_run_may_begin_with_an_evaluation(row: str, tmp_path: Path) -> None:
+    """Buffers that are made under torch.inference_mode are used in training, and edited, later."""
+
+    def look(engine: Any, step: int) -> None:
+        if step == 0 and evaluates:
+            with torch.inference_mode():
+                engine(*token_batch(9, 0, 0))
+        if step == 2:
+            with wherry.gathered(weight := engine.module.blocks[1].mix.weight):
+                weight.data.mul_(0.5)
+
+    evaluates = False
+    oracle = plain(row, 1, "fp32", each_step=look)
+    evaluates = True
+    config = offload(row, tmp_path, "before_use")
+    assert_equal(train(config, stage=3, seed=9, each_step=look), oracle)

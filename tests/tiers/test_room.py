@@ -41,6 +41,23 @@ def test_too_little_host_memory_is_found_before_training(tmp_path: Path) -> None
     start(offload("disk-3", tmp_path, "in_backward") | own)
 
 
+def test_the_copies_of_delayed_updates_are_counted() -> None:
+    """Beside 16 bytes a parameter: the gradients that a late update reads, and the weights that it has written."""
+    with pytest.raises(HostMemoryError) as caught:
+        start({"wherry": {"host_memory": 50_000, "update_policy": "delayed"}})
+    model = make_model()
+    block = sum(p.numel() for p in model.blocks[0].parameters())
+    assert caught.value.missing == 24 * sum(p.numel() for p in model.parameters()) + 4 * block - 50_000
+
+
+def test_states_on_one_disk_have_to_fit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp32 weights are 4 and moments 8 bytes a parameter: room for each of them is not enough."""
+    parameters = sum(p.numel() for p in make_model().parameters())
+    monkeypatch.setattr(disk, "_free", lambda folder: 9 * parameters)
+    with pytest.raises(DiskSpaceError, match=r"the disk tier needs .* are missing"):
+        start(offload("infinity", tmp_path, "at_step"))
+
+
 def test_remedies_that_do_not_fit_are_not_advised() -> None:
     with pytest.raises(HostMemoryError, match=r"50 bytes are missing; what would fit: less \(then 80 bytes\)$"):
         check_host(150, 1, 100, 0, [("more", 120), ("less", 80)])

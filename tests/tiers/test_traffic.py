@@ -7,15 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.engine.harness import adamw, make_model, settings, token_batch
 from tests.engine.test_counts import padded
 from tests.tiers.chaos import Chaos, ChaosLink, topology
-from tests.tiers.test_placements import ROWS, offload
+from tests.tiers.rows import ROWS
+from tests.tiers.test_placements import offload
 
 import wherry
 from wherry.native.plan import Plan
-from wherry.parallel.comm import Comm
+from wherry.parallel.comm import Comm, SoloComm
 from wherry.parallel.threads import run_ranks
+from wherry.parallel.topology import Topology
+from wherry.tiers.streams import Link, _Copy
 
 
 def measure(row: str, folder: Path, policy: str, *, ranks: int = 1, k: int = 1, free: int | None = None) -> Any:
@@ -31,7 +35,7 @@ def measure(row: str, folder: Path, policy: str, *, ranks: int = 1, k: int = 1, 
             config=settings(ROWS[row][0], k, more=offload(row, folder, policy, "bf16")),
             mesh=topology(comm, link.chaos, link=link),
         )
-        stores = engine._tiering._stores
+        stores = engine._tiering.stores
         for step in range(3):
             engine.settle()
             before = (link.bytes_up, link.bytes_down, *_disk(stores))
@@ -141,3 +145,118 @@ def test_an_update_reads_and_writes_twenty_six_bytes_an_element(tmp_path: Path) 
         assert segment.master is None
         assert gradient + 2 * sum(t.element_size() for t in (segment.working, segment.low, *segment.state)) == 26
     engine.close()
+
+
+@pytest.mark.usefixtures("every_flat_alone")
+def test_new_weights_go_up_before_anything_asks_for_them(tmp_path: Path) -> None:
+    """As soon as each part is updated: with the last one, all have."""
+    model = make_model()
+    link = ChaosLink(Chaos(3))
+    engine, *_ = wherry.initialize(
+        model=model,
+        optimizer=adamw(model.parameters()),
+        config=settings(2, more=offload("offload-2", tmp_path, "before_use", "bf16")),
+        mesh=topology(SoloComm(), link.chaos, link=link),
+    )
+    engine.backward(engine(*token_batch(0, 0, 0)))
+    before = link.bytes_up
+    engine.step()
+    jobs = list(engine._updater._pending.values())
+    assert len(jobs) == 4
+    for job in jobs:
+        job.come_to_an_end()
+    whole, updated = psi(1)
+    assert 2 * updated <= link.bytes_up - before <= 2 * whole
+    engine.close()
+
+
+def test_optimizer_state_on_disk_does_not_stay_in_the_room_for_weights(tmp_path: Path) -> None:
+    """On the same folder: a record is read once and written once, and what is kept in memory is weights."""
+    model = make_model()
+    config = offload("infinity", tmp_path, "before_use")
+    config["zero_optimization"]["offload_param"]["buffer_count"] = 6
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(3, more=config))
+    for step in range(2):
+        engine.backward(engine(*token_batch(step, 0, 0)))
+        engine.step()
+    engine.settle()
+    memory = {(row.state, row.tier): row.bytes_actual for row in engine.memory()}
+    assert memory["optimizer read", "host"] == 0
+    assert memory["parameters read", "host"] == memory["parameters", "disk"]
+    assert len(engine._tiering.stores) == 1
+    engine.close()
+
+
+class Pins:
+    """Counts what it is told to pin."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def pin(self, address: int, nbytes: int) -> None:
+        self.nbytes += nbytes
+
+    def unpin(self, address: int, nbytes: int) -> None:
+        self.nbytes -= nbytes
+
+
+class PinningLink(Link):
+    """To a device apart, with memory that is pinned for it."""
+
+    shared = False
+
+    def __init__(self, pin: bool) -> None:
+        self.pins = Pins()
+        super().__init__(torch.device("cpu"), pin=pin)
+
+    def _pinning(self, pin: bool) -> Any:
+        return self.pins if pin else None
+
+
+SECTIONS = ("offload_param", "offload_optimizer")
+
+
+@pytest.mark.parametrize("pageable", [(), SECTIONS[:1], SECTIONS[1:], SECTIONS])
+def test_each_section_says_whether_its_memory_is_pinned(pageable: tuple[str, ...], tmp_path: Path) -> None:
+    model = make_model()
+    config = offload("offload-3-parameters", tmp_path, "at_step")
+    for section in pageable:
+        config["zero_optimization"][section]["pin_memory"] = False
+    links: list[PinningLink] = []
+
+    def link_to(pin: bool) -> Link:
+        links.append(PinningLink(pin))
+        return links[0]
+
+    place = Topology(SoloComm(), torch.device("cpu"), 0, 0, 1, link=link_to)
+    engine, *_ = wherry.initialize(
+        model=model, optimizer=adamw(model.parameters()), config=settings(3, more=config), mesh=place
+    )
+    engine.backward(engine(*token_batch(0, 0, 0)))
+    engine.step()
+    link = links[0]
+    weights, states = (link.pool(section not in pageable) for section in SECTIONS)
+    assert states is link.host
+    assert (weights is states) == (len(pageable) != 1)
+    assert weights.counters.in_use > 0
+    assert states.counters.in_use > 0
+    pinned = {pool for pool, section in zip((weights, states), SECTIONS, strict=True) if section not in pageable}
+    assert link.pins.nbytes == sum(pool.counters.allocated for pool in pinned)
+    engine.close()
+    assert link.pins.nbytes == 0
+
+
+def test_a_copy_orders_the_stream_of_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream:
+        def wait_event(self, event: Any) -> None:
+            asked.append(event)
+
+    def current(device: Any = None) -> Stream:
+        asked.append(device)
+        return Stream()
+
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", current)
+    second, event = torch.device("cuda", 1), object()
+    _Copy(second, event, (), on_host=False).order()  # type: ignore[arg-type]
+    assert asked == [second, event]

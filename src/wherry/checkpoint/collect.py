@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from wherry.checkpoint.manifest import GRADIENT, WEIGHT
+from wherry.checkpoint.manifest import BEHIND, GRADIENT, WEIGHT
 from wherry.checkpoint.session import Logical, Session, own_sum, within
 from wherry.checkpoint.slices import Run
 from wherry.native import Blocks8
@@ -61,7 +61,7 @@ class FlatCut:
     """What this rank writes of a flat: of each segment of the optimizer's state, by group, and of the bare shard."""
 
     segments: list[tuple[int, list[Stretch]]] = field(default_factory=list)
-    # Parameters without a master, by what they are stored as.
+    # Parameters without a master, or that it is ahead of, by what they are stored as.
     bare: list[tuple[str, Stretch]] = field(default_factory=list)
 
 
@@ -76,10 +76,13 @@ def cut_flat(session: Session, flat: Flat, share: tuple[int, int]) -> FlatCut:
                     start, stop, at = place
                     members.append(Stretch.of(session.logical(slot), start, stop, at - span.start))
             cut.segments.append((span.group, members))
-    for slot in filter(session.writes, session.without_state(flat)):
+    stateless = session.without_state(flat)
+    behind = session.behind(flat)
+    for slot in filter(session.writes, flat.layout.slots):
+        state = WEIGHT if slot in stateless else BEHIND if behind else None
         place = within(flat, slot, *share)
-        if place is not None:
-            cut.bare.append((WEIGHT, Stretch.of(session.logical(slot), *place)))
+        if state is not None and place is not None:
+            cut.bare.append((state, Stretch.of(session.logical(slot), *place)))
     return cut
 
 
@@ -92,7 +95,8 @@ def flat_pieces(session: Session, flat: Flat, cut: FlatCut) -> Iterator[Piece | 
 
 
 def pieces(cut: FlatCut, segments: Sequence[dict[str, State]], shard: torch.Tensor | None) -> Iterator[Piece | Scalar]:
-    """A weight with an fp32 master is stored as its master alone, from which the working weight follows."""
+    """A weight with an fp32 master is stored as its master alone, from which the working weight follows; but one whose
+    last update is a delayed one also as the weight that training goes on with."""
     for (group, members), values in zip(cut.segments, segments, strict=True):
         for name, value in values.items():
             if is_scalar(value):

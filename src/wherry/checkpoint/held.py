@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from wherry.checkpoint.collect import FlatCut, Piece, Scalar, pieces
 from wherry.checkpoint.session import Session
 from wherry.sharding.unit import Flat
-from wherry.tiers.disk import DiskClone
-from wherry.tiers.homes import DiskHome, Home, Kept, Shelf
+from wherry.tiers.disk import DiskClone, DiskStore
+from wherry.tiers.homes import DiskHome, Home, Kept
 from wherry.update.record import State
 from wherry.update.state import KeptBatch
 
@@ -43,7 +43,7 @@ class Held:
     def __init__(self) -> None:
         self._items: list[_Item] = []
         self._kept: list[Kept] = []
-        self._clones: dict[Shelf, DiskClone | None] = {}
+        self._clones: dict[DiskStore, DiskClone | None] = {}
 
     def take(self, session: Session, cuts: dict[Flat, FlatCut]) -> set[Flat]:
         """Begin to hold everything as it is now; returns the flats that this is about. No update may be under way."""
@@ -57,8 +57,8 @@ class Held:
         on_disk = [home for home in homes if isinstance(home, DiskHome)]
         for home in on_disk:
             home.written()
-        for shelf in dict.fromkeys(home.shelf for home in on_disk):
-            self._clones[shelf] = shelf.store.clone(session.comm.size)
+        for store in dict.fromkeys(home.shelf.store for home in on_disk):
+            self._clones[store] = store.clone(session.comm.size)
         for batch in batches:
             item = _Item(batch.keep(self._keep))
             for state in batch.states:
@@ -83,7 +83,7 @@ class Held:
         return "states on disk were cloned by the file system"
 
     def _keep(self, home: Home) -> Kept:
-        kept = home.keep(self._clones[home.shelf]) if isinstance(home, DiskHome) else home.keep()
+        kept = home.keep(self._clones[home.shelf.store]) if isinstance(home, DiskHome) else home.keep()
         self._kept.append(kept)
         return kept
 

@@ -19,6 +19,8 @@ FORMAT = "wherry checkpoint"
 VERSION = 1
 WEIGHT = "weight"
 GRADIENT = "gradient"
+# Working weights that are one update older than the master, between two steps of delayed updates.
+BEHIND = "behind"
 _NO_DIGEST = "0" * 64
 
 
@@ -130,7 +132,7 @@ class Manifest:
     def state_names(self) -> list[str]:
         """The optimizer's states that are inside."""
         names = {state for _, entry in self.parameters() for state in entry.states}
-        return sorted(names - {WEIGHT, GRADIENT})
+        return sorted(names - {WEIGHT, GRADIENT, BEHIND})
 
     def check_complete(self) -> None:
         """Every element of every state is in a slice: what the ranks wrote fits together."""

@@ -63,8 +63,14 @@ class Access:
             ]
         self._reading, self._writing = _Outermost(), _Outermost()
         self._loading = ExitStack()
+        self.closed = False
 
     def close(self) -> None:
+        """Whoever is inside `gathered` has whole weights no longer; what was edited there is not kept."""
+        self.closed = True
+        for flat in self.unit_of:
+            flat.pins = 0
+            self.gatherer.release_flat(flat)
         for handle in self._handles:
             handle.remove()
         for parameter in self.place_of:
@@ -78,21 +84,27 @@ class Access:
         """The flats whole; what was edited is written back to shards and masters at the end."""
         self.settle()
         flats = list(flats)
-        gathered_here = [flat for flat in flats if flat.weights is Weights.RELEASED]
-        for flat in flats:
-            self.gatherer.gather_flat(flat)
-            flat.pins += 1
-        before = {flat: flat.whole[slice(*flat.layout.shard_range(flat.rank))].clone() for flat in flats}
-        try:
-            yield
+        with ExitStack() as stack:
             for flat in flats:
+                stack.enter_context(self._whole(flat))
+            before = {flat: flat.whole[slice(*flat.layout.shard_range(flat.rank))].clone() for flat in flats}
+            yield
+            for flat in () if self.closed else flats:
                 if modifier_rank is not None:
                     self.comm.broadcast(flat.whole, modifier_rank).wait()
                 self._write_back(flat, before[flat])
+
+    @contextmanager
+    def _whole(self, flat: Flat) -> Iterator[None]:
+        """One flat kept whole; released at the end if it was before."""
+        released = flat.weights is Weights.RELEASED
+        self.gatherer.gather_flat(flat)
+        flat.pins += 1
+        try:
+            yield
         finally:
-            for flat in flats:
-                flat.pins -= 1
-            for flat in gathered_here:
+            flat.pins -= 1
+            if released:
                 self.gatherer.release_flat(flat)
 
     @torch.no_grad()

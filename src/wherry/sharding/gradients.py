@@ -77,15 +77,21 @@ class Gradients:
         self.policy = policy
         self._optimizer_partitioned = optimizer.partitioned
         self._sum_squares = sum_squares
-        partitioned = gradients.partitioned and comm.size > 1
+        self._partitioned = gradients.partitioned and comm.size > 1
         self.link = link
         self.all = [
-            FlatGradient(flat, partitioned=partitioned, policy=policy, way=way_of(flat), link=link)
+            FlatGradient(flat, partitioned=self._partitioned, policy=policy, way=way_of(flat), link=link)
             for flat in flats
             if flat.trainable
         ]
         # Told of every flat whose gradient is complete at the boundary, `landing` apart.
         self.on_complete: Callable[[FlatGradient], None] | None = None
+        self._told: set[FlatGradient] = set()
+        # Those that more may come for in this backward: they are complete when it ends.
+        self._held: dict[FlatGradient, None] = {}
+        # The flats that backwards within a backward have brought late gradients for; None before the first of these.
+        self._late_before: set[FlatGradient] | None = None
+        self._trims = False
         # Copies down whose sources have not been given back: one travels while the next is filled.
         self._descending: deque[Callable[[], None]] = deque()
         # Until the first backward has shown better: as built, backwards. The root unit, built first, comes last.
@@ -114,7 +120,10 @@ class Gradients:
         self._next = 0
         self._completed = []
         self._late = set()
+        self._told.clear()
         self.arrivals = 0
+        if self._trims:
+            self._trim()
         for gradient in self.all:
             if gradient.way is Landing.COPIED:
                 self.link.order(gradient.landing)  # what was copied down may now be overwritten
@@ -146,6 +155,7 @@ class Gradients:
         self._send_waiting()
         self._drain(0)
         self._collect_late()
+        self._tell_of_held()
         for gradient in self.all:
             gradient.note_arrivals()
         self._agree_on_order()
@@ -164,10 +174,38 @@ class Gradients:
                 self._reduce_accumulated(gradient)
         self._send_waiting()
         self._drain(0)
+        self._tell_of_held()
+
+    def choose(self, policy: GradientPolicy, way_of: Callable[[Flat], Landing]) -> None:
+        """Sum and land gradients in another way from here on, between two windows."""
+        self.drop()
+        self.policy = policy
+        for index, old in enumerate(self.all):
+            old.close()
+            self.all[index] = FlatGradient(
+                old.flat, partitioned=self._partitioned, policy=policy, way=way_of(old.flat), link=self.link
+            )
+        self._index = {gradient: i for i, gradient in enumerate(self.all)}
+        self._late_before = None
+
+    def rest(self) -> None:
+        """Nothing is on its way any more, and no memory is kept for what is to come."""
+        while self._descending:
+            self._descending.popleft()()
+        for gradient in self.all:
+            gradient.landing.wait()
+        self._trim()
+
+    def _trim(self) -> None:
+        self._trims = False
+        for pool in self._pools.values():
+            pool.trim()
+        self.link.host.trim()
 
     def drop(self) -> None:
         """Forget the window's gradients, those on their way included."""
         self._travelling_wait_quietly()
+        self._held.clear()
         for gradient in self.all:
             gradient.drop()
 
@@ -183,6 +221,7 @@ class Gradients:
             gradient.absent = ()  # which were missing is not in a checkpoint: their zeros count
             if boundary:
                 self._summed(gradient)
+        self._tell_of_held()
 
     def sum_squares(self, journal: int = 0, path: int = 0) -> float | torch.Tensor:
         """The squared norm of the window's gradients as they are: not unscaled, not averaged.
@@ -470,7 +509,20 @@ class Gradients:
                 gradient.landing = self.link.down(gradient.owned, gradient.own_sum)
         elif gradient.stays:
             gradient.sum_squares = self._measure(gradient, gradient.owned)
-        if self.on_complete is not None:
+        if self.on_complete is None:
+            return
+        if self.nested and (self._late_before is None or gradient in self._late_before):
+            self._held[gradient] = None
+        else:
+            self._told.add(gradient)
+            self.on_complete(gradient)
+
+    def _tell_of_held(self) -> None:
+        """Nothing comes late any more."""
+        held, self._held = self._held, {}
+        for gradient in held:
+            assert self.on_complete is not None
+            self._squares(gradient)  # afterwards there may be nothing left to measure
             self.on_complete(gradient)
 
     def _squares(self, gradient: FlatGradient) -> float | torch.Tensor:
@@ -497,8 +549,18 @@ class Gradients:
         late = torch.tensor([float(i in self._late) for i in range(len(self.all))])
         late = late.to(self.all[0].flat.whole.device)
         self.comm.all_reduce(late, "max").wait()
+        # All were held back in the first of these backwards, which takes memory for all of them.
+        self._trims = self._late_before is None and bool(self._held)
+        self._late_before = self._late_before or set()
         for index in torch.nonzero(late.cpu()).flatten().tolist():
             gradient = self.all[index]
+            if gradient in self._told:
+                raise WherryError(
+                    f"{gradient.flat.name}: a gradient came after the backward had updated its weights already, from a "
+                    "reentrant checkpoint that uses a weight which is used elsewhere too; set "
+                    '"wherry": {"update_policy": "before_use"}'
+                )
+            self._late_before.add(gradient)
             if gradient.partitioned or gradient.reduced:
                 self._reduce_more(gradient)
             else:

@@ -262,7 +262,8 @@ class HostPool(_Pool):
         skip = -start % grain
         if huge and hasattr(mmap, "MADV_HUGEPAGE"):
             _advise_huge(area, skip, size)
-        tensor = torch.frombuffer(area, dtype=torch.uint8, count=size, offset=skip)
+        with torch.inference_mode(False):  # who takes it next may not be in an evaluation
+            tensor = torch.frombuffer(area, dtype=torch.uint8, count=size, offset=skip)
         block = Block(tensor, start + skip, size)
         if self._pinning is not None:
             self._pinning.pin(block.address, size)
@@ -309,7 +310,8 @@ class DevicePool(_Pool):
     def _allocate(self, size: int) -> Block:
         import torch
 
-        tensor = torch.empty(size, dtype=torch.uint8, device=self.device)
+        with torch.inference_mode(False):
+            tensor = torch.empty(size, dtype=torch.uint8, device=self.device)
         return Block(tensor, address_of(tensor), size)
 
 

@@ -170,6 +170,7 @@ class DiskStore:
         self._ends = [0] * len(roots)
         self._records = 0
         self._watches: list[Callable[[], None]] = []
+        self._attached: weakref.WeakSet[HostPool] = weakref.WeakSet()
         self._finalizer = weakref.finalize(self, self._resources.release)
         try:
             self.paths = tuple(self._create(root, lane, name) for lane, root in enumerate(roots))
@@ -213,6 +214,9 @@ class DiskStore:
 
     def attach(self, pool: HostPool) -> None:
         """Register the pool's memory with io_uring, now and as it grows. Other backends have no use for it."""
+        if pool in self._attached:
+            return
+        self._attached.add(pool)
         resources = weakref.ref(self._resources)
 
         def mapped(address: int, length: int) -> None:

@@ -20,10 +20,22 @@ class Link:
     """
 
     shared = True
+    # Whether `host` is pinned, where anything is, and a pool that is what `host` is not.
+    _pins = True
+    _other: HostPool | None = None
 
     def __init__(self, device: torch.device, *, pin: bool = True) -> None:
         self.device = device
         self.host = HostPool(pinning=self._pinning(pin))
+        self._pins = pin
+
+    def pool(self, pin: bool) -> HostPool:
+        """Host memory that is pinned, or that is not; `host` where that is what it is, or where nothing is pinned."""
+        if pin == self._pins or self._pinning(True) is None:
+            return self.host
+        if self._other is None:
+            self._other = HostPool(pinning=self._pinning(pin))
+        return self._other
 
     def _pinning(self, pin: bool) -> CudaPin | None:
         return None
@@ -56,14 +68,19 @@ class Link:
 
     def close(self) -> None:
         self.host.close()
+        if self._other is not None:
+            self._other.close()
 
 
 class _Copy(Ticket):
     """A copy on a stream: `wait` is for whoever uses the target, `order` for whoever reuses the source."""
 
-    __slots__ = ("_event", "_keeps", "_on_host")
+    __slots__ = ("_device", "_event", "_keeps", "_on_host")
 
-    def __init__(self, event: torch.cuda.Event, keeps: tuple[torch.Tensor, ...], on_host: bool) -> None:
+    def __init__(
+        self, device: torch.device, event: torch.cuda.Event, keeps: tuple[torch.Tensor, ...], on_host: bool
+    ) -> None:
+        self._device = device
         self._event = event
         self._keeps = keeps
         self._on_host = on_host
@@ -76,7 +93,8 @@ class _Copy(Ticket):
             self.order()
 
     def order(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        # Of the copy's own device: the thread that waits may have another as its current one.
+        torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def finish(self) -> None:
         self._event.synchronize()
@@ -108,7 +126,7 @@ class CudaLink(Link):
             target.copy_(source, non_blocking=True)
             event = torch.cuda.Event()
             event.record(stream)
-        return _Copy(event, (target, source), on_host)
+        return _Copy(self.device, event, (target, source), on_host)
 
     def up(self, target: torch.Tensor, source: torch.Tensor, *, after: Ticket | None = None) -> Ticket:
         # The target's memory may have belonged to work that the current stream, or the fence's, has not done yet.
@@ -123,7 +141,7 @@ class CudaLink(Link):
         return self._copy(self._down, target, source, on_host=True)
 
     def fence(self) -> Ticket:
-        return _Copy(self._record(), (), on_host=False)
+        return _Copy(self.device, self._record(), (), on_host=False)
 
     def order(self, ticket: Ticket) -> None:
         if isinstance(ticket, _Copy):

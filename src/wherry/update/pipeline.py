@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +21,15 @@ from wherry.placement import Tier
 from wherry.sharding.gradients import FlatGradient
 from wherry.sharding.unit import Flat
 from wherry.tiers.streams import Link
-from wherry.tiers.tickets import DONE, OnHost, Ticket
+from wherry.tiers.tickets import DONE, OnHost, Ticket, TicketGroup
 from wherry.update.jobs import READ, UPDATE, WRITE, Crew, Job, Steps, drive_all, drive_one
 from wherry.update.rules import Groups, Rule
 from wherry.update.state import BATCH_NUMEL, Batch, FlatState, MakeHome
 from wherry.update.untouched import Untouched
 
 EVERYTHING = 1 << 30
+# Parameters without a gradient, by their place in the flat.
+Absent = Mapping[Flat, Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,8 @@ class Updater:
         self._masters: list[torch.Tensor | None] = []
         self._open: tuple[Batch, StateTier, torch.dtype] | None = None
         self._crew = Crew(policy.depth, link.device)
+        # The thread of the crew is in this process alone, and not in one that is forked from it.
+        self._process = os.getpid()
         # What went wrong in an update: from then on there is no step to go on from.
         self._broken: BaseException | None = None
         # Updates whose weights have not been published.
@@ -121,15 +127,16 @@ class Updater:
         self._masters = []
 
     def attach(self, gradients: Sequence[FlatGradient]) -> None:
-        """All flats have been adopted; these are their gradients."""
+        """All flats have been adopted; these are their gradients from now on."""
         self._fill()
         gradient_of = {gradient.flat: gradient for gradient in gradients}
         for batch in self.batches:
             batch.gradients = [gradient_of[state.flat] for state in batch.states]
+            batch.unbind()
 
     # The update.
 
-    def step(self, groups: Groups, multiplier: float, absent: Mapping[Flat, Sequence[int]] | None = None) -> None:
+    def step(self, groups: Groups, multiplier: float, absent: Absent | None = None) -> None:
         """Update every flat with its gradients times `multiplier`, now or as the policy has it.
 
         `absent`: the parameters that no rank has a gradient for, by their place in the flat. They are left alone, but
@@ -141,14 +148,12 @@ class Updater:
             late = self.policy.when == "delayed" and self.steps_made >= self.policy.warmup
             if self.policy.when == "in_backward":
                 self._finish_early(groups, multiplier)
-            elif absent and not late:
-                self.settle()
-                self._at_once(groups, multiplier, Untouched(self.states, absent))
-            elif self.policy.when == "before_use" or late:
-                self.settle()
-                self._begin(groups, multiplier, late=late)
+            elif late:
+                self._begin(groups, multiplier, late=True)
+            elif self.policy.when == "before_use":
+                self._begin(groups, multiplier, absent=absent)
             else:
-                self._at_once(groups, multiplier)
+                self._at_once(self.batches, groups, multiplier, absent)
             if self.policy.when != "delayed":
                 self._complete_resident()
 
@@ -164,27 +169,37 @@ class Updater:
         if self._broken is not None:
             raise WherryError(f"an update has failed before: {self._broken}") from self._broken
 
-    def _at_once(self, groups: Groups, multiplier: float, untouched: Untouched | None = None) -> None:
+    def _at_once(
+        self, batches: Sequence[Batch], groups: Groups, multiplier: float, absent: Absent | None = None
+    ) -> None:
         self.settle()
-        depth = self.policy.depth if any(batch.on_disk for batch in self.batches) else EVERYTHING
+        untouched = Untouched([state for batch in batches for state in batch.states], absent) if absent else None
+        depth = self.policy.depth if any(batch.on_disk for batch in batches) else EVERYTHING
         fence = self.link.fence()
-        jobs = {batch: Job(batch.name, self._steps(batch, groups, multiplier, fence)) for batch in self.batches}
-        refreshes: list[Ticket] = []
-        driven = list(drive_all(jobs.values(), depth))  # to their ends, also if one has failed
-        for batch, job in zip(self.batches, driven, strict=True):
-            self._wait(job)
-            if untouched is not None:
-                for state in batch.states:
-                    untouched.put_back(state)
-            refreshes += self._refresh(batch)
-        for refresh in refreshes:
-            refresh.wait()
+        jobs = [Job(batch.name, self._steps(batch, groups, multiplier, fence)) for batch in batches]
+        driven = list(drive_all(jobs, depth))  # to their ends, also if one has failed
+        with _all_waited_for() as refreshes:
+            for batch, job in zip(batches, driven, strict=True):
+                self._wait(job)
+                if untouched is not None:
+                    for state in batch.states:
+                        untouched.put_back(state)
+                refreshes += self._refresh(batch)
 
-    def _begin(self, groups: Groups, multiplier: float, *, late: bool) -> None:
-        """Set all updates going beside what comes next, in the order in which units run."""
+    def _begin(self, groups: Groups, multiplier: float, *, late: bool = False, absent: Absent | None = None) -> None:
+        """Set all updates going beside what comes next, in the order in which units run.
+
+        Those with `absent` parameters are made at once: what they must not touch is put back before anybody looks.
+        """
+        self.settle()
+        now = [batch for batch in self.batches if any(state.flat in (absent or ()) for state in batch.states)]
+        if now:
+            self._at_once(now, groups, multiplier, absent)
         groups = _snapshot(groups)
         fence = self.link.fence()
         for batch in self.batches:
+            if batch in now:
+                continue
             aside = [gradient.set_aside() for gradient in batch.gradients] if late else None
             self._send(batch, self._steps(batch, groups, multiplier, fence, aside))
 
@@ -286,9 +301,7 @@ class Updater:
 
     def _finish_early(self, groups: Groups, multiplier: float) -> None:
         if self._early is None:  # a boundary that was decided after its backward
-            self.settle()
-            self._begin(groups, multiplier, late=False)
-            return
+            return self._begin(groups, multiplier)
         (used, used_multiplier), self._early = self._early, None
         if used_multiplier != multiplier or used != _snapshot(groups):
             raise WherryError(
@@ -320,18 +333,49 @@ class Updater:
         """Complete the updates of these flats, or of all: their weights are those after the last step."""
         if not self._pending:
             return
+        self._refuse_fork()
         # In one order on every rank, whatever order the updates were begun in.
         batches = [b for b in self.batches if b in self._pending] if flats is None else self._batches_of(flats)
-        refreshes: list[Ticket] = []
-        for batch in batches:
-            self._wait(self._pending[batch])
-            del self._pending[batch]
-            self._publish(batch)
-            for state in batch.states:
-                state.flat.pending = False
-            refreshes += self._refresh(batch)
-        for refresh in refreshes:
-            refresh.wait()
+        with _all_waited_for() as refreshes:
+            for batch in batches:
+                self._wait(self._pending[batch])
+                del self._pending[batch]
+                self._publish(batch)
+                for state in batch.states:
+                    state.flat.pending = False
+                refreshes += self._refresh(batch)
+
+    def rest(self) -> None:
+        """Updates under way have ended, and the training that follows is what it would be without this call.
+
+        As `settle`, but that weights which a delayed update has made are published when its time has come.
+        """
+        if self.policy.when != "delayed":
+            return self.settle()
+        self._refuse_fork()
+        for job in self._pending.values():
+            self._wait(job)
+
+    def behind(self, flat: Flat) -> bool:
+        """Whether a flat's weights are one update older than its master, between two steps of delayed updates."""
+        return flat in self.state_of and self.state_of[flat].batch in self._fresh
+
+    @torch.no_grad()
+    def hold_back(self) -> None:
+        """Masters were loaded that are one update ahead of the weights: these follow in the next step."""
+        assert self.policy.when == "delayed" and not self._pending, self.policy
+        for batch in self.batches:
+            self._fresh[batch] = batch.fetched_working()
+            self._pending[batch] = job = Job(batch.name, _no_steps())
+            drive_one(job)
+
+    def _refuse_fork(self) -> None:
+        if os.getpid() != self._process:
+            raise WherryError(
+                f"weights were read whose update is under way in process {self._process}, and this is its fork "
+                f"{os.getpid()}, where that update does not run; call engine.settle() before the fork (as before a "
+                "DataLoader starts its workers), or read weights in the first process"
+            )
 
     def _wait(self, job: Job) -> None:
         try:
@@ -402,15 +446,36 @@ class Updater:
         return sum(batch.in_memory for batch in self.batches if batch.on_disk)
 
     def close(self) -> None:
-        self._crew.close()
+        with ExitStack() as end:
+            end.callback(self._forget)
+            for batch in self.batches:
+                end.callback(batch.close)
+            end.callback(self._crew.close)  # first of all: what it runs uses the batches
+
+    def _forget(self) -> None:
         self._pending.clear()
         self._fresh.clear()
-        for batch in self.batches:
-            batch.close()
         self.states.clear()
         self.batches.clear()
         self.tiers.clear()
         self.state_of.clear()
+
+
+@contextmanager
+def _all_waited_for() -> Iterator[list[Ticket]]:
+    """Tickets that are added to the list: all are waited for at the end, also after an error."""
+    tickets: list[Ticket] = []
+    try:
+        yield tickets
+    except BaseException:
+        with suppress(Exception):  # there is an error to be told already
+            TicketGroup(tickets).wait()
+        raise
+    TicketGroup(tickets).wait()
+
+
+def _no_steps() -> Steps:
+    yield from ()
 
 
 def _snapshot(groups: Groups) -> list[dict[str, Any]]:

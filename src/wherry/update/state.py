@@ -218,6 +218,13 @@ class Batch:
         """The working weights of each segment that the record holds."""
         return [fields["working"] for fields in self._views()]  # type: ignore[misc]
 
+    def fetched_working(self) -> list[torch.Tensor]:
+        """As `working`, wherever the record is; copies of what rests on disk."""
+        if self._home is None or not self.on_disk:
+            return self.working()
+        with opened(self._home, write=False):
+            return [weights.clone() for weights in self.working()]
+
     def publish(self, fence: Ticket, fresh: Sequence[torch.Tensor] | None = None) -> list[Ticket]:
         """Send working weights, those of the record or `fresh` ones, to where flats have theirs."""
         parts = iter(self.working() if fresh is None else fresh)
