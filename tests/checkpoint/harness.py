@@ -74,6 +74,7 @@ def train(engine: Any, comm: Comm, steps: int, *, first: int = 0, accumulation: 
 def state_of(engine: Any, *, everywhere: bool = True) -> dict[str, torch.Tensor]:
     """All weights, masters and moments, whole, by `name:state`; 8-bit ones as values. On rank 0 alone, or everywhere:
     what is put together of all ranks' shards is the same on each."""
+    engine.settle()
     session = engine._session()
     found: dict[str, torch.Tensor] = {}
     for flat in session.flats:
