@@ -204,6 +204,11 @@ try:
         if comm.rank == 1:
             os._exit(3)
         wait()
+    elif mode == "dies in the middle":
+        if comm.rank == 1:
+            time.sleep(0.5)
+            os._exit(3)
+        comm.reduce_scatter(torch.ones(4), torch.ones(8), label="blocks.5").wait()
     elif mode == "late":
         if comm.rank != 1:
             wait()
@@ -286,6 +291,13 @@ def test_processes_name_the_rank_that_died(tmp_path: Any) -> None:
     for rank in (0, 2):
         assert "PeerError" in outputs[rank], outputs[rank]
         assert re.search("rank 1 (is gone|has failed.*it is gone)", outputs[rank]), outputs[rank]
+
+
+def test_a_reduce_scatter_whose_rank_died(tmp_path: Any) -> None:
+    """gloo never calls it completed, and says at once that its connection is gone."""
+    output = run_processes(tmp_path, "dies in the middle", size=2)[0]
+    assert "reduce_scatter of blocks.5" in output and "rank 1 is gone" in output, output
+    assert seconds(output) < 20
 
 
 def test_processes_name_the_rank_that_did_not_arrive(tmp_path: Any) -> None:
