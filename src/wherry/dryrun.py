@@ -197,14 +197,13 @@ def dry_run(
             )
         batch = Batch(tuple(_faked(fake, a) for a in batch.args), {k: _faked(fake, v) for k, v in batch.kwargs.items()})
         comm = FakeComm(rank, ranks)
-        link = FakeLink(FakePool(fake, footprint), shared=not gpu)
         topology = Topology(
             comm,
             torch.device("cpu"),
             rank,
             rank,
             ranks,
-            link=lambda pin: link,
+            link=lambda pin: FakeLink(FakePool(fake, footprint), shared=not gpu),
             open_store=FakeStore,  # type: ignore[arg-type]
         )
         parameters = sum(p.numel() for p in model.parameters())

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import Run, adamw, assert_close, make_model, settings, token_batch, train_plain
+from tests.engine.harness import (
+    Run,
+    adamw,
+    assert_close,
+    assert_equal,
+    make_model,
+    settings,
+    token_batch,
+    train_plain,
+)
 from tests.parallel.handmade import Model
+from tests.tiers.chaos import Chaos
+from tests.tiers.chaos import topology as chaotic
+from tests.tiers.test_placements import offload
 
 import wherry
 from wherry.errors import WherryError
@@ -49,13 +63,13 @@ def joined(engine: Any, name: str, parameter: torch.Tensor, comm: Comm) -> torch
     return whole
 
 
-def train(model: Model, place: Topology, stage: int, accumulation: int, more: dict[str, Any]) -> Run:
+def train(model: Model, place: Topology, stage: int, accumulation: int, more: dict[str, Any], mesh: Any = None) -> Run:
     mine = copy.deepcopy(model)
     mine.cut(place.tensor)
     engine, *_ = wherry.initialize(
         model=mine,
         optimizer=adamw(mine.parameters()),
-        mesh=place,
+        mesh=mesh or place,
         config=settings(stage, accumulation, CLIP, more),
     )
     run = Run()
@@ -93,6 +107,42 @@ def test_tensor_times_data_equals_one_process(stage: int, data: int, tensor: int
         assert_close(run, oracle)
         assert run.losses == runs[0].losses
         assert torch.equal(run.extra[0], runs[0].extra[0]) and run.extra[0].shape == (64, 16)
+
+
+@pytest.mark.parametrize(
+    ("row", "policy", "by"),
+    [
+        ("offload-0", "before_use", "mesh"),
+        ("offload-1", "at_step", "mesh"),
+        ("offload-2", "before_use", "mesh"),
+        ("offload-3-parameters", "before_use", "mesh"),
+        ("disk-2", "at_step", "mesh"),
+        ("infinity", "before_use", "mesh"),
+        ("offload-3", "before_use", "mpu"),
+        ("infinity", "at_step", "mpu"),
+    ],
+)
+def test_tensor_parallelism_beside_host_and_disk(row: str, policy: str, by: str, tmp_path: Path) -> None:
+    """On a device apart from the host, whose copies are late; through an mpu on one that is the host."""
+    model = make_model(Model)
+    assert isinstance(model, Model)
+    config = offload(row, tmp_path, policy)
+    stage = config["zero_optimization"]["stage"]
+
+    def body(place: Topology) -> Run:
+        mesh: Any = Mpu(place)
+        if by == "mesh":
+            # The names of the stores are the ranks', of all axes.
+            late = chaotic(place.data, Chaos(place.global_rank))
+            mesh = replace(late, tensor=place.tensor, global_rank=place.global_rank, world_size=place.world_size)
+        return train(model, place, stage, 2, copy.deepcopy(config), mesh)
+
+    runs = run_grid(body, data=2, tensor=2)
+    resident = run_grid(lambda place: train(model, place, stage, 2, {}), data=2, tensor=2)
+    assert_close(runs[0], train_plain(model, ranks=2, accumulation=2, steps=STEPS, clip=CLIP))
+    for run, same in zip(runs, resident, strict=True):
+        assert_equal(run, same)
+    assert not list(tmp_path.iterdir())
 
 
 def test_gradients_of_cut_parameters_are_whole() -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.engine.harness import Run, adamw, settings
 from tests.engine.test_processes import Pool
+from tests.tiers.test_placements import offload
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
 
 import wherry
 from wherry.train.model import GPT, GPTConfig
@@ -33,14 +39,39 @@ def model_of() -> GPT:
         return model
 
 
+def drop_out(model: GPT, rank: int = 0, ranks: int = 1) -> None:
+    """Dropout on what attention and MLP add to the stream.
+
+    A block draws from a seed that follows the micro-batch, so that the masks do not depend on which process it is in.
+    """
+
+    def drop(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+        return F.dropout(out, 0.2, training=module.training and torch.is_grad_enabled())
+
+    for layer, block in enumerate(model.blocks):
+        micro_batches = itertools.count(rank, ranks)
+
+        def seed(module: nn.Module, args: Any, layer: int = layer, numbers: Iterator[int] = micro_batches) -> None:
+            # Before its first micro-batch a pipeline asks for shapes, by a forward that counts for nothing.
+            asked = any("metadata_inference" in frame.name for frame in traceback.extract_stack(limit=40))
+            if torch.is_grad_enabled() and not asked:
+                torch.manual_seed(1000 * layer + next(numbers))
+
+        block.register_forward_pre_hook(seed)
+        block.attention.register_forward_hook(drop)  # type: ignore[union-attr, operator]
+        block.mlp.register_forward_hook(drop)  # type: ignore[union-attr, operator]
+
+
 def batch(step: int, micro: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
     ids = torch.randint(0, 32, (2, SEQUENCE + 1), generator=generator)
     return ids[:, :-1], ids[:, 1:]
 
 
-def oracle(data: int, accumulation: int) -> Run:
+def oracle(data: int, accumulation: int, dropout: bool = False) -> Run:
     model, run = model_of(), Run()
+    if dropout:
+        drop_out(model)
     optimizer = adamw([p for p in model.parameters() if p.requires_grad])
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -55,7 +86,8 @@ def oracle(data: int, accumulation: int) -> Run:
         optimizer.step()
         run.losses.append(total)
     run.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    run.extra = float(model(*batch(0, 0, 0)).detach())
+    with torch.no_grad():
+        run.extra = float(model(*batch(0, 0, 0)))
     return run
 
 
@@ -67,10 +99,14 @@ def whole_weights(engine: Any) -> dict[str, torch.Tensor]:
         }
 
 
-def over_tensor(rank: int, stage: int, data: int, tensor: int, accumulation: int, more: dict[str, Any]) -> Run:
+def over_tensor(
+    rank: int, stage: int, data: int, tensor: int, accumulation: int, more: dict[str, Any], dropout: bool = False
+) -> Run:
     mesh = init_device_mesh("cpu", (data, tensor), mesh_dim_names=("dp", "tp"))
     model, run = model_of(), Run()
     cut_blocks(model, mesh)
+    if dropout:
+        drop_out(model, mesh["dp"].get_local_rank(), data)
     engine, *_ = wherry.initialize(
         model=model,
         optimizer=adamw([p for p in model.parameters() if p.requires_grad]),
@@ -91,12 +127,24 @@ def over_tensor(rank: int, stage: int, data: int, tensor: int, accumulation: int
     return run
 
 
-def over_three(rank: int, stage: int, pipe: int, data: int, tensor: int, micros: int, schedule: str) -> Run:
+def over_three(
+    rank: int,
+    stage: int,
+    pipe: int,
+    data: int,
+    tensor: int,
+    micros: int,
+    schedule: str,
+    more: dict[str, Any] | None = None,
+    dropout: bool = False,
+) -> Run:
     mesh = init_device_mesh("cpu", (pipe, data, tensor), mesh_dim_names=("pp", "dp", "tp"))
     run = Run()
     whole = model_of()
     if tensor > 1:
         cut_blocks(whole, mesh)
+    if dropout:
+        drop_out(whole, mesh["dp"].get_local_rank(), data)
     names = {p: name for name, p in whole.named_parameters()}
     part = Stage(whole, mesh["pp"].get_local_rank(), pipe)
     mine = {name: names[p] for name, p in part.named_parameters()}
@@ -104,7 +152,7 @@ def over_three(rank: int, stage: int, pipe: int, data: int, tensor: int, micros:
         model=part,
         optimizer=adamw([p for p in part.parameters() if p.requires_grad]),
         mesh=mesh,
-        config=settings(stage, micros, CLIP),
+        config=settings(stage, micros, CLIP, more),
     )
     pipeline = Pipeline(engine, schedule)
     for step in range(STEPS):
@@ -112,6 +160,7 @@ def over_three(rank: int, stage: int, pipe: int, data: int, tensor: int, micros:
         total = float(pipeline.train_batch(window))
         run.losses.append(sum(engine.comm.gather_objects(total)) / data)
         run.norms.append(engine.get_global_grad_norm())
+    pipeline.train(False)
     evaluated = float(pipeline(*(torch.cat([t] * (micros // 2)) for t in batch(0, 0, 0))))
     run.weights = {mine[name]: weight for name, weight in whole_weights(engine).items()}
     run.extra = evaluated
@@ -133,42 +182,98 @@ def four() -> Iterator[Pool]:
     pool.close()
 
 
+RECOMPUTE = {"activation_checkpointing": {"policy": "recompute"}}
+PARTITION = {"activation_checkpointing": {"partition_activations": True}}
+
+
+@pytest.fixture(scope="module")
+def oracles() -> dict[tuple[int, bool], Run]:
+    """Plain PyTorch on two data-parallel ranks' batches, by accumulation and dropout."""
+    return {(k, dropout): oracle(2, k, dropout) for k in (2, 4) for dropout in (False, True)}
+
+
+Oracles = dict[tuple[int, bool], Run]
+
+
 @pytest.mark.parametrize(
-    ("stage", "more"),
+    ("stage", "more", "dropout"),
     [
-        (0, {}),
-        (1, {}),
-        (2, {}),
-        (3, {}),
-        (3, {"activation_checkpointing": {"partition_activations": True}}),
+        *((stage, {}, False) for stage in range(4)),
+        (3, PARTITION, False),
+        (1, {}, True),
+        (2, RECOMPUTE, True),
+        (3, PARTITION, True),
     ],
 )
-def test_a_parallelised_module_on_every_stage(four: Pool, stage: int, more: dict[str, Any]) -> None:
-    runs = four.run(over_tensor, stage, 2, 2, 2, more)
-    plain = oracle(2, 2)
+def test_a_parallelised_module_on_every_stage(
+    four: Pool, oracles: Oracles, stage: int, more: dict[str, Any], dropout: bool
+) -> None:
+    runs = four.run(over_tensor, stage, 2, 2, 2, more, dropout)
+    plain = oracles[2, dropout]
     for run in runs:
         assert_near(run, plain, plain.weights)
         assert all(torch.equal(run.weights[name], runs[0].weights[name]) for name in plain.weights)
 
 
-@pytest.mark.parametrize(("stage", "schedule"), [(0, "gpipe"), (1, "1f1b"), (2, "1f1b"), (3, "1f1b")])
-def test_pipeline_stages_on_every_stage(four: Pool, stage: int, schedule: str) -> None:
-    runs = four.run(over_three, stage, 2, 2, 1, 4, schedule)
-    plain = oracle(2, 4)
+@pytest.mark.parametrize(
+    ("row", "policy"),
+    [
+        ("offload-0", "at_step"),
+        ("offload-2", "before_use"),
+        ("offload-3-parameters", "before_use"),
+        ("disk-2", "at_step"),
+        ("infinity", "before_use"),
+    ],
+)
+def test_a_parallelised_module_on_every_tier(
+    four: Pool, oracles: Oracles, row: str, policy: str, tmp_path: Path
+) -> None:
+    config = offload(row, tmp_path, policy)
+    stage = config["zero_optimization"]["stage"]
+    plain = oracles[2, False]
+    for run, resident in zip(
+        four.run(over_tensor, stage, 2, 2, 2, config), four.run(over_tensor, stage, 2, 2, 2, {}), strict=True
+    ):
+        assert_near(run, plain, plain.weights)
+        assert all(torch.equal(run.weights[name], resident.weights[name]) for name in plain.weights)
+    assert not list(tmp_path.iterdir())
+
+
+def test_dropout_changes_what_is_compared(oracles: Oracles) -> None:
+    assert oracles[2, True].losses != pytest.approx(oracles[2, False].losses, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("stage", "schedule", "more", "dropout"),
+    [
+        (0, "gpipe", {}, False),
+        (1, "1f1b", {}, False),
+        (2, "1f1b", {}, False),
+        (3, "1f1b", {}, False),
+        (1, "1f1b", {}, True),
+        (3, "1f1b", RECOMPUTE, True),
+    ],
+)
+def test_pipeline_stages_on_every_stage(
+    four: Pool, oracles: Oracles, stage: int, schedule: str, more: dict[str, Any], dropout: bool
+) -> None:
+    runs = four.run(over_three, stage, 2, 2, 1, 4, schedule, more, dropout)
+    plain = oracles[4, dropout]
     for run in runs:
         assert_near(run, plain, run.weights)
     assert {name for run in runs for name in run.weights} == set(plain.weights)
     assert runs[0].extra == pytest.approx(plain.extra, rel=1e-5)
 
 
-def test_three_axes_on_eight_ranks() -> None:
+def test_three_axes_on_eight_ranks(oracles: Oracles) -> None:
     """Pipeline x data x tensor, 2 each."""
     eight = Pool(8)
     try:
-        runs = eight.run(over_three, 2, 2, 2, 2, 4, "1f1b")
+        for more, dropout in (({}, False), (RECOMPUTE, True)):
+            runs = eight.run(over_three, 2, 2, 2, 2, 4, "1f1b", more, dropout)
+            plain = oracles[4, dropout]
+            for run in runs:
+                assert_near(run, plain, run.weights)
+            assert {name for run in runs for name in run.weights} == set(plain.weights)
     finally:
         eight.close()
-    plain = oracle(2, 4)
-    for run in runs:
-        assert_near(run, plain, run.weights)
-    assert {name for run in runs for name in run.weights} == set(plain.weights)

@@ -121,8 +121,14 @@ def measure(
         comm.__class__ = Unseen
         mine = copy.deepcopy(model)
         with Footprint() as footprint:
-            link = SeenLink(footprint, gpu)
-            topology = Topology(comm, torch.device("cpu"), comm.rank, comm.rank, comm.size, link=lambda pin: link)
+            topology = Topology(
+                comm,
+                torch.device("cpu"),
+                comm.rank,
+                comm.rank,
+                comm.size,
+                link=lambda pin: SeenLink(footprint, gpu),
+            )
             engine, *_ = wherry.initialize(model=mine, config=config, mesh=topology, optimizer=optimizer)
             dryrun.observe(engine, footprint)
             batch = Batch(args)

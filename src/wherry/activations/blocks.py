@@ -12,7 +12,8 @@ class Blocks:
     """Buffers of one size that are lent, and lent again once nobody can see them.
 
     A block is not given back: autograd, a recomputation or the user's code may hold a view of it, and only torch knows
-    when the last one has gone. What is larger than the blocks makes them all as large, from then on.
+    when the last one has gone. What is larger than the blocks makes them all as large, from then on; as many as there
+    were are then allocated next to each other.
 
     >>> blocks = Blocks(torch.device("cpu"))
     >>> blocks.take(1000).numel()
@@ -21,7 +22,7 @@ class Blocks:
 
     def __init__(self, device: torch.device, *, ahead: int = 1) -> None:
         self.device = device
-        # So many are allocated at a time, next to each other.
+        # So many are allocated at first, next to each other.
         self.ahead = ahead
         self.size = 0
         self.allocations = 0
@@ -31,6 +32,7 @@ class Blocks:
         """A uint8 tensor of `nbytes`, its contents undefined."""
         if nbytes > self.size:
             # Those still seen are freed when they no longer are.
+            self.ahead = max(self.ahead, len(self._blocks))
             self._blocks.clear()
             self.size = -(-nbytes // 512) * 512
         for place, block in enumerate(self._blocks):
@@ -38,7 +40,7 @@ class Blocks:
                 # The next search begins behind it.
                 self._blocks.append(self._blocks.pop(place))
                 return block[:nbytes]
-        for _ in range(self.ahead):
+        for _ in range(1 if self._blocks else self.ahead):
             self._blocks.append(torch.empty(self.size, dtype=torch.uint8, device=self.device))
             self.allocations += 1
         return self._blocks[-1][:nbytes]

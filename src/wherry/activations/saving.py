@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from wherry.activations.cut import Cut
 from wherry.activations.stores import Held, Keep, Store
+from wherry.fake import is_fake
 from wherry.parallel.partition import is_dtensor
 
 # Bytes that are brought back ahead of their use; one tensor is always.
@@ -98,9 +98,13 @@ class Saved:
         if self.part is not None:
             tensor = self.part.join(data.view(self.dtype), self.shape)
         else:
-            tensor = torch.empty(0, dtype=self.dtype, device=data.device)
-            tensor.set_(data.untyped_storage(), self.offset, self.shape, self.stride)  # type: ignore[call-overload]
+            whole = data[: data.numel() // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)
+            tensor = whole.as_strided(self.shape, self.stride, self.offset)
         return tensor if self.wrapper is None else self.wrapper(tensor)
+
+
+# A storage, what was parked of it, and how many saved tensors share that.
+_Seen = tuple[weakref.ref[torch.UntypedStorage], weakref.ref[Parked], list[int]]
 
 
 class Saver:
@@ -126,7 +130,7 @@ class Saver:
         self._keep: set[int] | None = None
         self._chain = Chain()
         # By storage and version, so that what two operations save is put away once.
-        self._seen: dict[tuple[int, int], tuple[StorageWeakRef, weakref.ref[Parked], list[int]]] = {}
+        self._seen: dict[tuple[int, int], _Seen] = {}
         # Bytes put away so far, for tests and figures.
         self.nbytes = 0
         self.tensors = 0
@@ -167,7 +171,8 @@ class Saver:
         return saved.unpack() if isinstance(saved, Saved) else self.beneath.unpack(saved)
 
     def _goes(self, tensor: torch.Tensor) -> bool:
-        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+        known = type(tensor) is torch.Tensor or is_fake(tensor)
+        if not known or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
             return False
         if tensor.numel() * tensor.element_size() < self.smallest:
             return False
@@ -195,13 +200,13 @@ class Saver:
         saved = Saved(tensor, int(tensor.storage_offset()), tensor.stride())
         key = storage._cdata, tensor._version
         seen = self._seen.get(key)
-        parked = seen[1]() if seen is not None else None
+        # Another storage may have got the address of one that is gone.
+        parked = seen[1]() if seen is not None and seen[0]() is storage else None
         if seen is None or parked is None:
-            data = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            data.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload]
+            elements = storage.nbytes() // tensor.element_size()
+            data = tensor.detach().as_strided((elements,), (1,), 0).view(torch.uint8)
             parked, group = self._park(data), [0]
-            # While it is referred to weakly, no other storage gets its address.
-            self._seen[key] = StorageWeakRef(storage), weakref.ref(parked), group
+            self._seen[key] = weakref.ref(storage), weakref.ref(parked), group
         else:
             group = seen[2]
         group[0] += 1

@@ -1,5 +1,6 @@
 """Layers."""
 
+from wherry.nn.gelu import GeluLinear
 from wherry.nn.tiled import TiledLinear
 
-__all__ = ["TiledLinear"]
+__all__ = ["GeluLinear", "TiledLinear"]

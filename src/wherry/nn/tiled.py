@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from wherry.errors import WherryError
+from wherry.nn.gelu import APPROXIMATE, GeluLinear
 from wherry.observe.log import say
 from wherry.sharding.parts import part_of
 
@@ -70,6 +72,8 @@ class TiledLinear(nn.Module):
         self.in_sizes = _cut(in_features, in_splits)
         self.out_sizes = _cut(out_features, out_splits)
         self.has_bias = bias
+        # It stands for a `GeluLinear`.
+        self.gelu = False
         self.tiles = nn.ModuleList(
             Tile(size, rows, bias and column == 0, in_features, device=device, dtype=dtype)
             for rows in self.out_sizes
@@ -92,10 +96,13 @@ class TiledLinear(nn.Module):
             owner, attribute = name.rsplit(".", 1)
             parameter = nn.Parameter(data, requires_grad=whole.requires_grad)
             setattr(tiled.get_submodule(owner), attribute, parameter)
+        tiled.gelu = isinstance(linear, GeluLinear)
         tiled.train(linear.training)
         return tiled
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.gelu:
+            x = F.gelu(x, approximate=APPROXIMATE)
         columns = len(self.in_sizes)
         inputs = x.split(self.in_sizes, -1) if columns > 1 else (x,)
         rows = []
@@ -207,8 +214,8 @@ def tile(
     for prefix, parent in list(model.named_modules()):
         for attribute, child in list(parent._modules.items()):
             name = f"{prefix}.{attribute}" if prefix else attribute
-            # A subclass may compute something else.
-            if type(child) is not nn.Linear or (names is not None and name not in names):
+            # Another subclass may compute something else.
+            if type(child) not in (nn.Linear, GeluLinear) or (names is not None and name not in names):
                 continue
             weight = child.get_parameter("weight")
             if weight.numel() * weight.element_size() <= max_bytes:

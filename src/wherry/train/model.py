@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wherry.activations.recompute import checkpoint
+from wherry.nn.gelu import GeluLinear
 from wherry.train.presets import Shape
 
 
@@ -61,10 +62,10 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.up = nn.Linear(config.hidden, 4 * config.hidden)
-        self.down = nn.Linear(4 * config.hidden, config.hidden)
+        self.down = GeluLinear(4 * config.hidden, config.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
+        return self.down(self.up(x))
 
 
 class Block(nn.Module):

@@ -39,7 +39,8 @@ class Shape:
     def activation_bytes(self, micro_batch: int, *, checkpointed: bool, itemsize: int) -> int:
         """About what one forward keeps for its backward, with the logits and their gradient in fp32."""
         tokens = micro_batch * self.sequence
-        block = 17 * tokens * self.hidden * itemsize
+        # Twelve times the stream, and what is small change in large models.
+        block = 13 * tokens * self.hidden * itemsize
         kept = self.layers * tokens * self.hidden * itemsize + block if checkpointed else self.layers * block
         return kept + 3 * 4 * tokens * self.vocabulary
 
