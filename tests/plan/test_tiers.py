@@ -119,7 +119,7 @@ def test_the_memory_model_follows_real_engines(row: str, ranks: int, tmp_path: P
 
 @pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
 @pytest.mark.parametrize(
-    ("row", "ratio"), [("offload, stage 2", 0.5), ("stage 3, both", 0.3), ("disk, optimizer", 0.6)]
+    ("row", "ratio"), [("offload-2", 0.5), ("offload-3-parameters", 0.3), ("disk-3-parameters", 0.6)]
 )
 def test_a_share_of_the_optimizer_stays(row: str, ratio: float, gpu: bool, tmp_path: Path) -> None:
     given = placed(row, tmp_path, ratio=ratio)

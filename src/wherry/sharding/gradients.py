@@ -155,7 +155,8 @@ class Gradients:
         self._send_waiting()
         self._drain(0)
         self._collect_late()
-        self._tell_of_held()
+        if self._held:
+            self._tell_of_held()
         for gradient in self.all:
             gradient.note_arrivals()
         self._agree_on_order()

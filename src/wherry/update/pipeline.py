@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,13 +178,19 @@ class Updater:
         fence = self.link.fence()
         jobs = [Job(batch.name, self._steps(batch, groups, multiplier, fence)) for batch in batches]
         driven = list(drive_all(jobs, depth))  # to their ends, also if one has failed
-        with _all_waited_for() as refreshes:
+        refreshes: list[Ticket] = []
+        try:
             for batch, job in zip(batches, driven, strict=True):
                 self._wait(job)
                 if untouched is not None:
                     for state in batch.states:
                         untouched.put_back(state)
                 refreshes += self._refresh(batch)
+            for refresh in refreshes:
+                refresh.wait()
+        except BaseException:
+            _wait_quietly(refreshes)
+            raise
 
     def _begin(self, groups: Groups, multiplier: float, *, late: bool = False, absent: Absent | None = None) -> None:
         """Set all updates going beside what comes next, in the order in which units run.
@@ -336,7 +342,8 @@ class Updater:
         self._refuse_fork()
         # In one order on every rank, whatever order the updates were begun in.
         batches = [b for b in self.batches if b in self._pending] if flats is None else self._batches_of(flats)
-        with _all_waited_for() as refreshes:
+        refreshes: list[Ticket] = []
+        try:
             for batch in batches:
                 self._wait(self._pending[batch])
                 del self._pending[batch]
@@ -344,6 +351,11 @@ class Updater:
                 for state in batch.states:
                     state.flat.pending = False
                 refreshes += self._refresh(batch)
+            for refresh in refreshes:
+                refresh.wait()
+        except BaseException:
+            _wait_quietly(refreshes)
+            raise
 
     def rest(self) -> None:
         """Updates under way have ended, and the training that follows is what it would be without this call.
@@ -461,17 +473,10 @@ class Updater:
         self.state_of.clear()
 
 
-@contextmanager
-def _all_waited_for() -> Iterator[list[Ticket]]:
-    """Tickets that are added to the list: all are waited for at the end, also after an error."""
-    tickets: list[Ticket] = []
-    try:
-        yield tickets
-    except BaseException:
-        with suppress(Exception):  # there is an error to be told already
-            TicketGroup(tickets).wait()
-        raise
-    TicketGroup(tickets).wait()
+def _wait_quietly(tickets: Sequence[Ticket]) -> None:
+    """What was begun comes to its end; there is an error to be told already."""
+    with suppress(Exception):
+        TicketGroup(tickets).wait()
 
 
 def _no_steps() -> Steps:
