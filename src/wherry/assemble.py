@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from wherry.fake import is_fake
 from wherry.nn.tiled import tile
 from wherry.observe.log import logger, say
 from wherry.parallel import topology as topologies
-from wherry.parallel.comm import Comm
 from wherry.parallel.merged import Merging
 from wherry.sharding.access import refuse_taken
 from wherry.sharding.compiling import refuse_whole
@@ -32,7 +32,9 @@ from wherry.sharding.gradients import Gradients
 from wherry.sharding.grouping import plan_units
 from wherry.sharding.hooks import Hooks, Phases
 from wherry.sharding.interleave import Interleaver
+from wherry.sharding.lookahead import LookAhead
 from wherry.sharding.schedule import Schedule
+from wherry.sharding.unit import Unit
 from wherry.sharding.weights import Gatherer
 from wherry.tiering import Tiering
 from wherry.update import schedules
@@ -74,6 +76,7 @@ def initialize(
     resolved = resolve_config(config, config_params, args)
     topology = topologies.find(mesh, timeout=resolved.wherry.timeout_s)
     try:
+        topology = _divided(topology, resolved)
         resolved = _settled(resolved, topology, model, training_data, collate_fn)
         engine = _assemble(engine_class, resolved, topology, model, optimizer, model_parameters)
     except BaseException as error:
@@ -133,7 +136,7 @@ def _assemble(
     trainable = sum(p.numel() for p in group_of)
     tiering = Tiering(resolved, placement, topology, spec, trainable)
     updater = (
-        Updater(spec.groups, topology.data, tiering.link, tiering.policy, tiering.state_tier)
+        Updater(spec.groups, topology.shards, tiering.link, tiering.policy, tiering.state_tier)
         if spec is not None
         else None
     )
@@ -148,6 +151,7 @@ def _assemble(
         home_of=tiering.home_of,
         adopt=updater.adopt if updater is not None else lambda flat, master: None,
         tensor=topology.tensor,
+        shards=topology.shards,
     )
     plans = plan_units(model, resolved.wherry.unit_classes)
     if not any(is_fake(p) for p in model.parameters()):  # a dry run takes no memory
@@ -157,28 +161,26 @@ def _assemble(
     schedule = Schedule(units, topology.data.size)
     gatherer = Gatherer(
         units,
-        topology.data,
+        topology.shards,
         schedule,
         tiering.link,
         live_limit=zero.stage3_max_live_parameters,
-        prefetch=zero.stage3_prefetch_bucket_size,
+        look_ahead=_look_ahead(resolved, units, topology.device),
         read_ahead=tiering.read_ahead,
         merging=Merging(zero.allgather_bucket_size),
-        node=_node(resolved, topology.data),
+        node=topology.node,
     )
     flats = [flat for unit in units for flat in unit.flats]
     policy = tiering.gradient_policy(flats, batch.accumulation)
     gradients = Gradients(
         flats,
-        topology.data,
+        topology,
         placement.gradients,
         placement.optimizer,
         policy,
         sum_squares,
         tiering.link,
         partial(tiering.way_of, policy),
-        topology.tensor,
-        topology.pipe,
         Merging(zero.reduce_bucket_size),
     )
     if updater is not None:
@@ -286,17 +288,29 @@ def _tile(
     return optimizer, given
 
 
-def _node(config: Config, data: Comm) -> Comm | None:
-    """The ranks among which weights are shared a second time."""
-    size = config.zero_optimization.zero_hpz_partition_size
+def _divided(topology: topologies.Topology, config: Config) -> topologies.Topology:
+    """The data axis cut into the groups that the config asks for."""
+    if config.zero_optimization.mics_shard_size != -1 or topology.group is None:
+        topology = topology.divided(config.shard_ranks(topology.data.size))
+    size, shards = config.zero_optimization.zero_hpz_partition_size, topology.shards
     if size == 1 or not config.placement().parameters.partitioned:
-        return None
-    if data.size % size:
+        return topology
+    if shards.size % size:
         raise WherryError(
-            f"zero_optimization.zero_hpz_partition_size: {size} does not divide the {data.size} data-parallel ranks; "
-            "give the number of ranks in a node"
+            f"zero_optimization.zero_hpz_partition_size: {size} does not divide the {shards.size} data-parallel ranks "
+            "that share out the weights; give the number of ranks in a node"
         )
-    return data.within(size)
+    return replace(topology, node=shards.within(size))
+
+
+def _look_ahead(config: Config, units: list[Unit], device: torch.device) -> LookAhead:
+    """How far gathers look ahead; with "auto", to be found in the first windows."""
+    zero = config.zero_optimization
+    if "zero_optimization.stage3_prefetch_bucket_size" not in config.auto:
+        return LookAhead(zero.stage3_prefetch_bucket_size)
+    # What rests on disk is never gathered further ahead than one unit.
+    sizes = [sum(flat.layout.numel for flat in unit.travelling) for unit in units if not unit.root and not unit.on_disk]
+    return LookAhead(0, device=device, step=max(sizes, default=0), most=zero.stage3_max_live_parameters)
 
 
 def _optimizer(

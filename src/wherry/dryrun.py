@@ -211,7 +211,7 @@ def dry_run(
             model=model, config=resolved, mesh=topology, optimizer=None if resolved.optimizer else torch.optim.AdamW
         )
         observe(engine, footprint)
-        setup, accumulation = dict(comm.traffic.bytes), engine.gradient_accumulation_steps()
+        setup, accumulation = dict(_sent(engine)[1]), engine.gradient_accumulation_steps()
         make_step(engine, batch, accumulation)
         footprint.label_rest("resting")
         footprint.reset()
@@ -279,12 +279,12 @@ def memory_lines(engine: Engine, footprint: Footprint) -> Iterator[Line]:
 
 def make_step(engine: Engine, batch: Batch, accumulation: int) -> tuple[Counter[str], Counter[str]]:
     """One accumulation window and its update; the collectives of all its micro-batches."""
-    traffic = engine.comm.traffic
     calls: Counter[str] = Counter()
     nbytes: Counter[str] = Counter()
     run = list(range(accumulation)) if accumulation <= WINDOW else [0, 1, accumulation - 1]
     for micro in run:
-        traffic.clear()
+        for _, traffic in engine.topology.traffic():
+            traffic.clear()
         engine.set_gradient_accumulation_boundary(micro == accumulation - 1)
         output = engine(*batch.args, **batch.kwargs)
         engine.backward(loss_of(output))
@@ -293,8 +293,19 @@ def make_step(engine: Engine, batch: Batch, accumulation: int) -> tuple[Counter[
         if micro == accumulation - 1:
             engine.settle()
         repeats = accumulation - 2 if len(run) < accumulation and micro == 1 else 1
-        for operation in traffic.calls:
-            calls[operation] += repeats * traffic.calls[operation]
-            nbytes[operation] += repeats * traffic.bytes[operation]
+        for total, sent in zip((calls, nbytes), _sent(engine), strict=True):
+            for operation, count in sent.items():
+                total[operation] += repeats * count
     engine.set_gradient_accumulation_boundary(None)
+    return calls, nbytes
+
+
+def _sent(engine: Engine) -> tuple[Counter[str], Counter[str]]:
+    """Calls and bytes by operation, of each group of ranks by itself."""
+    calls: Counter[str] = Counter()
+    nbytes: Counter[str] = Counter()
+    for among, traffic in engine.topology.traffic():
+        for operation in traffic.calls:
+            calls[operation + among] += traffic.calls[operation]
+            nbytes[operation + among] += traffic.bytes[operation]
     return calls, nbytes

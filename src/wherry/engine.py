@@ -106,7 +106,7 @@ class Engine(Surface):
         self._reporter = Reporter(
             parts.config,
             lambda: reference().module,  # type: ignore[union-attr]
-            self.comm.traffic,
+            parts.topology.traffic,
             self._log,
             _synchronise(self.device),
         )
@@ -311,6 +311,8 @@ class Engine(Surface):
             self._abandon_window()
             raise
         self._schedule.settle(self._gradients.one_path, self.comm.gather_objects)
+        if self._gatherer.look_ahead.searching:
+            self._gatherer.look_ahead.settle(self.comm.gather_objects)
         self._norm, multiplier = norm_and_multiplier(total, self._window_scale, self._config.gradient_clipping)
         overflow = self._check_overflow and not math.isfinite(self._norm)
         self._applied = not overflow
@@ -496,6 +498,7 @@ class Engine(Surface):
             units=self.units,
             comm=world_of(self.topology),
             data=self.comm,
+            replicas=self.topology.replicas,
             tensor=self.topology.tensor,
             device=self.device,
             gatherer=self._gatherer,
@@ -565,7 +568,7 @@ class Engine(Surface):
             *(flat.close for unit in self.units for flat in unit.travelling),
             self.units.clear,
             self._tiering.close,
-            self.comm.close,
+            self.topology.close,
         ]
 
     def _settle_at_end(self) -> None:

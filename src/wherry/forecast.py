@@ -142,6 +142,6 @@ def estimate(
     if isinstance(model_or_params, int | float):
         count = int(model_or_params)
         setting = Setting.of(resolved, grid.data_ranks(ranks), gpu=where.gpus > 0, grid=grid)
-        held = states(-(-count // grid.size), setting.placement, setting.ranks, setting.cost)
+        held = states(-(-count // grid.size), setting.placement, setting.shards, setting.cost)
         return estimate_count(Subject(f"{count:,} parameters"), held, resolved, where, ranks, grid)
     return Forecaster(find(model_or_params), where, ranks, sequence, grid).exact(resolved)

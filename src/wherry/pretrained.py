@@ -175,7 +175,7 @@ def _load_engine(engine: Engine, sources: Mapping[torch.Tensor, Source]) -> None
                                     values[low - start : high - start]
                                 )
             if flat.resident and flat.layout.ranks > 1:
-                engine.comm.all_gather(flat.whole, flat.shard_memory).wait()
+                engine._gatherer.comm.all_gather(flat.whole, flat.shard_memory).wait()
 
 
 def _pieces(flat: Flat, chosen: Iterable[tuple[int, Source]]) -> Iterator[tuple[int, torch.Tensor]]:

@@ -291,9 +291,10 @@ class _Needs:
     def __init__(self, tiering: Tiering, plans: Sequence[UnitPlan]) -> None:
         config, spec = tiering.config, tiering.spec
         self.tiering = tiering
-        self.ranks = tiering.topology.data.size
+        self.ranks = tiering.topology.shards.size
         self.delayed = tiering.policy.when == "delayed"
-        self.brief = tiering.policy.when == "in_backward" and config.batch(self.ranks).accumulation == 1
+        accumulation = config.batch(tiering.topology.data.size).accumulation
+        self.brief = tiering.policy.when == "in_backward" and accumulation == 1
         sizes = [sum(p.numel() for _, p in plan.parameters) for plan in plans]
         parameters = [p for plan in plans for _, p in plan.parameters]
         trained = {id(p) for group in spec.groups for p in group["params"]} if spec is not None else set()

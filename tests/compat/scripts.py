@@ -228,6 +228,24 @@ with engine.coalesce_grad_reduction():
 assert not engine.optimizer.parameter_offload.forward_hooks
 engine.destroy()
 assert not hasattr(weight, "ds_id")
+
+# States shared out within groups of ranks.
+from deepspeed.runtime.zero.mics import MiCS_Init
+del config["bf16"]
+config["zero_optimization"]["mics_shard_size"] = 1
+with deepspeed.zero.MiCS_Init(config_dict_or_path=config):
+    torch.manual_seed(0)
+    model = Model()
+assert deepspeed.zero.MiCS_Init is MiCS_Init and model.head.weight.isnan().all()
+engine, *_ = deepspeed.initialize(model=model, config=config)
+engine.backward(engine(data[dist.get_rank()][0]))
+engine.step()
+calls = dist.log_summary(return_dict=True)
+assert calls["all_reduce"]["calls"] > 1 and "all_gather" not in calls
+weights = [None, None]
+dist.all_gather_object(weights, model.head.weight.detach())
+assert torch.equal(*weights) and not weights[0].isnan().any()
+engine.destroy()
 print("rank", dist.get_rank(), "is done")
 """
 )

@@ -58,6 +58,8 @@ KEYS = {
     f"{ZERO}.reduce_bucket_size": (500_000_000, 5e7, 50_000_000),
     f"{ZERO}.allgather_bucket_size": (500_000_000, 2e8, 200_000_000),
     f"{ZERO}.zero_hpz_partition_size": (1, 8, 8),
+    f"{ZERO}.mics_shard_size": (-1, 8, 8),
+    f"{ZERO}.mics_hierarchical_params_gather": (False, True, True),
     f"{ZERO}.allgather_partitions": (True, False, False),
     f"{ZERO}.use_multi_rank_bucket_allreduce": (True, False, False),
     f"{ZERO}.overlap_comm": (None, True, True),
@@ -438,8 +440,6 @@ REFUSED = {
     f"{ZERO}.zero_quantized_nontrainable_weights": (True, False),
     f"{ZERO}.zero_quantized_gradients": (True, False),
     f"{ZERO}.zeropp_loco_param": ({"err_beta": 0.8}, None),
-    f"{ZERO}.mics_shard_size": (4, -1),
-    f"{ZERO}.mics_hierarchical_params_gather": (True, False),
     f"{ZERO}.zenflow": ({"topk_ratio": 0.1}, None),
     f"{ZERO}.save_muon_momentum_buffer_in_memory": (True, False),
 }

@@ -277,3 +277,40 @@ def test_three_axes_on_eight_ranks(oracles: Oracles) -> None:
             assert {name for run in runs for name in run.weights} == set(plain.weights)
     finally:
         eight.close()
+
+
+def in_groups(rank: int, mesh: bool, more: dict[str, Any]) -> tuple[Run, dict[str, dict[str, int]]]:
+    """States shared out by two, held twice: as the mesh says, or as the config does."""
+    axes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")) if mesh else None
+    model, run = model_of(), Run()
+    engine, *_ = wherry.initialize(
+        model=model,
+        optimizer=adamw([p for p in model.parameters() if p.requires_grad]),
+        mesh=axes,
+        config=settings(3, 2, CLIP, more),
+    )
+    for step in range(STEPS):
+        total = 0.0
+        for micro in range(2):
+            loss = engine(*batch(step, micro, engine.comm.rank))
+            engine.backward(loss)
+            engine.step()
+            total += float(loss.detach()) / 2
+        run.losses.append(sum(engine.comm.gather_objects(total)) / engine.comm.size)
+        run.norms.append(engine.get_global_grad_norm())
+    run.weights = whole_weights(engine)
+    counted = {among: dict(traffic.calls) for among, traffic in engine.topology.traffic()}
+    engine.close()
+    return run, counted
+
+
+def test_groups_of_ranks_by_the_mesh_and_by_the_config(four: Pool) -> None:
+    plain = oracle(4, 2)
+    for mesh, more in ((True, {}), (False, {"zero_optimization": {"mics_shard_size": 2}})):
+        answers = four.run(in_groups, mesh, more)
+        for run, counted in answers:
+            assert_near(run, plain, plain.weights)
+            assert all(torch.equal(run.weights[name], answers[0][0].weights[name]) for name in plain.weights)
+            assert set(counted[" within groups of 2"]) == {"all_gather", "reduce_scatter"}
+            assert set(counted[" across groups"]) == {"all_reduce"}
+            assert "reduce_scatter" not in counted[""]

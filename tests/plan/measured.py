@@ -81,6 +81,11 @@ class Unseen(ThreadComm):
         with _disable_current_modes():
             return dryrun.held(whole, shard, ticket=super()._all_gather(whole, shard))
 
+    def _group(self, axis: str, members: list[int]) -> Comm:
+        group = super()._group(axis, members)
+        group.__class__ = Unseen
+        return group
+
 
 Measured = tuple[list[Line], dict[str, int], dict[str, int]]
 

@@ -71,6 +71,13 @@ def test_clipping_loss_scale_and_fp32_gradients() -> None:
     assert_same(config(2, precision="fp16", gradient_clipping=1.0, data_types={"grad_accum_dtype": "fp32"}), 2)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_groups_of_ranks(stage: int) -> None:
+    given = config(stage, accumulation=2)
+    given["zero_optimization"]["mics_shard_size"] = 2
+    assert_same(given, 4)
+
+
 def test_a_thousand_ranks_hold_a_thousandth() -> None:
     source = of_shape("wide", Shape(layers=2, hidden=2048, heads=16, sequence=64))
     told = dry_run(source, config(3), ranks=1024, rank=1000)

@@ -59,6 +59,14 @@ def assert_predicted(given: dict[str, Any], ranks: int, precision: str = "bf16")
         assert told["peak"] == pytest.approx(sum(line.at_peak for line in lines), rel=0.03)
 
 
+@pytest.mark.parametrize("accumulated", ["bf16", "fp32"])
+@pytest.mark.parametrize(("stage", "size"), [(1, 2), (3, 2), (3, 1)])
+def test_groups_of_ranks(stage: int, size: int, accumulated: str) -> None:
+    given = config(stage, accumulation=2, data_types={"grad_accum_dtype": accumulated})
+    given["zero_optimization"]["mics_shard_size"] = size
+    assert_predicted(given, 4)
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_stage(stage: int, ranks: int) -> None:

@@ -143,6 +143,7 @@ class ChaosComm(Comm):
     def __init__(self, inner: Comm, chaos: Chaos) -> None:
         super().__init__(inner.rank, inner.size)
         self.inner = inner
+        inner.recent = self.recent  # what the ranks compare when they meet
         self.chaos = chaos
 
     def _late(self, target: torch.Tensor, result: torch.Tensor) -> Ticket:
@@ -171,6 +172,9 @@ class ChaosComm(Comm):
 
     def _broadcast(self, tensor: torch.Tensor, source: int) -> Ticket:
         return self.inner._broadcast(tensor, source)
+
+    def _group(self, axis: str, members: list[int]) -> Comm:
+        return ChaosComm(self.inner._group(axis, members), self.chaos)
 
     def _gather_objects(self, value: Any) -> list[Any]:
         return self.inner._gather_objects(value)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from wherry.checkpoint.manifest import BEHIND, GRADIENT, WEIGHT
-from wherry.checkpoint.session import Logical, Session, own_sum, within
+from wherry.checkpoint.session import Logical, Session, addend_of, own_sum, within
 from wherry.checkpoint.slices import Run
 from wherry.native import Blocks8
 from wherry.native.blocks import BLOCK
@@ -124,19 +124,20 @@ def is_scalar(value: State) -> bool:
 
 
 def gradient_pieces(session: Session, flat: Flat, share: tuple[int, int]) -> Iterator[Piece]:
-    """The sums of the window so far. What is not summed over the ranks yet, every rank writes as its addend."""
+    """The sums of the window so far. What is not summed over all ranks yet, each of them writes its addend of."""
     gradient = session.gradient_of.get(flat)
     if gradient is None or gradient.fresh or gradient.brief:
         return
-    apart = not gradient.partitioned and not gradient.reduced and session.data.size > 1
+    apart = addend_of(session, gradient)
+    addend = None if apart is None else apart[0]
+    part = share if apart is None else (0, flat.layout.shard_numel)
     for slot in filter(session.writes, flat.layout.slots):
         logical = session.logical(slot)
-        if apart:
+        if apart is not None and not gradient.partitioned:
             stretch, sums = Stretch.of(logical, 0, slot.numel, slot.start), gradient.accumulated
         else:
-            place = within(flat, slot, *share)
+            place = within(flat, slot, *part)
             if place is None:
                 continue
             stretch, sums = Stretch.of(logical, *place), own_sum(gradient)
-        addend = session.data.rank if apart else None
         yield Piece(stretch.name, GRADIENT, stretch.run, stretch.take(sums), addend=addend)

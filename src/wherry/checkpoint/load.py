@@ -13,12 +13,22 @@ from wherry.checkpoint import folder as folders
 from wherry.checkpoint.collect import is_scalar
 from wherry.checkpoint.errors import CheckpointError, on_first, together
 from wherry.checkpoint.manifest import BEHIND, GRADIENT, WEIGHT, Manifest, read_manifest
-from wherry.checkpoint.session import Counts, Session, Window, extra_states, own_sum, plain_tensors, within
+from wherry.checkpoint.session import (
+    Counts,
+    Session,
+    Window,
+    addend_of,
+    extra_states,
+    own_sum,
+    plain_tensors,
+    within,
+)
 from wherry.checkpoint.slices import Run
 from wherry.checkpoint.source import Source
 from wherry.checkpoint.state import restore_random_state, spread_random_state
 from wherry.native import Blocks8, quantize
 from wherry.observe.progress import Progress
+from wherry.sharding.flat_gradient import FlatGradient
 from wherry.sharding.layout import SegmentSpan, Slot
 from wherry.sharding.unit import Flat
 
@@ -241,14 +251,23 @@ class _Loader:
             self._read(flat, slot, name, whole, span.start, span.stop)
         quantize(whole, target)
 
-    def _read(self, flat: Flat, slot: Slot, state: str, target: torch.Tensor, low: int, high: int) -> None:
+    def _read(
+        self,
+        flat: Flat,
+        slot: Slot,
+        state: str,
+        target: torch.Tensor,
+        low: int,
+        high: int,
+        addend: int | None = None,
+    ) -> None:
         """Fill the part of a slot that lies in positions `low` to `high` of the shard, which `target` covers."""
         place = within(flat, slot, low, high)
         if place is not None:
             start, stop, at = place
             logical = self.session.logical(slot)
             run = Run(logical.box, start, stop)
-            self.source.read(logical.name, state, run, target[at - low : at - low + run.numel])
+            self.source.read(logical.name, state, run, target[at - low : at - low + run.numel], addend=addend)
 
     def refresh(self) -> None:
         """Make whole again what every rank holds whole and reads only its part of."""
@@ -358,31 +377,41 @@ class _Loader:
             boundary=saved.boundary,
         )
 
-    def _load_gradient(self, gradient: Any, saved: Window, factor: float) -> None:
+    def _load_gradient(self, gradient: FlatGradient, saved: Window, factor: float) -> None:
         session, flat = self.session, gradient.flat
         slots = [slot for slot in flat.layout.slots if self._has(slot) and self._stored(slot, GRADIENT)]
         if not slots:
             return
-        in_parts = bool(self.source.addends(session.whole_name(slots[0].name), GRADIENT))
-        same = in_parts and saved.ranks == session.data.size and not gradient.partitioned and factor == 1.0
         gradient.accumulated.zero_()
         gradient.fresh = False
-        if same:
-            # Exactly as it was: every rank its own sum, not yet reduced.
-            for slot in slots:
-                logical, out = session.logical(slot), gradient.accumulated[slot.start : slot.stop]
-                run = Run(logical.box, 0, slot.numel)
-                self.source.read(logical.name, GRADIENT, run, out, addend=session.data.rank)
+        addends = self.source.addends(session.whole_name(slots[0].name), GRADIENT)
+        # The sums of single ranks are divided when they are reduced, those of groups have been.
+        raw = len(addends) == saved.ranks > 1
+        if not raw:
+            factor *= saved.predivide / session.window.predivide
+        gradient.reduced = False
+        mine = addend_of(session, gradient)
+        alike = mine is not None and saved.ranks == session.data.size and addends == set(range(mine[1]))
+        if mine is not None and alike and factor == 1.0:
+            # Exactly as it was: every rank, or group of them, its own sum, which has not met the others.
+            self._load_addend(gradient, slots, mine[0])
             return
+        if raw:
+            factor /= session.window.predivide
         total = own_sum(gradient)
-        gradient.reduced = not gradient.partitioned and session.data.size > 1
+        gradient.reduced = session.data.size > 1
         for slot in slots:
             self._read(flat, slot, GRADIENT, total, 0, total.numel())
-        if in_parts:
-            factor /= session.window.predivide
-        else:
-            factor *= saved.predivide / session.window.predivide
         if factor != 1.0:
             total.mul_(factor)
         if saved.boundary and gradient.owned.data_ptr() != total.data_ptr():
             gradient.owned.copy_(total)  # where the update expects what was reduced at the boundary
+
+    def _load_addend(self, gradient: FlatGradient, slots: list[Slot], addend: int) -> None:
+        flat = gradient.flat
+        for slot in slots:
+            if gradient.partitioned:
+                self._read(flat, slot, GRADIENT, gradient.own_sum, 0, flat.layout.shard_numel, addend)
+            else:
+                logical, out = self.session.logical(slot), gradient.accumulated[slot.start : slot.stop]
+                self.source.read(logical.name, GRADIENT, Run(logical.box, 0, slot.numel), out, addend=addend)

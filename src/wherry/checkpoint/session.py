@@ -71,6 +71,8 @@ class Session:
     # All ranks, and those of the data and tensor axes.
     comm: Comm
     data: Comm
+    # Of the data axis, those that hold the same shards as this one.
+    replicas: Comm
     tensor: Comm
     device: torch.device
     gatherer: Gatherer
@@ -190,6 +192,18 @@ def own_sum(gradient: FlatGradient) -> torch.Tensor:
         return gradient.own_sum
     gradient.landing.wait()
     return gradient.owned
+
+
+def addend_of(session: Session, gradient: FlatGradient) -> tuple[int, int] | None:
+    """Which of how many sums this rank's is, while they have not met: each rank has one, or each group of ranks.
+
+    None where the sum is over all ranks.
+    """
+    if gradient.reduced or not gradient.keeps or session.data.size == 1:
+        return None
+    if not gradient.partitioned:
+        return session.data.rank, session.data.size
+    return (session.replicas.rank, session.replicas.size) if session.replicas.size > 1 else None
 
 
 def aliases(module: nn.Module) -> dict[str, list[str]]:

@@ -72,6 +72,17 @@ def _offload(config: Config, draft: Draft) -> Iterator[Finding]:
             )
 
 
+def _groups(config: Config, draft: Draft) -> Iterator[Finding]:
+    zero = config.zero_optimization
+    if zero.mics_shard_size == 0:
+        yield (ZERO, "mics_shard_size"), "expected a number of ranks, or -1 for all of them, got 0"
+    elif zero.mics_shard_size > 0 and zero.mics_shard_size % zero.zero_hpz_partition_size:
+        yield (ZERO, "zero_hpz_partition_size"), (
+            f"{zero.zero_hpz_partition_size} does not divide mics_shard_size {zero.mics_shard_size}, within which "
+            "weights are gathered; set it to a divisor, or to 1"
+        )
+
+
 def _activations(config: Config, draft: Draft) -> Iterator[Finding]:
     block, path = config.activation_checkpointing, ("activation_checkpointing",)
     if block.cpu_checkpointing and block.nvme_path is not None:
@@ -127,6 +138,8 @@ def _idle(config: Config, draft: Draft) -> Iterator[Finding]:
             yield (ZERO, name), "nothing is offloaded, as the device is none; set it to cpu or nvme"
         elif offload.device != "nvme" and offload.nvme_path is not None:
             yield (ZERO, name, "nvme_path"), f"no effect, as the device is {offload.device}"
+    if zero.mics_shard_size > 0 and zero.stage == 0:
+        yield (ZERO, "mics_shard_size"), "no effect, as at stage 0 nothing is partitioned"
     yield from _idle_activations(config)
     if own.update_policy == "delayed":
         yield ("wherry", "update_policy"), "delayed updates use gradients one step old, so the result differs"
@@ -168,5 +181,5 @@ def _adam(config: Config, draft: Draft) -> Iterator[Finding]:
 
 
 Rule = Callable[[Config, Draft], Iterator[Finding]]
-_RULES: tuple[Rule, ...] = (_batch, _precision, _offload, _activations, _refused_values, _own, _schedule)
+_RULES: tuple[Rule, ...] = (_batch, _precision, _offload, _groups, _activations, _refused_values, _own, _schedule)
 _REMARKS: tuple[Rule, ...] = (_idle, _short_schedule, _adam)

@@ -43,6 +43,7 @@ from wherry.config.runtime import (
 from wherry.config.scheduler import Scheduler
 from wherry.config.source import Source
 from wherry.config.zero import ZeroOptimization
+from wherry.errors import ConfigError
 from wherry.placement import Placement, Tier
 
 if TYPE_CHECKING:
@@ -210,6 +211,21 @@ class Config(Block):
                 self._notes.append(note)
             self._batches[dp_world_size] = sizes
         return self._batches[dp_world_size]
+
+    def shard_ranks(self, dp_world_size: int) -> int:
+        """How many of so many data-parallel ranks share out one copy of what is partitioned.
+
+        >>> from wherry.config import load
+        >>> load({"zero_optimization": {"stage": 3, "mics_shard_size": 8}}).shard_ranks(32)
+        8
+        """
+        size = self.zero_optimization.mics_shard_size
+        if size != -1 and dp_world_size % size:
+            raise ConfigError(
+                f"zero_optimization.mics_shard_size: {size} does not divide the {dp_world_size} data-parallel ranks; "
+                "give a divisor of their number, such as the number of ranks in a node, or -1"
+            )
+        return dp_world_size if size == -1 else size
 
     def placement(self) -> Placement:
         """The row of the placement table that `zero_optimization` names."""

@@ -148,7 +148,22 @@ class ZeroOptimization(Block):
         "Stage 3.",
         ge=1,
     )
-    stage3_prefetch_bucket_size: Size = key(50_000_000, "Elements gathered ahead of use.", ge=0)
+    mics_shard_size: Integer = key(
+        -1,
+        "Ranks, next to each other, that share out one copy of what is partitioned. Groups of so many hold copies of "
+        "it, gather within themselves, and sum their gradients once for an update. -1: all ranks share out one.",
+        ge=-1,
+    )
+    mics_hierarchical_params_gather: Flag = key(
+        False,
+        "Gather between the nodes of a group first, then within them.",
+        inert="which way a gather goes is the communication library's choice",
+    )
+    stage3_prefetch_bucket_size: Size = key(
+        50_000_000,
+        "Elements gathered ahead of use. auto: as many as the first windows turn out to wait less for.",
+        ge=0,
+    )
     stage3_param_persistence_threshold: Size = key(
         100_000, "Parameters with fewer elements than this stay gathered.", ge=0
     )
@@ -199,12 +214,6 @@ class ZeroOptimization(Block):
     zero_quantized_nontrainable_weights: Any = refused("Quantized gathers of frozen weights.", _NOT_ZEROPP)
     zero_quantized_gradients: Any = refused("Quantized reduction.", _NOT_ZEROPP)
     zeropp_loco_param: Any = refused("Error feedback of quantized reduction.", _NOT_ZEROPP)
-    mics_shard_size: Any = refused(
-        "Shard within groups of ranks.", "parameters are sharded over all data-parallel ranks", neutral=-1
-    )
-    mics_hierarchical_params_gather: Any = refused(
-        "Gather in two steps.", "parameters are sharded over all data-parallel ranks"
-    )
     zenflow: Any = refused(
         "Asynchronous update of selected gradients.",
         'for a delayed update see "wherry": {"update_policy": "delayed"}',

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +42,7 @@ class Reporter:
         self,
         config: Config,
         module: Callable[[], nn.Module],
-        traffic: Traffic,
+        traffic: Callable[[], Iterable[tuple[str, Traffic]]],
         log: RankLogger,
         synchronise: Callable[[], object] | None,
     ) -> None:
@@ -130,12 +130,14 @@ class Reporter:
     def _communication(self) -> str:
         """What this rank has sent since the last summary, by operation."""
         block, rows = self._config.comms_logger, []
-        for operation, calls in sorted(self._traffic.calls.items()):
-            calls_before, bytes_before = self._sent.get(operation, (0, 0))
-            sent = self._traffic.bytes[operation]
-            self._sent[operation] = (calls, sent)
-            if block.prof_all or operation in block.prof_ops:
-                rows.append(f"{operation} {calls - calls_before}x {format_bytes(sent - bytes_before)}")
+        for among, traffic in self._traffic():
+            for operation, calls in sorted(traffic.calls.items()):
+                name = operation + among
+                calls_before, bytes_before = self._sent.get(name, (0, 0))
+                sent = traffic.bytes[operation]
+                self._sent[name] = (calls, sent)
+                if block.prof_all or operation in block.prof_ops:
+                    rows.append(f"{name} {calls - calls_before}x {format_bytes(sent - bytes_before)}")
         return ", ".join(rows) or "none"
 
     def _report_operations(self, count: FlopCount, step: int) -> None:

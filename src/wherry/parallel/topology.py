@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from wherry.errors import WherryError
-from wherry.parallel.comm import Comm, ProcessGroupComm, SoloComm, start_default_group
+from wherry.parallel.comm import Comm, ProcessGroupComm, SoloComm, Traffic, start_default_group
 from wherry.tiers.disk import DiskStore
 from wherry.tiers.streams import Link
 
 DATA_AXES = ("dp", "data", "data_parallel", "dp_shard")
+# Beside a data axis: along it ranks hold copies of what the ranks along the data axis share out.
+REPLICA_AXES = ("dp_replicate", "replicate")
 TENSOR_AXES = ("tp", "tensor", "tensor_parallel", "mp", "model")
 PIPE_AXES = ("pp", "pipe", "pipeline", "pipeline_parallel")
 
@@ -35,6 +37,37 @@ class Topology:
     # Makes the way between the device and the host, with pinned memory or not; None for that of the device.
     link: Callable[[bool], Link] | None = None
     open_store: Callable[..., DiskStore] = DiskStore
+    # The data axis as two: the ranks that share out one copy of what is partitioned (None: all of them), and those that
+    # hold the same part of it as this one.
+    group: Comm | None = None
+    replicas: Comm = field(default_factory=SoloComm)
+    # The ranks among which weights are shared out a second time, so that backward gathers from near.
+    node: Comm = field(default_factory=SoloComm)
+
+    @property
+    def shards(self) -> Comm:
+        """The ranks that share out one copy of what is partitioned."""
+        return self.data if self.group is None else self.group
+
+    def divided(self, ranks: int) -> Topology:
+        """With one copy of what is partitioned for every `ranks` data-parallel ranks next to each other."""
+        if ranks == self.shards.size:
+            return self
+        return replace(self, group=self.data.within(ranks), replicas=self.data.across(ranks))
+
+    def traffic(self) -> Iterator[tuple[str, Traffic]]:
+        """What this rank has asked of each group along the data axis, and what the group is called beside the whole."""
+        names = {self.data: ""}
+        names.setdefault(self.shards, f" within groups of {self.shards.size}")
+        names.setdefault(self.replicas, " across groups")
+        names.setdefault(self.node, f" within nodes of {self.node.size}")
+        yield from ((name, comm.traffic) for comm, name in names.items() if not name or comm.size > 1)
+
+    def close(self) -> None:
+        """Give back the groups along the data axis."""
+        parts = dict.fromkeys((self.node, self.replicas, self.shards))
+        for comm in (*(part for part in parts if part is not self.data), self.data):
+            comm.close()
 
     @property
     def local_ranks(self) -> int:
@@ -67,9 +100,11 @@ def find(mesh: Any = None, *, device: torch.device | None = None, timeout: float
     if isinstance(mesh, Comm):
         return Topology(mesh, device, mesh.rank, local_rank(), mesh.size)
     if mesh is not None:
-        axes = (_axes_of_mpu if hasattr(mesh, "get_data_parallel_group") else _axes_of_mesh)(mesh, timeout)
+        known = hasattr(mesh, "get_data_parallel_group")
+        axes = _axes_of_mpu(mesh, timeout) if known else _axes_of_mesh(mesh, timeout)
         ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (axes[0].rank, axes[0].size)
-        return Topology(axes[0], device, ranks[0], local_rank(), ranks[1], axes[1], axes[2])
+        topology = Topology(axes[0], device, ranks[0], local_rank(), ranks[1], axes[1], axes[2])
+        return topology if known else topology.divided(_shards_of_mesh(mesh, topology.data.size))
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         start_default_group(device.type, timeout)
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -80,20 +115,38 @@ def find(mesh: Any = None, *, device: torch.device | None = None, timeout: float
 
 def _axes_of_mesh(mesh: Any, timeout: float) -> tuple[Comm, Comm, Comm]:
     names = tuple(mesh.mesh_dim_names or ())
-    chosen = [[name for name in known if name in names] for known in (DATA_AXES, TENSOR_AXES, PIPE_AXES)]
+    families = (DATA_AXES, TENSOR_AXES, PIPE_AXES, REPLICA_AXES)
+    chosen = [[name for name in known if name in names] for known in families]
     strangers = [name for name in names if not any(name in known for known in chosen)]
     doubled = [found for found in chosen if len(found) > 1]
-    if not names or not any(chosen) or strangers or doubled:
+    replicas = chosen.pop()
+    if not names or not any(chosen) or strangers or doubled or (replicas and not chosen[0]):
         others = ", ".join((*DATA_AXES[1:], *TENSOR_AXES[1:], *PIPE_AXES[1:]))
         raise WherryError(
-            f"mesh: expected axes named dp, tp and pp (or {others}), each once at most, got "
-            f"{names or 'no axis names'}; "
+            f"mesh: expected axes named dp, tp and pp (or {others}), each once at most, and before dp perhaps "
+            f"{' or '.join(REPLICA_AXES)}, got {names or 'no axis names'}; "
             'build it with init_device_mesh(device, shape, mesh_dim_names=("dp", ...))'
         )
-    data, tensor, pipe = (
-        ProcessGroupComm(mesh[found[0]].get_group(), timeout=timeout) if found else SoloComm() for found in chosen
-    )
+    if replicas and names.index(replicas[0]) > names.index(chosen[0][0]):
+        raise WherryError(
+            f"mesh: expected axis {replicas[0]} before {chosen[0][0]}, which runs faster, got {names}; ranks that "
+            "share out one copy of the states are next to each other"
+        )
+
+    def along(found: list[str]) -> Comm:
+        if not found:
+            return SoloComm()
+        part = mesh[tuple(replicas + found)]._flatten() if replicas and found is chosen[0] else mesh[found[0]]
+        return ProcessGroupComm(part.get_group(), timeout=timeout)
+
+    data, tensor, pipe = (along(found) for found in chosen)
     return data, tensor, pipe
+
+
+def _shards_of_mesh(mesh: Any, ranks: int) -> int:
+    """How many of the data ranks share out one copy of the states, as the mesh has it."""
+    copies = [mesh[name].size() for name in REPLICA_AXES if name in mesh.mesh_dim_names]
+    return ranks // copies[0] if copies else ranks
 
 
 def _axes_of_mpu(mpu: Any, timeout: float) -> tuple[Comm, Comm, Comm]:

@@ -56,8 +56,9 @@ class Setting:
     stays: float
     cost: Cost
     staying_cost: Cost
-    # Data-parallel ranks.
+    # Data-parallel ranks, and how many of them share out one copy of what is partitioned.
     ranks: int
+    shards: int
     # Bytes of a gradient on the wire.
     wire: int
     accumulation: int
@@ -108,6 +109,7 @@ class Setting:
             cost=cost(offloaded),
             staying_cost=cost(staying),
             ranks=ranks,
+            shards=config.shard_ranks(ranks),
             wire={"fp32": 4, "bf16": 2, "fp16": 2}[wire],
             accumulation=accumulation,
             live_limit=zero.stage3_max_live_parameters,
@@ -127,7 +129,7 @@ class Setting:
         planned = plan_flats(
             profile.units,
             self.placement,
-            self.ranks,
+            self.shards,
             self.persistence_threshold,
             self.persistence_limit,
             homes=self.resting.homes,
@@ -142,7 +144,7 @@ class Setting:
                 if home is Tier.DISK and flat.layout.shard_numel <= in_memory:
                     in_memory -= flat.layout.shard_numel
                     home = Tier.HOST if self.resting.gpu else Tier.DEVICE
-                if home is Tier.DEVICE and self.ranks == 1:
+                if home is Tier.DEVICE and self.shards == 1:
                     flat = replace(flat, resident=True)
                 stays = flat.trainable and 0 < flat.layout.payload <= stay
                 stay -= flat.layout.payload if stays else 0
@@ -153,7 +155,7 @@ class Setting:
     def states(self, profile: Profile, rank: int = 0) -> States:
         return sum(
             (
-                flat_states(each.flat, self.placement, each.cost, rank, apart=each.apart)
+                flat_states(each.flat, self.placement, each.cost, rank % self.shards, apart=each.apart)
                 for unit in self.flats(profile)
                 for each in unit
             ),
@@ -314,7 +316,7 @@ class _Weights:
     def _send(self, flats: list[tuple[int, int]]) -> None:
         if len(flats) > 1:
             numel = self._numel(flats)
-            own = numel // self.setting.ranks
+            own = numel // self.setting.shards
             self._together.update(dict.fromkeys(flats, self.buffers.take((numel + own) * self.setting.cost.parameters)))
 
     def _wait(self, unit: int, index: int) -> None:
@@ -388,7 +390,7 @@ def _refreshed(setting: Setting, flats: Sequence[Placed]) -> int:
     def send() -> None:
         nonlocal total
         if len(together) > 1:
-            total += (sum(together) + sum(together) // setting.ranks) * setting.cost.parameters
+            total += (sum(together) + sum(together) // setting.shards) * setting.cost.parameters
         together.clear()
 
     for each in flats:
@@ -422,6 +424,7 @@ def buffers(profile: Profile, setting: Setting) -> int:
     # The first backward reduces backwards, the later ones in the order that it saw.
     for order in (list(reversed(range(len(flats)))), completed):
         for micro in range(min(setting.accumulation, 2)):
+            reductions.boundary = micro == min(setting.accumulation, 2) - 1
             _reduce(reductions, (flats[i] for i in order), fresh=micro == 0)
             reductions.end()
     return reductions.pool.allocated
@@ -467,6 +470,9 @@ class _Reductions:
         # Buffers go back when a reduction ends, and a shard that is copied to the host when its copy has ended.
         self._waiting: list[_Reduction] = []
         self._travelling: deque[_Reduction] = deque()
+        # Shards on their way between the replicas.
+        self._between: deque[_Reduction] = deque()
+        self.boundary = True
         self._descending: deque[list[int]] = deque()
         self._kept: list[int] = []
 
@@ -499,14 +505,14 @@ class _Reductions:
         sums = each.resting.sums_on_device
         whole: list[int] = []
         shard: list[int] = []
-        if setting.placement.gradients.partitioned or not sums:
+        if (setting.placement.gradients.partitioned and setting.shards > 1) or not sums:
             whole.append(self.pool.take(layout.numel * setting.wire))
             if not (sums and fresh and same_type):
-                if setting.ranks == 1:
+                if setting.shards == 1:
                     whole, shard = [], whole
                 else:
                     shard.append(self.pool.take(layout.shard_numel * setting.wire))
-        elif not same_type and (fresh or setting.accumulation == 1):
+        elif not same_type and self.boundary:
             whole.append(self.pool.take(layout.numel * setting.wire))
         return _Reduction(each, whole, shard)
 
@@ -518,23 +524,48 @@ class _Reductions:
     def _travel(self, reductions: list[_Reduction]) -> None:
         if len(reductions) > 1:
             numel = sum(reduction.each.layout.numel for reduction in reductions)
-            own = numel // self.setting.ranks if self.setting.placement.optimizer.partitioned else 0
+            own = numel // self.setting.shards if self.setting.placement.optimizer.partitioned else 0
             together = self.buffers.take((numel + own) * self.setting.wire)
             for reduction in reductions:
                 reduction.together = together
         self._travelling += reductions
 
     def _drain(self, keep: int) -> None:
+        crossing: list[_Reduction] = []
         while len(self._travelling) > keep:
             reduction = self._travelling.popleft()
             self.buffers.free(reduction.together)
             self.pool.give(reduction.whole)
-            resting = reduction.each.resting
-            if resting.sums_on_device:
-                self.pool.give(reduction.shard)
-            elif resting.landing is Landing.STAYS:
-                self._kept.extend(reduction.shard)  # until the flat's own update, which nobody times here
+            if self._crosses(reduction):
+                crossing.append(reduction)
             else:
-                self._descending.append(reduction.shard)
-                if len(self._descending) > IN_FLIGHT:
-                    self.pool.give(self._descending.popleft())
+                self._land(reduction)
+        for reduction in crossing:
+            if len(self._between) == IN_FLIGHT:
+                self._land(self._between.popleft())
+            self._between.append(reduction)
+        while keep == 0 and self._between:
+            self._land(self._between.popleft())
+
+    def _crosses(self, reduction: _Reduction) -> bool:
+        """Whether it is summed over the replicas: at the boundary, or with every micro-batch that leaves the device."""
+        setting, each = self.setting, reduction.each
+        sums = each.resting.sums_on_device
+        if setting.shards == setting.ranks or not setting.placement.optimizer.partitioned:
+            return False
+        if sums and self.boundary:
+            self.pool.give(reduction.shard)
+            same_type = each.cost.gradients == setting.wire
+            reduction.shard = [] if same_type else [self.pool.take(each.layout.shard_numel * setting.wire)]
+        return self.boundary or not sums
+
+    def _land(self, reduction: _Reduction) -> None:
+        resting = reduction.each.resting
+        if resting.sums_on_device:
+            self.pool.give(reduction.shard)
+        elif resting.landing is Landing.STAYS:
+            self._kept.extend(reduction.shard)  # until the flat's own update, which nobody times here
+        else:
+            self._descending.append(reduction.shard)
+            if len(self._descending) > IN_FLIGHT:
+                self.pool.give(self._descending.popleft())

@@ -72,7 +72,7 @@ def step_time(profile: Profile, setting: Setting, machine: Machine) -> StepTime:
     else:
         terms["update"] += _passes(machine) * work.updated(cost, work.offloaded) / (machine.device_stream / share)
     if machine.gpus and setting.placement.parameters.tier is not Tier.DEVICE:
-        terms["up"] += 2 * times * work.everything * cost.parameters / setting.ranks / machine.pcie
+        terms["up"] += 2 * times * work.everything * cost.parameters / setting.shards / machine.pcie
     forward, backward = times * forward, times * backward
     return StepTime(forward, backward, terms, _total(terms, forward, backward, weights, machine, setting))
 
@@ -97,7 +97,7 @@ class _Work:
     def of(cls, profile: Profile, setting: Setting) -> _Work:
         placed = [each for unit in setting.flats(profile) for each in unit]
         trained = [each for each in placed if each.flat.trainable]
-        share = setting.ranks if setting.placement.optimizer.partitioned else 1
+        share = setting.shards if setting.placement.optimizer.partitioned else 1
         staying = sum(each.layout.numel for each in trained if each.resting is setting.staying) / share
         total = sum(each.layout.numel for each in trained)
         return cls(
@@ -137,7 +137,7 @@ def _compute(profile: Profile, setting: Setting, machine: Machine, share: int) -
 def _gradient_bytes(setting: Setting, work: _Work) -> float:
     """Read and written where gradients go from autograd's tensors to the flat, and read for their norm."""
     copied = 2 * work.trained * setting.cost.gradients * setting.accumulation
-    summed = work.trained * setting.cost.gradients / (setting.ranks if setting.placement.optimizer.partitioned else 1)
+    summed = work.trained * setting.cost.gradients / (setting.shards if setting.placement.optimizer.partitioned else 1)
     return copied + summed
 
 
@@ -150,22 +150,30 @@ def _collective_seconds(profile: Profile, setting: Setting, machine: Machine, wo
     near = machine.link if inside or tensor <= max(1, machine.gpus) else link
     seconds = 0.0
     if setting.ranks > 1:
-        seconds += _collective_bytes(setting, work) / (link / share)
+        within, across = collective_bytes(setting, work.trained, work.everything, work.travelling)
+        small = setting.shards * tensor <= max(1, machine.gpus)
+        seconds += within / ((machine.link if inside or small else link) / share) + across / (link / share)
     if tensor > 1:
         seconds += 2 * (tensor - 1) / tensor * profile.joined * setting.accumulation / (near / share)
     return seconds
 
 
-def _collective_bytes(setting: Setting, work: _Work) -> float:
-    """Bytes that a rank sends: gathers in forward and backward, reductions, and the gather after an update."""
-    ranks, placement, cost, times = setting.ranks, setting.placement, setting.cost, setting.accumulation
+def collective_bytes(setting: Setting, trained: int, everything: int, travelling: int) -> tuple[float, float]:
+    """Bytes that a rank sends within its group of data-parallel ranks, and across the groups, if there are several.
+
+    Gathers in forward and backward, reductions, and the gather after an update; across, sums of gradients.
+    """
+    placement, cost, times = setting.placement, setting.cost, setting.accumulation
+    ranks = setting.shards if placement.optimizer.partitioned else setting.ranks
+    replicas = setting.ranks // ranks
     part = (ranks - 1) / ranks
-    gathers = 2 * times * work.travelling * cost.parameters
-    reductions = work.trained * setting.wire * (times if placement.gradients.partitioned else 1)
+    gathers = 2 * times * travelling * cost.parameters
+    reductions = trained * setting.wire * (times if placement.gradients.partitioned else 1)
     if not placement.optimizer.partitioned:
-        return part * (gathers + 2 * reductions)
-    refresh = (work.everything - work.travelling) * cost.parameters
-    return part * (gathers + reductions + refresh)
+        return part * (gathers + 2 * reductions), 0.0
+    refresh = (everything - travelling) * cost.parameters
+    crossing = trained / ranks * setting.wire * (1 if setting.resting.sums_on_device else times)
+    return part * (gathers + reductions + refresh), 2 * (replicas - 1) / replicas * crossing
 
 
 def _disk_seconds(setting: Setting, machine: Machine, work: _Work, together: int) -> tuple[float, float]:
@@ -176,7 +184,7 @@ def _disk_seconds(setting: Setting, machine: Machine, work: _Work, together: int
         nbytes = work.offloaded * setting.cost.optimizer * together
         state = max(nbytes / machine.disk_read, nbytes / machine.disk_write)
     if work.on_disk:
-        nbytes = work.on_disk * setting.cost.parameters / setting.ranks * together
+        nbytes = work.on_disk * setting.cost.parameters / setting.shards * together
         weights = max(2 * setting.accumulation * nbytes / machine.disk_read, nbytes / machine.disk_write)
     return state, weights
 

@@ -42,11 +42,14 @@ class Builder:
         persistence_threshold: int = 0,
         persistence_limit: int | None = None,
         tensor: Comm | None = None,
+        shards: Comm | None = None,
         home_of: Callable[[str, int], Home | None] = lambda name, nbytes: None,
         adopt: Callable[[Flat, torch.Tensor | None], None] = lambda flat, master: None,
     ) -> None:
         self.placement = placement
         self.comm = comm
+        # The ranks that share a flat out: all of `comm`, or groups of them that hold a copy each.
+        self.shards = shards or comm
         # The ranks among which parameters may be cut, beside the data axis.
         self.tensor = tensor or SoloComm()
         self.device = device
@@ -100,7 +103,7 @@ class Builder:
         parts = {n: part for n, p in members if (part := slice_of(n, p, self.tensor)) is not None}
         members = sorted(members, key=lambda item: (self.group_of.get(item[1], ungrouped), item[0] not in parts))
         cut = self.placement.parameters.partitioned or (trainable and self.placement.optimizer.partitioned)
-        ranks = self.comm.size if cut else 1
+        ranks = self.shards.size if cut else 1
         layout = lay_out(
             [(n, local(p).shape, self.group_of.get(p, ungrouped)) for n, p in members], ranks, parts=parts
         )
@@ -119,7 +122,7 @@ class Builder:
             name,
             layout,
             [parameter for _, parameter in members],
-            rank=self.comm.rank if ranks > 1 else 0,
+            rank=self.shards.rank if ranks > 1 else 0,
             device=self.device,
             resident=resident,
             home=home,

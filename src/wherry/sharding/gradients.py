@@ -16,8 +16,9 @@ from wherry.errors import DivergenceError, WherryError
 from wherry.fake import host_value, is_fake
 from wherry.observe.spans import span
 from wherry.parallel import merged
-from wherry.parallel.comm import Comm, SoloComm
+from wherry.parallel.comm import SoloComm
 from wherry.parallel.merged import Merging
+from wherry.parallel.topology import Topology
 from wherry.placement import Resting
 from wherry.sharding.flat_gradient import FlatGradient, GradientPolicy, Landing
 from wherry.sharding.layout import Slot
@@ -41,8 +42,16 @@ class _Reduction:
 
 
 @dataclass
-class _Travelling:
+class _Crossing:
+    """What is to be summed over the replicas as well, in place, and what is done with it then."""
+
     gradient: FlatGradient
+    part: torch.Tensor
+    finish: Callable[[], None]
+
+
+@dataclass
+class _Travelling:
     ticket: Ticket
     finish: Callable[[], None]
 
@@ -57,27 +66,27 @@ class Gradients:
     def __init__(
         self,
         flats: Iterable[Flat],
-        comm: Comm,
+        topology: Topology,
         gradients: Resting,
         optimizer: Resting,
         policy: GradientPolicy,
         sum_squares: Callable[..., float | torch.Tensor],
         link: Link,
         way_of: Callable[[Flat], Landing],
-        tensor: Comm | None = None,
-        pipe: Comm | None = None,
         merging: Merging | None = None,
     ) -> None:
-        self.comm = comm
+        self.comm = topology.data
+        # The ranks that share out one sum, and those that hold the same part of it.
+        self._shards = topology.shards
+        self._replicas = topology.replicas if optimizer.partitioned else SoloComm()
         self._merging = merging or Merging(0)
         # Small reductions whose turn has come, and which wait to travel together.
         self._waiting: list[_Reduction] = []
-        self._tensor = tensor or SoloComm()
-        self._pipe = pipe or SoloComm()
+        self._tensor, self._pipe = topology.tensor, topology.pipe
         self.policy = policy
         self._optimizer_partitioned = optimizer.partitioned
         self._sum_squares = sum_squares
-        self._partitioned = gradients.partitioned and comm.size > 1
+        self._partitioned = gradients.partitioned and self._shards.size > 1
         self.link = link
         self.all = [
             FlatGradient(flat, partitioned=self._partitioned, policy=policy, way=way_of(flat), link=link)
@@ -97,10 +106,13 @@ class Gradients:
         # Until the first backward has shown better: as built, backwards. The root unit, built first, comes last.
         self._order = list(reversed(range(len(self.all))))
         self._completed: list[int] = []
-        self._order_agreed = comm.size == 1
+        self._order_agreed = self.comm.size == 1
         self._next = 0
         self._index = {gradient: i for i, gradient in enumerate(self.all)}
         self._travelling: deque[_Travelling] = deque()
+        # On their way to be summed over the replicas, and those that set out next.
+        self._between: deque[_Travelling] = deque()
+        self._crossing: list[_Crossing] = []
         self._pools: dict[torch.device, DevicePool] = {}
         self._late: set[int] = set()
         self.nested = False
@@ -168,7 +180,11 @@ class Gradients:
         self.boundary = True
         for index in self._order:
             gradient = self.all[index]
-            if gradient.partitioned or gradient.reduced:
+            if self._replicas.size > 1 and gradient.partitioned:
+                self._conclude(gradient)
+                if self._crossing:
+                    self._cross()
+            elif gradient.partitioned or gradient.reduced:
                 self._summed(gradient)
             else:
                 self._drain(IN_FLIGHT - 1)
@@ -221,6 +237,7 @@ class Gradients:
         for gradient in self.all:
             gradient.absent = ()  # which were missing is not in a checkpoint: their zeros count
             if boundary:
+                gradient.reduced = gradient.reduced or gradient.partitioned
                 self._summed(gradient)
         self._tell_of_held()
 
@@ -243,7 +260,9 @@ class Gradients:
         device = self.all[0].flat.whole.device if self.all else torch.device("cpu")
         digests = (journal, path) if journal else ()
         powers = [power for value in digests for power in (float(value), float(value) ** 2)]
-        mine = [host_value(total), float(self._any_absent), *powers]
+        # Replicas hold the same sums: those of the first of them count.
+        counted = host_value(total) if self._replicas.rank == 0 else 0.0
+        mine = [counted, float(self._any_absent), *powers]
         sums = torch.tensor(mine, dtype=torch.float64, device=device)
         if partitioned:
             self.comm.all_reduce(sums, label="the gradients' norm").wait()
@@ -295,7 +314,7 @@ class Gradients:
         device = self.all[0].flat.whole.device if self.all else torch.device("cpu")
         values = torch.tensor([float(self._squares(g)) for g in self.all], dtype=torch.float64, device=device)
         if self._optimizer_partitioned:
-            self.comm.all_reduce(values).wait()
+            self._shards.all_reduce(values).wait()
         self._tensor.all_reduce(values).wait()
         return {gradient.flat: value for gradient, value in zip(self.all, values.tolist(), strict=True)}
 
@@ -307,7 +326,7 @@ class Gradients:
         whole = gradient.owned.to(device)
         if gradient.flat.layout.ranks > 1:
             owned, whole = whole, torch.empty(gradient.flat.layout.numel, dtype=whole.dtype, device=device)
-            self.comm.all_gather(whole, owned.contiguous()).wait()
+            self._shards.all_gather(whole, owned.contiguous()).wait()
         return self._join(whole[slot.start : slot.stop].view(slot.shape), slot)
 
     def _join(self, local: torch.Tensor, slot: Slot) -> torch.Tensor:
@@ -376,16 +395,26 @@ class Gradients:
         direct = gradient.keeps and fresh and gradient.dtype == gradient.wire_dtype
         if direct:
             shard = gradient.accumulated
-        elif self.comm.size == 1:
+        elif self._shards.size == 1:
             shard = whole
         else:
             shard = pool.take(gradient.flat.layout.shard_numel, gradient.wire_dtype)
 
+        conclude = self._summed if self._replicas.size == 1 else self._conclude
+
+        def add() -> None:
+            if not direct:
+                self._add(gradient, shard, fresh=fresh)
+            if self.boundary:
+                conclude(gradient)
+
         def finish() -> None:
             if shard is not whole:
                 pool.give(whole)
-            if not direct:
-                self._add(gradient, shard, fresh=fresh)
+            if self._replicas.size > 1 and self._crosses_alone(gradient):
+                self._crossing.append(_Crossing(gradient, shard, add))
+            else:
+                add()
 
         self._send(_Reduction(gradient, shard, whole, finish))
 
@@ -409,10 +438,67 @@ class Gradients:
         with span("reduce", label):
             if self._optimizer_partitioned:
                 owned = [reduction.owned for reduction in reductions]
-                ticket = merged.reduce_scatter(self.comm, owned, wholes, label)
+                ticket = merged.reduce_scatter(self._shards, owned, wholes, label)
             else:
                 ticket = merged.all_reduce(self.comm, wholes, label)
-        self._travelling += [_Travelling(r.gradient, ticket, r.finish) for r in reductions]
+        self._travelling += [_Travelling(ticket, reduction.finish) for reduction in reductions]
+
+    # Over the replicas.
+
+    def _crosses_alone(self, gradient: FlatGradient) -> bool:
+        """Whether a micro-batch is summed over the replicas before it is added: the sum it joins is, or is not here."""
+        return gradient.reduced or not gradient.keeps
+
+    def _conclude(self, gradient: FlatGradient) -> None:
+        """The window's reductions are added up within the group: the sum crosses to the replicas, once."""
+        if gradient.keeps and not gradient.reduced:
+            self._crossing.append(self._crossing_of(gradient))
+        else:
+            self._summed(gradient)
+        gradient.reduced = True
+
+    def _crossing_of(self, gradient: FlatGradient) -> _Crossing:
+        own = gradient.own_sum
+        if gradient.dtype == gradient.wire_dtype:
+            return _Crossing(gradient, own, partial(self._summed, gradient))
+        pool = self._pool(gradient)
+        part = pool.take(own.numel(), gradient.wire_dtype).copy_(own)
+
+        def finish() -> None:
+            own.copy_(part)
+            pool.give(part)
+            self._summed(gradient)
+
+        return _Crossing(gradient, part, finish)
+
+    def _cross(self) -> None:
+        """Set going what waits to be summed over the replicas, small ones together."""
+        waiting, self._crossing = self._crossing, []
+        together: list[_Crossing] = []
+        for crossing in waiting:
+            small = self._merging.takes(crossing.part)
+            fits = small and self._merging.fits([other.part for other in together], crossing.part)
+            if together and not fits:
+                self._launch_crossing(together)
+                together = []
+            together.append(crossing)
+        self._launch_crossing(together)
+
+    def _launch_crossing(self, crossing: list[_Crossing]) -> None:
+        self._drain_between(IN_FLIGHT - 1)
+        label = merged.name_of([each.gradient.flat for each in crossing])
+        with span("reduce", label):
+            ticket = merged.all_reduce(self._replicas, [each.part for each in crossing], label)
+        self._between += [_Travelling(ticket, each.finish) for each in crossing]
+
+    def _drain_between(self, keep: int) -> None:
+        while len(self._between) > keep:
+            self._arrive(self._between.popleft())
+
+    @staticmethod
+    def _arrive(travelling: _Travelling) -> None:
+        travelling.ticket.wait()
+        travelling.finish()
 
     # The sum.
 
@@ -476,10 +562,10 @@ class Gradients:
         if self.comm.size == 1:
             self._summed(gradient)
             return
-        gradient.reduced = True
         whole, owned = gradient.accumulated, gradient.own_sum
         if self.policy.predivide != 1.0:
             whole.div_(self.policy.predivide)
+        conclude = self._summed if self._replicas.size == 1 else self._conclude
         cast = gradient.dtype != gradient.wire_dtype
         if cast:
             whole = self._pool(gradient).take(whole.numel(), gradient.wire_dtype).copy_(whole)
@@ -489,6 +575,9 @@ class Gradients:
             if cast:
                 gradient.own_sum.copy_(owned)
                 self._pool(gradient).give(whole)
+            if self.boundary:
+                gradient.reduced = self._replicas.size == 1
+                conclude(gradient)
 
         self._send(_Reduction(gradient, owned, whole, finish))
 
@@ -497,8 +586,10 @@ class Gradients:
             travelling = self._travelling.popleft()
             travelling.ticket.wait()
             travelling.finish()
-            if self.boundary:
-                self._summed(travelling.gradient)
+        if self._crossing:
+            self._cross()
+        if keep == 0 and self._between:
+            self._drain_between(0)
 
     def _summed(self, gradient: FlatGradient) -> None:
         """The window's sum is complete: measure it, and send it to where its update reads it."""
@@ -575,7 +666,9 @@ class Gradients:
         whole = self._filled(gradient, pool)
         owned = whole[slice(*gradient.flat.layout.shard_range(gradient.flat.rank))]
         if self._optimizer_partitioned:
-            self.comm.reduce_scatter(owned, whole, gradient.flat.name).wait()
+            self._shards.reduce_scatter(owned, whole, gradient.flat.name).wait()
+            if self._replicas.size > 1 and self._crosses_alone(gradient):
+                self._replicas.all_reduce(owned, label=gradient.flat.name).wait()
         else:
             self.comm.all_reduce(whole, label=gradient.flat.name).wait()
         shard = pool.take(owned.numel(), owned.dtype)
@@ -603,14 +696,17 @@ class Gradients:
 
     def _travelling_wait_quietly(self) -> None:
         """Wait for reductions whose results nobody wants any more; their errors have been raised elsewhere."""
+        self.boundary = False  # no sum is complete, whatever still arrives
         for waiting in self._waiting:
             waiting.finish()
         self._waiting = []
-        while self._travelling:
-            travelling = self._travelling.popleft()
+        while self._travelling or self._between:
             with suppress(Exception):
-                travelling.ticket.wait()
-                travelling.finish()
+                self._arrive((self._travelling or self._between).popleft())
+        for crossing in self._crossing:
+            with suppress(Exception):
+                crossing.finish()
+        self._crossing = []
         while self._descending:
             with suppress(Exception):
                 self._descending.popleft()()

@@ -11,6 +11,7 @@ from wherry.observe.spans import span
 from wherry.parallel import merged
 from wherry.parallel.comm import Comm
 from wherry.parallel.merged import Merging
+from wherry.sharding.lookahead import LookAhead
 from wherry.sharding.schedule import Pass, Schedule
 from wherry.sharding.unit import Flat, Unit, Weights
 from wherry.tiers.homes import Home
@@ -31,7 +32,7 @@ class Gatherer:
         link: Link,
         *,
         live_limit: int,
-        prefetch: int,
+        look_ahead: LookAhead,
         read_ahead: int = 0,
         merging: Merging | None = None,
         node: Comm | None = None,
@@ -54,7 +55,7 @@ class Gatherer:
                     flat.layout.numel // self.node.size, dtype=flat.dtype, device=flat.whole.device
                 )
         self.live_limit = live_limit
-        self.prefetch_limit = prefetch
+        self.look_ahead = look_ahead
         # Elements of flats that travel and are whole, or on the way to be.
         self.live = 0
         self.peak_live = 0
@@ -141,13 +142,13 @@ class Gatherer:
             size = sum(released)
             under_way = under_way or not released
             # One unit ahead is always allowed as far as the live limit goes, or nothing larger than a bucket overlaps.
-            if self.live + ahead + size > self.live_limit or (ahead + size > self.prefetch_limit and ahead):
+            if self.live + ahead + size > self.live_limit or (ahead + size > self.look_ahead.limit and ahead):
                 break
             ahead += size
             if released:
                 wanted.append(follower)
             # What rests on disk is gathered one unit ahead only: reading is what looks further.
-            if ahead > self.prefetch_limit or follower.on_disk:
+            if ahead > self.look_ahead.limit or follower.on_disk:
                 break
         # Small units wait for each other as long as something is ahead without them.
         small = all(self._is_small(flat) for unit in wanted for flat in unit.travelling)
@@ -262,6 +263,9 @@ class Gatherer:
         if flat.weights is Weights.WHOLE:
             return
         assert flat.weights is Weights.GATHERING, flat
-        flat.ticket.wait()
+        if self.look_ahead.searching:
+            self.look_ahead.wait(flat.ticket)
+        else:
+            flat.ticket.wait()
         flat.show_whole()
         flat.weights = Weights.WHOLE

@@ -184,10 +184,11 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
 
     table: dict[str, dict[str, int]] = {}
     for engine in live_engines():
-        for operation, calls in engine.comm.traffic.calls.items():
-            row = table.setdefault(operation, {"calls": 0, "bytes": 0})
-            row["calls"] += calls
-            row["bytes"] += engine.comm.traffic.bytes[operation]
+        for among, traffic in engine.topology.traffic():
+            for operation, calls in traffic.calls.items():
+                row = table.setdefault(operation + among, {"calls": 0, "bytes": 0})
+                row["calls"] += calls
+                row["bytes"] += traffic.bytes[operation]
     for operation, row in table.items():
         say("%s: %d calls, %.1f MB", operation, row["calls"], row["bytes"] / 1e6)
     return table if return_dict else None
