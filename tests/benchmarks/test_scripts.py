@@ -113,8 +113,8 @@ def test_imports(tmp_path, capsys, monkeypatch):
 
 
 def test_offloaded_steps_beside_their_bound(tmp_path, no_deepspeed, monkeypatch):
-    monkeypatch.setattr(offload_step, "POLICIES", ("at_step",))
-    monkeypatch.setattr(offload_step, "CLIPS", {"at_step": 1.0})
+    monkeypatch.setattr(offload_step, "POLICIES", ("at_step", "delayed"))
+    monkeypatch.setattr(offload_step, "CLIPS", {"at_step": 1.0, "delayed": 1.0})
     path = tmp_path / "offload.json"
     smallest = ["--quick", "--models", "tiny", "--dtypes", "fp32", "--rounds", "1", "--steps", "2", "--json", str(path)]
     chosen = ["--places", "2-cpu", "--peers", "deepspeed-2-cpu", "--path", str(tmp_path)]
@@ -122,7 +122,9 @@ def test_offloaded_steps_beside_their_bound(tmp_path, no_deepspeed, monkeypatch)
     rows = _rows(path, measure="step")
     ours = rows["wherry-2-cpu at_step"]
     assert ours["of_limit"] == pytest.approx(ours["bound_s"] / ours["value"]) and ours["bound_by"] == "compute"
-    assert ours["loss_difference"] <= systems.SAME_LOSS
+    late = rows["wherry-2-cpu delayed"]
+    assert ours["loss_difference"] <= systems.SAME_LOSS < late["loss_difference"]
+    assert late["of_limit"] == pytest.approx(late["bound_s"] / late["value"])
     assert rows["deepspeed-2-cpu"]["reason"].startswith("deepspeed is not installed")
     assert {"matrix", "host_update", "disk_read", "disk_write"} <= {
         row["case"].get("rate") for row in json.loads(path.read_text())["rows"]
