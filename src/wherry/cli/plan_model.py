@@ -235,7 +235,7 @@ def _time_lines(now: Estimate) -> Iterator[str]:
 
     for name, value in sorted(now.time.terms.items(), key=lambda item: -item[1]):
         if value > 0:
-            yield f"  {WORDS[name]:<18}{seconds(value):>10}"
+            yield f"  {WORDS[name]:<22}{seconds(value):>10}"
 
 
 def seconds(value: float) -> str:
