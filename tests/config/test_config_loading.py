@@ -339,7 +339,7 @@ class Writer:
         return self.random.choice([" ", "\n", "  # a: {\n", " // b: [\n", " /* c: \n } */ "])
 
     def between(self):
-        return self.random.choice([",", ", ", "\n", ",\n", " # it's\n", ",\n// \"\n"])
+        return self.random.choice([",", ", ", "\n", ",\n", " # it's\n", ',\n// "\n'])
 
     def value(self, value):
         if isinstance(value, dict):
@@ -390,3 +390,11 @@ def test_a_relative_path_is_shown_as_it_was_given(tmp_path, monkeypatch):
     Path("conf.json").write_text('{\n"x": 1}')
     with pytest.raises(ConfigError, match=r"^conf\.json:2: x: unknown key"):
         load("conf.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "what"), [('{"a": {"b": 1}\n', "{ not closed"), ('{"a": {"b": [1\n', "{ and [ not closed")]
+)
+def test_a_text_that_ends_too_soon(text, what):
+    (problem,) = problems(text)
+    assert what in str(problem) and "is the file whole?" in str(problem)

@@ -156,13 +156,11 @@ def _parse_hjson(text: str) -> tuple[Any, Lines]:
     except IndexError:  # how hjson meets the end of the text inside a comment
         raise TextError("not valid JSON or Hjson: a comment or a string does not end", None) from None
     except hjson.HjsonDecodeError as error:
-        hint = ""
-        if "eof" in error.msg:
-            bare = _QUOTED.sub("", text)
-            unclosed = [pair for pair in ("{}", "[]") if bare.count(pair[0]) > bare.count(pair[1])]
-            hint = "; a value without quotes runs to the end of its line"
-            if unclosed:
-                hint = f"; {' and '.join(pair[0] for pair in unclosed)} not closed: is the file whole?"
+        bare = _QUOTED.sub("", text)
+        unclosed = [pair[0] for pair in ("{}", "[]") if bare.count(pair[0]) > bare.count(pair[1])]
+        hint = "; a value without quotes runs to the end of its line" if "eof" in error.msg else ""
+        if unclosed:
+            hint = f"; {' and '.join(unclosed)} not closed: is the file whole?"
         what = error.msg.replace(" %r at", "")
         message = f"not valid JSON or Hjson: {what} (column {error.colno}){hint}"
         raise TextError(message, max(1, error.lineno - 1)) from None
