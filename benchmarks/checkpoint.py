@@ -36,13 +36,9 @@ class Saving:
         self.room: Room | None = None
         if self.reason is None and KEEPINGS[name].one_rank and ranks > 1:
             self.reason = "every rank would write the whole"
-        self.model = model
         if self.reason is None:
             self.room = Room(ranks, worker=WORKER)
-
-    def build(self) -> None:
-        if self.room is not None:
-            self._ask(do="build", keeping=self.name, recipe=MODELS[self.model])
+            self._ask(do="build", keeping=name, recipe=MODELS[model])
 
     def _ask(self, **request: Any) -> list[Any] | None:
         assert self.room is not None
@@ -77,8 +73,6 @@ def measure(model: str, ranks: int, names: Sequence[str], rounds: int, folder: P
     try:
         for name in names:
             savings[name] = Saving(model, ranks, name, folder)
-        for saving in savings.values():  # all of them import what they need by now
-            saving.build()
         taken = bench.interleave({name: saving.take for name, saving in savings.items()}, rounds, "saves and loads")
     finally:
         for saving in savings.values():

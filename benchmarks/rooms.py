@@ -55,6 +55,7 @@ class Room:
         self._logs: list[IO[bytes]] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._partial: list[bytes] = []
+        systems.remove_dead_locks()
         port = _free_port()
         for rank in range(ranks):
             self._start(rank, port)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from wherry.train.presets import Shape
@@ -23,6 +25,8 @@ LEARNING_RATE = 3e-4
 WEIGHT_DECAY = 0.1
 # Relative, over some steps of fp32: other orders of summing stay far below it, another update does not.
 SAME_LOSS = 1e-4
+# A lock that is older, while nothing compiles, is nobody's.
+LOCK_SECONDS = 30.0
 # The folder for states on disk; unset, the system's for temporary files.
 DISK_FOLDER = "BENCHMARK_DISK"
 
@@ -370,6 +374,18 @@ def cannot_run(name: str, ranks: int = 1) -> str | None:
         if name == "deepspeed-2-nvme":
             return "DeepSpeed moves optimizer state to disk at stage 3 only"
     return None
+
+
+def remove_dead_locks() -> None:
+    """DeepSpeed compiles at first use, under a lock that stays when its process is killed: all others then wait."""
+    import psutil
+
+    default = Path.home() / ".cache" / "torch_extensions"
+    locks = list(Path(os.environ.get("TORCH_EXTENSIONS_DIR", default)).glob("**/lock"))
+    if locks and not any(process.info["name"] == "ninja" for process in psutil.process_iter(["name"])):
+        for lock in locks:
+            if time.time() - lock.stat().st_mtime > LOCK_SECONDS:
+                lock.unlink(missing_ok=True)
 
 
 def gpu_environment() -> dict[str, str]:

@@ -173,8 +173,9 @@ def test_memory_stays_within_a_unit_above_the_shards(tmp_path: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert result.returncode == 0, result.stderr
     seen = json.loads(result.stdout.splitlines()[-1])
-    assert seen["states"] > 2 * (seen["unit"] + seen["buffers"])
+    noise = 4 << 20  # of the interpreter and of malloc
+    assert seen["states"] > 4 * (seen["unit"] + seen["buffers"] + noise)
     for what in ("load", "load from other ranks", "save", "async save from disk"):
-        assert seen[what] <= seen["unit"] + seen["buffers"], (what, seen)
+        assert seen[what] <= seen["unit"] + seen["buffers"] + noise, (what, seen)
     # An export holds no whole tensor.
-    assert seen["export"] <= seen["buffers"] + 16 * 2**20, seen
+    assert seen["export"] <= seen["buffers"] + (1 << 20) + noise, seen

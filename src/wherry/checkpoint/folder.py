@@ -306,4 +306,4 @@ def offer(folder: Path, tag: str | None) -> str:
     other = newest_whole(folder, but=tag)
     if other is None:
         return f"{folder} holds no {'other ' if tag else ''}whole checkpoint"
-    return f"the newest whole one is {other}: load it with tag={other!r}"
+    return f"the newest whole one is {other}: load it with tag={other!r}, or name {folder / other}"
