@@ -1,7 +1,10 @@
 """What becomes of activations: time of a step and peak memory by policy: python benchmarks/activations.py [--quick].
 
-One GPT-2, one rank, the same seed and data for all; steps of the policies are interleaved. Peak memory is that of
-activations alone: of everything that a forward and backward make, counted by operation in a step that is not timed.
+One GPT-2, the same seed and data for all; steps of the policies are interleaved. Those that share checkpoints out run
+on two tensor-parallel ranks, the others on one. Peak memory is that of activations alone: of everything that a forward
+and backward make on the device, counted by operation in a step that is not timed. On a CPU, where the device is the
+host, a part of its memory stands for the host's. A second table has what torch's CUDA allocator holds beyond what is in
+use, over steps of changing length: asked for on a GPU, and else simulated.
 """
 
 from __future__ import annotations
@@ -9,7 +12,8 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,16 +24,26 @@ if not __package__:  # run as a script: this folder is found as it is when impor
     sys.path[0] = str(Path(__file__).parents[1])
 
 import wherry
+from benchmarks import fragments
+from benchmarks.rooms import Room, RoomFailed
 from wherry.observe import bench
 from wherry.observe.footprint import WORKING, Footprint
+from wherry.parallel.topology import Topology, find
+from wherry.tiers.buffers import Block, HostPool
+from wherry.tiers.streams import Link
 from wherry.train.model import GPT, GPTConfig
 
 KEEP = "keep"
-_ALONE = "checkpoints are shared out among tensor-parallel ranks, and this runs on one"
-_ON_HOST = "on a CPU activations are in host memory as they are"
+RANKS = 2
+TOGETHER = f", {RANKS} ranks"
+WORKER = Path(__file__).parent / "activations_worker.py"
+STEPS_OF_FRAGMENTS = 100
 
 
 def policies(folder: str, budget: int) -> dict[str, dict[str, Any]]:
+    """By name, the block `activation_checkpointing`; those at the end are for ranks that share a model."""
+    offload = {"policy": "offload", "cpu_checkpointing": True}
+    partition = {"policy": "recompute", "partition_activations": True}
     return {
         KEEP: {"policy": "none"},
         "recompute": {"policy": "recompute"},
@@ -37,41 +51,174 @@ def policies(folder: str, budget: int) -> dict[str, dict[str, Any]]:
         "recompute, keep matmul": {"policy": "recompute", "save_operations": ["matmul", "attention"]},
         "recompute, contiguous": {"policy": "recompute", "contiguous_memory_optimization": True},
         "recompute, host": {"policy": "recompute", "cpu_checkpointing": True},
-        "offload to host": {"policy": "offload", "cpu_checkpointing": True},
-        "offload to disk": {"policy": "offload", "nvme_path": folder},
         "recompute, disk": {"policy": "recompute", "nvme_path": folder},
-        "auto": {"policy": "auto", "memory": budget},
+        "offload to host": offload,
+        "offload to disk": {"policy": "offload", "nvme_path": folder},
+        "auto": {"policy": "auto", "memory": budget, "cpu_checkpointing": True},
+        KEEP + TOGETHER: {"policy": "none"},
+        "recompute" + TOGETHER: {"policy": "recompute"},
+        "partition" + TOGETHER: partition,
+        "partition, host" + TOGETHER: {**partition, "cpu_checkpointing": True},
     }
 
 
-def _engine(config: GPTConfig, batch: int, block: dict[str, Any]) -> Any:
-    torch.manual_seed(0)
-    model = GPT(config)
-    settings = {
-        "train_micro_batch_size_per_gpu": batch,
-        "activation_checkpointing": {"offload_min_bytes": 1 << 12, **block},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-    }
-    return wherry.initialize(model=model, config=settings)[0]
+class _Pool(HostPool):
+    """Host buffers, known as such."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffers: list[torch.Tensor] = []
+
+    def _allocate(self, size: int) -> Block:
+        block = super()._allocate(size)
+        self.buffers.append(block.tensor)
+        return block
 
 
-def _step(engine: Any, ids: torch.Tensor) -> float:
-    begin = time.perf_counter()
-    engine.backward(engine(ids, ids))
-    engine.step()
-    if engine.device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - begin
+class _Apart(Link):
+    """A part of the host's memory stands for a device, so that what leaves it is copied."""
+
+    shared = False
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.host = self.buffers = _Pool()
 
 
-def _peak(engine: Any, ids: torch.Tensor) -> int:
-    with Footprint() as footprint:
-        flats = [flat.whole for unit in engine.units for flat in unit.flats]
-        footprint.label("weights", flats)
-        engine.backward(engine(ids, ids))
-        peak = footprint.peaks[WORKING]
-    engine.step()
-    return peak
+class Trainee:
+    """An engine on a GPT-2, and steps of it."""
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        batch: int,
+        block: Mapping[str, Any],
+        mesh: Any = None,
+        *,
+        cut: Callable[[GPT], None] | None = None,
+    ) -> None:
+        torch.manual_seed(0)
+        model = GPT(config)
+        if cut is not None:
+            cut(model)
+        settings = {
+            "train_micro_batch_size_per_gpu": batch,
+            "activation_checkpointing": {"offload_min_bytes": 1 << 12, **block},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        }
+        self._links: list[_Apart] = []
+        if not torch.cuda.is_available():
+            mesh = self._apart(find(mesh))
+        self.engine: Any = wherry.initialize(model=model, config=settings, mesh=mesh)[0]
+        self.ids = torch.zeros(batch, config.sequence, dtype=torch.int64, device=self.engine.device)
+        for _ in range(2):  # the first is another one: `auto` has measured when it is over
+            self.step()
+
+    def _apart(self, place: Topology) -> Topology:
+        def link(pin: bool) -> Link:
+            self._links.append(_Apart())
+            return self._links[-1]
+
+        return replace(place, link=link)
+
+    def step(self) -> float:
+        """Seconds."""
+        begin = time.perf_counter()
+        self.engine.backward(self.engine(self.ids, self.ids))
+        self.engine.step()
+        if self.engine.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+    def peak(self) -> int:
+        """The most bytes of activations at once, in a step."""
+        with Footprint() as footprint:
+            footprint.label("weights", [flat.whole for unit in self.engine.units for flat in unit.flats])
+            footprint.label("host", [buffer for link in self._links for buffer in link.buffers.buffers])
+            footprint.reset()
+            self.engine.backward(self.engine(self.ids, self.ids))
+            peak = footprint.peaks[WORKING]
+        self.engine.step()
+        return peak
+
+    def chosen(self) -> str:
+        """How many units have each policy."""
+        found = [policy.value for policy in self.engine._activations.policies]
+        return ", ".join(f"{name} {found.count(name)}" for name in dict.fromkeys(found))
+
+
+class Together:
+    """The same policies' engines on ranks that share the model, in processes of their own."""
+
+    def __init__(self, config: GPTConfig, batch: int, blocks: Mapping[str, Mapping[str, Any]]) -> None:
+        self.room: Room | None = None
+        self.reason = ""
+        self.names: list[str] = []
+        if torch.cuda.is_available() and torch.cuda.device_count() < RANKS:
+            self.reason = f"checkpoints are shared out among tensor-parallel ranks, and here is {RANKS - 1} GPU"
+            return
+        self.room = Room(RANKS, worker=WORKER)
+        try:
+            for name, block in blocks.items():
+                self.room.ask(do="build", name=name, config=vars(config), batch=batch, block=block)
+                self.names.append(name)
+        except RoomFailed as failure:
+            self.close()
+            self.reason = str(failure)
+
+    def step(self, name: str) -> float:
+        assert self.room is not None
+        return max(self.room.ask(do="step", name=name))
+
+    def peak(self, name: str) -> int:
+        assert self.room is not None
+        return max(self.room.ask(do="peak", name=name))
+
+    def close(self) -> None:
+        self.names = []
+        if self.room is not None:
+            self.room.close()
+
+
+def times_and_peaks(results: bench.Results, config: GPTConfig, batch: int, rounds: int) -> list[str]:
+    """The rows of every policy; what is to be said of some of them."""
+    case = {"layers": config.layers, "hidden": config.hidden, "sequence": config.sequence, "batch": batch}
+    stream = 4 * batch * config.sequence * config.hidden
+    with tempfile.TemporaryDirectory() as folder:
+        blocks = policies(folder, budget=6 * config.layers * stream)
+        shared = {name: block for name, block in blocks.items() if name.endswith(TOGETHER)}
+        alone = {name: Trainee(config, batch, block) for name, block in blocks.items() if name not in shared}
+        together = Together(config, batch, shared)
+        try:
+            subjects: dict[str, Callable[[], float]] = {name: trainee.step for name, trainee in alone.items()}
+            subjects |= {name: partial(together.step, name) for name in together.names}
+            seconds = bench.interleave(subjects, rounds, "steps")
+            for name in blocks:
+                if name in subjects:
+                    peak = alone[name].peak() if name in alone else together.peak(name)
+                    results.add(bench.row(case, name, "s", seconds[name], peak_bytes=peak))
+                else:
+                    results.add(bench.row(case, name, "s", reason=together.reason))
+            notes = [f"auto, in the memory of half of what is kept: {alone['auto'].chosen()}"]
+        finally:
+            together.close()
+            for trainee in alone.values():
+                trainee.engine.close()
+    if together.reason:
+        notes.append(f"on {RANKS} ranks: {together.reason}")
+    return notes
+
+
+def unused_memory(results: bench.Results, config: GPTConfig, batch: int, steps: int) -> str:
+    """The rows of what the allocator holds and nobody uses; which allocator that is."""
+    device = "cuda" if torch.cuda.is_available() else "simulated"
+    case = {"measure": "fragments", "allocator": device, "layers": config.layers, "hidden": config.hidden}
+    case |= {"longest": config.sequence, "batch": batch, "steps": steps}
+    for system in fragments.SYSTEMS:
+        found = fragments.measure(system, config, batch, steps, device=device)
+        facts = {"highest_bytes": found.highest, "reserved_bytes": found.reserved, "excess_bytes": found.excess}
+        results.add(bench.row(case, system, "bytes", [float(value) for value in found.unused], **facts))
+    return device
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,56 +226,50 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=bench.positive, help="steps of each (default 9)")
     options = bench.parse(parser, argv)
     rounds = options.rounds or (2 if options.quick else 9)
-    small = options.quick or not torch.cuda.is_available()
-    config = GPTConfig(layers=4, hidden=64, heads=2, sequence=32) if options.quick else (
-        GPTConfig(layers=8, hidden=256, heads=4, sequence=256) if small else GPTConfig(24, 1024, 16, 1024)
-    )  # fmt: skip
-    batch = 2 if options.quick else 4
+    large = GPTConfig(24, 1024, 16, 1024)
+    config, batch = (large if torch.cuda.is_available() else GPTConfig(8, 256, 4, 256)), 4
+    varied, steps = large, STEPS_OF_FRAGMENTS
+    if options.quick:
+        config, batch = GPTConfig(layers=6, hidden=128, heads=4, sequence=64), 2
+        varied, steps = GPTConfig(layers=2, hidden=512, heads=8, sequence=512), 4
     results = bench.Results("activations", options, {"layers": config.layers, "hidden": config.hidden, "batch": batch})
-    case = {"layers": config.layers, "hidden": config.hidden, "sequence": config.sequence, "batch": batch}
-    residual = 4 * batch * config.sequence * config.hidden
-    with tempfile.TemporaryDirectory() as folder:
-        chosen = policies(folder, budget=8 * config.layers * residual)
-        skipped = {"partition": _ALONE}
-        if not torch.cuda.is_available():
-            for name in ("recompute, host", "offload to host"):
-                del chosen[name]
-                skipped[name] = _ON_HOST
-        engines = {name: _engine(config, batch, block) for name, block in chosen.items()}
-        ids = torch.zeros(batch, config.sequence, dtype=torch.int64, device=next(iter(engines.values())).device)
-        try:
-            for engine in engines.values():
-                _step(engine, ids)  # the first is another one: `auto` has measured when it is over
-                _step(engine, ids)
-            subjects: dict[str, Callable[[], float]] = {n: partial(_step, e, ids) for n, e in engines.items()}
-            seconds = bench.interleave(subjects, rounds, "steps")
-            peaks = {name: _peak(engine, ids) for name, engine in engines.items()}
-        finally:
-            for engine in engines.values():
-                engine.close()
-    for name in engines:
-        results.add(bench.row(case, name, "s", seconds[name], peak_bytes=peaks[name]))
-    for name, reason in skipped.items():
-        results.add(bench.row(case, name, "s", reason=reason))
+    notes = times_and_peaks(results, config, batch, rounds)
+    device = unused_memory(results, varied, 4, steps)
     results.close()
-    table = [
-        (
-            row["system"],
-            f"{1e3 * row['value']:.1f} ms",
-            bench.spread_words(row),
-            bench.ratio_words(row, KEEP),
-            f"{row['peak_bytes'] / 1e6:.2f} MB",
-        )
-        for row in results.rows
-        if row["reason"] is None
-    ]
-    bench.show(
-        f"Activations of a GPT-2: {config.layers} blocks, {config.hidden} wide",
-        ("policy", "step", "spread", "keep/this", "peak"),
-        table,
-        [f"{name}: {reason}" for name, reason in skipped.items()],
-    )
+    show(results.rows, config, notes)
+    show_unused(results.rows, varied, steps, device)
     return 0
+
+
+def show(rows: Sequence[bench.Row], config: GPTConfig, notes: Sequence[str]) -> None:
+    lines = []
+    for row in rows:
+        if row["unit"] != "s" or row["reason"] is not None:
+            continue
+        base = KEEP + TOGETHER if row["system"].endswith(TOGETHER) else KEEP
+        ratio = "1.00" if row["system"] == base else bench.ratio_words(row, base)
+        time, peak = f"{1e3 * row['value']:.1f} ms", f"{row['peak_bytes'] / 1e6:.2f} MB"
+        lines.append((row["system"], time, bench.spread_words(row), ratio, peak))
+    title = f"Activations of a GPT-2: {config.layers} blocks, {config.hidden} wide, {config.sequence} tokens"
+    bench.show(title, ("policy", "step", "spread", "keep/this", "peak"), lines, [*notes, ""])
+
+
+def show_unused(rows: Sequence[bench.Row], config: GPTConfig, steps: int, device: str) -> None:
+    def gb(nbytes: float) -> str:
+        return f"{nbytes / 1e9:.3f} GB"
+
+    lines = [
+        (row["system"], gb(row["highest_bytes"]), gb(row["reserved_bytes"]), gb(row["excess_bytes"]), gb(row["value"]))
+        for row in rows
+        if row["case"].get("measure") == "fragments"
+    ]
+    name = "torch's CUDA allocator" if device == "cuda" else "torch's CUDA allocator, simulated"
+    bench.show(
+        f"{name}: {steps} steps of {config.sequence // 4} to {config.sequence} tokens",
+        ("system", "in use", "held", "never used", "unused"),
+        lines,
+        ["in use: at its highest; unused: held and not in use where a forward ends, the median of the steps"],
+    )
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from benchmarks import (
     activations,
     construction,
     forecast,
+    fragments,
     imports,
     memory,
     offload_step,
@@ -177,7 +178,7 @@ def test_scaling_with_sizes_and_ranks(tmp_path):
 
 SCRIPTS = [
     *("overhead", "steps", "imports", "gpu", "gpu_offload", "offload_step", "memory", "construction", "scaling"),
-    *("accumulation", "checkpoint"),
+    *("accumulation", "checkpoint", "activations"),
 ]
 
 
@@ -195,10 +196,15 @@ def test_scripts_stand_alone_and_are_found_by_the_command(name, capsys, tmp_path
 def test_activations(tmp_path, capsys):
     path = tmp_path / "activations.json"
     assert activations.main(["--quick", "--rounds", "1", "--json", str(path)]) == 0
-    rows = {row["system"]: row for row in json.loads(path.read_text())["rows"]}
-    assert rows["recompute"]["peak_bytes"] < rows["recompute every second"]["peak_bytes"] < rows["keep"]["peak_bytes"]
-    assert rows["partition"]["reason"]
-    assert "recompute, contiguous" in capsys.readouterr().out
+    rows, unused = _rows(path, batch=2), _rows(path, measure="fragments")
+    peaks = {name: row["peak_bytes"] for name, row in rows.items()}
+    assert peaks["recompute"] < peaks["recompute every second"] < peaks["keep"]
+    assert peaks["recompute, host"] <= peaks["recompute"] and peaks["offload to host"] < peaks["keep"]
+    assert peaks["recompute, 2 ranks"] < peaks["keep, 2 ranks"] and peaks["partition, 2 ranks"] < peaks["keep, 2 ranks"]
+    assert list(unused) == list(fragments.SYSTEMS) and all(row["excess_bytes"] > 0 for row in unused.values())
+    shown = capsys.readouterr().out
+    assert "recompute, contiguous" in shown and "never used" in shown and "auto, in the memory of half" in shown
+    assert max(map(len, shown.splitlines()[:-1])) <= bench.WIDTH
 
 
 def test_forecast(tmp_path, capsys, monkeypatch):

@@ -13,8 +13,9 @@ from wherry.activations.stores import Held, Keep, Store
 from wherry.fake import is_fake
 from wherry.parallel.partition import is_dtensor
 
-# Bytes that are brought back ahead of their use; one tensor is always.
+# Bytes that are brought back ahead of their use, and the part of all that is away; one tensor is always.
 AHEAD = 64 << 20
+SHARE_AHEAD = 4
 
 
 class Beneath(Protocol):
@@ -30,23 +31,25 @@ class Chain:
 
     def __init__(self) -> None:
         self._members: list[weakref.ref[Parked]] = []
+        self._nbytes = 0
 
     def append(self, member: Parked) -> int:
+        self._nbytes += member.held.nbytes
         self._members.append(weakref.ref(member))
         return len(self._members) - 1
 
     def bring(self, before: int) -> None:
         """Set going what comes before a member, as far as the budget goes."""
-        ahead = 0
+        ahead, budget = 0, min(AHEAD, self._nbytes // SHARE_AHEAD)
         for place in range(before - 1, -1, -1):
             member = self._members[place]()
             if member is None:
                 continue
-            if ahead and ahead + member.held.nbytes > AHEAD:
+            if ahead and ahead + member.held.nbytes > budget:
                 return
             ahead += member.held.nbytes
             member.held.start()
-            if ahead >= AHEAD:
+            if ahead >= budget:
                 return
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from wherry.parallel.partition import is_dtensor
+
 WORKING = "activations"
 """Whatever a forward or backward makes that nobody has given another name."""
 
@@ -50,6 +52,7 @@ class Footprint(TorchDispatchMode):
                 self._see(item)
 
     def _add(self, tensor: torch.Tensor) -> None:
+        tensor = _own(tensor)
         if tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
@@ -89,7 +92,7 @@ class Footprint(TorchDispatchMode):
         """These tensors count as `category` from now on; those made before the footprint was entered begin to."""
         for tensor in tensors:
             self._add(tensor)
-            self._move(tensor.untyped_storage()._cdata, category)
+            self._move(_own(tensor).untyped_storage()._cdata, category)
 
     def label_rest(self, category: str) -> None:
         """All that counts as activations now is `category`."""
@@ -113,3 +116,8 @@ class Footprint(TorchDispatchMode):
         self._entries[key] = (category, nbytes, reference)
         self.live[name] -= nbytes
         self.live[category] = self.live.get(category, 0) + nbytes
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that has the memory: of one that ranks share out, this rank's part."""
+    return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
