@@ -79,7 +79,7 @@ def test_sum_squares_does_not_depend_on_threads():
     sums = set()
     for threads in (1, 2, 3, 7):
         with native.Pool(threads=threads) as pool:
-            sums.add(native.sum_squares(values, pool=pool))
+            sums.add(native.sum_squares(values, pool))
     assert len(sums) == 1
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from ctypes import c_int32, c_int64, c_void_p
+
 import torch
 from torch import Tensor
 
@@ -9,8 +12,9 @@ from wherry.errors import WherryError
 from wherry.fake import is_fake
 from wherry.native import fallback
 from wherry.native.blocks import Blocks8
+from wherry.native.bundle import Bundle
 from wherry.native.loading import Engine, engine
-from wherry.native.plan import INLINE_RUN, KINDS
+from wherry.native.plan import INLINE_RUN, KINDS, joined
 from wherry.native.pool import Pool, default_pool
 
 # Elements up to which a sum is quicker here than by waking the pool: it reads, and writes nothing.
@@ -36,9 +40,9 @@ def _check(function: str, **tensors: tuple[Tensor, tuple[torch.dtype, ...]]) -> 
     return numel
 
 
-def _threads(chosen: Engine, pool: Pool | None, numel: int) -> int | None:
+def _threads(chosen: Engine, pool: Pool | None, numel: int, inline: int = INLINE_RUN) -> int | None:
     """The library's pool for a pass of this size, or None for the calling thread."""
-    if chosen.library is None or numel <= INLINE_RUN:
+    if chosen.library is None or numel <= inline:
         return None
     return (pool or default_pool()).handle(chosen.library)
 
@@ -59,22 +63,30 @@ def accumulate(
     )  # fmt: skip
 
 
-def sum_squares(*tensors: Tensor, pool: Pool | None = None, isa: str | None = None) -> float:
+def sum_squares(tensor: Tensor, pool: Pool | None = None, *, isa: str | None = None) -> float:
     """The sum of squares, in double and in an order of its own: however many threads, the same bits."""
+    numel = _check("sum_squares", tensor=(tensor, _FLOATS))
+    if is_fake(tensor):
+        return 1.0
     use = engine(isa)
-    total = 0.0
-    for tensor in tensors:
-        if not (tensor.is_cpu and tensor.dtype in _FLOATS and tensor.is_contiguous()):
-            _check("sum_squares", tensor=(tensor, _FLOATS))
-        if is_fake(tensor):
-            total += 1.0
-        elif use.library is None:
-            total += fallback.sum_squares(tensor)
-        else:
-            numel = tensor.numel()
-            threads = None if numel <= INLINE_SUM else _threads(use, pool, numel)
-            total += use.library.wherry_sum_squares(use.code, threads, tensor.data_ptr(), KINDS[tensor.dtype], numel)
-    return total
+    if use.library is None:
+        return fallback.sum_squares(tensor)
+    return use.library.wherry_sum_squares(
+        use.code, _threads(use, pool, numel, INLINE_SUM), tensor.data_ptr(), KINDS[tensor.dtype], numel
+    )
+
+
+def sum_squares_of(bundles: Sequence[Bundle], pool: Pool | None = None, *, isa: str | None = None) -> float:
+    """The same of many tensors: each is summed by itself, and the sums are added up in their order."""
+    use = engine(isa)
+    if use.library is None:
+        return sum(fallback.sum_squares(tensor) for bundle in bundles for tensor in bundle.tensors)
+    addresses, kinds, numels = joined(bundles)
+    count, total = len(numels), sum(numels)
+    return use.library.wherry_sum_squares_of(
+        use.code, _threads(use, pool, total, INLINE_SUM), (c_void_p * count)(*addresses), (c_int32 * count)(*kinds),
+        (c_int64 * count)(*numels), count,
+    )  # fmt: skip
 
 
 def cast_copy(

@@ -15,6 +15,7 @@ from wherry.errors import WherryError
 from wherry.fake import is_fake
 from wherry.native import fallback
 from wherry.native.blocks import Blocks8
+from wherry.native.bundle import Bundle
 from wherry.native.loading import engine
 from wherry.native.pool import Flight, Pool, default_pool
 from wherry.native.rules import Rule
@@ -27,6 +28,7 @@ INLINE_SUBMIT = 1 << 13
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}
 _GRADS = (torch.float32, torch.bfloat16, torch.float16)
 _WORDS = (torch.int16, torch.uint16)
+Grads = Sequence[Tensor] | Sequence[Bundle]
 # As kernels.h: numel, start, grad, weight, working, low, state x2, scale x2, four kinds, seed
 _LAYOUT = struct.Struct("=qq8QiiiiIi")
 _F32, _BF16, _F16, _SPLIT = range(4)
@@ -110,6 +112,10 @@ def _check_segment(where: str, s: Segment) -> None:
             _check_tensor(f"{where}.state[{k}]", state, s.numel, (torch.float32, torch.bfloat16))
 
 
+def _one_by_one(grads: Grads) -> list[Tensor]:
+    return [tensor for grad in grads for tensor in (grad.tensors if isinstance(grad, Bundle) else [grad])]
+
+
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
@@ -166,12 +172,13 @@ class Plan:
         rules: Rule | Sequence[Rule],
         multiplier: float = 1.0,
         pool: Pool | None = None,
-        grads: Sequence[Tensor] | None = None,
+        grads: Grads | None = None,
     ) -> Ticket:
         """Start updating every segment by its rule (one for all, or one each); every gradient is first multiplied.
 
-        `grads`, instead of the segments' own, may have any shape. Submissions are not ordered among each other: wait
-        for one before submitting another on the same tensors. The torch fallback has finished when this returns.
+        `grads`, instead of the segments' own, may have any shape, and come in bundles. Submissions are not ordered
+        among each other: wait for one before submitting another on the same tensors. The torch fallback has finished
+        when this returns.
         """
         packed, count = self._pack_rules(rules)
         if self._fake:
@@ -179,7 +186,7 @@ class Plan:
         pointers, kinds = self._grads(grads)
         native = self._native
         if native is None:
-            fallback.update(self.segments, rules, multiplier, grads)
+            fallback.update(self.segments, rules, multiplier, None if grads is None else _one_by_one(grads))
             return DONE
         if self.numel <= INLINE_SUBMIT:
             native.wherry_plan_run(self._handle, packed, count, multiplier, pointers, kinds)
@@ -195,7 +202,7 @@ class Plan:
         rules: Rule | Sequence[Rule],
         multiplier: float = 1.0,
         pool: Pool | None = None,
-        grads: Sequence[Tensor] | None = None,
+        grads: Grads | None = None,
     ) -> None:
         """The same, to its end; a small plan runs in the calling thread."""
         if self._native is None or self.numel > INLINE_RUN or self._fake:
@@ -213,18 +220,17 @@ class Plan:
             return rules.pack(), 1
         if len(rules) != len(self.segments):
             raise WherryError(f"Plan: {len(rules)} rules for {len(self.segments)} segments; give one, or one each")
-        # Segments of one group share a rule: each is looked at once.
-        known: dict[int, tuple[bytes, tuple[type, int]]] = {}
-        packed: list[bytes] = []
-        for i, rule in enumerate(rules):
-            if id(rule) not in known:
-                known[id(rule)] = rule.pack(), (type(rule), rule.state_count)
-            numbers, kind = known[id(rule)]
-            if (i, kind) not in self._fitting:
+        # Segments of one group share a rule: each is packed once.
+        ids = [id(rule) for rule in rules]
+        distinct = dict(zip(ids, rules, strict=True))
+        kinds = {(type(rule), rule.state_count) for rule in distinct.values()}
+        if len(kinds) > 1 or not kinds <= self._fitting:
+            for i, rule in enumerate(rules):
                 self._check_rule(i, rule)
-                self._fitting.add((i, kind))
-            packed.append(numbers)
-        return b"".join(packed), len(rules)
+            if len(kinds) == 1:
+                self._fitting |= kinds
+        packed = {key: rule.pack() for key, rule in distinct.items()}
+        return b"".join([packed[key] for key in ids]), len(rules)
 
     def _check_rule(self, i: int, rule: Rule) -> None:
         segment = self.segments[i]
@@ -241,20 +247,31 @@ class Plan:
                     f"sign there; make it by Blocks8.zeros(numel, signed={signed})"
                 )
 
-    def _grads(self, grads: Sequence[Tensor] | None) -> tuple[ctypes.Array | None, ctypes.Array | None]:
+    def _grads(self, grads: Grads | None) -> tuple[ctypes.Array | None, ctypes.Array | None]:
         if grads is None:
             if self._needs_grads:
                 missing = next(i for i, s in enumerate(self.segments) if s.grad is None)
                 where = self._where(missing, self.segments[missing])
                 raise WherryError(f"{where}: it was made without a gradient; pass `grads` to submit or run")
             return None, None
-        if len(grads) != len(self.segments):
-            raise WherryError(f"Plan: {len(grads)} gradients for {len(self.segments)} segments")
-        for i, (grad, numel) in enumerate(zip(grads, self._numels, strict=True)):
-            if not (grad.is_cpu and grad.is_contiguous() and grad.numel() == numel and grad.dtype in _GRADS):
-                where = f"{self._where(i, self.segments[i])}: grads[{i}]"
-                _check_tensor(where, grad.view(-1) if grad.is_contiguous() else grad, numel, _GRADS)
-        count = len(grads)
-        pointers = (ctypes.c_void_p * count)(*[grad.data_ptr() for grad in grads])
-        kinds = (ctypes.c_int32 * count)(*[KINDS[grad.dtype] for grad in grads])
-        return pointers, kinds
+        bundles = [grad if isinstance(grad, Bundle) else Bundle([grad]) for grad in grads]
+        addresses, numbers, numels = joined(bundles)
+        count = len(numels)
+        if count != len(self.segments):
+            raise WherryError(f"Plan: {count} gradients for {len(self.segments)} segments")
+        if numels != self._numels or not all(bundle.dtype in _GRADS for bundle in bundles):
+            for i, (grad, segment) in enumerate(zip(_one_by_one(bundles), self.segments, strict=True)):
+                _check_tensor(f"{self._where(i, segment)}: grads[{i}]", grad.view(-1), segment.numel, _GRADS)
+        return (ctypes.c_void_p * count)(*addresses), (ctypes.c_int32 * count)(*numbers)
+
+
+def joined(bundles: Sequence[Bundle]) -> tuple[list[int], list[int], list[int]]:
+    """Of all tensors of the bundles: addresses, the kernels' numbers of their dtypes, and elements."""
+    addresses: list[int] = []
+    kinds: list[int] = []
+    numels: list[int] = []
+    for bundle in bundles:
+        addresses += bundle.addresses
+        numels += bundle.numels
+        kinds += [KINDS.get(bundle.dtype, -1)] * len(bundle.numels)
+    return addresses, kinds, numels

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from wherry import native
 from wherry.errors import WherryError
-from wherry.fake import address_of
+from wherry.fake import address_of, is_fake
 from wherry.parallel.partition import local_gradient
 from wherry.sharding.unit import Flat
 from wherry.tiers.streams import Link
@@ -65,7 +66,7 @@ class FlatGradient:
         layout = flat.layout
         self._numel = 0 if not self.keeps else layout.shard_numel if self.partitioned else layout.numel
         # The gradients of all parameters, where they are the sum.
-        self.loose: list[torch.Tensor] | None = None
+        self.loose: native.Bundle | None = None
         self._sum: torch.Tensor | None = None
         self._own_sum: torch.Tensor | None = None
         if way is not Landing.LOOSE:
@@ -105,13 +106,13 @@ class FlatGradient:
         if not self.partitioned and flat.layout.ranks > 1:
             self._own_sum = self._sum[slice(*flat.layout.shard_range(flat.rank))]
 
-    def _lay_out(self) -> None:
+    def lay_out(self) -> None:
         """Move gradients that are loose to where sums are."""
-        if self._sum is None:
-            self._allocate()
         if self.loose is not None:
+            if self._sum is None:
+                self._allocate()
             assert self._sum is not None
-            torch._foreach_copy_(self._parts_of(self._sum), self.loose)
+            torch._foreach_copy_(self._parts_of(self._sum), self.loose.tensors)
             self.loose = None
 
     @property
@@ -121,8 +122,10 @@ class FlatGradient:
 
     @property
     def accumulated(self) -> torch.Tensor:
-        if self._sum is None or self.loose is not None:
-            self._lay_out()
+        if self.loose is not None:
+            self.lay_out()
+        if self._sum is None:
+            self._allocate()
         assert self._sum is not None
         return self._sum
 
@@ -130,8 +133,7 @@ class FlatGradient:
     def own_sum(self) -> torch.Tensor:
         """This rank's part of what is summed on the device."""
         if self._own_sum is None or self.loose is not None:
-            self._lay_out()
-        assert self._own_sum is not None
+            return self.accumulated  # one rank's
         return self._own_sum
 
     @property
@@ -206,8 +208,6 @@ class FlatGradient:
 
     def begin(self) -> None:
         """A backward begins: nothing has arrived."""
-        if self.fresh:
-            self.loose = None
         self._arrived = [0] * len(self._arrived)
         self._waiting = len(self._arrived)
         self.nested = 0
@@ -225,17 +225,21 @@ class FlatGradient:
 
     def _take_loose(self) -> bool:
         """Keep autograd's gradients as they are, if none is missing and all are as they would lie in a flat."""
-        grads: list[torch.Tensor] = []
-        for parameter in self.flat.parameters:
-            grad = parameter.grad
-            if grad is None or grad.layout is not torch.strided or grad.dtype is not self.dtype:
-                return False
-            if grad.requires_grad or not grad.is_contiguous():
-                return False
-            grads.append(grad)
+        grads = [parameter.grad for parameter in self.flat.parameters]
+        plain = [
+            grad
+            for grad in grads
+            if grad is not None
+            and grad.dtype is self.dtype
+            and grad.layout is torch.strided
+            and not grad.requires_grad
+            and grad.is_contiguous()
+        ]
+        if len(plain) < len(grads) or is_fake(plain[0]):
+            return False
+        self.loose = native.Bundle(plain)
         for parameter in self.flat.parameters:
             parameter.grad = None
-        self.loose = grads
         return True
 
     def take_into(self, buffer: torch.Tensor, *, add: bool) -> None:

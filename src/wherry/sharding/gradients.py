@@ -70,7 +70,7 @@ class Gradients:
         gradients: Resting,
         optimizer: Resting,
         policy: GradientPolicy,
-        sum_squares: Callable[..., float | torch.Tensor],
+        sum_squares: Callable[[torch.Tensor], float | torch.Tensor],
         link: Link,
         way_of: Callable[[Flat], Landing],
         merging: Merging | None = None,
@@ -123,6 +123,12 @@ class Gradients:
         self.micro_batches = 1
         # Gradients of parameters that this backward has brought.
         self.arrivals = 0
+
+    def let_go(self) -> None:
+        """A window begins: what is left of the one before is not needed any more."""
+        for gradient in self.all:
+            if gradient.fresh:
+                gradient.loose = None
 
     # A backward, from begin to finish.
 
@@ -250,10 +256,17 @@ class Gradients:
         self.one_path = True
         self._any_absent = False
         total: float | torch.Tensor = 0.0
+        loose: list[native.Bundle] = []
         for gradient in self.all:
             self._any_absent = self._any_absent or bool(gradient.absent)
-            known = gradient.sum_squares
-            total = total + (self._squares(gradient) if known is None else known)
+            if gradient.sum_squares is not None:
+                total = total + gradient.sum_squares
+            elif gradient.loose is not None:
+                loose.append(gradient.loose)
+            else:
+                total = total + self._squares(gradient)
+        if loose:
+            total = total + native.sum_squares_of(loose)
         partitioned = self._optimizer_partitioned and self.comm.size > 1
         if not partitioned and self._tensor.size == self._pipe.size == 1:
             return total
@@ -594,7 +607,7 @@ class Gradients:
     def _summed(self, gradient: FlatGradient) -> None:
         """The window's sum is complete: measure it, and send it to where its update reads it."""
         if gradient.loose is not None:
-            gradient.sum_squares = self._sum_squares(*gradient.loose)
+            gradient.sum_squares = None  # taken of all in one pass
         elif gradient.keeps:
             gradient.sum_squares = self._measure(gradient, gradient.own_sum)
             if gradient.way is Landing.COPIED:

@@ -21,6 +21,8 @@ class Pass(enum.Enum):
     BACKWARD = "backward"
     # A forward without gradients.
     LOOK = "look"
+    # Members are single objects, and the hash that Python gives an enum is a call each time.
+    __hash__ = object.__hash__
 
 
 class Schedule:

@@ -13,16 +13,12 @@ from wherry import native
 BLOCK = 128
 
 
-def sum_squares(*tensors: torch.Tensor) -> float | torch.Tensor:
+def sum_squares(tensor: torch.Tensor) -> float | torch.Tensor:
     """The sum of squares in float64. On a device the result stays there: nothing waits for it."""
-    if all(tensor.is_cpu and tensor.dtype is not torch.float64 for tensor in tensors):
-        return native.sum_squares(*tensors)
-    return sum(map(_sum_squares_by_torch, tensors))
-
-
-def _sum_squares_by_torch(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype == torch.float64:
         return tensor.square().sum()
+    if tensor.device.type == "cpu":
+        return native.sum_squares(tensor)
     return torch.linalg.vector_norm(tensor.view(-1, BLOCK), dim=1, dtype=torch.float32).double().square().sum()
 
 

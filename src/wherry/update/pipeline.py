@@ -251,8 +251,9 @@ class Updater:
                 if ticket is not DONE:
                     yield READ, ticket
             if batch.spans:
-                yield UPDATE, batch.rule.update(batch.bind(aside), groups, multiplier)
-            batch.spent()
+                yield UPDATE, batch.update(groups, multiplier, aside)
+            for gradient in batch.gradients:
+                gradient.spent()
             tickets = []
             if aside is not None:
                 self._fresh[batch] = [w.clone() if batch.on_disk else w for w in batch.working()]

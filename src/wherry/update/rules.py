@@ -71,8 +71,13 @@ class Rule(Protocol):
     def begin(self, group: Group, state: dict[str, State]) -> None:
         """Give new state, which is zeros, its first values."""
 
-    def update(self, segments: Sequence[Segment], groups: Groups, multiplier: float) -> Ticket:
-        """Apply the gradients times `multiplier`, and write the new working weights."""
+    def update(
+        self, segments: Sequence[Segment], groups: Groups, multiplier: float, loose: Sequence[native.Bundle] = ()
+    ) -> Ticket:
+        """Apply the gradients times `multiplier`, and write the new working weights.
+
+        `loose` are the gradients of the segments that have none themselves.
+        """
 
     def steps(self) -> int:
         """Updates made so far."""
@@ -178,6 +183,7 @@ class NativeRule:
         # Plans by the addresses of what they update. A step meets the same few buffers again and again.
         self._plans: dict[tuple[int, ...], native.Plan] = {}
         self._bound: Sequence[Segment] | None = None
+        self._groups: list[int] = []
         self._plan: native.Plan | None = None
 
     def fields(self, group: Group, numel: int) -> list[Field]:
@@ -198,25 +204,22 @@ class NativeRule:
             else:
                 value.fill_(first)
 
-    def update(self, segments: Sequence[Segment], groups: Groups, multiplier: float) -> Ticket:
+    def update(
+        self, segments: Sequence[Segment], groups: Groups, multiplier: float, loose: Sequence[native.Bundle] = ()
+    ) -> Ticket:
         self._steps += 1
-        rules: dict[int, native.Rule] = {}
-        grads: list[torch.Tensor] = []
-        for segment in segments:
-            assert segment.grad is not None
-            grads.append(segment.grad)
-            if segment.group not in rules:
-                rules[segment.group] = self.family.make(groups[segment.group], self._steps)
         if segments is not self._bound:
             self._bound, self._plan = segments, self._plan_for(segments)
+            self._groups = [segment.group for segment in segments]
+        rules = {group: self.family.make(groups[group], self._steps) for group in set(self._groups)}
         assert self._plan is not None
-        return self._plan.submit([rules[segment.group] for segment in segments], multiplier, self.pool, grads)
+        return self._plan.submit([rules[group] for group in self._groups], multiplier, self.pool, loose or None)
 
     def _plan_for(self, segments: Sequence[Segment]) -> native.Plan:
         key = tuple(
             address_of(tensor)
             for segment in segments
-            for tensor in (segment.working, *_tensors(segment.state), segment.master, segment.low)
+            for tensor in (segment.grad, segment.working, *_tensors(segment.state), segment.master, segment.low)
             if tensor is not None
         )
         plan = self._plans.get(key)
@@ -226,7 +229,7 @@ class NativeRule:
             plan = self._plans[key] = native.Plan(
                 [
                     native.Segment(
-                        grad=None,
+                        grad=segment.grad,
                         working=segment.working,
                         master=segment.master,
                         low=segment.low,
@@ -293,7 +296,10 @@ class TorchRule:
         on_device = all(p.device.type == "cuda" for p in self._parameters)
         return "fused" in self.defaults and not chosen and on_device
 
-    def update(self, segments: Sequence[Segment], groups: Groups, multiplier: float) -> Ticket:
+    def update(
+        self, segments: Sequence[Segment], groups: Groups, multiplier: float, loose: Sequence[native.Bundle] = ()
+    ) -> Ticket:
+        assert not loose, "gradients are laid out for torch's optimizers"
         self._steps += 1
         inner = self._bind(segments)
         for segment, parameter, options in zip(segments, self._parameters, inner.param_groups, strict=True):

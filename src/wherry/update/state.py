@@ -35,10 +35,10 @@ class FlatState:
         self.batch = batch
         # Parameters that the optimizer was not given lie behind its groups.
         self.segments = [span for span in flat.layout.segments(flat.rank) if span.group < groups]
-        # As many come before them.
-        self.known = sum(slot.group < groups for slot in flat.layout.slots)
+        known = [slot.group < groups for slot in flat.layout.slots]
         # Ranks whose shard is all padding have no segments, and yet take part in the flat's collectives.
-        self.updated = self.known > 0
+        self.updated = any(known)
+        self.updates_all = all(known)
         # The first of the batch's segments that is this flat's.
         self.first = 0
 
@@ -78,6 +78,8 @@ class Batch:
         # Those of the states' flats.
         self.gradients: list[FlatGradient] = []
         self.spans: list[tuple[FlatState, SegmentSpan]] = []
+        # Whether the optimizer was given every parameter.
+        self._updates_all = True
         self._layout: RecordLayout | None = None
         self._home: Home | None = None
         self._bound: list[Segment] | None = None
@@ -95,6 +97,7 @@ class Batch:
     def add(self, state: FlatState) -> None:
         state.first = len(self.spans)
         self.states.append(state)
+        self._updates_all = self._updates_all and state.updates_all
         self.spans += [(state, span) for span in state.segments]
 
     # The record.
@@ -168,12 +171,9 @@ class Batch:
     def bind(self, aside: Sequence[torch.Tensor] | None = None) -> list[Segment]:
         """The segments for an update; record and weights have been fetched, and gradients have arrived.
 
-        `aside` are gradients to be used instead of the states' own. Where these are loose, segments are cut.
+        `aside` are gradients to be used instead of the states' own.
         """
-        loose = [gradient.loose for gradient in self.gradients if gradient.loose is not None]
-        if aside is None and len(loose) == len(self.gradients):
-            return self._bind_loose(loose)
-        if aside is None and not loose and self._bound is not None:
+        if self._bound is not None and aside is None:
             return self._bound
         grads = aside or [gradient.owned for gradient in self.gradients]
         grad_of = dict(zip(self.states, grads, strict=True))
@@ -184,14 +184,17 @@ class Batch:
             self._bound = bound
         return bound
 
-    def _bind_loose(self, loose: Sequence[Sequence[torch.Tensor]]) -> list[Segment]:
+    def update(self, groups: Groups, multiplier: float, aside: Sequence[torch.Tensor] | None = None) -> Ticket:
+        """Begin the update, with the states' gradients or with those set aside."""
+        loose = [gradient.loose for gradient in self.gradients if gradient.loose is not None]
+        if not loose or len(loose) < len(self.gradients) or aside is not None or not self._updates_all:
+            for gradient in self.gradients if loose else ():
+                gradient.lay_out()
+            return self.rule.update(self.bind(aside), groups, multiplier)
         pieces = self._pieces or self._cut(self._segments(self._views()))
-        used = [grad for state, grads in zip(self.states, loose, strict=True) for grad in grads[: state.known]]
-        for piece, grad in zip(pieces, used, strict=True):
-            piece.grad = grad
         if self._weights_stay:
             self._pieces = pieces
-        return pieces
+        return self.rule.update(pieces, groups, multiplier, loose)
 
     @property
     def _weights_stay(self) -> bool:
@@ -206,13 +209,6 @@ class Batch:
             for slot in state.flat.layout.slots
             if slot.group == span.group
         ]
-
-    def spent(self) -> None:
-        """The update has read the gradients."""
-        for piece in self._pieces or ():
-            piece.grad = None
-        for gradient in self.gradients:
-            gradient.spent()
 
     def working(self) -> list[torch.Tensor]:
         """The working weights of each segment that the record holds."""
