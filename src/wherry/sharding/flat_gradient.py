@@ -91,8 +91,9 @@ class FlatGradient:
         self.expected = 1
         # How often one did in the last backward, by backwards within it: those of reentrant checkpoints.
         self.nested = 0
-        self._arrived = [0] * len(flat.parameters)
-        self._waiting = len(flat.parameters)
+        # How often each parameter's gradient has arrived in this backward, and how many have yet to. Hooks count.
+        self.arrived = [0] * len(flat.parameters)
+        self.awaited = len(flat.parameters)
         self._every = range(len(flat.parameters))
         # The parameters that no backward of the window has brought a gradient for.
         self.absent: Sequence[int] = self._every
@@ -189,27 +190,17 @@ class FlatGradient:
 
     # What arrives.
 
-    def arrive(self, index: int, nested: bool) -> bool:
-        """A parameter's gradient is there; true when it was the last one awaited."""
-        self._arrived[index] += 1
-        if nested:
-            self.nested = max(self.nested, self._arrived[index])
-        if self.collected or self._arrived[index] != self.expected:
-            return False
-        self._waiting -= 1
-        return self._waiting == 0
-
     def note_arrivals(self) -> None:
         """A backward has ended."""
-        if not self._waiting:
+        if not self.awaited:
             self.absent = ()
         elif self.absent:
-            self.absent = [index for index in self.absent if not self._arrived[index]]
+            self.absent = [index for index in self.absent if not self.arrived[index]]
 
     def begin(self) -> None:
         """A backward begins: nothing has arrived."""
-        self._arrived = [0] * len(self._arrived)
-        self._waiting = len(self._arrived)
+        self.arrived = [0] * len(self.arrived)
+        self.awaited = len(self.arrived)
         self.nested = 0
         self.collected = False
 

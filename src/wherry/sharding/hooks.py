@@ -57,12 +57,17 @@ def _arrival(hooks: weakref.ref[Hooks], place: int, index: int) -> Callable[[nn.
         # What `_inside_backward` would find, without its call.
         known = alive.backward_running and backward_task() == alive.task and not torch.is_grad_enabled()
         nested = not (known or alive._inside_backward())
+        times = gradient.arrived
+        times[index] += 1
         if nested:
             gradients.nested = True
+            gradient.nested = max(gradient.nested, times[index])
         if gradient.collected:
             gradients.arrived_late(gradient)
-        if gradient.arrive(index, nested):
-            alive._all_arrived(place, gradient)
+        elif times[index] == gradient.expected:
+            gradient.awaited -= 1
+            if not gradient.awaited:
+                alive._all_arrived(place, gradient)
 
     return arrived
 
