@@ -19,6 +19,7 @@ from wherry.observe.footprint import Footprint
 from wherry.parallel.comm import Comm
 from wherry.parallel.threads import ThreadComm, run_ranks
 from wherry.parallel.topology import Topology
+from wherry.sharding.flat_gradient import Landing
 from wherry.sources import Batch
 from wherry.tiers.buffers import Block, HostPool
 from wherry.tiers.streams import Link
@@ -135,6 +136,9 @@ def measure(
                 link=lambda pin: SeenLink(footprint, gpu),
             )
             engine, *_ = wherry.initialize(model=mine, config=config, mesh=topology, optimizer=optimizer)
+            for gradient in engine._gradients.all:
+                if gradient.way is Landing.LOOSE:
+                    gradient.way = Landing.STAYS  # a dry run lays gradients out, as most placements do
             dryrun.observe(engine, footprint)
             batch = Batch(args)
             accumulation = engine.gradient_accumulation_steps()
