@@ -190,6 +190,7 @@ class _DefaultGroup:
         self.started_here = False
         self._ends = False
         self._comms: weakref.WeakSet[ProcessGroupComm] = weakref.WeakSet()
+        self._parts: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def start(self, device_type: str, timeout: float | None = None) -> None:
         """Start torch.distributed from the environment that a launcher has set."""
@@ -197,6 +198,18 @@ class _DefaultGroup:
         patience = timedelta(seconds=timeout + GRACE) if timeout else None
         dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", timeout=patience)
         self.started_here = True
+
+    def part(self, ranks: tuple[int, ...], timeout: float) -> dist.ProcessGroup:
+        """The group of some ranks of the world, for whoever asks: it lives as long as the world does.
+
+        A second group of the same ranks, made after the first is gone, may get its name, and wait for its addresses.
+        """
+        known = self._parts.get(ranks)
+        if known is None or known not in dist.distributed_c10d._world.pg_map:
+            patience = timedelta(seconds=timeout + GRACE)
+            known = dist.new_group(list(ranks), timeout=patience, use_local_synchronization=True)
+            self._parts[ranks] = known
+        return known
 
     def join(self) -> bool:
         self.users += self.started_here
@@ -238,7 +251,6 @@ class ProcessGroupComm(Comm):
         self.timeout = timeout
         self.peers = Peers(group, self.recent, timeout)
         self._shares_default_group = group is None and _default_group.join()
-        self._made_here = False
         # Collectives that were begun and not waited for.
         self.under_way = 0
         _default_group.end_with(self)
@@ -322,19 +334,13 @@ class ProcessGroupComm(Comm):
     def _group(self, axis: str, members: list[int]) -> Comm:
         everybody = dist.get_process_group_ranks(self.group) if self.group else range(dist.get_world_size())
         ranks = [everybody[member] for member in members]
-        group = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout + GRACE), use_local_synchronization=True)
-        comm = ProcessGroupComm(group, timeout=self.timeout)
-        comm._made_here = True
-        return comm
+        return ProcessGroupComm(_default_group.part(tuple(ranks), self.timeout), timeout=self.timeout)
 
     def fail(self, message: str) -> None:
         self.peers.fail(self.asked, message)
 
     def close(self) -> None:
         self.peers.close()
-        if self._made_here:
-            self._made_here = False
-            dist.destroy_process_group(self.group)
         if self._shares_default_group:
             self._shares_default_group = False
             _default_group.leave()
