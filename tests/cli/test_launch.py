@@ -3,6 +3,8 @@
 import re
 import signal
 
+import pytest
+
 from .programs import WRITE_PID, gone, pids_in, script, start, wait_for, wherry
 
 BLOCK = "while len(list(HERE.glob('pid.*'))) < 2: time.sleep(0.01)\n"
@@ -108,3 +110,42 @@ def test_a_script_is_the_true_main(tmp_path):
     done = wherry("run", "--nproc", 1, script(tmp_path, body))
     assert done.returncode == 7, done.stderr
     assert done.stderr.splitlines()[-1] == "wherry: rank 0 exited with status 7, and all ranks have ended."
+
+
+AT_EXIT = """
+import atexit, sys, threading, time
+from datetime import timedelta
+import torch.distributed as dist
+
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(2)
+
+store = dist.TCPStore("127.0.0.1", 0, 1, True)
+
+def wait():
+    try:
+        store.wait(["never set"], timedelta(seconds=1))
+    except Exception:
+        pass
+
+def late():
+    time.sleep(0.2)
+    print("thread", flush=True)
+
+threading.Thread(target=wait, daemon=True).start()
+threading.Thread(target=late).start()
+keep = Slow()
+time.sleep(0.1)
+atexit.register(print, "at exit")
+print("not flushed", end="; ")
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_thread_in_native_code_does_not_abort_a_rank_at_its_end(tmp_path, status):
+    done = wherry("run", script(tmp_path, AT_EXIT), status)
+    assert "terminate called" not in done.stderr
+    assert done.stdout.endswith("not flushed; thread\nat exit\n")
+    assert done.returncode == status, done.stderr

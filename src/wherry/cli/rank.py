@@ -5,6 +5,8 @@ The launcher reads that record to show the traceback of the rank that failed fir
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import faulthandler
 import json
@@ -39,13 +41,40 @@ def main() -> None:
             _run_script(target)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+    except SystemExit as ended:
+        _end(_status_of(ended.code))
     except Exception as error:
         status = _record(error, alone=target == "wherry.train")
         # A thread that nobody ends, or a communicator that waits for its peers, must not keep a failed rank alive.
         ender = threading.Timer(_SECONDS_TO_UNWIND, os._exit, [status])
         ender.daemon = True
         ender.start()
-        sys.exit(status)
+        _end(status)
+    else:
+        _end(0)
+
+
+def _status_of(code: object) -> int:
+    """What `sys.exit(code)` means."""
+    if code is None or isinstance(code, int):
+        return int(code or 0)
+    print(code, file=sys.stderr)
+    return 1
+
+
+def _end(status: int) -> None:
+    """End the process with all that the interpreter does at its end, but for taking itself apart.
+
+    A daemon thread that is inside native code of torch's meanwhile, as one that waits for a store, would abort the
+    process when it comes back ("terminate called without an active exception"), whatever the script has done.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for the threads that are no daemons
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    ctypes.CDLL(None).fflush(None)
+    os._exit(status & 0xFF)
 
 
 def _split(arguments: list[str]) -> tuple[list[str], str, list[str]]:
