@@ -119,13 +119,13 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = bench.parser("checkpoint", __doc__ or "")
     parser.add_argument("--models", type=bench.listed(tuple(MODELS)), help="of tiny, 10m, 125m (default: the last two)")
-    parser.add_argument("--ranks", type=bench.positives, help="with commas (default: 1,2; with --quick 2)")
+    parser.add_argument("--ranks", type=bench.positives, help="with commas (default: 1,2; with --quick 1)")
     parser.add_argument("--systems", type=bench.listed(tuple(KEEPINGS)), default=list(KEEPINGS), help="with commas")
     parser.add_argument("--rounds", type=bench.positive, help="times that everything is measured")
     parser.add_argument("--folder", type=Path, help="on the disk to be measured (default: for temporary files)")
     options = bench.parse(parser, argv)
     models = options.models or (["10m"] if options.quick else ["10m", "125m"])
-    ranks = options.ranks or ([2] if options.quick else [1, 2])
+    ranks = options.ranks or ([1] if options.quick else [1, 2])
     rounds = options.rounds or (1 if options.quick else 5)
     results = bench.Results("checkpoint", options, {"rounds": rounds, "models": models, "ranks": ranks})
     with tempfile.TemporaryDirectory(dir=options.folder or systems.disk_folder()) as folder:
