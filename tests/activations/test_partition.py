@@ -17,6 +17,7 @@ from wherry.activations import build
 from wherry.activations.cut import Cut
 from wherry.activations.stores import allocator
 from wherry.errors import WherryError
+from wherry.observe.footprint import WORKING, Footprint
 from wherry.parallel.threads import run_grid
 from wherry.parallel.topology import Topology
 
@@ -89,6 +90,31 @@ def test_partitioned_checkpoints(
         assert kept == blocks * CHECKPOINT // tensor
         assert calls["all_gather"] == blocks
         assert calls["all_reduce"] == whole[0][4]["all_reduce"]
+
+
+def test_a_rank_holds_no_more_than_its_part() -> None:
+    model, batch = model_of(), 64
+
+    def body(place: Topology, block: dict[str, Any]) -> tuple[int, int]:
+        mine = copy.deepcopy(model)
+        mine.cut(place.tensor)
+        config = settings(0, more={"activation_checkpointing": block})
+        engine, *_ = wherry.initialize(model=mine, optimizer=adamw(mine.parameters()), mesh=place, config=config)
+        for step in range(2):
+            with Footprint() as footprint:
+                loss = engine(*token_batch(step, 0, 0, batch))
+                kept = footprint.live[WORKING]
+                engine.backward(loss)
+            engine.step()
+        engine.close()
+        return kept, footprint.peaks[WORKING]
+
+    (whole, whole_peak), (cut, cut_peak) = (
+        run_grid(lambda place, block=block: body(place, block), tensor=2)[0]
+        for block in ({"policy": "recompute"}, {"partition_activations": True})
+    )
+    halves = len(model.blocks) * batch * LENGTH * WIDTH * 4 // 2
+    assert whole - cut == whole_peak - cut_peak == halves
 
 
 def test_a_length_that_does_not_divide_is_padded() -> None:

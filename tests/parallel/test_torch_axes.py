@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import wherry
+from wherry.activations import build
 from wherry.train.model import GPT, GPTConfig
 from wherry.train.parallel import Pipeline, Stage, cut_blocks
 
@@ -103,6 +104,7 @@ def over_tensor(
     rank: int, stage: int, data: int, tensor: int, accumulation: int, more: dict[str, Any], dropout: bool = False
 ) -> Run:
     mesh = init_device_mesh("cpu", (data, tensor), mesh_dim_names=("dp", "tp"))
+    build.SMALLEST_CUT = 1  # these checkpoints are small
     model, run = model_of(), Run()
     cut_blocks(model, mesh)
     if dropout:
@@ -123,6 +125,7 @@ def over_tensor(
         run.losses.append(sum(engine.comm.gather_objects(total)) / data)
         run.norms.append(engine.get_global_grad_norm())
     run.weights = whole_weights(engine)
+    run.extra = engine._activations.saved_bytes()
     engine.close()
     return run
 
@@ -210,9 +213,12 @@ def test_a_parallelised_module_on_every_stage(
 ) -> None:
     runs = four.run(over_tensor, stage, 2, 2, 2, more, dropout)
     plain = oracles[2, dropout]
+    # Half of each block's input, of every micro-batch.
+    parts = STEPS * 2 * CONFIG.layers * (2 * SEQUENCE * CONFIG.hidden * 4) // 2
     for run in runs:
         assert_near(run, plain, plain.weights)
         assert all(torch.equal(run.weights[name], runs[0].weights[name]) for name in plain.weights)
+        assert run.extra == (parts if more == PARTITION else 0)
 
 
 @pytest.mark.parametrize(
