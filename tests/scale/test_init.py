@@ -52,6 +52,8 @@ class Custom(nn.Module):
         self.scaled = nn.Parameter(torch.empty(3))
         self.scaled.data = torch.arange(3.0)
         self.register_buffer("norm", self.layers[0].weight.norm().detach())
+        # Its direction is a new parameter made of the old one.
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
 
     def initialise(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
@@ -61,7 +63,7 @@ class Custom(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids) + self.position[: ids.shape[1]] + self.scaled.sum()
-        for layer in [*self.layers, self.twin]:
+        for layer in [*self.layers, self.twin, self.normed]:
             x = torch.tanh(layer(x))
         return self.head(self.encoder(self.lstm(x)[0].repeat(1, 1, 2))).square().mean() + self.norm
 

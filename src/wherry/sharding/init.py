@@ -79,6 +79,8 @@ class Init:
         self._whole: dict[nn.Parameter, nn.Module] = {}
         # Whose parameters were registered or touched last.
         self._module: nn.Module | None = None
+        # Released parts, by the memory of their placeholders.
+        self._released: dict[int, weakref.ref[Part]] = {}
 
     def __enter__(self) -> Init:
         if not self.enabled:
@@ -112,6 +114,7 @@ class Init:
         if kind is None:
             self._release_all(aliased=True)
         self._whole.clear()
+        self._released.clear()
         self._module = None
 
     # What the hooks tell.
@@ -124,7 +127,18 @@ class Init:
             self._release_all()
             self._module = module
         if part_of(parameter) is None:
+            self._fill(parameter)
             self._whole[parameter] = module
+
+    def _fill(self, parameter: nn.Parameter) -> None:
+        """A parameter that was made of a released one, as `nn.Parameter(other)`, gets the values of that."""
+        with torch._C.DisableTorchFunction():
+            known = self._released.get(parameter.untyped_storage().data_ptr())
+            source = known() if known is not None else None
+            if source is None or source.whole or source.shape != parameter.shape:
+                return
+            if source.parameter.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr():
+                parameter.data = source.value().to(source.whole_on)
 
     def attached(self, module: nn.Module) -> None:
         """A finished module is made part of another."""
@@ -159,6 +173,8 @@ class Init:
         for part in parts.values():
             if part not in held:
                 part.release()
+                with torch._C.DisableTorchFunction():
+                    self._released[part.parameter.untyped_storage().data_ptr()] = weakref.ref(part)
         self._whole = {p: module for p, module in self._whole.items() if p in but or parts[p] in held}
 
     def _part(self, parameter: nn.Parameter) -> Part:
