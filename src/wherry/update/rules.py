@@ -216,11 +216,13 @@ class NativeRule:
         return self._plan.submit([rules[group] for group in self._groups], multiplier, self.pool, loose or None)
 
     def _plan_for(self, segments: Sequence[Segment]) -> native.Plan:
+        # Memory that was a buffer of one type may have become one of another.
         key = tuple(
-            address_of(tensor)
+            part
             for segment in segments
             for tensor in (segment.grad, segment.working, *_tensors(segment.state), segment.master, segment.low)
             if tensor is not None
+            for part in (address_of(tensor), tensor.element_size())
         )
         plan = self._plans.get(key)
         if plan is None:
