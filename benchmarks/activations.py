@@ -135,11 +135,16 @@ class Trainee:
         with Footprint() as footprint:
             footprint.label("weights", [flat.whole for unit in self.engine.units for flat in unit.flats])
             footprint.label("host", [buffer for link in self._links for buffer in link.buffers.buffers])
+            self.step()
+            # What that step has used and left was there before it: gradients, buffers.
+            footprint.label_rest("resting")
             footprint.reset()
             self.engine.backward(self.engine(self.ids, self.ids))
             peak = footprint.peaks[WORKING]
         self.engine.step()
-        return peak
+        # Memory that is set aside for checkpoints rests, and is theirs.
+        blocks = self.engine._activations.blocks
+        return peak + (blocks.nbytes if blocks is not None else 0)
 
     def chosen(self) -> str:
         """How many units have each policy."""

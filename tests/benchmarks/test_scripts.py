@@ -200,7 +200,7 @@ def test_activations(tmp_path, capsys):
     peaks = {name: row["peak_bytes"] for name, row in rows.items()}
     assert peaks["recompute"] < peaks["recompute every second"] < peaks["keep"]
     assert peaks["recompute, host"] <= peaks["recompute"] and peaks["offload to host"] < peaks["keep"]
-    assert peaks["recompute, 2 ranks"] < peaks["keep, 2 ranks"] and peaks["partition, 2 ranks"] < peaks["keep, 2 ranks"]
+    assert peaks["partition, 2 ranks"] < peaks["recompute, 2 ranks"] < peaks["keep, 2 ranks"]
     assert list(unused) == list(fragments.SYSTEMS) and all(row["excess_bytes"] > 0 for row in unused.values())
     shown = capsys.readouterr().out
     assert "recompute, contiguous" in shown and "never used" in shown and "auto, in the memory of half" in shown
