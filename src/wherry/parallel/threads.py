@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -182,6 +184,23 @@ class ThreadComm(Comm):
         self._meeting.fail(self.rank, message)
 
 
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Without garbage collections that begin by themselves.
+
+    torch makes the tensor of a generator's state while it holds the generator's mutex. A collection that begins there
+    and frees a tensor lets go of the interpreter's lock; another rank that asks for the state then holds that lock and
+    waits for the mutex, for ever.
+    """
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
+
+
 def run_ranks(size: int, body: Callable[[Comm], T], *, timeout: float = 60.0) -> list[T]:
     """Run `body(comm)` on `size` ranks, each a thread, and return their results in rank order.
 
@@ -202,10 +221,11 @@ def run_ranks(size: int, body: Callable[[Comm], T], *, timeout: float = 60.0) ->
             meeting.fail(rank, f"{type(error).__name__}: {error}")
 
     threads = [threading.Thread(target=rank_main, args=(rank,), name=f"rank{rank}") for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with _no_collections() if size > 1 else nullcontext():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     if errors:
         raise next((error for error in errors if not isinstance(error, PeerError)), errors[0])
     return results
