@@ -48,12 +48,12 @@ def test_it_says_whether_it_fits_what_limits_it_and_how_long_a_step_takes(capsys
 
 
 def test_what_does_not_fit_has_a_change_that_would(capsys: pytest.CaptureFixture[str]) -> None:
-    told = found(capsys, *SMALL, "--gpu-memory", "200MB", "--set", "bf16.enabled=true", status=1)
+    told = found(capsys, *SMALL, "--gpu-memory", "190MB", "--set", "bf16.enabled=true", status=1)
     assert not told["fits"]
     use = told["uses"][0]
-    assert use["needed"] > use["usable"] == int(200e6 * 0.92)
+    assert use["needed"] > use["usable"] == int(190e6 * 0.92)
     assert told["change"]["fits"]
-    out = run(capsys, *SMALL, "--gpu-memory", "200MB", "--set", "bf16.enabled=true", status=1)
+    out = run(capsys, *SMALL, "--gpu-memory", "190MB", "--set", "bf16.enabled=true", status=1)
     assert "too much" in out and "It would fit with" in out
 
 
