@@ -50,7 +50,8 @@ SECTIONS: dict[str, Section] = {
     "steps": Section("Training steps", "GPT-2 in fp32 on the CPU, the same batch and cores for all."),
     "offload_step": Section(
         "Steps with states on host and disk",
-        "The same steps with optimizer, or optimizer and parameters, further away.",
+        "The same steps with optimizer, or optimizer and parameters, further away. Rows named delayed update with "
+        "gradients one step old, which no other system here does: another result, not the same work sooner.",
         "the bound max(compute, down, up, host update, disk), each measured in the same run",
     ),
     "forecast": Section("Predicted and measured", "What `wherry plan` says a step takes, and what it takes."),

@@ -480,8 +480,7 @@ class Engine(Surface):
         if self._updater is not None:
             self._updater.rest()
         self._gatherer.stop_reading()
-        for unit in self.units:
-            self._gatherer.release(unit)
+        self._gatherer.release_all()
         self._gradients.rest()
 
     def settle(self) -> None:

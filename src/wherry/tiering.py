@@ -211,9 +211,13 @@ class Tiering:
 
     def _sums_fit(self, flats: Sequence[Flat]) -> bool:
         free = self.link.free_bytes()
+        if free is None:
+            return True
         width = (self.config.grad_accum_dtype() or self.config.working_dtype() or torch.float32).itemsize
         held = (f.layout.shard_numel if self.placement.gradients.partitioned else f.layout.numel for f in flats)
-        return free is None or sum(held) * width <= free * ROOM_FOR_SUMS
+        fit = sum(held) * width <= free * ROOM_FOR_SUMS
+        # Replicas meet with every micro-batch, or once in a window: all of them alike.
+        return all(self.topology.replicas.gather_objects(fit))
 
     def way_of(self, policy: GradientPolicy, flat: Flat) -> Landing:
         """How a flat's gradient gets to where its update finds it."""

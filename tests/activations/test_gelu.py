@@ -75,3 +75,14 @@ def test_tiles_stand_for_it() -> None:
     wherry.tile(model, max_bytes=200)
     assert isinstance(model[1], wherry.nn.TiledLinear) and len(model[1].tiles) > 1
     torch.testing.assert_close(model(x), expected)
+
+
+def test_function_transforms() -> None:
+    layer, x = GeluLinear(4, 3), torch.randn(5, 4)
+    plain = copy.deepcopy(layer)
+    plain.__class__ = Plain
+
+    def norms(layer: nn.Module) -> torch.Tensor:
+        return torch.func.vmap(torch.func.grad(lambda row: layer(row).square().sum()))(x)
+
+    torch.testing.assert_close(norms(layer), norms(plain))

@@ -139,6 +139,8 @@ keep = Slow()
 time.sleep(0.1)
 atexit.register(print, "at exit")
 print("not flushed", end="; ")
+left_open = open(__file__ + ".left", "w")
+left_open.write("written")
 sys.exit(int(sys.argv[1]))
 """
 
@@ -149,3 +151,4 @@ def test_a_thread_in_native_code_does_not_abort_a_rank_at_its_end(tmp_path, stat
     assert "terminate called" not in done.stderr
     assert done.stdout.endswith("not flushed; thread\nat exit\n")
     assert done.returncode == status, done.stderr
+    assert [left.read_text() for left in tmp_path.glob("*.left")] == ["written"]

@@ -21,10 +21,12 @@ from tests.engine.harness import (
 )
 from tests.engine.test_models import MODELS, sgd, vectors
 from tests.engine.test_skipping import Choosing, ChoosingMixed
+from torch import nn
 
 import wherry
 from wherry.parallel.comm import Comm
 from wherry.parallel.threads import run_ranks
+from wherry.update import pipeline
 
 
 def merged(stage: int, bucket: int = 10**6) -> dict[str, Any]:
@@ -134,3 +136,22 @@ def test_an_error_leaves_nothing_waiting() -> None:
     model = make_model()
     failed, never = (run_ranks(2, lambda comm, fails=fails: body(comm, fails))[0] for fails in (True, False))
     assert all(torch.equal(failed.weights[name], value) for name, value in never.weights.items())
+
+
+@pytest.mark.parametrize("limit", [600, 700, 1000, 1500])
+def test_every_rank_updates_the_same_flats_together(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a rank's part is mostly padding: a batch that others close later would gather in another order."""
+    monkeypatch.setattr(pipeline, "BATCH_NUMEL", limit)
+    model = nn.Sequential(*[nn.Linear(9, 9) for _ in range(12)])
+
+    def body(comm: Comm) -> list[list[str]]:
+        mine = copy.deepcopy(model)
+        engine, *_ = wherry.initialize(
+            model=mine, optimizer=adamw(mine.parameters()), mesh=comm, config=settings(2, more=merged(2))
+        )
+        batches = [[state.flat.name for state in batch.states] for batch in engine._updater.batches]
+        engine.close()
+        return batches
+
+    first, *others = run_ranks(4, body)
+    assert len(first) > 1 and all(other == first for other in others)

@@ -388,9 +388,14 @@ class _Job:
         self.session, self.plan = None, replace(self.plan, shares={}, cuts={}, plain={})
         # Not a daemon: a program that ends waits for its last checkpoint.
         thread = threading.Thread(target=self._behind, args=(held, copies), name=f"save {self.tag}")
-        self.saved._thread = thread
         self.saved.stood = time.perf_counter() - self.begin
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads; the other ranks are under way, so it is written here
+            self._behind(held, copies)
+            self.saved.wait()
+            return
+        self.saved._thread = thread
 
     def _behind(self, held: Held, copies: deque[Piece | Scalar]) -> None:
         """No collective may be called here, so the ranks meet in the folder: each leaves a record of its part."""
@@ -408,6 +413,8 @@ class _Job:
                 self._commit(parts)
         except Exception as error:
             self.saved._failure = error
+            copies.clear()  # the error's frames would keep them until somebody waits
+            self.log.error("saving %s behind training has failed: %s", self.saved.path, describe(error))
             self._abandon()
             if self.rank:
                 self.meeting.fail(describe(error))

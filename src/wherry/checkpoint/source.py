@@ -52,9 +52,9 @@ class Source:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._workers.close()
         while self._readers:
             self._close(next(iter(self._readers)))
-        self._workers.close()
 
     def _close(self, file: str) -> None:
         reader = self._readers.pop(file)

@@ -43,11 +43,17 @@ class Workers:
         with self._changed:
             self._changed.wait_for(lambda: self._left <= self.count)
             self._left += 1
+        self._tasks.put(task)
         if len(self._threads) < min(self.count, self._left):
             thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:  # no more threads: those that are there do it, or this one
+                if not self._threads:
+                    self._tasks.put(None)
+                    self._run()
+                return
             self._threads.append(thread)
-        self._tasks.put(task)
 
     def wait(self) -> None:
         """Return when every task is done; raises the first error. Tasks after it were not done."""

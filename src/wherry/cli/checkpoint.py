@@ -16,7 +16,7 @@ def export(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="wherry export",
         description="Write a checkpoint's weights as safetensors files that transformers loads. Optimizer states are "
-        "left out; a few megabytes at a time are in memory.",
+        "left out; less than 100 MiB at a time are in memory.",
     )
     parser.add_argument("checkpoint", metavar="CKPT", type=Path, help="a checkpoint, or a folder whose latest is meant")
     parser.add_argument("out", metavar="OUT", type=Path, help="folder for the files")

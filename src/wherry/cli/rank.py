@@ -9,6 +9,8 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import gc
+import io
 import json
 import os
 import runpy
@@ -40,7 +42,7 @@ def main() -> None:
         else:
             _run_script(target)
     except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        _end(INTERRUPTED)
     except SystemExit as ended:
         _end(_status_of(ended.code))
     except Exception as error:
@@ -70,7 +72,10 @@ def _end(status: int) -> None:
     """
     threading._shutdown()  # type: ignore[attr-defined]  # waits for the threads that are no daemons
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
+    # Files that a script has left open are flushed, as the interpreter's end would do.
+    written = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+    left_open = [found for found in gc.get_objects() if issubclass(type(found), written)]
+    for stream in (sys.stdout, sys.stderr, *left_open):
         with contextlib.suppress(Exception):
             stream.flush()
     ctypes.CDLL(None).fflush(None)

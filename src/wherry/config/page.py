@@ -15,7 +15,8 @@ A config is a file, a dict, or text in JSON or [Hjson](https://hjson.github.io):
 missing comma between lines are fine; a key given twice is an error. Files written for DeepSpeed load as they are.
 
 - An unknown key is an error, with its line and the key that was perhaps meant. All problems are reported at once.
-- `"auto"` and `null` are values of every key, and mean its default, unless the key has `auto` as a choice of its own.
+- `"auto"` and `null` are values of every key, and mean its default, unless the key has `auto` as a choice of its own
+  or says what `auto` does.
 - Whole numbers may be written like `5e8`.
 - A key marked *no effect* is accepted; one line in the log says why it does nothing here.
 - Batch sizes: any two of `train_batch_size`, `train_micro_batch_size_per_gpu` and `gradient_accumulation_steps` give

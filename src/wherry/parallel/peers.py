@@ -94,7 +94,8 @@ class Peers:
         """This rank goes on nevertheless."""
         self.failed = False
         if self._store is not None:
-            self._store.set(f"back/{self.rank}", str(self._times))
+            # Of all groups of this rank: another may have told of a later one.
+            self._store.set(f"back/{self.rank}", str(self._store.add(f"times/{self.rank}", 0)))
 
     def close(self) -> None:
         self._at_exit.detach()

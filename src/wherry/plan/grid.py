@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from wherry.errors import WherryError
+from wherry.nn import GeluLinear
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,10 @@ class CutLinear(nn.Linear):
     joins = False
 
 
+class CutGeluLinear(CutLinear, GeluLinear):
+    """The same of one behind a gelu."""
+
+
 def cut(model: nn.Module, styles: Mapping[str, str], ranks: int) -> None:
     """Leave of the linear layers that `styles` names, by pattern, what one of `ranks` has: "colwise" or "rowwise"."""
     found = False
@@ -72,7 +77,8 @@ def cut(model: nn.Module, styles: Mapping[str, str], ranks: int) -> None:
 def _part(module: nn.Linear, style: str, ranks: int) -> CutLinear:
     rows, columns = module.out_features, module.in_features
     rows, columns = (rows // ranks, columns) if style == "colwise" else (rows, columns // ranks)
-    part = CutLinear(columns, rows, module.bias is not None, device=module.weight.device, dtype=module.weight.dtype)
+    kind = CutGeluLinear if isinstance(module, GeluLinear) else CutLinear
+    part = kind(columns, rows, module.bias is not None, device=module.weight.device, dtype=module.weight.dtype)
     part.joins = style == "rowwise"
     part.requires_grad_(module.weight.requires_grad)
     return part

@@ -167,7 +167,7 @@ class Setting:
         found: Counter[tuple[str, Tier]] = Counter()
         found["parameters", Tier.DEVICE] = found["gradients", Tier.DEVICE] = 0
         for each in (each for unit in self.flats(profile) for each in unit):
-            held = flat_states(each.flat, self.placement, each.cost, rank, apart=each.apart)
+            held = flat_states(each.flat, self.placement, each.cost, rank % self.shards, apart=each.apart)
             found["parameters", each.home] += held.parameters
             if each.travels and self.node > 1:
                 found["parameters", Tier.DEVICE] += each.layout.numel // self.node * each.cost.parameters

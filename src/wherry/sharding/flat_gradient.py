@@ -103,7 +103,8 @@ class FlatGradient:
 
     def _allocate(self) -> None:
         flat = self.flat
-        self._sum = self._own_sum = torch.zeros(self._numel, dtype=self.dtype, device=flat.whole.device)
+        with torch.inference_mode(False):  # whoever asks first may be in an evaluation
+            self._sum = self._own_sum = torch.zeros(self._numel, dtype=self.dtype, device=flat.whole.device)
         if not self.partitioned and flat.layout.ranks > 1:
             self._own_sum = self._sum[slice(*flat.layout.shard_range(flat.rank))]
 

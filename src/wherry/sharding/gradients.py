@@ -596,9 +596,7 @@ class Gradients:
 
     def _drain(self, keep: int) -> None:
         while len(self._travelling) > keep:
-            travelling = self._travelling.popleft()
-            travelling.ticket.wait()
-            travelling.finish()
+            self._arrive(self._travelling.popleft())
         if self._crossing:
             self._cross()
         if keep == 0 and self._between:

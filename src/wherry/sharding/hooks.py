@@ -53,10 +53,10 @@ def _arrival(hooks: weakref.ref[Hooks], place: int, index: int) -> Callable[[nn.
             return
         gradients = alive.gradients
         gradient = gradients.all[place]
-        gradients.arrivals += 1
         # What `_inside_backward` would find, without its call.
         known = alive.backward_running and backward_task() == alive.task and not torch.is_grad_enabled()
         nested = not (known or alive._inside_backward())
+        gradients.arrivals += 1  # not before: this may have been what began the backward
         times = gradient.arrived
         times[index] += 1
         if nested:

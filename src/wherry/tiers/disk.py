@@ -248,11 +248,16 @@ class DiskStore:
     def clone(self, sharers: int = 1) -> DiskClone | None:
         """All records as they are now, without a copy; None where a file system cannot share what files hold.
 
-        Nothing may be being written. What is written while there is a clone takes new room, of which none was reserved:
-        so there is none either where less is free than `sharers` stores of this size take.
+        Nothing may be being written. What is written while there is a clone takes new room, of which none was reserved,
+        and a checkpoint about as large as the store may be written to the same disk meanwhile: so there is no clone
+        either where less is free than twice what `sharers` stores of this size take.
         """
         self._engine()
-        if any(free < sharers * taken for _, taken, free in self.usage().paths):
+        room: dict[int, tuple[int, int]] = {}
+        for path, taken, free in self.usage().paths:
+            disk = os.stat(path).st_dev
+            room[disk] = room.get(disk, (0, 0))[0] + taken, free
+        if any(free < 2 * sharers * taken for taken, free in room.values()):
             return None
         clone = DiskClone(self)
         try:

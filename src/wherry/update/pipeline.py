@@ -103,7 +103,8 @@ class Updater:
         state_dtype = flat.dtype
         if self._open is not None:
             batch, open_tier, dtype = self._open
-            numel = batch.numel + flat.layout.shard_numel
+            # Of whole shards, padding included: every rank makes the same batches.
+            numel = sum(state.flat.layout.shard_numel for state in batch.states) + flat.layout.shard_numel
             if numel > BATCH_NUMEL or dtype != state_dtype or open_tier != kept or flat.at_rest_on_disk:
                 self._fill()
         if self._open is None:

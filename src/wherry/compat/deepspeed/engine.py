@@ -153,9 +153,9 @@ class DeepSpeedEngine(Engine):
 
     def load_checkpoint(self, *where: Any, custom_load_fn: Any = None, **how: Any) -> tuple[str | None, Any]:
         """As the engine's own, which has all arguments but DeepSpeed's last."""
-        if custom_load_fn is not None or len(where) > LOAD_ARGUMENTS:
+        if custom_load_fn is not None or any(given is not None for given in where[LOAD_ARGUMENTS:]):
             raise not_part_of_wherry("load_checkpoint(custom_load_fn=...)", "load the weights with engine.module")
-        return super().load_checkpoint(*where, **how)
+        return super().load_checkpoint(*where[:LOAD_ARGUMENTS], **how)
 
     def empty_partition_cache(self) -> None:
         """Let go of weights that are gathered and not in use: none are, between steps."""
