@@ -261,6 +261,9 @@ def _wherry(place: Row) -> Callable[[Recipe, int], Trainee]:
         if recipe.policy == "delayed":  # from the first step on, which warms up
             own["delayed_update_warmup"] = 1
         config = config_of(place, recipe, ranks) | {"wherry": own}
+        if recipe.in_memory is not None and place.parameters == "nvme":
+            # One unit in memory beside that. DeepSpeed needs buffers for all weights of a unit, and keeps its default.
+            config["zero_optimization"]["offload_param"]["buffer_count"] = 1
         return Engine(wherry.initialize(model=model, optimizer=optimizer, config=config)[0], recipe)
 
     return build
@@ -292,7 +295,7 @@ def config_of(place: Row, recipe: Recipe, ranks: int) -> dict[str, Any]:
     if recipe.persistence is not None:
         zero["stage3_param_persistence_threshold"] = recipe.persistence
     if recipe.in_memory is not None and place.parameters == "nvme":
-        zero["offload_param"] |= {"max_in_cpu": recipe.in_memory, "buffer_count": 1}
+        zero["offload_param"]["max_in_cpu"] = recipe.in_memory
     found: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": recipe.batch // ranks // recipe.accumulation,
         "gradient_accumulation_steps": recipe.accumulation,

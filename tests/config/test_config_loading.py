@@ -108,12 +108,14 @@ def test_the_resolved_config_is_a_config():
             "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": "auto"}},
             "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": ["/a", "/b"]}},
             "fp16": {"enabled": True},
+            "aio": {"block_size": 262144},
         }
     )
+    assert not any("aio" in note for note in config.notes)
     resolved = config.to_dict()
     assert json.loads(json.dumps(resolved)) == resolved
     again = load(resolved)
-    assert again.to_dict() == resolved
+    assert again.to_dict() == resolved and again.aio.block_size == 262144
     assert not any("no effect" in note for note in again.notes)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -90,7 +90,7 @@ class Held:
     def _bare(self, flat: Flat, cut: FlatCut) -> Kept | None:
         return flat.keep(self._keep) if cut.bare else None
 
-    def pieces(self) -> Iterator[Piece | Scalar]:
+    def pieces(self) -> Generator[Piece | Scalar, None, None]:
         """All that is written of these flats, in whatever order lets updates wait least; each valid until the next."""
         while self._items:
             item = next((item for item in self._items if any(part.wanted for part in item.parts)), self._items[0])

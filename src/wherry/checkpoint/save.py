@@ -400,9 +400,11 @@ class _Job:
     def _behind(self, held: Held, copies: deque[Piece | Scalar]) -> None:
         """No collective may be called here, so the ranks meet in the folder: each leaves a record of its part."""
         try:
+            on_disk = held.pieces()
             try:
-                part = self._write(chain(held.pieces(), _drained(copies)))
+                part = self._write(chain(on_disk, _drained(copies)))
             finally:
+                on_disk.close()  # gives back what it was reading into, while there is a pool
                 held.release()
                 self.saved.waited = held.waited
                 self.how = held.how

@@ -77,7 +77,7 @@ def _torch() -> Finding:
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     if (2, 9) <= (major, minor) <= (2, 14):
         return Finding("torch", torch.__version__)
-    return Finding("torch", torch.__version__, NOTE, "Wherry is tested with torch 2.9 to 2.14")
+    return Finding("torch", torch.__version__, NOTE, "Wherry is written for torch 2.9 to 2.14, and tested with 2.13")
 
 
 def _accelerators() -> Finding:

@@ -49,7 +49,6 @@ from wherry.placement import Placement, Tier
 if TYPE_CHECKING:
     import torch
 
-_NO_DISK = "nothing rests on disk in this version"
 _AVERAGED = "gradients are averaged inside the reduction"
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 _TORCH_NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
@@ -91,7 +90,7 @@ class Config(Block):
     )
 
     zero_optimization: ZeroOptimization = block(ZeroOptimization, "What is partitioned, and on which tier it rests.")
-    aio: Aio = block(Aio, "Disk I/O.", inert=_NO_DISK)
+    aio: Aio = block(Aio, "Reading and writing states that rest on disk.")
 
     fp16: FP16 = block(FP16, "Training in fp16.")
     bf16: BF16 = block(BF16, "Training in bf16.")
