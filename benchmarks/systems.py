@@ -262,7 +262,7 @@ def _wherry(place: Row) -> Callable[[Recipe, int], Trainee]:
             own["delayed_update_warmup"] = 1
         config = config_of(place, recipe, ranks) | {"wherry": own}
         if recipe.in_memory is not None and place.parameters == "nvme":
-            # One unit in memory beside that. DeepSpeed needs buffers for all weights of a unit, and keeps its default.
+            # One unit in memory beside that.
             config["zero_optimization"]["offload_param"]["buffer_count"] = 1
         return Engine(wherry.initialize(model=model, optimizer=optimizer, config=config)[0], recipe)
 
@@ -284,6 +284,10 @@ def _deepspeed(place: Row) -> Callable[[Recipe, int], Trainee]:
             options = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}
             config["optimizer"] = {"type": "AdamW", "params": options}
             given["model_parameters"] = model.parameters()
+        if recipe.in_memory is not None and place.parameters == "nvme":
+            # A buffer for each weight: with fewer than it asks for at a time it ends with "Not enough buffers".
+            sizes = [parameter.numel() for parameter in model.parameters()]
+            config["zero_optimization"]["offload_param"] |= {"buffer_count": len(sizes), "buffer_size": max(sizes)}
         deepspeed.init_distributed(dist_backend=_backend())
         return Engine(deepspeed.initialize(model=model, config=config, **given)[0], recipe)
 

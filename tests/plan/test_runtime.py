@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from wherry.parallel.comm import Comm
 from wherry.parallel.threads import run_ranks
 from wherry.plan import machine as machines
 from wherry.plan import probe, runtime
+from wherry.plan.roofline import StepTime
 
 AUTO = {"stage": "auto", "offload_optimizer": {"device": "auto"}, "stage3_param_persistence_threshold": 0}
 
@@ -145,4 +147,28 @@ def test_rates_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     rates = (found.matrix, found.matrix_fp32, found.stream, found.slow, found.disk_read, found.disk_write, found.link)
     assert found.measured and all(rate > 1e6 for rate in rates)
     assert 1e-8 < found.overhead < 1e-2
+    sizes, cached = zip(*found.cached, strict=True)
+    assert sorted(sizes) == list(sizes) and all(rate > 1e6 for rate in cached) and found.disk_both > 1e6
     assert not list(tmp_path.iterdir())
+    assert probe._read(json.dumps(asdict(found))) == found
+
+
+def test_caches_and_a_shared_disk_change_what_a_step_takes() -> None:
+    machine = replace(machines.known("4090"), gpus=0)
+    flat = replace(machine, cached=((1e3, machine.device_stream), (1e9, machine.device_stream)))
+    quick = replace(machine, cached=((1e3, 4 * machine.device_stream), (1e9, machine.device_stream)))
+    given = {
+        "train_batch_size": 1,
+        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "."}},
+    }
+
+    def time(machine: machines.Machine) -> StepTime:
+        found = wherry.estimate(lambda: (make_model(), token_batch(0, 0, 0)), given, machine).time
+        assert found is not None
+        return found
+
+    assert time(flat).terms == time(machine).terms
+    assert time(quick).terms["compute"] < time(machine).terms["compute"]
+    shared = replace(machine, disk_both=machine.disk_write / 2)
+    # As many bytes are read as written: twice as many at half the rate of writing.
+    assert time(shared).terms["disk"] == pytest.approx(4 * time(machine).terms["disk"])

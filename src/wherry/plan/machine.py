@@ -50,6 +50,10 @@ class Machine:
     nodes: int = 1
     # Seconds that an operation costs however small it is.
     overhead: float = 6e-6
+    # The host's caches: the rate of an operation by the bytes that it reads and writes, where it was measured.
+    cached: tuple[tuple[float, float], ...] = ()
+    # The disk's rate, all bytes counted, where reads and writes at the same time slow each other; 0 where they do not.
+    disk_both: float = 0.0
     measured: bool = False
 
     def ranks(self) -> int:
@@ -144,6 +148,7 @@ def described(
     changes = {
         "gpu_memory": gpu_memory, "host_memory": host_memory, "disk": disk, "gpus": gpus, "nodes": nodes,
         "pcie": pcie, "stream": stream, "disk_read": disk_bandwidth, "disk_write": disk_bandwidth, "matrix": matrix,
+        "disk_both": None if disk_bandwidth is None else 0.0,
     }  # fmt: skip
     given = {key: value for key, value in changes.items() if value is not None}
     if not given:

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import platform
 import shutil
 import tempfile
 import time
+import timeit
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from wherry.observe.memory import host_memory
 from wherry.plan.machine import GB, Machine
 
-VERSION = 1
+VERSION = 2
 
 
 def this_machine(folder: str | os.PathLike[str] | None = None, *, again: bool = False) -> Machine:
@@ -30,8 +37,8 @@ def this_machine(folder: str | os.PathLike[str] | None = None, *, again: bool = 
     file = _cache() / f"machine-{_fingerprint(where)}.json"
     if not again:
         try:
-            return _now(Machine(**json.loads(file.read_text())), where)
-        except (OSError, ValueError, TypeError):
+            return _now(_read(file.read_text()), where)
+        except (OSError, ValueError, TypeError, KeyError):
             pass  # not measured yet, or by another version: it is now
     machine = measure(where)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -39,6 +46,11 @@ def this_machine(folder: str | os.PathLike[str] | None = None, *, again: bool = 
     unfinished.write_text(json.dumps(asdict(machine), indent=2))
     unfinished.replace(file)
     return _now(machine, where)
+
+
+def _read(text: str) -> Machine:
+    values = json.loads(text)
+    return Machine(**values | {"cached": tuple((size, rate) for size, rate in values["cached"])})
 
 
 def _cache() -> Path:
@@ -80,9 +92,10 @@ def measure(folder: Path) -> Machine:
     device = torch.device("cuda", 0) if gpus else torch.device("cpu")
     memory = host_memory()
     stream = _stream(torch.device("cpu"))
-    read, write = _disk(folder)
+    read, write, both = _disk(folder)
     name = f"{gpus} x {torch.cuda.get_device_name(0)}" if gpus else f"{_processor() or 'CPU'}, {_cores()} cores"
     half = torch.bfloat16
+    overhead = _overhead(device)
     return Machine(
         name=name,
         gpus=gpus,
@@ -97,10 +110,11 @@ def measure(folder: Path) -> Machine:
         pcie=_pcie(device) if gpus else stream / 2,
         disk_read=read,
         disk_write=write,
-        # Ranks of one node without GPUs meet in its memory: a copy in, a copy out, for each.
-        link=_link(gpus, stream),
+        disk_both=both,
+        link=_link() if gpus > 1 else _meeting(stream),
         network=25 * GB if gpus else GB,
-        overhead=_overhead(device),
+        overhead=overhead,
+        cached=() if gpus else _cached(overhead),
         measured=True,
     )
 
@@ -134,6 +148,16 @@ def _stream(device: torch.device) -> float:
     return 12 * numel / _best(lambda: torch.add(a, b, out=out), device)
 
 
+def _cached(overhead: float) -> tuple[tuple[float, float], ...]:
+    """Bytes of a sum of two arrays, from small to larger than caches, and bytes a second without what a call costs."""
+    found = []
+    for numel in (1 << shift for shift in range(14, 25, 2)):
+        a, b, out = (torch.ones(numel) for _ in range(3))
+        seconds = _best(partial(torch.add, a, b, out=out), torch.device("cpu"), 0.05)
+        found.append((12.0 * numel, 12 * numel / max(seconds - overhead, seconds / 2)))
+    return tuple(found)
+
+
 def _slow(device: torch.device) -> float:
     """Elements a second through GELU."""
     x = torch.ones(1 << 22, device=device)
@@ -148,9 +172,32 @@ def _pcie(device: torch.device) -> float:
     return host.numel() / max(up, down)
 
 
-def _link(gpus: int, stream: float) -> float:
-    if gpus < 2:
-        return stream / 4
+def _meeting(stream: float) -> float:
+    """Bytes a second that two ranks on a host send together, where each scatters its sums and gathers its weights."""
+    if not (dist.is_available() and dist.is_gloo_available()):
+        return stream / 4  # a copy in and a copy out, for each of two
+    store, numel, ranks = dist.HashStore(), 1 << 22, 2
+    gloo: Any = dist.ProcessGroupGloo  # type: ignore[attr-defined]
+
+    def rank(number: int) -> float:
+        group = gloo(store, number, ranks, timedelta(seconds=60))
+        whole, part = torch.ones(ranks * numel), torch.ones(numel)
+
+        def travel() -> None:
+            group._reduce_scatter_base(part, whole).wait()
+            group._allgather_base(whole, part).wait()
+
+        travel()
+        # As often on each rank: the time of one says nothing to the other.
+        return min(timeit.repeat(travel, number=1, repeat=5))
+
+    with ThreadPoolExecutor(ranks) as pool:
+        seconds = max(pool.map(rank, range(ranks)))
+    # Each way a rank sends what is another's: its half.
+    return ranks * 2 * 4 * numel / seconds
+
+
+def _link() -> float:
     there, here = torch.device("cuda", 1), torch.device("cuda", 0)
     source = torch.empty(1 << 28, dtype=torch.uint8, device=here)
     target = torch.empty_like(source, device=there)
@@ -170,27 +217,29 @@ def _overhead(device: torch.device) -> float:
     return _best(chain, device, 0.1) / 150
 
 
-def _disk(folder: Path) -> tuple[float, float]:
-    """Bytes a second, read and written by the disk tier's own store; a quarter of a GB, or what there is room for."""
+def _disk(folder: Path) -> tuple[float, float, float]:
+    """Bytes a second by the disk tier's own store: read, written, and both at the same time; a quarter of a GB."""
     from wherry.tiers.buffers import HostPool
     from wherry.tiers.disk import DiskStore
 
     size = 64 << 20
     if shutil.disk_usage(folder).free < 16 * size:
-        return 1.0 * GB, 0.5 * GB
+        return 1.0 * GB, 0.5 * GB, 0.5 * GB
     count = 4
     with tempfile.TemporaryDirectory(dir=folder) as inside, HostPool() as pool, DiskStore(inside) as store:
         buffers = [pool.take(size) for _ in range(count)]
         records = [store.reserve(f"probe {i}", size) for i in range(count)]
 
-        def transfer(go: Callable[..., object]) -> None:
-            tickets = [go(record, buffer) for record, buffer in zip(records, buffers, strict=True)]
+        def transfer(*ways: Callable[..., object]) -> None:
+            turns = zip(itertools.cycle(ways), records, buffers, strict=False)
+            tickets = [go(record, buffer) for go, record, buffer in turns]
             for ticket in tickets:
                 ticket.wait()  # type: ignore[attr-defined]
 
         cpu = torch.device("cpu")
         write = _best(lambda: transfer(store.write), cpu, 0.5)
         read = _best(lambda: transfer(store.read), cpu, 0.5)
+        both = _best(lambda: transfer(store.read, store.write), cpu, 0.5)
         for buffer in buffers:
             pool.give(buffer)
-    return count * size / read, count * size / write
+    return count * size / read, count * size / write, count * size / both

@@ -122,7 +122,7 @@ def _compute(profile: Profile, setting: Setting, machine: Machine, share: int) -
     """Seconds of a micro-batch's forward and backward: each operation at the rate of what it waits for."""
     matrix = machine.matrix_fp32 if setting.cost.parameters == 4 else machine.matrix
     done = profile.operations
-    seconds = np.maximum(done.flops / (matrix / share), done.bytes / (machine.device_stream / share))
+    seconds = np.maximum(done.flops / (matrix / share), done.bytes / (_stream(machine, done.bytes) / share))
     seconds = np.maximum(seconds, done.slow / (machine.slow / share))
     if machine.gpus:
         # A GPU is told what to do ahead of doing it: the longer of the two counts.
@@ -132,6 +132,14 @@ def _compute(profile: Profile, setting: Setting, machine: Machine, share: int) -
         seconds = seconds + machine.overhead
     backward = float(seconds[done.backward].sum())
     return float(seconds.sum()) - backward, backward
+
+
+def _stream(machine: Machine, nbytes: np.ndarray) -> np.ndarray | float:
+    """The rate of operations that read and write so many bytes: what fits in a cache was left there by the last one."""
+    if not machine.cached:
+        return machine.device_stream
+    sizes, rates = zip(*machine.cached, strict=True)
+    return np.interp(np.log(np.maximum(nbytes, 1.0)), np.log(sizes), rates)
 
 
 def _gradient_bytes(setting: Setting, work: _Work) -> float:
@@ -180,13 +188,18 @@ def _disk_seconds(setting: Setting, machine: Machine, work: _Work, together: int
     """For optimizer state, and for weights, which are read twice for each micro-batch and written once."""
     state = weights = 0.0
     if setting.placement.optimizer.tier is Tier.DISK:
-        # Reads and writes go on at the same time.
         nbytes = work.offloaded * setting.cost.optimizer * together
-        state = max(nbytes / machine.disk_read, nbytes / machine.disk_write)
+        state = _travel(machine, nbytes, nbytes)
     if work.on_disk:
         nbytes = work.on_disk * setting.cost.parameters / setting.shards * together
-        weights = max(2 * setting.accumulation * nbytes / machine.disk_read, nbytes / machine.disk_write)
+        weights = _travel(machine, 2 * setting.accumulation * nbytes, nbytes)
     return state, weights
+
+
+def _travel(machine: Machine, read: float, written: float) -> float:
+    """Seconds of the disk's reads and writes, which go on at the same time."""
+    apart = max(read / machine.disk_read, written / machine.disk_write)
+    return max(apart, (read + written) / machine.disk_both) if machine.disk_both else apart
 
 
 def _total(
