@@ -185,6 +185,7 @@ def _assemble(
     )
     if updater is not None:
         updater.attach(gradients.all)
+        gradients.on_trim = updater.forget
         gatherer.settle = updater.settle
         updater.merging = gatherer.merging
         if tiering.policy.when == "in_backward":

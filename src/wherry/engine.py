@@ -141,7 +141,7 @@ class Engine(Surface):
         self.optimizer = parts.optimizer(self)
         self._checkpoints = Checkpoints(self._session, parts.config)
         state_of = parts.updater.state_of if parts.updater is not None else {}
-        self._access = Access(module, parts.units, parts.gatherer, self.comm, state_of.get, self.settle)
+        self._access = Access(module, parts.units, parts.gatherer, self.comm, state_of.get, self._rest, self.settle)
 
     # Forward.
 
@@ -385,7 +385,7 @@ class Engine(Surface):
         flats = [gradient.flat for gradient in self._gradients.all]
         policy = self._tiering.gradient_policy(flats, accumulation)
         if self._updater is not None:
-            self._updater.rest()
+            self._updater.detach()
         self._gradients.choose(policy, partial(self._tiering.way_of, policy))
         if self._updater is not None:
             self._updater.attach(self._gradients.all)
@@ -483,8 +483,17 @@ class Engine(Surface):
         self._gatherer.release_all()
         self._gradients.rest()
 
+    def _rest(self) -> None:
+        self._check_open()
+        if self._updater is not None:
+            self._updater.rest()
+
     def settle(self) -> None:
-        """Complete updates that are still under way, so that weights and state are those after the last step."""
+        """Complete updates that are still under way, so that weights and state are those after the last step.
+
+        Whoever reads weights or state need not call it. With delayed updates it is how training ends: the weights
+        take the last update, which they otherwise do in the next step.
+        """
         self._check_open()
         if self._updater is not None:
             self._updater.settle()

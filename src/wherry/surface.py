@@ -68,6 +68,9 @@ class Surface(nn.Module):
     def settle(self) -> None:
         raise AssertionError("the engine settles")
 
+    def _rest(self) -> None:
+        raise AssertionError("the engine has updates under way")
+
     def _check_open(self) -> None:
         raise AssertionError("the engine is open or closed")
 
@@ -119,9 +122,7 @@ class Surface(nn.Module):
         `tag` is `global_step<N>` unless given. `client_state` is kept beside it: numbers, strings, tensors, and lists
         and dicts of these. Whatever happens on the way, the checkpoint before stays whole.
         """
-        self._check_open()
-        if self._updater is not None:
-            self._updater.rest()
+        self._rest()
         self._checkpoints.save(save_dir, tag, client_state, save_latest, not exclude_frozen_parameters)
         return True
 
@@ -166,7 +167,7 @@ class Surface(nn.Module):
         Files are of 5 GB at most, with an index; a unit at a time is in memory. For a name that ends in .bin or .pt
         it is one file of torch.save's, for which rank 0 holds the whole model.
         """
-        self.settle()
+        self._rest()
         self._checkpoints.save_model(Path(save_dir), save_filename, exclude_frozen=exclude_frozen_parameters)
         return True
 
@@ -177,7 +178,7 @@ class Surface(nn.Module):
 
         Weights are the working ones, or in `dtype`; torch.float32 gives the masters.
         """
-        self.settle()
+        self._rest()
         return self._checkpoints.consolidated(dtype, exclude_frozen=exclude_frozen_parameters)
 
     # What people ask.
@@ -195,7 +196,7 @@ class Surface(nn.Module):
     @property
     def states(self) -> ParameterStates:
         """Masters, moments and gradients of single parameters. What is under way is completed first."""
-        self.settle()
+        self._rest()
         if self._states is None:
             self._states = ParameterStates(
                 self.units, self._updater, self._gradients, self._gatherer.comm, lambda: self._window_scale
@@ -325,7 +326,7 @@ class Surface(nn.Module):
         if name == "module" and name in modules:
             updater = self.__dict__.get("_updater")
             if updater is not None and not self._hooks.busy:
-                updater.settle()  # whoever takes the model may read its weights
+                updater.rest()  # whoever takes the model may read its weights
             return modules[name]
         try:
             return super().__getattr__(name)

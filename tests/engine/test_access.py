@@ -227,3 +227,22 @@ def test_an_engine_that_is_unwrapped_leaves_the_model_whole(stage):
         again.close()
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("master", ["whole", "split"])
+def test_flats_that_are_updated_together_are_edited_each_by_itself(stage: int, master: str) -> None:
+    """All of the model at once, as load_state_dict does: no edit is undone by the masters of another flat's."""
+
+    def use(engine: Any, comm: Comm) -> None:
+        assert len(engine._updater.batches) == 1
+        engine.backward(engine(*token_batch(0, 0, comm.rank)))
+        engine.step()
+        wanted = {name: weight * 0.5 for name, weight in engine.module.state_dict().items()}
+        engine.module.load_state_dict(wanted)
+        found = engine.module.state_dict()
+        assert [name for name, weight in wanted.items() if not torch.equal(found[name], weight)] == []
+        for name, parameter in engine.module.named_parameters():
+            assert torch.equal(engine.states.full(name, "master").to(parameter.dtype), wanted[name]), name
+
+    on_ranks(stage, use, more={"bf16": {"enabled": True}, "wherry": {"master": master}})

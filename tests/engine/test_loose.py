@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,3 +94,37 @@ def test_gradients_can_be_read_and_replaced() -> None:
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
     engine.close()
+
+
+def test_looking_at_gradients_changes_no_bit_and_lays_nothing_out(tmp_path: Path) -> None:
+    """Norms by unit, single gradients, and a checkpoint between backward and step; only the last has flats laid out."""
+
+    def train(more: dict[str, Any], *, look: bool) -> Run:
+        model = copy.deepcopy(source)
+        config = settings(1, clip=0.05, more=more)
+        engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+        run = Run()
+        for step in range(6):
+            engine.backward(engine(*token_batch(step, 0, 0)))
+            if look:
+                norms = engine.gradient_norms()
+                grad = engine.gradients("blocks.1.up.weight")
+                assert 0 < float(grad.norm()) <= norms["blocks.1"] * (1 + 1e-6)
+                assert all(gradient.loose is not None for gradient in engine._gradients.all)
+            if look and step % 2:
+                engine.save_checkpoint(tmp_path)
+                assert all(gradient.loose is None for gradient in engine._gradients.all)
+            engine.step()
+            run.norms.append(engine.get_global_grad_norm())
+            if look:
+                squares = sum(norm**2 for norm in norms.values())
+                assert squares == pytest.approx(run.norms[-1] ** 2, rel=1e-12)
+        run.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+        engine.close()
+        return run
+
+    source = make_model()
+    for more in ({}, {"bf16": {"enabled": True}}):
+        plain, watched = train(more, look=False), train(more, look=True)
+        assert watched.norms == plain.norms
+        assert_equal(watched, plain)

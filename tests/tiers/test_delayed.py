@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.engine.harness import Run, adamw, assert_equal, make_model, settings, token_batch
 from tests.tiers.chaos import Chaos, topology
 from tests.tiers.rows import ROWS
@@ -24,7 +25,9 @@ def simulate(ranks: int, steps: int, first_late: int, clip: float) -> Run:
     opt = adamw(model.parameters())
     run = Run()
     kept: list[torch.Tensor] | None = None
+    run.extra = []  # the weights that each forward uses
     for step in range(steps):
+        run.extra.append({name: p.detach().clone() for name, p in model.named_parameters()})
         opt.zero_grad()
         total = 0.0
         for rank in range(ranks):
@@ -44,7 +47,7 @@ def simulate(ranks: int, steps: int, first_late: int, clip: float) -> Run:
                 parameter.grad = grad
             opt.step()
         kept = mine
-    # Whoever looks at the weights sees the last update made.
+    # At the end the last update is made.
     assert kept is not None
     for parameter, grad in zip(model.parameters(), kept, strict=True):
         parameter.grad = grad
@@ -137,6 +140,103 @@ def test_a_checkpoint_of_delayed_updates_loads_where_none_are(tmp_path: Path) ->
                 engine.backward(engine(*token_batch(step, 0, 0)))
                 engine.step()
             engine.save_checkpoint(tmp_path / "checkpoints")
+            engine.settle()
         weights.append({name: weight.clone() for name, weight in engine.module.state_dict().items()})
         engine.close()
     assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
+
+
+def look_everywhere(engine: Any, folder: Path) -> dict[str, torch.Tensor]:
+    """All the ways to see weights and state; what is seen is the same by each of them."""
+    with wherry.gathered(engine.module):
+        seen = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    states = engine.module.state_dict()
+    weights = engine.consolidated_state_dict()
+    engine.save_16bit_model(folder)
+    saved = load_file(folder / "model.safetensors")
+    for name, weight in seen.items():
+        assert torch.equal(states[name], weight), name
+        assert weights is None or torch.equal(weights[name], weight), name
+        assert torch.equal(saved[name], weight), name
+    with wherry.gathered_for_generation(engine), torch.no_grad():
+        engine.module(*token_batch(99, 0, 0))
+    name = "blocks.1.up.weight"
+    masters = engine.consolidated_state_dict(torch.float32)
+    full = engine.states.full(name, "master")
+    assert masters is None or torch.equal(masters[name], full)
+    engine.gradient_norms()
+    engine.gradients(name)
+    engine.save_checkpoint(folder / "checkpoints")  # where ranks meet, after they have read the file
+    return seen
+
+
+@pytest.mark.usefixtures("every_flat_alone")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("row", ["offload-1", "infinity"])
+def test_whoever_looks_sees_what_the_next_forward_uses_and_changes_nothing(
+    row: str, precision: str, tmp_path: Path
+) -> None:
+    config = offload(row, tmp_path, "delayed", precision)
+    config["wherry"]["delayed_update_warmup"] = 2
+    seen: list[dict[str, torch.Tensor]] = []
+
+    def look(engine: Any, step: int) -> None:
+        if step:
+            found = look_everywhere(engine, tmp_path / "seen")
+            if engine.global_rank == 0:
+                seen.append(found)
+
+    how: dict[str, Any] = {"stage": ROWS[row][0], "ranks": 2, "clip": 0.5, "seed": 9, "steps": 4}
+    assert_equal(train(copy.deepcopy(config), **how, each_step=look), train(config, **how))
+    if precision == "fp32":
+        for before, expected in zip(seen, simulate(2, 4, 2, 0.5).extra[1:], strict=True):
+            for name, weight in expected.items():
+                torch.testing.assert_close(before[name], weight, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("row", ["offload-2", "infinity"])
+def test_an_edit_stands_and_the_rest_takes_its_update(row: str, precision: str, tmp_path: Path) -> None:
+    """Masters have had an update that is not published: what is edited is edited in both."""
+    config = offload(row, tmp_path, "delayed", precision)
+    config["wherry"]["delayed_update_warmup"] = 2
+    edited = "blocks.1.up.weight"
+    masters: list[torch.Tensor] = []
+
+    def edit(engine: Any, step: int) -> None:
+        if step == 4 and edits:
+            with wherry.gathered(weight := dict(engine.module.named_parameters())[edited], modifier_rank=1):
+                if engine.global_rank == 1:
+                    weight.data.fill_(3.0)
+            with wherry.gathered(weight):
+                assert (weight == 3).all()
+        if step == 4:
+            engine.settle()
+            masters.append(engine.states.full(edited, "master"))
+            engine.step = lambda: None  # the weights that are compared are those of here
+
+    edits = False
+    how: dict[str, Any] = {"stage": ROWS[row][0], "ranks": 2, "steps": 5, "each_step": edit}
+    plain = train(copy.deepcopy(config), **how)
+    assert not any((master == 3).any() for master in masters)
+    masters.clear()
+    edits = True
+    run = train(config, **how)
+    assert all((master == 3).all() for master in masters)
+    assert (run.weights.pop(edited) == 3).all()
+    assert all(torch.equal(weight, plain.weights[name]) for name, weight in run.weights.items())
+
+
+def test_weights_that_are_all_replaced_wait_for_no_update(tmp_path: Path) -> None:
+    config = offload("offload-2", tmp_path, "delayed")
+    config["wherry"]["delayed_update_warmup"] = 1
+    model = make_model()
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(2, more=config))
+    for step in range(3):
+        engine.backward(engine(*token_batch(step, 0, 0)))
+        engine.step()
+    now = {name: weight.clone() for name, weight in engine.module.state_dict().items()}
+    engine.module.load_state_dict(now)
+    engine.settle()
+    assert all(torch.equal(weight, now[name]) for name, weight in engine.module.state_dict().items())
+    engine.close()

@@ -16,12 +16,14 @@ from tests.engine.harness import adamw, make_model, settings, token_batch
 from tests.tiers.chaos import Chaos, ChaosLink, topology
 from tests.tiers.rows import ROWS
 from tests.tiers.test_placements import offload
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import wherry
 from wherry.errors import PeerError, WherryError
 from wherry.native.disk import Fault
 from wherry.parallel.comm import Comm, SoloComm
 from wherry.parallel.threads import run_ranks
+from wherry.sharding import gradients as gradients_room
 from wherry.tiers.tickets import Ticket
 
 
@@ -72,6 +74,70 @@ def test_states_that_there_are_not() -> None:
     assert engine.offload_states() == 0
     engine.reload_states()
     engine(*token_batch(0, 0, 0))
+    engine.close()
+
+
+def references(tensors: Iterator[torch.Tensor]) -> list[StorageWeakRef]:
+    return [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+
+
+@pytest.mark.parametrize(("row", "apart"), [("offload-2", True), ("offload-2", False), ("disk-2", False)])
+@pytest.mark.parametrize("policy", ["at_step", "before_use", "delayed"])
+def test_sums_are_gone_before_there_are_others(
+    policy: str, row: str, apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows of another length: nobody keeps the memory of the sums so far, prepared updates included."""
+    config = offload(row, tmp_path, policy)
+    config["wherry"]["delayed_update_warmup"] = 1
+    model = make_model()
+    engine, *_ = wherry.initialize(
+        model=model,
+        optimizer=adamw(model.parameters()),
+        config=settings(2, 2, more=config),
+        mesh=topology(SoloComm(), Chaos(1) if apart else None),
+    )
+    before: list[StorageWeakRef] = []
+    still: list[bool] = []
+    make = gradients_room.FlatGradient
+
+    def made(*given: Any, **how: Any) -> Any:
+        still.append(any(not reference.expired() for reference in before))
+        return make(*given, **how)
+
+    monkeypatch.setattr(gradients_room, "FlatGradient", made)
+    for accumulation in (1, 3, 1):
+        for _ in range(2):
+            for micro in range(engine.gradient_accumulation_steps()):
+                engine.backward(engine(*token_batch(0, micro, 0)))
+                engine.step()
+        held = [getattr(g, kind) for g in engine._gradients.all for kind in ("_sum", "_owned", "_aside")]
+        held += [tensor for g in engine._gradients.all if g.loose is not None for tensor in g.loose.tensors]
+        before[:] = references(tensor for tensor in held if tensor is not None)
+        del held
+        assert before
+        engine.set_train_batch_size(2 * accumulation)
+        assert still == [False] * len(engine._gradients.all)
+        still.clear()
+    engine.close()
+
+
+def test_buffers_are_gone_while_states_are_away(tmp_path: Path) -> None:
+    """Prepared updates know buffers by their addresses, and let go of them with the pool."""
+    model = make_model()
+    config = settings(2, more=offload("disk-2", tmp_path, "in_backward"))
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+    for step in range(2):
+        engine.backward(engine(*token_batch(step, 0, 0)))
+        engine.step()
+    engine.settle()
+    pools = [engine._tiering.link.host, *engine._gradients._pools.values()]
+    buffers = references(block.tensor for pool in pools for blocks in pool._idle.values() for block in blocks)
+    assert len(buffers) > 1
+    engine.offload_states()
+    assert all(buffer.expired() for buffer in buffers)
+    engine.reload_states()
+    engine.backward(engine(*token_batch(2, 0, 0)))
+    engine.step()
     engine.close()
 
 

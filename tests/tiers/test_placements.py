@@ -83,6 +83,8 @@ def train(
             run.losses.append(sum(comm.gather_objects(total)) / comm.size)
             norm = engine.get_global_grad_norm()
             run.norms.append(-1.0 if norm is None else norm)
+        if config.get("wherry", {}).get("update_policy") == "delayed":
+            engine.settle()  # the last update is made
         with wherry.gathered(engine.module):
             run.weights = {name: p.detach().clone() for name, p in mine.named_parameters()}
         run.extra = look(engine, link) if look is not None else None

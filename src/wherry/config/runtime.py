@@ -180,9 +180,10 @@ class Own(Block):
         "auto",
         "When a unit is updated: inside step(), before its next use, or as soon as its gradients land; these give "
         "the same results, bit for bit, but that in_backward counts a missing gradient as zero: it updates before it "
-        "is known that nobody has one. `delayed` updates one step late, which changes the result. auto: at_step where "
-        "the optimizer's state is on the device, and otherwise in_backward if nothing (clipping, loss scaling) has to "
-        "wait for all gradients, or before_use.",
+        "is known that nobody has one. `delayed` updates one step late, which changes the result; whoever reads "
+        "weights reads those that the next forward uses, and engine.settle() makes the last update when training ends. "
+        "auto: at_step where the optimizer's state is on the device, and otherwise in_backward if nothing (clipping, "
+        "loss scaling) has to wait for all gradients, or before_use.",
     )
     delayed_update_warmup: Integer = key(
         40, "The step whose update is the first to be late: those before it are made as usual.", ge=1

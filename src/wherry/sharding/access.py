@@ -40,6 +40,7 @@ class Access:
         gatherer: Gatherer,
         comm: Comm,
         state_of: Callable[[Flat], OptimizerState | None],
+        rest: Callable[[], None],
         settle: Callable[[], None],
     ) -> None:
         self.model = model
@@ -47,6 +48,8 @@ class Access:
         self.gatherer = gatherer
         self.comm = comm
         self.state_of = state_of
+        # Both wait for updates. A delayed one is left to come for who looks or edits, and made for who replaces all.
+        self.rest = rest
         self.settle = settle
         self.unit_of = {flat: unit for unit in units for flat in unit.flats}
         self.place_of = {p: (flat, i) for flat in self.unit_of for i, p in enumerate(flat.parameters)}
@@ -81,8 +84,11 @@ class Access:
 
     @contextmanager
     def gathered(self, flats: Iterable[Flat], modifier_rank: int | None) -> Iterator[None]:
-        """The flats whole; what was edited is written back to shards and masters at the end."""
-        self.settle()
+        """The flats whole; what was edited is written back to shards and masters at the end.
+
+        An edit stands: where a delayed update has made new weights that are not published, it is one of these too.
+        """
+        self.rest()
         flats = list(flats)
         with ExitStack() as stack:
             for flat in flats:
@@ -131,7 +137,7 @@ class Access:
 
     def _before_state_dict(self, module: nn.Module, *_: Any) -> None:
         if self._reading.enter(module):
-            self.settle()
+            self.rest()
 
     def _fill_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Put whole weights, on the host, in the place of released ones; a unit at a time is gathered."""
@@ -158,6 +164,7 @@ class Access:
     def _before_load(self, module: nn.Module, *_: Any) -> None:
         if self._writing.enter(module):
             self._loading.close()
+            self.settle()
             inside = set(module.parameters())
             flats = [flat for flat in self.unit_of if any(p in inside for p in flat.parameters)]
             self._loading.enter_context(self.gathered(flats, None))

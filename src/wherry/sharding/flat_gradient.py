@@ -122,6 +122,22 @@ class FlatGradient:
         """Whether the update finds it on the device."""
         return self.way is Landing.STAYS or self.way is Landing.LOOSE
 
+    def pieces(self) -> native.Bundle | None:
+        """The gradients of all parameters, where the norm is taken of them one by one; None where it is of the sum.
+
+        So it is of what would be loose, laid out or not: that somebody looks at gradients changes no bit of the norm.
+        """
+        if self.way is not Landing.LOOSE or is_fake(self.flat.whole):
+            return None
+        return self.loose or native.Bundle(self._parts_of(self.accumulated))
+
+    def of_parameter(self, index: int) -> torch.Tensor:
+        """One parameter's gradient, of a flat whose gradients this rank has whole."""
+        if self.loose is not None:
+            return self.loose.tensors[index]
+        slot = self.flat.layout.slots[index]
+        return self.owned[slot.start : slot.stop].view(slot.shape)
+
     @property
     def accumulated(self) -> torch.Tensor:
         if self.loose is not None:
@@ -263,10 +279,14 @@ class FlatGradient:
             self._parts[address_of(buffer)] = parts
         return parts
 
+    def forget(self) -> None:
+        """Buffers are about to be freed: no views of them are kept."""
+        self._parts.clear()
+
     def drop(self) -> None:
         self.spent()
         self.loose = None
-        self._parts.clear()
+        self.forget()
         for parameter in self.flat.parameters:
             parameter.grad = None
         self.end_window()
@@ -292,3 +312,4 @@ class FlatGradient:
     def close(self) -> None:
         self.drop()
         self.give_back()
+        self._sum = self._own_sum = self._aside = None

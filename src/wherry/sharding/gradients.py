@@ -95,6 +95,8 @@ class Gradients:
         ]
         # Told of every flat whose gradient is complete at the boundary, `landing` apart.
         self.on_complete: Callable[[FlatGradient], None] | None = None
+        # Told before buffers that nobody uses are freed.
+        self.on_trim: Callable[[], None] = lambda: None
         self._told: set[FlatGradient] = set()
         # Those that more may come for in this backward: they are complete when it ends.
         self._held: dict[FlatGradient, None] = {}
@@ -203,11 +205,14 @@ class Gradients:
         """Sum and land gradients in another way from here on, between two windows."""
         self.drop()
         self.policy = policy
-        for index, old in enumerate(self.all):
-            old.close()
-            self.all[index] = FlatGradient(
-                old.flat, partitioned=self._partitioned, policy=policy, way=way_of(old.flat), link=self.link
-            )
+        flats = [gradient.flat for gradient in self.all]
+        # The sums so far are given back before there is memory for others. Hooks know the list: it stays.
+        self._forget()
+        self._trim()
+        self.all += [
+            FlatGradient(flat, partitioned=self._partitioned, policy=policy, way=way_of(flat), link=self.link)
+            for flat in flats
+        ]
         self._index = {gradient: i for i, gradient in enumerate(self.all)}
         self._late_before = None
 
@@ -221,6 +226,9 @@ class Gradients:
 
     def _trim(self) -> None:
         self._trims = False
+        self.on_trim()
+        for gradient in self.all:
+            gradient.forget()
         for pool in self._pools.values():
             pool.trim()
         self.link.host.trim()
@@ -261,8 +269,8 @@ class Gradients:
             self._any_absent = self._any_absent or bool(gradient.absent)
             if gradient.sum_squares is not None:
                 total = total + gradient.sum_squares
-            elif gradient.loose is not None:
-                loose.append(gradient.loose)
+            elif (pieces := gradient.pieces()) is not None:
+                loose.append(pieces)
             else:
                 total = total + self._squares(gradient)
         if loose:
@@ -335,11 +343,12 @@ class Gradients:
         """The window's summed gradient of one parameter, from all ranks' parts."""
         gradient, slot = self._place_of(name)
         gradient.landing.wait()
-        device = gradient.flat.whole.device
-        whole = gradient.owned.to(device)
-        if gradient.flat.layout.ranks > 1:
-            owned, whole = whole, torch.empty(gradient.flat.layout.numel, dtype=whole.dtype, device=device)
-            self._shards.all_gather(whole, owned.contiguous()).wait()
+        layout, device = gradient.flat.layout, gradient.flat.whole.device
+        if layout.ranks == 1:
+            return self._join(gradient.of_parameter(layout.slots.index(slot)).to(device), slot)
+        owned = gradient.owned.to(device)
+        whole = torch.empty(layout.numel, dtype=owned.dtype, device=device)
+        self._shards.all_gather(whole, owned.contiguous()).wait()
         return self._join(whole[slot.start : slot.stop].view(slot.shape), slot)
 
     def _join(self, local: torch.Tensor, slot: Slot) -> torch.Tensor:
@@ -370,12 +379,16 @@ class Gradients:
             raise WherryError(f"gradients: no trainable parameter is named {name!r}{hint}")
         return slots[name]
 
-    def close(self) -> None:
-        self.drop()
+    def _forget(self) -> None:
         for gradient in self.all:
             gradient.close()
         self.all.clear()
         self._index.clear()
+        self._told.clear()
+
+    def close(self) -> None:
+        self.drop()
+        self._forget()
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()
@@ -604,7 +617,7 @@ class Gradients:
 
     def _summed(self, gradient: FlatGradient) -> None:
         """The window's sum is complete: measure it, and send it to where its update reads it."""
-        if gradient.loose is not None:
+        if gradient.way is Landing.LOOSE:
             gradient.sum_squares = None  # taken of all in one pass
         elif gradient.keeps:
             gradient.sum_squares = self._measure(gradient, gradient.own_sum)
@@ -629,9 +642,13 @@ class Gradients:
             self.on_complete(gradient)
 
     def _squares(self, gradient: FlatGradient) -> float | torch.Tensor:
-        if gradient.sum_squares is None:
-            gradient.landing.wait()
-            gradient.sum_squares = self._measure(gradient, gradient.owned)
+        if gradient.sum_squares is not None:
+            return gradient.sum_squares
+        pieces = gradient.pieces()
+        if pieces is not None:
+            return native.sum_squares_of([pieces])  # not kept: the norm's one pass over all adds in another order
+        gradient.landing.wait()
+        gradient.sum_squares = self._measure(gradient, gradient.owned)
         return gradient.sum_squares
 
     def _measure(self, gradient: FlatGradient, owned: torch.Tensor) -> float | torch.Tensor:

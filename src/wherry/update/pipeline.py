@@ -63,7 +63,7 @@ class Updater:
     """Updates every flat once its gradients are complete.
 
     Built flat by flat (`adopt`), so that one flat's state above the rest is ever in memory, and then given the
-    gradients (`attach`).
+    gradients (`attach`); to be given others later, it lets go of these first (`detach`).
     """
 
     def __init__(
@@ -92,8 +92,6 @@ class Updater:
         # in_backward: what the updates of this window were begun with, and how many flats of a batch have landed.
         self._early: tuple[list[dict[str, Any]], float] | None = None
         self._landed: dict[Batch, int] = {}
-        # delayed: weights that the update has made and nobody uses yet.
-        self._fresh: dict[Batch, list[torch.Tensor]] = {}
 
     # Building.
 
@@ -133,7 +131,17 @@ class Updater:
         gradient_of = {gradient.flat: gradient for gradient in gradients}
         for batch in self.batches:
             batch.gradients = [gradient_of[state.flat] for state in batch.states]
-            batch.unbind()
+
+    def detach(self) -> None:
+        """The gradients are about to be others. Updates under way read them to their ends first."""
+        self.rest()
+        for batch in self.batches:
+            batch.detach()
+
+    def forget(self) -> None:
+        """Buffers are about to be freed: nothing of updates before holds on to them. No update may be under way."""
+        for batch in self.batches:
+            batch.forget()
 
     # The update.
 
@@ -257,7 +265,7 @@ class Updater:
                 gradient.spent()
             tickets = []
             if aside is not None:
-                self._fresh[batch] = [w.clone() if batch.on_disk else w for w in batch.working()]
+                batch.fresh = [w.clone() if batch.on_disk else w for w in batch.working()]
             elif batch.apart:
                 uploads = [OnHost(ticket) for ticket in batch.publish(fence)]
             stored = batch.store()
@@ -362,7 +370,8 @@ class Updater:
     def rest(self) -> None:
         """Updates under way have ended, and the training that follows is what it would be without this call.
 
-        As `settle`, but that weights which a delayed update has made are published when its time has come.
+        For whoever only looks, or writes both weights and masters. As `settle`, but that weights which a delayed
+        update has made are published when its time has come.
         """
         if self.policy.when != "delayed":
             return self.settle()
@@ -372,14 +381,14 @@ class Updater:
 
     def behind(self, flat: Flat) -> bool:
         """Whether a flat's weights are one update older than its master, between two steps of delayed updates."""
-        return flat in self.state_of and self.state_of[flat].batch in self._fresh
+        return flat in self.state_of and self.state_of[flat].batch.fresh is not None
 
     @torch.no_grad()
     def hold_back(self) -> None:
         """Masters were loaded that are one update ahead of the weights: these follow in the next step."""
         assert self.policy.when == "delayed" and not self._pending, self.policy
         for batch in self.batches:
-            self._fresh[batch] = batch.fetched_working()
+            batch.fresh = batch.fetched_working()
             self._pending[batch] = job = Job(batch.name, _no_steps())
             drive_one(job)
 
@@ -405,11 +414,9 @@ class Updater:
 
     def _publish(self, batch: Batch) -> None:
         """Put weights that a delayed update has made to where they rest."""
-        fresh = self._fresh.pop(batch, None)
-        if fresh is None:
-            return
-        for ticket in batch.publish(self.link.fence(), fresh):
-            ticket.finish()  # the next update writes the memory that is copied from
+        if batch.fresh is not None:
+            for ticket in batch.publish(self.link.fence()):
+                ticket.finish()  # the next update writes the memory that is copied from
 
     def _refresh(self, batch: Batch) -> Iterator[Ticket]:
         """Gather the new weights of flats that are whole on every rank; small ones together."""
@@ -468,7 +475,6 @@ class Updater:
 
     def _forget(self) -> None:
         self._pending.clear()
-        self._fresh.clear()
         self.states.clear()
         self.batches.clear()
         self.tiers.clear()

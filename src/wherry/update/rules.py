@@ -79,6 +79,9 @@ class Rule(Protocol):
         `loose` are the gradients of the segments that have none themselves.
         """
 
+    def forget(self) -> None:
+        """Let go of memory that it knows from updates before. The next update says where everything is."""
+
     def steps(self) -> int:
         """Updates made so far."""
 
@@ -244,6 +247,10 @@ class NativeRule:
             )
         return plan
 
+    def forget(self) -> None:
+        self._plans.clear()
+        self._bound = self._plan = None
+
     def steps(self) -> int:
         return self._steps
 
@@ -317,6 +324,9 @@ class TorchRule:
             if segment.master is not None:
                 segment.working.copy_(segment.master)
         return DONE
+
+    def forget(self) -> None:
+        return None  # what it holds are weights and state, which stay
 
     def steps(self) -> int:
         return self._steps

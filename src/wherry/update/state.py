@@ -51,9 +51,10 @@ class FlatState:
         """The state of each segment, by name: `master` in fp32 and the moments, wherever they rest.
 
         What is changed inside is kept if `write` is given, names that were added become state, and the working
-        weights follow their masters. Tensors are valid inside only.
+        weights follow their masters: between two delayed updates, those that are yet to be published. Tensors are
+        valid inside only.
         """
-        with self.batch.opened(write=write) as views:
+        with self.batch.opened(self if write else None) as views:
             yield views[self.first : self.first + len(self.segments)]
 
     @property
@@ -82,6 +83,8 @@ class Batch:
         self._updates_all = True
         self._layout: RecordLayout | None = None
         self._home: Home | None = None
+        # New weights of a delayed update, of each segment, until they are published: the flats have those before it.
+        self.fresh: list[torch.Tensor] | None = None
         self._bound: list[Segment] | None = None
         # The same, cut where parameters meet.
         self._pieces: list[Segment] | None = None
@@ -221,9 +224,10 @@ class Batch:
         with opened(self._home, write=False):
             return [weights.clone() for weights in self.working()]
 
-    def publish(self, fence: Ticket, fresh: Sequence[torch.Tensor] | None = None) -> list[Ticket]:
-        """Send working weights, those of the record or `fresh` ones, to where flats have theirs."""
-        parts = iter(self.working() if fresh is None else fresh)
+    def publish(self, fence: Ticket) -> list[Ticket]:
+        """Send working weights, those of the record or fresh ones, to where flats have theirs."""
+        parts = iter(self.working() if self.fresh is None else self.fresh)
+        self.fresh = None
         tickets = []
         for state in self.states:
             if state.flat.home is None:
@@ -237,9 +241,15 @@ class Batch:
                     shard[span.start : span.stop].copy_(next(parts))
         return tickets
 
-    def unbind(self) -> None:
-        """Addresses are about to change."""
+    def forget(self) -> None:
+        """Let go of memory that is only borrowed for an update: it is about to be given back, or to move."""
         self._bound = self._pieces = None
+        self.rule.forget()
+
+    def detach(self) -> None:
+        """Its gradients go, and nothing of them is kept."""
+        self.gradients = []
+        self.forget()
 
     def _views(self) -> list[dict[str, State]]:
         assert self._layout is not None
@@ -264,20 +274,28 @@ class Batch:
 
     @contextmanager
     @torch.no_grad()
-    def opened(self, *, write: bool) -> Iterator[list[dict[str, State]]]:
-        """Of each segment `master` and moments; see `FlatState.opened`."""
+    def opened(self, changed: FlatState | None) -> Iterator[list[dict[str, State]]]:
+        """Of each segment `master` and moments; see `FlatState.opened`.
+
+        What is kept is of the flat that is `changed`: weights of the others may be in an edit of their own.
+        """
+        write = changed is not None
         with ExitStack() as stack:
             if self._home is not None:
                 stack.enter_context(opened(self._home, write=write))
-            shards = {state: stack.enter_context(state.flat.opened(write=write)) for state in self.states}
             fields = self._views()
-            owns = [shards[state][span.start : span.stop] for state, span in self.spans]
+            if self.fresh is not None:
+                owns = self.fresh  # what follows from masters now
+            else:
+                shards = {state: stack.enter_context(state.flat.opened(write=write)) for state in self.states}
+                owns = [shards[state][span.start : span.stop] for state, span in self.spans]
             shown = _shown(fields, owns, self.rule.kept() or [{} for _ in self.spans])
             yield shown
             if write:
-                for views, own, after in zip(fields, owns, shown, strict=True):
-                    _set_master(views, own, after["master"])  # type: ignore[arg-type]
-                    _replace(_moments(views), after)
+                for (state, _), views, own, after in zip(self.spans, fields, owns, shown, strict=True):
+                    if state is changed:
+                        _set_master(views, own, after["master"])  # type: ignore[arg-type]
+                        _replace(_moments(views), after)
                 self.rule.load_kept(self._segments(fields), [_moments(after) for after in shown])
 
     def homes(self) -> list[Home]:
@@ -299,12 +317,12 @@ class Batch:
         )
 
     def close(self) -> None:
-        self.unbind()
+        self.detach()
+        self.fresh = None
         if self._home is not None:
             self._home.close()
             self._home = None
         self.states.clear()
-        self.gradients.clear()
         self.spans.clear()
 
 
