@@ -13,6 +13,7 @@ from wherry.activations.build import free_bytes
 from wherry.activations.measure import is_strange
 from wherry.observe.log import say
 from wherry.observe.memory import format_bytes
+from wherry.sharding.thread_state import RandomStream
 from wherry.sharding.watch import StateWatch
 
 if TYPE_CHECKING:
@@ -59,8 +60,15 @@ class Accumulation:
             return self._mean(self._watch(batches))
         losses: list[torch.Tensor] = []
         size = self._group(count)
+        # A micro-batch draws the same random numbers whatever group it is in.
+        own = RandomStream.now(engine.device)
+        streams = own.several(count)
         for begin in range(0, count, size):
-            losses += self._together(batches[begin : begin + size])
+            losses += self._together(batches[begin : begin + size], streams[begin : begin + size])
+            if begin:
+                own.use()
+            else:
+                own = RandomStream.now(engine.device)
         return self._mean(losses)
 
     def _group(self, count: int) -> int:
@@ -81,13 +89,14 @@ class Accumulation:
         self.engine.step()
         return loss.detach()
 
-    def _together(self, batches: Sequence[Any]) -> list[torch.Tensor]:
+    def _together(self, batches: Sequence[Any], streams: Sequence[RandomStream]) -> list[torch.Tensor]:
         engine = self.engine
         watch = StateWatch(engine.module)
         watch.begin()
         try:
             with engine._reporter.phase("forward", engine.global_steps + 1):
-                losses = engine._hooks.run_together([partial(engine._loss_of, batch) for batch in batches])
+                forwards = [partial(engine._loss_of, batch) for batch in batches]
+                losses = engine._hooks.run_together(forwards, streams)
         except Exception as error:
             error.add_note(
                 "This was raised while micro-batches ran together, a unit at a time; "

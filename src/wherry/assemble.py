@@ -123,10 +123,17 @@ def _assemble(
     refuse_taken(model)
     refuse_whole(model)
     placement = resolved.placement()
-    if resolved.wherry.tile_linear and placement.parameters.partitioned:
-        optimizer, model_parameters = _tile(
-            model, resolved.zero_optimization.stage3_max_live_parameters, optimizer, model_parameters
-        )
+    if placement.parameters.partitioned:
+        live = resolved.zero_optimization.stage3_max_live_parameters
+        large = _larger_than(model, live)
+        if resolved.wherry.tile_linear:
+            optimizer, model_parameters = _tile(model, large, live, optimizer, model_parameters)
+        elif large:
+            say(
+                "%s (of %d linear layers) has more elements than the %d of stage3_max_live_parameters, and is gathered "
+                'whole nevertheless; "wherry": {"tile_linear": true} cuts such layers into tiles',
+                next(iter(large)), len(large), live,
+            )  # fmt: skip
     spec = _optimizer(model, resolved, optimizer, model_parameters)
     # The groups hold the very parameters, in the order of the user's optimizer.
     group_of = {p: i for i, group in enumerate(spec.groups) for p in group["params"]} if spec else {}
@@ -258,17 +265,25 @@ def _check_possible(config: Config) -> None:
         raise ConfigError("\n".join(beyond))
 
 
+def _larger_than(model: nn.Module, live: int) -> dict[str, nn.Parameter]:
+    """The weights of linear layers that the budget of live parameters does not allow whole; one of 0 allows a unit."""
+    if not live:
+        return {}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    weights = {name: layer._parameters.get("weight") for name, layer in layers.items()}
+    return {name: weight for name, weight in weights.items() if weight is not None and weight.numel() > live}
+
+
 def _tile(
-    model: nn.Module, live: int, optimizer: OptimizerLike | None, model_parameters: Iterable[Any] | None
+    model: nn.Module,
+    large: dict[str, nn.Parameter],
+    live: int,
+    optimizer: OptimizerLike | None,
+    model_parameters: Iterable[Any] | None,
 ) -> tuple[OptimizerLike | None, list[Any] | None]:
-    """Cut the linear layers that the budget of live parameters does not allow whole, and tell the optimizer."""
-    large = [
-        (name, m.get_parameter("weight"))
-        for name, m in model.named_modules()
-        if isinstance(m, nn.Linear) and m.weight.numel() > live
-    ]
+    """Cut linear layers into tiles that the budget of live parameters allows, and tell the optimizer."""
     replaced: dict[Any, list[nn.Parameter]] = {}
-    for name, weight in large:
+    for name, weight in large.items():
         cut = tile(model, max_bytes=max(1, live // 2) * weight.element_size(), names=[name])
         replaced.update(cut)
         if cut:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,8 +12,9 @@ from torch import nn
 
 from wherry.engine import Engine
 from wherry.errors import WherryError
-from wherry.nn.tiled import tile_places
-from wherry.sharding.parts import Part, part_of
+from wherry.nn.tiled import Place, tile_places
+from wherry.sharding.access import HANDLE
+from wherry.sharding.parts import Part, own_parts, part_of
 from wherry.sharding.safetensors_folder import Block, Source, open_folder
 from wherry.sharding.unit import Flat
 
@@ -40,6 +41,8 @@ def load_pretrained(
     """
     engine = engine_or_model if isinstance(engine_or_model, Engine) else None
     model = engine.module if engine is not None else engine_or_model
+    if engine is None:
+        _refuse_held(model)
     sources, result = _matched(model, folder_or_file, strict, engine)
     if engine is not None:
         _load_engine(engine, sources)
@@ -47,6 +50,17 @@ def load_pretrained(
         _load_model(model, sources)
     _load_buffers(model, sources)
     return result
+
+
+def _refuse_held(model: nn.Module) -> None:
+    """An engine holds more of its weights than the model does: masters, and shards."""
+    for name, parameter in model.named_parameters():
+        holder = getattr(parameter, HANDLE, None)
+        if holder is not None and holder() is not None:
+            raise WherryError(
+                f"load_pretrained: {name} belongs to an engine, which holds its shards and masters; give the engine "
+                "that wherry.initialize has returned in the place of the model"
+            )
 
 
 # What goes where.
@@ -69,10 +83,10 @@ def _matched(
     try:
         names = _names(model)
         sources = open_folder(path, model, names)
-        _cut_tiles(model, sources)
+        places = tile_places(model)
+        wrong = _cut_tiles(places, sources)
         by_tensor: dict[torch.Tensor, Source] = {}
         other_names: dict[torch.Tensor, list[str]] = {}
-        wrong: list[str] = []
         for name, tensor in names.items():
             other_names.setdefault(tensor, []).append(name)
             source = sources.get(name)
@@ -80,10 +94,13 @@ def _matched(
                 continue
             expected = _logical_shape(tensor, name, engine)
             if source.shape != expected:
-                wrong.append(f"{name}: {list(source.shape)} in the file, {list(expected)} in the model")
+                wrong[name] = _unlike(source.shape, expected)
             by_tensor.setdefault(tensor, source)
+        lacking = [group[0] for tensor, group in other_names.items() if tensor not in by_tensor]
+        # A file has a tiled layer's weights whole, by one name.
+        lacking = [places[name].whole if name in places else name for name in lacking]
         result = Loaded(
-            missing=[group[0] for tensor, group in other_names.items() if tensor not in by_tensor],
+            missing=[name for name in dict.fromkeys(lacking) if name not in wrong],
             unexpected=sorted(set(sources) - set(names)),
         )
         problem = _problem(path, result if strict else Loaded(), wrong, names)
@@ -96,18 +113,27 @@ def _matched(
     return by_tensor, result
 
 
-def _cut_tiles(model: nn.Module, sources: dict[str, Source]) -> None:
-    """Files have a tiled layer's weights whole: its tiles read their blocks of them."""
-    places = tile_places(model)
+def _cut_tiles(places: Mapping[str, Place], sources: dict[str, Source]) -> dict[str, str]:
+    """Files have a tiled layer's weights whole: its tiles read their blocks of them. Returns those of another shape."""
+    wrong: dict[str, str] = {}
     for name, place in places.items():
         whole = sources.get(place.whole)
-        if whole is not None and name not in sources and whole.shape == place.whole_shape:
+        if whole is None or name in sources:
+            continue
+        if whole.shape == place.whole_shape:
             sources[name] = Block(whole, place.offsets, place.shape)
+        else:
+            wrong[place.whole] = _unlike(whole.shape, place.whole_shape)
     for whole_name in {place.whole for place in places.values()}:
         sources.pop(whole_name, None)
+    return wrong
 
 
-def _problem(path: str | Path, result: Loaded, wrong: list[str], names: Iterable[str]) -> str | None:
+def _unlike(found: Sequence[int], expected: Sequence[int]) -> str:
+    return f"{list(found)} in the file, {list(expected)} in the model"
+
+
+def _problem(path: str | Path, result: Loaded, wrong: Mapping[str, str], names: Iterable[str]) -> str | None:
     parts = []
     if result.missing:
         parts.append(f"{len(result.missing)} missing from the files: {_shown(result.missing)}")
@@ -116,7 +142,7 @@ def _problem(path: str | Path, result: Loaded, wrong: list[str], names: Iterable
         hint = f" (the model has {close[0]})" if close else ""
         parts.append(f"{len(result.unexpected)} that the model does not have: {_shown(result.unexpected)}{hint}")
     if wrong:
-        parts.append(f"{len(wrong)} of another shape: {_shown(wrong)}")
+        parts.append(f"{len(wrong)} of another shape: {_shown([': '.join(item) for item in wrong.items()])}")
     if not parts:
         return None
     return f"load_pretrained: {path} does not fit the model; nothing was loaded.\n  " + "\n  ".join(parts)
@@ -149,6 +175,7 @@ def _logical_shape(tensor: torch.Tensor, name: str, engine: Engine | None) -> tu
 def _load_engine(engine: Engine, sources: Mapping[torch.Tensor, Source]) -> None:
     engine.settle()
     engine.zero_grad()
+    engine._gatherer.forget_near()
     pinned = [flat.name for unit in engine.units for flat in unit.flats if flat.pins]
     if pinned:
         raise WherryError(f"load_pretrained: {pinned[0]} is inside wherry.gathered; leave that context first")
@@ -198,6 +225,7 @@ def _pieces(flat: Flat, chosen: Iterable[tuple[int, Source]]) -> Iterator[tuple[
 
 @torch.no_grad()
 def _load_model(model: nn.Module, sources: Mapping[torch.Tensor, Source]) -> None:
+    own_parts(model.parameters())
     for name, parameter in model.named_parameters():
         if parameter not in sources:
             continue

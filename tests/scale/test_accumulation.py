@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -412,6 +413,43 @@ def test_a_model_that_keeps_state_runs_step_major(
         assert run.losses[:3] == pytest.approx(plain.losses, rel=1e-5)
     lines = [record.getMessage() for record in caplog.records if "step_major" in record.getMessage()]
     assert lines and all(repr(what) in line for line in lines)
+
+
+@pytest.mark.parametrize("how", ["closure", "partial", "object", "module"])
+def test_a_model_that_reads_what_its_hooks_have_kept_runs_step_major(
+    how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As models do that take features from inside of another."""
+    caplog.set_level(logging.INFO, "wherry")
+    found: dict[str, torch.Tensor] = {}
+
+    class Keeper:
+        def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            self.kept = found["x"] = output
+
+    def closure(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        found["x"] = output
+
+    class Outside(nn.Module):
+        def keep(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            self.kept = found["x"] = output
+
+    class Features(Stack):
+        def run(self, x: torch.Tensor) -> torch.Tensor:
+            return super().run(x) + found["x"]
+
+    model = make_model(Features)
+    hook = {
+        "closure": closure, "partial": partial(closure), "object": Keeper(), "module": Outside().keep
+    }[how]  # fmt: skip
+    model.blocks[0].register_forward_hook(hook)
+    one, run = (
+        train_windows(model, stage=3, order=order, accumulation=3, batch=vectors, optimizer=sgd)
+        for order in ("step_major", "layer_major")
+    )
+    assert_equal(run, one)
+    lines = [record.getMessage() for record in caplog.records if "step_major" in record.getMessage()]
+    assert len(lines) == 1 and "the forward changes 'blocks.0.forward hook " in lines[0]
 
 
 @pytest.mark.parametrize("where", ["unit", "root"])

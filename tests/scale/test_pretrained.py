@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -224,6 +225,36 @@ def test_folders_and_files_that_cannot_be_read(tmp_path: Path) -> None:
             wherry.load_pretrained(model, tmp_path)
     with pytest.raises(WherryError, match="there is no file or folder"):
         wherry.load_pretrained(model, tmp_path / "nothing")
+
+
+def test_a_model_that_an_engine_has_is_refused(tmp_path: Path) -> None:
+    model = make_model()
+    saved(make_model(seed=1), tmp_path)
+    engine, *_ = wherry.initialize(model=model, config=settings(3))
+    with pytest.raises(WherryError, match=r"embed\.weight belongs to an engine.*give the engine"):
+        wherry.load_pretrained(engine.module, tmp_path)
+    engine.close()
+
+
+def test_backward_gathers_what_was_loaded_and_not_what_its_node_had(tmp_path: Path) -> None:
+    """A forward without a backward leaves secondary shards of the weights as they were."""
+    other = make_model(seed=1)
+    saved(other, tmp_path)
+    loss = other(*token_batch(0, 0, 0))
+    loss.backward()
+    model = make_model()
+
+    def body(comm: Comm) -> None:
+        mine = copy.deepcopy(model)
+        config = settings(3, more={"zero_optimization": {"zero_hpz_partition_size": 2}})
+        engine, *_ = wherry.initialize(model=mine, optimizer=adamw(mine.parameters()), config=config, mesh=comm)
+        engine(*token_batch(1, 0, 0))
+        wherry.load_pretrained(engine, tmp_path)
+        engine.backward(engine(*token_batch(0, 0, 0)))
+        for name, parameter in other.named_parameters():
+            torch.testing.assert_close(engine.gradients(name), parameter.grad, rtol=0, atol=1e-6)
+
+    run_ranks(2, body)
 
 
 def test_a_file_that_one_rank_lacks_is_an_error_on_all(tmp_path: Path) -> None:

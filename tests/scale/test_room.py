@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from tests.engine.harness import TinyLM, adamw, assert_close, assert_equal, make_model, settings, token_batch
-from tests.engine.test_models import CalledTwice, SometimesUnused, UsedOutside, sgd, vectors
+from tests.engine.test_models import CalledTwice, SometimesUnused, Stack, UsedOutside, sgd, vectors
 from tests.scale.test_accumulation import Reentrant
 from tests.scale.windows import train_windows
 from torch import nn
@@ -162,6 +162,33 @@ def test_groups_of_unlike_size(
     )  # fmt: skip
     assert run.extra == [2] * 4 and one.extra == [None] * 4
     assert_close(run, one)
+
+
+class Dropout(Stack):
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = nn.functional.dropout(block(x), 0.3)
+        return self.out(x)
+
+
+def test_what_a_micro_batch_draws_does_not_depend_on_its_group() -> None:
+    model = make_model(Dropout)
+    runs = []
+    for together in (None, 2, 3):
+
+        def bounded(engine: Any, step: int, together: int | None = together) -> torch.Tensor:
+            engine._accumulation.together = together
+            return torch.get_rng_state()
+
+        torch.manual_seed(5)
+        runs.append(
+            train_windows(
+                model, stage=3, order="layer_major", accumulation=5, batch=vectors, optimizer=sgd, each_step=bounded
+            )
+        )
+    for run in runs[1:]:
+        assert_close(run, runs[0])
+        assert all(torch.equal(one, other) for one, other in zip(run.extra, runs[0].extra, strict=True))
 
 
 def test_an_exception_in_a_later_group_forgets_the_window() -> None:

@@ -142,6 +142,19 @@ def test_a_layer_beyond_the_budget_trains_within_it(accumulation: int) -> None:
             torch.testing.assert_close(state[name], value, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("live", [0, 1000, 10**6])
+def test_one_line_tells_of_layers_beyond_the_budget_that_are_not_cut(
+    live: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "wherry")
+    config = settings(3, more={"zero_optimization": {"stage3_max_live_parameters": live}})
+    engine, *_ = wherry.initialize(model=Wide(), config=config)
+    lines = [record.getMessage() for record in caplog.records if "tile_linear" in record.getMessage()]
+    assert len(lines) == (live == 1000)
+    assert all(line.startswith("blocks.0.1 (of 4 linear layers) has more") for line in lines)
+    engine.close()
+
+
 def test_layers_that_stay_whole() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -181,6 +194,51 @@ def test_files_and_init_know_tiles(tmp_path: Path) -> None:
         assert state.keys() == other.state_dict().keys()
         for name, value in other.state_dict().items():
             assert torch.equal(state[name], value), name
+
+
+def test_files_that_do_not_fit_tiles_are_told_by_the_layers_own_names(tmp_path: Path) -> None:
+    model = Wide()
+    state = model.state_dict()
+    del state["blocks.0.1.weight"], state["blocks.1.3.bias"]
+    state["blocks.1.1.weight"] = torch.zeros(32, 256)
+    save_file(state, tmp_path / "model.safetensors")
+    wherry.tile(model, max_bytes=8 * 1024)
+    engine, *_ = wherry.initialize(model=model, config=settings(3))
+    with pytest.raises(WherryError) as caught:
+        wherry.load_pretrained(engine, tmp_path)
+    message = str(caught.value)
+    assert "2 missing from the files: blocks.0.1.weight, blocks.1.3.bias\n" in message
+    assert message.endswith("1 of another shape: blocks.1.1.weight: [32, 256] in the file, [256, 32] in the model")
+    engine.close()
+
+
+def test_layers_whose_weight_others_read_or_compute() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.TransformerEncoderLayer(8, 2, 64, batch_first=True)
+            self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 64))
+            with pytest.warns(FutureWarning):
+                self.old = nn.utils.weight_norm(nn.Linear(64, 8))
+            self.one, self.other = nn.Linear(8, 64), nn.Linear(8, 64)
+            self.other.bias = self.one.bias
+            self.cut = nn.Linear(8, 64)
+            self.cut.weight.tensor_model_parallel = True
+            self.plain = nn.Linear(8, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.old(self.normed(self.encoder(x)))
+            return self.one(x) + self.other(x) + self.cut(x) + self.plain(x)
+
+    model = Model().eval()
+    x = torch.randn(2, 3, 8)
+    with torch.no_grad():
+        expected = model(x)
+        replaced = wherry.tile(model, max_bytes=400)
+        torch.testing.assert_close(model(x), expected)
+    assert isinstance(model.plain, TiledLinear) and len(replaced) == 2
+    assert sum(isinstance(module, TiledLinear) for module in model.modules()) == 1
+    assert model.plain.bias.shape == (64,) and TiledLinear(2, 2, bias=False).bias is None
 
 
 def test_on_the_meta_device() -> None:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from wherry.errors import WherryError
 from wherry.nn.gelu import APPROXIMATE, GeluLinear
 from wherry.observe.log import say
+from wherry.parallel.partition import MARKS, is_dtensor
 from wherry.sharding.parts import part_of
 
 
@@ -133,9 +134,16 @@ class TiledLinear(nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """A placeholder with the whole weight's shape, type and device. It reads as NaN: the whole is nowhere."""
+        return self._placeholder(self.out_features, self.in_features)
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """A placeholder, as `weight` is, or None for a layer without."""
+        return self._placeholder(self.out_features) if self.has_bias else None
+
+    def _placeholder(self, *shape: int) -> torch.Tensor:
         tile = self.tiles[0].get_parameter("weight")
-        blank = torch.full((), float("nan"), dtype=tile.dtype, device=tile.device)
-        return blank.expand(self.out_features, self.in_features)
+        return torch.full((), float("nan"), dtype=tile.dtype, device=tile.device).expand(shape)
 
     def extra_repr(self) -> str:
         return (
@@ -217,14 +225,13 @@ def tile(
             # Another subclass may compute something else.
             if type(child) not in (nn.Linear, GeluLinear) or (names is not None and name not in names):
                 continue
-            weight = child.get_parameter("weight")
-            if weight.numel() * weight.element_size() <= max_bytes:
+            weight = child._parameters.get("weight")
+            # A weight that is computed, as `weight_norm` does, is no parameter.
+            if weight is None or weight.numel() * weight.element_size() <= max_bytes:
                 continue
-            if users[weight] > 1:
-                say("tile: %s stays whole, as its weight is used elsewhere too", name)
-                continue
-            if "forward" in child.__dict__ or child._forward_hooks or child._forward_pre_hooks:
-                say("tile: %s stays whole, as its forward has been changed or has hooks", name)
+            reason = _why_whole(child, parent, users)
+            if reason is not None:
+                say("tile: %s stays whole, as %s", name, reason)
                 continue
             if child not in done:
                 done[child] = _tiled(child, max_bytes)
@@ -236,6 +243,18 @@ def tile(
                     ]
             setattr(parent, attribute, done[child])
     return replaced
+
+
+def _why_whole(linear: nn.Linear, parent: nn.Module, users: dict[nn.Parameter, int]) -> str | None:
+    if any(users[parameter] > 1 for parameter in linear.parameters()):
+        return "its weight is used elsewhere too"
+    if "forward" in linear.__dict__ or linear._forward_hooks or linear._forward_pre_hooks:
+        return "its forward has been changed or has hooks"
+    if isinstance(parent, nn.TransformerEncoderLayer):
+        return f"{type(parent).__name__} reads its weight itself when it evaluates"
+    if is_dtensor(linear.weight) or any(getattr(linear.weight, mark, False) for mark in MARKS):
+        return "tensor-parallel ranks have cut its weight"
+    return None
 
 
 def _tiled(linear: nn.Linear, max_bytes: int) -> TiledLinear:

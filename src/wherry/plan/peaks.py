@@ -334,22 +334,23 @@ class _Weights:
             self.live -= each.layout.numel
 
     def prefetch(self, followers: Iterable[int]) -> None:
-        ahead, under_way, wanted = 0, False, list[int]()
+        ahead, under_way, large, wanted = 0, False, False, list[int]()
         for unit in followers:
-            released = [each.layout.numel for i, each in enumerate(self.travelling[unit]) if i not in self.whole[unit]]
-            size = sum(released)
+            released = [each for i, each in enumerate(self.travelling[unit]) if i not in self.whole[unit]]
+            size = sum(each.layout.numel for each in released)
+            small = all(map(self._is_small, released))
             under_way = under_way or not released
-            too_far = ahead + size > self.setting.prefetch and ahead
+            too_far = ahead + size > self.setting.prefetch and (large or (small and ahead > 0))
             if self.live + ahead + size > self.setting.live_limit or too_far:
                 break
             ahead += size
+            large = large or not small
             if released:
                 wanted.append(unit)
             # What rests on disk is gathered one unit ahead only: reading is what looks further.
             if ahead > self.setting.prefetch or any(each.home is Tier.DISK for each in self.travelling[unit]):
                 break
-        small = all(self._is_small(each) for unit in wanted for each in self.travelling[unit])
-        if not (under_way and small and ahead < self.setting.gathered_together // 2):
+        if not (under_way and not large and ahead < self.setting.gathered_together // 2):
             self.start(*wanted)
 
 

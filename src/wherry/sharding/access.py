@@ -13,9 +13,9 @@ from wherry.errors import WherryError
 from wherry.nn.tiled import tile_places
 from wherry.parallel.comm import Comm
 from wherry.sharding.attached import Hook, Mark
-from wherry.sharding.init import innermost
+from wherry.sharding.init import entered
 from wherry.sharding.layout import SegmentSpan
-from wherry.sharding.parts import part_of, parts_gathered
+from wherry.sharding.parts import own_parts, part_of, parts_gathered
 from wherry.sharding.unit import Flat, Unit, Weights
 from wherry.sharding.weights import Gatherer
 
@@ -224,18 +224,18 @@ def gathered(
         params = list(params.parameters())
     tensors = [params] if isinstance(params, torch.Tensor) else list(params)
     chosen: dict[Access, dict[Flat, None]] = {}
-    building = innermost()
-    if building is not None:
+    for building in entered():
         building.finish()
+    own_parts(tensors)
     parts = [part for tensor in dict.fromkeys(tensors) if (part := part_of(tensor)) is not None]
     for tensor in tensors:
         reference = getattr(tensor, HANDLE, None)
         access = reference() if reference is not None else None
         if access is not None and tensor in access.place_of:
             chosen.setdefault(access, {})[access.place_of[tensor][0]] = None  # type: ignore[index]
-    for access in chosen:
-        if modifier_rank is not None and not 0 <= modifier_rank < access.comm.size:
-            raise WherryError(f"gathered: modifier_rank {modifier_rank} is not a rank of 0 to {access.comm.size - 1}")
+    for size in {comm.size for comm in (*(access.comm for access in chosen), *(part.comm for part in parts))}:
+        if modifier_rank is not None and not 0 <= modifier_rank < size:
+            raise WherryError(f"gathered: modifier_rank {modifier_rank} is not a rank of 0 to {size - 1}")
     with ExitStack() as stack:
         for access, flats in chosen.items():
             # One order on every rank, whatever order the parameters were given in.

@@ -15,7 +15,7 @@ from wherry.placement import Placement
 from wherry.sharding.grouping import UnitPlan
 from wherry.sharding.layout import lay_out
 from wherry.sharding.meta import Materialiser
-from wherry.sharding.parts import taken
+from wherry.sharding.parts import own_parts, taken
 from wherry.sharding.unit import Flat, Unit, Weights
 from wherry.tiers.homes import Home
 
@@ -65,6 +65,7 @@ class Builder:
 
     def build(self, plans: Sequence[UnitPlan], model: nn.Module) -> list[Unit]:
         check_same_model([item for plan in plans for item in plan.parameters], self.comm)
+        own_parts(parameter for plan in plans for _, parameter in plan.parameters)
         units = []
         materialiser = Materialiser(model, self.device)
         for index, plan in enumerate(plans):

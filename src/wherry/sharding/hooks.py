@@ -20,6 +20,7 @@ from wherry.sharding.attached import Hook, WatchedParameters
 from wherry.sharding.gradients import FlatGradient, Gradients
 from wherry.sharding.interleave import Interleaver
 from wherry.sharding.schedule import Pass, Schedule
+from wherry.sharding.thread_state import RandomStream
 from wherry.sharding.unit import Flat, Unit, Weights
 from wherry.sharding.weights import Gatherer
 
@@ -407,12 +408,15 @@ class Hooks:
 
     # Forwards that run together.
 
-    def run_together(self, forwards: Sequence[Callable[[], T]]) -> list[T]:
-        """The results of several forwards of the model, each unit gathered once for all of them."""
+    def run_together(self, forwards: Sequence[Callable[[], T]], streams: Sequence[RandomStream]) -> list[T]:
+        """The results of several forwards of the model, each unit gathered once for all of them.
+
+        Each draws its random numbers from a stream of its own, and the first of these becomes the thread's.
+        """
         self._begin_forward()
         self._ungraphed, self._frozen_calls = {}, {}
         try:
-            results = self.interleaver.run(forwards, self._enter)
+            results = self.interleaver.run(forwards, self._enter, streams)
         except BaseException:
             self._ungraphed = {}
             self.end_backward()

@@ -21,7 +21,7 @@ from wherry.observe.log import say
 from wherry.parallel import topology as topologies
 from wherry.parallel.comm import Comm
 from wherry.placement import Tier
-from wherry.sharding.parts import PART, Lease, Part, part_of
+from wherry.sharding.parts import PART, Lease, Part, part_of, source_of
 
 # What may be asked of a placeholder: it has the parameter's shape and type.
 _METADATA = frozenset(
@@ -79,8 +79,6 @@ class Init:
         self._whole: dict[nn.Parameter, nn.Module] = {}
         # Whose parameters were registered or touched last.
         self._module: nn.Module | None = None
-        # Released parts, by the memory of their placeholders.
-        self._released: dict[int, weakref.ref[Part]] = {}
 
     def __enter__(self) -> Init:
         if not self.enabled:
@@ -114,7 +112,6 @@ class Init:
         if kind is None:
             self._release_all(aliased=True)
         self._whole.clear()
-        self._released.clear()
         self._module = None
 
     # What the hooks tell.
@@ -126,24 +123,23 @@ class Init:
         if module is not self._module:
             self._release_all()
             self._module = module
+        self.fill(parameter)
         if part_of(parameter) is None:
-            self._fill(parameter)
             self._whole[parameter] = module
 
-    def _fill(self, parameter: nn.Parameter) -> None:
-        """A parameter that was made of a released one, as `nn.Parameter(other)`, gets the values of that."""
-        with torch._C.DisableTorchFunction():
-            known = self._released.get(parameter.untyped_storage().data_ptr())
-            source = known() if known is not None else None
-            if source is None or source.whole or source.shape != parameter.shape:
-                return
-            if source.parameter.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr():
-                parameter.data = source.value().to(source.whole_on)
+    def fill(self, parameter: nn.Parameter) -> None:
+        """A parameter that was made of a released one, as `nn.Parameter(other)`, shares the memory of that."""
+        source = source_of(parameter) if part_of(parameter) is None else None
+        if source is not None:
+            self.touch([source])
+            with torch._C.DisableTorchFunction():
+                parameter.data = source.parameter.data
 
     def attached(self, module: nn.Module) -> None:
         """A finished module is made part of another."""
         for parameter in module.parameters():
             if type(parameter) is nn.Parameter and not parameter.is_meta and parameter.is_floating_point():
+                self.fill(parameter)
                 part = part_of(parameter)
                 if part is None or part.whole:
                     self._whole[parameter] = module
@@ -173,8 +169,6 @@ class Init:
         for part in parts.values():
             if part not in held:
                 part.release()
-                with torch._C.DisableTorchFunction():
-                    self._released[part.parameter.untyped_storage().data_ptr()] = weakref.ref(part)
         self._whole = {p: module for p, module in self._whole.items() if p in but or parts[p] in held}
 
     def _part(self, parameter: nn.Parameter) -> Part:
@@ -209,11 +203,11 @@ class _Touch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in _METADATA:
-            parts = [
-                part
-                for value in tree_iter((args, kwargs))
-                if isinstance(value, nn.Parameter) and (part := part_of(value)) is not None
-            ]
+            parameters = [value for value in tree_iter((args, kwargs)) if isinstance(value, nn.Parameter)]
+            parts = [part for parameter in parameters if (part := part_of(parameter)) is not None]
+            if len(parts) < len(parameters):
+                for parameter in parameters:
+                    self.init.fill(parameter)
             if parts:
                 self.init.touch(parts)
         return func(*args, **kwargs)
@@ -244,18 +238,18 @@ def _leave(init: Init) -> None:
                 _handles.pop().remove()
 
 
-def innermost() -> Init | None:
-    stack = getattr(_active, "stack", None)
-    return stack[-1] if stack else None
+def entered() -> list[Init]:
+    """The contexts that this thread is inside of, the outermost first."""
+    return list(getattr(_active, "stack", ()))
 
 
 def _parameter_registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-    init = innermost()
-    if init is not None and parameter is not None:
-        init.registered(module, parameter)
+    inside = entered()
+    if inside and parameter is not None:
+        inside[-1].registered(module, parameter)
 
 
 def _module_registered(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-    init = innermost()
-    if init is not None and submodule is not None:
-        init.attached(submodule)
+    inside = entered()
+    if inside and submodule is not None:
+        inside[-1].attached(submodule)

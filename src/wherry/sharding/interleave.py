@@ -86,20 +86,24 @@ class Interleaver:
         first, self._first_of_wave = self._first_of_wave, False
         return first
 
-    def run(self, forwards: Sequence[Callable[[], T]], enter: Callable[[list[int]], None]) -> list[T]:
-        """The results of `forwards`, run together. `enter` is given the counters of the forward about to run."""
+    def run(
+        self,
+        forwards: Sequence[Callable[[], T]],
+        enter: Callable[[list[int]], None],
+        streams: Sequence[RandomStream],
+    ) -> list[T]:
+        """The results of `forwards`, run together, each with a stream of random numbers of its own.
+
+        `enter` is given the counters of the forward about to run.
+        """
         import greenlet
 
         assert not self.active, "forwards are running together already"
-        before = RandomStream.now(self.device)
         self._hub = greenlet.getcurrent()
         self._base = swap(None, self.device.type)
         self.stopping = False
         self.uniform = True
-        self._micros = [
-            MicroBatch(index, None, self.units, before.derived(index) if index else before)
-            for index in range(len(forwards))
-        ]
+        self._micros = [MicroBatch(index, None, self.units, stream) for index, stream in enumerate(streams)]
         for micro, forward in zip(self._micros, forwards, strict=True):
             micro.greenlet = greenlet.greenlet(lambda micro=micro, forward=forward: setattr(micro, "result", forward()))
             micro.greenlet.gr_context = contextvars.copy_context()
@@ -114,7 +118,7 @@ class Interleaver:
             try:
                 self._stop(enter)
             finally:
-                # The thread's own stream has moved on by what one micro-batch drew.
+                # The thread's own stream has moved on by what the first micro-batch drew.
                 micros[0].random.use()
                 self.stopping = False
                 self._micros, self._current, self._hub, self._base = [], None, None, None

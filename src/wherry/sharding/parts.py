@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -28,6 +29,10 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device, folder: str |
     finally:
         os.close(handle)
         os.unlink(path)
+
+
+# Parts by the memory of their placeholders, which is theirs as long as they live.
+_placeholders: weakref.WeakValueDictionary[int, Part] = weakref.WeakValueDictionary()
 
 
 class Lease:
@@ -56,6 +61,7 @@ class Part:
         self.shape = parameter.shape
         self.dtype = parameter.dtype
         self.shard = allocate(self._shard_numel(parameter.numel()), parameter.dtype, rests_on, folder)
+        self._blank: torch.Tensor | None = None
 
     def like(self, parameter: nn.Parameter) -> Part:
         """A part of another parameter, held as this one is."""
@@ -75,15 +81,48 @@ class Part:
             value = self.parameter.data
             if value.shape != self.shape or value.dtype != self.dtype:
                 self.shape, self.dtype = value.shape, value.dtype
-                self.shard = torch.zeros(self._shard_numel(value.numel()), dtype=value.dtype, device=self.shard.device)
+                numel = self._shard_numel(value.numel())
+                self.shard = allocate(numel, value.dtype, self.shard.device, self.folder)
+            self.whole_on = value.device
             flat = value.to(self.device).contiguous().view(-1)
             self.comm.broadcast(flat, source).wait()
             start = self.comm.rank * self.shard.numel()
             mine = flat[start : start + self.shard.numel()]
             self.shard[: mine.numel()].copy_(mine)
-            blank = torch.full((), float("nan"), dtype=self.dtype, device=self.whole_on)
+        self._show_placeholder()
+
+    def _show_placeholder(self) -> None:
+        with torch._C.DisableTorchFunction():
+            blank = self._blank
+            if blank is None or (blank.dtype, blank.device) != (self.dtype, self.whole_on):
+                self._blank = blank = torch.full((), float("nan"), dtype=self.dtype, device=self.whole_on)
+                _placeholders[blank.data_ptr()] = self
             self.parameter.data = blank.expand(self.shape)
         self.whole = False
+
+    def shown_by(self, parameter: torch.Tensor) -> bool:
+        """Whether the parameter's memory is that of the placeholder."""
+        return self._blank is not None and self._blank.data_ptr() == parameter.untyped_storage().data_ptr()
+
+    @torch.no_grad()
+    def copy_to(self, parameter: torch.Tensor) -> None:
+        """A parameter that was made of the placeholder gets the values, and a part of its own if this is released."""
+        with torch._C.DisableTorchFunction():
+            if self.whole:
+                parameter.data = self.parameter.data.clone()
+                return
+            assert isinstance(parameter, nn.Parameter)
+            part = self.like(parameter)
+            part.shard.copy_(self.shard)
+            part._show_placeholder()
+
+    @torch.no_grad()
+    def agree(self, source: int) -> None:
+        """A parameter that stays whole gets `source`'s values on every rank."""
+        with torch._C.DisableTorchFunction():
+            flat = self.parameter.data.to(self.device).contiguous()
+            self.comm.broadcast(flat, source).wait()
+            self.parameter.data.copy_(flat)
 
     @torch.no_grad()
     def value(self) -> torch.Tensor:
@@ -104,6 +143,8 @@ class Part:
 
     def aliased(self) -> bool:
         """Whether somebody else holds the parameter's memory, as by `data = parameter.data`."""
+        if not self.whole:
+            return False
         with torch._C.DisableTorchFunction():
             storage = self.parameter.untyped_storage()
             # One for the parameter, one for the object that asks.
@@ -114,6 +155,25 @@ def part_of(parameter: torch.Tensor) -> Part | None:
     """The part of a parameter that is partitioned by itself; None for any other."""
     part = parameter.__dict__.get(PART) if isinstance(parameter, nn.Parameter) else None
     return part if part is not None and part.parameter is parameter else None
+
+
+def source_of(parameter: torch.Tensor) -> Part | None:
+    """The part of another parameter whose placeholder this one was made of, as by `nn.Parameter(other.weight)`."""
+    if not _placeholders or type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
+        return None
+    with torch._C.DisableTorchFunction():
+        source = _placeholders.get(parameter.untyped_storage().data_ptr())
+        if source is None or source.parameter is parameter or not source.shown_by(parameter):
+            return None
+        return source if source.shape == parameter.shape else None
+
+
+def own_parts(parameters: Iterable[torch.Tensor]) -> None:
+    """Parameters that were made of placeholders hold what those stand for, by parts of their own."""
+    for parameter in parameters:
+        source = source_of(parameter)
+        if source is not None and part_of(parameter) is None:
+            source.copy_to(parameter)
 
 
 def taken(parameter: nn.Parameter) -> Callable[[], torch.Tensor]:
@@ -137,5 +197,8 @@ def parts_gathered(parts: Sequence[Part], modifier_rank: int | None) -> Iterator
     try:
         yield
     finally:
-        for part in opened:
-            part.release(modifier_rank or 0)
+        for part in parts:
+            if part in opened:
+                part.release(modifier_rank or 0)
+            elif modifier_rank is not None and part.whole:
+                part.agree(modifier_rank)

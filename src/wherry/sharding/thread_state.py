@@ -104,6 +104,10 @@ class RandomStream:
         on_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
         return cls(device, torch.get_rng_state(), on_device)
 
+    def several(self, count: int) -> list[RandomStream]:
+        """Streams for so many forwards: this one, and others that it gives by their number."""
+        return [self, *(self.derived(number) for number in range(1, count))]
+
     def derived(self, number: int) -> RandomStream:
         """Another stream, given by this one and a number: the same again for the same two."""
         device = torch.device("cpu") if self.on_device is None else self.device

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Container, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+
+from wherry.sharding.attached import Hook
 
 # Kept by torch or by the engine, or written by no forward.
 _OURS = {"_parameters", "_buffers", "_modules", "training", "_non_persistent_buffers_set"}
@@ -23,7 +27,8 @@ class StateWatch:
     """Compares the state of all modules of a model at several moments of a forward.
 
     Attributes (by identity, plain values by value, containers by their items, objects one level deep) and buffers and
-    other tensors (by their version) are looked at. What a forward keeps elsewhere, in globals, is not seen.
+    other tensors (by their version) are looked at, and so is what the user's forward hooks hold. What a forward keeps
+    elsewhere, in globals, is not seen.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -51,14 +56,40 @@ class StateWatch:
     def _snapshot(self) -> tuple[Snapshot, list[Any]]:
         snapshot: Snapshot = {}
         kept: list[Any] = []
-        for path, module in self.model.named_modules():
+        modules = {module: path for path, module in self.model.named_modules()}
+        for module, path in modules.items():
             for name, value in module.__dict__.items():
                 if name not in _OURS and not name.endswith(("_hooks", "_hooks_with_kwargs", "_always_called")):
                     snapshot[path, name] = _token(value, kept, depth=1)
+            for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+                if not isinstance(hook, Hook):
+                    held = tuple(_token(value, kept, depth=1) for value in _held_by(hook, modules))
+                    snapshot[path, f"forward hook {_name(hook)}"] = held
             if not isinstance(module, _IN_ORDER):
                 for name, buffer in module._buffers.items():
                     snapshot[path, name] = _token(buffer, kept, depth=0)
         return snapshot, kept
+
+
+def _held_by(hook: Any, modules: Container[nn.Module]) -> Iterator[Any]:
+    """What a hook can write to: the object it is a method of, its arguments, and what it has closed over.
+
+    `modules` are looked at anyway.
+    """
+    while isinstance(hook, partial):
+        yield from (*hook.args, *hook.keywords.values())
+        hook = hook.func
+    owner = getattr(hook, "__self__", hook)
+    yield vars(owner) if isinstance(owner, nn.Module) and owner not in modules else owner
+    for cell in getattr(hook, "__closure__", None) or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # a name that has no value yet
+            yield None
+
+
+def _name(hook: Any) -> str:
+    return getattr(hook, "__qualname__", type(hook).__qualname__)
 
 
 def _token(value: Any, kept: list[Any], depth: int) -> Any:

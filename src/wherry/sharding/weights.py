@@ -47,6 +47,8 @@ class Gatherer:
         # Bytes of shards that are read from disk ahead of the gathers.
         self.read_ahead = read_ahead
         self.merging = merging or Merging(0)
+        travelling = (flat for unit in units for flat in unit.travelling)
+        self._small = {flat for flat in travelling if flat.home is None and self.merging.takes(flat.whole)}
         # The ranks among which weights are shared a second time, so that backward gathers from near.
         self.node = node if node is not None and node.size > 1 else None
         if self.node is not None:
@@ -74,7 +76,7 @@ class Gatherer:
             for flat in unit.travelling:
                 if flat.weights is not Weights.RELEASED:
                     continue
-                if not self._is_small(flat):
+                if flat not in self._small:
                     self._start(flat)
                     continue
                 near = [self._is_near(other) for other in together[:1]]
@@ -85,9 +87,6 @@ class Gatherer:
                 together.append(flat)
         if together:
             self._start(*together)
-
-    def _is_small(self, flat: Flat) -> bool:
-        return flat.home is None and self.merging.takes(flat.whole)
 
     def _is_near(self, flat: Flat) -> bool:
         """Whether the flat is gathered from the secondary shards: in backward, of what the forward has gathered."""
@@ -134,25 +133,28 @@ class Gatherer:
             self._read_ahead()
 
     def _gather_ahead(self, settle: bool) -> None:
-        ahead, under_way, wanted = 0, False, list[Unit]()
+        ahead, under_way, large, wanted = 0, False, False, list[Unit]()
         for follower in self.schedule.ahead():
             if follower.pending and not settle:
                 break
-            released = [flat.layout.numel for flat in follower.travelling if flat.weights is Weights.RELEASED]
-            size = sum(released)
+            released = [flat for flat in follower.travelling if flat.weights is Weights.RELEASED]
+            size = sum(flat.layout.numel for flat in released)
+            small = self._small.issuperset(released)
             under_way = under_way or not released
-            # One unit ahead is always allowed as far as the live limit goes, or nothing larger than a bucket overlaps.
-            if self.live + ahead + size > self.live_limit or (ahead + size > self.look_ahead.limit and ahead):
+            # One unit ahead is always allowed as far as the live limit goes, or nothing larger than a bucket overlaps;
+            # small ones before it do not take its place.
+            too_far = ahead + size > self.look_ahead.limit and (large or (small and ahead > 0))
+            if self.live + ahead + size > self.live_limit or too_far:
                 break
             ahead += size
+            large = large or not small
             if released:
                 wanted.append(follower)
             # What rests on disk is gathered one unit ahead only: reading is what looks further.
             if ahead > self.look_ahead.limit or follower.on_disk:
                 break
         # Small units wait for each other as long as something is ahead without them.
-        small = all(self._is_small(flat) for unit in wanted for flat in unit.travelling)
-        if not (under_way and small and ahead < self.merging.limit // 2):
+        if not (under_way and not large and ahead < self.merging.limit // 2):
             self.start(*wanted)
 
     def _read_ahead(self) -> None:
