@@ -63,9 +63,12 @@ def initialize(
     """Build an engine; returns `(engine, optimizer, dataloader, lr_scheduler)`.
 
     `config` is a path, a dict or JSON text. `optimizer` is a torch optimizer, a callable that makes one from the
-    parameters, or left to the config; so is `lr_scheduler`. `mesh` is a DeviceMesh with axes named `dp`, `tp` and `pp`,
-    or the `mpu` of Megatron-style code; without it all ranks that the launcher started share the data. The model has
-    been parallelised over `tp`, by torch's `parallelize_module` or by hand, and is this rank's stage of `pp`.
+    parameters, or left to the config; so is `lr_scheduler`. `model_parameters` are what such a callable or the config's
+    optimizer is given: parameters, (name, parameter) pairs or groups as dicts; left out, all that are trained.
+
+    `mesh` is a DeviceMesh with axes named `dp`, `tp` and `pp`, or the `mpu` of Megatron-style code; without it all
+    ranks that the launcher started share the data. The model has been parallelised over `tp`, by torch's
+    `parallelize_module` or by hand, and is this rank's stage of `pp`.
 
         engine, optimizer, _, _ = wherry.initialize(
             model=model,
@@ -73,6 +76,8 @@ def initialize(
             config={"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 8},
         )
     """
+    if not isinstance(model, nn.Module):
+        raise WherryError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     resolved = resolve_config(config, config_params, args)
     topology = topologies.find(mesh, timeout=resolved.wherry.timeout_s)
     try:
@@ -82,11 +87,16 @@ def initialize(
     except BaseException as error:
         topology.data.tell(error)
         raise
-    engine.lr_scheduler = _lr_scheduler(lr_scheduler, resolved, engine.optimizer)
-    if training_data is not None:
-        engine.training_dataloader = make_dataloader(
-            training_data, engine, collate_fn=collate_fn, drop_last=resolved.dataloader_drop_last
-        )
+    try:
+        engine.lr_scheduler = _lr_scheduler(lr_scheduler, resolved, engine.optimizer)
+        if training_data is not None:
+            engine.training_dataloader = make_dataloader(
+                training_data, engine, collate_fn=collate_fn, drop_last=resolved.dataloader_drop_last
+            )
+    except BaseException as error:
+        topology.data.tell(error)
+        engine.close()
+        raise
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -244,17 +254,15 @@ def _assemble(
 
 def resolve_config(config: Any, config_params: Any, args: Any) -> Config:
     """The one config that `initialize` was given, whichever way."""
-    from_args = getattr(args, "wherry_config", None) or getattr(args, "deepspeed_config", None)
-    given = [
-        (name, value)
-        for name, value in (("config", config), ("config_params", config_params), ("args", from_args))
-        if value is not None
-    ]
+    ways = {"config": config, "config_params": config_params}
+    for name in ("wherry_config", "deepspeed_config"):
+        ways[f"args.{name}"] = getattr(args, name, None) or None  # a flag that was left out may be ""
+    given = {name: value for name, value in ways.items() if value is not None}
     if len(given) > 1:
         raise WherryError(
-            f"initialize: the config was given {len(given)} times, as {' and as '.join(n for n, _ in given)}; give one"
+            f"initialize: the config was given {len(given)} times, as {' and as '.join(given)}; give it once"
         )
-    source = given[0][1] if given else None
+    source = next(iter(given.values()), None)
     return source if isinstance(source, Config) else configs.load(source)
 
 
@@ -332,8 +340,9 @@ def _look_ahead(config: Config, units: list[Unit], device: torch.device) -> Look
 def _optimizer(
     model: nn.Module, config: Config, optimizer: OptimizerLike | None, model_parameters: Iterable[Any] | None
 ) -> OptimizerSpec | None:
-    parameters = list(model_parameters) if model_parameters is not None else []
-    parameters = parameters or [p for p in model.parameters() if p.requires_grad]
+    parameters = _listed(model_parameters) or [p for p in model.parameters() if p.requires_grad]
+    if optimizer is not None and config.optimizer is not None:
+        say("optimizer: the config's %s is not used, as initialize was given one", config.optimizer.type)
     if optimizer is None:
         if config.optimizer is None:
             return None
@@ -350,6 +359,16 @@ def _optimizer(
     return describe(instance, allow_untested=config.zero_allow_untested_optimizer, state_dtype=config.state_dtype())
 
 
+def _listed(given: Iterable[Any] | None) -> list[Any]:
+    """`model_parameters`, as torch's optimizers take them."""
+    if isinstance(given, torch.Tensor | dict | str):
+        raise WherryError(
+            f"model_parameters: expected parameters, (name, parameter) pairs, or groups as dicts, in a list or another "
+            f"iterable, got one {type(given).__name__}"
+        )
+    return list(given) if given is not None else []
+
+
 def _check_groups(model: nn.Module, group_of: dict[nn.Parameter, int]) -> None:
     inside = set(model.parameters())
     strangers = [parameter for parameter in group_of if parameter not in inside]
@@ -362,10 +381,25 @@ def _check_groups(model: nn.Module, group_of: dict[nn.Parameter, int]) -> None:
 
 
 def _lr_scheduler(given: Any, config: Config, optimizer: ShardedOptimizer | None) -> Any:
+    named = config.scheduler if config.scheduler is not None and config.scheduler.type is not None else None
     if given is None:
-        if config.scheduler is None or config.scheduler.type is None or optimizer is None:
-            return None
-        return schedules.build(config.scheduler, optimizer)
+        return schedules.build(named, optimizer) if named is not None and optimizer is not None else None
+    if named is not None:
+        say("scheduler: the config's %s is not used, as initialize was given one", named.type)
     if isinstance(given, type) or (callable(given) and not hasattr(given, "step")):
+        if optimizer is None:
+            raise WherryError(
+                "lr_scheduler: there is no optimizer to build it on; give initialize an optimizer, or the config a "
+                'block "optimizer"'
+            )
         return given(optimizer)
+    built_on = getattr(given, "optimizer", None)
+    if isinstance(built_on, torch.optim.Optimizer) and optimizer is not None:
+        ours = {id(group) for group in optimizer.param_groups}
+        if not any(id(group) in ours for group in built_on.param_groups):
+            raise WherryError(
+                f"lr_scheduler: {type(given).__name__} was built on another optimizer ({type(built_on).__name__}) and "
+                "would move nothing here; build it on the one given to initialize, or give a callable that takes the "
+                "optimizer and makes it"
+            )
     return given

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from wherry.errors import WherryError
 from wherry.observe.log import get_logger
 
 if TYPE_CHECKING:
@@ -131,6 +132,11 @@ def make_dataloader(
     }
     if sampler is not None:
         return DataLoader(data, sampler=sampler, **options)
+    if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+        raise WherryError(
+            f"training_data: expected samples with a length and an index, to share them out over the ranks, got "
+            f"{type(data).__name__}; iterate over a loader or a stream of your own instead, on each rank over its part"
+        )
     shares = EpochSampler(
         data, num_replicas=engine.comm.size, rank=engine.comm.rank, shuffle=shuffle, drop_last=drop_last
     )

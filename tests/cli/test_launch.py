@@ -8,8 +8,32 @@ import pytest
 from .programs import WRITE_PID, gone, pids_in, script, start, wait_for, wherry
 
 BLOCK = "while len(list(HERE.glob('pid.*'))) < 2: time.sleep(0.01)\n"
-FAIL_OR_SLEEP = (
-    WRITE_PID + BLOCK + "if os.environ['RANK'] == '1':\n    raise ValueError('rank one is unwell')\ntime.sleep(600)\n"
+# Rank 1 fails inside its forward; rank 0 waits for it in a collective, is told, and fails of that before rank 1 ends.
+FAILS_IN_TRAINING = (
+    WRITE_PID
+    + BLOCK
+    + """
+import torch, wherry
+
+def unwell(module, inputs):
+    raise ValueError("rank one is unwell")
+
+model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(3)])
+zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+engine, *_ = wherry.initialize(model=model, config={"zero_optimization": zero, "optimizer": {"type": "AdamW"}})
+rank = engine.global_rank
+try:
+    for step in range(10**6):
+        if step == 2 and rank == 1:
+            model[1].register_forward_pre_hook(unwell)
+        engine.backward(engine(torch.ones(1, 8)).sum())
+        engine.step()
+except Exception as error:
+    (HERE / f"told.{rank}").write_text(f"{type(error).__name__}: {error}")
+    while rank == 1 and not (HERE / "told.0").exists(): time.sleep(0.01)
+    time.sleep(0.5 * rank)
+    raise
+"""
 )
 
 
@@ -30,8 +54,9 @@ def test_two_ranks_talk_over_gloo(tmp_path):
 
 
 def test_a_dying_rank_ends_all_and_its_traceback_is_last(tmp_path):
-    done = wherry("run", "--nproc", 2, script(tmp_path, FAIL_OR_SLEEP))
-    assert done.returncode == 1
+    done = wherry("run", "--nproc", 2, script(tmp_path, FAILS_IN_TRAINING))
+    assert done.returncode == 1, done.stderr
+    assert (tmp_path / "told.0").read_text().startswith("PeerError: rank 1 has failed, while rank 0 waited for ")
     lines = done.stderr.rstrip().splitlines()
     assert lines[-1] == "ValueError: rank one is unwell"
     told = next(index for index, line in enumerate(lines) if line.startswith("wherry: rank 1 failed"))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from tests.engine.harness import adamw, make_model, settings, token_batch
+from tests.plan.measured import Unseen
 
 import wherry
+from wherry.observe.footprint import Footprint
 from wherry.parallel.comm import Comm
 from wherry.parallel.threads import run_ranks
 
@@ -28,28 +31,35 @@ def padded(model: torch.nn.Module, ranks: int) -> dict[str, int]:
     return {unit: -(-numel // multiple) * multiple for unit, numel in units.items()}
 
 
-def measure(stage: int, ranks: int, accumulation: int, precision: str, steps: int = 3) -> list[dict[str, Any]]:
-    """Traffic of one step after the first two, and memory, by rank."""
+# Bytes of an element's weight and gradient, and of its state: Adam's moments, and what fp32 masters take beside them.
+# The upper half of a bf16 weight's master is the weight itself.
+PRECISIONS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "fp32": (4, 8, {}),
+    "bf16": (2, 2 + 8, {"bf16": {"enabled": True}}),
+    "fp16": (2, 4 + 8, {"fp16": {"enabled": True, "loss_scale": 128}}),
+}
+
+
+def measure(
+    stage: int, ranks: int, accumulation: int, precision: str, steps: int = 3, **zero: int
+) -> list[dict[str, Any]]:
+    """Traffic of one step after the first two, by rank."""
     model = make_model()
 
     def body(comm: Comm) -> dict[str, Any]:
         mine = copy.deepcopy(model)
-        more = {} if precision == "fp32" else {precision: {"enabled": True}}
-        engine, *_ = wherry.initialize(
-            model=mine, optimizer=adamw(mine.parameters()), config=settings(stage, accumulation, more=more), mesh=comm
-        )
+        config = settings(stage, accumulation, more=PRECISIONS[precision][2])
+        config["zero_optimization"] |= zero
+        engine, *_ = wherry.initialize(model=mine, optimizer=adamw(mine.parameters()), config=config, mesh=comm)
         for step in range(steps):
             comm.traffic.clear()
             for micro in range(accumulation):
                 engine.backward(engine(*token_batch(step, micro, comm.rank)))
                 engine.step()
-        rows = {row.state: row for row in engine.memory()}
         return {
             "calls": dict(comm.traffic.calls),
             "bytes": dict(comm.traffic.bytes),
             "volume": comm.traffic.volume(),
-            "memory": rows,
-            "peak": engine._gatherer.peak_live,
         }
 
     return run_ranks(ranks, body)
@@ -58,71 +68,215 @@ def measure(stage: int, ranks: int, accumulation: int, precision: str, steps: in
 NORM = 16  # two float64 scalars: the square, and whether gradients are missing
 MISSING = 4  # at stage 0, where no norm travels, that alone
 DIGEST = 32  # at stage 3 four more: what the rank has gathered, and which units it ran
+ALL_TOGETHER = 10**6
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("ranks", "accumulation", "precision", "bucket"),
+    [
+        *[(ranks, accumulation, "fp32", 0) for ranks in (2, 4) for accumulation in (1, 3)],
+        (2, 1, "bf16", 0),
+        (4, 3, "bf16", 0),
+        (2, 3, "fp16", 0),
+        (4, 1, "fp16", 0),
+        (2, 1, "fp32", ALL_TOGETHER),
+        (4, 3, "bf16", ALL_TOGETHER),
+        (2, 1, "fp16", ALL_TOGETHER),
+    ],
+)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_collectives_of_a_step_equal_the_formulas(stage: int, ranks: int, accumulation: int) -> None:
+def test_collectives_of_a_step_equal_the_formulas(
+    stage: int, ranks: int, accumulation: int, precision: str, bucket: int
+) -> None:
+    """2 psi at stages 0 to 2 and 3 psi at stage 3, of the working dtype; together flats have fewer calls, and no less
+    or more bytes."""
     units = padded(make_model(), 1 if stage == 0 else ranks)
-    psi, count = 4 * sum(units.values()), len(units)
-    k = accumulation
-    expected = {
+    word = PRECISIONS[precision][0]
+    psi, count = word * sum(units.values()), len(units)
+    k, flats = accumulation, 1 if bucket else count
+    # Weights in forward and in backward, the root unit once for both: 2 psi less one of the root. Together: the root
+    # unit, and of either pass the block that is waited for and those ahead of it.
+    gathers = 5 if bucket else 2 * count - 1
+    gathered = 2 * psi - word * units["root"]
+    calls, nbytes, volume = {
         # Gradients once a window, all-reduced: 2 psi.
-        0: ({"all_reduce": count + 1}, {"all_reduce": psi + MISSING}, 2 * (psi + MISSING)),
+        0: ({"all_reduce": flats + 1}, {"all_reduce": psi + MISSING}, 2 * (psi + MISSING)),
         # Gradients once a window, reduce-scattered, and updated weights gathered: 2 psi.
         1: (
-            {"reduce_scatter": count, "all_gather": count, "all_reduce": 1},
+            {"reduce_scatter": flats, "all_gather": flats, "all_reduce": 1},
             {"reduce_scatter": psi, "all_gather": psi, "all_reduce": NORM},
             2 * psi + 2 * NORM,
         ),
         # Gradients every micro-batch, and updated weights: (k + 1) psi.
         2: (
-            {"reduce_scatter": k * count, "all_gather": count, "all_reduce": 1},
+            {"reduce_scatter": k * flats, "all_gather": flats, "all_reduce": 1},
             {"reduce_scatter": k * psi, "all_gather": psi, "all_reduce": NORM},
             (k + 1) * psi + 2 * NORM,
         ),
-    }
-    # Weights in forward and in backward, the root unit once for both, and gradients: 3 psi less one of the root.
-    gathers = 2 * count - 1
-    gathered = 2 * psi - 4 * units["root"]
-    expected[3] = (
-        {"reduce_scatter": k * count, "all_gather": k * gathers, "all_reduce": 1},
-        {"reduce_scatter": k * psi, "all_gather": k * gathered, "all_reduce": NORM + DIGEST},
-        k * (psi + gathered) + 2 * (NORM + DIGEST),
-    )
-    calls, nbytes, volume = expected[stage]
-    for seen in measure(stage, ranks, accumulation, "fp32"):
+        # Weights twice and gradients, every micro-batch: 3 psi.
+        3: (
+            {"reduce_scatter": k * flats, "all_gather": k * gathers, "all_reduce": 1},
+            {"reduce_scatter": k * psi, "all_gather": k * gathered, "all_reduce": NORM + DIGEST},
+            k * (psi + gathered) + 2 * (NORM + DIGEST),
+        ),
+    }[stage]
+    zero = {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
+    for seen in measure(stage, ranks, accumulation, precision, **zero):
         assert seen["calls"] == calls
         assert seen["bytes"] == nbytes
         assert seen["volume"] == volume
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+# Bytes of single numbers: what the loss is scaled to, the norm, a NaN for each flat.
+SMALL = 1024
+
+
+def storages(engine: Any) -> dict[str, int]:
+    """Bytes that the tensors of each state have at this moment, asked of their storages."""
+    flats = [flat for unit in engine.units for flat in unit.flats]
+    gradients = engine._gradients
+    apart = [flat.shard_memory for flat in flats if not flat.resident]
+    sums = [gradient._sum for gradient in gradients.all if gradient._sum is not None]
+    loose = [tensor for gradient in gradients.all if gradient.loose is not None for tensor in gradient.loose.tensors]
+    brought = [parameter.grad for flat in flats for parameter in flat.parameters if parameter.grad is not None]
+    travelling = sum(pool.counters.allocated for pool in gradients._pools.values())
+    held = {
+        "parameters": [flat.whole for flat in flats] + apart,
+        "gradients": sums + loose + brought,
+        "optimizer": [memory for batch in engine._updater.batches for memory in batch.memory()],
+    }
+    found = {name: sum(tensor.untyped_storage().nbytes() for tensor in tensors) for name, tensors in held.items()}
+    found["gradients"] += travelling
+    return found
+
+
+class Watch:
+    """The most bytes of each state, looked at whenever a module begins and whenever a gradient comes."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.highest: Counter[str] = Counter()
+        self.engine: Any = None
+        self._on_gradients(model)
+
+    def _on_gradients(self, model: torch.nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _: self.look())
+
+    def begin(self, engine: Any) -> None:
+        """Looks twice at each gradient: before the engine has seen it, and after."""
+        self.engine = engine
+        self._on_gradients(engine.module)
+        for module in engine.module.modules():
+            module.register_forward_pre_hook(lambda *_: self.look())
+
+    def look(self) -> None:
+        if self.engine is not None:
+            for state, nbytes in storages(self.engine).items():
+                self.highest[state] = max(self.highest[state], nbytes)
+
+
+def watched(stage: int, ranks: int, precision: str) -> list[dict[str, Any]]:
+    """Memory of three steps by rank: at rest, at the peak, and of all tensors that the rank's thread has made."""
+    model = make_model()
+
+    def body(comm: Comm) -> dict[str, Any]:
+        comm.__class__ = Unseen
+        mine = copy.deepcopy(model)
+        watch = Watch(mine)
+        with Footprint() as footprint:
+            config = settings(stage, more=PRECISIONS[precision][2])
+            config["zero_optimization"]["stage3_max_live_parameters"] = 0
+            engine, *_ = wherry.initialize(model=mine, optimizer=adamw(mine.parameters()), config=config, mesh=comm)
+            watch.begin(engine)
+            footprint.meter(
+                "gathered", [flat.whole.untyped_storage() for unit in engine.units for flat in unit.travelling]
+            )
+            footprint.label_rest("engine")
+            for step in range(3):
+                batch = token_batch(step, 0, comm.rank)
+                footprint.label("batch", batch)
+                footprint.reset()
+                engine.backward(engine(*batch))
+                engine.step()
+                comm.barrier()  # until then another rank may hold what it reads of this one's
+            engine._gradients.let_go()
+            rest = storages(engine)
+            del batch
+            return {
+                "rows": {row.state: row for row in engine.memory()},
+                "rest": rest,
+                "peak": dict(watch.highest),
+                "everything at rest": sum(footprint.now().values()),
+                "everything at peak": footprint.peak,
+            }
+
+    return run_ranks(ranks, body)
+
+
+@functools.cache
+def activations(precision: str) -> int:
+    """The most bytes that plain PyTorch's forward and backward make, with every gradient let go as it comes."""
+    with Footprint() as footprint:
+        model = copy.deepcopy(make_model())
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        batch = token_batch(0, 0, 0)
+        footprint.label_rest("rest")
+        footprint.reset()
+        model(*batch).backward()
+        return footprint.peaks["activations"]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_memory_of_a_rank_equals_the_formulas(stage: int, ranks: int, precision: str) -> None:
-    """2 psi + 2 psi + 10 psi in bf16, each divided by the ranks where it is partitioned; 4 + 4 + 8 in fp32.
+    """In fp16 2 psi + 2 psi + 12 psi, each divided by the ranks where it is partitioned; 4 + 4 + 8 in fp32.
 
-    In bf16 the working weights are the upper halves of the masters: weights and optimizer together are 12 psi.
+    In bf16 the working weights are the upper halves of the masters: weights and optimizer together are 12 psi. Psi has
+    the padding in it. At the peak there are besides, of whole flats: at stage 3 the root unit and the unit at work; of
+    gradients those that autograd has brought of the root unit and of one other, and from stage 2 on two on their way
+    and the root's.
     """
     units = padded(make_model(), ranks if stage else 1)
+    root, block = units["root"], max(numel for unit, numel in units.items() if unit != "root")
     psi = sum(units.values())
-    word, state = (4, 8) if precision == "fp32" else (2, 10)
+    payload = sum(parameter.numel() for parameter in make_model().parameters())
+    word, state, _ = PRECISIONS[precision]
     per = {
         name: ranks if stage >= level else 1 for name, level in (("optimizer", 1), ("gradients", 2), ("parameters", 3))
     }
-    for seen in measure(stage, ranks, 1, precision):
-        rows = seen["memory"]
-        assert rows["parameters"].bytes_actual == word * psi // per["parameters"]
-        assert rows["gradients"].bytes_actual == word * psi // per["gradients"]
-        # Rules keep state for parameters and the padding between them, not for the padding at a flat's end.
-        tail = state * SHARD * ranks * len(units)
-        assert 0 <= state * psi // per["optimizer"] + 256 - rows["optimizer"].bytes_actual <= tail + 256
+    rest = {
+        "parameters": word * psi // per["parameters"],
+        "gradients": word * psi // per["gradients"],
+        "optimizer": state * psi // per["optimizer"],
+    }
+    live = root + block if stage == 3 and ranks > 1 else 0
+    brought = root + block if ranks > 1 else 0
+    on_the_way = root + 2 * block if stage >= 2 and ranks > 1 else 0
+    # Rules keep state for parameters and the padding between them, not for the padding at a flat's end; its fields
+    # begin at cache lines.
+    tail, lines = state * SHARD * ranks * len(units), 64 * 4 * len(units)
+    for seen in watched(stage, ranks, precision):
+        rows, peak = seen["rows"], seen["peak"]
+        assert rows["parameters"].bytes_actual == rest["parameters"]
+        assert rows["gradients"].bytes_actual == rest["gradients"]
+        assert rest["optimizer"] - tail <= rows["optimizer"].bytes_actual <= rest["optimizer"]
+        assert rows["gathered"].bytes_actual == 0
         for row in rows.values():
             if row.state != "optimizer":
                 assert row.bytes_actual <= row.bytes_expected
-        assert rows["gathered"].bytes_actual == 0
+        # Of the tensors themselves.
+        assert peak["parameters"] == rest["parameters"] + word * live
+        # A rank by itself leaves gradients where autograd made them, without padding.
+        assert peak["gradients"] >= (rest["gradients"] if ranks > 1 else word * payload)
+        assert peak["gradients"] <= rest["gradients"] + word * (brought + on_the_way)
+        assert rest["optimizer"] - tail <= peak["optimizer"] <= rest["optimizer"] + lines
+        # And nothing else rests, nor is there at the peak, but single numbers.
+        assert abs(seen["everything at rest"] - sum(seen["rest"].values())) <= SMALL
+        assert seen["everything at peak"] <= sum(peak.values()) + activations(precision) + SMALL
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

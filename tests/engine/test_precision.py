@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.engine import golden
 from tests.engine.harness import Run, adamw, assert_equal, make_model, settings, token_batch, train_engine
 from torch import nn
 
@@ -74,9 +75,11 @@ def test_bf16_equals_fp32_masters_in_plain_pytorch(stage: int, accumulate: str) 
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 def test_stages_agree_in_half_precision(precision: str, clip: float) -> None:
     config = {precision: {"enabled": True}}
-    runs = [train_engine(make_model(), stage=s, ranks=2, steps=8, clip=clip, config=config) for s in range(4)]
-    for run in runs[1:]:
+    common: dict[str, Any] = {"ranks": golden.HALF_RANKS, "steps": golden.HALF_STEPS, "clip": clip, "config": config}
+    runs = [train_engine(make_model(), stage=stage, **common) for stage in range(4)]
+    for run in runs:
         assert_equal(run, runs[0])
+        golden.assert_golden(run.losses, precision, golden.HALF_RANKS, 1, clip)
 
 
 def test_fp16_equals_its_oracle_at_a_fixed_scale() -> None:

@@ -78,8 +78,10 @@ def pool() -> Iterator[Pool]:
 
 
 def train(rank: int, stage: int, accumulation: int, more: dict[str, Any], mesh: bool = False) -> Run:
+    """On all processes of a pool, however many it has."""
     model = make_model()
-    device_mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",)) if mesh else None
+    shape = (dist.get_world_size(),)
+    device_mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=("dp",)) if mesh else None
     engine, *_ = wherry.initialize(
         model=model,
         optimizer=adamw(model.parameters()),
@@ -90,11 +92,11 @@ def train(rank: int, stage: int, accumulation: int, more: dict[str, Any], mesh: 
     for step in range(8):
         total = 0.0
         for micro in range(accumulation):
-            loss = engine(*token_batch(step, micro, rank))
+            loss = engine(*token_batch(step, micro, engine.comm.rank))
             engine.backward(loss)
             engine.step()
             total += float(loss.detach()) / accumulation
-        run.losses.append(sum(engine.comm.gather_objects(total)) / RANKS)
+        run.losses.append(sum(engine.comm.gather_objects(total)) / engine.comm.size)
         run.norms.append(engine.get_global_grad_norm())
     run.weights = engine.module.state_dict()
     run.extra = dict(engine.comm.traffic.calls)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import Run, adamw, settings
-from tests.engine.test_processes import Pool
+from tests.engine.harness import Run, adamw, assert_close, assert_equal, make_model, settings, train_plain
+from tests.engine.test_processes import Pool, train
 from tests.tiers.test_placements import offload
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -320,3 +320,15 @@ def test_groups_of_ranks_by_the_mesh_and_by_the_config(four: Pool) -> None:
             assert set(counted[" within groups of 2"]) == {"all_gather", "reduce_scatter"}
             assert set(counted[" across groups"]) == {"all_reduce"}
             assert "reduce_scatter" not in counted[""]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_four_processes_share_the_data_alone(four: Pool, stage: int) -> None:
+    """No other axis than that of the data, in as many processes; without a mesh and with one."""
+    accumulation = 1 + stage % 2
+    first, *others = four.run(train, stage, accumulation, {}, stage > 1)
+    plain = train_plain(make_model(), ranks=4, accumulation=accumulation, steps=8, clip=0.5)
+    plain.weights["head.weight"] = plain.weights["embed.weight"]
+    assert_close(first, plain)
+    for run in others:
+        assert_equal(run, first)

@@ -15,22 +15,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from wherry.cli.rank import FAULT_SUFFIX, INTERRUPTED
+from wherry.cli.rank import FAULT_SUFFIX, INTERRUPTED, of_a_peer
 from wherry.errors import WherryError
 
 FAILURE_LINE = "wherry-failure "
 """Begins the line that tells a failure to the launcher of several machines rather than to a person."""
-
-# What a rank says whose peer has died. It is a consequence, so any other failure is nearer to the cause.
-_OF_A_PEER = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "DistNetworkError",
-    "Connection refused",
-    "recvValue failed",
-    "failed to recv",
-)
 
 
 @dataclass(frozen=True)
@@ -157,7 +146,7 @@ def _failure(rank: int, found: Any, log_dir: str) -> Failure:
         extra = message["extraInfo"]
         text = extra["py_callstack"]
         when = int(extra.get("time_ns", int(extra["timestamp"]) * 10**9))
-        return Failure(rank, found.exitcode, text, when, any(words in text for words in _OF_A_PEER))
+        return Failure(rank, found.exitcode, text, when, of_a_peer(text))
     stack = _native_stack(log_dir, found.local_rank)
     return Failure(rank, found.exitcode, stack, found.timestamp * 10**9, False, recorded=False)
 

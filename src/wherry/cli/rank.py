@@ -25,6 +25,18 @@ INTERRUPTED = 130
 USER_ERROR = 2
 FAULT_SUFFIX = ".fault"
 _SECONDS_TO_UNWIND = 5.0
+_SECONDS_FOR_THE_PEER = 5.0
+# What a rank says whose peer has died. It is a consequence, so any other failure is nearer to the cause.
+_OF_A_PEER = (
+    "PeerError: ",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "DistNetworkError",
+    "Connection refused",
+    "recvValue failed",
+    "failed to recv",
+)
 _SET_PARENT_DEATH_SIGNAL = 1
 
 
@@ -46,7 +58,10 @@ def main() -> None:
     except SystemExit as ended:
         _end(_status_of(ended.code))
     except Exception as error:
-        status = _record(error, alone=target == "wherry.train")
+        status, text = _record(error, alone=target == "wherry.train")
+        if of_a_peer(text):
+            # The launcher ends all ranks when one has: let that be the peer, which may be cleaning up still.
+            time.sleep(_SECONDS_FOR_THE_PEER)
         # A thread that nobody ends, or a communicator that waits for its peers, must not keep a failed rank alive.
         ender = threading.Timer(_SECONDS_TO_UNWIND, os._exit, [status])
         ender.daemon = True
@@ -117,8 +132,13 @@ def _run_script(path: str) -> None:
     exec(code, module.__dict__)
 
 
-def _record(error: Exception, *, alone: bool) -> int:
-    """Write the failure for the launcher and print it here; returns the exit status.
+def of_a_peer(text: str) -> bool:
+    """Whether a failure is told of another rank's."""
+    return any(words in text for words in _OF_A_PEER)
+
+
+def _record(error: Exception, *, alone: bool) -> tuple[int, str]:
+    """Write the failure for the launcher and print it here; returns the exit status and what was written.
 
     `alone`: a mistake of the user's is told by its message, without a traceback.
     """
@@ -139,7 +159,7 @@ def _record(error: Exception, *, alone: bool) -> int:
     if not (told and path):
         rank = os.environ.get("RANK", "?")
         print(f"[rank {rank}] {text}", file=sys.stderr, end="", flush=True)
-    return USER_ERROR if told else 1
+    return USER_ERROR if told else 1, text
 
 
 def _is_ours(filename: str) -> bool:

@@ -114,7 +114,7 @@ def find(mesh: Any = None, *, device: torch.device | None = None, timeout: float
 
 
 def _axes_of_mesh(mesh: Any, timeout: float) -> tuple[Comm, Comm, Comm]:
-    names = tuple(mesh.mesh_dim_names or ())
+    names = tuple(getattr(mesh, "mesh_dim_names", None) or ())
     families = (DATA_AXES, TENSOR_AXES, PIPE_AXES, REPLICA_AXES)
     chosen = [[name for name in known if name in names] for known in families]
     strangers = [name for name in names if not any(name in known for known in chosen)]
