@@ -1,7 +1,7 @@
 """What `wherry plan` says a step takes, beside what it takes: python benchmarks/forecast.py [--quick] [--path FOLDER].
 
 The machine is measured as the planner measures it, and kept as the planner keeps it: on a busy machine measure it anew
-when that is quiet (--again).
+when that is quiet (--again). A run takes about five minutes on two cores, and as much again for each further round.
 """
 
 from __future__ import annotations
@@ -32,12 +32,17 @@ PLACES = tuple(place.name for place in systems.RESIDENT + systems.OFFLOADED)
 WITHIN = 0.25
 
 
-def predicted(entry: Entry, machine: Machine) -> dict[str, Any]:
-    """The planner's step of an entry: its seconds, its terms, and the one that limits it."""
+def forecaster_of(entry: Entry, machine: Machine) -> Forecaster:
+    """It keeps its profiles, for all placements of a model on so many ranks."""
     recipe = entry.recipe
     shape = Shape(recipe.layers, recipe.hidden, recipe.heads, recipe.sequence, recipe.vocabulary)
-    config = systems.config_of(systems.place_of(entry.system), recipe, entry.ranks)
-    found = Forecaster(of_shape(entry.model, shape), machine, entry.ranks, recipe.length).exact(configs.load(config))
+    return Forecaster(of_shape(entry.model, shape), machine, entry.ranks, recipe.length)
+
+
+def predicted(entry: Entry, forecaster: Forecaster) -> dict[str, Any]:
+    """The planner's step of an entry: its seconds, its terms, and the one that limits it."""
+    config = systems.config_of(systems.place_of(entry.system), entry.recipe, entry.ranks)
+    found = forecaster.exact(configs.load(config))
     assert found.time is not None
     return {
         "predicted_s": found.time.total,
@@ -61,8 +66,9 @@ def entries_of(
 
 def measure(entries: Sequence[Entry], rounds: int, machine: Machine) -> list[bench.Row]:
     rows = steps.measure(entries, rounds, "steps")
+    forecasters = {(entry.model, entry.ranks): forecaster_of(entry, machine) for entry in entries}
     for entry, row in zip(entries, (row for row in rows if row["case"]["measure"] == "step"), strict=True):
-        row.update(predicted(entry, machine))
+        row.update(predicted(entry, forecasters[entry.model, entry.ranks]))
         if row["value"]:
             row["off"] = row["predicted_s"] / row["value"] - 1
     return rows
@@ -102,10 +108,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=bench.listed(("1", "2", "4")), default=["1", "2"], help="numbers of ranks")
     parser.add_argument("--path", default=".", help="a folder on the disk for states there (the current one)")
     parser.add_argument("--again", action="store_true", help="measure the machine anew")
-    parser.add_argument("--rounds", type=bench.positive, help="times that every placement is measured")
+    parser.add_argument("--rounds", type=bench.positive, default=1, help="times that every placement is measured (1)")
     parser.add_argument("--steps", type=bench.positive, help="steps in one measure")
     options = bench.parse(parser, argv)
-    rounds, count = options.rounds or (1 if options.quick else 5), options.steps or (3 if options.quick else 8)
+    rounds, count = options.rounds, options.steps or (3 if options.quick else 8)
     os.environ[systems.DISK_FOLDER] = os.path.abspath(options.path)
     machine = probe.this_machine(options.path, again=options.again)
     settings = {"rounds": rounds, "steps": count, "warmup": steps.WARMUP, "machine": vars(machine)}

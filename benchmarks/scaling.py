@@ -2,7 +2,8 @@
 
 With the model, from 10M to 1B parameters on this machine: a step of few tokens and the peak of memory, beside plain
 PyTorch. With the number of ranks, from 1 to 1,024: the engine's own step for one rank, run dry, its collectives, its
-bytes, its memory, and how long building and stepping it takes where nothing is computed.
+bytes, its memory, and how long building and stepping it takes where nothing is computed. A run takes about seven
+minutes on two cores, half of it the model of 1B, which wants 18 GB.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from wherry.observe import bench
 
 LENGTH = 32
 STAGES = (0, 1, 2, 3)
-RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+RANKS = (1, 2, 4, 16, 64, 256, 1024)
 SYSTEMS = ("plain", "wherry-0", "wherry-3")
 
 
@@ -121,12 +122,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--systems", type=bench.listed(SYSTEMS), default=list(SYSTEMS), help=", ".join(SYSTEMS))
     parser.add_argument("--ranks", type=bench.positives, help="numbers of ranks run dry (default: 1 to 1024)")
     parser.add_argument("--dry-model", default=DRY, help=f"the model that is run dry ({DRY})")
-    parser.add_argument("--rounds", type=bench.positive, help="times that every size is measured")
+    parser.add_argument("--rounds", type=bench.positive, default=1, help="times that every size is measured (1)")
     parser.add_argument("--steps", type=bench.positive, help="steps in one measure")
     options = bench.parse(parser, argv)
     sizes = options.sizes or (["10m", "30m"] if options.quick else [name for name in SIZES if name != "1m"])
     ranks = options.ranks or ([1, 8, 1024] if options.quick else list(RANKS))
-    rounds, count = options.rounds or (1 if options.quick else 5), options.steps or (2 if options.quick else 5)
+    rounds, count = options.rounds, options.steps or (2 if options.quick else 5)
     stages = (3,) if options.quick else STAGES
     settings = {"rounds": rounds, "steps": count, "sizes": {name: vars(SIZES[name]) for name in sizes}}
     results = bench.Results("scaling", options, settings | {"ranks": ranks, "dry_model": options.dry_model})

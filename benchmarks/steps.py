@@ -233,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=bench.positive, help="steps in one measure")
     options = bench.parse(parser, argv)
     models = options.models or (["10m", "125m"] if options.full else ["10m"])
-    rounds = options.rounds or (2 if options.quick else 5)
+    rounds = options.rounds or (1 if options.quick else 5)
     steps = options.steps or (3 if options.quick else 8)
     settings = {"rounds": rounds, "steps": steps, "warmup": WARMUP, "models": {m: vars(MODELS[m]) for m in models}}
     results = bench.Results("steps", options, settings, part="-".join(models))

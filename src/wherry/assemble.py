@@ -22,7 +22,7 @@ from wherry.engine import Engine, Parts
 from wherry.errors import ConfigError, WherryError
 from wherry.fake import is_fake
 from wherry.nn.tiled import tile
-from wherry.observe.log import logger, say
+from wherry.observe.log import follow, say
 from wherry.parallel import topology as topologies
 from wherry.parallel.merged import Merging
 from wherry.sharding.access import refuse_taken
@@ -126,8 +126,7 @@ def _assemble(
 ) -> Engine:
     _check_possible(resolved)
     batch = resolved.batch(topology.data.size)
-    if resolved.log_level is not None:
-        logger.setLevel(resolved.log_level.upper())
+    follow(resolved)
     for note in resolved.notes:
         say("%s", note)
     refuse_taken(model)

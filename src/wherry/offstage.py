@@ -42,6 +42,11 @@ class Offstage:
     def empty(self) -> bool:
         return not self._away
 
+    @property
+    def away(self) -> tuple[str, ...]:
+        """The states that have left."""
+        return tuple(self._away)
+
     def leave(self, include: Iterable[str] | None = None) -> int:
         """Free the device's memory of these states, or of all; returns how many bytes that were.
 

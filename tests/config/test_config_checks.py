@@ -274,6 +274,37 @@ def test_the_type_of_the_moments():
 # --- optimizers ---
 
 
+def test_an_optimizer_of_type_auto_is_adamw():
+    config = load({"optimizer": {"type": "auto", "params": {"lr": 0.5, "betas": "auto"}}})
+    assert config.optimizer.build_args()[0] == "AdamW" and config.optimizer.params["lr"] == 0.5
+    assert "optimizer.type" in config.auto and "optimizer.type: auto, so AdamW" in config.notes
+    assert not any("left at their defaults" in note and "optimizer.type" in note for note in config.notes)
+
+
+@pytest.mark.parametrize(
+    ("params", "name"),
+    [
+        ({}, None),
+        ({"warmup_num_steps": "auto", "total_num_steps": "auto"}, None),
+        ({"warmup_num_steps": 5}, "WarmupLR"),
+        ({"warmup_num_steps": 5, "total_num_steps": "auto"}, "WarmupDecayLR"),
+        ({"total_num_steps": 50, "cos_min_ratio": 0.1}, "WarmupCosineLR"),
+        ({"cycle_min_lr": 0.1, "cycle_max_lr": 1}, "OneCycle"),
+        ({"lr_range_test_min_lr": 0.1}, "LRRangeTest"),
+    ],
+)
+def test_a_schedule_of_type_auto_is_the_one_that_has_the_parameters(params, name):
+    config = load({"scheduler": {"type": "auto", "params": params}})
+    assert (config.scheduler and config.scheduler.type) == name
+    assert "scheduler.type" in config.auto
+    assert sum(note.startswith("scheduler.type: auto") for note in config.notes) == 1
+
+
+def test_a_schedule_of_type_auto_with_parameters_of_several_is_asked_for():
+    problem = the_problem({"scheduler": {"type": "auto", "params": {"cycle_min_lr": 1, "warmup_num_steps": 2}}})
+    assert problem.path == "scheduler.type" and "no schedule has all of cycle_min_lr, warmup_num_steps" in problem.message
+
+
 @pytest.mark.parametrize(
     ("block", "name", "params"),
     [

@@ -6,7 +6,8 @@ import mmap
 import pytest
 import torch
 
-from wherry.observe.log import get_logger, say, show_on
+from wherry.config import load
+from wherry.observe.log import follow, get_logger, say, show_on
 from wherry.observe.memory import _container_memory, device_memory, format_bytes, host_memory
 from wherry.observe.progress import Progress, is_terminal
 
@@ -31,6 +32,25 @@ def test_news_comes_from_rank_0_and_warnings_from_all(shown):
         "wherry: warning of 0",
         "wherry: [rank 1] warning of 1",
     ]
+
+
+def test_lines_that_a_config_asks_for_are_seen_once(capsys, monkeypatch):
+    logger = logging.getLogger("wherry")
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as in a program that has set up no logging
+    monkeypatch.setattr(logger, "handlers", [])
+    level = logger.level
+    try:
+        follow(load({"gradient_clipping": 1.0}))
+        say("asked for by nobody")
+        for _ in range(2):  # two engines
+            follow(load({"steps_per_print": 2}))
+        say("step 2")
+        assert capsys.readouterr().err == "wherry: step 2\n"
+        logging.basicConfig(format="theirs: %(message)s")  # late, and it shows the same lines
+        say("step 4")
+        assert capsys.readouterr().err == "theirs: step 4\n"
+    finally:
+        logger.setLevel(level)
 
 
 def test_the_rank_comes_from_the_environment_unless_given(shown, monkeypatch):

@@ -122,6 +122,16 @@ def test_auto_never_picks_what_does_not_fit(capsys: pytest.CaptureFixture[str]) 
     assert "nothing fits" in error(capsys, *SMALL, "--gpu-memory", "5MB", "--host-memory", "600MB", "--auto")
 
 
+def test_what_is_left_open_without_auto_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    left = "zero_optimization.stage=auto", "zero_optimization.stage3_prefetch_bucket_size=auto"
+    told = found(capsys, *SMALL, "--set", left[0], "--set", "bf16.enabled=auto")
+    (note,) = told["notes"]
+    assert note == '"auto" is counted at its default here, and --auto chooses it: zero_optimization.stage'
+    three = found(capsys, *SMALL, "--ranks", "2", "--set", left[1], "--set", "zero_optimization.stage=3")
+    (note,) = three["notes"]
+    assert "counted at the furthest look ahead" in note
+
+
 def test_auto_leaves_what_was_given(capsys: pytest.CaptureFixture[str]) -> None:
     fixed = ("--set", "zero_optimization.stage=2", "--set", "train_micro_batch_size_per_gpu=2")
     told = found(capsys, "gpt2-10m", "--machine", "h100", *fixed, "--auto")

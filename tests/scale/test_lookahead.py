@@ -14,7 +14,7 @@ from torch import nn
 import wherry
 from wherry.parallel.comm import Comm
 from wherry.parallel.threads import ThreadComm, run_ranks
-from wherry.sharding.lookahead import LEARNING, TIMED, LookAhead
+from wherry.sharding.lookahead import LEARNING, TIMED, LookAhead, furthest
 from wherry.sharding.unit import Weights
 from wherry.tiers.tickets import CallbackTicket, Ticket
 
@@ -53,6 +53,16 @@ class Distant(ThreadComm):
         super()._all_gather(whole, shard)
         there = time.monotonic() + TRAVELS
         return CallbackTicket(lambda: time.sleep(max(0.0, there - time.monotonic())), lambda: False)
+
+
+def test_a_search_ends_at_the_furthest_that_it_may_come_to() -> None:
+    for step, most in ((100, 1000), (100, 800), (100, 100), (7, 10**6)):
+        search = LookAhead(0, step=step, most=most)
+        waits = 1.0
+        while search.searching:
+            waits /= 2  # every longer look halves the waiting, and none ends it
+            search._decide(waits, 0.0)
+        assert search.limit == furthest(step, most) <= most
 
 
 def train(ahead: Any, windows: int) -> list[tuple[int, bool, list[float], float]]:

@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import wherry
 from wherry.errors import PeerError, WherryError
 from wherry.native.disk import Fault
+from wherry.offstage import SPELLINGS
 from wherry.parallel.comm import Comm, SoloComm
 from wherry.parallel.threads import run_ranks
 from wherry.sharding import gradients as gradients_room
@@ -47,6 +48,7 @@ def test_states_leave_and_come_back(stage: int, include: list[str] | None) -> No
                 before = link.bytes_down
                 freed = engine.offload_states(include=include)
                 assert freed == link.bytes_down - before > 0
+                assert set(engine._offstage.away) == {SPELLINGS.get(name, name) for name in include or SPELLINGS}
                 with pytest.raises(WherryError, match=r"call reload_states\(\) first"):
                     engine(*token_batch(step, 0, comm.rank))
                 engine.reload_states()

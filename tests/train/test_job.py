@@ -8,7 +8,7 @@ import pytest
 from tests.cli.programs import start, wait_for, wherry
 
 from wherry.errors import WherryError
-from wherry.train import job
+from wherry.train import job, presets
 from wherry.train.options import parse
 
 TINY = ("--num-layers", 2, "--hidden-size", 32, "--seq-length", 16, "--eval-iters", 2, "--lr", 0.01)
@@ -82,6 +82,33 @@ def test_the_tutorials_file_trains_as_printed(tmp_path, text, capsys):
     config.write_text(TUTORIAL)
     assert _here(*TINY, *text, "--steps", 3, "--config", config, "--run-dir", tmp_path / "run") == 0
     assert "Placement: ZeRO-Offload" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("preset", [*presets.PRESETS, "auto"])
+def test_every_preset_by_its_name(tmp_path, text, capsys, monkeypatch, preset):
+    monkeypatch.setattr(presets, "measure_machine", lambda ranks: presets.Machine(10**12, 1e18, "a large machine"))
+    small = ("--num-layers", 1, "--hidden-size", 8, "--num-attention-heads", 1, "--seq-length", 8, "--batch-size", 1)
+    more = ("--steps", 1, "--eval-iters", 1, "--run-dir", tmp_path / "run")
+    assert _here("--preset", preset, *small, *text, *more) == 0
+    largest = presets.PRESETS["gpt2-10b"]
+    chosen = presets.PRESETS.get(preset, largest)
+    # What no flag names is the preset's.
+    shape = json.loads((tmp_path / "run" / "run.json").read_text())["shape"]
+    assert (shape["layers"], shape["vocabulary"]) == (1, chosen.vocabulary)
+    said = f"(auto: a large machine, 1000 GB free, 1e+06 TFLOP/s: {largest.size} parameters)"
+    assert (said in capsys.readouterr().out) == (preset == "auto")
+
+
+def test_auto_reckons_with_the_micro_batch_of_the_file(tmp_path, text, monkeypatch):
+    seen = []
+    monkeypatch.setattr(presets, "measure_machine", lambda ranks: presets.Machine(10**12, 1e18, "a large machine"))
+    monkeypatch.setattr(presets, "choose", lambda _, micro, **__: (seen.append(micro), (presets.PRESETS["gpt2-10m"], ""))[1])
+    config = tmp_path / "config.json"
+    config.write_text('{"zero_optimization": {"stage": 1}}')
+    small = (*TINY, *text, "--preset", "auto", "--steps", 1)
+    assert _here(*small, "--config", config, "--run-dir", tmp_path / "one") == 0
+    assert _here(*small, "--run-dir", tmp_path / "default") == 0
+    assert seen == [1, 8]
 
 
 def test_a_lost_loss_ends_the_run_loudly(tmp_path, text, capsys):

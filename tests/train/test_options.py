@@ -26,7 +26,12 @@ def test_flags_are_known_by_their_megatron_names_with_dashes_or_underscores():
     assert dashes == lines
     assert shape_of(dashes, SMALL) == Shape(layers=2, hidden=64, heads=4, sequence=32)
     assert dashes.steps == 7
-    assert parse(["--deepspeed_config", "x.json"]).config == parse(["--config", "x.json"]).config == "x.json"
+    assert parse(["--deepspeed", "--deepspeed_config", "x.json"]).config == parse(["--config", "x.json"]).config == "x.json"
+    line = "--micro-batch-size 4 --global-batch-size 64 --bf16 --lr 3e-4 --weight-decay 0.01 --clip-grad 0.5"
+    config = load(_config(*line.split(), "--lr-warmup-iters=9", "--checkpoint-activations", "--train-iters=90"))
+    assert config.batch(2) == (64, 4, 8) and config.bf16.enabled and config.gradient_clipping == 0.5
+    assert {"lr": 3e-4, "weight_decay": 0.01}.items() <= config.optimizer.params.items()
+    assert (config.scheduler.params["warmup_num_steps"], config.scheduler.params["total_num_steps"]) == (9, 90)
 
 
 def test_heads_follow_the_width_unless_given():
@@ -55,6 +60,22 @@ def test_flags_lie_over_the_file_and_settings_over_both():
     assert given["zero_optimization"]["stage"] == 1
 
 
+def test_flags_write_into_blocks_that_a_file_leaves_open():
+    zero = {"zero_optimization": {"offload_optimizer": None, "offload_param": "auto"}}
+    config = _config("--nvme-path", "/d", "--offload-param", "nvme", "--stage", "3", given=zero)
+    assert config["zero_optimization"]["offload_param"] == {"device": "nvme", "nvme_path": "/d", "max_in_cpu": 0}
+    load(config)
+    with pytest.raises(WherryError, match="nothing rests on disk; add --offload-optimizer nvme"):
+        _config("--nvme-path", "/d")
+    for empty in (None, "auto"):
+        given = {"zero_optimization": empty, "bf16": empty, "wherry": empty, "optimizer": {"type": "SGD", "params": empty}}
+        flags = ("--stage", "1", "--precision", "bf16", "--lr", "0.5", "--keep-last", "2", "--set", "fp16.enabled=false")
+        config = load(_config(*flags, given=given | {"fp16": empty}))
+        assert (config.zero_optimization.stage, config.bf16.enabled) == (1, True)
+        assert config.optimizer.params["lr"] == 0.5 and config.wherry.checkpoint.keep_last == 2
+    assert _config("--offload-optimizer", "cpu", given={"zero_optimization": True})["zero_optimization"]["stage"] == 1
+
+
 def test_a_file_is_taken_at_its_word():
     config = _config(given={"train_batch_size": 32})
     assert "zero_optimization" not in config and "gradient_clipping" not in config
@@ -63,7 +84,32 @@ def test_a_file_is_taken_at_its_word():
     sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     config = _config(given=sgd)
     assert config["optimizer"] == sgd["optimizer"] and "scheduler" not in config
-    assert config["train_micro_batch_size_per_gpu"] == 8
+    assert load(config).batch(2) == (2, 1, 1)  # as for any file without a batch size
+
+
+def test_what_a_file_leaves_open_is_filled_as_a_trainer_would():
+    ours = _config()
+    given = {
+        **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"),
+        "optimizer": {"type": "Adam", "params": {"lr": "auto", "betas": [0.8, 0.9], "eps": "auto", "torch_adam": "auto"}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": dict.fromkeys(("warmup_num_steps", "total_num_steps", "warmup_max_lr"), "auto"),
+        },
+    }
+    config = load(_config("--steps", "60", given=given))
+    assert config.batch(2) == (16, 8, 1)
+    assert {"lr": 1e-3, "betas": [0.8, 0.9], "eps": 1e-8}.items() <= config.optimizer.params.items()
+    params = config.scheduler.params
+    assert (params["total_num_steps"], params["warmup_num_steps"], params["warmup_max_lr"]) == (60, 6, None)
+    for open_ in ({}, {"optimizer": "auto"}, {"optimizer": {"type": "auto"}, "scheduler": {"type": "auto"}}):
+        config = _config(given=open_ | {"zero_optimization.stage": 1})
+        assert (config["optimizer"], config["scheduler"]) == (ours["optimizer"], ours["scheduler"])
+        assert config["zero_optimization"] == {"stage": 1}
+    assert _config(given={"optimizer": None, "scheduler": None})["scheduler"] is None
+    assert _config("--lr", "0.5", given={"optimizer": "auto"})["optimizer"]["params"]["lr"] == 0.5
+    half_open = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": "auto"}
+    assert load(_config(given=half_open)).batch(2) == (32, 16, 1)
 
 
 def test_learning_rate_and_precision_flags():

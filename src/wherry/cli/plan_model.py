@@ -50,6 +50,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.auto:
         return _auto(arguments, config, forecaster)
     now = forecaster.exact(config)
+    now = replace(now, notes=(*now.notes, *_left_open(config)))
     change = _change(config, now, forecaster)
     if arguments.html:
         _write_page(arguments.html, now, change.words if change else None)
@@ -59,6 +60,14 @@ def main(arguments: argparse.Namespace) -> int:
         _show(now)
         _console().print(_change_line(now, change), markup=False)
     return 0 if now.fits else 1
+
+
+def _left_open(config: Config) -> Iterator[str]:
+    """What a plan without --auto counts as if nobody had left it to the planner."""
+    from wherry.plan.choose import CHOSEN
+
+    if left := [key for key in CHOSEN if key in config.auto]:
+        yield f'"auto" is counted at its default here, and --auto chooses it: {", ".join(left)}'
 
 
 def _check_flags(arguments: argparse.Namespace) -> None:

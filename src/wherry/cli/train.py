@@ -19,7 +19,7 @@ def main(argv: list[str]) -> int:
     if "RANK" in os.environ:
         from wherry.train import job
 
-        return job.train(options)
+        return job.main(argv)
     return _start(argv, options)
 
 
@@ -32,7 +32,7 @@ def _start(argv: list[str], options: Options) -> int:
     # As many as there are, in whole copies of the model.
     ranks = options.nproc or max(share, _default_ranks() // share * share)
     if ranks == 1:
-        return job.train(options)
+        return job.main(argv)
     from wherry.cli.launch import launch
 
     arguments = build_parser().parse_args(

@@ -47,6 +47,7 @@ def _load(source: Source, overrides: list[Mapping[str, Any]]) -> Config:
     for layer in overrides:
         draft.override(layer)
     renames.apply(draft)
+    chosen = _settle_types(draft)
     draft.settle(Config)
     _settle_optimizer(draft)
     _settle_schedule(draft)
@@ -60,7 +61,7 @@ def _load(source: Source, overrides: list[Mapping[str, Any]]) -> Config:
     config._source = source
     config._overrides[:] = copy.deepcopy(overrides)
     config._notes[:] = draft.notes
-    config._auto = tuple(draft.autos)
+    config._auto = (*draft.autos, *chosen)
     return config
 
 
@@ -90,6 +91,36 @@ def _override_value(text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError:
         return text
+
+
+def _settle_types(draft: Draft) -> list[str]:
+    """A type that is "auto": AdamW, and the schedule that the parameters belong to. Returns what was chosen."""
+    chosen = []
+    if draft.get(("optimizer", "type")) == "auto":
+        draft.tree["optimizer"]["type"] = "AdamW"
+        draft.note(("optimizer", "type"), "auto, so AdamW")
+        chosen.append("optimizer.type")
+    if draft.get(("scheduler", "type")) == "auto":
+        _settle_schedule_type(draft)
+        chosen.append("scheduler.type")
+    return chosen
+
+
+def _settle_schedule_type(draft: Draft) -> None:
+    path = ("scheduler", "type")
+    params = draft.get(_SCHEDULE_PARAMS)
+    given = {name: value for name, value in params.items() if value is not None} if isinstance(params, dict) else {}
+    if all(value == "auto" for value in given.values()):
+        del draft.tree["scheduler"]
+        draft.note(path, "auto, and no parameters tell which, so the config has no schedule")
+        return
+    name = schedulers.with_parameters(given)
+    if name is None:
+        draft.problem(path, f"auto, but no schedule has all of {', '.join(given)}; name one")
+        del draft.tree["scheduler"]
+        return
+    draft.tree["scheduler"]["type"] = name
+    draft.note(path, f"auto, so {name}, which has these parameters")
 
 
 def _settle_optimizer(draft: Draft) -> None:

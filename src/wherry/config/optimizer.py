@@ -136,7 +136,11 @@ class Optimizer(Block):
         str,
         BeforeValidator(_type),
         WithJsonSchema({"type": "string", "examples": [*NATIVE, *TORCH_ELEMENTWISE]}),
-    ] = key(..., "Adam (decoupled weight decay by default), AdamW, Adagrad, Lion, SGD, or an optimizer of torch.optim.")
+    ] = key(
+        ...,
+        "Adam (decoupled weight decay by default), AdamW, Adagrad, Lion, SGD, or an optimizer of torch.optim. "
+        "auto: AdamW.",
+    )
     params: dict[Text, Any] = key({}, "What the optimizer is constructed with.")
     legacy_fusion: Any = refused("An older fp16 wrapper.", "there is one engine for all optimizers")
 

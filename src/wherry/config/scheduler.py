@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, WithJsonSchema
@@ -70,6 +71,7 @@ SCHEDULES: dict[str, type[Block]] = {
     "WarmupCosineLR": WarmupCosineParams,
 }
 NEEDS_TOTAL = ("WarmupDecayLR", "WarmupCosineLR")
+_SIMPLEST_FIRST = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
 _BY_LOWER_NAME = {name.lower(): name for name in SCHEDULES}
 
 
@@ -84,10 +86,24 @@ def _type(value: Any) -> str:
     return name
 
 
+def with_parameters(names: Iterable[str]) -> str | None:
+    """The schedule that has parameters of all these names; of several the simplest.
+
+    >>> with_parameters(["warmup_num_steps", "total_num_steps"])
+    'WarmupDecayLR'
+    """
+    wanted = set(names)
+    return next((name for name in _SIMPLEST_FIRST if wanted <= SCHEDULES[name].model_fields.keys()), None)
+
+
 class Scheduler(Block):
     type: Annotated[
         str, BeforeValidator(_type), WithJsonSchema({"type": "string", "enum": list(SCHEDULES)})
-    ] = key(..., "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest.")
+    ] = key(
+        ...,
+        "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest. auto: the one that has the parameters given; "
+        "none without any.",
+    )
     params: dict[Text, Any] = key({}, "What the schedule is constructed with.")
 
 

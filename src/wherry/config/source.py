@@ -41,6 +41,30 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any] | None) -> Source:
     raise config_error([Problem("", None, f"{expected}, got {type(source).__name__}")], None)
 
 
+def nested(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree with its dotted keys in their blocks; where a key is given both ways the block's own stays.
+
+    >>> nested({"zero_optimization.stage": 2, "zero_optimization": {"overlap_comm": True}})
+    {'zero_optimization': {'overlap_comm': True, 'stage': 2}}
+    """
+    tree: dict[str, Any] = {
+        name: nested(value) if isinstance(value, Mapping) else _copy(value)
+        for name, value in given.items()
+        if "." not in name
+    }
+    for dotted, value in given.items():
+        if "." in dotted:
+            path, inner = dotted.split("."), tree
+            for name in path[:-1]:
+                block = inner.get(name)
+                if not isinstance(block, dict):
+                    block = inner[name] = {}
+                inner = block
+            if inner.get(path[-1]) in (None, "auto"):
+                inner[path[-1]] = _copy(value)
+    return tree
+
+
 def _copy(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(name): _copy(inner) for name, inner in value.items()}

@@ -199,7 +199,9 @@ def resolve(config: Config, args: transformers.TrainingArguments, max_steps: int
             "eps": args.adam_epsilon,
             "weight_decay": args.weight_decay,
         }
-        _fill(given, overrides, "optimizer.params", values)
+        # An optimizer of type "auto" is the arguments' in all that is not said otherwise.
+        absent = ("auto", None) if "optimizer.type" in config.auto else ("auto",)
+        _fill(given, overrides, "optimizer.params", values, absent)
     if config.scheduler is not None:
         values = {
             "warmup_min_lr": 0.0,
@@ -216,10 +218,16 @@ def resolve(config: Config, args: transformers.TrainingArguments, max_steps: int
     return configs.load(config, overrides=overrides)
 
 
-def _fill(given: Mapping[str, Any], overrides: dict[str, Any], path: str, values: Mapping[str, Any]) -> None:
+def _fill(
+    given: Mapping[str, Any],
+    overrides: dict[str, Any],
+    path: str,
+    values: Mapping[str, Any],
+    absent: tuple[str | None, ...] = ("auto",),
+) -> None:
     """What the config leaves to "auto"."""
     for key, value in values.items():
-        if _at(given, f"{path}.{key}") == "auto":
+        if _at(given, f"{path}.{key}") in absent:
             overrides[f"{path}.{key}"] = value
 
 

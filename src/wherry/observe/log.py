@@ -6,7 +6,10 @@ import logging
 import os
 import sys
 from collections.abc import MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from wherry.config import Config
 
 NAME = "wherry"
 
@@ -47,13 +50,45 @@ def get_logger(rank: int | None = None, name: str = NAME) -> RankLogger:
     return RankLogger(logging.getLogger(name), rank)
 
 
-def show_on(stream: Any = None, level: int = logging.INFO) -> logging.Handler:
-    """Print the `wherry` logger's lines on `stream`. For programs that own their process; a library never calls it.
+class _StandardError(logging.StreamHandler[Any]):
+    """Writes where sys.stderr is at the time: a live display puts its own in the place.
+
+    It says nothing once the program has set up logging, which shows the same lines.
+    """
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:  # type: ignore[override]
+        return sys.stderr
+
+    def filter(self, record: logging.LogRecord) -> bool | logging.LogRecord:
+        return not logging.getLogger().handlers and super().filter(record)
+
+
+def show_on(stream: Any = None, level: int = logging.INFO, of: logging.Logger = logger) -> logging.Handler:
+    """Print the `wherry` logger's lines on `stream`, or on standard error. For programs that own their process.
 
     Returns the handler; `logging.getLogger("wherry").removeHandler(handler)` ends it.
     """
-    handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(logging.Formatter("wherry: %(message)s"))
-    logger.addHandler(handler)
-    logger.setLevel(level)
+    handler = logging.StreamHandler(stream) if stream is not None else _StandardError()
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    of.addHandler(handler)
+    of.setLevel(level)
     return handler
+
+
+def show_unless_shown(level: int = logging.INFO, of: logging.Logger = logger) -> None:
+    """Print a logger's lines on standard error if nobody shows them."""
+    if not of.hasHandlers():
+        show_on(level=level, of=of)
+
+
+def follow(config: Config) -> None:
+    """Set the logger to what a config asks for: lines that it asks for are seen."""
+    if config.log_level is not None:
+        logger.setLevel(config.log_level.upper())
+    summaries = config.comms_logger.enabled or config.flops_profiler.enabled
+    if config.log_level or config.steps_per_print or config.wall_clock_breakdown or summaries:
+        show_unless_shown(logger.level or logging.INFO)

@@ -21,6 +21,9 @@ ACCUMULATION = "gradient_accumulation_steps"
 TRAIN = "train_batch_size"
 RECOMPUTE = "activation_checkpointing.policy"
 
+# What may be left to the planner in a config, as "auto".
+CHOSEN = (STAGE, OPTIMIZER, PARAM, MICRO, ACCUMULATION, TRAIN)
+
 LARGEST_MICRO = 1024
 # A faster change is named only if it is faster by this factor: estimates are not finer.
 WORTH = 1.05

@@ -141,6 +141,11 @@ def estimate(
     setting = Setting.of(config, grid.data_ranks(ranks), gpu=machine.gpus > 0, grid=grid)
     rows = tuple(_rows(profile, setting))
     notes = [*config.beyond()]
+    if setting.prefetch is None and setting.placement.parameters.partitioned:
+        notes.append(
+            'stage3_prefetch_bucket_size is "auto": gathered weights are counted at the furthest look ahead that the '
+            "engine may come to"
+        )
     if setting.accumulation < grid.pipe:
         notes.append(
             f"a pipeline of {grid.pipe} stages is full with {grid.pipe} micro-batches or more: raise "

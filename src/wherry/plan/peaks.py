@@ -17,8 +17,10 @@ from wherry.plan.memory import STATE_WORDS, Cost, PlannedFlat, States, flat_stat
 from wherry.plan.profile import Moment, Profile
 from wherry.plan.resting import Landing, Resting
 from wherry.sharding.layout import FlatLayout
+from wherry.sharding.lookahead import furthest
 from wherry.update.state import BATCH_NUMEL
 
+PREFETCH = "zero_optimization.stage3_prefetch_bucket_size"
 IN_FLIGHT = 2
 GRAIN = 512
 
@@ -63,7 +65,8 @@ class Setting:
     wire: int
     accumulation: int
     live_limit: int
-    prefetch: int
+    # None where the engine is to find out.
+    prefetch: int | None
     persistence_threshold: int
     persistence_limit: int
     # Elements of parameters that rest in memory though they may rest on disk.
@@ -113,7 +116,7 @@ class Setting:
             wire={"fp32": 4, "bf16": 2, "fp16": 2}[wire],
             accumulation=accumulation,
             live_limit=zero.stage3_max_live_parameters,
-            prefetch=zero.stage3_prefetch_bucket_size,
+            prefetch=None if PREFETCH in config.auto else zero.stage3_prefetch_bucket_size,
             persistence_threshold=zero.stage3_param_persistence_threshold,
             persistence_limit=zero.stage3_model_persistence_threshold,
             in_memory=zero.offload_param.max_in_cpu if placement.parameters.tier is Tier.DISK else 0,
@@ -262,9 +265,19 @@ class _Weights:
         for position, unit in enumerate(self.order):
             self.place.setdefault(unit, position)
         self.live = 0
+        self.look_ahead = self._furthest() if setting.prefetch is None else setting.prefetch
         self.buffers = _Buffers()
         self._together: dict[tuple[int, int], _Together] = {}
         self._last_wanted: int | None = None
+
+    def _furthest(self) -> int:
+        """The most that a search comes to: what is planned for must hold whatever it finds."""
+        sizes = [
+            sum(each.layout.numel for each in unit)
+            for index, unit in enumerate(self.travelling)
+            if index not in self.roots and not any(each.home is Tier.DISK for each in unit)
+        ]
+        return furthest(max(sizes, default=0), self.setting.live_limit)
 
     def follow(self, moment: Moment) -> None:
         kind, unit = moment.kind, moment.unit
@@ -340,7 +353,7 @@ class _Weights:
             size = sum(each.layout.numel for each in released)
             small = all(map(self._is_small, released))
             under_way = under_way or not released
-            too_far = ahead + size > self.setting.prefetch and (large or (small and ahead > 0))
+            too_far = ahead + size > self.look_ahead and (large or (small and ahead > 0))
             if self.live + ahead + size > self.setting.live_limit or too_far:
                 break
             ahead += size
@@ -348,7 +361,7 @@ class _Weights:
             if released:
                 wanted.append(unit)
             # What rests on disk is gathered one unit ahead only: reading is what looks further.
-            if ahead > self.setting.prefetch or any(each.home is Tier.DISK for each in self.travelling[unit]):
+            if ahead > self.look_ahead or any(each.home is Tier.DISK for each in self.travelling[unit]):
                 break
         if not (under_way and not large and ahead < self.setting.gathered_together // 2):
             self.start(*wanted)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from wherry.config import Config
+from wherry.config.source import nested
 from wherry.plan.choose import Choice
 
 
@@ -21,7 +22,7 @@ def as_text(config: Config, choice: Choice) -> str:
 
 def tree_of(config: Config) -> dict[str, Any]:
     """What a config was given, and what was laid over it."""
-    tree = _nested(config.given)
+    tree = nested(config.given)
     for layer in config._overrides:
         for key, value in layer.items():
             _put(tree, key.split("."), value)
@@ -37,13 +38,6 @@ def _preamble(choice: Choice) -> Iterator[str]:
         yield f"{use.place}: {use.needed / 1e9:.2f} GB of {use.usable / 1e9:.2f} GB usable."
     if found.time is not None:
         yield f"A step takes about {found.time.total:.3g} s, limited by {found.time.limited_by}."
-
-
-def _nested(given: Mapping[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for key, value in given.items():
-        _put(tree, key.split("."), _nested(value) if isinstance(value, Mapping) else value)
-    return tree
 
 
 def _put(tree: dict[str, Any], path: list[str], value: Any) -> None:

@@ -17,6 +17,23 @@ LEARNING, TIMED = 2, 2
 IDLE, LESS = 0.02, 0.9
 
 
+def further(limit: int, step: int) -> int:
+    """The distance that is tried after this one."""
+    return 2 * max(limit, step)
+
+
+def furthest(step: int, most: int) -> int:
+    """The longest look that a search may come to.
+
+    >>> furthest(step=100, most=1000)
+    800
+    """
+    limit = 0
+    while step and further(limit, step) <= most:
+        limit = further(limit, step)
+    return limit
+
+
 class LookAhead:
     """`limit` elements may be on their way beside the unit at work; one unit always may.
 
@@ -76,14 +93,14 @@ class LookAhead:
         return seconds
 
     def _decide(self, waits: float, window: float) -> None:
-        further = 2 * max(self.limit, self._step)
+        wanted = further(self.limit, self._step)
         if self._before is not None and waits > LESS * self._before[1]:
             self.limit, self.searching = self._before[0], False
-        elif waits <= IDLE * window or further > self._most:
+        elif waits <= IDLE * window or wanted > self._most:
             self.searching = False
         else:
             self._before = self.limit, waits
-            self.limit = further
+            self.limit = wanted
         if not self.searching:
             distance = f"{self.limit:,} elements" if self.limit else "one unit"
             logger.debug("weights are gathered %s ahead; a window waits %.1f ms for them", distance, 1000 * waits)

@@ -23,7 +23,10 @@ COLUMNS = (
 
 
 def main(argv: list[str]) -> int:
-    """Train as this rank of the group that the environment describes."""
+    """Train as this rank of the group that the environment describes. The process is the job's own."""
+    from wherry.observe.log import show_on
+
+    show_on()
     return train(parse(argv))
 
 
@@ -71,11 +74,12 @@ def train(options: Options) -> int:
     world = topology.find()
     comm, device = world.data, world.device
     chief = comm.rank == 0
-    shape, why = comm.gather_objects(_choose(options, comm.size) if chief else None)[0]
-    config = build_config(options, shape.parameters, bf16=_has_bf16(device), given=given_config(options))
+    given = given_config(options)
+    shape, why = comm.gather_objects(_choose(options, comm.size, given) if chief else None)[0]
+    config = build_config(options, shape.parameters, bf16=_has_bf16(device), given=given)
     place, mesh = parallel.lay_out(world, options.tensor_parallel, options.pipeline_parallel)
     start = choose_start(options, comm)
-    keep_batch(config, start, place.data.size, given=options.batch_size is not None or options.accumulation is not None)
+    keep_batch(config, start, place.data.size, given=options.sizes_the_batch)
     resolved = load(config)
     torch.manual_seed(options.seed)
     piped = options.pipeline_parallel > 1
@@ -107,9 +111,9 @@ def train(options: Options) -> int:
     batch = micro * accumulation * place.data.size
     report = None
     if chief:
-        title = f"GPT-2 of {shape.parameters / 1e6:.1f}M parameters on {_count(comm.size, 'rank')}"
+        title = f"GPT-2 of {shape.size} parameters on {_count(comm.size, 'rank')}"
         facts: tuple[tuple[str, str], ...] = (
-            ("model", f"{shape.layers} blocks, {shape.hidden} wide, {shape.heads} heads{f' ({why})' if why else ''}"),
+            ("model", _model_in_words(shape) + (f" ({why})" if why else "")),
             ("batch", _batch_in_words(micro, accumulation, place.data.size, shape, plan)),
             *_axes_in_words(place),
             ("text", f"{text.source}: {len(text.train):,} bytes to train on, {len(text.validation):,} to validate on"),
@@ -212,7 +216,8 @@ class Report:
         self.display.end(outcome, self.run_dir)
 
 
-def _choose(options: Options, ranks: int) -> tuple[Shape, str]:
+def _choose(options: Options, ranks: int, given: Mapping[str, Any] | None) -> tuple[Shape, str]:
+    from wherry.config import load
     from wherry.train.presets import choose, measure_machine
 
     if options.preset != "auto":
@@ -220,7 +225,9 @@ def _choose(options: Options, ranks: int) -> tuple[Shape, str]:
     import torch
 
     itemsize = 2 if torch.cuda.is_available() else 4
-    shape, why = choose(measure_machine(ranks), options.micro_batch * ranks, itemsize=itemsize)
+    config = load(build_config(options, PRESETS["gpt2-10m"].parameters, bf16=False, given=given))
+    copies = ranks // (options.tensor_parallel * options.pipeline_parallel)
+    shape, why = choose(measure_machine(ranks), config.batch(copies).micro * ranks, itemsize=itemsize)
     return shape_of(options, shape), why
 
 
@@ -232,6 +239,10 @@ def _has_bf16(device: Any) -> bool:
 
 def _itemsize(dtype: Any) -> int:
     return 4 if dtype is None else int(dtype.itemsize)
+
+
+def _model_in_words(shape: Shape) -> str:
+    return f"{_count(shape.layers, 'block')}, {shape.hidden} wide, {_count(shape.heads, 'head')}"
 
 
 def _batch_in_words(micro: int, accumulation: int, ranks: int, shape: Shape, plan: Any) -> str:

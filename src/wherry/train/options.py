@@ -15,7 +15,9 @@ from wherry.train.presets import PRESETS, Shape
 DEFAULT_PRESET = "gpt2-10m"
 DEFAULT_MICRO_BATCH = 8
 DEFAULT_STEPS = 150
-_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_TRAIN, _MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
+_BATCH_KEYS = (_TRAIN, _MICRO, "gradient_accumulation_steps")
+_OF_ADAM = ("adam", "adamw", "auto")
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Options:
     seq_length: int | None = None
     vocab_size: int | None = None
     batch_size: int | None = None
+    global_batch_size: int | None = None
     accumulation: int | None = None
     checkpoint_activations: bool = False
     tensor_parallel: int = 1
@@ -42,6 +45,8 @@ class Options:
     nvme_path: str | None = None
     host_memory: str | None = None
     lr: float | None = None
+    weight_decay: float | None = None
+    clip_grad: float | None = None
     steps: int = DEFAULT_STEPS
     warmup: int | None = None
     eval_interval: int = 0
@@ -57,6 +62,11 @@ class Options:
     max_restarts: int = 0
     seed: int = 1234
     nproc: int | None = None
+
+    @property
+    def sizes_the_batch(self) -> bool:
+        """Whether a flag says how many samples a step or a micro-batch has."""
+        return any(size is not None for size in (self.batch_size, self.global_batch_size, self.accumulation))
 
     @property
     def micro_batch(self) -> int:
@@ -90,15 +100,22 @@ def build_parser() -> argparse.ArgumentParser:
     train = parser.add_argument_group("training")
     _add(train, "--steps", "--train-iters", type=_positive, default=DEFAULT_STEPS, help="optimizer steps")
     _add(train, "--batch-size", "--micro-batch-size", type=_positive, help="samples of a micro-batch on each rank")
+    _add(train, "--global-batch-size", type=_positive, help="samples of a step, over all ranks")
     _add(train, "--gradient-accumulation-steps", dest="accumulation", type=_positive, help="micro-batches of a step")
     _add(train, "--lr", type=float, help="peak learning rate of AdamW (default: 1e-3 at 11M, less for larger models)")
+    _add(train, "--weight-decay", type=float, help="of AdamW (default: 0.1)")
+    _add(train, "--clip-grad", type=float, help="gradients are clipped to this norm (default: 1.0; 0: not at all)")
     _add(train, "--lr-warmup-iters", dest="warmup", type=int, help="steps until the peak (default: a tenth)")
     _add(train, "--precision", choices=("fp32", "bf16", "fp16"), help="default: bf16 on a GPU that has it, else fp32")
+    for dtype in ("bf16", "fp16"):
+        _add(train, f"--{dtype}", dest="precision", action="store_const", const=dtype, help=f"--precision {dtype}")
     _add(train, "--stage", type=int, choices=(0, 1, 2, 3), help="ZeRO stage (default: 3)")
     _add(train, "--offload-optimizer", choices=("none", "cpu", "nvme"), help="where optimizer state rests")
     _add(train, "--offload-param", choices=("none", "cpu", "nvme"), help="where parameters rest, at stage 3")
     _add(train, "--nvme-path", metavar="FOLDER", help="the folder on disk for what is offloaded to nvme")
     _add(train, "--host-memory", metavar="SIZE", help="host memory that training states may take, like 3GB")
+    # Scripts have the switch beside the file.
+    train.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
     _add(train, "--config", "--deepspeed-config", metavar="FILE", help="config file with DeepSpeed's key names")
     _add(train, "--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="a key of the config")
     _add(train, "--seed", type=int, default=1234, help="of the weights and of the order of the text")
@@ -133,6 +150,7 @@ def _positive(text: str) -> int:
 def parse(argv: list[str]) -> Options:
     found = vars(build_parser().parse_args(argv))
     found["settings"] = tuple(found["settings"])
+    del found["deepspeed"]
     if found["max_restarts"] and found["resume"] is None:
         found["resume"] = "auto"
     if found["log_interval"] is None:
@@ -192,8 +210,7 @@ def peak_lr(parameters: int) -> float:
 def build_config(options: Options, parameters: int, *, bf16: bool, given: Mapping[str, Any] | None) -> dict[str, Any]:
     """One config from our defaults, the user's file (`given`), the flags and `--set`, each over the one before it.
 
-    A file is taken at its word: of our defaults it gets those alone without which there is nothing to train with,
-    an optimizer and a batch size.
+    A file is taken at its word: of our defaults it gets an optimizer where it has none, and what it leaves to "auto".
     """
     config = _defaults(options, parameters, bf16=bf16 and options.precision is None)
     if given is not None:
@@ -201,7 +218,7 @@ def build_config(options: Options, parameters: int, *, bf16: bool, given: Mappin
     for flag in (_batch_flags, _precision_flags, _optimizer_flags):
         flag(options, config)
     if options.stage is not None:
-        config.setdefault("zero_optimization", {})["stage"] = options.stage
+        _block(config, "zero_optimization")["stage"] = options.stage
     _offload_flags(options, config)
     _checkpoint_flags(options, config)
     for setting in options.settings:
@@ -210,20 +227,38 @@ def build_config(options: Options, parameters: int, *, bf16: bool, given: Mappin
 
 
 def _offload_flags(options: Options, config: dict[str, Any]) -> None:
-    zero = dict(config.get("zero_optimization") or {})
     for name in ("offload_optimizer", "offload_param"):
         device = getattr(options, name)
+        if device is None and options.nvme_path is None:
+            continue
+        offload = _block(_block(config, "zero_optimization"), name)
         if device is not None:
-            zero[name] = {**zero.get(name, {}), "device": device}
-        if options.nvme_path is not None and zero.get(name, {}).get("device") == "nvme":
-            zero[name]["nvme_path"] = options.nvme_path
+            offload["device"] = device
+        if options.nvme_path is not None and offload.get("device") == "nvme":
+            offload["nvme_path"] = options.nvme_path
             if name == "offload_param":
                 # What is sent to disk by a flag is to be there.
-                zero[name].setdefault("max_in_cpu", 0)
-    if zero:
-        config["zero_optimization"] = zero
+                offload.setdefault("max_in_cpu", 0)
+    if options.nvme_path is not None and not _on_disk(config):
+        raise WherryError(
+            f"--nvme-path {options.nvme_path}: nothing rests on disk; add --offload-optimizer nvme, or "
+            "--offload-param nvme, or leave it out"
+        )
     if options.host_memory is not None:
-        config.setdefault("wherry", {})["host_memory"] = options.host_memory
+        _block(config, "wherry")["host_memory"] = options.host_memory
+
+
+def _on_disk(config: dict[str, Any]) -> bool:
+    zero = config.get("zero_optimization") or {}
+    return any(zero[name].get("device") == "nvme" for name in ("offload_optimizer", "offload_param"))
+
+
+def _block(tree: dict[str, Any], name: str) -> dict[str, Any]:
+    """A block to write into, made where there is none. An old form of a config says true for stage 1."""
+    found = tree.get(name)
+    if not isinstance(found, dict):
+        found = tree[name] = {"stage": 1} if found is True and name == "zero_optimization" else {}
+    return found
 
 
 def _defaults(options: Options, parameters: int, *, bf16: bool) -> dict[str, Any]:
@@ -252,18 +287,40 @@ def _defaults(options: Options, parameters: int, *, bf16: bool) -> dict[str, Any
 
 
 def _under_file(defaults: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    config = copy.deepcopy(dict(given))
-    if "optimizer" not in config:
+    from wherry.config.source import nested
+
+    config = nested(given)
+    if config.get("optimizer") in (None, "auto"):
         config["optimizer"] = defaults["optimizer"]
-        config.setdefault("scheduler", defaults["scheduler"])
-    if not any(key in config for key in _BATCH_KEYS):
-        config["train_micro_batch_size_per_gpu"] = defaults["train_micro_batch_size_per_gpu"]
-    return config
+        config.setdefault("scheduler", "auto")
+    if config.get("scheduler") == "auto":
+        config["scheduler"] = defaults["scheduler"]
+    optimizer, scheduler = config["optimizer"], config.get("scheduler")
+    if isinstance(optimizer, dict) and str(optimizer.get("type")).lower() in _OF_ADAM:
+        _fill_auto(optimizer, defaults["optimizer"], tuple(defaults["optimizer"]["params"]))
+    if isinstance(scheduler, dict):
+        _fill_auto(scheduler, defaults["scheduler"], ("total_num_steps", "warmup_num_steps"))
+    if config.get(_MICRO) == "auto" and config.get(_TRAIN) in (None, "auto"):
+        config[_MICRO] = defaults[_MICRO]
+    # What is still left open follows from the others; a resumed run reads them as numbers.
+    return {key: value for key, value in config.items() if key not in _BATCH_KEYS or value != "auto"}
+
+
+def _fill_auto(block: dict[str, Any], ours: Mapping[str, Any], parameters: tuple[str, ...]) -> None:
+    """Our values for parameters that are "auto", or our whole block for one that is left open altogether."""
+    params = block.get("params") or {}
+    if block.get("type") == "auto" and all(value in (None, "auto") for value in params.values()):
+        block.update(copy.deepcopy(dict(ours)))
+    else:
+        params.update({name: ours["params"][name] for name in parameters if params.get(name) == "auto"})
 
 
 def _batch_flags(options: Options, config: dict[str, Any]) -> None:
     if options.batch_size is not None:
         config["train_micro_batch_size_per_gpu"] = options.batch_size
+    if options.global_batch_size is not None:
+        config["train_batch_size"] = options.global_batch_size
+        config.pop("gradient_accumulation_steps", None)
     if options.accumulation is not None:
         config["gradient_accumulation_steps"] = options.accumulation
 
@@ -273,19 +330,22 @@ def _precision_flags(options: Options, config: dict[str, Any]) -> None:
         return
     for name in ("bf16", "fp16"):
         if options.precision == name or name in config:
-            config.setdefault(name, {})["enabled"] = options.precision == name
+            _block(config, name)["enabled"] = options.precision == name
 
 
 def _optimizer_flags(options: Options, config: dict[str, Any]) -> None:
-    if options.lr is not None:
-        config["optimizer"].setdefault("params", {})["lr"] = options.lr
+    for name in ("lr", "weight_decay"):
+        if (value := getattr(options, name)) is not None:
+            _block(config["optimizer"], "params")[name] = value
+    if options.clip_grad is not None:
+        config["gradient_clipping"] = options.clip_grad
 
 
 def _checkpoint_flags(options: Options, config: dict[str, Any]) -> None:
     given = {"keep_last": options.keep_last, "async_save": options.async_save or None}
     for name, value in given.items():
         if value is not None:
-            config.setdefault("wherry", {}).setdefault("checkpoint", {})[name] = value
+            _block(_block(config, "wherry"), "checkpoint")[name] = value
 
 
 def _set(config: dict[str, Any], setting: str) -> None:
@@ -296,7 +356,9 @@ def _set(config: dict[str, Any], setting: str) -> None:
         raise WherryError(f"--set {setting}: expected KEY=VALUE, such as zero_optimization.stage=2")
     block = config
     for depth, name in enumerate(path[:-1], 1):
-        block = block.setdefault(name, {})
+        if block.get(name) in (None, "auto"):
+            block[name] = {}
+        block = block[name]
         if not isinstance(block, dict):
             raise WherryError(f"--set {setting}: {'.'.join(path[:depth])} is {block!r} in the config, not a block")
     try:

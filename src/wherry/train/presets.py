@@ -31,6 +31,12 @@ class Shape:
         block = 12 * self.hidden**2 + 13 * self.hidden
         return self.layers * block + (self.vocabulary + self.sequence + 2) * self.hidden
 
+    @property
+    def size(self) -> str:
+        """The number of parameters, as people say it: 10.8M, 1.56B."""
+        count = self.parameters
+        return f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
+
     def flops_per_token(self) -> int:
         """Forward and backward: six per parameter that multiplies, and attention over half the sequence."""
         multiplied = self.layers * 12 * self.hidden**2 + self.vocabulary * self.hidden
@@ -123,6 +129,6 @@ def choose(machine: Machine, micro_batch: int, *, itemsize: int) -> tuple[Shape,
     shape = next((shape for shape in reversed(LADDER) if comfortable(shape)), LADDER[0])
     reason = (
         f"auto: {machine.where}, {machine.memory / 1e9:.0f} GB free, {machine.flops / 1e12:.2g} TFLOP/s: "
-        f"{shape.parameters / 1e6:.0f}M parameters"
+        f"{shape.size} parameters"
     )
     return shape, reason

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from wherry.observe.log import logger, say
+from wherry.observe.log import is_rank_zero, logger, say
 from wherry.parallel.topology import default_device, local_rank
 
 __all__ = [
@@ -64,7 +64,8 @@ def init_distributed(
         if device.type == "cuda":
             backend = "cpu:gloo,cuda:nccl"
         else:
-            logger.warning("init_distributed: nccl needs a GPU and there is none here, so gloo is used")
+            if is_rank_zero():
+                logger.warning("init_distributed: nccl needs a GPU and there is none here, so gloo is used")
             backend = "gloo"
     if auto_mpi_discovery:
         _from_mpi(distributed_port)

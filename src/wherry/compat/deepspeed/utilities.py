@@ -10,9 +10,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from wherry.observe.log import logger
+from wherry.observe.log import logger, show_unless_shown
 from wherry.observe.memory import device_memory, format_bytes, host_memory
+from wherry.offstage import SPELLINGS
 from wherry.parallel.topology import default_device
+from wherry.placement import Tier
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -22,6 +24,21 @@ def log_dist(message: str, ranks: list[int] | None = None, level: int = logging.
     rank = int(os.environ.get("RANK", "0"))
     if not ranks or -1 in ranks or rank in ranks:
         logger.log(level, "[Rank %d] %s", rank, message)
+
+
+class LoggerFactory:
+    """Scripts make their loggers with it."""
+
+    @staticmethod
+    def create_logger(name: str | None = None, level: int = logging.INFO) -> logging.Logger:
+        made = logging.getLogger(name or logger.name)
+        show_unless_shown(level, made)
+        made.setLevel(level)
+        return made
+
+
+def set_log_level_from_string(level: str, custom_logger: logging.Logger | None = None) -> None:
+    (custom_logger or logger).setLevel(level.upper())
 
 
 def print_json_dist(message: Any, ranks: list[int] | None = None, path: str | None = None) -> None:
@@ -161,3 +178,10 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
     if isinstance(item, dict):
         return type(item)({key: clone_tensors_for_torch_save(value, device) for key, value in item.items()})
     return item
+
+
+def get_state_devices(engine: Any, state: Any) -> set[torch.device]:
+    """The devices on which a state of the engine rests."""
+    name = SPELLINGS.get(str(getattr(state, "value", state)), "optimizer")
+    on_device = getattr(engine.placement, name).tier is Tier.DEVICE and name not in engine._offstage.away
+    return {engine.device if on_device else torch.device("cpu")}

@@ -18,8 +18,11 @@ from wherry.compat.deepspeed.parts import absent as _absent
 from wherry.errors import ConfigError as DeepSpeedConfigError
 from wherry.observe.log import is_rank_zero as _is_rank_zero
 from wherry.observe.log import logger
+from wherry.observe.log import show_unless_shown as _show_unless_shown
 
 _find_absent()
+# Scripts log with DeepSpeed's logger, whose lines are seen without more ado.
+_show_unless_shown()
 
 from deepspeed import accelerator, checkpoint, comm, ops, runtime, utils
 from deepspeed.runtime import zero
@@ -45,7 +48,7 @@ if _is_rank_zero():
     logger.warning("import deepspeed gives Wherry %s here (it answers to version %s)", _wherry_version, __version__)
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> object:
     if name.startswith("__"):
         raise AttributeError(name)
     try:

@@ -1,4 +1,4 @@
-def main(hide_operator_status=False, hide_errors_and_warnings=False):
+def main(hide_operator_status: bool = False, hide_errors_and_warnings: bool = False) -> None:
     """`wherry doctor`."""
     from wherry.cli.doctor import main as doctor
 

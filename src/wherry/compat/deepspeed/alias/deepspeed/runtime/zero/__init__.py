@@ -9,7 +9,7 @@ from deepspeed.runtime.zero import (
 )
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> object:
     if name not in ("TiledLinear", "TiledLinearReturnBias"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from deepspeed.runtime.zero import tiling
