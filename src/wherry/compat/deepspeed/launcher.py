@@ -59,7 +59,7 @@ def to_run(arguments: argparse.Namespace) -> list[str]:
         if getattr(arguments, name):
             raise WherryError(f"--{name} is not part of Wherry; {instead}")
     if arguments.launcher not in ("pdsh", "ssh"):
-        instead = _SCHEDULERS.get(arguments.launcher, "wherry run under mpirun's hostfile, over ssh")
+        instead = _SCHEDULERS.get(arguments.launcher, "wherry run --hostfile FILE")
         raise WherryError(f"--launcher {arguments.launcher} is not part of Wherry; use `{instead}`")
     flags = ["--as-deepspeed"]
     for name in _SAME:

@@ -68,7 +68,8 @@ def get_model_profile(
     """`(flops, macs, parameters)` of one forward."""
     import torch
 
-    arguments = [torch.ones(input_shape)] if input_shape is not None else list(args)
+    like = next(model.parameters(), torch.empty(0))
+    arguments = [like.new_ones(input_shape)] if input_shape is not None else list(args)
     profiler = FlopsProfiler(model)
     run = model.generate if mode == "generate" else model  # type: ignore[assignment]
     with torch.no_grad():
