@@ -75,6 +75,12 @@ def test_ranks_and_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     assert many["step"]["terms"]["collectives"] > eight["step"]["terms"]["collectives"]
 
 
+def test_a_machine_whose_gpus_are_left_out_computes_on_its_host(capsys: pytest.CaptureFixture[str]) -> None:
+    with_gpu, without = (found(capsys, *SMALL, "--gpus", count) for count in ("1", "0"))
+    assert [use["place"] for use in without["uses"]] == ["host"] and without["machine"]["gpu_memory"] == 0
+    assert without["step"]["seconds"] > 10 * with_gpu["step"]["seconds"]
+
+
 def test_a_model_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
     told = found(capsys, "tests.plan.measured:make", "--machine", "4090", "--sequence", "24", "--recompute")
     assert told["recompute"] and told["sequence"] == 24

@@ -63,8 +63,8 @@ class _StandardError(logging.StreamHandler[Any]):
     def stream(self) -> Any:  # type: ignore[override]
         return sys.stderr
 
-    def filter(self, record: logging.LogRecord) -> bool | logging.LogRecord:
-        return not logging.getLogger().handlers and super().filter(record)
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not logging.getLogger().handlers and bool(super().filter(record))
 
 
 def show_on(stream: Any = None, level: int = logging.INFO, of: logging.Logger = logger) -> logging.Handler:

@@ -15,6 +15,8 @@ TERA = 10**12
 DEVICE_SLACK = 0.08
 HOST_SLACK = 0.05
 DISK_SLACK = 0.05
+# Operations a second of a server's cores, all together.
+HOST_MATRIX, HOST_MATRIX_FP32 = 3 * TERA, 1.5 * TERA
 # What torch itself takes in each process.
 PROCESS = 500 * 10**6
 
@@ -133,7 +135,8 @@ def described(
     disk_bandwidth: float | None = None,
     matrix: float | None = None,
 ) -> Machine:
-    """`base` with other numbers. One that has no GPU and gets some has the rates of an A100's."""
+    """`base` with other numbers. One that has no GPU and gets some has the rates of an A100's, and the other way round
+    those of a server's cores."""
     if gpus and not base.gpus:
         host = base
         base = replace(
@@ -145,11 +148,26 @@ def described(
             disk_read=host.disk_read,
             disk_write=host.disk_write,
         )
+    if gpus == 0 and base.gpus:
+        base = replace(
+            base,
+            gpu_memory=0,
+            matrix=HOST_MATRIX,
+            matrix_fp32=HOST_MATRIX_FP32,
+            device_stream=base.stream,
+            slow=base.stream / 16,
+            pcie=base.stream / 2,
+            link=base.stream / 4,
+            measured=False,
+        )
     changes = {
         "gpu_memory": gpu_memory, "host_memory": host_memory, "disk": disk, "gpus": gpus, "nodes": nodes,
         "pcie": pcie, "stream": stream, "disk_read": disk_bandwidth, "disk_write": disk_bandwidth, "matrix": matrix,
         "disk_both": None if disk_bandwidth is None else 0.0,
     }  # fmt: skip
+    if stream is not None and not (base.gpus if gpus is None else gpus):
+        # What computes reads the host's memory.
+        changes |= {"device_stream": stream, "cached": ()}
     given = {key: value for key, value in changes.items() if value is not None}
     if not given:
         return base
