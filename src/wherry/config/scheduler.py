@@ -101,8 +101,8 @@ class Scheduler(Block):
         str, BeforeValidator(_type), WithJsonSchema({"type": "string", "enum": list(SCHEDULES)})
     ] = key(
         ...,
-        "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest. auto: the one that has the parameters given; "
-        "none without any.",
+        "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest. auto: the one that has the parameters "
+        "given; none without any.",
     )
     params: dict[Text, Any] = key({}, "What the schedule is constructed with.")
 

@@ -60,7 +60,7 @@ class _StandardError(logging.StreamHandler[Any]):
         logging.Handler.__init__(self)
 
     @property
-    def stream(self) -> Any:  # type: ignore[override]
+    def stream(self) -> Any:
         return sys.stderr
 
     def filter(self, record: logging.LogRecord) -> bool:
