@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, replace
+from typing import Any
 
 from wherry.errors import WherryError
 from wherry.placement import Tier
@@ -160,7 +161,7 @@ def described(
             link=base.stream / 4,
             measured=False,
         )
-    changes = {
+    changes: dict[str, Any] = {
         "gpu_memory": gpu_memory, "host_memory": host_memory, "disk": disk, "gpus": gpus, "nodes": nodes,
         "pcie": pcie, "stream": stream, "disk_read": disk_bandwidth, "disk_write": disk_bandwidth, "matrix": matrix,
         "disk_both": None if disk_bandwidth is None else 0.0,
@@ -172,4 +173,4 @@ def described(
     if not given:
         return base
     name = base.name if base.name.endswith(", changed") else f"{base.name}, changed"
-    return replace(base, name=name, **given)  # type: ignore[arg-type]
+    return replace(base, name=name, **given)
