@@ -76,6 +76,7 @@ class Tiering:
                 name=f"rank{self.topology.global_rank}",
                 block_size=aio.block_size,
                 queue_depth=aio.queue_depth * max(1, aio.intra_op_parallelism),
+                checksum=aio.checksum,
             )
         return store
 

@@ -114,7 +114,7 @@ def test_versions_are_compared_by_their_numbers():
 def test_output_that_is_cut_off_is_no_error():
     code = "import sys; from wherry.cli import main; sys.exit(main(['doctor', '--json']))"
     done = subprocess.run(
-        f"{sys.executable} -c \"{code}\" | head -n 1", shell=True, capture_output=True, text=True, env=environment()
+        f'{sys.executable} -c "{code}" | head -n 1', shell=True, capture_output=True, text=True, env=environment()
     )
     assert done.stdout.strip() == "[" and "Traceback" not in done.stderr
 
@@ -126,6 +126,27 @@ def test_doctor_reports_a_failing_check_as_a_problem(monkeypatch, capsys):
     assert all("z80" in finding.advice for finding in found)
     assert main(["doctor"]) == 1
     assert "2 problems." in capsys.readouterr().out
+
+
+def test_doctor_says_what_updates_states_on_the_host(monkeypatch):
+    from wherry import native
+
+    def core():
+        return next(finding for finding in examine() if finding.name == "native core")
+
+    isas = native.available_isas()
+    monkeypatch.delenv("WHERRY_ISA", raising=False)
+    best = core()
+    if len(isas) > 1:
+        assert best.found == f"{isas[0]} kernels, {native.default_pool().threads} threads of its own"
+        monkeypatch.setenv("WHERRY_ISA", "portable")
+        slower = core()
+        assert slower.found.startswith("portable kernels")
+        assert isas[0] == "portable" or f"unset it for {isas[0]}" in slower.advice
+    monkeypatch.setenv("WHERRY_ISA", "torch")
+    fallback = core()
+    assert (fallback.found, fallback.verdict) == ("not in use: torch fallback", NOTE)
+    assert fallback.advice.startswith("WHERRY_ISA=torch asks for the torch fallback; meanwhile updates on the host run")
 
 
 def test_bench_names_what_it_can_measure(capsys):

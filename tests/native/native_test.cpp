@@ -61,6 +61,13 @@ std::vector<float> random_floats(int64_t count, uint32_t seed) {
   return made;
 }
 
+// All results of an instruction set in one number, to be compared between machines.
+uint64_t digest;
+template <class T> void add_to_digest(const std::vector<T>& values) {
+  const auto* bytes = reinterpret_cast<const unsigned char*>(values.data());
+  for (size_t i = 0; i < values.size() * sizeof(T); ++i) digest = (digest ^ bytes[i]) * 1099511628211u;
+}
+
 int64_t size_of(int32_t kind) { return kind == KIND_F32 ? 4 : kind == KIND_BF16 || kind == KIND_F16 ? 2 : 1; }
 
 // The memory of one segment, each stream an allocation of exactly its size.
@@ -136,6 +143,11 @@ void test_updates(int isa) {
             wherry_plan_run(portable, &r, 1, 0.5f, nullptr, nullptr);
           }
           CHECK(got == expected);
+          add_to_digest(got.weight);
+          add_to_digest(got.working);
+          add_to_digest(got.low);
+          for (int k = 0; k < 2; ++k) add_to_digest(got.state[k]);
+          for (int k = 0; k < 2; ++k) add_to_digest(got.scale[k]);
           wherry_plan_free(here);
           wherry_plan_free(portable);
         }
@@ -157,13 +169,21 @@ void test_passes(int isa) {
     wherry_join(isa, nullptr, hi.data(), low.data(), back.data(), n);
     CHECK(back == values);
     wherry_cast_stochastic(isa, nullptr, hi.data(), values.data(), (int64_t{1} << 32) - 7, 5, n);
-    CHECK(wherry_sum_squares(isa, nullptr, values.data(), KIND_F32, n) ==
-          wherry_sum_squares(1, nullptr, values.data(), KIND_F32, n));
+    add_to_digest(hi);
+    const std::vector<double> sum = {wherry_sum_squares(isa, nullptr, values.data(), KIND_F32, n)};
+    CHECK(sum[0] == wherry_sum_squares(1, nullptr, values.data(), KIND_F32, n));
+    add_to_digest(sum);
+    for (int32_t kind : {KIND_BF16, KIND_F16}) {
+      wherry_cast(isa, nullptr, hi.data(), kind, values.data(), KIND_F32, n);
+      add_to_digest(hi);
+    }
     for (int32_t kind : {KIND_S8, KIND_U8}) {
       Bytes codes(values.size());
       std::vector<float> scales(static_cast<size_t>((n + BLOCK - 1) / BLOCK));
       wherry_quantize(isa, nullptr, values.data(), codes.data(), scales.data(), kind, n);
       wherry_dequantize(isa, nullptr, codes.data(), scales.data(), back.data(), kind, n);
+      add_to_digest(codes);
+      add_to_digest(back);
     }
     std::vector<Bytes> room(5, Bytes(values.size() * 4));
     void* streams[5];
@@ -247,9 +267,10 @@ void test_pool() {
 int main() {
   for (int isa = 1; isa <= 4; ++isa) {
     if (!wherry_has_isa(isa)) continue;
+    digest = 14695981039346656037u;
     test_updates(isa);
     test_passes(isa);
-    std::printf("instruction set %d: kernels in order\n", isa);
+    std::printf("instruction set %d: kernels in order, digest %016llx\n", isa, static_cast<unsigned long long>(digest));
   }
   test_pool();
   std::printf("pool in order\n");

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,6 +42,80 @@ def in_a_process(code, **environment):
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
+
+
+@contextmanager
+def held(pool: native.Pool) -> Iterator[None]:
+    """No thread of the pool takes up work until the block ends."""
+    library = native.library()
+    assert library is not None
+    handle = pool.handle(library)
+    library.wherry_pool_throttle(handle, 0)
+    try:
+        yield
+    finally:
+        library.wherry_pool_throttle(handle, pool.threads)
+
+
+@needs_library
+def test_submitting_returns_before_the_work_is_done():
+    with native.Pool(threads=2) as pool:
+        plans = [ones_plan(50_000) for _ in range(3)]
+        with held(pool):
+            tickets = [plan.submit(native.SGD(1.0), 1.0, pool) for _, plan in plans]
+            assert not any(ticket.done() for ticket in tickets)
+            assert not any(weight.any() for weight, _ in plans)
+        for (weight, _), ticket in zip(plans, tickets, strict=True):
+            ticket.wait()
+            assert ticket.done()
+            assert torch.equal(weight, torch.full_like(weight, -1.0))
+
+
+@needs_library
+def test_waiting_leaves_the_interpreter_to_others():
+    """While threads wait for updates that nobody does yet, this one goes on, and lets the updates begin."""
+    with native.Pool(threads=2) as pool:
+        weight, plan = ones_plan(50_000)
+        source = torch.ones(300_000)
+        sums: list[float] = []
+
+        def wait(ticket):
+            begun.wait()
+            ticket.wait()
+
+        def add():  # a pass on the pool, which waits within the library
+            begun.wait()
+            sums.append(native.sum_squares(source, pool))
+
+        begun = threading.Barrier(4)
+        with held(pool):
+            ticket = plan.submit(native.SGD(1.0), 1.0, pool)
+            waiting = [threading.Thread(target=wait, args=(ticket,)) for _ in range(2)] + [threading.Thread(target=add)]
+            for thread in waiting:
+                thread.start()
+            begun.wait()
+            for thread in waiting:
+                thread.join(0.01)
+                assert thread.is_alive()
+            assert not ticket.done()
+        for thread in waiting:
+            thread.join()
+        assert torch.equal(weight, torch.full_like(weight, -1.0))
+        assert sums == [300_000.0]
+
+
+def test_without_python(tmp_path):
+    """What threads do at a gate, in C++: several jobs under way, and as many threads at work as the throttle lets."""
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    sources = Path(pools.__file__).with_name("src")
+    program = tmp_path / "pool_test"
+    flags = ["-std=c++17", "-O0", "-Wall", "-Wextra", "-Werror", f"-I{sources}"]
+    files = [Path(__file__).with_name("pool_test.cpp"), sources / "pool.cpp"]
+    subprocess.run([compiler, *flags, *files, "-o", program, "-lpthread"], check=True)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")
 
 
 def test_many_submissions_at_once():

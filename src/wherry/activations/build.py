@@ -42,7 +42,7 @@ def build(
     if block.contiguous_memory_optimization:
         blocks = Blocks(device, ahead=block.number_checkpoints or 1)
     allocate = allocator(device, blocks)
-    store = _store(block, topology, allocate)
+    store = _store(block, topology, allocate, checksum=config.aio.checksum)
     cut = None
     if block.partition_activations:
         if topology.tensor.size > 1:
@@ -73,14 +73,15 @@ def build(
     )
 
 
-def _store(block: ActivationCheckpointing, topology: Topology, allocate: Allocate) -> Store | None:
+def _store(block: ActivationCheckpointing, topology: Topology, allocate: Allocate, *, checksum: bool) -> Store | None:
     if not (block.cpu_checkpointing or block.nvme_path):
         return None
     # A way of its own, so that activations do not wait behind weights and gradients.
     link = topology.link(True) if topology.link is not None else link_to(topology.device)
     if block.nvme_path:
         folders = [block.nvme_path] if isinstance(block.nvme_path, str) else block.nvme_path
-        return DiskActivations(topology.open_store(folders, name="activations"), link, allocate)
+        store = topology.open_store(folders, name="activations", checksum=checksum)
+        return DiskActivations(store, link, allocate)
     if link.shared:
         say("activation_checkpointing.cpu_checkpointing: activations are in host memory, as the device is the host")
         link.close()

@@ -243,12 +243,21 @@ def _huge_pages() -> Finding:
 
 
 def _native() -> Finding:
+    """What updates states on the host: the library's kernels for this processor, or their substitute in torch."""
     from wherry import native
 
+    name, best = native.isa(), native.available_isas()[0]
     if native.library() is None:
-        advice = f"{native.why_not()}; updates on the host run in plain torch, which is slower"
-        return Finding("native core", native.isa(), NOTE, advice)
-    return Finding("native core", native.isa())
+        advice = f"{native.why_not()}; meanwhile updates on the host run in plain torch: the same results, slower"
+        return Finding("native core", "not in use: torch fallback", NOTE, advice)
+    found = f"{name} kernels, {native.default_pool().threads} threads of its own"
+    if name != best:
+        advice = f"WHERRY_ISA={name} asks for them; unset it for {best}, which this processor has: the same results"
+        return Finding("native core", found, NOTE, advice)
+    if name == "portable":
+        advice = "this processor has none of AVX-512, AVX2 and NEON: the same results, slower"
+        return Finding("native core", found, NOTE, advice)
+    return Finding("native core", found)
 
 
 def _disk_backend() -> Finding:

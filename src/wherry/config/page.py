@@ -26,6 +26,11 @@ missing comma between lines are fine; a key given twice is an error. Files writt
 - Schedules count from 0, as those of torch: the first update uses the schedule's value at step 0, the second that at
   step 1. (DeepSpeed's first two updates both use step 0, so its warm-up runs one step later.)
 
+Two variables of the environment say what runs the host's part, where the best choice by itself is not wanted:
+`WHERRY_ISA` (avx512, avx2, neon, portable, or torch for the fallback without the native library) the optimizers, and
+`WHERRY_DISK` (io_uring, threads, or buffered) the reads and writes of the disk tier. `wherry doctor` says what is in
+use, and why nothing better is.
+
 `wherry config check FILE` checks a file, `wherry config explain KEY` says what a key does, and
 `wherry config schema` prints a JSON schema for editors: save it and point to it with a key `"$schema"`.
 """

@@ -26,11 +26,16 @@ _SUMMED = "collectives are summed up; a torch.profiler trace has each of them un
 
 class Aio(Block):
     block_size: Integer = key(1_048_576, "Bytes of one request to the disk.", ge=512)
-    queue_depth: Integer = key(8, "Requests kept under way at once.", ge=1)
+    queue_depth: Integer = key(16, "Requests kept under way at once, on each path.", ge=1)
     intra_op_parallelism: Integer = key(1, "Multiplies queue_depth: requests of one large transfer at once.", ge=1)
     single_submit: Flag = key(False, "Submit requests one by one.", inert="requests are always submitted together")
     overlap_events: Flag = key(True, "Overlap submitting with completing.", inert="they always overlap")
     use_gds: Flag = key(False, "GPUDirect Storage.", inert="the disk tier reads into host memory")
+    checksum: Flag = key(
+        False,
+        "Compare all that is read from the disk with checksums of what was written: 4 bytes of host memory for every "
+        "4,096 on the disk. A difference is an error that names the record, the file and the place in it.",
+    )
     thread_count: Any = renamed("intra_op_parallelism", "Older spelling.")
 
 

@@ -58,13 +58,16 @@ class DiskUsage:
 class DiskTicket(Ticket):
     """A read or write under way. It keeps the buffer alive until the transfer is over, waited for or not."""
 
-    __slots__ = ("_buffer", "_error", "_record", "_request", "_write")
+    __slots__ = ("_buffer", "_error", "_paths", "_record", "_request", "_write")
 
-    def __init__(self, request: Request, buffer: torch.Tensor, record: Record, write: bool) -> None:
+    def __init__(
+        self, request: Request, buffer: torch.Tensor, record: Record, write: bool, paths: Sequence[str]
+    ) -> None:
         self._request: Request | None = request
         self._buffer: torch.Tensor | None = buffer
         self._record = record
         self._write = write
+        self._paths = paths
         self._error: DiskError | None = None
 
     def wait(self) -> None:
@@ -74,7 +77,7 @@ class DiskTicket(Ticket):
                 self._record.owner.check_process()
             failure = request.failure()
             if failure is not None and self._error is None:
-                self._error = disk_error(failure, self._write, self._record.name, self._record.paths)
+                self._error = disk_error(failure, self._write, self._record.name, self._paths)
             self._request = self._buffer = None
         if self._error is not None:
             raise self._error
@@ -138,7 +141,8 @@ class DiskStore:
 
     Reads and writes return tickets and run at the same time, `queue_depth` blocks deep on each path. Buffers are
     contiguous CPU tensors that start at a multiple of 4096 bytes, as those of `HostPool` do; a buffer must not change
-    until the ticket of its write was waited for. An error in one request is raised at its ticket and nowhere else.
+    until the ticket of its write was waited for. An error in one request is raised at its ticket and nowhere else. With
+    `checksum` every sector that was written here is compared with its checksum whenever it is read.
 
     >>> with DiskStore("/dev/shm") as store, HostPool() as pool:
     ...     record = store.reserve("layers.0", 1 << 20)
@@ -168,7 +172,7 @@ class DiskStore:
         self.checksum = checksum
         self._resources = _Resources()
         self._ends = [0] * len(roots)
-        self._records = 0
+        self._records: list[Record] = []
         self._watches: list[Callable[[], None]] = []
         self._attached: weakref.WeakSet[HostPool] = weakref.WeakSet()
         self._finalizer = weakref.finalize(self, self._resources.release)
@@ -322,14 +326,15 @@ class DiskStore:
 
     def _reserve(self, engine: Engine, name: str, nbytes: int) -> Record:
         padded = -(-nbytes // SECTOR) * SECTOR
-        rotate = self._records % len(self.paths)
+        rotate = len(self._records) % len(self.paths)
         shares = _shares(padded, self.block_size, rotate, len(self.paths))
         self._check_room(f"unit {name!r}", shares)
         self._grow(name, shares)
         offsets = tuple(end - share for end, share in zip(self._ends, shares, strict=True))
-        self._records += 1
         layout = engine.lay(offsets, rotate, padded // SECTOR, self.checksum)
-        return Record(name, nbytes, padded, self.paths, offsets, rotate, layout, self._resources)
+        record = Record(name, nbytes, padded, self.paths, offsets, rotate, layout, self._resources)
+        self._records.append(record)
+        return record
 
     def _check_room(self, who: str, shares: Sequence[int]) -> None:
         roots = [os.path.dirname(os.path.dirname(path)) for path in self.paths]
@@ -376,7 +381,8 @@ class DiskStore:
         length = size if nbytes is None else nbytes
         address = buffer.data_ptr()
         _check_request(record, buffer, address, size, offset, length, write)
-        ticket = DiskTicket(engine.submit(write, address, record.layout, offset, length), buffer, record, write)
+        request = engine.submit(write, address, record.layout, offset, length)
+        ticket = DiskTicket(request, buffer, record, write, record.paths)
         self._reap(ticket)
         return ticket
 
@@ -398,6 +404,8 @@ class DiskClone:
         self._store = store
         self._paths: list[Path] = []
         self._files: list[int] = []
+        # Checksums as they are now: those of the store become those of what is written next.
+        self._layouts = {record: record.layout.copy() for record in store._records}
         self._native: Engine | None = None
 
     def add(self, folder: SwapFolder, source: str) -> bool:
@@ -412,9 +420,8 @@ class DiskClone:
     def read(self, record: Record, buffer: torch.Tensor) -> Ticket:
         """Read a record of the store, as it was, into the buffer."""
         assert self._native is not None, "the clone is closed"
-        layout = self._native.lay(record.offsets, record.rotate, record.padded // SECTOR, False)
-        request = self._native.submit(False, buffer.data_ptr(), layout, 0, record.nbytes)
-        return DiskTicket(request, buffer, record, False)
+        request = self._native.submit(False, buffer.data_ptr(), self._layouts[record], 0, record.nbytes)
+        return DiskTicket(request, buffer, record, False, [str(path) for path in self._paths])
 
     def close(self) -> None:
         native, self._native = self._native, None

@@ -14,6 +14,8 @@ from wherry.native.disk import SECTOR
 from wherry.tiers.disk_errors import DiskUseError
 
 BACKENDS = ("io_uring", "threads", "buffered")
+# Names the backend where a caller leaves the choice, as engines do: for a system whose io_uring or O_DIRECT is amiss.
+ENVIRONMENT = "WHERRY_DISK"
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
@@ -31,15 +33,17 @@ class Probe:
 
 
 def probe(paths: str | Sequence[str], backend: str | None = None, native: bool | None = None) -> Probe:
-    """The best backend that all the paths allow, or the named one if they do.
+    """The best backend that all the paths allow, or the named one (here, or in `WHERRY_DISK`) if they do.
 
     `native` is for tests: False leaves the C++ engine out, True insists on it.
 
     >>> probe("/dev/shm").backend in BACKENDS
     True
     """
+    named = os.environ.get(ENVIRONMENT, "").strip().lower() if backend is None else ""
+    backend, what = (named, f"{ENVIRONMENT}={named}") if named else (backend, f"disk backend {backend!r}")
     if backend is not None and backend not in BACKENDS:
-        raise DiskUseError(f"disk backend {backend!r}: expected one of {', '.join(BACKENDS)}, or None for the best")
+        raise DiskUseError(f"{what}: expected one of {', '.join(BACKENDS)}, or nothing for the best")
     paths = [paths] if isinstance(paths, str) else paths
     missing = _why_no_library() if native is not False else "the native engine was left out by request"
     if native and missing:
@@ -49,8 +53,9 @@ def probe(paths: str | Sequence[str], backend: str | None = None, native: bool |
     why_not = {"io_uring": uring or direct, "threads": direct, "buffered": ""}
     if backend is not None:
         if why_not[backend]:
-            raise DiskUseError(f"disk backend {backend!r} was asked for and does not work here: {why_not[backend]}")
-        return Probe(backend, not missing)
+            raise DiskUseError(f"{what} was asked for and does not work here: {why_not[backend]}")
+        better = BACKENDS[: BACKENDS.index(backend)] if named else ()
+        return Probe(backend, not missing, tuple(f"no {name}: {what} asks for {backend}" for name in better))
     chosen = next(name for name in BACKENDS if not why_not[name])
     reasons = tuple(f"no {name}: {why}" for name, why in why_not.items() if why)
     return Probe(chosen, not missing, reasons)

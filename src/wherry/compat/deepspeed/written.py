@@ -11,6 +11,7 @@ from wherry.plan.write import tree_of
 # What DeepSpeed does not have, or refuses, and what becomes of it there.
 OWN_KEYS: Mapping[str, str] = {
     "$schema": "",
+    "aio.checksum": "what rests on disk is read there as it comes",
     "wherry": "its update policy, units and formats are Wherry's own",
     "activation_checkpointing.policy": "the model's code makes the checkpoints there",
     "activation_checkpointing.every": "the model's code says which blocks are checkpointed there",

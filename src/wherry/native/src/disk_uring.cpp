@@ -228,7 +228,7 @@ class UringEngine final : public Engine {
       stopping_ = true;
     }
     if (!thread_.joinable()) return;
-    wake();
+    ring_the_bell();
     thread_.join();
   }
 
@@ -248,12 +248,22 @@ class UringEngine final : public Engine {
     std::unique_lock lock(mutex_);
     if (stopping_) return -ESHUTDOWN;
     commands_.push_back(&command);
-    wake();
+    ring_the_bell();
     answered_.wait(lock, [&] { return command.done; });
     return command.result;
   }
 
+  // A thread that is not idle looks for more by itself: when a chunk is over, and before it sleeps with room to spare.
   void wake() override {
+    {
+      std::lock_guard lock(mutex_);
+      if (!idle_thread_) return;
+      idle_thread_ = false;
+    }
+    ring_the_bell();
+  }
+
+  void ring_the_bell() {
     const uint64_t one = 1;
     // It can fail only when the counter is full, and then the thread is awake anyhow.
     [[maybe_unused]] const ssize_t written = ::write(event_, &one, sizeof one);
@@ -324,7 +334,8 @@ class UringEngine final : public Engine {
       Chunk& chunk = slots_[slot];
       {
         std::lock_guard lock(mutex_);
-        if (!pick(chunk)) return;
+        idle_thread_ = !pick(chunk);
+        if (idle_thread_) return;
       }
       idle_.pop_back();
       begin(chunk);
@@ -406,6 +417,7 @@ class UringEngine final : public Engine {
   std::thread thread_;
   std::condition_variable answered_;
   bool ready_ = false, stopping_ = false;
+  bool idle_thread_ = false;  // it found nothing to begin, and has room for more; guarded by mutex_
   int error_ = 0;
   std::vector<Command*> commands_;
   // The rest belongs to the ring's thread.
