@@ -24,7 +24,7 @@ train: $(INSTALLED)
 	$(BIN)/wherry train $(ARGS)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 bench: $(PEERS)
 	$(BIN)/wherry bench adam --quick

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks import accumulation
 
 
+@pytest.mark.usefixtures("forked_rooms")
 def test_both_orders_train_the_same_model(tmp_path: Path, capsys) -> None:
     path = tmp_path / "accumulation.json"
     arguments = ["--quick", "--models", "tiny", "--windows", "3", "--peers", "none", "--place", "3", "--steps", "1"]

@@ -9,6 +9,8 @@ from benchmarks import bounds, gpu, gpu_offload, trace
 from benchmarks.bounds import Rates, Work
 from wherry.observe import machine
 
+pytestmark = pytest.mark.usefixtures("forked_rooms")
+
 
 @pytest.fixture(autouse=True)
 def no_watch(monkeypatch):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.forks import Forks
 
 from benchmarks import (
     activations,
@@ -27,6 +28,9 @@ def _rows(path, **case):
     """The rows of a file by system, those of a part of the cases."""
     rows = json.loads(path.read_text())["rows"]
     return {row["system"]: row for row in rows if case.items() <= row["case"].items()}
+
+
+pytestmark = pytest.mark.usefixtures("forked_rooms")
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +99,24 @@ def test_a_wrong_result_is_not_called_the_same():
     assert steps.loss_words(0.01) == "1e-02 off"
 
 
-def test_imports(tmp_path, capsys, monkeypatch):
+@pytest.fixture
+def torch_alone():
+    with Forks("torch") as forks:
+        yield forks
+
+
+def test_imports(tmp_path, capsys, monkeypatch, torch_alone):
+    python = imports._python
+
+    def run(arguments):
+        """What imports torch, in a fork of a process that has."""
+        if "import torch" not in arguments[-1]:
+            return python(arguments)
+        done = torch_alone.run(*arguments, folder=tmp_path, launched=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    monkeypatch.setattr(imports, "_python", run)
     monkeypatch.setattr(imports, "IMPORTS", {name: imports.IMPORTS[name] for name in ("wherry", "wherry, engine")})
     monkeypatch.setattr(imports, "COMMANDS", {name: imports.COMMANDS[name] for name in ("python", "wherry")})
     missing = imports.missing

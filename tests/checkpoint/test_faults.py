@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import resource
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from tests.checkpoint.harness import Shape, assert_same, load_into, on, save_from, state_of, train
+from tests.engine.test_processes import forks
 
 from wherry.checkpoint import folder as folders
 from wherry.checkpoint.errors import CheckpointError
@@ -24,11 +24,6 @@ from wherry.parallel.comm import Comm
 
 # Instants at which a training process is killed; WHERRY_KILLS asks for more.
 KILLS = int(os.environ.get("WHERRY_KILLS", "25"))
-
-
-# Children are forked from a process that has imported everything and started no thread.
-forks = multiprocessing.get_context("forkserver")
-forks.set_forkserver_preload(["tests.checkpoint.harness", "wherry.checkpoint.load", "wherry.checkpoint.save"])
 
 
 def child(body: Callable[..., None], *arguments: Any) -> Any:

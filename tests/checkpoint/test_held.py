@@ -14,8 +14,10 @@ from tests.checkpoint.harness import Shape, assert_same, load_into, on, state_of
 
 from wherry.checkpoint import save
 from wherry.checkpoint.errors import CheckpointError
+from wherry.checkpoint.held import Held
 from wherry.parallel.comm import Comm
 from wherry.tiers import disk
+from wherry.tiers.homes import KeptRecord
 
 BF16 = {"bf16": {"enabled": True}}
 POLICIES: dict[str, dict[str, Any]] = {
@@ -39,7 +41,7 @@ class Slow:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.002) -> None:
         self.copied = 0
         self.waited: list[float] = []
-        put, copied = save.RankFiles.put, save._copied
+        put, copied, pieces = save.RankFiles.put, save._copied, Held.pieces
 
         def slowly(files: Any, name: str, tensor: torch.Tensor) -> str:
             time.sleep(seconds)
@@ -49,6 +51,15 @@ class Slow:
             self.copied += item.values.nbytes if isinstance(item, save.Piece) else 0
             return copied(item)
 
+        def late(held: Held) -> Any:
+            # What nobody may write to before it is read is not read before somebody wants to.
+            while any(isinstance(kept, KeptRecord) and kept._clone is None for kept in held._kept) and not any(
+                kept.wanted for kept in held._kept
+            ):
+                time.sleep(0.001)
+            yield from pieces(held)
+
+        monkeypatch.setattr(Held, "pieces", late)
         monkeypatch.setattr(save.RankFiles, "put", slowly)
         monkeypatch.setattr(save, "_copied", counted)
 

@@ -122,8 +122,8 @@ def test_in_the_middle_of_a_window(tmp_path: Path, stage: int, more: dict[str, A
     assert norm == expected[0]
     assert_same(states, expected[1])
     # Elsewhere the sums are the same, in another order of additions.
-    for other in (Shape(2, 3 - stage, 3, more), Shape(2, 3, 3, more), Shape(2, 0, 3, more)):
-        _, states = on(other, go_on)[0]
+    for other in {3 - stage, 3, 0} - {stage}:
+        _, states = on(Shape(2, other, 3, more), go_on)[0]
         for name, value in expected[1].items():
             torch.testing.assert_close(states[name], value, rtol=2e-2, atol=2e-3 if more else 1e-5)
 

@@ -1,6 +1,10 @@
 """Programs that the launcher's tests start, and how they start them."""
 
+import contextlib
+import itertools
 import os
+import random
+import socket
 import subprocess
 import sys
 import time
@@ -57,6 +61,20 @@ def gone(pids):
 
 def pids_in(folder):
     return [int(path.suffix[1:]) for path in folder.glob("pid.*")]
+
+
+# Of this test worker's own, each given once: those above the system gives to whoever asks for any.
+_FIRST = 20_000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+_PORTS = itertools.cycle(random.sample(range(_FIRST, _FIRST + 1000), 1000))
+
+
+def free_port():
+    """A port for ranks to meet at."""
+    while True:
+        port = next(_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 WRITE_PID = "(HERE / f'pid.{os.getpid()}').touch()\n"

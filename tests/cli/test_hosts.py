@@ -1,14 +1,13 @@
 """Several hosts, reached by a command that stands in for ssh."""
 
 import signal
-import socket
 
 import pytest
 
 from wherry.cli.nodes import Host, read_hostfile, select
 from wherry.errors import WherryError
 
-from .programs import WRITE_PID, gone, pids_in, script, start, wait_for, wherry
+from .programs import WRITE_PID, free_port, gone, pids_in, script, start, wait_for, wherry
 
 HOSTS = [Host("a", (0, 1)), Host("b", (0, 1, 2, 3))]
 
@@ -21,9 +20,7 @@ def fleet(tmp_path):
     ssh.chmod(0o700)
     hostfile = tmp_path / "hosts"
     hostfile.write_text("# two machines\nalpha slots=1\n\nbeta slots=2  # one is left out below\n")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     return ("--hostfile", hostfile, "--ssh", ssh, "--num_gpus", 1, "--master_addr", "127.0.0.1", "--master_port", port)
 
 

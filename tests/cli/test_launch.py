@@ -154,7 +154,10 @@ def wait():
     except Exception:
         pass
 
+told = threading.Event()
+
 def late():
+    told.wait()
     time.sleep(0.2)
     print("thread", flush=True)
 
@@ -164,6 +167,7 @@ keep = Slow()
 time.sleep(0.1)
 atexit.register(print, "at exit")
 print("not flushed", end="; ")
+told.set()
 left_open = open(__file__ + ".left", "w")
 left_open.write("written")
 sys.exit(int(sys.argv[1]))

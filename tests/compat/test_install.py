@@ -5,7 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from tests.cli.programs import environment, script, wherry
+from tests.cli.programs import environment, free_port, script, wherry
+from tests.forks import Forks
 
 from wherry.compat import deepspeed as alias
 
@@ -19,10 +20,13 @@ assert issubclass(deepspeed.DeepSpeedEngine, wherry.Engine)
 """
 
 
-def python(code, **extra):
-    return subprocess.run(
-        [sys.executable, "-c", code], env=environment(**extra), capture_output=True, text=True, timeout=120
-    )
+@pytest.fixture(scope="module")
+def python(tmp_path_factory):
+    """Runs code in a process that has imported torch, and nothing of Wherry."""
+    with Forks("torch") as forks:
+        yield lambda code, **extra: forks.run(
+            "-c", code, folder=tmp_path_factory.mktemp("python"), launched=False, **extra
+        )
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +37,12 @@ def folder():
     return found.stdout.strip()
 
 
-def test_nothing_is_aliased_until_it_is_asked_for():
+def test_nothing_is_aliased_until_it_is_asked_for(python):
     done = python("import wherry, wherry.compat.deepspeed as c\nassert not c.installed()")
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_install_gives_the_alias_and_its_metadata_and_says_so():
+def test_install_gives_the_alias_and_its_metadata_and_says_so(python):
     done = python(
         "import wherry.compat.deepspeed as c\nc.install()\nc.install()\nassert c.installed()\n"
         + LOOK
@@ -49,20 +53,20 @@ def test_install_gives_the_alias_and_its_metadata_and_says_so():
     assert "import deepspeed gives Wherry" in done.stderr
 
 
-def test_the_folder_on_the_path_gives_the_same_without_a_hook(folder):
+def test_the_folder_on_the_path_gives_the_same_without_a_hook(python, folder):
     code = LOOK + "import sys\nassert not [f for f in sys.meta_path if type(f).__name__ == 'AliasFinder']"
     done = python(code, PYTHONPATH=os.pathsep.join([folder, environment()["PYTHONPATH"]]))
     assert done.returncode == 0, done.stderr
     assert "import deepspeed gives Wherry" in done.stderr
 
 
-def test_only_rank_zero_says_it(folder):
+def test_only_rank_zero_says_it(python, folder):
     done = python("import deepspeed", RANK="1", PYTHONPATH=os.pathsep.join([folder, environment()["PYTHONPATH"]]))
     assert done.returncode == 0
     assert done.stderr == ""
 
 
-def test_it_refuses_when_the_real_one_is_imported(tmp_path):
+def test_it_refuses_when_the_real_one_is_imported(python, tmp_path):
     package = tmp_path / "deepspeed"
     package.mkdir()
     (package / "__init__.py").write_text("real = True")
@@ -141,7 +145,7 @@ def test_the_command_of_the_alias_takes_the_flags_of_the_other_launcher(tmp_path
             [*program, *map(str, arguments)], env=environment(), capture_output=True, text=True, timeout=200
         )
 
-    done = deepspeed("--num_gpus", 1, "--master_port", 29611, "--no_ssh", path, "--deepspeed_config", "c.json")
+    done = deepspeed("--num_gpus", 1, "--master_port", free_port(), "--no_ssh", path, "--deepspeed_config", "c.json")
     assert done.returncode == 0, done.stderr
     assert "['--local_rank=0', '--deepspeed_config', 'c.json']" in done.stdout
     done = deepspeed("--no_local_rank", path)

@@ -5,11 +5,18 @@ import json
 import pytest
 from tests.cli.programs import script, wherry
 from tests.compat.scripts import MEGATRON, SURFACE, TUTORIAL
+from tests.forks import ENGINE, Forks
+
+
+@pytest.fixture(scope="module")
+def forks():
+    with Forks(*ENGINE, as_deepspeed=True) as forks:
+        yield forks
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_tutorial_runs_as_printed(tmp_path, ranks):
-    done = wherry("run", "--as-deepspeed", "--nproc", ranks, script(tmp_path, TUTORIAL), timeout=200)
+def test_the_tutorial_runs_as_printed(forks, tmp_path, ranks):
+    done = forks.run(script(tmp_path, TUTORIAL), ranks=ranks, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("first") == ranks
 
@@ -33,7 +40,7 @@ def test_a_megatron_style_launch_line(tmp_path):
     assert done.stdout.count("is done") == 2
 
 
-def test_what_scripts_reach_for_beside_the_loop(tmp_path):
-    done = wherry("run", "--as-deepspeed", "--nproc", 2, script(tmp_path, SURFACE), timeout=200)
+def test_what_scripts_reach_for_beside_the_loop(forks, tmp_path):
+    done = forks.run(script(tmp_path, SURFACE), ranks=2, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("is done") == 2

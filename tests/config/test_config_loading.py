@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from wherry.config import ConfigError, load, parse_overrides
@@ -306,7 +306,6 @@ def _paths(value, prefix=()):
             yield from _paths(inner, (*prefix, str(index)))
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(_trees, st.sampled_from([None, 2]))
 def test_the_scanner_finds_every_key_of_json(tree, indent):
     text = json.dumps(tree, indent=indent)
@@ -367,7 +366,6 @@ class Writer:
         return self.random.choice(ways)
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(_hjson_trees, st.randoms(use_true_random=False))
 def test_the_scanner_finds_every_key_of_hjson(tree, random):
     text = Writer(random).value(tree)
@@ -378,7 +376,6 @@ def test_the_scanner_finds_every_key_of_hjson(tree, random):
         assert path[-1] in text.splitlines()[line - 1]
 
 
-@settings(deadline=None)
 @given(st.text(st.sampled_from("{}[],:\"'#/*\n ab1-e."), max_size=25))
 def test_no_text_ends_in_another_error(text):
     try:

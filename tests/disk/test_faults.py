@@ -171,12 +171,12 @@ def test_an_error_survives_pickling(make, buffers):
 
 
 def test_an_interrupt_is_heard_during_a_wait(make, buffers):
-    store = make(faults=[Fault("write", delay_ms=1500)])
+    store = make(faults=[Fault("write", delay_ms=700)])
     ticket = store.write(store.reserve("layers.0", BLOCK), buffers[0][:BLOCK])
     main = threading.main_thread().ident
     assert main is not None
-    threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
+        threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT)).start()
         ticket.wait()
     assert not ticket.done()
     ticket.wait()

@@ -28,13 +28,6 @@ def train(engine: Any, steps: int, rank: int = 0, offset: int = 0) -> list[float
     return losses
 
 
-def tensors_alive() -> int:
-    gc.collect()
-    return sum(
-        t.untyped_storage().nbytes() for t in gc.get_objects() if type(t) is torch.Tensor and t.device.type == "cpu"
-    )
-
-
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("how", ["close", "with", "del"])
 def test_every_byte_is_given_back(how: str, stage: int) -> None:

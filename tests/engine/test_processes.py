@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,26 +12,34 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from tests.cli.programs import free_port
 from tests.engine.harness import Run, adamw, assert_close, assert_equal, make_model, settings, token_batch, train_plain
+from tests.forks import ENGINE
 
 import wherry
 
 RANKS = 2
 
 
+# Processes are forked from one that has imported everything and started no thread.
+forks = multiprocessing.get_context("forkserver")
+forks.set_forkserver_preload(
+    [
+        *("tests.checkpoint.test_faults", "tests.parallel.test_torch_axes"),
+        *("wherry.checkpoint.load", "wherry.checkpoint.save", *ENGINE),
+    ]
+)
+
+
 class Pool:
     """Processes that stay, each one rank, and run what they are sent."""
 
     def __init__(self, size: int) -> None:
-        context = mp.get_context("spawn")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.pipes, self.processes = [], []
         for rank in range(size):
-            here, there = context.Pipe()
-            process = context.Process(target=serve, args=(rank, size, port, there), daemon=True)
+            here, there = forks.Pipe()
+            process = forks.Process(target=serve, args=(rank, size, port, there), daemon=True)
             process.start()
             self.pipes.append(here)
             self.processes.append(process)

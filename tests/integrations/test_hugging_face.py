@@ -1,17 +1,21 @@
 """transformers, accelerate, peft and trl on Wherry, through the alias and first class, against the same without it."""
 
+import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from tests.cli.programs import wherry
+from tests.forks import ENGINE, Forks
 
-for package in ("transformers", "accelerate", "peft", "trl"):
-    pytest.importorskip(package, reason=f"{package} comes with `pip install wherry[transformers]`")
+PACKAGES = ("transformers", "accelerate", "peft", "trl")
+# They are looked for, and not imported: that takes long, and every test worker reads this file.
+if absent := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
+    pytest.skip(f"{absent[0]} comes with `pip install wherry[transformers]`", allow_module_level=True)
 
 PROGRAM = Path(__file__).with_name("hugging_face.py")
-QUIET = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune_lora.py"
+IMPORTS = (*ENGINE, "accelerate", "transformers.trainer", "transformers.models.llama", "peft", "trl", "datasets")
 
 
 @pytest.fixture(scope="module")
@@ -19,25 +23,32 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("hugging_face")
 
 
-def run(folder, mode, ranks, *flags):
-    done = wherry("run", *flags, "--nproc", ranks, PROGRAM, mode, folder, cwd=folder, timeout=280, **QUIET)
+@pytest.fixture(scope="module")
+def forks():
+    with Forks(*IMPORTS) as forks:
+        yield forks
+
+
+def run(forks, folder, mode, ranks):
+    done = forks.run(PROGRAM, mode, folder, ranks=ranks, folder=folder, timeout=280)
     assert done.returncode == 0, done.stderr[-6000:]
     return json.loads((folder / f"{mode}.json").read_text())
 
 
 @pytest.fixture(scope="module")
-def plain(folder):
-    return run(folder, "plain", 1)
+def plain(forks, folder):
+    return run(forks, folder, "plain", 1)
 
 
 @pytest.fixture(scope="module")
 def alias(folder, plain):
-    return run(folder, "alias", 2, "--as-deepspeed")
+    with Forks(*IMPORTS, as_deepspeed=True) as forks:
+        return run(forks, folder, "alias", 2)
 
 
 @pytest.fixture(scope="module")
-def own(folder, plain):
-    return run(folder, "own", 2)
+def own(forks, folder, plain):
+    return run(forks, folder, "own", 2)
 
 
 def close(expected, tolerance=2e-5):
@@ -97,3 +108,11 @@ def test_the_trainer_of_wherry(plain, own):
     same_log(own["trainer"]["log"], plain["trainer"]["log"])
     assert own["trainer"]["evaluation"] == close(plain["trainer"]["evaluation"])
     assert own["trainer"]["generated"] == plain["trainer"]["generated"]
+
+
+def test_the_example_of_lora(forks, tmp_path):
+    done = forks.run(EXAMPLE, "--steps", 10, ranks=2, folder=tmp_path)
+    assert done.returncode == 0, done.stderr[-5000:]
+    first, last = (float(done.stdout.split("loss ")[1].split()[i].rstrip(";")) for i in (0, 2))
+    assert last < first
+    assert (tmp_path / "runs" / "lora" / "adapter_model.safetensors").exists()

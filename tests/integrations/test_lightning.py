@@ -1,30 +1,40 @@
 """Lightning's Trainer on Wherry, by the strategy of its own and through the alias, against the same without it."""
 
+import importlib.util
 import json
 from pathlib import Path
 
 import pytest
-from tests.cli.programs import wherry
+from tests.forks import ENGINE, Forks
 
-pytest.importorskip("lightning", reason="lightning comes with `pip install wherry[lightning]`")
+# It is looked for, and not imported: that takes long, and every test worker reads this file.
+if importlib.util.find_spec("lightning") is None:
+    pytest.skip("lightning comes with `pip install wherry[lightning]`", allow_module_level=True)
 
 PROGRAM = Path(__file__).with_name("lightning_modules.py")
+EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_module.py"
+IMPORTS = (*ENGINE, "lightning", "lightning.pytorch.strategies.deepspeed")
 
 
-def run(folder, mode, ranks, stage, accumulation, *flags):
-    program = (PROGRAM, mode, folder, stage, accumulation)
-    done = wherry("run", *flags, "--nproc", ranks, *program, cwd=folder, timeout=250)
+@pytest.fixture(scope="module")
+def forks():
+    with Forks(*IMPORTS) as forks:
+        yield forks
+
+
+def run(forks, folder, mode, ranks, stage, accumulation):
+    done = forks.run(PROGRAM, mode, folder, stage, accumulation, ranks=ranks, folder=folder)
     assert done.returncode == 0, done.stderr[-6000:]
     return json.loads((folder / f"{mode}.json").read_text())
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory):
+def plain(forks, tmp_path_factory):
     known = {}
 
     def at(accumulation):
         if accumulation not in known:
-            known[accumulation] = run(tmp_path_factory.mktemp("plain"), "plain", 1, 0, accumulation)
+            known[accumulation] = run(forks, tmp_path_factory.mktemp("plain"), "plain", 1, 0, accumulation)
         return known[accumulation]
 
     return at
@@ -34,9 +44,15 @@ def plain(tmp_path_factory):
 # it gives with accumulation is not what Lightning gives without it, whichever engine runs.
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("mode", "stage", "accumulation"), [("own", 3, 2), ("own", 2, 2), ("alias", 3, 1)])
-def test_it_trains_validates_saves_and_resumes_as_without_wherry(plain, tmp_path, mode, stage, accumulation):
-    found = run(tmp_path, mode, 2, stage, accumulation, *(["--as-deepspeed"] if mode == "alias" else []))
+def test_it_trains_validates_saves_and_resumes_as_without_wherry(
+    plain, forks, tmp_path, mode, stage, accumulation
+):
     plain = plain(accumulation)
+    if mode == "alias":
+        with Forks(*IMPORTS, as_deepspeed=True) as aliased:
+            found = run(aliased, tmp_path, mode, 2, stage, accumulation)
+    else:
+        found = run(forks, tmp_path, mode, 2, stage, accumulation)
     assert len(found["losses"]) == 12
     assert found["losses"] == pytest.approx(plain["losses"], rel=2e-5)
     assert found["validation"] == pytest.approx(plain["validation"], rel=2e-5)
@@ -57,3 +73,10 @@ def test_the_checks_of_the_strategy():
     strategy = WherryStrategy(stage=2)
     with pytest.raises(WherryError, match="precision '64-true': expected one of 32-true, bf16-true"):
         strategy.precision_plugin = type("Double", (WherryPrecision,), {"precision": "64-true"})("64-true")
+
+
+def test_the_example(forks, tmp_path):
+    done = forks.run(EXAMPLE, "--epochs", 3, ranks=2, folder=tmp_path)
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert "validation " in done.stdout
+    assert (tmp_path / "runs" / "lightning" / "last.ckpt" / "latest").exists()

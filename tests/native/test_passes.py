@@ -42,7 +42,7 @@ def test_fp32_is_rounded_as_torch_does(isa, dtype):
     assert_same_bits([dst], [src.to(dtype)])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     numel=st.integers(0, 300),
     offset=st.integers(0, 20),
@@ -60,7 +60,7 @@ def test_accumulate(numel, offset, scale, seed):
             assert_same_bits([dst], [expected], (to, dtype, isa))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(numel=st.integers(0, 70_000), offset=st.integers(0, 20), seed=st.integers(0, 2**32 - 1))
 def test_sum_squares_is_the_same_everywhere(numel, offset, seed):
     generator = np.random.default_rng(seed)

@@ -87,7 +87,7 @@ RULES = {
 }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     name=st.sampled_from(list(RULES)),
     isa=st.sampled_from(ISAS),

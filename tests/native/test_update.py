@@ -45,7 +45,7 @@ def test_same_bits_on_every_instruction_set(name, state):
             assert_same_bits(tensors(made[isa]), tensors(made[ISAS[0]]), (name, state, mode, grad_dtype, isa))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     name=st.sampled_from(list(RULES)),
     mode=st.sampled_from(WEIGHTS),
@@ -72,7 +72,7 @@ def test_any_numbers_any_length_any_alignment(name, mode, state, grad_dtype, num
         assert_same_segment(got, expected, key)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     name=st.sampled_from(list(RULES)),
     mode=st.sampled_from(WEIGHTS),

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import copy
-import os
+import itertools
 import re
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from tests.cli.programs import environment, free_port
 from tests.engine.harness import adamw, make_model, settings, token_batch
+from tests.forks import ENGINE, Child, Forks
 
 import wherry
 from wherry.errors import DivergenceError, PeerError
@@ -174,7 +173,7 @@ from wherry.parallel import topology
 
 torch.set_num_threads(1)
 mode = sys.argv[1]
-comm = topology.find(timeout=3.0 if mode in ("late", "other") else 60.0).data
+comm = topology.find(timeout=3.0 if mode == "late" else 60.0).data
 warm = torch.ones(2)
 comm.all_reduce(warm).wait()
 values = comm.gather_objects({"rank": comm.rank, "more": "x" * 100 * comm.rank})
@@ -183,11 +182,24 @@ comm.barrier()
 inside, across = (comm.within(2), comm.across(2)) if mode == "groups" else (None, None)
 begun = time.monotonic()
 wait = lambda label="blocks.5": comm.all_reduce(torch.ones(4), label=label).wait()
+
+def tell():
+    open(f"{mode}.{comm.rank}", "w").close()
+
+def others_have_told():
+    dead = {1} if "dies" in mode else set()
+    names = [f"{mode}.{rank}" for rank in {*range(comm.size)} - dead - {comm.rank}]
+    while not all(map(os.path.exists, names)):
+        if time.monotonic() - begun > 40:
+            return False
+        time.sleep(0.02)
+    return True
+
 try:
     if mode == "fails":
         if comm.rank == 1:
             comm.tell(OSError("no space left"))
-            time.sleep(4)
+            print("they know:", others_have_told(), flush=True)
         else:
             wait()
     elif mode == "alike":
@@ -213,7 +225,7 @@ try:
         if comm.rank != 1:
             wait()
         else:
-            time.sleep(8)
+            others_have_told()
     elif mode == "other":
         if comm.rank == 1:
             comm.all_reduce(torch.ones(4), label="blocks.6").wait()
@@ -229,93 +241,106 @@ try:
 except (PeerError, DivergenceError) as error:
     print(type(error).__name__, error, flush=True)
     print("after", time.monotonic() - begun, flush=True)
+    tell()
     if comm.rank == 0:
-        time.sleep(3.0)  # its process holds the store
+        others_have_told()  # its process holds the store
     os._exit(0)
+tell()
 comm.close()
 """
 
 
-def run_processes(tmp_path: Any, mode: str, size: int = 4) -> list[str]:
-    script = tmp_path / "ranks.py"
+# And how many ranks take part in it.
+MODES = {
+    "fails": 3, "alike": 2, "uncaught": 2, "dies": 3, "dies in the middle": 2, "late": 3, "other": 2, "groups": 4
+}  # fmt: skip
+Outputs = Callable[[str], list[str]]
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outputs]:
+    """What each rank has printed, by mode. Most of them wait most of the time, so all of them run at once."""
+    folder = tmp_path_factory.mktemp("peers")
+    script = folder / "ranks.py"
     script.write_text(SCRIPT)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = []
-    for rank in range(size):
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(size)}
-        environment = {**os.environ, **place, "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-W", "ignore", str(script), mode],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    try:
-        return [process.communicate(timeout=90)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    children: dict[str, list[Child]] = {}
+    with Forks("wherry.parallel.topology", *ENGINE) as forks:
+        for mode, size in MODES.items():
+            shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
+            children[mode] = []
+            for rank in range(size):
+                place = {**environment(), **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                with open(folder / f"{mode}-{rank}.txt", "wb") as file:
+                    command = [str(script), mode]
+                    child = forks.start(command, stdout=file, stderr=file, env=place, folder=folder)
+                children[mode].append(child)
+
+        def printed(mode: str) -> list[str]:
+            for child in children[mode]:
+                child.wait(90)
+            return [(folder / f"{mode}-{rank}.txt").read_text() for rank in range(MODES[mode])]
+
+        try:
+            yield printed
+        finally:
+            for child in itertools.chain(*children.values()):
+                child.kill()
 
 
 def seconds(output: str) -> float:
     return float(output.split("after ")[1].split()[0])
 
 
-def test_processes_learn_of_a_failure(tmp_path: Any) -> None:
-    outputs = run_processes(tmp_path, "fails", size=3)
+def test_processes_learn_of_a_failure(outputs: Outputs) -> None:
+    printed = outputs("fails")
     for rank in (0, 2):
-        assert "PeerError rank 1 has failed" in outputs[rank], outputs[rank]
-        assert "all_reduce of blocks.5" in outputs[rank]
-        assert "OSError: no space left" in outputs[rank]
-        assert seconds(outputs[rank]) < 3.5  # before the failed rank's process has ended
+        assert "PeerError rank 1 has failed" in printed[rank], printed[rank]
+        assert "all_reduce of blocks.5" in printed[rank]
+        assert "OSError: no space left" in printed[rank]
+    assert "they know: True" in printed[1]  # before the failed rank's process has ended
 
 
-def test_processes_that_fail_alike_go_on(tmp_path: Any) -> None:
-    assert all("ended well" in output for output in run_processes(tmp_path, "alike", size=2))
+def test_processes_that_fail_alike_go_on(outputs: Outputs) -> None:
+    assert all("ended well" in output for output in outputs("alike"))
 
 
-def test_processes_learn_of_an_error_that_nobody_caught(tmp_path: Any) -> None:
-    outputs = run_processes(tmp_path, "uncaught", size=2)
-    assert "KeyError" in outputs[0]
-    assert "rank 0 has failed" in outputs[1], outputs[1]
-    assert "a loader's mistake" in outputs[1]
+def test_processes_learn_of_an_error_that_nobody_caught(outputs: Outputs) -> None:
+    printed = outputs("uncaught")
+    assert "KeyError" in printed[0]
+    assert "rank 0 has failed" in printed[1], printed[1]
+    assert "a loader's mistake" in printed[1]
 
 
-def test_processes_name_the_rank_that_died(tmp_path: Any) -> None:
-    outputs = run_processes(tmp_path, "dies", size=3)
+def test_processes_name_the_rank_that_died(outputs: Outputs) -> None:
+    printed = outputs("dies")
     for rank in (0, 2):
-        assert "PeerError" in outputs[rank], outputs[rank]
-        assert re.search("rank 1 (is gone|has failed.*it is gone)", outputs[rank]), outputs[rank]
+        assert "PeerError" in printed[rank], printed[rank]
+        assert re.search("rank 1 (is gone|has failed.*it is gone)", printed[rank]), printed[rank]
 
 
-def test_a_reduce_scatter_whose_rank_died(tmp_path: Any) -> None:
+def test_a_reduce_scatter_whose_rank_died(outputs: Outputs) -> None:
     """gloo never calls it completed, and says at once that its connection is gone."""
-    output = run_processes(tmp_path, "dies in the middle", size=2)[0]
+    output = outputs("dies in the middle")[0]
     assert "reduce_scatter of blocks.5" in output and "rank 1 is gone" in output, output
     assert seconds(output) < 20
 
 
-def test_processes_name_the_rank_that_did_not_arrive(tmp_path: Any) -> None:
-    outputs = run_processes(tmp_path, "late", size=3)
+def test_processes_name_the_rank_that_did_not_arrive(outputs: Outputs) -> None:
+    printed = outputs("late")
     for rank in (0, 2):
-        assert "all_reduce of blocks.5" in outputs[rank], outputs[rank]
-        assert "rank 1 did not arrive" in outputs[rank], outputs[rank]
-        assert "timeout_s" in outputs[rank]
+        assert "all_reduce of blocks.5" in printed[rank], printed[rank]
+        assert "rank 1 did not arrive" in printed[rank], printed[rank]
+        assert "timeout_s" in printed[rank]
 
 
-def test_processes_that_want_different_collectives(tmp_path: Any) -> None:
-    outputs = run_processes(tmp_path, "other", size=2)
-    assert "DivergenceError" in outputs[1], outputs[1]
-    assert "all_gather of blocks.5" in outputs[1]
-    assert "all_reduce of blocks.6" in outputs[1]
+def test_processes_that_want_different_collectives(outputs: Outputs) -> None:
+    printed = outputs("other")
+    assert "DivergenceError" in printed[1], printed[1]
+    assert "all_gather of blocks.5" in printed[1]
+    assert "all_reduce of blocks.6" in printed[1]
 
 
-def test_groups_of_processes(tmp_path: Any) -> None:
-    outputs = run_processes(tmp_path, "groups")
-    sums = [[float(line.split()[1]) for line in output.splitlines() if line.startswith("sum")] for output in outputs]
-    assert sums == [[1, 2], [1, 4], [5, 2], [5, 4]], outputs
+def test_groups_of_processes(outputs: Outputs) -> None:
+    printed = outputs("groups")
+    sums = [[float(line.split()[1]) for line in output.splitlines() if line.startswith("sum")] for output in printed]
+    assert sums == [[1, 2], [1, 4], [5, 2], [5, 4]], printed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import time
+import threading
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from torch import nn
 import wherry
 from wherry.parallel.comm import Comm
 from wherry.parallel.threads import ThreadComm, run_ranks
+from wherry.sharding import lookahead
 from wherry.sharding.lookahead import LEARNING, TIMED, LookAhead, furthest
 from wherry.sharding.unit import Weights
 from wherry.tiers.tickets import CallbackTicket, Ticket
@@ -21,6 +22,18 @@ from wherry.tiers.tickets import CallbackTicket, Ticket
 UNITS, WIDTH = 8, 16
 COMPUTES, TRAVELS = 0.001, 0.004
 NUMEL = WIDTH * WIDTH + 32 + 224  # padded
+
+
+class Clock(threading.local):
+    """A rank's own time, which moves when a unit computes and when it waits for what is on its way."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+CLOCK = Clock()
 
 
 class Slow(nn.Module):
@@ -31,7 +44,7 @@ class Slow(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(COMPUTES)
+        CLOCK.now += COMPUTES
         return torch.tanh(self.linear(x))
 
 
@@ -51,8 +64,12 @@ class Distant(ThreadComm):
 
     def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
         super()._all_gather(whole, shard)
-        there = time.monotonic() + TRAVELS
-        return CallbackTicket(lambda: time.sleep(max(0.0, there - time.monotonic())), lambda: False)
+        there = CLOCK.now + TRAVELS
+
+        def wait() -> None:
+            CLOCK.now = max(CLOCK.now, there)
+
+        return CallbackTicket(wait, lambda: False)
 
 
 def test_a_search_ends_at_the_furthest_that_it_may_come_to() -> None:
@@ -65,7 +82,7 @@ def test_a_search_ends_at_the_furthest_that_it_may_come_to() -> None:
         assert search.limit == furthest(step, most) <= most
 
 
-def train(ahead: Any, windows: int) -> list[tuple[int, bool, list[float]]]:
+def train(ahead: Any, windows: int) -> list[tuple[int, bool, list[float], float]]:
     model = make_model(Chain)
 
     def body(comm: Comm) -> Any:
@@ -76,26 +93,30 @@ def train(ahead: Any, windows: int) -> list[tuple[int, bool, list[float]]]:
             model=mine, optimizer=adamw(mine.parameters()), config=settings(3, more=more), mesh=comm
         )
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(comm.rank))
-        losses = []
+        losses, times = [], []
         for _ in range(windows):
+            begun = CLOCK.now
             loss = engine(x)
             engine.backward(loss)
             engine.step()
+            times.append(CLOCK.now - begun)
             losses.append(float(loss.detach()))
         found = engine._gatherer.look_ahead
-        answer = found.limit, found.searching, losses
+        answer = found.limit, found.searching, losses, min(times[-2:])
         engine.close()
         return answer
 
     return run_ranks(2, body)
 
 
-def test_steps_that_wait_look_further_on_all_ranks_alike() -> None:
+def test_steps_that_wait_look_further_on_all_ranks_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookahead, "time", CLOCK)
     windows = LEARNING + 5 * TIMED + 1
     found, given = train("auto", windows), train(0, 4)
     # Three to four units compute while one travels.
     assert found[0][0] == found[1][0] >= 2 * NUMEL
     assert not found[0][1]
+    assert found[0][3] < 0.8 * given[0][3]
     assert given[0][0] == 0
     assert found[0][2][:4] == given[0][2]
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.engine.harness import adamw, make_model, settings
+from tests.forks import ENGINE, Forks
 from tests.tiers.test_placements import offload
 
 import wherry
@@ -120,7 +119,7 @@ with wherry.Init(config=config):
 states = 16 * sum(p.numel() for p in model.parameters())
 engine, *_ = wherry.initialize(model=model, config=config)
 torch.manual_seed(0)
-for step in range(3):
+for step in range(2):
     loss = engine(torch.randn(4, width))
     engine.backward(loss)
     engine.step()
@@ -171,12 +170,12 @@ def test_after_a_kill_the_next_run_sweeps_what_is_left(tmp_path: Path) -> None:
     script, swap = tmp_path / "killed.py", tmp_path / "swap"
     script.write_text(KILLED)
     swap.mkdir()
-    command = [sys.executable, "-W", "ignore", str(script), str(swap)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None and child.stdout.readline() == "step\n"
-        child.send_signal(signal.SIGKILL)
+    with Forks(*ENGINE) as forks:
+        child = forks.start([str(script), str(swap)], stdout=subprocess.PIPE)
+        assert child.stdout is not None and child.stdout.readline() == b"step\n"
+        child.kill()
         child.wait()
-    assert len(list(swap.iterdir())) == 1
-    time.sleep(0.1)
-    subprocess.run([*command, "once"], check=True, timeout=120, stdout=subprocess.DEVNULL)
+        child.stdout.close()
+        assert len(list(swap.iterdir())) == 1
+        assert forks.start([str(script), str(swap), "once"]).wait() == 0
     assert list(swap.iterdir()) == []

@@ -7,7 +7,7 @@ from wherry.errors import WherryError
 from wherry.train.data import Samples, Share, batches, load_text, permute
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(size=st.integers(1, 3000), seed=st.integers(0, 2**63))
 def test_permute_is_a_permutation(size, seed):
     assert sorted(permute(np.arange(size), size, seed)) == list(range(size))
@@ -33,7 +33,7 @@ def test_an_epoch_sees_every_window_once():
     assert list(first) != list(second)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(length=st.integers(10, 400), sequence=st.integers(1, 9), seed=st.integers(0, 1000))
 def test_samples_stay_inside_the_text(length, sequence, seed):
     samples = Samples(np.arange(length) % 251, sequence, seed)
