@@ -175,6 +175,12 @@ class Watch:
                 self.highest[state] = max(self.highest[state], nbytes)
 
 
+def one_token(step: int, rank: int) -> tuple[torch.Tensor, ...]:
+    """So little that activations hide nothing."""
+    ids, targets = token_batch(step, 0, rank, size=1)
+    return ids[:, :1].clone(), targets[:, :1].clone()
+
+
 def watched(stage: int, ranks: int, precision: str) -> list[dict[str, Any]]:
     """Memory of three steps by rank: at rest, at the peak, and of all tensors that the rank's thread has made."""
     model = make_model()
@@ -193,7 +199,7 @@ def watched(stage: int, ranks: int, precision: str) -> list[dict[str, Any]]:
             )
             footprint.label_rest("engine")
             for step in range(3):
-                batch = token_batch(step, 0, comm.rank)
+                batch = one_token(step, comm.rank)
                 footprint.label("batch", batch)
                 footprint.reset()
                 engine.backward(engine(*batch))
@@ -222,7 +228,7 @@ def activations(precision: str) -> int:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
             parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-        batch = token_batch(0, 0, 0)
+        batch = one_token(0, 0)
         footprint.label_rest("rest")
         footprint.reset()
         model(*batch).backward()
