@@ -148,3 +148,31 @@ def uneven(rank: int) -> tuple[float, ...]:
 def test_the_dataloader_shares_the_data_out(pool: Pool) -> None:
     first, second = pool.run(uneven)
     assert sorted(first + second) == [float(i) for i in range(10)]
+
+
+def look_alone(rank: int) -> dict[str, torch.Tensor]:
+    """One rank uses its weights after a step, whose gathers nobody else has waited for."""
+    model = make_model()
+    more = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "wherry": {"update_policy": "before_use"}}
+    engine, *_ = wherry.initialize(
+        model=model, optimizer=adamw(model.parameters()), config=settings(1, 1, 0.5, more)
+    )
+    for step in range(2):
+        engine.backward(engine(*token_batch(step, 0, rank)))
+        engine.step()
+    assert engine.comm._begun
+    if rank == 1:
+        with torch.no_grad():
+            engine(*token_batch(9, 0, 0))
+        assert not engine.comm._begun
+    for work in engine.comm._begun:
+        work.wait()
+    assert not engine.comm.under_way  # so the process group may end, though nobody waits for these any more
+    weights = {name: weight.clone() for name, weight in engine.module.state_dict().items()}
+    engine.close()
+    return weights
+
+
+def test_a_rank_looks_at_its_weights_alone(pool: Pool) -> None:
+    first, second = pool.run(look_alone)
+    assert all(torch.equal(weight, second[name]) for name, weight in first.items())

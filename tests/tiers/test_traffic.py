@@ -20,6 +20,7 @@ from wherry.parallel.comm import Comm, SoloComm
 from wherry.parallel.threads import run_ranks
 from wherry.parallel.topology import Topology
 from wherry.tiers.streams import Link, _Copy
+from wherry.tiers.tickets import Ticket
 
 
 def measure(row: str, folder: Path, policy: str, *, ranks: int = 1, k: int = 1, free: int | None = None) -> Any:
@@ -168,6 +169,83 @@ def test_new_weights_go_up_before_anything_asks_for_them(tmp_path: Path) -> None
     whole, updated = psi(1)
     assert 2 * updated <= link.bytes_up - before <= 2 * whole
     engine.close()
+
+
+class Noted(Ticket):
+    """A ticket that knows whether it was waited for."""
+
+    def __init__(self, name: str, ticket: Ticket) -> None:
+        self.name = name
+        self.ticket = ticket
+        self.waited = False
+
+    def wait(self) -> None:
+        self.waited = True
+        self.ticket.wait()
+
+
+@pytest.mark.usefixtures("every_flat_alone")
+@pytest.mark.parametrize("policy", ["before_use", "in_backward"])
+@pytest.mark.parametrize("row", ["offload-1", "disk-2"])
+def test_gathers_begin_in_the_step_and_each_unit_waits_for_its_own(row: str, policy: str, tmp_path: Path) -> None:
+    """Counted on two ranks; of which one then looks at its model alone, and communicates nothing."""
+    model = make_model()
+    names = ["root", "blocks.0", "blocks.1", "blocks.2"]
+
+    def body(comm: Comm) -> dict[str, torch.Tensor]:
+        mine = copy.deepcopy(model)
+        engine, *_ = wherry.initialize(
+            model=mine,
+            optimizer=adamw(mine.parameters()),
+            config=settings(ROWS[row][0], more=offload(row, tmp_path, policy)),
+            mesh=comm,
+        )
+        gathers: list[Noted] = []
+        gather = engine._updater._gather
+
+        def noted(flats: Any) -> Ticket:
+            gathers.append(Noted(flats[0].name.split(" ")[0], gather(flats)))
+            return gathers[-1]
+
+        def waited() -> list[str]:
+            return [each.name for each in gathers if each.waited]
+
+        def step(number: int) -> dict[str, int]:
+            gathers.clear()
+            engine.backward(engine(*token_batch(number, 0, comm.rank)))
+            comm.traffic.clear()
+            engine.step()
+            assert [each.name for each in gathers] == names
+            assert waited() == []
+            return dict(comm.traffic.calls)
+
+        engine._updater._gather = noted
+        calls = step(0)
+        assert calls["all_gather"] == len(names)
+        reached: list[list[str]] = []
+        handles = [block.register_forward_pre_hook(lambda *_: reached.append(waited())) for block in mine.blocks]
+        loss = engine(*token_batch(1, 0, comm.rank))
+        assert reached == [names[:2], names[:3], names]
+        assert comm.traffic.calls == calls
+        engine.backward(loss)
+        for handle in handles:
+            handle.remove()
+        engine.step()
+        step(2)
+        if comm.rank == 1:
+            calls = dict(comm.traffic.calls)
+            with torch.no_grad():
+                engine(*token_batch(3, 0, 0))
+            engine.module.state_dict()
+            assert waited() == names
+            assert comm.traffic.calls == calls
+        comm.barrier()
+        weights = {name: weight.clone() for name, weight in engine.module.state_dict().items()}
+        engine.close()
+        return weights
+
+    first, second = run_ranks(2, body)
+    assert all(torch.equal(weight, second[name]) for name, weight in first.items())
 
 
 def test_optimizer_state_on_disk_does_not_stay_in_the_room_for_weights(tmp_path: Path) -> None:

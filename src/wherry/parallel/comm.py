@@ -252,7 +252,7 @@ class ProcessGroupComm(Comm):
         self.peers = Peers(group, self.recent, timeout)
         self._shares_default_group = group is None and _default_group.join()
         # Collectives that were begun and not waited for.
-        self.under_way = 0
+        self._begun: set[Any] = set()
         _default_group.end_with(self)
 
     def _ticket(self, launch: Callable[[], Any], *tensors: torch.Tensor) -> Ticket:
@@ -264,14 +264,19 @@ class ProcessGroupComm(Comm):
         except RuntimeError as error:
             raise self.peers.explain(error, asked) from error
         wait_for = work.wait if tensors[0].device.type != "cpu" else self.peers.waiting(work, asked)
-        self.under_way += 1
+        self._begun.add(work)
 
         # The tensors stay alive until the wait: a backend may still be reading them.
         def wait(_tensors: tuple[torch.Tensor, ...] = tensors) -> None:
             wait_for()
-            self.under_way -= 1
+            self._begun.discard(work)
 
         return CallbackTicket(wait, work.is_completed)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a collective has not come to its end, or not to a good one. One that nobody waits for may have."""
+        return not all(work.is_completed() and work.is_success() for work in self._begun)
 
     def _all_reduce(self, tensor: torch.Tensor, op: str) -> Ticket:
         reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator
 from queue import SimpleQueue
 
 import torch
@@ -124,8 +124,8 @@ def drive_one(job: Job) -> None:
         job.go_on()
 
 
-def drive_all(jobs: Collection[Job], depth: int) -> Iterator[Job]:
-    """Run these jobs in the calling thread; gives them in their order, each when it has ended."""
+def drive_all(jobs: Collection[Job], depth: int) -> None:
+    """Run these jobs in the calling thread, at most `depth` at a time, to their ends."""
     if len(jobs) > depth:
         waiting = iter(jobs)
         drive(lambda block: next(waiting, None), depth)
@@ -134,7 +134,6 @@ def drive_all(jobs: Collection[Job], depth: int) -> Iterator[Job]:
             job.begin()
     for job in jobs:
         drive_one(job)
-        yield job
 
 
 class Crew:

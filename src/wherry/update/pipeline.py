@@ -89,6 +89,8 @@ class Updater:
         self._broken: BaseException | None = None
         # Updates whose weights have not been published.
         self._pending: dict[Batch, Job] = {}
+        # Gathers of published weights, on their way to every rank.
+        self._arriving: dict[Batch, list[Ticket]] = {}
         # in_backward: what the updates of this window were begun with, and how many flats of a batch have landed.
         self._early: tuple[list[dict[str, Any]], float] | None = None
         self._landed: dict[Batch, int] = {}
@@ -164,15 +166,16 @@ class Updater:
             else:
                 self._at_once(self.batches, groups, multiplier, absent)
             if self.policy.when != "delayed":
-                self._complete_resident()
+                self._send_resident()
 
-    def _complete_resident(self) -> None:
-        """Weights that every rank holds whole are gathered here, where all ranks are.
+    def _send_resident(self) -> None:
+        """New weights that every rank holds whole set out here, where all ranks are, and each unit waits for its own.
 
-        Later, one rank alone may look at its model, and would wait for the others.
+        Set out later, a rank that looks at its model alone would wait for the others: so it waits for what all began.
         """
-        if self.comm.size > 1:
-            self.settle(state.flat for state in self.states if state.flat.resident and state.flat.layout.ranks > 1)
+        if self._pending and self.comm.size > 1:
+            pending = self._pending
+            self._set_out({batch: pending[batch] for batch in self.batches if batch in pending and batch.resident})
 
     def _refuse_broken(self) -> None:
         if self._broken is not None:
@@ -181,25 +184,15 @@ class Updater:
     def _at_once(
         self, batches: Sequence[Batch], groups: Groups, multiplier: float, absent: Absent | None = None
     ) -> None:
-        self.settle()
+        if self._pending or self._arriving:
+            self.settle()
         untouched = Untouched([state for batch in batches for state in batch.states], absent) if absent else None
         depth = self.policy.depth if any(batch.on_disk for batch in batches) else EVERYTHING
         fence = self.link.fence()
-        jobs = [Job(batch.name, self._steps(batch, groups, multiplier, fence)) for batch in batches]
-        driven = list(drive_all(jobs, depth))  # to their ends, also if one has failed
-        refreshes: list[Ticket] = []
-        try:
-            for batch, job in zip(batches, driven, strict=True):
-                self._wait(job)
-                if untouched is not None:
-                    for state in batch.states:
-                        untouched.put_back(state)
-                refreshes += self._refresh(batch)
-            for refresh in refreshes:
-                refresh.wait()
-        except BaseException:
-            _wait_quietly(refreshes)
-            raise
+        jobs = {batch: Job(batch.name, self._steps(batch, groups, multiplier, fence)) for batch in batches}
+        drive_all(jobs.values(), depth)  # to their ends, also if one has failed
+        self._set_out(jobs, untouched)
+        self._arrive(batches)
 
     def _begin(self, groups: Groups, multiplier: float, *, late: bool = False, absent: Absent | None = None) -> None:
         """Set all updates going beside what comes next, in the order in which units run.
@@ -347,25 +340,47 @@ class Updater:
     @torch.no_grad()
     def settle(self, flats: Iterable[Flat] | None = None) -> None:
         """Complete the updates of these flats, or of all: their weights are those after the last step."""
-        if not self._pending:
+        if not (self._pending or self._arriving):
             return
         self._refuse_fork()
         # In one order on every rank, whatever order the updates were begun in.
-        batches = [b for b in self.batches if b in self._pending] if flats is None else self._batches_of(flats)
-        refreshes: list[Ticket] = []
+        batches = self.batches if flats is None else self._batches_of(flats)
+        self._set_out({batch: self._pending[batch] for batch in batches if batch in self._pending})
+        self._arrive([batch for batch in batches if batch in self._arriving])
+
+    def _set_out(self, jobs: Mapping[Batch, Job], untouched: Untouched | None = None) -> None:
+        """These updates come to their ends, and what every rank holds whole of their weights sets out to all."""
+        try:
+            for batch, job in jobs.items():
+                self._wait(job)
+                if untouched is not None:
+                    for state in batch.states:
+                        untouched.put_back(state)
+                if batch.fresh is not None:
+                    self._publish(batch)
+                self._arriving[batch] = [*self._refresh(batch)]
+                self._pending.pop(batch, None)
+        except BaseException:
+            self._arrive_quietly()
+            raise
+
+    def _arrive(self, batches: Sequence[Batch]) -> None:
+        """The weights of these batches are whole everywhere."""
         try:
             for batch in batches:
-                self._wait(self._pending[batch])
-                del self._pending[batch]
-                self._publish(batch)
+                for ticket in self._arriving[batch]:
+                    ticket.wait()
+                del self._arriving[batch]
                 for state in batch.states:
                     state.flat.pending = False
-                refreshes += self._refresh(batch)
-            for refresh in refreshes:
-                refresh.wait()
         except BaseException:
-            _wait_quietly(refreshes)
+            self._arrive_quietly()
             raise
+
+    def _arrive_quietly(self) -> None:
+        """What was begun comes to its end; there is an error to be told already."""
+        with suppress(Exception):
+            TicketGroup([ticket for tickets in self._arriving.values() for ticket in tickets]).wait()
 
     def rest(self) -> None:
         """Updates under way have ended, and the training that follows is what it would be without this call.
@@ -410,13 +425,12 @@ class Updater:
 
     def _batches_of(self, flats: Iterable[Flat]) -> list[Batch]:
         wanted = {self.state_of[flat].batch for flat in flats if flat in self.state_of}
-        return [batch for batch in self.batches if batch in wanted and batch in self._pending]
+        return [batch for batch in self.batches if batch in wanted]
 
     def _publish(self, batch: Batch) -> None:
         """Put weights that a delayed update has made to where they rest."""
-        if batch.fresh is not None:
-            for ticket in batch.publish(self.link.fence()):
-                ticket.finish()  # the next update writes the memory that is copied from
+        for ticket in batch.publish(self.link.fence()):
+            ticket.finish()  # the next update writes the memory that is copied from
 
     def _refresh(self, batch: Batch) -> Iterator[Ticket]:
         """Gather the new weights of flats that are whole on every rank; small ones together."""
@@ -471,20 +485,16 @@ class Updater:
             end.callback(self._forget)
             for batch in self.batches:
                 end.callback(batch.close)
+            end.callback(self._arrive_quietly)
             end.callback(self._crew.close)  # first of all: what it runs uses the batches
 
     def _forget(self) -> None:
         self._pending.clear()
+        self._arriving.clear()
         self.states.clear()
         self.batches.clear()
         self.tiers.clear()
         self.state_of.clear()
-
-
-def _wait_quietly(tickets: Sequence[Ticket]) -> None:
-    """What was begun comes to its end; there is an error to be told already."""
-    with suppress(Exception):
-        TicketGroup(tickets).wait()
 
 
 def _no_steps() -> Steps:

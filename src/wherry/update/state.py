@@ -97,6 +97,11 @@ class Batch:
     def numel(self) -> int:
         return sum(span.stop - span.start for _, span in self.spans)
 
+    @property
+    def resident(self) -> bool:
+        """Whether ranks that share out its update hold some of its weights whole."""
+        return any(state.flat.resident and state.flat.layout.ranks > 1 for state in self.states)
+
     def add(self, state: FlatState) -> None:
         state.first = len(self.spans)
         self.states.append(state)
