@@ -9,6 +9,8 @@ use, over steps of changing length: asked for on a GPU, and else simulated.
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import sys
 import tempfile
 import time
@@ -38,6 +40,9 @@ RANKS = 2
 TOGETHER = f", {RANKS} ranks"
 WORKER = Path(__file__).parent / "activations_worker.py"
 STEPS_OF_FRAGMENTS = 100
+# The sizes of its tensors are those of a large model; simulated, it has fewer blocks, as each has the same ones.
+LARGE = GPTConfig(24, 1024, 16, 1024)
+SIMULATED = GPTConfig(8, 1024, 16, 1024)
 
 
 def policies(folder: str, budget: int) -> dict[str, dict[str, Any]]:
@@ -217,10 +222,16 @@ def times_and_peaks(results: bench.Results, config: GPTConfig, batch: int, round
 def unused_memory(results: bench.Results, config: GPTConfig, batch: int, steps: int) -> str:
     """The rows of what the allocator holds and nobody uses; which allocator that is."""
     device = "cuda" if torch.cuda.is_available() else "simulated"
+    asked = [(system, config, batch, steps, device) for system in fragments.SYSTEMS]
+    if device == "cuda":
+        measured = [fragments.measure(*of) for of in asked]
+    else:  # nothing is timed, so every core simulates one
+        processes = multiprocessing.get_context("spawn").Pool(min(len(asked), os.cpu_count() or 1))
+        with processes:
+            measured = processes.starmap(fragments.measure, asked, chunksize=1)
     case = {"measure": "fragments", "allocator": device, "layers": config.layers, "hidden": config.hidden}
     case |= {"longest": config.sequence, "batch": batch, "steps": steps}
-    for system in fragments.SYSTEMS:
-        found = fragments.measure(system, config, batch, steps, device=device)
+    for system, found in zip(fragments.SYSTEMS, measured, strict=True):
         facts = {"highest_bytes": found.highest, "reserved_bytes": found.reserved, "excess_bytes": found.excess}
         results.add(bench.row(case, system, "bytes", [float(value) for value in found.unused], **facts))
     return device
@@ -228,12 +239,12 @@ def unused_memory(results: bench.Results, config: GPTConfig, batch: int, steps: 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = bench.parser("activations", __doc__ or "")
-    parser.add_argument("--rounds", type=bench.positive, help="steps of each (default 9)")
+    parser.add_argument("--rounds", type=bench.positive, help="steps of each (default 7)")
     options = bench.parse(parser, argv)
-    rounds = options.rounds or (2 if options.quick else 9)
-    large = GPTConfig(24, 1024, 16, 1024)
-    config, batch = (large if torch.cuda.is_available() else GPTConfig(8, 256, 4, 256)), 4
-    varied, steps = large, STEPS_OF_FRAGMENTS
+    rounds = options.rounds or (2 if options.quick else 7)
+    on_gpu = torch.cuda.is_available()
+    config, batch = (LARGE if on_gpu else GPTConfig(8, 256, 4, 256)), 4
+    varied, steps = (LARGE if on_gpu else SIMULATED), STEPS_OF_FRAGMENTS
     if options.quick:
         config, batch = GPTConfig(layers=6, hidden=128, heads=4, sequence=64), 2
         varied, steps = GPTConfig(layers=2, hidden=512, heads=8, sequence=512), 4

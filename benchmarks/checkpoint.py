@@ -7,9 +7,12 @@ synced before the clock is stopped; loads read what the system may have in its c
 
 from __future__ import annotations
 
+import argparse
+import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,8 @@ from wherry.observe import bench
 
 WORKER = Path(__file__).parent / "checkpoint_worker.py"
 MEASURES = ("save", "stall", "load")
+# What is measured unless flags say otherwise, within six minutes: model, ranks, rounds.
+CASES = (("125m", 1, 3), ("10m", 1, 5), ("10m", 2, 5))
 TIMEOUT = 300.0
 
 
@@ -36,9 +41,13 @@ class Saving:
         self.room: Room | None = None
         if self.reason is None and KEEPINGS[name].one_rank and ranks > 1:
             self.reason = "every rank would write the whole"
+        self.model = model
         if self.reason is None:
             self.room = Room(ranks, worker=WORKER)
-            self._ask(do="build", keeping=name, recipe=MODELS[model])
+
+    def build(self) -> None:
+        if self.room is not None:
+            self._ask(do="build", keeping=self.name, recipe=MODELS[self.model])
 
     def _ask(self, **request: Any) -> list[Any] | None:
         assert self.room is not None
@@ -73,6 +82,9 @@ def measure(model: str, ranks: int, names: Sequence[str], rounds: int, folder: P
     try:
         for name in names:
             savings[name] = Saving(model, ranks, name, folder)
+        # Nothing is timed yet, so all cores are used.
+        with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // ranks)) as builders:
+            list(builders.map(Saving.build, savings.values()))
         taken = bench.interleave({name: saving.take for name, saving in savings.items()}, rounds, "saves and loads")
     finally:
         for saving in savings.values():
@@ -116,22 +128,28 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
     print("save: until it is on the disk. stall: training stood still. MB: what was written.")
 
 
+def cases_of(options: argparse.Namespace) -> list[tuple[str, int, int]]:
+    """Model, ranks and rounds of what is measured."""
+    if options.models is None and options.ranks is None and not options.quick:
+        return [(model, ranks, options.rounds or rounds) for model, ranks, rounds in CASES]
+    models = options.models or (["10m"] if options.quick else ["125m", "10m"])
+    rounds = options.rounds or (1 if options.quick else 3)
+    return [(model, ranks, rounds) for model in models for ranks in options.ranks or [1]]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = bench.parser("checkpoint", __doc__ or "")
     parser.add_argument("--models", type=bench.listed(tuple(MODELS)), help="of tiny, 10m, 125m (default: the last two)")
-    parser.add_argument("--ranks", type=bench.positives, help="with commas (default: 1,2; with --quick 1)")
+    parser.add_argument("--ranks", type=bench.positives, help="with commas (default: 1, and 2 for 10m)")
     parser.add_argument("--systems", type=bench.listed(tuple(KEEPINGS)), default=list(KEEPINGS), help="with commas")
     parser.add_argument("--rounds", type=bench.positive, help="times that everything is measured")
     parser.add_argument("--folder", type=Path, help="on the disk to be measured (default: for temporary files)")
     options = bench.parse(parser, argv)
-    models = options.models or (["10m"] if options.quick else ["10m", "125m"])
-    ranks = options.ranks or ([1] if options.quick else [1, 2])
-    rounds = options.rounds or (1 if options.quick else 5)
-    results = bench.Results("checkpoint", options, {"rounds": rounds, "models": models, "ranks": ranks})
+    cases = cases_of(options)
+    results = bench.Results("checkpoint", options, {"cases": [list(case) for case in cases]})
     with tempfile.TemporaryDirectory(dir=options.folder or systems.disk_folder()) as folder:
-        for model in models:
-            for number in ranks:
-                results.add(*measure(model, number, options.systems, rounds, Path(folder, str(number))))
+        for model, ranks, rounds in cases:
+            results.add(*measure(model, ranks, options.systems, rounds, Path(folder, str(ranks))))
     table(results.rows)
     results.close()
     return 0

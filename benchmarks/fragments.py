@@ -210,7 +210,7 @@ SYSTEMS: dict[str, dict[str, Any] | None] = {
 }
 
 
-def measure(system: str, config: GPTConfig, batch: int, steps: int, *, device: str = "cuda") -> Fragments:
+def measure(system: str, config: GPTConfig, batch: int, steps: int, device: str = "cuda") -> Fragments:
     """Train a GPT-2 on batches of changing length, on a GPU or, as "simulated", on fake tensors."""
     with ExitStack() as stack:
         if device == "cuda":

@@ -511,6 +511,7 @@ class Engine(Surface):
             replicas=self.topology.replicas,
             tensor=self.topology.tensor,
             device=self.device,
+            link=self._tiering.link,
             gatherer=self._gatherer,
             gradients=self._gradients,
             updater=self._updater,

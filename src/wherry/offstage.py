@@ -55,6 +55,8 @@ class Offstage:
         chosen = self._chosen(include)
         if self._link.shared:
             return 0  # the host's memory is where it is to go
+        for flat in (flat for unit in self._units for flat in unit.flats):
+            flat.quiet()  # a save may still copy from it
         return sum(self._leave(state) for state in chosen if state not in self._away)
 
     def _leave(self, state: str) -> int:

@@ -166,6 +166,11 @@ def test_nothing_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     said = capsys.readouterr().err
     assert "nothing in a checkpoint is run" in said and "system" in said
     assert not marker.exists() and not (tmp_path / "ours").exists()
+    # Nor is anything written elsewhere than where it was asked for.
+    torch.save({"module": {}}, tmp_path / "mp_rank_00_model_states.pt")
+    (tag.parent / "latest").write_text("..")
+    assert main(["import-deepspeed", str(tag.parent), str(tmp_path / "in" / "ours")]) == 2
+    assert "expected the name of a folder" in capsys.readouterr().err and not (tmp_path / "in").exists()
 
 
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

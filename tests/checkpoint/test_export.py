@@ -130,10 +130,12 @@ def test_transformers_loads_it(tmp_path: Path) -> None:
 def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_from(Shape(2, 3, more=BF16), tmp_path, client_state={"epoch": 1})
     assert main(["inspect", str(tmp_path), "--tensors"]) == 0
-    said = capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= max(80, 2 + len(str(tmp_path)) + len("global_step2"))
+    said = " ".join(shown.split())
     for words in ("AdamW after 2 updates: exp_avg, exp_avg_sq", "every byte checked", "epoch", "bfloat16"):
         assert words in said
-    assert "embed.weight  (29, 16) bfloat16 parameter: weight, exp_avg, exp_avg_sq (also head.weight)" in said
+    assert "embed.weight (29, 16) bfloat16 parameter: weight, exp_avg, exp_avg_sq (also head.weight)" in said
     assert main(["inspect", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["problems"] == []
     file = tmp_path / "global_step2" / "rank-00001.safetensors"

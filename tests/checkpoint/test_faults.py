@@ -320,7 +320,7 @@ def test_folders_that_people_mean(tmp_path: Path) -> None:
             work(Shape(), tmp_path / "file")
 
 
-@pytest.mark.parametrize("tag", ["a/b", "..", "", ".hidden", "latest"])
+@pytest.mark.parametrize("tag", ["a/b", "..", "", ".hidden", "latest", "a ", "two\nlines"])
 def test_tags_that_are_no_names(tmp_path: Path, tag: str) -> None:
     with pytest.raises(CheckpointError, match="expected the name of a folder"):
         save_from(Shape(), tmp_path, steps=0, tag=tag)
@@ -351,6 +351,18 @@ def test_keep_last(tmp_path: Path) -> None:
 
     on(Shape(2, 3, more={"wherry": {"checkpoint": {"keep_last": 2}}}), body)
     assert {path.name for path in tmp_path.iterdir()} == {"best", "global_step5", "global_step6", "latest"}
+
+    def back(engine: Any, comm: Comm) -> None:
+        """From an earlier step on: what counts is when they were written."""
+        engine.load_checkpoint(tmp_path, tag="best")
+        for step in (2, 3):
+            train(engine, comm, 1, first=step)
+            engine.save_checkpoint(tmp_path)
+
+    (tmp_path / "global_step5" / "manifest.json").write_text("{}")
+    on(Shape(1, 3, more={"wherry": {"checkpoint": {"keep_last": 2}}}), back)
+    found = {path.name for path in tmp_path.iterdir()}
+    assert found == {"best", "global_step3", "global_step4", "global_step5", "latest"}
 
 
 def test_another_model_is_refused_before_anything_changes(tmp_path: Path) -> None:

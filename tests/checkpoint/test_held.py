@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.checkpoint.harness import Shape, assert_same, load_into, on, state_of, train
 
-from wherry.checkpoint import save
+from wherry.checkpoint import copies, save
 from wherry.checkpoint.errors import CheckpointError
 from wherry.checkpoint.held import Held
 from wherry.parallel.comm import Comm
@@ -41,7 +41,7 @@ class Slow:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.002) -> None:
         self.copied = 0
         self.waited: list[float] = []
-        put, copied, pieces = save.RankFiles.put, save._copied, Held.pieces
+        put, copied, pieces = save.RankFiles.put, copies.copied, Held.pieces
 
         def slowly(files: Any, name: str, tensor: torch.Tensor) -> str:
             time.sleep(seconds)
@@ -61,7 +61,7 @@ class Slow:
 
         monkeypatch.setattr(Held, "pieces", late)
         monkeypatch.setattr(save.RankFiles, "put", slowly)
-        monkeypatch.setattr(save, "_copied", counted)
+        monkeypatch.setattr(copies, "copied", counted)
 
     def run(self, engine: Any, comm: Comm, folder: Path) -> Any:
         train(engine, comm, 2)

@@ -96,6 +96,12 @@ def test_the_batch_stays_on_other_ranks(ranks: int, micro: int, accumulation: in
     assert numbers == list(range(120, 144))
 
 
+def test_stages_of_a_pipeline_have_a_micro_batch_each() -> None:
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 1}
+    keep_batch(config, Start(Path("x"), 5, 40, 8), 1, given=False, stages=3)
+    assert (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]) == (2, 4)
+
+
 def test_a_batch_that_does_not_divide_is_told(caplog: pytest.LogCaptureFixture) -> None:
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 8}
     keep_batch(config, Start(Path("x"), 5, 120, 24), 5, given=False)

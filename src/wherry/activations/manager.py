@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from wherry.activations.blocks import Blocks
 from wherry.activations.cut import Cut
 from wherry.activations.measure import Meter, is_strange, speeds_of
 from wherry.activations.policy import Cost, Policy, choose
-from wherry.activations.recompute import ContextPair, both, inside, recomputed, running, selective
+from wherry.activations.recompute import Anew, ContextPair, both, inside, recomputed, running, selective
 from wherry.activations.saving import Beneath, Saver
 from wherry.activations.stores import BlockStore, Keep, Store
 from wherry.observe.log import get_logger
@@ -227,7 +228,7 @@ class Activations:
             self._synchronise()
 
         def contexts() -> ContextPair:
-            again = self._again(name, unit)
+            again = Anew(partial(self._again, name, unit))
             if not self.settings.save_operations:
                 return nullcontext(), again
             first, second = selective(self.settings.save_operations)

@@ -85,10 +85,29 @@ def recomputed(
         return torch_checkpoint(call, *leaves, use_reentrant=False, context_fn=contexts)
 
 
-@contextmanager
-def both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
-    with first, second:
-        yield
+class Anew:
+    """A context that may be entered again and again: a graph that is retained is recomputed in each backward."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._make = make
+        self._entered: list[AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> None:
+        context = self._make()
+        context.__enter__()
+        self._entered.append(context)
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
+
+
+def both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Anew:
+    @contextmanager
+    def together() -> Iterator[None]:
+        with first, second:
+            yield
+
+    return Anew(together)
 
 
 def operations(names: Sequence[str]) -> frozenset[Any]:

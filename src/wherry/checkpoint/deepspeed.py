@@ -155,7 +155,7 @@ def import_checkpoint(source: Path, out: Path, tag: str | None = None) -> Path:
     if "module" not in model:
         raise CheckpointError(f"{found.models[0]} holds no module")
     step = int(model.get("global_steps", 0))
-    name = tag or (found.folder.name if found.folder != source else folders.step_tag(step))
+    name = folders.check_tag(tag or (found.folder.name if found.folder != source else folders.step_tag(step)))
     partial = folders.begin(out, name)
     files = RankFiles(partial, 0, 1 << 20)
     entries: dict[str, Entry] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +20,14 @@ from wherry.checkpoint.manifest import NAME, WEIGHT, Entry, Manifest, read_manif
 from wherry.checkpoint.session import Session, plain_tensors
 from wherry.checkpoint.session import aliases as tied_names
 from wherry.checkpoint.source import Source
+from wherry.checkpoint.values import dtype_named
 from wherry.nn.tiled import Place, tile_places
 from wherry.observe.progress import Progress
 from wherry.sharding.unit import Flat
 
 INDEX = "model.safetensors.index.json"
+# What an earlier write of the same model has left is replaced, and nothing else.
+_OWN_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 DEFAULT_SHARD = 5_000_000_000
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -92,7 +96,7 @@ class ModelWriter:
         if count == 1:
             names = ["model.safetensors"]
         for old in self.folder.glob("model*.safetensors"):
-            if old.name not in names:
+            if _OWN_FILE.fullmatch(old.name) and old.name not in names:
                 old.unlink()
         for part, name in zip(self._parts, names, strict=True):
             os.replace(part, self.folder / name)
@@ -156,7 +160,7 @@ def exported_entries(path: Path, manifest: Manifest, *, exclude_frozen: bool = F
 
 
 def exported_dtype(entry: Entry, wanted: torch.dtype | None) -> torch.dtype:
-    own: torch.dtype = getattr(torch, entry.dtype)
+    own = dtype_named(entry.dtype)
     return wanted if wanted is not None and entry.kind != "buffer" and own.is_floating_point else own
 
 
@@ -164,7 +168,7 @@ def find(path: Path) -> Path:
     """A checkpoint's folder: the one given, or the latest of those in it."""
     if (path / NAME).exists():
         return path
-    tag = folders.locate(path, None) if path.is_dir() else None
+    tag = folders.locate(path, None, cleans=False) if path.is_dir() else None
     if tag is None:
         raise CheckpointError(f"{path} is no checkpoint and holds none: there is no {NAME} in it")
     return path / tag

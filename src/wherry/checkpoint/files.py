@@ -123,6 +123,8 @@ class TensorWriter:
     def add_parts(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], parts: Iterable[torch.Tensor]) -> None:
         """A tensor as it comes, in row-major order. Each part may change when the next is asked for."""
         assert name not in self._entries, name
+        if dtype not in DTYPES:
+            raise CheckpointError(f"{name}: safetensors files hold no {dtype}; leave it out, or convert it")
         gap = -self._position % TENSOR_ALIGNMENT
         if gap:
             self._begin(f"{FILL}.{self._position}", "U8", (gap,), gap)

@@ -9,6 +9,7 @@ FOLDER/.TAG.removed.*     one being deleted
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -39,7 +40,9 @@ _AT_FDCWD = -100
 def check_tag(tag: object) -> str:
     """A tag is the name of a folder."""
     text = str(tag)
-    if not text or text in (LATEST, ".", "..") or text.startswith(".") or "/" in text or "\0" in text:
+    # `latest` is one line without blanks around it.
+    plain = bool(text) and text.isprintable() and text == text.strip()
+    if not plain or text == LATEST or text.startswith(".") or "/" in text:
         raise CheckpointError(f"tag {text!r}: expected the name of a folder, such as global_step100")
     return text
 
@@ -151,14 +154,19 @@ def clean(folder: Path) -> list[Path]:
     """Delete what processes that are gone have left half-written, and say so; returns what was deleted."""
     cleaned = []
     for path in folder.glob(f".{LATEST}.*.tmp"):
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # of a disk that is only read
+            path.unlink()
     for path in sorted(folder.glob(".*")):
         found = _ASIDE.fullmatch(path.name)
         if found is None or not path.is_dir() or _alive(found, path):
             continue
         final = folder / found["tag"]
         if found["kind"] == "replaced" and not final.exists() and (path / NAME).exists():
-            os.rename(path, final)
+            try:
+                os.rename(path, final)
+            except OSError as error:
+                logger.warning("%s: a checkpoint whose replacement was interrupted, left there (%s)", path, error)
+                continue
             logger.warning("%s: a checkpoint whose replacement was interrupted is back in its place", final)
             continue
         shutil.rmtree(path, ignore_errors=True)
@@ -185,10 +193,14 @@ def _alive(found: re.Match[str], path: Path) -> bool:
 
 
 def prune(folder: Path, keep: int) -> list[str]:
-    """Delete the oldest checkpoints named after a step, all but the last `keep`; tags of a user's choice stay."""
-    named = sorted((int(found[1]), found[0]) for found in map(_STEP_TAG.fullmatch, _tags(folder)) if found)
+    """Delete checkpoints named after a step, all but the `keep` written last; tags of a user's choice stay.
+
+    A run that was taken back to an earlier step writes lower numbers than those that it left. What has a manifest
+    that cannot be read, as one of a newer version, is not touched.
+    """
+    named = [tag for tag in newest_first(folder) if _STEP_TAG.fullmatch(tag)]
     latest = read_latest(folder)
-    gone = [tag for _, tag in named[: max(0, len(named) - keep)] if tag != latest]
+    gone = [tag for tag in reversed(named[keep:]) if tag != latest]
     for tag in gone:
         _delete(folder / tag, tag)
     return gone
@@ -265,14 +277,14 @@ def newest_whole(folder: Path, but: str | None = None) -> str | None:
     return next((tag for tag in newest_first(folder) if tag != but and whole(folder / tag)), None)
 
 
-def locate(folder: Path, tag: str | None) -> str | None:
+def locate(folder: Path, tag: str | None, *, cleans: bool = True) -> str | None:
     """The tag to load: the one given, else what `latest` says; None where there is no checkpoint at all.
 
     A first checkpoint that is complete and was not yet `latest` when its writer died is found too. "." is the folder
-    itself, where that is a checkpoint.
+    itself, where that is a checkpoint. `cleans`: what crashed processes have left goes; who only looks leaves it.
     """
     _check_folder(folder)
-    if folder.is_dir():
+    if cleans and folder.is_dir():
         clean(folder)
     if tag is not None:
         tag = check_tag(tag)

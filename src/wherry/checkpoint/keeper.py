@@ -33,7 +33,7 @@ class Checkpoints:
         session = self._session()
         own = self._config.wherry.checkpoint
         options = SaveOptions(
-            client_state=_checked(client_state),
+            client_state={} if client_state is None else client_state,
             save_latest=latest,
             exclude_frozen=not frozen,
             keep_last=own.keep_last,
@@ -47,7 +47,8 @@ class Checkpoints:
 
     def load(self, folder: str | os.PathLike[str], tag: Any, options: LoadOptions) -> Loaded | None:
         self.wait()
-        return load(self._session(), Path(folder), None if tag is None else str(tag), options)
+        with torch.inference_mode(False):  # what a load makes is trained on
+            return load(self._session(), Path(folder), None if tag is None else str(tag), options)
 
     def save_model(self, folder: Path, file: str, *, exclude_frozen: bool) -> None:
         from wherry.checkpoint import export
@@ -80,11 +81,3 @@ class Checkpoints:
         """Wait for what this rank still writes. Other ranks are not asked: they may be gone."""
         if self.last is not None:
             self.last.wait()
-
-
-def _checked(client_state: dict[str, Any] | None) -> dict[str, Any]:
-    if client_state is None:
-        return {}
-    if not isinstance(client_state, dict):
-        raise WherryError(f"save_checkpoint: client_state is a {type(client_state).__name__}, expected a dict")
-    return client_state

@@ -59,6 +59,8 @@ class Loaded:
 def load(session: Session, folder: Path, tag: str | None, options: LoadOptions) -> Loaded | None:
     """Load a checkpoint; every rank calls it. None where there is none. An engine is changed by a whole one only."""
     comm = session.comm
+    if any(flat.pins for flat in session.flats):
+        raise CheckpointError(f"loading from {folder}: inside wherry.gathered, which keeps the weights; leave it first")
     found = on_first(comm, f"loading from {folder}", lambda: folders.locate(folder, tag))
     if found is None:
         if tag is None:
@@ -319,8 +321,13 @@ class _Loader:
                 module.set_extra_state(extra[key])
         if self.optimizer and session.scaler.dynamic:
             session.scaler.load_state_dict(engine["loss_scale"])
-        if self.options.lr_scheduler and session.lr_scheduler is not None and "lr_scheduler" in engine:
-            session.lr_scheduler.load_state_dict(self.source.value(engine["lr_scheduler"]))
+        if self.options.lr_scheduler and session.lr_scheduler is not None:
+            if "lr_scheduler" in engine:
+                session.lr_scheduler.load_state_dict(self.source.value(engine["lr_scheduler"]))
+            else:
+                session.log.warning(
+                    "%s holds no learning rate schedule: the engine's stays as it is", self.source.folder
+                )
         if self.options.optimizer:
             self._load_rank_values()
 
@@ -368,6 +375,10 @@ class _Loader:
         for gradient in session.gradients.all:
             self._load_gradient(gradient, saved, factor)
         session.gradients.resume(boundary=saved.boundary)
+        absent = {name for values in self.manifest.ranks for name in values.get("absent", ())}
+        for gradient in session.gradients.all if absent else ():
+            slots = enumerate(gradient.flat.layout.slots)
+            gradient.absent = [index for index, slot in slots if slot.name in absent]
         return replace(
             begun,
             backwards=micro_batches // saved.accumulation,

@@ -188,6 +188,9 @@ class Manifest:
         digest = str(value.get("sha256"))
         if hashlib.sha256(text.replace(digest, _NO_DIGEST, 1).encode()).hexdigest() != digest:
             raise CheckpointError(f"{damaged}: its checksum does not match")
+        outside = [name for name in (*value["files"], *value["tensors"].values()) if Path(name).name != name]
+        if outside:
+            raise CheckpointError(f"{damaged}: {outside[0]!r} is no file of its own folder")
         return cls(
             tag=value["tag"],
             created=value["created"],

@@ -6,8 +6,7 @@ import json
 import threading
 import time
 import zlib
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib import metadata
@@ -19,6 +18,7 @@ import torch
 
 from wherry.checkpoint import folder as folders
 from wherry.checkpoint.collect import FlatCut, Piece, Scalar, cut_flat, flat_pieces, gradient_pieces
+from wherry.checkpoint.copies import Copies, needed_bytes, shortage
 from wherry.checkpoint.errors import CheckpointError, describe, on_first, together
 from wherry.checkpoint.files import FileRecord, TensorWriter, host_parts
 from wherry.checkpoint.held import Held
@@ -204,14 +204,15 @@ def save(session: Session, folder: Path, tag: str, options: SaveOptions) -> Save
     tag = _agree_on_tag(session, tag, options.tag_validation)
     what = f"saving {folder / tag}"
     encoded: list[Values] = []
-    steps = session.optimizer_steps()
+    steps, absent = session.optimizer_steps(), session.without_gradient()
     # What cannot be stored is found before anything is written.
-    together(comm, what, lambda: encoded.append(encode_values(session, options.client_state, steps)))
+    together(comm, what, lambda: encoded.append(encode_values(session, options.client_state, steps, absent)))
     plan = _Plan.of(session, options.exclude_frozen)
+    behind = options.background and _has_room(session, plan, what)
     partial = on_first(comm, what, lambda: folders.begin(folder, tag))
     saved = Saved(folder / tag)
     job = _Job(session, plan, encoded[0], partial, tag, options, saved, begin)
-    if options.background:
+    if behind:
         job.start()
     else:
         job.run()
@@ -228,6 +229,15 @@ def _agree_on_tag(session: Session, tag: str, validation: str) -> str:
         if session.comm.rank == 0:
             session.log.warning("save_checkpoint: the ranks gave different tags (%s); rank 0's is used", told)
     return tags[0]
+
+
+def _has_room(session: Session, plan: _Plan, what: str) -> bool:
+    """Whether every machine has the memory to write behind training; the same on all ranks."""
+    plain = (tensor for tensor, _ in plan.plain.values())
+    short = shortage(session, needed_bytes(session, plan.cuts, plan.shares, plain))
+    if short is not None and session.comm.rank == 0:
+        session.log.warning("%s: training stands still meanwhile, as %s", what, short)
+    return short is None
 
 
 @dataclass
@@ -348,6 +358,7 @@ class _Job:
         self.meeting = Meeting(partial, self.rank)
         # What a save behind training did about states on disk.
         self.how = ""
+        self.behind = False
         if session.data.rank == session.tensor.rank == 0:
             self.files.part.entries = plan.entries
 
@@ -369,18 +380,25 @@ class _Job:
         """Copy what rests in memory, hold what rests on disk as it is, and go on writing in a thread."""
         assert self.session is not None
         session = self.session
-        copies: deque[Piece | Scalar] = deque()
+        copies = Copies(session)
         held = Held()
+        self.behind = True
 
         def take() -> None:
             on_disk = held.take(session, self.plan.cuts)
-            copies.extend(map(_copied, self._pieces(but=on_disk)))
+            for flat, cut in self.plan.cuts.items():
+                if flat not in on_disk:
+                    copies.take_flat(session, flat, cut)
+                sums = gradient_pieces(session, flat, self.plan.shares[flat])
+                copies.take_rest(sums, on_device=flat in session.gradient_of and session.gradient_of[flat].keeps)
+            copies.take_rest(self._plain_pieces(), on_device=True)
 
         try:
             together(self.session.comm, f"saving {self.saved.path}", self.meeting.open)
             together(self.session.comm, f"copying states for {self.saved.path}", take)
             self.encoded = self.encoded.copied()
         except BaseException:
+            copies.release()
             held.release()
             self._abandon()
             raise
@@ -397,12 +415,12 @@ class _Job:
             return
         self.saved._thread = thread
 
-    def _behind(self, held: Held, copies: deque[Piece | Scalar]) -> None:
+    def _behind(self, held: Held, copies: Copies) -> None:
         """No collective may be called here, so the ranks meet in the folder: each leaves a record of its part."""
         try:
             on_disk = held.pieces()
             try:
-                part = self._write(chain(on_disk, _drained(copies)))
+                part = self._write(chain(on_disk, copies.pieces()))
             finally:
                 on_disk.close()  # gives back what it was reading into, while there is a pool
                 held.release()
@@ -415,7 +433,7 @@ class _Job:
                 self._commit(parts)
         except Exception as error:
             self.saved._failure = error
-            copies.clear()  # the error's frames would keep them until somebody waits
+            copies.release()  # the error's frames would keep them until somebody waits
             self.log.error("saving %s behind training has failed: %s", self.saved.path, describe(error))
             self._abandon()
             if self.rank:
@@ -423,17 +441,19 @@ class _Job:
 
     # Both.
 
-    def _pieces(self, but: Collection[Flat] = ()) -> Iterator[Piece | Scalar]:
-        """All that this rank writes, apart from states of some flats; each is valid until the next is asked for."""
+    def _pieces(self) -> Iterator[Piece | Scalar]:
+        """All that this rank writes; each is valid until the next is asked for."""
         session, plan = self.session, self.plan
         assert session is not None
         with Progress(f"saving {self.tag}", len(plan.cuts), unit="flats", rank=self.rank) as progress:
             for flat, cut in plan.cuts.items():
-                if flat not in but:
-                    yield from flat_pieces(session, flat, cut)
+                yield from flat_pieces(session, flat, cut)
                 yield from gradient_pieces(session, flat, plan.shares[flat])
                 progress.advance()
-        for name, (tensor, addend) in plan.plain.items():
+        yield from self._plain_pieces()
+
+    def _plain_pieces(self) -> Iterator[Piece]:
+        for name, (tensor, addend) in self.plan.plain.items():
             values = tensor.detach().contiguous().reshape(-1)
             yield Piece(name, WEIGHT, Run.of(tuple(tensor.shape)), values, addend=addend)
 
@@ -477,7 +497,7 @@ class _Job:
         if self.options.keep_last is not None:
             for gone in folders.prune(path.parent, self.options.keep_last):
                 self.log.info("%s: deleted, as the last %d are kept", path.parent / gone, self.options.keep_last)
-        behind = f", training waited {self.saved.stall:.2f} s" if self.options.background else ""
+        behind = f", training waited {self.saved.stall:.2f} s" if self.behind else ""
         how = f"; {self.how}" if self.how else ""
         self.log.info("saved %s: %s in %.2f s%s%s", path, format_bytes(manifest.bytes), self.saved.seconds, behind, how)
 
@@ -485,19 +505,6 @@ class _Job:
         self.files.abandon()
         if self.rank == 0:
             folders.discard(self.partial)
-
-
-def _drained(items: deque[Piece | Scalar]) -> Iterator[Piece | Scalar]:
-    """Each in turn, and nothing of those that have been."""
-    while items:
-        yield items.popleft()
-
-
-def _copied(item: Piece | Scalar) -> Piece | Scalar:
-    if isinstance(item, Scalar):
-        return item
-    scales = item.scales.to("cpu", copy=True) if item.scales is not None else None
-    return replace(item, values=item.values.detach().to("cpu", copy=True), scales=scales)
 
 
 def versions() -> dict[str, str]:

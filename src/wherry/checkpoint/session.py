@@ -18,6 +18,7 @@ from wherry.sharding.gradients import FlatGradient, Gradients
 from wherry.sharding.layout import SegmentSpan, Slot
 from wherry.sharding.unit import Flat, Unit
 from wherry.sharding.weights import Gatherer
+from wherry.tiers.streams import Link
 from wherry.update.loss_scale import LossScaler
 from wherry.update.optimizer import ShardedOptimizer
 from wherry.update.pipeline import FlatState, Updater
@@ -75,6 +76,7 @@ class Session:
     replicas: Comm
     tensor: Comm
     device: torch.device
+    link: Link
     gatherer: Gatherer
     gradients: Gradients
     updater: Updater | None
@@ -138,6 +140,13 @@ class Session:
     def writes(self, slot: Slot) -> bool:
         """Whether this rank writes its share of a parameter: of what no tensor-parallel rank cut, the first alone."""
         return slot.part is not None or self.tensor.rank == 0
+
+    def without_gradient(self) -> list[str]:
+        """The parameters that no rank has had a gradient for in the window under way, which its update leaves alone."""
+        if not self.window.backwards:
+            return []
+        mine = {g.flat.layout.slots[index].name for g in self.gradients.all for index in g.absent}
+        return sorted(set.intersection(*self.data.gather_objects(mine)))
 
     def optimizer_steps(self) -> int:
         """Updates made so far, which the bias corrections count."""

@@ -14,7 +14,7 @@ from wherry.checkpoint.errors import CheckpointError
 from wherry.checkpoint.files import TensorReader
 from wherry.checkpoint.manifest import GRADIENT, Manifest, Slice, read_manifest
 from wherry.checkpoint.slices import Box, Overlap, Run, overlaps
-from wherry.checkpoint.values import decode
+from wherry.checkpoint.values import decode, dtype_named
 from wherry.checkpoint.workers import Workers
 from wherry.native import Blocks8, dequantize
 from wherry.native.blocks import BLOCK, blocks_of
@@ -104,7 +104,7 @@ class Source:
         """The dtype a state is stored in; that of 8-bit states is fp32, as they are read."""
         slices = self.manifest.entries[name].states.get(state, [])
         if not slices:  # of a tensor without elements
-            return getattr(torch, self.manifest.entries[name].dtype)
+            return dtype_named(self.manifest.entries[name].dtype)
         if slices[0].scales is not None:
             return torch.float32
         return self._reader(slices[0].file).tensors[slices[0].tensor].dtype

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from wherry.checkpoint.errors import CheckpointError
 from wherry.checkpoint.session import Session, extra_states
 from wherry.checkpoint.values import PutTensor, encode
 
@@ -25,8 +26,13 @@ class Values:
         return Values(self.engine, self.rank, {name: t.to("cpu", copy=True) for name, t in self.tensors.items()})
 
 
-def encode_values(session: Session, client_state: dict[str, Any], steps: int) -> Values:
-    """`steps`: updates made so far. Raises `CheckpointError`, with the place, for what cannot be stored."""
+def encode_values(session: Session, client_state: dict[str, Any], steps: int, absent: list[str]) -> Values:
+    """`steps`: updates made so far; `absent`: parameters without a gradient in the window.
+
+    Raises `CheckpointError`, with the place, for what cannot be stored.
+    """
+    if not isinstance(client_state, dict):
+        raise CheckpointError(f"client_state is a {type(client_state).__name__}, expected a dict")
     found = Values()
 
     def put(tensor: torch.Tensor) -> str:
@@ -35,6 +41,8 @@ def encode_values(session: Session, client_state: dict[str, Any], steps: int) ->
         return name
 
     found.rank["rng"] = encode(random_state(session.device), "random state", put)
+    if absent:
+        found.rank["absent"] = absent
     loader = getattr(session.dataloader, "state_dict", None)
     if loader is not None:
         found.rank["data"] = encode(loader(), "training_dataloader.state_dict()", put)

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 
 from wherry.checkpoint.errors import CheckpointError
+from wherry.checkpoint.files import DTYPES
+from wherry.parallel.partition import is_dtensor
 
 # Marks an object that stands for what JSON has not.
 KIND = "$"
@@ -32,6 +34,9 @@ def encode(value: Any, where: str, put: PutTensor) -> Any:
     if isinstance(value, bytes | bytearray):
         return {KIND: "bytes", "value": base64.b64encode(value).decode()}
     if isinstance(value, torch.Tensor):
+        if value.dtype not in DTYPES or value.layout is not torch.strided or value.is_meta or is_dtensor(value):
+            kind = "DTensor" if is_dtensor(value) else f"{value.layout} of {value.dtype} on {value.device}"
+            raise CheckpointError(f"{where}: a tensor that is {kind} cannot be saved; make it a plain one")
         return {KIND: "tensor", "value": put(value)}
     if isinstance(value, np.ndarray):
         return _encode_array(value, where, put)
@@ -73,6 +78,14 @@ def _encode_mapping(value: Mapping[Any, Any], where: str, put: PutTensor) -> Any
     return {KIND: "counter" if type(value) is Counter else "dict", "value": pairs}
 
 
+def dtype_named(name: str) -> torch.dtype:
+    """torch's dtype of this name, and nothing else of torch's."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(f"{name!r} is no dtype of this torch; the checkpoint is damaged, or of a newer version")
+    return found
+
+
 def decode(value: Any, get: GetTensor) -> Any:
     """What `encode` was given. `get` finds the tensor of a reference."""
     if isinstance(value, list):
@@ -92,7 +105,7 @@ def decode(value: Any, get: GetTensor) -> Any:
     if kind == "bytes":
         return base64.b64decode(inner)
     if kind == "dtype":
-        return getattr(torch, inner)
+        return dtype_named(inner)
     if kind == "tuple":
         return tuple(decode(item, get) for item in inner)
     if kind == "set":

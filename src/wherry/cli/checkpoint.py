@@ -64,7 +64,7 @@ def inspect(argv: list[str]) -> int:
         _print(path, manifest, problems, verified=not arguments.no_verify, tensors=arguments.tensors)
         others = [tag for tag in folders.newest_first(path.parent) if tag != path.name]
         if others:
-            print(f"beside it: {', '.join(others)}")
+            _line(f"beside it: {', '.join(others)}", 4)
     return 1 if problems else 0
 
 
@@ -99,15 +99,25 @@ def _facts(path: Path, manifest: Manifest) -> dict[str, Any]:
 def _print(path: Path, manifest: Manifest, problems: list[str], *, verified: bool, tensors: bool) -> None:
     print(path)
     for name, value in _facts(path, manifest).items():
-        print(f"  {name + ':':<14}{value}")
+        _line(f"  {name + ':':<14}{value}", 16)
     whole = "not checked" if not verified else "DAMAGED" if problems else "every byte checked"
     print(f"  {'whole:':<14}{whole}")
     for problem in problems:
-        print(f"    {problem}")
+        _line(f"    {problem}", 6)
     if tensors:
         for name, entry in manifest.entries.items():
             also = f" (also {', '.join(entry.aliases)})" if entry.aliases else ""
-            print(f"  {name}  {tuple(entry.shape)} {entry.dtype} {entry.kind}: {', '.join(entry.states)}{also}")
+            _line(f"  {name}  {tuple(entry.shape)} {entry.dtype} {entry.kind}: {', '.join(entry.states)}{also}", 6)
+
+
+def _line(text: str, indent: int) -> None:
+    """Print a line, and what goes beyond the terminal below it."""
+    import shutil
+    import textwrap
+
+    width = shutil.get_terminal_size().columns
+    rest = " " * indent
+    print(textwrap.fill(text, width, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False))
 
 
 def _as_json(path: Path, manifest: Manifest, problems: list[str]) -> dict[str, Any]:

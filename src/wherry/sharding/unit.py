@@ -67,6 +67,8 @@ class Flat:
         self.blanks = [nan.expand(slot.shape) for slot in layout.slots]
         self.weights = Weights.WHOLE
         self.ticket: Ticket = DONE
+        # What still reads its shard, or its optimizer state, on the device: whoever changes these waits for it first.
+        self.reader: Ticket = DONE
         # How many `gathered` contexts keep it whole.
         self.pins = 0
         # An update of it is under way: whoever wants its weights settles that first.
@@ -94,11 +96,18 @@ class Flat:
 
         What is changed inside is kept if `write` is given. A resident flat's other parts are not touched.
         """
+        if write and self.reader is not DONE:
+            self.quiet()
         if self.home is None:
             yield self.shard_memory
             return
         with opened(self.home, write=write):
             yield self.shard_memory
+
+    def quiet(self) -> None:
+        """What the current stream does from here on comes after whatever reads this rank's part on the device."""
+        reader, self.reader = self.reader, DONE
+        reader.wait()
 
     def keep(self, keep: Callable[[Home], Kept]) -> Kept:
         """This rank's shard as it is now, for a reader beside whatever goes on; `keep` says how of a home."""

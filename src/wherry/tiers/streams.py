@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -49,6 +49,10 @@ class Link:
         target.copy_(source)
         return DONE
 
+    def aside(self, target: torch.Tensor, source: torch.Tensor) -> Ticket:
+        """As `down`, for much that nobody waits for: nothing else that goes down comes after it."""
+        return self.down(target, source)
+
     def fence(self) -> Ticket:
         """What the current stream has been given so far, for another thread's `up` to come after."""
         return DONE
@@ -70,6 +74,27 @@ class Link:
         self.host.close()
         if self._other is not None:
             self._other.close()
+
+
+class Readers(Ticket):
+    """Copies down for whoever writes their sources again: `wait()` holds up the current stream, and not the host."""
+
+    __slots__ = ("_link", "_tickets")
+
+    def __init__(self, link: Link, tickets: Iterable[Ticket]) -> None:
+        self._link = link
+        self._tickets = list(tickets)
+
+    def wait(self) -> None:
+        for ticket in self._tickets:
+            self._link.order(ticket)
+
+    def finish(self) -> None:
+        for ticket in self._tickets:
+            ticket.finish()
+
+    def done(self) -> bool:
+        return all(ticket.done() for ticket in self._tickets)
 
 
 class _Copy(Ticket):
@@ -112,6 +137,7 @@ class CudaLink(Link):
         super().__init__(device, pin=pin)
         self._up = torch.cuda.Stream(device)
         self._down = torch.cuda.Stream(device)
+        self._aside: torch.cuda.Stream | None = None
 
     def _pinning(self, pin: bool) -> CudaPin | None:
         return CudaPin() if pin else None
@@ -139,6 +165,12 @@ class CudaLink(Link):
     def down(self, target: torch.Tensor, source: torch.Tensor) -> Ticket:
         self._down.wait_event(self._record())
         return self._copy(self._down, target, source, on_host=True)
+
+    def aside(self, target: torch.Tensor, source: torch.Tensor) -> Ticket:
+        if self._aside is None:
+            self._aside = torch.cuda.Stream(self.device)
+        self._aside.wait_event(self._record())
+        return self._copy(self._aside, target, source, on_host=True)
 
     def fence(self) -> Ticket:
         return _Copy(self.device, self._record(), (), on_host=False)

@@ -79,14 +79,15 @@ def train(options: Options) -> int:
     config = build_config(options, shape.parameters, bf16=_has_bf16(device), given=given)
     place, mesh = parallel.lay_out(world, options.tensor_parallel, options.pipeline_parallel)
     start = choose_start(options, comm)
-    keep_batch(config, start, place.data.size, given=options.sizes_the_batch)
+    keep_batch(config, start, place.data.size, options.sizes_the_batch, place.pipe.size)
     resolved = load(config)
     torch.manual_seed(options.seed)
     piped = options.pipeline_parallel > 1
+    tied = not (piped or options.untied)
     alone = not piped and options.tensor_parallel == 1
     # Where parameters are partitioned the whole model need not be in any rank's memory.
     with wherry.Init(config=resolved, mesh=place, enabled=alone and resolved.placement().parameters.partitioned):
-        whole = GPT(GPTConfig.of(shape, checkpoint_activations=options.checkpoint_activations, tied=not piped))
+        whole = GPT(GPTConfig.of(shape, checkpoint_activations=options.checkpoint_activations, tied=tied))
     if options.tensor_parallel > 1:
         parallel.cut_blocks(whole, mesh)
     model = parallel.Stage(whole, place.pipe.rank, place.pipe.size) if piped else whole

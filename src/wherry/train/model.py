@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -122,13 +123,16 @@ class GPT(nn.Module):
                 "build it with a longer sequence"
             )
         x = self.tokens(ids) + self.positions(torch.arange(length, device=ids.device))
-        for block in self.blocks:
-            if self.config.checkpoint_activations and torch.is_grad_enabled():
-                x = checkpoint(block, x)
-            else:
-                x = block(x)
+        x = through(self.blocks, x, self.config)
         logits = self.head(self.norm(x))
         return logits if labels is None else loss_of(logits, labels)
+
+
+def through(blocks: Iterable[nn.Module], x: Tensor, config: GPTConfig) -> Tensor:
+    """The residual stream behind some blocks."""
+    for block in blocks:
+        x = checkpoint(block, x) if config.checkpoint_activations and torch.is_grad_enabled() else block(x)
+    return x
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:

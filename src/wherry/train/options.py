@@ -34,6 +34,7 @@ class Options:
     global_batch_size: int | None = None
     accumulation: int | None = None
     checkpoint_activations: bool = False
+    untied: bool = False
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     precision: str | None = None
@@ -96,6 +97,10 @@ def build_parser() -> argparse.ArgumentParser:
     _add(
         model, "--pipeline-parallel", "--pipeline-model-parallel-size", dest="pipeline_parallel", type=_positive,
         default=1, help="stages of blocks, each on ranks of its own; the head is then not tied to the embedding",
+    )  # fmt: skip
+    _add(
+        model, "--untie-embeddings-and-output-weights", dest="untied", action="store_true",
+        help="give the head weights of its own, as pipeline stages have it in any case",
     )  # fmt: skip
     train = parser.add_argument_group("training")
     _add(train, "--steps", "--train-iters", type=_positive, default=DEFAULT_STEPS, help="optimizer steps")

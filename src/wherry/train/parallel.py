@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from wherry.errors import WherryError
 from wherry.parallel.topology import Topology, find
-from wherry.train.model import GPT, loss_of
+from wherry.train.model import GPT, loss_of, through
 
 
 def lay_out(world: Topology, tensor: int, pipe: int) -> tuple[Topology, Any]:
@@ -60,19 +60,20 @@ class Stage(nn.Module):
             raise WherryError(
                 f"--pipeline-parallel {stages}: the model has {len(blocks)} blocks, and each stage takes one or more"
             )
+        self.config = model.config
         self.first, self.last = index == 0, index == stages - 1
         begin, end = (len(blocks) * i // stages for i in (index, index + 1))
         if self.first:
             self.tokens, self.positions = model.tokens, model.positions
-        self.blocks = nn.ModuleList(blocks[begin:end])
+        # Named by their places in the whole model: a checkpoint of all stages is one of the model.
+        self.blocks = nn.ModuleDict({str(place): blocks[place] for place in range(begin, end)})
         if self.last:
             self.norm, self.head = model.norm, model.head
 
     def forward(self, x: Tensor) -> Tensor:
         if self.first:
             x = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
-        for block in self.blocks:
-            x = block(x)
+        x = through(self.blocks.values(), x, self.config)
         return self.head(self.norm(x)) if self.last else x
 
 

@@ -68,8 +68,11 @@ def _start(options: Options) -> Start:
     return Start(path, manifest.step, int(told["samples"]), int(told["samples_per_step"]))
 
 
-def keep_batch(config: dict[str, Any], start: Start, ranks: int, given: bool) -> None:
-    """Let a step have as many samples as before, whatever the number of ranks, unless the flags say otherwise."""
+def keep_batch(config: dict[str, Any], start: Start, ranks: int, given: bool, stages: int = 1) -> None:
+    """Let a step have as many samples as before, whatever the number of ranks, unless the flags say otherwise.
+
+    `stages` of a pipeline want a micro-batch each, at least.
+    """
     if start.batch is None or given:
         return
     if start.batch % ranks:
@@ -77,7 +80,7 @@ def keep_batch(config: dict[str, Any], start: Start, ranks: int, given: bool) ->
         return
     share = start.batch // ranks
     wanted = int(config.get("train_micro_batch_size_per_gpu") or share)
-    micro = max(size for size in range(1, min(wanted, share) + 1) if share % size == 0)
+    micro = max(size for size in range(1, max(1, min(wanted, share // stages)) + 1) if share % size == 0)
     config["train_batch_size"] = start.batch
     config["train_micro_batch_size_per_gpu"] = micro
     config["gradient_accumulation_steps"] = share // micro

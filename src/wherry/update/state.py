@@ -15,7 +15,7 @@ from wherry.sharding.layout import SegmentSpan
 from wherry.sharding.unit import Flat
 from wherry.tiers.homes import Home, Kept, opened
 from wherry.tiers.streams import Link
-from wherry.tiers.tickets import Ticket
+from wherry.tiers.tickets import DONE, Ticket
 from wherry.update.record import Field, RecordLayout, State
 from wherry.update.rules import Groups, Rule, Segment
 
@@ -194,6 +194,9 @@ class Batch:
 
     def update(self, groups: Groups, multiplier: float, aside: Sequence[torch.Tensor] | None = None) -> Ticket:
         """Begin the update, with the states' gradients or with those set aside."""
+        for state in self.states:
+            if state.flat.reader is not DONE:
+                state.flat.quiet()
         loose = [gradient.loose for gradient in self.gradients if gradient.loose is not None]
         if not loose or len(loose) < len(self.gradients) or aside is not None or not self._updates_all:
             for gradient in self.gradients if loose else ():
@@ -308,16 +311,33 @@ class Batch:
         homes = [self._home, *(state.flat.home for state in self.states)]
         return [home for home in homes if home is not None]
 
+    @property
+    def follows(self) -> bool:
+        """Whether masters are made of the flats' own weights."""
+        assert self._layout is not None
+        named = {field.name for fields in self._layout.fields for field, _ in fields}
+        return named.isdisjoint(("master", "working"))
+
+    def widths(self) -> list[float]:
+        """Bytes of an element of each segment, as `opened` shows its master and moments."""
+        assert self._layout is not None
+        kept = self.rule.kept() or [{} for _ in self.spans]
+        found = []
+        for (state, _), fields, own in zip(self.spans, self._layout.fields, kept, strict=True):
+            width = {field.name: field.payload / max(1, field.numel) for field, _ in fields}
+            whole = 4.0 if "low" in width else width.get("master", float(state.flat.dtype.itemsize))
+            moments = sum(value for name, value in width.items() if name not in WEIGHTS)
+            found.append(whole + moments + sum(value.element_size() for value in own.values() if value.dim()))
+        return found
+
     def keep(self, keep: Callable[[Home], Kept]) -> KeptBatch:
         """The state as it is now, for a reader beside updates to come; `keep` says how of a home."""
         assert self._layout is not None
-        named = {field.name for fields in self._layout.fields for field, _ in fields}
-        follows = named.isdisjoint(("master", "working"))  # masters are made of the flats' own weights
         return KeptBatch(
             layout=self._layout,
             spans=[(self.states.index(state), span) for state, span in self.spans],
             home=keep(self._home) if self._home is not None else None,
-            shards=[state.flat.keep(keep) for state in self.states] if follows else [],
+            shards=[state.flat.keep(keep) for state in self.states] if self.follows else [],
             moments=[{name: value.to("cpu", copy=True) for name, value in kept.items()} for kept in self.rule.kept()],
         )
 

@@ -1,0 +1,110 @@
+"""Policies under what training programs also do: looking in between, going back twice, failing, and going on."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.activations.late import LateLink
+from tests.activations.model import Model, by_hand
+from tests.activations.test_equality import WAYS, block_of, train
+from tests.engine.harness import Run, adamw, assert_close, assert_equal, make_model, settings, token_batch
+from torch import nn
+
+import wherry
+from wherry.activations import build
+
+
+@pytest.fixture(autouse=True)
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "link_to", LateLink)
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupted(*_: Any) -> None:
+    raise Interrupted
+
+
+def oddly(model: nn.Module, stage: int, block: dict[str, Any]) -> Run:
+    run, mine = Run(), copy.deepcopy(model)
+    torch.manual_seed(7)
+    config = settings(stage, 2, more={"activation_checkpointing": block})
+    engine, *_ = wherry.initialize(model=mine, optimizer=adamw(mine.parameters()), config=config)
+    for step in range(3):
+        # Twice through one graph, with an evaluation before the first time.
+        loss = engine(*token_batch(step, 0, 0))
+        with torch.no_grad():
+            run.losses.append(float(engine(*token_batch(step, 5, 0))))
+        engine.backward(loss, retain_graph=True)
+        engine.step()
+        engine.backward(loss)
+        engine.step()
+        run.losses.append(float(loss.detach()))
+        run.norms.append(engine.get_global_grad_norm())
+        # A forward that ends early, and one whose backward never comes.
+        hook = mine.blocks[2].register_forward_pre_hook(interrupted)
+        with pytest.raises(Interrupted):
+            engine(*token_batch(step, 6, 0))
+        hook.remove()
+        engine(*token_batch(step, 7, 0))
+    run.weights = {name: p.detach().clone() for name, p in engine.consolidated_state_dict().items()}
+    engine.close()
+    return run
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_programs_also_do(stage: int, tmp_path: Path) -> None:
+    model = make_model(Model)
+    untouched = oddly(model, stage, {})
+    for way in WAYS:
+        # Which policy `auto` has when is its own, and torch goes once through what it computes again in part.
+        if not way.startswith("auto") and way != "selective":
+            assert_equal(oddly(model, stage, block_of(way, tmp_path)), untouched)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("way", ["recompute", "selective", "recompute and offload", "recompute and disk", "contiguous"])
+def test_checkpoints_in_the_models_code_where_weights_travel(way: str, tmp_path: Path) -> None:
+    model = make_model(by_hand)
+    plain = train(model, None, {})
+    run = train(model, 3, {**block_of(way, tmp_path), "policy": "none"})
+    assert_close(run, plain)
+
+
+def test_outside_of_an_engine() -> None:
+    """Any function, with whatever it takes and gives; one inside another is computed again once."""
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh())
+    calls: list[str] = []
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        calls.append("inner")
+        return layer(x)
+
+    def outer(x: torch.Tensor, many: dict[str, list[torch.Tensor]], *, times: int) -> tuple[torch.Tensor, int]:
+        return wherry.checkpoint(inner, x) * many["of"][0] * times, times
+
+    def gradients(call: Any) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        x, y = (torch.ones(2, 4, requires_grad=True) for _ in range(2))
+        found, times = call(outer, x, {"of": [y]}, times=3)
+        assert times == 3
+        found.sum().backward()
+        grads = [x.grad, y.grad, *(p.grad for p in layer.parameters())]
+        layer.zero_grad()
+        return grads  # type: ignore[return-value]
+
+    plain = gradients(lambda fn, *args, **kwargs: fn(*args, **kwargs))
+    calls.clear()
+    again = gradients(wherry.checkpoint)
+    assert all(torch.equal(one, other) for one, other in zip(again, plain, strict=True))
+    assert calls == ["inner"] * 2
+    with torch.no_grad():
+        wherry.checkpoint(inner, torch.ones(2, 4))
+    assert len(calls) == 3

@@ -1,0 +1,109 @@
+"""`wherry train` over tensor- and pipeline-parallel ranks reads and learns what one rank does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.engine.test_processes import Pool
+
+from wherry.train import model as models
+from wherry.train.job import main
+from wherry.train.model import GPT, GPTConfig
+from wherry.train.parallel import Stage
+
+STEPS = 5
+TINY = [
+    *("--num-layers", "3", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "8"),
+    *("--eval-iters", "2", "--steps", str(STEPS), "--batch-size", "2", "--gradient-accumulation-steps", "4"),
+    *("--lr", "0.01", "--save-interval", "3"),
+]
+FIGURES = ("step", "loss", "gradient_norm", "tokens", "lr", "validation_loss")
+UNTIED = "--untie-embeddings-and-output-weights"
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Pool]:
+    pool = Pool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog. " * 100)
+    return ["--data", str(path)]
+
+
+def as_rank(rank: int, flags: list[str]) -> int:
+    return main(flags)
+
+
+def told(run: Path, *but: str) -> list[dict[str, Any]]:
+    """Of each step what does not depend on the machine, and the validation at the end."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {key: line[key] for key in FIGURES if key in line and key not in but}
+        for line in lines
+    ]
+
+
+def assert_alike(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
+    assert len(one) == len(other) > 0
+    for mine, theirs in zip(one, other, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4), (mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("axis", "same"),
+    [
+        (["--tensor-parallel", "2"], []),
+        (["--tensor-parallel", "2", "--stage", "1", "--checkpoint-activations"], ["--stage", "1"]),
+        (["--pipeline-parallel", "2"], [UNTIED]),
+        (["--pipeline-parallel", "2", "--stage", "0", "--checkpoint-activations"], [UNTIED, "--stage", "0"]),
+    ],
+    ids=["tensor", "tensor-1", "pipeline", "pipeline-0"],
+)
+def test_losses_are_those_of_one_rank(
+    two: Pool, text: list[str], tmp_path: Path, axis: list[str], same: list[str]
+) -> None:
+    """With the samples of a step alike: then the seed says everything, whatever the axes."""
+    one, shared, back = tmp_path / "one", tmp_path / "shared", tmp_path / "back"
+    assert main([*TINY, *text, *same, "--run-dir", str(one)]) == 0
+    flags = [*TINY, *text, *axis]
+    assert two.run(as_rank, [*flags, "--run-dir", str(shared)]) == [0, 0]
+    # A pipeline validates on whole windows, and so on more samples.
+    but = ["validation_loss"] if UNTIED in same else []
+    expected = told(one, *but)
+    assert len(expected) == STEPS and expected[-1]["loss"] < 0.98 * expected[0]["loss"]
+    assert_alike(told(shared, *but), expected)
+    # A checkpoint of either goes on in the other.
+    there = str(shared / "checkpoints" / "global_step3")
+    assert main([*TINY, *text, *same, "--run-dir", str(back), "--resume", there]) == 0
+    assert_alike(told(back, *but), expected[3:])
+    here, forth = str(one / "checkpoints" / "global_step3"), tmp_path / "forth"
+    assert two.run(as_rank, [*flags, "--run-dir", str(forth), "--resume", here]) == [0, 0]
+    assert_alike(told(forth, *but), expected[3:])
+
+
+def test_stages_have_the_names_and_the_checkpoints_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    checkpoint = models.checkpoint
+
+    def counted(block: Any, x: torch.Tensor) -> torch.Tensor:
+        calls.append(type(block).__name__)
+        return checkpoint(block, x)
+
+    monkeypatch.setattr(models, "checkpoint", counted)
+    whole = GPT(GPTConfig(layers=3, hidden=8, heads=2, sequence=4, checkpoint_activations=True, tied=False))
+    names = [name for index in range(2) for name, _ in Stage(whole, index, 2).named_parameters()]
+    assert sorted(names) == sorted(name for name, _ in whole.named_parameters())
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    out = Stage(whole, 1, 2)(Stage(whole, 0, 2)(ids))
+    assert len(calls) == 3
+    torch.testing.assert_close(out, whole(ids))
