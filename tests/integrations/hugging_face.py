@@ -25,20 +25,16 @@ AUTO = {
     "steps_per_print": float("inf"),
 }
 
-from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs, PartialState  # noqa: E402
+from accelerate import Accelerator, DeepSpeedPlugin  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed  # noqa: E402
 
 
 def start_anew():
-    """Accelerate's state is the process's. On a CPU it must be told the backend; on a GPU nothing of this is needed."""
+    """Accelerate's state is the process's: a script with one of these needs nothing of this."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    if MODE != "alias" or torch.cuda.is_available():
-        return {}
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(backend="gloo")
-    return {"accelerator_config": {"use_configured_state": True}}
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
 
 
 class Tokens(Dataset):
@@ -66,7 +62,8 @@ def log_of(trainer):
 
 def with_trainer(resume=None):
     """Train, evaluate, save, and resume."""
-    more, extra, cls = start_anew(), {}, Trainer
+    start_anew()
+    more, extra, cls = {}, {}, Trainer
     if MODE == "alias":
         more["deepspeed"] = AUTO
     if MODE == "own":
@@ -120,13 +117,10 @@ def with_pretrained():
 def with_accelerate():
     start_anew()
     if MODE == "alias":
-        os.environ.pop("ACCELERATE_USE_DEEPSPEED")
-        AcceleratorState._reset_state(reset_partial_state=True)
         plugin = DeepSpeedPlugin(
             zero_stage=3, gradient_accumulation_steps=2, gradient_clipping=0.5, zero3_save_16bit_model=True
         )
-        handlers = [] if torch.cuda.is_available() else [InitProcessGroupKwargs(backend="gloo")]
-        accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=handlers)
+        accelerator = Accelerator(deepspeed_plugin=plugin)
     else:
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     set_seed(0)
@@ -162,7 +156,8 @@ def with_sft():
     from transformers import PreTrainedTokenizerFast
     from trl import SFTConfig, SFTTrainer
 
-    more, extra, cls = start_anew(), {}, SFTTrainer
+    start_anew()
+    more, extra, cls = {}, {}, SFTTrainer
     if MODE == "alias":
         more["deepspeed"] = {key: value for key, value in AUTO.items() if key != "optimizer"}
     if MODE == "own":

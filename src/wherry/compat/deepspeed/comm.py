@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -56,7 +57,7 @@ def init_distributed(
     **options: Any,
 ) -> None:
     """Start torch.distributed from what a launcher has set; without a launcher, as a group of one."""
-    if dist.is_initialized() or dist_init_required is False:
+    if is_initialized() or dist_init_required is False:
         return
     device = default_device()
     backend = dist_backend or ("nccl" if device.type == "cuda" else "gloo")
@@ -72,11 +73,13 @@ def init_distributed(
     count = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1 and init_method is None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, **options)
+        _tell_accelerate()
         return
     os.environ.setdefault("MASTER_PORT", str(distributed_port))
     dist.init_process_group(
         backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size, **options
     )
+    _tell_accelerate()
     if verbose:
         say("torch.distributed has started: %d ranks, backend %s", dist.get_world_size(), backend)
 
@@ -92,7 +95,21 @@ def _from_mpi(port: int) -> None:
 
 
 def is_initialized() -> bool:
-    return dist.is_available() and dist.is_initialized()
+    started = dist.is_available() and dist.is_initialized()
+    if started:
+        _tell_accelerate()
+    return started
+
+
+def _tell_accelerate() -> None:
+    """Which backend there is. Accelerate knows none for ranks without a GPU, and takes each for the only one.
+
+    It comes here while its state is being made, and looks at the backend afterwards.
+    """
+    state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+    shared = getattr(state, "_shared_state", {})
+    if "num_processes" not in shared and shared.get("backend", "") is None:
+        shared["backend"] = dist.get_backend()
 
 
 def is_available() -> bool:
