@@ -203,6 +203,7 @@ def test_explain_every_key():
         ("gradient_clip", "gradient_clipping"),
         ("stage3_prefetch_bucket", "zero_optimization.stage3_prefetch_bucket_size"),
         ("fp16.stage", "zero_optimization.stage"),
+        ("offload_optimizr", "zero_optimization.offload_optimizer"),
     ],
 )
 def test_explain_suggests(key, hint):

@@ -61,6 +61,8 @@ def test_names_tell_the_size():
     assert sizes["gpt2-1.5b"] == 1_557_611_200
     assert sizes["gpt2-10b"] == pytest.approx(10e9, rel=0.05)
     assert PRESETS["gpt2-124m"].vocabulary == GPT2
+    assert [PRESETS[name].size for name in ("gpt2-10m", "gpt2-1.5b")] == ["10.8M", "1.56B"]
+    assert Shape(layers=1, hidden=8, heads=1, sequence=8).size == "3.0K"
 
 
 def test_auto_grows_with_the_machine():

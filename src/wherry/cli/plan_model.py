@@ -51,13 +51,14 @@ def main(arguments: argparse.Namespace) -> int:
         return _auto(arguments, config, forecaster)
     now = forecaster.exact(config)
     now = replace(now, notes=(*now.notes, *_left_open(config)))
+    if not arguments.json:
+        _show(now)  # the search for a change takes longer than the answer
     change = _change(config, now, forecaster)
     if arguments.html:
         _write_page(arguments.html, now, change.words if change else None)
     if arguments.json:
         print(json.dumps(now.to_dict() | {"change": _change_as_json(change)}, indent=2))
     else:
-        _show(now)
         _console().print(_change_line(now, change), markup=False)
     return 0 if now.fits else 1
 

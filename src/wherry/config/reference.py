@@ -12,7 +12,6 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter
 
 from wherry.config.fields import Block, about, block_of, key_names
-from wherry.config.problems import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -148,12 +147,13 @@ def suggestion(path: str) -> str:
     elsewhere = paths_ending_in(path.split(".")[-1])
     if elsewhere:
         return f', did you mean "{elsewhere[0]}"?'
-    near = did_you_mean(path, (info.path for info in catalog()))
-    if near:
-        return near
-    by_last = {info.path.split(".")[-1]: info.path for info in reversed(catalog())}
-    match = difflib.get_close_matches(path.split(".")[-1], by_last, n=1)
-    return f', did you mean "{by_last[match[0]]}"?' if match else ""
+    # Whole paths and their last parts together: the nearest of all of them.
+    by_name = {info.path.split(".")[-1]: info.path for info in reversed(catalog())}
+    by_name |= {info.path: info.path for info in catalog()}
+    for word in (path, path.split(".")[-1]):
+        if match := difflib.get_close_matches(word, by_name, n=1):
+            return f', did you mean "{by_name[match[0]]}"?'
+    return ""
 
 
 def _headed(text: str, names: list[str]) -> str:

@@ -33,9 +33,11 @@ class Shape:
 
     @property
     def size(self) -> str:
-        """The number of parameters, as people say it: 10.8M, 1.56B."""
+        """The number of parameters, as people say it: 21.5K, 10.8M, 1.56B."""
         count = self.parameters
-        return f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
+        if count >= 1e9:
+            return f"{count / 1e9:.2f}B"
+        return f"{count / 1e6:.1f}M" if count >= 1e6 else f"{count / 1e3:.1f}K"
 
     def flops_per_token(self) -> int:
         """Forward and backward: six per parameter that multiplies, and attention over half the sequence."""
