@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from wherry import ending
 from wherry.accumulation import Accumulation
 from wherry.activations.manager import Activations
 from wherry.checkpoint.keeper import Checkpoints
@@ -306,22 +306,23 @@ class Engine(Surface):
             return True
         self._roster.check()
         self._gradients.complete_window()
+        norm = self._gradients.norm
         try:
-            total = host_value(self._gradients.sum_squares(self._gatherer.journal, self._schedule.digest))
+            squares = host_value(norm.total(self._gradients.all, self._gatherer.journal, self._schedule.digest))
         except DivergenceError:
             self._schedule.distrust()
             self._abandon_window()
             raise
-        self._schedule.settle(self._gradients.one_path, self.comm.gather_objects)
+        self._schedule.settle(norm.one_path, self.comm.gather_objects)
         if self._gatherer.look_ahead.searching:
             self._gatherer.look_ahead.settle(self.comm.gather_objects)
-        self._norm, multiplier = norm_and_multiplier(total, self._window_scale, self._config.gradient_clipping)
+        self._norm, multiplier = norm_and_multiplier(squares, self._window_scale, self._config.gradient_clipping)
         overflow = self._check_overflow and not math.isfinite(self._norm)
         self._applied = not overflow
         if overflow:
             self.skipped_steps += 1
         else:
-            self._updater.step(self.optimizer.param_groups, multiplier, self._gradients.absent())
+            self._updater.step(self.optimizer.param_groups, multiplier, norm.absent(self._gradients.all))
             self._hooks.version += 1
         self.global_steps += 1
         self.global_samples += self._batch.train
@@ -347,49 +348,6 @@ class Engine(Surface):
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Decide by hand whether the next backward ends the window; None goes back to counting micro-batches."""
         self._forced_boundary = is_boundary
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Train on with more or fewer micro-batches in a window, as a schedule of growing batches does.
-
-        Every rank makes the call, between windows. The micro-batch stays, so the loader does as well.
-        """
-        share = self._batch.micro * self.comm.size
-        if train_batch_size < share or train_batch_size % share:
-            raise WherryError(
-                f"set_train_batch_size: expected a multiple of {share} (micro-batch {self._batch.micro} x "
-                f"{self.comm.size} ranks), got {train_batch_size}"
-            )
-        self._set_batch(self._batch.micro, train_batch_size // share)
-
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Say that micro-batches are of another size from here on, with as many of them in a window.
-
-        Every rank makes the call, between windows. A loader that has been made keeps its size.
-        """
-        if micro_batch_size < 1:
-            raise WherryError(f"set_train_micro_batch_size: expected 1 or more, got {micro_batch_size}")
-        self._set_batch(micro_batch_size, self._batch.accumulation)
-
-    def _set_batch(self, micro: int, accumulation: int) -> None:
-        if self._backwards_in_window or self._steps_in_window:
-            raise WherryError(
-                f"the batch size cannot change within an accumulation window, of which {self._backwards_in_window} of "
-                f"{self._batch.accumulation} micro-batches have run; change it after the update"
-            )
-        self._batch = BatchSizes(micro * accumulation * self.comm.size, micro, accumulation)
-        if (accumulation > 1) is not self._gradients.policy.accumulates:
-            self._sum_gradients_for(accumulation)
-
-    def _sum_gradients_for(self, accumulation: int) -> None:
-        """Windows have one micro-batch, or more than one, from here on: sums have another type and another place."""
-        flats = [gradient.flat for gradient in self._gradients.all]
-        policy = self._tiering.gradient_policy(flats, accumulation)
-        if self._updater is not None:
-            self._updater.detach()
-        self._gradients.choose(policy, partial(self._tiering.way_of, policy))
-        if self._updater is not None:
-            self._updater.attach(self._gradients.all)
-        self._states = None
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -558,48 +516,11 @@ class Engine(Surface):
             return
         self._closed = True
         self._states = None
-        # Everything is given back in this order, whatever of it fails; then the last error is raised, with the others.
-        with ExitStack() as end:
-            for part in reversed(self._parts_to_close()):
-                end.callback(part)
-
-    def _parts_to_close(self) -> list[Callable[[], object]]:
-        return [
-            self._settle_at_end,
-            self._checkpoints.close,
-            self._abandon_window,
-            self._reporter.close,
-            self._hooks.remove,
-            self._roster.close,
-            self._activations.close,
-            self._access.close,
-            self._offstage.close,
-            *([self._updater.close] if self._updater is not None else []),
-            self._gradients.close,
-            *(flat.close for unit in self.units for flat in unit.travelling),
-            self.units.clear,
-            self._tiering.close,
-            self.topology.close,
-        ]
-
-    def _settle_at_end(self) -> None:
-        if self._updater is not None and self.comm.size == 1:
-            with suppress(WherryError):  # an update that failed was told of before, or is lost with the rest
-                self._updater.settle()
+        ending.close(self)
 
     def unwrap(self) -> nn.Module:
         """Close, and give the model back whole: partitioned weights are gathered on every rank's host."""
-        self._check_open()
-        self.settle()
-        whole: dict[nn.Parameter, torch.Tensor] = {}
-        for unit in self.units:
-            with self._access.gathered(unit.travelling, None):
-                for flat in unit.travelling:
-                    whole.update({p: p.detach().to("cpu", copy=True) for p in flat.parameters})
-        self.close()
-        for parameter, value in whole.items():
-            parameter.data = value
-        return self.module
+        return ending.unwrap(self)
 
     @property
     def closed(self) -> bool:

@@ -62,6 +62,7 @@ class Surface(nn.Module):
     _norm: float | None
     _window_scale: float
     _backwards_in_window: int
+    _steps_in_window: int
     _applied: bool
     _compiled: int
 
@@ -106,6 +107,51 @@ class Surface(nn.Module):
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring what `offload_states` has sent away back to the device."""
         self._offstage.come_back()
+
+    # The size of a batch.
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Train on with more or fewer micro-batches in a window, as a schedule of growing batches does.
+
+        Every rank makes the call, between windows. The micro-batch stays, so the loader does as well.
+        """
+        share = self._batch.micro * self.comm.size
+        if train_batch_size < share or train_batch_size % share:
+            raise WherryError(
+                f"set_train_batch_size: expected a multiple of {share} (micro-batch {self._batch.micro} x "
+                f"{self.comm.size} ranks), got {train_batch_size}"
+            )
+        self._set_batch(self._batch.micro, train_batch_size // share)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Say that micro-batches are of another size from here on, with as many of them in a window.
+
+        Every rank makes the call, between windows. A loader that has been made keeps its size.
+        """
+        if micro_batch_size < 1:
+            raise WherryError(f"set_train_micro_batch_size: expected 1 or more, got {micro_batch_size}")
+        self._set_batch(micro_batch_size, self._batch.accumulation)
+
+    def _set_batch(self, micro: int, accumulation: int) -> None:
+        if self._backwards_in_window or self._steps_in_window:
+            raise WherryError(
+                f"the batch size cannot change within an accumulation window, of which {self._backwards_in_window} of "
+                f"{self._batch.accumulation} micro-batches have run; change it after the update"
+            )
+        self._batch = BatchSizes(micro * accumulation * self.comm.size, micro, accumulation)
+        if (accumulation > 1) is not self._gradients.policy.accumulates:
+            self._sum_gradients_for(accumulation)
+
+    def _sum_gradients_for(self, accumulation: int) -> None:
+        """Windows have one micro-batch, or more than one, from here on: sums have another type and another place."""
+        flats = [gradient.flat for gradient in self._gradients.all]
+        policy = self._tiering.gradient_policy(flats, accumulation)
+        if self._updater is not None:
+            self._updater.detach()
+        self._gradients.choose(policy, partial(self._tiering.way_of, policy))
+        if self._updater is not None:
+            self._updater.attach(self._gradients.all)
+        self._states = None
 
     # Checkpoints.
 
@@ -223,7 +269,7 @@ class Surface(nn.Module):
 
     def gradient_norms(self) -> dict[str, float]:
         """The norm of the last window's gradients by unit, before clipping. Every rank must call it."""
-        squares = self._gradients.squares_by_flat()
+        squares = self._gradients.norm.by_flat(self._gradients.all)
         unit_of = {flat: unit.name for unit in self.units for flat in unit.flats}
         by_unit: dict[str, float] = {}
         for flat, value in squares.items():

@@ -1,4 +1,4 @@
-"""From autograd's gradients to the part of them that this rank updates: arrival, accumulation, reduction, norm."""
+"""From autograd's gradients to the part of them that this rank updates: arrival, accumulation, reduction."""
 
 from __future__ import annotations
 
@@ -11,24 +11,21 @@ from functools import partial
 
 import torch
 
-from wherry import native
-from wherry.errors import DivergenceError, WherryError
-from wherry.fake import host_value, is_fake
+from wherry.errors import WherryError
 from wherry.observe.spans import span
 from wherry.parallel import merged
 from wherry.parallel.comm import SoloComm
 from wherry.parallel.merged import Merging
 from wherry.parallel.topology import Topology
 from wherry.placement import Resting
+from wherry.sharding.descent import Descent
 from wherry.sharding.flat_gradient import FlatGradient, GradientPolicy, Landing
 from wherry.sharding.layout import Slot
+from wherry.sharding.norm import Norm, SumSquares
+from wherry.sharding.replicas import IN_FLIGHT, Crossings, Travelling
 from wherry.sharding.unit import Flat
 from wherry.tiers.buffers import DevicePool
 from wherry.tiers.streams import Link
-from wherry.tiers.tickets import CallbackTicket, Ticket
-
-# Reductions under way at once: one travels while the next is filled.
-IN_FLIGHT = 2
 
 
 @dataclass
@@ -38,21 +35,6 @@ class _Reduction:
     gradient: FlatGradient
     owned: torch.Tensor
     whole: torch.Tensor
-    finish: Callable[[], None]
-
-
-@dataclass
-class _Crossing:
-    """What is to be summed over the replicas as well, in place, and what is done with it then."""
-
-    gradient: FlatGradient
-    part: torch.Tensor
-    finish: Callable[[], None]
-
-
-@dataclass
-class _Travelling:
-    ticket: Ticket
     finish: Callable[[], None]
 
 
@@ -70,7 +52,7 @@ class Gradients:
         gradients: Resting,
         optimizer: Resting,
         policy: GradientPolicy,
-        sum_squares: Callable[[torch.Tensor], float | torch.Tensor],
+        sum_squares: SumSquares,
         link: Link,
         way_of: Callable[[Flat], Landing],
         merging: Merging | None = None,
@@ -80,12 +62,14 @@ class Gradients:
         self._shards = topology.shards
         self._replicas = topology.replicas if optimizer.partitioned else SoloComm()
         self._merging = merging or Merging(0)
+        self._crossings = Crossings(self._replicas, self._merging)
+        self._descent = Descent(link)
+        self.norm = Norm(topology, self._replicas, sum_squares, partitioned=optimizer.partitioned)
         # Small reductions whose turn has come, and which wait to travel together.
         self._waiting: list[_Reduction] = []
-        self._tensor, self._pipe = topology.tensor, topology.pipe
+        self._tensor = topology.tensor
         self.policy = policy
         self._optimizer_partitioned = optimizer.partitioned
-        self._sum_squares = sum_squares
         self._partitioned = gradients.partitioned and self._shards.size > 1
         self.link = link
         self.all = [
@@ -103,23 +87,16 @@ class Gradients:
         # The flats that backwards within a backward have brought late gradients for; None before the first of these.
         self._late_before: set[FlatGradient] | None = None
         self._trims = False
-        # Copies down whose sources have not been given back: one travels while the next is filled.
-        self._descending: deque[Callable[[], None]] = deque()
         # Until the first backward has shown better: as built, backwards. The root unit, built first, comes last.
         self._order = list(reversed(range(len(self.all))))
         self._completed: list[int] = []
         self._order_agreed = self.comm.size == 1
         self._next = 0
         self._index = {gradient: i for i, gradient in enumerate(self.all)}
-        self._travelling: deque[_Travelling] = deque()
-        # On their way to be summed over the replicas, and those that set out next.
-        self._between: deque[_Travelling] = deque()
-        self._crossing: list[_Crossing] = []
+        self._travelling: deque[Travelling] = deque()
         self._pools: dict[torch.device, DevicePool] = {}
         self._late: set[int] = set()
         self.nested = False
-        self.one_path = True
-        self._any_absent = False
         self.boundary = False
         # How many micro-batches the last backward was of.
         self.micro_batches = 1
@@ -190,8 +167,8 @@ class Gradients:
             gradient = self.all[index]
             if self._replicas.size > 1 and gradient.partitioned:
                 self._conclude(gradient)
-                if self._crossing:
-                    self._cross()
+                if self._crossings.waiting:
+                    self._crossings.set_out()
             elif gradient.partitioned or gradient.reduced:
                 self._summed(gradient)
             else:
@@ -218,8 +195,7 @@ class Gradients:
 
     def rest(self) -> None:
         """Nothing is on its way any more, and no memory is kept for what is to come."""
-        while self._descending:
-            self._descending.popleft()()
+        self._descent.rest()
         for gradient in self.all:
             gradient.landing.wait()
         self._trim()
@@ -254,90 +230,6 @@ class Gradients:
                 gradient.reduced = gradient.reduced or gradient.partitioned
                 self._summed(gradient)
         self._tell_of_held()
-
-    def sum_squares(self, journal: int = 0, path: int = 0) -> float | torch.Tensor:
-        """The squared norm of the window's gradients as they are: not unscaled, not averaged.
-
-        `journal` is a digest of what this rank has gathered; ranks whose digests differ have mixed up their weights.
-        `path` is one of the units that it ran, which may differ: `one_path` says afterwards whether it did.
-        """
-        self.one_path = True
-        self._any_absent = False
-        total: float | torch.Tensor = 0.0
-        loose: list[native.Bundle] = []
-        for gradient in self.all:
-            self._any_absent = self._any_absent or bool(gradient.absent)
-            if gradient.sum_squares is not None:
-                total = total + gradient.sum_squares
-            elif (pieces := gradient.pieces()) is not None:
-                loose.append(pieces)
-            else:
-                total = total + self._squares(gradient)
-        if loose:
-            total = total + native.sum_squares_of(loose)
-        partitioned = self._optimizer_partitioned and self.comm.size > 1
-        if not partitioned and self._tensor.size == self._pipe.size == 1:
-            return total
-        device = self.all[0].flat.whole.device if self.all else torch.device("cpu")
-        digests = (journal, path) if journal else ()
-        powers = [power for value in digests for power in (float(value), float(value) ** 2)]
-        # Replicas hold the same sums: those of the first of them count.
-        counted = host_value(total) if self._replicas.rank == 0 else 0.0
-        mine = [counted, float(self._any_absent), *powers]
-        sums = torch.tensor(mine, dtype=torch.float64, device=device)
-        if partitioned:
-            self.comm.all_reduce(sums, label="the gradients' norm").wait()
-        for axis in (self._tensor, self._pipe):
-            axis.all_reduce(sums[:1], label="the gradients' norm").wait()
-        if is_fake(sums):
-            return sums[0]
-        values = self.comm.read(sums)
-        if journal and partitioned:
-            # The squares sum to the square of the sum only if all ranks have the same.
-            if values[2] ** 2 != values[3] * self.comm.size:
-                raise DivergenceError(
-                    f"the ranks gathered different units in this step (rank {self.comm.rank} has digest {journal}), so "
-                    "their weights are mixed up and the step is not made. A rank may skip units that others run, but "
-                    "not run them in another order, or oftener, or after many steps in which all ranks ran the same: "
-                    'put what differs into a larger unit, by "wherry": {"unit_classes": [...]}'
-                )
-            self.one_path = values[4] ** 2 == values[5] * self.comm.size
-        self._any_absent = values[1] > 0
-        return values[0]
-
-    def absent(self) -> dict[Flat, list[int]]:
-        """The parameters, by flat and place, that no rank has a gradient for in this window. After `sum_squares`."""
-        if self.comm.size > 1 and not self._optimizer_partitioned:
-            seen = torch.tensor([float(self._any_absent)], device=self.all[0].flat.whole.device)
-            self.comm.all_reduce(seen, "max", "missing gradients").wait()
-            self._any_absent = self.comm.read(seen)[0] > 0
-        if not self._any_absent:
-            return {}
-        there = torch.ones(sum(len(gradient.flat.parameters) for gradient in self.all))
-        first = 0
-        for gradient in self.all:
-            for index in gradient.absent:
-                there[first + index] = 0
-            first += len(gradient.flat.parameters)
-        there = there.to(self.all[0].flat.whole.device)
-        self.comm.all_reduce(there, "max", "missing gradients").wait()
-        flags, first = self.comm.read(there), 0
-        missing: dict[Flat, list[int]] = {}
-        for gradient in self.all:
-            gone = [index for index in gradient.absent if not flags[first + index]]
-            if gone:
-                missing[gradient.flat] = gone
-            first += len(gradient.flat.parameters)
-        return missing
-
-    def squares_by_flat(self) -> dict[Flat, float]:
-        """The squared norm by flat, over the ranks that share it out."""
-        device = self.all[0].flat.whole.device if self.all else torch.device("cpu")
-        values = torch.tensor([float(self._squares(g)) for g in self.all], dtype=torch.float64, device=device)
-        if self._optimizer_partitioned:
-            self._shards.all_reduce(values).wait()
-        self._tensor.all_reduce(values).wait()
-        return {gradient.flat: value for gradient, value in zip(self.all, values.tolist(), strict=True)}
 
     def whole(self, name: str) -> torch.Tensor:
         """The window's summed gradient of one parameter, from all ranks' parts."""
@@ -437,8 +329,8 @@ class Gradients:
         def finish() -> None:
             if shard is not whole:
                 pool.give(whole)
-            if self._replicas.size > 1 and self._crosses_alone(gradient):
-                self._crossing.append(_Crossing(gradient, shard, add))
+            if self._replicas.size > 1 and Crossings.alone(gradient):
+                self._crossings.add(gradient, shard, add)
             else:
                 add()
 
@@ -467,64 +359,7 @@ class Gradients:
                 ticket = merged.reduce_scatter(self._shards, owned, wholes, label)
             else:
                 ticket = merged.all_reduce(self.comm, wholes, label)
-        self._travelling += [_Travelling(ticket, reduction.finish) for reduction in reductions]
-
-    # Over the replicas.
-
-    def _crosses_alone(self, gradient: FlatGradient) -> bool:
-        """Whether a micro-batch is summed over the replicas before it is added: the sum it joins is, or is not here."""
-        return gradient.reduced or not gradient.keeps
-
-    def _conclude(self, gradient: FlatGradient) -> None:
-        """The window's reductions are added up within the group: the sum crosses to the replicas, once."""
-        if gradient.keeps and not gradient.reduced:
-            self._crossing.append(self._crossing_of(gradient))
-        else:
-            self._summed(gradient)
-        gradient.reduced = True
-
-    def _crossing_of(self, gradient: FlatGradient) -> _Crossing:
-        own = gradient.own_sum
-        if gradient.dtype == gradient.wire_dtype:
-            return _Crossing(gradient, own, partial(self._summed, gradient))
-        pool = self._pool(gradient)
-        part = pool.take(own.numel(), gradient.wire_dtype).copy_(own)
-
-        def finish() -> None:
-            own.copy_(part)
-            pool.give(part)
-            self._summed(gradient)
-
-        return _Crossing(gradient, part, finish)
-
-    def _cross(self) -> None:
-        """Set going what waits to be summed over the replicas, small ones together."""
-        waiting, self._crossing = self._crossing, []
-        together: list[_Crossing] = []
-        for crossing in waiting:
-            small = self._merging.takes(crossing.part)
-            fits = small and self._merging.fits([other.part for other in together], crossing.part)
-            if together and not fits:
-                self._launch_crossing(together)
-                together = []
-            together.append(crossing)
-        self._launch_crossing(together)
-
-    def _launch_crossing(self, crossing: list[_Crossing]) -> None:
-        self._drain_between(IN_FLIGHT - 1)
-        label = merged.name_of([each.gradient.flat for each in crossing])
-        with span("reduce", label):
-            ticket = merged.all_reduce(self._replicas, [each.part for each in crossing], label)
-        self._between += [_Travelling(ticket, each.finish) for each in crossing]
-
-    def _drain_between(self, keep: int) -> None:
-        while len(self._between) > keep:
-            self._arrive(self._between.popleft())
-
-    @staticmethod
-    def _arrive(travelling: _Travelling) -> None:
-        travelling.ticket.wait()
-        travelling.finish()
+        self._travelling += [Travelling(ticket, reduction.finish) for reduction in reductions]
 
     # The sum.
 
@@ -541,37 +376,9 @@ class Gradients:
                 gradient.owned.add_(shard)
                 give()
         else:
-            self._stream(gradient, shard, give, fresh=fresh)
-
-    def _stream(self, gradient: FlatGradient, shard: torch.Tensor, give: Callable[[], None], *, fresh: bool) -> None:
-        """Send a reduced micro-batch to the host; it is added there when it has come."""
-        # Measured on its way out: if it is the only one, nobody need read it again for the norm.
-        gradient.sum_squares = self._measure(gradient, shard) if fresh else None
-        owned = gradient.host_memory()
-        gradient.landing.wait()
-        if fresh and owned.dtype == shard.dtype:
-            gradient.landing = copied = self.link.down(owned, shard)
-        else:
-            staging = self.link.host.take(shard.nbytes)
-            copied = self.link.down(staging.view(shard.dtype), shard)
-
-            def land() -> None:
-                copied.wait()
-                if fresh:
-                    native.cast_copy(owned, staging.view(shard.dtype))
-                else:
-                    native.accumulate(owned, staging.view(shard.dtype))
-                self.link.host.give(staging)
-
-            gradient.landing = CallbackTicket(land, copied.done)
-
-        def let_go() -> None:
-            self.link.order(copied)
-            give()
-
-        self._descending.append(let_go)
-        while len(self._descending) > IN_FLIGHT:
-            self._descending.popleft()()
+            # Measured on its way out: if it is the only one, nobody need read it again for the norm.
+            gradient.sum_squares = self.norm.measure(gradient, shard) if fresh else None
+            self._descent.send(gradient, shard, give, fresh=fresh)
 
     def _filled(self, gradient: FlatGradient, pool: DevicePool) -> torch.Tensor:
         """A buffer with autograd's gradients of the whole flat, ready for the wire."""
@@ -609,22 +416,30 @@ class Gradients:
 
     def _drain(self, keep: int) -> None:
         while len(self._travelling) > keep:
-            self._arrive(self._travelling.popleft())
-        if self._crossing:
-            self._cross()
-        if keep == 0 and self._between:
-            self._drain_between(0)
+            self._travelling.popleft().arrive()
+        if self._crossings.waiting:
+            self._crossings.set_out()
+        if keep == 0 and self._crossings.under_way:
+            self._crossings.drain(0)
+
+    def _conclude(self, gradient: FlatGradient) -> None:
+        """The window's reductions are added up within the group: the sum crosses to the replicas, once."""
+        if Crossings.alone(gradient):
+            self._summed(gradient)
+        else:
+            self._crossings.add_sum(gradient, self._pool(gradient), partial(self._summed, gradient))
+        gradient.reduced = True
 
     def _summed(self, gradient: FlatGradient) -> None:
         """The window's sum is complete: measure it, and send it to where its update reads it."""
         if gradient.way is Landing.LOOSE:
             gradient.sum_squares = None  # taken of all in one pass
         elif gradient.keeps:
-            gradient.sum_squares = self._measure(gradient, gradient.own_sum)
+            gradient.sum_squares = self.norm.measure(gradient, gradient.own_sum)
             if gradient.way is Landing.COPIED:
                 gradient.landing = self.link.down(gradient.owned, gradient.own_sum)
         elif gradient.stays:
-            gradient.sum_squares = self._measure(gradient, gradient.owned)
+            gradient.sum_squares = self.norm.measure(gradient, gradient.owned)
         if self.on_complete is None:
             return
         if self.nested and (self._late_before is None or gradient in self._late_before):
@@ -638,28 +453,8 @@ class Gradients:
         held, self._held = self._held, {}
         for gradient in held:
             assert self.on_complete is not None
-            self._squares(gradient)  # afterwards there may be nothing left to measure
+            self.norm.squares_of(gradient)  # afterwards there may be nothing left to measure
             self.on_complete(gradient)
-
-    def _squares(self, gradient: FlatGradient) -> float | torch.Tensor:
-        if gradient.sum_squares is not None:
-            return gradient.sum_squares
-        pieces = gradient.pieces()
-        if pieces is not None:
-            return native.sum_squares_of([pieces])  # not kept: the norm's one pass over all adds in another order
-        gradient.landing.wait()
-        gradient.sum_squares = self._measure(gradient, gradient.owned)
-        return gradient.sum_squares
-
-    def _measure(self, gradient: FlatGradient, owned: torch.Tensor) -> float | torch.Tensor:
-        """The sum of squares of what counts for the norm: all of it, or what tensor-parallel ranks have cut.
-
-        Parameters that every tensor-parallel rank holds whole are counted by the first of them.
-        """
-        if self._tensor.rank == 0:
-            return self._sum_squares(owned)
-        layout = gradient.flat.layout
-        return sum((self._sum_squares(owned[a:b]) for a, b in layout.cut_ranges(gradient.flat.rank)), start=0.0)
 
     def _collect_late(self) -> None:
         """A second collection for the flats that any rank got late gradients for."""
@@ -695,7 +490,7 @@ class Gradients:
         owned = whole[slice(*gradient.flat.layout.shard_range(gradient.flat.rank))]
         if self._optimizer_partitioned:
             self._shards.reduce_scatter(owned, whole, gradient.flat.name).wait()
-            if self._replicas.size > 1 and self._crosses_alone(gradient):
+            if self._replicas.size > 1 and Crossings.alone(gradient):
                 self._replicas.all_reduce(owned, label=gradient.flat.name).wait()
         else:
             self.comm.all_reduce(whole, label=gradient.flat.name).wait()
@@ -711,9 +506,9 @@ class Gradients:
         if self._order_agreed:
             return
         self._order_agreed = True
-        seen = self._completed
-        agreed = self.comm.gather_objects(seen)[0]
-        self._order = agreed + [index for index in self._order if index not in set(agreed)]
+        agreed = self.comm.gather_objects(self._completed)[0]
+        known = set(agreed)
+        self._order = agreed + [index for index in self._order if index not in known]
 
     def _pool(self, gradient: FlatGradient) -> DevicePool:
         device = gradient.flat.whole.device
@@ -728,16 +523,11 @@ class Gradients:
         for waiting in self._waiting:
             waiting.finish()
         self._waiting = []
-        while self._travelling or self._between:
+        while self._travelling:
             with suppress(Exception):
-                self._arrive((self._travelling or self._between).popleft())
-        for crossing in self._crossing:
-            with suppress(Exception):
-                crossing.finish()
-        self._crossing = []
-        while self._descending:
-            with suppress(Exception):
-                self._descending.popleft()()
+                self._travelling.popleft().arrive()
+        self._crossings.give_up()
+        self._descent.give_up()
         for gradient in self.all:
             with suppress(Exception):
                 gradient.landing.wait()
