@@ -33,7 +33,7 @@ class Accumulation:
         self.engine = engine
         self.order = order
         self._watched = False
-        # Whether no more micro-batches run together than fit, and how many do; None for all of a window.
+        # Whether no more micro-batches run together than fit, and how many do; None before that is known.
         self._bounded = order == "auto"
         self.together: int | None = None
         self._warned = False
@@ -70,6 +70,12 @@ class Accumulation:
             else:
                 own = RandomStream.now(engine.device)
         return self._mean(losses)
+
+    def resized(self) -> None:
+        """Micro-batches are of another size from here on: what fits is found out anew, in the next window."""
+        if self._bounded:
+            self._watched = False
+            self.together = None
 
     def _group(self, count: int) -> int:
         """How many of a window's micro-batches run together: as few groups as fit, and these of one size."""
@@ -168,8 +174,9 @@ class Accumulation:
         here = f"each saves {format_bytes(room.saved)}, and {format_bytes(room.free)} are free beside one"
         if most < 2:
             self._give_up(f"on some rank there is no room for the activations of two; on this one {here}")
-        elif most < count:
-            self.together = most
+            return
+        self.together = most
+        if most < count:
             say("micro-batches run together in groups of %d of %d: on this rank %s", self._group(count), count, here)
 
     def _warn(self, watch: StateWatch, *, uniform: bool) -> None:

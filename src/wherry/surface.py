@@ -14,6 +14,7 @@ from torch import nn
 
 from wherry import accounts
 from wherry.accounts import MemoryRow
+from wherry.accumulation import Accumulation
 from wherry.checkpoint.keeper import Checkpoints
 from wherry.checkpoint.load import LoadOptions
 from wherry.checkpoint.session import Counts, Window
@@ -57,6 +58,7 @@ class Surface(nn.Module):
     _scaler: LossScaler
     _reporter: Reporter
     _hooks: Hooks
+    _accumulation: Accumulation
     _checkpoints: Checkpoints
     _states: ParameterStates | None
     _norm: float | None
@@ -138,6 +140,8 @@ class Surface(nn.Module):
                 f"the batch size cannot change within an accumulation window, of which {self._backwards_in_window} of "
                 f"{self._batch.accumulation} micro-batches have run; change it after the update"
             )
+        if micro != self._batch.micro:
+            self._accumulation.resized()
         self._batch = BatchSizes(micro * accumulation * self.comm.size, micro, accumulation)
         if (accumulation > 1) is not self._gradients.policy.accumulates:
             self._sum_gradients_for(accumulation)
