@@ -143,7 +143,8 @@ def test_offloaded_steps_beside_their_bound(tmp_path, no_deepspeed, monkeypatch)
     assert offload_step.main([*smallest, *chosen]) == 0
     rows = _rows(path, measure="step")
     ours = rows["wherry-2-cpu at_step"]
-    assert ours["of_limit"] == pytest.approx(ours["bound_s"] / ours["value"]) and ours["bound_by"] == "compute"
+    assert ours["of_limit"] == pytest.approx(ours["bound_s"] / ours["value"])
+    assert ours["bound_by"] in ("compute", "host_update")  # whichever rate was the lower when both were measured
     late = rows["wherry-2-cpu delayed"]
     assert ours["loss_difference"] <= systems.SAME_LOSS < late["loss_difference"]
     assert late["of_limit"] == pytest.approx(late["bound_s"] / late["value"])
@@ -214,7 +215,8 @@ def test_scripts_stand_alone_and_are_found_by_the_command(name, capsys, tmp_path
     assert capsys.readouterr().out == alone.stdout
 
 
-def test_activations(tmp_path, capsys):
+def test_activations(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(fragments, "lengths_of", lambda longest, steps: [longest // 2, longest])
     path = tmp_path / "activations.json"
     assert activations.main(["--quick", "--rounds", "1", "--json", str(path)]) == 0
     rows, unused = _rows(path, batch=2), _rows(path, measure="fragments")
