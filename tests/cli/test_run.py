@@ -78,6 +78,11 @@ def test_contradictions_are_told(flags, message):
         main([*map(str, flags), "--master_addr", "x", "script.py"])
 
 
+def test_a_script_that_is_not_there_is_told_before_anything_starts(tmp_path):
+    with pytest.raises(WherryError, match=r"nope\.py: there is no such script; a module goes with --module"):
+        main(["--nproc", "2", str(tmp_path / "nope.py")])
+
+
 def test_more_gpus_than_there_are_is_a_mistake_only_where_there_are_some(monkeypatch):
     monkeypatch.setattr("wherry.cli.run._device_count", lambda: 2)
     with pytest.raises(WherryError, match="this machine has 2"):
