@@ -150,12 +150,12 @@ def test_little_room_and_nothing_is_cloned(tmp_path: Path, monkeypatch: pytest.M
         assert store.clone(sharers=1 << 40) is None
 
 
-@pytest.fixture
-def sharing_disk(tmp_path: Path) -> Any:
+@pytest.fixture(params=["btrfs", "xfs"])
+def sharing_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Any:
     """A file system that can share what files hold."""
-    make = shutil.which("mkfs.btrfs") or shutil.which("mkfs.xfs")
+    make = shutil.which(f"mkfs.{request.param}")
     if make is None:
-        pytest.skip("neither mkfs.btrfs nor mkfs.xfs is there to make a file system that shares what files hold")
+        pytest.skip(f"mkfs.{request.param} is not there to make a file system that shares what files hold")
     image, folder = tmp_path / "image", tmp_path / "disk"
     folder.mkdir()
     with open(image, "wb") as file:
@@ -187,3 +187,16 @@ def test_a_clone_keeps_what_was(sharing_disk: Path) -> None:
             assert bool((other == 8).all())
             clone.close()
         assert len(list(sharing_disk.rglob("*.bin"))) == 1
+
+
+def test_training_beside_a_clone_of_the_file_system(
+    sharing_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "wherry")
+    slow = Slow(monkeypatch)
+    given = shape(sharing_disk / "states", POLICIES["in_backward"])
+    states = on(given, lambda engine, comm: slow.run(engine, comm, tmp_path / "saved"))[0][0]
+    found = load_into(Shape(1, 0, more=BF16), tmp_path / "saved")
+    for name, value in states.items():
+        assert name.endswith(":working") or torch.equal(found[name], value), name
+    assert max(slow.waited) == 0 and "states on disk were cloned by the file system" in caplog.text
