@@ -223,7 +223,7 @@ def unused_memory(results: bench.Results, config: GPTConfig, batch: int, steps: 
     """The rows of what the allocator holds and nobody uses; which allocator that is."""
     device = "cuda" if torch.cuda.is_available() else "simulated"
     asked = [(system, config, batch, steps, device) for system in fragments.SYSTEMS]
-    if device == "cuda":
+    if device == "cuda" or steps < STEPS_OF_FRAGMENTS:
         measured = [fragments.measure(*of) for of in asked]
     else:  # nothing is timed, so every core simulates one
         processes = multiprocessing.get_context("spawn").Pool(min(len(asked), os.cpu_count() or 1))
