@@ -608,3 +608,4 @@ def test_a_model_that_does_not_fit_is_built_within_its_limit() -> None:
     seen = json.loads(result.stdout)
     assert "memory" in seen["plain"], seen
     assert seen["took"] <= 1.15 * seen["owed"], seen
+    assert seen["small took"] <= 1.15 * seen["small owed"], seen

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
 import weakref
 from pathlib import Path
@@ -37,6 +39,9 @@ _METADATA = frozenset(
                  "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__len__", "ndimension")
     if hasattr(torch.Tensor, name)
 )  # fmt: skip
+
+# After so many bytes of parameters let go of, memory is given back to the system.
+TRIMMED = 1 << 23
 
 _active = threading.local()
 _lock = threading.Lock()
@@ -79,6 +84,8 @@ class Init:
         self._whole: dict[nn.Parameter, nn.Module] = {}
         # Whose parameters were registered or touched last.
         self._module: nn.Module | None = None
+        # Bytes of whole parameters that have been let go of since the process last gave memory back.
+        self._freed = 0
 
     def __enter__(self) -> Init:
         if not self.enabled:
@@ -168,7 +175,11 @@ class Init:
         held = set() if aliased else self._held(list(parts.values()))
         for part in parts.values():
             if part not in held:
+                self._freed += part.shape.numel() * part.dtype.itemsize if part.whole else 0
                 part.release()
+        if self._freed >= TRIMMED:
+            self._freed = 0
+            _trim()
         self._whole = {p: module for p, module in self._whole.items() if p in but or parts[p] in held}
 
     def _part(self, parameter: nn.Parameter) -> Part:
@@ -191,6 +202,17 @@ class Init:
                 self.comm.all_reduce(anywhere, "max", label="Init").wait()
                 held = [bool(flag) for flag in anywhere.tolist()]
         return {part for part, flag in zip(parts, held, strict=True) if flag}
+
+
+def _trim() -> None:
+    """Give freed memory back to the system.
+
+    glibc keeps what lies between small objects, and finds no use for it: torch asks for aligned memory, for which a
+    hole of the same size is too small by the alignment.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 class _Touch(TorchFunctionMode):
