@@ -53,6 +53,33 @@ def test_two_ranks_talk_over_gloo(tmp_path):
     assert "rank 0 of 2 sum 3.0" in done.stdout and "rank 1 of 2 sum 3.0" in done.stdout
 
 
+ONE_AFTER_THE_OTHER = """
+import torch, wherry
+
+for turn in range(3):
+    torch.manual_seed(turn)
+    engine, *_ = wherry.initialize(
+        model=torch.nn.Linear(4, 1),
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "zero_optimization": {"stage": 3},
+        },
+    )
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    engine.step()
+    engine.close()
+    assert not torch.distributed.is_initialized()
+print("all three")
+"""
+
+
+def test_engines_one_after_another_meet_again(tmp_path):
+    done = wherry("run", "--nproc", 2, script(tmp_path, ONE_AFTER_THE_OTHER))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("all three") == 2
+
+
 def test_a_dying_rank_ends_all_and_its_traceback_is_last(tmp_path):
     done = wherry("run", "--nproc", 2, script(tmp_path, FAILS_IN_TRAINING))
     assert done.returncode == 1, done.stderr

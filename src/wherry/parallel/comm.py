@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from wherry.errors import PeerError
 from wherry.fake import address_of
@@ -188,6 +189,7 @@ class _DefaultGroup:
     def __init__(self) -> None:
         self.users = 0
         self.started_here = False
+        self._starts = 0
         self._ends = False
         self._comms: weakref.WeakSet[ProcessGroupComm] = weakref.WeakSet()
         self._parts: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -196,7 +198,16 @@ class _DefaultGroup:
         """Start torch.distributed from the environment that a launcher has set."""
         # The backend gives up later than we do: its error names no rank.
         patience = timedelta(seconds=timeout + GRACE) if timeout else None
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", timeout=patience)
+        backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+        if self._starts == 0:
+            dist.init_process_group(backend, timeout=patience)
+        else:
+            # A launcher's store outlives the group before, whose addresses are in it.
+            options: dict[str, Any] = {"timeout": patience} if patience else {}
+            store, rank, ranks = next(rendezvous("env://", **options))
+            store = dist.PrefixStore(f"wherry/{self._starts}", store)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=patience)
+        self._starts += 1
         self.started_here = True
 
     def part(self, ranks: tuple[int, ...], timeout: float) -> dist.ProcessGroup:
