@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -54,6 +55,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
         # Ranks are threads already, and test workers share the cores.
         torch.set_num_threads(1)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell's background jobs hear no Ctrl-C, nor do their children. The tests send some.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -171,7 +171,7 @@ def test_an_error_survives_pickling(make, buffers):
 
 
 def test_an_interrupt_is_heard_during_a_wait(make, buffers):
-    store = make(faults=[Fault("write", delay_ms=700)])
+    store = make(faults=[Fault("write", delay_ms=2000)])
     ticket = store.write(store.reserve("layers.0", BLOCK), buffers[0][:BLOCK])
     main = threading.main_thread().ident
     assert main is not None

@@ -59,7 +59,7 @@ def main() -> None:
         _end(_status_of(ended.code))
     except Exception as error:
         status, text = _record(error, alone=target == "wherry.train")
-        if of_a_peer(text):
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and of_a_peer(text):
             # The launcher ends all ranks when one has: let that be the peer, which may be cleaning up still.
             time.sleep(_SECONDS_FOR_THE_PEER)
         # A thread that nobody ends, or a communicator that waits for its peers, must not keep a failed rank alive.

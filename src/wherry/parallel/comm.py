@@ -28,6 +28,10 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+# So many collectives begun are looked through for those that ended without anybody waiting for them.
+MANY = 256
+
+
 class Traffic:
     """What a rank has asked of a `Comm`: calls, and bytes of the whole (unsharded) tensor, by operation."""
 
@@ -275,6 +279,8 @@ class ProcessGroupComm(Comm):
         except RuntimeError as error:
             raise self.peers.explain(error, asked) from error
         wait_for = work.wait if tensors[0].device.type != "cpu" else self.peers.waiting(work, asked)
+        if len(self._begun) >= MANY:
+            self._begun = {each for each in self._begun if not (each.is_completed() and each.is_success())}
         self._begun.add(work)
 
         # The tensors stay alive until the wait: a backend may still be reading them.

@@ -24,9 +24,9 @@ COLUMNS = (
 
 def main(argv: list[str]) -> int:
     """Train as this rank of the group that the environment describes. The process is the job's own."""
-    from wherry.observe.log import show_on
+    from wherry.observe.log import show_unless_shown
 
-    show_on()
+    show_unless_shown()
     return train(parse(argv))
 
 
