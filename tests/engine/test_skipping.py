@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -192,3 +193,57 @@ def test_mixed_up_weights_are_never_used() -> None:
         assert engine.was_step_applied()
 
     run_ranks(2, body)
+
+
+class Wide(nn.Module):
+    """Blocks that are each updated by themselves on two ranks, and small enough to be gathered together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(600, 600)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(600, 600), nn.Tanh()) for _ in range(6))
+
+    def forward(self, x: torch.Tensor, first: int = 0) -> torch.Tensor:
+        x = self.entry(x)
+        for block in self.blocks[first:]:  # type: ignore[union-attr]
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(("alone", "live"), [("reads", 1_500_000), ("skips", 1_000_000_000)])
+def test_what_one_rank_does_alone_changes_no_gather_of_all(alone: str, live: int) -> None:
+    """A rank that has looked at its weights, or skips a unit, groups what it gathers ahead as the others do."""
+    model = Wide()
+
+    def body(comm: Comm, policy: str) -> list[float]:
+        mine = copy.deepcopy(model)
+        engine, *_ = wherry.initialize(
+            model=mine,
+            optimizer=torch.optim.AdamW(mine.parameters(), lr=1e-3),
+            config={
+                "train_micro_batch_size_per_gpu": 2,
+                "zero_optimization": {
+                    "stage": 3,
+                    "offload_optimizer": {"device": "cpu"},
+                    "stage3_param_persistence_threshold": 0,
+                    "stage3_max_live_parameters": live,
+                    "stage3_prefetch_bucket_size": 4_000_000,
+                },
+                "wherry": {"update_policy": policy, "unit_classes": ["Sequential"]},
+            },
+            mesh=comm,
+        )
+        losses = []
+        for step in range(4):
+            if alone == "reads" and step == 3 and comm.rank == 0:
+                _ = engine.module
+            skips = alone == "skips" and step >= 2 and comm.rank == 1
+            x = torch.randn(2, 600, generator=torch.Generator().manual_seed(2 * step + comm.rank))
+            loss = engine(x, int(skips))
+            losses.append(float(loss.detach()))
+            engine.backward(loss)
+            engine.step()
+        engine.close()
+        return losses
+
+    assert run_ranks(2, partial(body, policy="before_use")) == run_ranks(2, partial(body, policy="at_step"))

@@ -284,6 +284,22 @@ def test_a_fork_does_not_wait_for_updates_that_run_elsewhere(tmp_path: Path) -> 
     engine.close()
 
 
+def test_a_fork_after_settle_reads_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the error of the fork says to do is enough: with delayed updates too, nothing is under way then."""
+    engine, _, _ = begin("offload-2", tmp_path, "", wherry={"update_policy": "delayed", "delayed_update_warmup": 1})
+    engine.backward(engine(*token_batch(0, 0, 0)))
+    engine.step()
+    with monkeypatch.context() as forked:
+        forked.setattr(os, "getpid", lambda: 0)
+        with pytest.raises(WherryError, match="before the fork"):
+            _ = engine.module
+    engine.settle()
+    with monkeypatch.context() as forked:
+        forked.setattr(os, "getpid", lambda: 0)
+        assert engine.module is not None
+    engine.close()
+
+
 def test_an_engine_may_be_closed_inside_gathered(tmp_path: Path) -> None:
     engine, model, link = begin("offload-3-parameters", tmp_path, "before_use")
     weight = model.blocks[0].mix.weight

@@ -325,6 +325,8 @@ class Hooks:
         self.gatherer.start(unit)
         self.gatherer.prefetch()
         self.gatherer.release(unit)
+        if self.updates_beside and not backward:
+            self.gatherer.prefetch(settle=True)  # as after the forward of this unit, elsewhere
         if backward and self._makes_gradients():
             for place in self._places.get(unit, ()):
                 if not self.gradients.all[place].collected:

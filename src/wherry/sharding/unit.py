@@ -73,6 +73,9 @@ class Flat:
         self.pins = 0
         # An update of it is under way: whoever wants its weights settles that first.
         self.pending = False
+        # An update of it was begun after it was last gathered. `pending` ends when this rank looks at its weights,
+        # perhaps alone; this ends by a gather, which all ranks make: what decides about collectives may ask it.
+        self.ungathered = False
         # Where ranks of one node share the weights among themselves as well: this rank's part, and whether it is that
         # of the weights as they are. All ranks say so or none: whoever changes weights on all of them takes it back.
         self.secondary: torch.Tensor | None = None

@@ -126,7 +126,8 @@ class Gatherer:
     def prefetch(self, *, settle: bool = False) -> None:
         """Set going the gathers of the units that are expected next, and reads from disk further ahead.
 
-        A unit whose update is under way ends the gathering ahead, unless `settle` says to wait for it.
+        A unit that was not gathered since its last update ends the gathering ahead, unless `settle` says to wait for
+        that update. Whether it is still under way each rank knows for itself, and all must gather the same together.
         """
         self._gather_ahead(settle)
         if self.read_ahead:
@@ -135,9 +136,9 @@ class Gatherer:
     def _gather_ahead(self, settle: bool) -> None:
         ahead, under_way, large, wanted = 0, False, False, list[Unit]()
         for follower in self.schedule.ahead():
-            if follower.pending and not settle:
-                break
             released = [flat for flat in follower.travelling if flat.weights is Weights.RELEASED]
+            if not settle and any(flat.ungathered for flat in released):
+                break
             size = sum(flat.layout.numel for flat in released)
             small = self._small.issuperset(released)
             under_way = under_way or not released
@@ -205,6 +206,7 @@ class Gatherer:
         for flat in flats:
             if flat.pending:
                 self.settle([flat])
+            flat.ungathered = False
             if flat.home is not None and not self._is_near(flat):
                 self._fetch(flat, flat.home)
             # The same storage grows again: views that autograd saved in forward become valid, at an unchanged version.

@@ -217,6 +217,7 @@ class Updater:
         if self.policy.when != "delayed":
             for state in batch.states:
                 state.flat.pending = True
+                state.flat.ungathered = True
         if self.tiers[batch] is Tier.DEVICE and not self.link.shared:
             # Kernels of the device are queued on its current stream, which the crew's thread does not share.
             return drive_one(job)
@@ -390,6 +391,8 @@ class Updater:
         """
         if self.policy.when != "delayed":
             return self.settle()
+        if not self._pending:
+            return
         self._refuse_fork()
         for job in self._pending.values():
             self._wait(job)
