@@ -7,9 +7,11 @@ import signal
 import pytest
 from tests.cli.programs import start, wait_for, wherry
 
+from wherry.engine import Engine
 from wherry.errors import WherryError
 from wherry.train import job, presets
 from wherry.train.options import parse
+from wherry.update.pipeline import Updater
 
 TINY = ("--num-layers", 2, "--hidden-size", 32, "--seq-length", 16, "--eval-iters", 2, "--lr", 0.01)
 TUTORIAL = """{
@@ -113,6 +115,24 @@ def test_auto_reckons_with_the_micro_batch_of_the_file(tmp_path, text, monkeypat
     assert _here(*small, "--config", config, "--run-dir", tmp_path / "one") == 0
     assert _here(*small, "--run-dir", tmp_path / "default") == 0
     assert seen == [1, 8]
+
+
+def test_the_last_delayed_update_is_made(tmp_path, text, monkeypatch):
+    """What the run ends with are the weights after its last step."""
+    config = tmp_path / "config.json"
+    policy = {"update_policy": "delayed", "delayed_update_warmup": 1}
+    config.write_text(json.dumps({"zero_optimization": {"stage": 2}, "wherry": policy}))
+    begun, held = [], []
+    begin, close = Updater._begin, Engine.close
+
+    def closes(engine):
+        held.extend(flat for unit in engine.units for flat in unit.flats if engine._updater.behind(flat))
+        close(engine)
+
+    monkeypatch.setattr(Updater, "_begin", lambda *given, **more: (begun.append(1), begin(*given, **more)))
+    monkeypatch.setattr(Engine, "close", closes)
+    assert _here(*TINY, *text, "--steps", 2, "--config", config, "--run-dir", tmp_path / "run") == 0
+    assert len(begun) == 2 and not held
 
 
 def test_a_lost_loss_ends_the_run_loudly(tmp_path, text, capsys):

@@ -173,6 +173,10 @@ class WherryStrategy(DDPStrategy):
         self.checkpoint_io.teardown()
         self.cluster_environment.teardown()
 
+    def on_train_end(self) -> None:
+        assert self.engine is not None
+        self.engine.settle()  # a delayed update has no next step to follow in
+
     # A step.
 
     @property

@@ -124,6 +124,12 @@ class WherryMixin:
         norm = self.engine.get_global_grad_norm() if self.engine is not None else grad_norm
         super()._maybe_log_save_evaluate(tr_loss, norm, *args, **kwargs)  # type: ignore[misc]
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().train(*args, **kwargs)  # type: ignore[misc]
+        if self.engine is not None:
+            self.engine.settle()  # a delayed update has no next step to follow in
+        return output
+
     # Saving and resuming.
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

@@ -146,6 +146,7 @@ def train(options: Options) -> int:
     try:
         with stop:
             outcome = loop.run()
+            engine.settle()
     finally:
         if report is not None:
             report.end(loop.outcome)
