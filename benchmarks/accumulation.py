@@ -40,7 +40,10 @@ def entries_of(model: str, place: str, windows: Sequence[int], peers: Sequence[s
                 Entry(model, 1, name, count, recipe=replace(recipe, order=order), label=f"{name} {order} k={window}")
             )
         for peer in (f"{name}-{place}" for name in peers if name != "none"):
-            found.append(Entry(model, 1, peer, count, recipe=recipe, label=f"{peer} k={window}"))
+            # DeepSpeed keeps small weights in memory, as its defaults have it: with none there it ends in its swapper,
+            # with "Not enough buffers" or, given one for each weight, "already assigned swap buffer".
+            kept = replace(recipe, persistence=None, in_memory=None)
+            found.append(Entry(model, 1, peer, count, recipe=kept, label=f"{peer} k={window}"))
     return found
 
 

@@ -284,10 +284,6 @@ def _deepspeed(place: Row) -> Callable[[Recipe, int], Trainee]:
             options = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}
             config["optimizer"] = {"type": "AdamW", "params": options}
             given["model_parameters"] = model.parameters()
-        if recipe.in_memory is not None and place.parameters == "nvme":
-            # A buffer for each weight: with fewer than it asks for at a time it ends with "Not enough buffers".
-            sizes = [parameter.numel() for parameter in model.parameters()]
-            config["zero_optimization"]["offload_param"] |= {"buffer_count": len(sizes), "buffer_size": max(sizes)}
         deepspeed.init_distributed(dist_backend=_backend())
         return Engine(deepspeed.initialize(model=model, config=config, **given)[0], recipe)
 
