@@ -13,7 +13,7 @@ from torch import nn
 from wherry.engine import Engine
 from wherry.errors import WherryError
 from wherry.nn.tiled import Place, tile_places
-from wherry.sharding.access import HANDLE
+from wherry.sharding.access import taken
 from wherry.sharding.parts import Part, own_parts, part_of
 from wherry.sharding.safetensors_folder import Block, Source, open_folder
 from wherry.sharding.unit import Flat
@@ -54,13 +54,12 @@ def load_pretrained(
 
 def _refuse_held(model: nn.Module) -> None:
     """An engine holds more of its weights than the model does: masters, and shards."""
-    for name, parameter in model.named_parameters():
-        holder = getattr(parameter, HANDLE, None)
-        if holder is not None and holder() is not None:
-            raise WherryError(
-                f"load_pretrained: {name} belongs to an engine, which holds its shards and masters; give the engine "
-                "that wherry.initialize has returned in the place of the model"
-            )
+    name = taken(model)
+    if name is not None:
+        raise WherryError(
+            f"load_pretrained: {name} belongs to an engine, which holds its shards and masters; give the engine "
+            "that wherry.initialize has returned in the place of the model"
+        )
 
 
 # What goes where.

@@ -1,5 +1,6 @@
 // The disk engines without Python, so that sanitizers see them whole. Prints "ok" and ends with 0, or says what failed.
 #include "disk.h"
+#include "../native/check.h"
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -15,14 +16,6 @@
 #include <thread>
 
 using namespace wherry::disk;
-
-#define CHECK(condition)                                                       \
-  do {                                                                         \
-    if (!(condition)) {                                                        \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);     \
-      std::exit(1);                                                            \
-    }                                                                          \
-  } while (0)
 
 struct Free {
   void operator()(char* memory) const { std::free(memory); }

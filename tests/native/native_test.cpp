@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "check.h"
 
 extern "C" {
 int wherry_has_isa(int isa);
@@ -34,14 +35,6 @@ void wherry_dequantize(int isa, void* pool, const uint8_t* codes, const float* s
 double wherry_sum_squares(int isa, void* pool, const void* src, int32_t from, int64_t n);
 void wherry_limit(int isa, void* pool, int32_t kind, void* const* streams, int64_t n);
 }
-
-#define CHECK(condition)                                                    \
-  do {                                                                      \
-    if (!(condition)) {                                                     \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);  \
-      std::exit(1);                                                         \
-    }                                                                       \
-  } while (0)
 
 namespace {
 

@@ -9,18 +9,11 @@
 #include <thread>
 #include <vector>
 
+#include "check.h"
 #include "pool.h"
 
 using wherry::Job;
 using wherry::Pool;
-
-#define CHECK(condition)                                                    \
-  do {                                                                      \
-    if (!(condition)) {                                                     \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);  \
-      std::exit(1);                                                         \
-    }                                                                       \
-  } while (0)
 
 namespace {
 

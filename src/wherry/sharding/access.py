@@ -195,15 +195,23 @@ class _Outermost:
         return True
 
 
-def refuse_taken(model: nn.Module) -> None:
-    """A parameter has one engine at a time."""
+def taken(model: nn.Module) -> str | None:
+    """The name of a parameter that an engine has, if there is one."""
     for name, parameter in model.named_parameters():
         reference = getattr(parameter, HANDLE, None)
         if reference is not None and reference() is not None:
-            raise WherryError(
-                f"{name}: this parameter belongs to another engine already; call that engine's close() first, or give "
-                "wherry.initialize a copy of the model"
-            )
+            return name
+    return None
+
+
+def refuse_taken(model: nn.Module) -> None:
+    """A parameter has one engine at a time."""
+    name = taken(model)
+    if name is not None:
+        raise WherryError(
+            f"{name}: this parameter belongs to another engine already; call that engine's close() first, or give "
+            "wherry.initialize a copy of the model"
+        )
 
 
 @contextmanager
