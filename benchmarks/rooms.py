@@ -10,6 +10,7 @@ import json
 import os
 import re
 import selectors
+import shutil
 import socket
 import subprocess
 import sys
@@ -56,6 +57,8 @@ class Room:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._partial: list[bytes] = []
         systems.remove_dead_locks()
+        # What ranks leave on the disk goes with the room.
+        self._disk = tempfile.mkdtemp(prefix="benchmark-", dir=systems.disk_folder())
         port = _free_port()
         for rank in range(ranks):
             self._start(rank, port)
@@ -65,6 +68,7 @@ class Room:
         environment = {
             **os.environ,
             **self._environment,
+            systems.DISK_FOLDER: self._disk,
             "PYTHONPATH": os.pathsep.join(path for path in paths if path),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
@@ -139,6 +143,7 @@ class Room:
             log.close()
         self._processes.clear()
         self._logs.clear()
+        shutil.rmtree(self._disk, ignore_errors=True)
 
     def __enter__(self) -> Room:
         return self

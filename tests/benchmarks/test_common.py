@@ -131,12 +131,16 @@ def test_the_reason_is_the_last_error_of_a_log():
     assert reason_in("", 3) == "ended with status 3"
 
 
-def test_a_room_that_fails_says_why_and_ends_all_its_ranks():
+def test_a_room_that_fails_says_why_and_ends_all_its_ranks(tmp_path, monkeypatch):
+    monkeypatch.setenv("BENCHMARK_DISK", str(tmp_path))
     with Room(ranks=2) as room:
         processes = list(room._processes)
+        (folder,) = tmp_path.iterdir()
+        (folder / "swap").write_bytes(b"left behind")
         with pytest.raises(RoomFailed, match="KeyError: 'nothing'"):
             room.ask(do="time", system="nothing", steps=1)
     assert all(process.poll() is not None for process in processes)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_room_that_does_not_answer_is_given_up():
