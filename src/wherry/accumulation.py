@@ -124,7 +124,7 @@ class Accumulation:
     def _sum_in(self, dtype: torch.dtype | None) -> None:
         """The type in which autograd adds the gradients of all micro-batches; None for that of the weights."""
         for parameter in self._low_precision:
-            parameter.grad_dtype = dtype or parameter.dtype  # type: ignore[attr-defined]
+            parameter.grad_dtype = dtype or parameter.dtype
 
     # Whether it can be done.
 

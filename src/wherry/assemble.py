@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -339,7 +339,8 @@ def _look_ahead(config: Config, units: list[Unit], device: torch.device) -> Look
 def _optimizer(
     model: nn.Module, config: Config, optimizer: OptimizerLike | None, model_parameters: Iterable[Any] | None
 ) -> OptimizerSpec | None:
-    parameters = _listed(model_parameters) or [p for p in model.parameters() if p.requires_grad]
+    given = _listed(model_parameters)
+    parameters = given or [p for p in model.parameters() if p.requires_grad]
     if optimizer is not None and config.optimizer is not None:
         say("optimizer: the config's %s is not used, as initialize was given one", config.optimizer.type)
     if optimizer is None:
@@ -349,6 +350,7 @@ def _optimizer(
         instance = from_config(name, options, parameters)
     elif isinstance(optimizer, torch.optim.Optimizer):
         instance = optimizer
+        _tell_of_left_out(given, instance)
     elif callable(optimizer):
         instance = optimizer(parameters)
     else:
@@ -356,6 +358,30 @@ def _optimizer(
             f"optimizer: expected a torch.optim.Optimizer or a callable that makes one, got {optimizer!r}"
         )
     return describe(instance, allow_untested=config.zero_allow_untested_optimizer, state_dtype=config.state_dtype())
+
+
+def _tell_of_left_out(given: list[Any], optimizer: torch.optim.Optimizer) -> None:
+    """A ready optimizer has its parameters: those of `model_parameters` that it does not have are not trained."""
+    known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    left_out = [p for p in _parameters_in(given) if p.requires_grad and p not in known]
+    if left_out:
+        say(
+            "model_parameters: %d that require a gradient are not in the %s that initialize was given, which decides, "
+            "and are not trained; the first has shape %s",
+            len(left_out), type(optimizer).__name__, tuple(left_out[0].shape),
+        )  # fmt: skip
+
+
+def _parameters_in(given: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The parameters among parameters, (name, parameter) pairs and groups of either."""
+    for item in given:
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif isinstance(item, dict):
+            params = item.get("params", ())
+            yield from _parameters_in([params] if isinstance(params, torch.Tensor) else params)
+        elif isinstance(item, list | tuple):
+            yield from _parameters_in(item[1:])
 
 
 def _listed(given: Iterable[Any] | None) -> list[Any]:
@@ -382,18 +408,26 @@ def _check_groups(model: nn.Module, group_of: dict[nn.Parameter, int]) -> None:
 def _lr_scheduler(given: Any, config: Config, optimizer: ShardedOptimizer | None) -> Any:
     named = config.scheduler if config.scheduler is not None and config.scheduler.type is not None else None
     if given is None:
-        return schedules.build(named, optimizer) if named is not None and optimizer is not None else None
+        if named is None:
+            return None
+        if optimizer is None:
+            say(
+                "scheduler: the config's %s is not used, as there is no optimizer whose rate it could set; give "
+                'initialize an optimizer, or the config a block "optimizer"', named.type,
+            )  # fmt: skip
+            return None
+        return schedules.build(named, optimizer)
     if named is not None:
         say("scheduler: the config's %s is not used, as initialize was given one", named.type)
+    if optimizer is None:
+        raise WherryError(
+            "lr_scheduler: this engine has no optimizer whose rate it could set; give initialize the optimizer too, or "
+            'the config a block "optimizer"'
+        )
     if isinstance(given, type) or (callable(given) and not hasattr(given, "step")):
-        if optimizer is None:
-            raise WherryError(
-                "lr_scheduler: there is no optimizer to build it on; give initialize an optimizer, or the config a "
-                'block "optimizer"'
-            )
         return given(optimizer)
     built_on = getattr(given, "optimizer", None)
-    if isinstance(built_on, torch.optim.Optimizer) and optimizer is not None:
+    if isinstance(built_on, torch.optim.Optimizer):
         ours = {id(group) for group in optimizer.param_groups}
         if not any(id(group) in ours for group in built_on.param_groups):
             raise WherryError(

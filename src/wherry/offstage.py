@@ -112,7 +112,7 @@ class Offstage:
             storage = tensor.untyped_storage()
             if storage.nbytes() and storage._cdata not in seen:
                 seen.add(storage._cdata)
-                yield torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)  # type: ignore[call-overload]
+                yield torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
 
     def _tensors(self, state: str) -> Iterator[torch.Tensor]:
         if state == "parameters":

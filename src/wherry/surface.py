@@ -153,6 +153,7 @@ class Surface(nn.Module):
         if self._updater is not None:
             self._updater.detach()
         self._gradients.choose(policy, partial(self._tiering.way_of, policy))
+        self._hooks.watch_arrivals()
         if self._updater is not None:
             self._updater.attach(self._gradients.all)
         self._states = None
@@ -397,7 +398,7 @@ class Surface(nn.Module):
             self.comm.tell(error)
             raise
 
-    def compile(  # type: ignore[override]
+    def compile(
         self,
         backend: str | Callable[..., Any] = "inductor",
         compile_kwargs: dict[str, Any] | None = None,

@@ -237,8 +237,10 @@ class Tiering:
         """Whether gradients are used one by one: they do not travel, nor are they summed, nor kept for later."""
         alone = self.topology.data.size == self.topology.tensor.size == 1 and not flat.distributed
         at_once = self.link.shared and not self.policy.beside and not policy.accumulates
+        # A parameter without elements is in no segment, and so there is nothing to use its gradient for.
+        every_one = all(slot.stop > slot.start for slot in flat.layout.slots)
         as_it_comes = policy.accumulation_dtype in (None, flat.dtype) and flat.dtype.itemsize <= torch.float32.itemsize
-        return alone and at_once and as_it_comes and self.spec is not None and self.spec.cuts_segments
+        return alone and at_once and as_it_comes and every_one and self.spec is not None and self.spec.cuts_segments
 
     # When.
 

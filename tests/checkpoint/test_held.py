@@ -53,9 +53,11 @@ class Slow:
 
         def late(held: Held) -> Any:
             # What nobody may write to before it is read is not read before somebody wants to.
+            deadline = time.monotonic() + 60  # only ends a test that would hang
             while any(isinstance(kept, KeptRecord) and kept._clone is None for kept in held._kept) and not any(
                 kept.wanted for kept in held._kept
             ):
+                assert time.monotonic() < deadline, "no update wants to write to what is held"
                 time.sleep(0.001)
             yield from pieces(held)
 

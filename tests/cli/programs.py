@@ -1,9 +1,9 @@
 """Programs that the launcher's tests start, and how they start them."""
 
 import contextlib
+import functools
 import itertools
 import os
-import random
 import socket
 import subprocess
 import sys
@@ -63,18 +63,42 @@ def pids_in(folder):
     return [int(path.suffix[1:]) for path in folder.glob("pid.*")]
 
 
-# Of this test worker's own, each given once: those above the system gives to whoever asks for any.
-_FIRST = 20_000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
-_PORTS = itertools.cycle(random.sample(range(_FIRST, _FIRST + 1000), 1000))
+class Ports:
+    """A row of ports of this process's own, each given once: those above the system gives to whoever asks for any.
+
+    The first of the row is held as long as the process lives: another one, of another run as well, takes another row.
+    """
+
+    ROW = 100
+
+    def __init__(self):
+        for first in range(20_000, 32_000, self.ROW):
+            self._guard = socket.socket()
+            try:
+                self._guard.bind(("127.0.0.1", first))
+            except OSError:
+                self._guard.close()
+                continue
+            self._rest = itertools.cycle(range(first + 1, first + self.ROW))
+            return
+        raise AssertionError("all rows of ports from 20000 to 32000 are taken")
+
+    def next(self):
+        while True:
+            port = next(self._rest)
+            with socket.socket() as probe, contextlib.suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                return port
+
+
+@functools.cache
+def _ports():
+    return Ports()
 
 
 def free_port():
     """A port for ranks to meet at."""
-    while True:
-        port = next(_PORTS)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
+    return _ports().next()
 
 
 WRITE_PID = "(HERE / f'pid.{os.getpid()}').touch()\n"

@@ -185,7 +185,8 @@ def test_parameters_and_optimizers_in_every_form(form: str, maker: str) -> None:
         ({"mesh": SimpleNamespace(mesh_dim_names=("dp", "rows"))}, "mesh: expected axes named dp, tp and pp .*rows"),
         ({"training_data": iter([1, 2])}, "training_data: expected samples with a length and an index.*list_iterator"),
         ({"training_data": DataLoader([1, 2])}, "training_data: .*got DataLoader"),
-        ({"lr_scheduler": lambda optimizer: None, "optimizer": None, "config": {}}, "lr_scheduler: there is no opt"),
+        ({"lr_scheduler": lambda optimizer: None, "config": {}}, "lr_scheduler: this engine has no optimizer"),
+        ({"lr_scheduler": ConstantLR(torch.optim.SGD(net().parameters())), "config": {}}, "engine has no optimizer"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -195,6 +196,22 @@ def test_what_does_not_fit_is_told(given: dict[str, Any], message: str) -> None:
         wherry.initialize(**{"model": model, "config": CONFIG, **given})
     # And nothing is left of it: the model may be given again.
     wherry.initialize(model=model, config=CONFIG)[0].close()
+
+
+@pytest.mark.parametrize("form", ["a list", "named", "groups", "a part", "nothing"])
+def test_parameters_that_a_ready_optimizer_does_not_have_are_told_of(
+    form: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = net()
+    optimizer = torch.optim.SGD([first_weight(model)], lr=0.25)
+    with caplog.at_level(logging.INFO, logger="wherry"):
+        engine, *_ = wherry.initialize(
+            model=model, optimizer=optimizer, model_parameters=PARAMETERS[form][0](model), config={}
+        )
+    engine.close()
+    told = [record.getMessage() for record in caplog.records if "model_parameters" in record.getMessage()]
+    left_out = 0 if form in ("a part", "nothing") else 3
+    assert len(told) == bool(left_out) and all(f": {left_out} that require" in line for line in told), told
 
 
 def test_a_stream_is_no_training_data() -> None:
@@ -250,6 +267,16 @@ def test_a_scheduler_of_another_optimizer_would_move_nothing() -> None:
     strange = StepLR(torch.optim.SGD(model.parameters(), lr=0.25), 1)
     with pytest.raises(WherryError, match=r"lr_scheduler: StepLR was built on another optimizer \(SGD\)"):
         wherry.initialize(model=model, config=CONFIG, lr_scheduler=strange)
+
+
+def test_a_schedule_of_the_config_without_an_optimizer_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="wherry"):
+        engine, optimizer, _, schedule = wherry.initialize(
+            model=net(), config={"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 9.0}}}
+        )
+    assert optimizer is schedule is engine.lr_scheduler is None
+    assert any("WarmupLR is not used, as there is no optimizer" in r.getMessage() for r in caplog.records)
+    engine.close()
 
 
 # Data, and ranks.

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import Run, adamw, assert_equal, make_model, settings, token_batch, train_engine
+from tests.engine.harness import (
+    Run,
+    adamw,
+    assert_close,
+    assert_equal,
+    make_model,
+    settings,
+    token_batch,
+    train_engine,
+    train_plain,
+)
+from tests.engine.test_hazards import Box
+from tests.engine.test_models import MODELS, Stack, vectors
 
 import wherry
 from wherry.sharding.flat_gradient import Landing
@@ -128,3 +141,74 @@ def test_looking_at_gradients_changes_no_bit_and_lays_nothing_out(tmp_path: Path
         plain, watched = train(more, look=False), train(more, look=True)
         assert watched.norms == plain.norms
         assert_equal(watched, plain)
+
+
+# Nobody counts these gradients as they come.
+
+
+def slow_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_kind_of_model_on_one_rank(name: str) -> None:
+    model = make_model(MODELS[name])
+    common: dict[str, Any] = {"steps": 3, "batch": vectors, "optimizer": slow_sgd}
+    plain = train_plain(model, **common)
+    for plain_backward in (False, True):
+        assert_close(train_engine(model, stage=2, plain_backward=plain_backward, **common), plain)
+
+
+class Hiding(Stack):
+    """Its loss is in an object of the user's own: no hook of a module sees it."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return Box(super().forward(x, y))
+
+
+class Part(Stack):
+    """One block is used in odd calls only, and one never."""
+
+    calls = 0
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = self.blocks[0](x)
+        return self.out(self.blocks[1](x) if self.calls % 2 else x)
+
+
+def both(model: Any, step: Callable[[Any, Any, int], None], steps: int = 4) -> None:
+    """`step` of plain PyTorch and of an engine: the weights are the same after each, and what got no gradient stays."""
+    plain = copy.deepcopy(model)
+    optimizer = slow_sgd(plain.parameters())
+    engine, *_ = wherry.initialize(model=model, optimizer=slow_sgd(model.parameters()), config=settings(1))
+    for number in range(steps):
+        step(plain, optimizer, number)
+        optimizer.zero_grad()
+        step(engine, engine, number)
+        for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+    assert engine.global_steps == steps
+    engine.close()
+
+
+def test_a_backward_that_no_module_shows_is_one() -> None:
+    def step(model: Any, optimizer: Any, number: int) -> None:
+        model(*vectors(number, 0, 0)).value.backward()
+        optimizer.step()
+
+    both(make_model(Hiding), step)
+
+
+def test_what_no_backward_of_a_window_has_brought_is_left_alone() -> None:
+    def once(model: Any, optimizer: Any, number: int) -> None:
+        model(*vectors(number, 0, 0)).backward()
+        optimizer.step()
+
+    def twice(model: Any, optimizer: Any, number: int) -> None:
+        for micro in range(2):
+            model(*vectors(number, micro, 0)).backward()
+        optimizer.step()
+
+    both(make_model(Part), once)
+    both(make_model(Part), twice)

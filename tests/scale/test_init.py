@@ -6,7 +6,6 @@ import copy
 import json
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -307,168 +306,19 @@ def test_gathered_edits_parts() -> None:
     run_ranks(2, body)
 
 
-# Parameters that are made of others.
-
-
-def _shared(model: nn.Module) -> None:
-    model.two.weight = nn.Parameter(model.one.weight)
-    model.one.weight.data.mul_(2)  # of both, as they share memory
-
-
-def _after_gathered(model: nn.Module) -> None:
-    with wherry.gathered(model.one):
-        assert bool(model.one.weight.isfinite().all())
-    model.two.weight = nn.Parameter(model.one.weight)
-
-
-def _inside_gathered(model: nn.Module) -> None:
-    with wherry.gathered(model.one.weight):
-        model.two.weight = nn.Parameter(model.one.weight.detach().clone())
-        model.third = nn.Parameter(model.one.weight.data)
-        model.fourth = nn.Parameter(model.one.weight)
-
-
-def _kept_and_used(model: nn.Module) -> None:
-    made = nn.Parameter(model.one.weight)
-    with wherry.gathered(model.one.weight):
-        pass
-    model.two.weight = nn.Parameter(made + model.two.weight)
-    model.third = made
-
-
-def _in_containers(model: nn.Module) -> None:
-    model.several = nn.ParameterList([nn.Parameter(model.one.weight), nn.Parameter(model.two.bias)])
-    model.register_parameter("joined", nn.Parameter(torch.cat([model.one.weight, model.two.weight])))
-
-
-def _slices(model: nn.Module) -> None:
-    model.copied = nn.Parameter(model.one.weight[1:3].clone())
-    model.viewed = nn.Parameter(model.one.weight[1:3])
-    model.expanded = nn.Parameter(model.one.bias.expand(3, 4))
-    model.diagonal = nn.Parameter(model.two.weight.diagonal())
-
-
-def _data(model: nn.Module) -> None:
-    model.two.weight.data = model.one.weight.data
-    model.one.weight.data.add_(1)
-    model.two.bias.data = torch.arange(6.0, dtype=torch.float64)
-
-
-def _initialised_slices(model: nn.Module) -> None:
-    nn.init.constant_(model.one.weight[1:3], 7.0)
-    nn.init.eye_(model.one.weight.data[:2, :2])
-    first, last = model.two.weight.detach().chunk(2)
-    nn.init.zeros_(last)
-    with torch.no_grad():
-        model.one.bias[::2] = model.two.bias[1::2]
-        first += 1
-
-
-def _tied(model: nn.Module) -> None:
-    model.two.weight = model.one.weight
-    model.third = model.one.weight
-
-
-def _normed(model: nn.Module) -> None:
-    nn.utils.parametrizations.weight_norm(model.one)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        nn.utils.weight_norm(model.two)
-
-
-def _loaded(model: nn.Module) -> None:
-    model.two.load_state_dict(model.one.state_dict())
-    model.third = nn.Linear(4, 4)
-    model.third.load_state_dict({name: 2 * value for name, value in model.one.state_dict().items()}, assign=True)
-
-
-def _copied(model: nn.Module) -> None:
-    model.copies = nn.ModuleList(copy.deepcopy(model.one) for _ in range(3))
-    model.again = copy.deepcopy(model.copies)
-    model.other = copy.copy(model.two.weight)
-
-
-def _converted(model: nn.Module) -> None:
-    model.one.double()
-    model.two.weight = nn.Parameter(model.one.weight.float())
-
-
-WAYS = [
-    _shared, _after_gathered, _inside_gathered, _kept_and_used, _in_containers, _slices, _data, _initialised_slices,
-    _tied, _normed, _loaded, _copied, _converted,
-]  # fmt: skip
-
-
-def _numbered(module: nn.Module, start: float) -> nn.Module:
-    """Values that depend on no generator: ranks are threads here, and share torch's."""
-    for parameter in module.parameters():
-        with torch.no_grad():
-            parameter.copy_(torch.arange(start, start + parameter.numel()).view_as(parameter))
-        start += 100
-    return module
-
-
-class Made(nn.Module):
-    def __init__(self, way: Any) -> None:
-        super().__init__()
-        self.one = _numbered(nn.Linear(4, 4), 1.0)
-        self.two = _numbered(nn.Linear(4, 4), 1000.0)
-        self.before = _numbered(nn.Linear(2, 2), 5.0)  # the others are released for it
-        way(self)
-        self.after = _numbered(nn.Linear(2, 2), 9.0)
-
-    def forward(self) -> torch.Tensor:
-        return self.one.weight.sum()
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_parameters_that_are_made_of_others(way: Any) -> None:
-    plain = dict(Made(way).named_parameters(remove_duplicate=False))
-
+def test_an_edit_of_parts_that_fails_is_dropped_and_asks_nothing_of_the_other_ranks() -> None:
     def body(comm: Comm) -> None:
-        for nested in (False, True):
-            with wherry.Init(STAGE3, mesh=comm):
-                model = Made((lambda m: _inside(comm, way, m)) if nested else way)
-            assert all(bool(p.detach().isnan().all()) for p in model.parameters())
-            assert_same(whole(model), plain)
-            state = _engine_state(model, comm)
-            for name, value in plain.items():
-                assert torch.equal(state[name], value.detach()), name
-
-    run_ranks(2, body)
-
-
-def _inside(comm: Comm, way: Any, model: nn.Module) -> None:
-    with wherry.Init(STAGE3, mesh=comm):
-        way(model)
-
-
-def _engine_state(model: nn.Module, comm: Comm) -> dict[str, torch.Tensor]:
-    engine, *_ = wherry.initialize(model=model, config=STAGE3, mesh=comm)
-    state = {name: value.clone() for name, value in engine.module.state_dict().items()}
-    engine.close()
-    return state
-
-
-def test_parameters_that_are_made_of_others_when_the_context_has_ended() -> None:
-    def attach(model: nn.Module) -> None:
-        model.two.weight = nn.Parameter(model.one.weight)
-        model.late = nn.ModuleList([nn.Linear(4, 4)])
-        model.late[0].weight = nn.Parameter(model.one.weight)
-        model.late[0].bias.data.fill_(3.0)
-
-    plain = Made(attach)
-
-    def body(comm: Comm) -> None:
-        for read in (False, True):
-            with wherry.Init(STAGE3, mesh=comm):
-                model = Made(lambda _: None)
-            attach(model)
-            if read:
-                assert_same(whole(model), dict(plain.named_parameters()))
-            state = _engine_state(model, comm)
-            for name, value in plain.state_dict().items():
-                assert torch.equal(state[name], value), name
+        with wherry.Init(STAGE3, mesh=comm):
+            model = Drawn(0, width=5, layers=1)
+        before = whole(model)
+        comm.traffic.clear()
+        with pytest.raises(KeyError, match="missing"), wherry.gathered(model, modifier_rank=1):
+            for parameter in model.parameters():
+                parameter.data.fill_(9.0)
+            raise KeyError("missing")
+        assert dict(comm.traffic.calls) == {"all_gather": 2}
+        assert all(bool(p.detach().isnan().all()) for p in model.parameters())
+        assert_same(whole(model), before)
 
     run_ranks(2, body)
 

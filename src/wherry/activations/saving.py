@@ -158,7 +158,7 @@ class Saver:
         wrapper = None
         inner = tensor
         if is_dtensor(tensor):
-            inner, wrapper = tensor._local_tensor, _wrapper(tensor)  # type: ignore[attr-defined]
+            inner, wrapper = tensor._local_tensor, _wrapper(tensor)
         if not self._goes(inner):
             return tensor
         if self.cut is not None and self.cut.cuts(inner, tensor):

@@ -122,7 +122,7 @@ def _machine(arguments: argparse.Namespace) -> Machine:
         for name in ("gpu_memory", "host_memory", "disk", "pcie", "stream", "disk_bandwidth")
         if (text := getattr(arguments, name)) is not None
     }
-    machine = described(base, gpus=arguments.gpus, nodes=arguments.nodes, **sizes)  # type: ignore[arg-type]
+    machine = described(base, gpus=arguments.gpus, nodes=arguments.nodes, **sizes)
     if machine.gpus and not machine.gpu_memory:
         raise WherryError("--gpus: how large are they? add --gpu-memory, like 24GB, or name a --machine")
     return machine

@@ -174,7 +174,7 @@ class WherryMixin:
         self.engine.load_checkpoint(self.state.best_model_checkpoint, load_module_only=True)
 
 
-class WherryTrainer(WherryMixin, transformers.Trainer):  # type: ignore[misc]
+class WherryTrainer(WherryMixin, transformers.Trainer):
     """`transformers.Trainer` on the engine."""
 
 

@@ -24,7 +24,7 @@ class GeluLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return F.linear(F.gelu(x, approximate=APPROXIMATE), self.weight, self.bias)
-        return _GeluLinear.apply(x, self.weight, self.bias)  # type: ignore[no-any-return, no-untyped-call]
+        return _GeluLinear.apply(x, self.weight, self.bias)
 
 
 class _GeluLinear(torch.autograd.Function):

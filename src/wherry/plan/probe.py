@@ -178,7 +178,7 @@ def _meeting(stream: float) -> float:
     if not (dist.is_available() and dist.is_gloo_available()):
         return stream / 4  # a copy in and a copy out, for each of two
     store, numel, ranks = dist.HashStore(), 1 << 22, 2
-    gloo: Any = dist.ProcessGroupGloo  # type: ignore[attr-defined]
+    gloo: Any = dist.ProcessGroupGloo
 
     def rank(number: int) -> float:
         group = gloo(store, number, ranks, timedelta(seconds=20))

@@ -240,7 +240,7 @@ def gathered(
         reference = getattr(tensor, HANDLE, None)
         access = reference() if reference is not None else None
         if access is not None and tensor in access.place_of:
-            chosen.setdefault(access, {})[access.place_of[tensor][0]] = None  # type: ignore[index]
+            chosen.setdefault(access, {})[access.place_of[tensor][0]] = None
     for size in {comm.size for comm in (*(access.comm for access in chosen), *(part.comm for part in parts))}:
         if modifier_rank is not None and not 0 <= modifier_rank < size:
             raise WherryError(f"gathered: modifier_rank {modifier_rank} is not a rank of 0 to {size - 1}")

@@ -56,6 +56,8 @@ class FlatGradient:
     def __init__(self, flat: Flat, *, partitioned: bool, policy: GradientPolicy, way: Landing, link: Link) -> None:
         self.flat = flat
         self.way = way
+        # Nothing is done with its gradients before the backward ends: they are not counted, but taken as they are then.
+        self.waits = way is Landing.LOOSE and flat.resident
         self.link = link
         self.brief = policy.brief
         # Sums on the device; anything else is reduced with every micro-batch, and goes where `owned` is.
@@ -209,6 +211,8 @@ class FlatGradient:
 
     def note_arrivals(self) -> None:
         """A backward has ended."""
+        if self.waits:
+            return  # who was absent is known since they were taken
         if not self.awaited:
             self.absent = ()
         elif self.absent:
@@ -228,26 +232,23 @@ class FlatGradient:
         if self.fresh and self.way is Landing.LOOSE and self._take_loose():
             self.fresh = False
         elif self.fresh or any(parameter.grad is not None for parameter in self.flat.parameters):
+            if self.waits:
+                self.absent = [index for index in self.absent if self.flat.parameters[index].grad is None]
             self.take_into(self.accumulated, add=not self.fresh)
             self.fresh = False
 
     def _take_loose(self) -> bool:
         """Keep autograd's gradients as they are, if none is missing and all are as they would lie in a flat."""
-        grads = [parameter.grad for parameter in self.flat.parameters]
-        plain = [
-            grad
-            for grad in grads
-            if grad is not None
-            and grad.dtype is self.dtype
-            and grad.layout is torch.strided
-            and not grad.requires_grad
-            and grad.is_contiguous()
-        ]
-        if len(plain) < len(grads) or is_fake(plain[0]):
+        if is_fake(self.flat.whole):
             return False
-        self.loose = native.Bundle(plain)
+        loose = native.Bundle.of_gradients([parameter.grad for parameter in self.flat.parameters], self.dtype)
+        if loose is None:
+            return False
+        self.loose = loose
         for parameter in self.flat.parameters:
             parameter.grad = None
+        if self.waits:
+            self.absent = ()
         return True
 
     def take_into(self, buffer: torch.Tensor, *, add: bool) -> None:

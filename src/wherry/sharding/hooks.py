@@ -73,6 +73,20 @@ def _arrival(hooks: weakref.ref[Hooks], place: int, index: int) -> Callable[[nn.
     return arrived
 
 
+def _uncounted(hooks: weakref.ref[Hooks]) -> Callable[[nn.Parameter], None]:
+    """The hook of all parameters whose gradients wait for the end of the backward, which may begin with any of them."""
+
+    def arrived(parameter: nn.Parameter) -> None:
+        alive = hooks()
+        if alive is None:
+            return
+        if alive.task == NO_TASK:
+            alive._inside_backward()
+        alive.gradients.arrivals += 1  # not before: this may have been what began the backward
+
+    return arrived
+
+
 def _accumulates(parameter: nn.Parameter) -> bool:
     """Whether the backward that runs makes this parameter's gradient."""
     with torch.enable_grad():
@@ -122,6 +136,7 @@ class Hooks:
         self.task = NO_TASK
         self.backward_running = False
         self._handles: list[RemovableHandle] = []
+        self._arrivals: list[RemovableHandle] = []
         self._takes_turns = False
         self._unit_of: dict[nn.Parameter, Unit] = {}
         self._frozen_calls: dict[Unit, int] = {}
@@ -153,13 +168,21 @@ class Hooks:
             if unit.travelling or self.updates_beside:
                 self._install_unit(unit)
         self._keep(self.model.register_forward_hook(Hook(self._root_post_forward, compiles=True), always_call=True))
-        # Parameters hold these hooks in C++, where the garbage collector sees no cycle: they may refer to nothing else.
-        alive = weakref.ref(self)
-        for place, gradient in enumerate(self.gradients.all):
-            for index, parameter in enumerate(gradient.flat.parameters):
-                self._keep(parameter.register_post_accumulate_grad_hook(_arrival(alive, place, index)))
+        self.watch_arrivals()
         if travels or self.updates_beside:
             self._watch_parameters()
+
+    def watch_arrivals(self) -> None:
+        """Hook the gradients of all parameters, each as its flat's are used; again whenever that has changed."""
+        while self._arrivals:
+            self._arrivals.pop().remove()
+        # Parameters hold these hooks in C++, where the garbage collector sees no cycle: they may refer to nothing else.
+        alive = weakref.ref(self)
+        uncounted = _uncounted(alive)
+        for place, gradient in enumerate(self.gradients.all):
+            for index, parameter in enumerate(gradient.flat.parameters):
+                arrived = uncounted if gradient.waits else _arrival(alive, place, index)
+                self._arrivals.append(parameter.register_post_accumulate_grad_hook(arrived))
 
     def _install_unit(self, unit: Unit) -> None:
         wants_inputs = any(not flat.trainable for flat in unit.travelling)
@@ -194,15 +217,16 @@ class Hooks:
                 watched.on_read = self._read
                 watched.settle = self._settle_for_outside
                 watched.is_whole = self._is_whole
-                module._parameters = watched  # type: ignore[assignment]
+                module._parameters = watched
 
     def _keep(self, handle: RemovableHandle) -> None:
         self._handles.append(handle)
 
     def remove(self) -> None:
-        for handle in self._handles:
+        for handle in (*self._handles, *self._arrivals):
             handle.remove()
         self._handles.clear()
+        self._arrivals.clear()
         self._unit_of.clear()
         for module in self.model.modules():
             if isinstance(module._parameters, WatchedParameters):

@@ -15,6 +15,8 @@ from wherry.parallel.comm import Comm
 from wherry.parallel.partition import local
 
 PART = "_wherry_part"
+# On the memory of a placeholder: whose it is, as long as that lives.
+OWNER = "_wherry_placeholder_of"
 
 
 def allocate(numel: int, dtype: torch.dtype, device: torch.device, folder: str | None) -> torch.Tensor:
@@ -29,10 +31,6 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device, folder: str |
     finally:
         os.close(handle)
         os.unlink(path)
-
-
-# Parts by the memory of their placeholders, which is theirs as long as they live.
-_placeholders: weakref.WeakValueDictionary[int, Part] = weakref.WeakValueDictionary()
 
 
 class Lease:
@@ -62,6 +60,8 @@ class Part:
         self.dtype = parameter.dtype
         self.shard = allocate(self._shard_numel(parameter.numel()), parameter.dtype, rests_on, folder)
         self._blank: torch.Tensor | None = None
+        # The memory of that, which knows this part.
+        self._marked: torch.UntypedStorage | None = None
 
     def like(self, parameter: nn.Parameter) -> Part:
         """A part of another parameter, held as this one is."""
@@ -96,13 +96,14 @@ class Part:
             blank = self._blank
             if blank is None or (blank.dtype, blank.device) != (self.dtype, self.whole_on):
                 self._blank = blank = torch.full((), float("nan"), dtype=self.dtype, device=self.whole_on)
-                _placeholders[blank.data_ptr()] = self
+                self._marked = blank.untyped_storage()
+                setattr(self._marked, OWNER, weakref.ref(self))
             self.parameter.data = blank.expand(self.shape)
         self.whole = False
 
     def shown_by(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter's memory is that of the placeholder."""
-        return self._blank is not None and self._blank.data_ptr() == parameter.untyped_storage().data_ptr()
+        return self._marked is not None and self._marked is parameter.untyped_storage()
 
     @torch.no_grad()
     def copy_to(self, parameter: torch.Tensor) -> None:
@@ -141,6 +142,11 @@ class Part:
             self.parameter.data = value.to(self.whole_on)
         self.whole = True
 
+    def leave(self) -> None:
+        """Let go of the whole parameter, and of what was done to it since it was gathered. No other rank takes part."""
+        if self.whole:
+            self._show_placeholder()
+
     def aliased(self) -> bool:
         """Whether somebody else holds the parameter's memory, as by `data = parameter.data`."""
         if not self.whole:
@@ -148,7 +154,7 @@ class Part:
         with torch._C.DisableTorchFunction():
             storage = self.parameter.untyped_storage()
             # One for the parameter, one for the object that asks.
-            return torch._C._storage_Use_Count(storage._cdata) > 2  # type: ignore[attr-defined]
+            return torch._C._storage_Use_Count(storage._cdata) > 2
 
 
 def part_of(parameter: torch.Tensor) -> Part | None:
@@ -159,10 +165,11 @@ def part_of(parameter: torch.Tensor) -> Part | None:
 
 def source_of(parameter: torch.Tensor) -> Part | None:
     """The part of another parameter whose placeholder this one was made of, as by `nn.Parameter(other.weight)`."""
-    if not _placeholders or type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
+    if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
         return None
     with torch._C.DisableTorchFunction():
-        source = _placeholders.get(parameter.untyped_storage().data_ptr())
+        owner = getattr(parameter.untyped_storage(), OWNER, None)
+        source: Part | None = owner() if owner is not None else None
         if source is None or source.parameter is parameter or not source.shown_by(parameter):
             return None
         return source if source.shape == parameter.shape else None
@@ -190,15 +197,21 @@ def taken(parameter: nn.Parameter) -> Callable[[], torch.Tensor]:
 
 @contextmanager
 def parts_gathered(parts: Sequence[Part], modifier_rank: int | None) -> Iterator[None]:
-    """Parameters whole, for reading and editing; those that were not are released at the end."""
-    opened = [part for part in parts if not part.whole]
-    for part in opened:
-        part.gather()
+    """Parameters whole, for reading and editing; those that were not are released at the end.
+
+    After an exception they are what they were before: the other ranks may not have met it, and take part in nothing.
+    """
+    opened = {part for part in parts if not part.whole}
     try:
-        yield
-    finally:
         for part in parts:
-            if part in opened:
-                part.release(modifier_rank or 0)
-            elif modifier_rank is not None and part.whole:
-                part.agree(modifier_rank)
+            part.gather()
+        yield
+    except BaseException:
+        for part in opened:
+            part.leave()
+        raise
+    for part in parts:
+        if part in opened:
+            part.release(modifier_rank or 0)
+        elif modifier_rank is not None and part.whole:
+            part.agree(modifier_rank)

@@ -146,7 +146,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # True when the last step was skipped for non-finite gradients.
         self.overflow = False
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -71,7 +71,7 @@ def get_model_profile(
     like = next(model.parameters(), torch.empty(0))
     arguments = [like.new_ones(input_shape)] if input_shape is not None else list(args)
     profiler = FlopsProfiler(model)
-    run = model.generate if mode == "generate" else model  # type: ignore[assignment]
+    run = model.generate if mode == "generate" else model
     with torch.no_grad():
         for _ in range(warm_up):
             run(*arguments, **(kwargs or {}))  # type: ignore[operator]
