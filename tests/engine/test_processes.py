@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import os
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -151,25 +152,32 @@ def test_the_dataloader_shares_the_data_out(pool: Pool) -> None:
 
 
 def look_alone(rank: int) -> dict[str, torch.Tensor]:
-    """One rank uses its weights after a step, whose gathers nobody else has waited for."""
-    model = make_model()
+    """One rank uses its weights after a step, whose gathers nobody else waits for; on each of two engines."""
     more = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "wherry": {"update_policy": "before_use"}}
-    engine, *_ = wherry.initialize(
-        model=model, optimizer=adamw(model.parameters()), config=settings(1, 1, 0.5, more)
-    )
+    engines = []
+    for seed in range(2):
+        model = make_model(seed=seed)
+        engines.append(
+            wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(1, 1, 0.5, more))[0]
+        )
     for step in range(2):
-        engine.backward(engine(*token_batch(step, 0, rank)))
-        engine.step()
-    assert engine.comm._begun
-    if rank == 1:
-        with torch.no_grad():
-            engine(*token_batch(9, 0, 0))
-        assert not engine.comm._begun
-    for work in engine.comm._begun:
-        work.wait()
-    assert not engine.comm.under_way  # so the process group may end, though nobody waits for these any more
-    weights = {name: weight.clone() for name, weight in engine.module.state_dict().items()}
-    engine.close()
+        for engine in engines:
+            engine.backward(engine(*token_batch(step, 0, rank)))
+            engine.step()
+    weights = {}
+    for engine in engines:
+        beside = engine._updater._beside
+        assert beside.starter is engines[0]._updater._beside.starter
+        if rank == 1:
+            with torch.no_grad():
+                engine(*token_batch(9, 0, 0))
+            assert not beside._begun
+        # The process group may end then, though nobody waits for these any more.
+        while beside.under_way:
+            time.sleep(0.01)
+    for seed, engine in enumerate(engines):
+        weights |= {f"{seed}.{name}": weight.clone() for name, weight in engine.module.state_dict().items()}
+        engine.close()
     return weights
 
 

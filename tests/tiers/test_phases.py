@@ -362,7 +362,7 @@ def test_gathers_that_were_begun_are_waited_for_when_an_update_fails(
     waited: list[Ticket] = []
     begun: list[Ticket] = []
 
-    def refresh(batch: Any) -> Iterator[Ticket]:
+    def refresh(batch: Any, comm: Any) -> Iterator[Ticket]:
         begun.append(Noted())
         yield begun[-1]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -171,74 +173,101 @@ def test_new_weights_go_up_before_anything_asks_for_them(tmp_path: Path) -> None
     engine.close()
 
 
-class Noted(Ticket):
-    """A ticket that knows whether it was waited for."""
-
-    def __init__(self, name: str, ticket: Ticket) -> None:
-        self.name = name
-        self.ticket = ticket
-        self.waited = False
-
-    def wait(self) -> None:
-        self.waited = True
-        self.ticket.wait()
-
-
 @pytest.mark.usefixtures("every_flat_alone")
 @pytest.mark.parametrize("policy", ["before_use", "in_backward"])
 @pytest.mark.parametrize("row", ["offload-1", "disk-2"])
-def test_gathers_begin_in_the_step_and_each_unit_waits_for_its_own(row: str, policy: str, tmp_path: Path) -> None:
-    """Counted on two ranks; of which one then looks at its model alone, and communicates nothing."""
+def test_a_step_waits_for_no_update_and_each_unit_for_its_own(row: str, policy: str, tmp_path: Path) -> None:
+    """On two ranks, whose updates wait for a gate; of which one then looks at its model alone, and asks for nothing."""
     model = make_model()
     names = ["root", "blocks.0", "blocks.1", "blocks.2"]
 
+    def behind(gate: threading.Event, update: Any) -> Any:
+        def wait(*args: Any) -> Ticket:
+            assert gate.wait(50), "nobody opens the gate"
+            ticket: Ticket = update(*args)
+            return ticket
+
+        return wait
+
     def body(comm: Comm) -> dict[str, torch.Tensor]:
         mine = copy.deepcopy(model)
+        kept = list(mine.parameters())
         engine, *_ = wherry.initialize(
             model=mine,
-            optimizer=adamw(mine.parameters()),
+            optimizer=adamw(kept),
             config=settings(ROWS[row][0], more=offload(row, tmp_path, policy)),
             mesh=comm,
         )
-        gathers: list[Noted] = []
-        gather = engine._updater._gather
+        gate = threading.Event()
+        for batch in engine._updater.batches:
+            batch.rule.update = behind(gate, batch.rule.update)
 
-        def noted(flats: Any) -> Ticket:
-            gathers.append(Noted(flats[0].name.split(" ")[0], gather(flats)))
-            return gathers[-1]
+        def pending() -> list[str]:
+            return [unit.name for unit in engine.units if unit.pending]
 
-        def waited() -> list[str]:
-            return [each.name for each in gathers if each.waited]
-
-        def step(number: int) -> dict[str, int]:
-            gathers.clear()
+        def step(number: int) -> None:
             engine.backward(engine(*token_batch(number, 0, comm.rank)))
             comm.traffic.clear()
             engine.step()
-            assert [each.name for each in gathers] == names
-            assert waited() == []
-            return dict(comm.traffic.calls)
+            assert pending() == names
 
-        engine._updater._gather = noted
-        calls = step(0)
-        assert calls["all_gather"] == len(names)
+        step(0)
+        assert comm.traffic.calls["all_gather"] == 0
+        # Whoever has kept them reads nothing that is only half an update.
+        assert all(parameter.isnan().all() for parameter in kept)
+        gate.set()
         reached: list[list[str]] = []
-        handles = [block.register_forward_pre_hook(lambda *_: reached.append(waited())) for block in mine.blocks]
+        handles = [block.register_forward_pre_hook(lambda *_: reached.append(pending())) for block in mine.blocks]
         loss = engine(*token_batch(1, 0, comm.rank))
-        assert reached == [names[:2], names[:3], names]
-        assert comm.traffic.calls == calls
+        assert reached == [names[2:], names[3:], []]
+        assert comm.traffic.calls["all_gather"] == len(names)
+        assert not any(parameter.isnan().any() for parameter in kept)
         engine.backward(loss)
         for handle in handles:
             handle.remove()
         engine.step()
         step(2)
         if comm.rank == 1:
-            calls = dict(comm.traffic.calls)
             with torch.no_grad():
                 engine(*token_batch(3, 0, 0))
             engine.module.state_dict()
-            assert waited() == names
-            assert comm.traffic.calls == calls
+            assert pending() == []
+            assert comm.traffic.calls["all_gather"] == len(names)
+        comm.barrier()
+        weights = {name: weight.clone() for name, weight in engine.module.state_dict().items()}
+        step(4)
+        engine.close()  # the last update is made, and shown
+        assert not any(parameter.isnan().any() for parameter in kept)
+        return weights
+
+    first, second = run_ranks(2, body)
+    assert all(torch.equal(weight, second[name]) for name, weight in first.items())
+
+
+@pytest.mark.usefixtures("every_flat_alone")
+def test_without_a_group_beside_gathers_begin_in_the_step(tmp_path: Path) -> None:
+    """As on a GPU: each unit waits for its own, and a rank that looks at its model alone asks for nothing."""
+    model = make_model()
+
+    def body(comm: Comm) -> dict[str, torch.Tensor]:
+        mine = copy.deepcopy(model)
+        comm.beside = lambda device: None  # type: ignore[method-assign]
+        engine, *_ = wherry.initialize(
+            model=mine,
+            optimizer=adamw(mine.parameters()),
+            config=settings(2, more=offload("offload-2", tmp_path, "before_use")),
+            mesh=comm,
+        )
+        for step in range(2):
+            engine.backward(engine(*token_batch(step, 0, comm.rank)))
+            comm.traffic.clear()
+            engine.step()
+            assert comm.traffic.calls["all_gather"] == 4
+            assert all(unit.pending for unit in engine.units)
+        if comm.rank == 1:
+            with torch.no_grad():
+                engine(*token_batch(3, 0, 0))
+            assert comm.traffic.calls["all_gather"] == 4
         comm.barrier()
         weights = {name: weight.clone() for name, weight in engine.module.state_dict().items()}
         engine.close()
@@ -246,6 +275,34 @@ def test_gathers_begin_in_the_step_and_each_unit_waits_for_its_own(row: str, pol
 
     first, second = run_ranks(2, body)
     assert all(torch.equal(weight, second[name]) for name, weight in first.items())
+
+
+def test_engines_that_share_a_group_send_their_weights_in_one_order(tmp_path: Path) -> None:
+    """Two engines of each of two ranks, whose updates take turns."""
+    models = [make_model(seed=seed) for seed in (0, 1)]
+
+    def body(comm: Comm, policy: str) -> list[dict[str, torch.Tensor]]:
+        engines = []
+        for model in models:
+            mine = copy.deepcopy(model)
+            config = settings(2, more=offload("offload-2", tmp_path, policy))
+            engines.append(
+                wherry.initialize(model=mine, optimizer=adamw(mine.parameters()), config=config, mesh=comm)[0]
+            )
+        for step in range(3):
+            for engine in engines:
+                engine.backward(engine(*token_batch(step, 0, comm.rank)))
+            for engine in engines:
+                engine.step()
+        found = [engine.module.state_dict() for engine in engines]
+        for engine in engines:
+            engine.close()
+        return found
+
+    plain, _ = run_ranks(2, partial(body, policy="at_step"))
+    for found in run_ranks(2, partial(body, policy="before_use")):
+        for weights, expected in zip(found, plain, strict=True):
+            assert all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
 def test_optimizer_state_on_disk_does_not_stay_in_the_room_for_weights(tmp_path: Path) -> None:

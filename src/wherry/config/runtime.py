@@ -187,8 +187,8 @@ class Own(Block):
         "the same results, bit for bit, but that in_backward counts a missing gradient as zero: it updates before it "
         "is known that nobody has one. `delayed` updates one step late, which changes the result; whoever reads "
         "weights reads those that the next forward uses, and engine.settle() makes the last update when training ends. "
-        "With before_use and in_backward, parameters kept by reference (a list, an optimizer's param_groups) are "
-        "those after the last step from engine.settle() on, or a walk over the model's own. "
+        "With before_use and in_backward, parameters kept by reference (a list, an optimizer's param_groups) read as "
+        "NaN after a step, until their next use in the model, engine.settle(), or a walk over the model's own. "
         "auto: at_step where the optimizer's state is on the device, and otherwise in_backward if nothing (clipping, "
         "loss scaling) has to wait for all gradients, or before_use.",
     )

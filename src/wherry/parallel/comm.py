@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import pickle
+import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 from wherry.errors import PeerError
 from wherry.fake import address_of
 from wherry.parallel.peers import Asked, Peers
+from wherry.parallel.starter import Starter
 from wherry.tiers.tickets import DONE, CallbackTicket, Ticket
 
 # Newer releases of torch have these under other names, and warn about the old ones.
@@ -38,10 +40,13 @@ class Traffic:
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
+        # What is begun beside is counted here as well.
+        self._lock = threading.Lock()
 
     def add(self, operation: str, nbytes: int) -> None:
-        self.calls[operation] += 1
-        self.bytes[operation] += nbytes
+        with self._lock:
+            self.calls[operation] += 1
+            self.bytes[operation] += nbytes
 
     def clear(self) -> None:
         self.calls.clear()
@@ -74,6 +79,8 @@ class Comm:
         # What this rank has asked for: how many collectives so far, and the last of them.
         self.asked = 0
         self.recent: deque[Asked] = deque(maxlen=REMEMBERED)
+        # What begins its collectives, where that is not whoever asks for them.
+        self.starter: Starter | None = None
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum", label: str = "") -> Ticket:
         """Reduce `tensor` in place over the ranks; `op` is "sum" or "max"."""
@@ -139,6 +146,14 @@ class Comm:
             return self
         return SoloComm() if len(members) == 1 else self._group(axis, members)
 
+    def beside(self, device: torch.device) -> Comm | None:
+        """The same ranks as a group of their own, whose collectives its `starter` begins beside those of this one.
+
+        None where the two may hold each other up: on a GPU, where collectives that wait for each other's kernels in
+        another order on another rank never end.
+        """
+        return None
+
     def fail(self, message: str) -> None:
         """Tell the other ranks that this one cannot go on: whoever waits for it raises `message` as a `PeerError`.
 
@@ -197,6 +212,7 @@ class _DefaultGroup:
         self._ends = False
         self._comms: weakref.WeakSet[ProcessGroupComm] = weakref.WeakSet()
         self._parts: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._beside: dict[tuple[int, ...], tuple[dist.ProcessGroup, Starter]] = {}
 
     def start(self, device_type: str, timeout: float | None = None) -> None:
         """Start torch.distributed from the environment that a launcher has set."""
@@ -220,10 +236,15 @@ class _DefaultGroup:
         A second group of the same ranks, made after the first is gone, may get its name, and wait for its addresses.
         """
         known = self._parts.get(ranks)
-        if known is None or known not in dist.distributed_c10d._world.pg_map:
-            patience = timedelta(seconds=timeout + GRACE)
-            known = dist.new_group(list(ranks), timeout=patience, use_local_synchronization=True)
-            self._parts[ranks] = known
+        if known is None or not _alive(known):
+            known = self._parts[ranks] = _new_group(ranks, timeout)
+        return known
+
+    def beside(self, ranks: tuple[int, ...], timeout: float) -> tuple[dist.ProcessGroup, Starter]:
+        """A group of these ranks beside the one they have, over gloo, with the one starter that all its users share."""
+        known = self._beside.get(ranks)
+        if known is None or not _alive(known[0]):
+            known = self._beside[ranks] = _new_group(ranks, timeout, "gloo"), Starter()
         return known
 
     def join(self) -> bool:
@@ -257,6 +278,15 @@ _default_group = _DefaultGroup()
 start_default_group = _default_group.start
 
 
+def _alive(group: dist.ProcessGroup) -> bool:
+    return group in dist.distributed_c10d._world.pg_map
+
+
+def _new_group(ranks: tuple[int, ...], timeout: float, backend: str | None = None) -> dist.ProcessGroup:
+    patience = timedelta(seconds=timeout + GRACE)
+    return dist.new_group(list(ranks), timeout=patience, backend=backend, use_local_synchronization=True)
+
+
 class ProcessGroupComm(Comm):
     """A torch.distributed process group. On CUDA a ticket's `wait()` orders streams and does not stop the host."""
 
@@ -280,7 +310,8 @@ class ProcessGroupComm(Comm):
             raise self.peers.explain(error, asked) from error
         wait_for = work.wait if tensors[0].device.type != "cpu" else self.peers.waiting(work, asked)
         if len(self._begun) >= MANY:
-            self._begun = {each for each in self._begun if not (each.is_completed() and each.is_success())}
+            # Another thread may wait for some of them meanwhile.
+            self._begun -= {each for each in tuple(self._begun) if each.is_completed() and each.is_success()}
         self._begun.add(work)
 
         # The tensors stay alive until the wait: a backend may still be reading them.
@@ -293,7 +324,9 @@ class ProcessGroupComm(Comm):
     @property
     def under_way(self) -> bool:
         """Whether a collective has not come to its end, or not to a good one. One that nobody waits for may have."""
-        return not all(work.is_completed() and work.is_success() for work in self._begun)
+        if self.starter is not None and self.starter.busy:
+            return True
+        return not all(work.is_completed() and work.is_success() for work in tuple(self._begun))
 
     def _all_reduce(self, tensor: torch.Tensor, op: str) -> Ticket:
         reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
@@ -354,9 +387,21 @@ class ProcessGroupComm(Comm):
         return host.tolist()
 
     def _group(self, axis: str, members: list[int]) -> Comm:
-        everybody = dist.get_process_group_ranks(self.group) if self.group else range(dist.get_world_size())
-        ranks = [everybody[member] for member in members]
-        return ProcessGroupComm(_default_group.part(tuple(ranks), self.timeout), timeout=self.timeout)
+        everybody = self._everybody()
+        ranks = tuple(everybody[member] for member in members)
+        return ProcessGroupComm(_default_group.part(ranks, self.timeout), timeout=self.timeout)
+
+    def _everybody(self) -> tuple[int, ...]:
+        """The ranks of this group, by their numbers in the world."""
+        return tuple(dist.get_process_group_ranks(self.group) if self.group else range(dist.get_world_size()))
+
+    def beside(self, device: torch.device) -> Comm | None:
+        if device.type != "cpu" or "cpu:gloo" not in dist.distributed_c10d.get_backend_config(self.group):
+            return None
+        group, starter = _default_group.beside(self._everybody(), self.timeout)
+        comm = ProcessGroupComm(group, timeout=self.timeout)
+        comm.traffic, comm.starter = self.traffic, starter
+        return comm
 
     def fail(self, message: str) -> None:
         self.peers.fail(self.asked, message)

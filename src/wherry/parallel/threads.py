@@ -14,6 +14,7 @@ import torch
 from wherry.errors import DivergenceError, PeerError
 from wherry.parallel.comm import Comm, SoloComm
 from wherry.parallel.peers import Asked, describe
+from wherry.parallel.starter import Starter
 from wherry.parallel.topology import Topology
 from wherry.tiers.tickets import DONE, Ticket
 
@@ -44,6 +45,8 @@ class _Meeting:
         self._counts = [0] * self.size
         self._failed: dict[int, str] = {}
         self._parts: dict[tuple[str, tuple[int, ...]], _Meeting] = {}
+        # Of each rank what begins its collectives here, where that is not the rank itself.
+        self._starters: dict[int, Starter] = {}
 
     def exchange(self, rank: int, asked: Asked, value: Any, use: Callable[[list[Any]], T]) -> T:
         with self.changed:
@@ -118,6 +121,10 @@ class _Meeting:
         with self.whole.changed:
             return self.whole._parts.setdefault((axis, tuple(names)), _Meeting(names, self.timeout, self.whole))
 
+    def starter(self, rank: int) -> Starter:
+        with self.changed:
+            return self._starters.setdefault(rank, Starter())
+
 
 class ThreadComm(Comm):
     """One rank of a group of threads. Sums run in rank order, so every operation gives the same bits."""
@@ -179,6 +186,12 @@ class ThreadComm(Comm):
 
     def _group(self, axis: str, members: list[int]) -> Comm:
         return ThreadComm(members.index(self.rank), self._meeting.part(axis, members))
+
+    def beside(self, device: torch.device) -> Comm | None:
+        meeting = self._meeting.part("beside", list(range(self.size)))
+        comm = ThreadComm(self.rank, meeting)
+        comm.traffic, comm.starter = self.traffic, meeting.starter(self.rank)
+        return comm
 
     def fail(self, message: str) -> None:
         self._meeting.fail(self.rank, message)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from wherry.sharding.gradients import FlatGradient
 from wherry.sharding.unit import Flat
 from wherry.tiers.streams import Link
 from wherry.tiers.tickets import DONE, OnHost, Ticket, TicketGroup
-from wherry.update.jobs import READ, UPDATE, WRITE, Crew, Job, Steps, drive_all, drive_one
+from wherry.update.jobs import READ, UPDATE, WRITE, Crew, Departure, Job, Steps, drive_all, drive_one
 from wherry.update.rules import Groups, Rule
 from wherry.update.state import BATCH_NUMEL, Batch, FlatState, MakeHome
 from wherry.update.untouched import Untouched
@@ -91,6 +92,11 @@ class Updater:
         self._pending: dict[Batch, Job] = {}
         # Gathers of published weights, on their way to every rank.
         self._arriving: dict[Batch, list[Ticket]] = {}
+        # The ranks as a group whose collectives a thread begins, where there is one, and what it has been asked for.
+        self._beside: Comm | None = None
+        self._departing: dict[Batch, Departure] = {}
+        # Why nothing departs any more.
+        self._stopped: BaseException | None = None
         # in_backward: what the updates of this window were begun with, and how many flats of a batch have landed.
         self._early: tuple[list[dict[str, Any]], float] | None = None
         self._landed: dict[Batch, int] = {}
@@ -133,6 +139,9 @@ class Updater:
         gradient_of = {gradient.flat: gradient for gradient in gradients}
         for batch in self.batches:
             batch.gradients = [gradient_of[state.flat] for state in batch.states]
+        sends = self.policy.when in ("before_use", "in_backward") and any(batch.resident for batch in self.batches)
+        if sends and self._beside is None:
+            self._beside = self.comm.beside(self.link.device)
 
     def detach(self) -> None:
         """The gradients are about to be others. Updates under way read them to their ends first."""
@@ -167,15 +176,44 @@ class Updater:
                 self._at_once(self.batches, groups, multiplier, absent)
             if self.policy.when != "delayed":
                 self._send_resident()
+                self._hide()
 
     def _send_resident(self) -> None:
-        """New weights that every rank holds whole set out here, where all ranks are, and each unit waits for its own.
+        """New weights that every rank holds whole will set out without further ado, and each unit waits for its own.
 
-        Set out later, a rank that looks at its model alone would wait for the others: so it waits for what all began.
+        If they set out where a unit is used, a rank that looks at its model alone would wait for the others. A thread
+        begins their gathers, each after its update, in the order in which they are asked for here, where all ranks are;
+        where no group is for that, they begin here.
         """
-        if self._pending and self.comm.size > 1:
-            pending = self._pending
-            self._set_out({batch: pending[batch] for batch in self.batches if batch in pending and batch.resident})
+        jobs = {batch: self._pending[batch] for batch in self.batches if batch in self._pending and batch.resident}
+        if self._beside is None:
+            return self._set_out(jobs)
+        assert self._beside.starter is not None
+        for batch, job in jobs.items():
+            self._departing[batch] = departure = Departure()
+            self._beside.starter.add(partial(self._depart, batch, job, departure))
+
+    def _depart(self, batch: Batch, job: Job, departure: Departure) -> None:
+        """In the starter's thread: the update ends, and the gathers of its weights begin."""
+        assert self._beside is not None
+        try:
+            job.wait()
+            if self._stopped is not None:
+                raise self._stopped  # the other ranks' gathers would meet those of another batch
+            with torch.no_grad():
+                departure.leave([*self._refresh(batch, self._beside)])
+        except BaseException as error:
+            if self._stopped is None:
+                self._stopped = error
+                self._beside.tell(error)
+            departure.fail(error)
+
+    def _hide(self) -> None:
+        """Weights that an update is about to change, or is changing, are read by nobody who has not waited for it."""
+        for batch in self._pending:
+            for state in batch.states:
+                if state.flat.resident:
+                    state.flat.show_blanks()
 
     def _refuse_broken(self) -> None:
         if self._broken is not None:
@@ -353,13 +391,15 @@ class Updater:
         """These updates come to their ends, and what every rank holds whole of their weights sets out to all."""
         try:
             for batch, job in jobs.items():
-                self._wait(job)
+                departure = self._departing.get(batch)
+                self._wait(departure or job)
                 if untouched is not None:
                     for state in batch.states:
                         untouched.put_back(state)
                 if batch.fresh is not None:
                     self._publish(batch)
-                self._arriving[batch] = [*self._refresh(batch)]
+                self._arriving[batch] = [*self._refresh(batch, self.comm)] if departure is None else departure.tickets
+                self._departing.pop(batch, None)
                 self._pending.pop(batch, None)
         except BaseException:
             self._arrive_quietly()
@@ -372,16 +412,24 @@ class Updater:
                 for ticket in self._arriving[batch]:
                     ticket.wait()
                 del self._arriving[batch]
-                for state in batch.states:
-                    state.flat.pending = False
+                self._show(batch)
         except BaseException:
             self._arrive_quietly()
             raise
 
+    def _show(self, batch: Batch) -> None:
+        for state in batch.states:
+            if state.flat.pending and state.flat.resident:
+                state.flat.show_whole()
+            state.flat.pending = False
+
     def _arrive_quietly(self) -> None:
         """What was begun comes to its end; there is an error to be told already."""
+        for departure in self._departing.values():
+            departure.come_to_an_end()
+        begun = [*self._arriving.values(), *(departure.tickets for departure in self._departing.values())]
         with suppress(Exception):
-            TicketGroup([ticket for tickets in self._arriving.values() for ticket in tickets]).wait()
+            TicketGroup([ticket for tickets in begun for ticket in tickets]).wait()
 
     def rest(self) -> None:
         """Updates under way have ended, and the training that follows is what it would be without this call.
@@ -418,9 +466,9 @@ class Updater:
                 "DataLoader starts its workers), or read weights in the first process"
             )
 
-    def _wait(self, job: Job) -> None:
+    def _wait(self, update: Job | Departure) -> None:
         try:
-            job.wait()
+            update.wait()
         except BaseException as error:
             self._broken = self._broken or error
             self.comm.tell(error)  # before any hook takes part in another collective
@@ -435,24 +483,24 @@ class Updater:
         for ticket in batch.publish(self.link.fence()):
             ticket.finish()  # the next update writes the memory that is copied from
 
-    def _refresh(self, batch: Batch) -> Iterator[Ticket]:
+    def _refresh(self, batch: Batch, comm: Comm) -> Iterator[Ticket]:
         """Gather the new weights of flats that are whole on every rank; small ones together."""
         changed = [state.flat for state in batch.states if state.updated]
         together: list[Flat] = []
         for flat in (flat for flat in changed if flat.resident and flat.layout.ranks > 1):
             if not self.merging.takes(flat.whole):
-                yield self._gather([flat])
+                yield self._gather([flat], comm)
                 continue
             if not self.merging.fits([other.whole for other in together], flat.whole):
-                yield self._gather(together)
+                yield self._gather(together, comm)
                 together = []
             together.append(flat)
         if together:
-            yield self._gather(together)
+            yield self._gather(together, comm)
 
-    def _gather(self, flats: Sequence[Flat]) -> Ticket:
+    def _gather(self, flats: Sequence[Flat], comm: Comm) -> Ticket:
         wholes, shards = [flat.whole for flat in flats], [flat.shard_memory for flat in flats]
-        return merged.all_gather(self.comm, wholes, shards, merged.name_of(flats))
+        return merged.all_gather(comm, wholes, shards, merged.name_of(flats))
 
     # Accounts, and the end.
 
@@ -486,14 +534,18 @@ class Updater:
     def close(self) -> None:
         with ExitStack() as end:
             end.callback(self._forget)
+            if self._beside is not None:
+                end.callback(self._beside.close)
             for batch in self.batches:
                 end.callback(batch.close)
+                end.callback(self._show, batch)
             end.callback(self._arrive_quietly)
             end.callback(self._crew.close)  # first of all: what it runs uses the batches
 
     def _forget(self) -> None:
         self._pending.clear()
         self._arriving.clear()
+        self._departing.clear()
         self.states.clear()
         self.batches.clear()
         self.tiers.clear()
