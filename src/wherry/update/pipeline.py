@@ -174,7 +174,7 @@ class Updater:
                 self._begin(groups, multiplier, absent=absent)
             else:
                 self._at_once(self.batches, groups, multiplier, absent)
-            if self.policy.when != "delayed":
+            if self._pending and self.policy.when != "delayed":
                 self._send_resident()
                 self._hide()
 
@@ -412,16 +412,17 @@ class Updater:
                 for ticket in self._arriving[batch]:
                     ticket.wait()
                 del self._arriving[batch]
-                self._show(batch)
+                for state in batch.states:
+                    if state.flat.pending:
+                        self._show(state.flat)
         except BaseException:
             self._arrive_quietly()
             raise
 
-    def _show(self, batch: Batch) -> None:
-        for state in batch.states:
-            if state.flat.pending and state.flat.resident:
-                state.flat.show_whole()
-            state.flat.pending = False
+    def _show(self, flat: Flat) -> None:
+        flat.pending = False
+        if flat.resident:
+            flat.show_whole()
 
     def _arrive_quietly(self) -> None:
         """What was begun comes to its end; there is an error to be told already."""
@@ -538,7 +539,9 @@ class Updater:
                 end.callback(self._beside.close)
             for batch in self.batches:
                 end.callback(batch.close)
-                end.callback(self._show, batch)
+                for state in batch.states:
+                    if state.flat.pending:
+                        end.callback(self._show, state.flat)
             end.callback(self._arrive_quietly)
             end.callback(self._crew.close)  # first of all: what it runs uses the batches
 
