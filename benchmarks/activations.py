@@ -39,10 +39,6 @@ KEEP = "keep"
 RANKS = 2
 TOGETHER = f", {RANKS} ranks"
 WORKER = Path(__file__).parent / "activations_worker.py"
-STEPS_OF_FRAGMENTS = 100
-# The sizes of its tensors are those of a large model; simulated, it has fewer blocks, as each has the same ones.
-LARGE = GPTConfig(24, 1024, 16, 1024)
-SIMULATED = GPTConfig(8, 1024, 16, 1024)
 
 
 def policies(folder: str, budget: int) -> dict[str, dict[str, Any]]:
@@ -223,17 +219,14 @@ def unused_memory(results: bench.Results, config: GPTConfig, batch: int, steps: 
     """The rows of what the allocator holds and nobody uses; which allocator that is."""
     device = "cuda" if torch.cuda.is_available() else "simulated"
     asked = [(system, config, batch, steps, device) for system in fragments.SYSTEMS]
-    if device == "cuda" or steps < STEPS_OF_FRAGMENTS:
+    if device == "cuda" or steps < fragments.STEPS:
         measured = [fragments.measure(*of) for of in asked]
     else:  # nothing is timed, so every core simulates one
         processes = multiprocessing.get_context("spawn").Pool(min(len(asked), os.cpu_count() or 1))
         with processes:
             measured = processes.starmap(fragments.measure, asked, chunksize=1)
-    case = {"measure": "fragments", "allocator": device, "layers": config.layers, "hidden": config.hidden}
-    case |= {"longest": config.sequence, "batch": batch, "steps": steps}
     for system, found in zip(fragments.SYSTEMS, measured, strict=True):
-        facts = {"highest_bytes": found.highest, "reserved_bytes": found.reserved, "excess_bytes": found.excess}
-        results.add(bench.row(case, system, "bytes", [float(value) for value in found.unused], **facts))
+        results.add(found.row(system, config, batch, device))
     return device
 
 
@@ -243,14 +236,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = bench.parse(parser, argv)
     rounds = options.rounds or (2 if options.quick else 7)
     on_gpu = torch.cuda.is_available()
-    config, batch = (LARGE if on_gpu else GPTConfig(8, 256, 4, 256)), 4
-    varied, steps = (LARGE if on_gpu else SIMULATED), STEPS_OF_FRAGMENTS
+    config, batch = (fragments.LARGE_MODEL if on_gpu else GPTConfig(8, 256, 4, 256)), 4
+    varied, steps = (fragments.LARGE_MODEL if on_gpu else fragments.SIMULATED_MODEL), fragments.STEPS
     if options.quick:
         config, batch = GPTConfig(layers=6, hidden=128, heads=4, sequence=64), 2
-        varied, steps = GPTConfig(layers=2, hidden=512, heads=8, sequence=512), 4
+        varied, steps = fragments.TOY_MODEL, 4
     results = bench.Results("activations", options, {"layers": config.layers, "hidden": config.hidden, "batch": batch})
     notes = times_and_peaks(results, config, batch, rounds)
-    device = unused_memory(results, varied, 4, steps)
+    device = unused_memory(results, varied, fragments.BATCH, steps)
     results.close()
     show(results.rows, config, notes)
     show_unused(results.rows, varied, steps, device)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import systems
 from benchmarks.systems import PLACES, Recipe
-from benchmarks.worker import answer_requests, peak_bytes, resident_bytes
+from benchmarks.worker import answer_requests, forget_peak, peak_bytes, resident_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -166,6 +166,27 @@ class BuildWorker:
         found = {"seconds": seconds, "empty_bytes": empty, "peak_bytes": peak_bytes()}
         found["states_bytes"] = self._states(built, made)
         return found
+
+    def partition(self, recipe: dict[str, Any]) -> dict[str, int]:
+        """The peak of building a model inside `Init`, above what was there, and what it owes: shards and one module."""
+        import torch
+
+        import wherry
+
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        made, ranks = Recipe(**recipe), int(os.environ["WORLD_SIZE"])
+        config = systems.config_of(STAGE3, made, ranks)
+        with wherry.Init(config=config):
+            torch.nn.Linear(8, 8)  # what is loaded at first use is not of the model
+        gc.collect()
+        forget_peak()
+        empty = resident_bytes()
+        with wherry.Init(config=config):
+            model = made.model()
+        peak = peak_bytes() - empty
+        largest = max(sum(p.nbytes for p in module.parameters(recurse=False)) for module in model.modules())
+        shards = sum(p.nbytes for p in model.parameters()) // ranks
+        return {"peak_bytes": peak, "owed_bytes": shards + largest}
 
     def _states(self, built: Any, recipe: Recipe) -> int:
         """Bytes of the states that are there now: an engine's own account, or weights alone before a first step."""

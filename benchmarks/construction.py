@@ -2,7 +2,8 @@
 
 Seconds until an engine can take its first step, and the peak of memory on the way, for the whole model built first, for
 `Init` and for the meta device, beside FSDP2 and DeepSpeed; and the same from a safetensors file. The limit in memory is
-what stays: an empty process and the states. A run takes about seven minutes on two cores.
+what stays: an empty process and the states. What construction inside `Init` takes by itself is measured on two ranks,
+where the limit is a rank's shards and the largest module. A run takes about seven minutes on two cores.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from wherry.observe import bench
 
 WORKER = Path(__file__).parent / "build_worker.py"
 TIMEOUT = 180.0
+# Of the model that is built inside `Init`, to see what its construction takes by itself.
+RANKS = 2
 
 
 class Building:
@@ -75,8 +78,28 @@ def measure(model: str, ways: Sequence[str], rounds: int, folder: Path) -> list[
     return rows
 
 
+def partitioned(model: str, rounds: int) -> bench.Row:
+    """A row of what building a model inside `Init` takes on one of several ranks, beside its shards and one module."""
+    case = {"model": model, "work": "build within Init", "ranks": RANKS, "measure": "memory"}
+    peaks: list[float] = []
+    owed = 0
+    try:
+        for _ in range(rounds):
+            with Room(RANKS, worker=WORKER) as room:
+                found = room.ask(TIMEOUT, do="partition", recipe=MODELS[model])
+            peaks.append(float(max(one["peak_bytes"] for one in found)))
+            owed = found[0]["owed_bytes"]
+    except RoomFailed as failure:
+        return bench.row(case, "wherry-init", "B", reason=str(failure))
+    row = bench.row(case, "wherry-init", "B", peaks, owed_bytes=owed)
+    row["of_limit"] = owed / row["value"] if row["value"] else None
+    return row
+
+
 def table(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print the rows at 80 columns."""
+    within = [row for row in rows if "ranks" in row["case"]]
+    rows = [row for row in rows if "ranks" not in row["case"]]
     for model, work in dict.fromkeys((row["case"]["model"], row["case"]["work"]) for row in rows):
         lines, notes = [], []
         mine = [row for row in rows if (row["case"]["model"], row["case"]["work"]) == (model, work)]
@@ -89,6 +112,11 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
             figures = [f"{time['value']:.2f}", bench.spread_words(time), f"{memory['value'] / 1e6:,.0f}"]
             lines.append([title, *figures, f"{memory['of_limit']:.2f}"])
         bench.show(f"{work} {model}", ("", "s", "spread", "peak MB", "of states"), lines, [*notes, ""])
+    for row in within:
+        name = f"{row['case']['model']} within Init, each of {RANKS} ranks"
+        if row["reason"] is None:
+            figures = f"{row['value'] / 1e6:,.0f} MB, of which shards and one module are {row['owed_bytes'] / 1e6:,.0f}"
+        print(f"{name}: {row['reason'] or figures}")
     print("peak MB: above an empty process. of states: which part of the peak the states are that stay.")
 
 
@@ -104,6 +132,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         for model in models:
             results.add(*measure(model, options.systems, rounds, Path(folder)))
+            if "wherry-init" in options.systems:
+                results.add(partitioned(model, rounds))
     table(results.rows)
     results.close()
     return 0

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import wherry
 from wherry.dryrun import FakeLink, FakePool, FakeStore
+from wherry.observe import bench
 from wherry.observe.footprint import Footprint
 from wherry.parallel.comm import SoloComm
 from wherry.parallel.topology import Topology
@@ -186,6 +187,12 @@ class Fragments:
         """Held and never needed at once."""
         return self.reserved - self.highest
 
+    def row(self, system: str, config: GPTConfig, batch: int, device: str) -> bench.Row:
+        case = {"measure": "fragments", "allocator": device, "layers": config.layers, "hidden": config.hidden}
+        case |= {"longest": config.sequence, "batch": batch, "steps": len(self.unused)}
+        facts = {"highest_bytes": self.highest, "reserved_bytes": self.reserved, "excess_bytes": self.excess}
+        return bench.row(case, system, "bytes", [float(value) for value in self.unused], **facts)
+
 
 def over(step: Step, lengths: Sequence[int], memory: Memory) -> Fragments:
     """Take a step of each length, and look at the allocator in each of them."""
@@ -200,6 +207,13 @@ def lengths_of(longest: int, steps: int) -> list[int]:
     chooser = random.Random(0)
     return [8 * chooser.randint(longest // 32, longest // 8) for _ in range(steps)]
 
+
+# Steps of a measure, sequences in a step, and the sizes of a large model's tensors; simulated, it has fewer blocks, as
+# each has the same ones.
+STEPS, BATCH = 100, 4
+LARGE_MODEL = GPTConfig(24, 1024, 16, 1024)
+SIMULATED_MODEL = GPTConfig(8, 1024, 16, 1024)
+TOY_MODEL = GPTConfig(layers=2, hidden=512, heads=8, sequence=512)
 
 # What is compared, all of it with every block computed again: plain PyTorch, the engine, and the engine with
 # checkpoints in memory of their own.

@@ -1,9 +1,10 @@
 """Everything that wants a GPU, in one command that ends in time: python benchmarks/gpu.py [--deadline SECONDS].
 
 Measured rates, and steps of GPT-2 beside the bound that they set: sizes of the published table with the device capped
-and not, update policies side by side, tokens in a step from 1k to 64k, others' offload where it is installed, and the
-largest model that takes a step under small caps. Rows are written as they come; what the deadline leaves out is named.
-Without a GPU, `--toy` runs all of it on the CPU at a size that shows that it works, and nothing else.
+and not, update policies side by side, tokens in a step from 1k to 64k, what the allocator holds unused, others'
+offload where it is installed, and the largest model that takes a step under small caps. Rows are written as they come;
+what the deadline leaves out is named. Without a GPU, `--toy` runs all of it on the CPU at a size that shows that it
+works, and nothing else.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ CAP = 32
 CAPS = (8, 16, 24, 32)
 POLICIES = ("at_step", "before_use", "in_backward")
 CLIPS = (1.0, 0.0)
+UNUSED = ("plain", "recompute", "recompute, contiguous")
 PEERS = ("fsdp2-cpu", "deepspeed-2-cpu", "deepspeed-3-cpu", "deepspeed-3-super")
 TOKENS = tuple(1024 * 2**power for power in range(7))
 # Bytes of host memory that a parameter's states take at most, gradients under way included.
@@ -330,10 +332,20 @@ def _layers_within(
     return max(best, 1)
 
 
+def fragments(session: Session) -> None:
+    """What torch's allocator holds and nobody uses, by where checkpoints are."""
+    for system in UNUSED:
+        try:
+            session.results.add(session.ask(do="fragments", system=system, toy=session.options.toy))
+        except (RoomFailed, NoTime) as failure:
+            session.results.add(bench.row({"measure": "fragments"}, system, "bytes", reason=str(failure)))
+
+
 STAGES: dict[str, Callable[[Session], None]] = {
     "rates": rates,
     "side": side_by_side,
     "tokens": tokens,
+    "fragments": fragments,
     "small": lambda session: sizes(session, [name for name in ("1b", "2b", "4b") if name in session.sizes]),
     "largest": largest,
     "large": lambda session: sizes(
@@ -363,6 +375,9 @@ def table(rows: Sequence[bench.Row]) -> None:
     bench.show("measured rates", (), [], [*notes, ""])
     steps = [row for row in rows if "rate" not in row["case"]]
     for measure in dict.fromkeys(row["case"]["measure"] for row in steps):
+        if measure == "fragments":
+            _show_unused([row for row in steps if row["case"]["measure"] == measure])
+            continue
         lines, notes = [], []
         for row in (row for row in steps if row["case"]["measure"] == measure):
             case = ", ".join(f"{key} {value}" for key, value in row["case"].items() if key != "measure")
@@ -373,6 +388,15 @@ def table(rows: Sequence[bench.Row]) -> None:
             else:
                 lines.append([name, *_figures(row)])
         bench.show(measure, ("", "s", "spread", "tokens/s", "TFLOPS", "of bound", "GiB"), lines, [*notes, ""])
+
+
+def _show_unused(rows: Sequence[bench.Row]) -> None:
+    """Bytes that the allocator holds: in use at their highest, held, never used at once, unused in the median step."""
+    kept = ("highest_bytes", "reserved_bytes", "excess_bytes", "value")
+    lines = [[row["system"], *("-" if row["reason"] else f"{row[key] / 1e9:.3f} GB" for key in kept)] for row in rows]
+    notes = [f"{row['system']}: {row['reason']}" for row in rows if row["reason"]]
+    title = f"fragments of the allocator ({rows[0]['case'].get('allocator', 'cuda')})"
+    bench.show(title, ("", "in use", "held", "never used", "unused"), lines, [*notes, ""])
 
 
 def _figures(row: bench.Row) -> list[str]:

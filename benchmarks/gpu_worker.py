@@ -108,6 +108,17 @@ class GpuWorker:
         found = dry_run(of_shape("gpt2", shape), config, ranks=1, sequence=made.length, gpu=apart)
         return {tier: found.peak(tier) for tier in ("device", "host", "disk")}
 
+    def fragments(self, system: str, toy: bool) -> dict[str, Any]:
+        """What torch's allocator holds and nobody uses, over steps of changing length: a row; simulated on the CPU."""
+        from benchmarks import fragments
+
+        self._clean()
+        config, steps = (fragments.TOY_MODEL, 4) if toy else (fragments.LARGE_MODEL, fragments.STEPS)
+        device = "cuda" if self.device == "cuda" else "simulated"
+        found = fragments.measure(system, config, fragments.BATCH, steps, device)
+        self._clean()
+        return found.row(system, config, fragments.BATCH, device)
+
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """What fails, out of memory or refused, is an answer too: the other systems of this process live on."""
         try:

@@ -60,6 +60,9 @@ SECTIONS: dict[str, Section] = {
         "Memory", "Peak above an empty process, all ranks together.", "the published formula for the states"
     ),
     "construction": Section("Building and loading", "Until an engine could step.", "the states that stay"),
+    "tiling": Section(
+        "A layer beyond the budget", "One linear layer in tiles, its states on disk.", "the parameters that may be live"
+    ),
     "checkpoint": Section("Checkpoints", "Saving and loading."),
     "activations": Section("Activations", "What activations take, and what it costs to have less of them."),
     "scaling": Section("Scaling", "How cost grows with the model, and with the number of ranks."),

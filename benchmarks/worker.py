@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,12 @@ def peak_bytes() -> int:
     from wherry.observe.memory import peak_resident
 
     return peak_resident()
+
+
+def forget_peak() -> None:
+    """The most this process ever held is what it holds now, where a system can be told so."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def _short(path: str) -> str:

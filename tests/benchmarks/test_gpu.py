@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import bounds, gpu, gpu_offload, trace
+from benchmarks import bounds, fragments, gpu, gpu_offload, trace
 from benchmarks.bounds import Rates, Work
 from wherry.observe import machine
 
@@ -58,12 +58,16 @@ def test_policies_and_peers_side_by_side(tmp_path, capsys, monkeypatch):
     assert "of bound" in capsys.readouterr().out
 
 
-def test_sizes_tokens_and_the_largest_model(tmp_path, monkeypatch):
+def test_sizes_tokens_fragments_and_the_largest_model(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(gpu, "CAPS", (8, 32))
     monkeypatch.setattr(gpu, "TOY", {"1b": gpu.TOY["1b"]})
     path = tmp_path / "gpu.json"
-    assert gpu.main([*SMALLEST, "--stages", "tokens,small,largest", "--json", str(path)]) == 0
+    assert gpu.main([*SMALLEST, "--stages", "tokens,fragments,small,largest", "--json", str(path)]) == 0
     rows = [row for row in json.loads(path.read_text())["rows"] if "measure" in row["case"]]
+    unused = [row for row in rows if row["case"]["measure"] == "fragments"]
+    assert [row["system"] for row in unused] == list(gpu.UNUSED) == list(fragments.SYSTEMS)
+    assert all(row["case"]["allocator"] == "simulated" and row["excess_bytes"] > 0 for row in unused)
+    rows = [row for row in rows if row not in unused]
     assert [row["case"]["tokens"] for row in rows if row["case"]["measure"] == "tokens in a step"] == [32, 64, 128]
     capped = [row["case"]["cap_gib"] for row in rows if row["case"]["measure"] == "published sizes"]
     assert capped == [32, None]
@@ -71,6 +75,7 @@ def test_sizes_tokens_and_the_largest_model(tmp_path, monkeypatch):
     assert [row["case"]["cap_gib"] for row in largest] == list(gpu.CAPS)
     assert all(row["layers"] > 0 and row["predicted_by"] == "dry run" for row in largest)
     assert all(row["reason"] is None and row["loss"] > 0 for row in rows)
+    assert "fragments of the allocator (simulated)" in capsys.readouterr().out
 
 
 def test_what_the_deadline_leaves_out_is_named(tmp_path):

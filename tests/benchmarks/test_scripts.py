@@ -19,6 +19,7 @@ from benchmarks import (
     scaling,
     steps,
     systems,
+    tiling,
 )
 from wherry.cli import main as wherry
 from wherry.observe import bench, machine
@@ -183,6 +184,8 @@ def test_building_and_loading(tmp_path, no_deepspeed):
     assert build["wherry-init"]["value"] > 0 and set(build["wherry-init"]["ratio"]) == {"plain"}
     assert build["deepspeed"]["reason"].startswith("deepspeed is not installed")
     assert load["plain-load"]["value"] > 0
+    within = _rows(path, work="build within Init", ranks=construction.RANKS)["wherry-init"]
+    assert within["reason"] is None and within["owed_bytes"] > 0
 
 
 def test_scaling_with_sizes_and_ranks(tmp_path):
@@ -200,7 +203,7 @@ def test_scaling_with_sizes_and_ranks(tmp_path):
 
 SCRIPTS = [
     *("overhead", "steps", "imports", "gpu", "gpu_offload", "offload_step", "memory", "construction", "scaling"),
-    *("accumulation", "checkpoint", "activations"),
+    *("accumulation", "checkpoint", "activations", "tiling"),
 ]
 
 
@@ -228,6 +231,18 @@ def test_activations(tmp_path, capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert "recompute, contiguous" in shown and "never used" in shown and "auto, in the memory of half" in shown
     assert max(len(line) for line in shown.splitlines() if not line.startswith("written:")) <= bench.WIDTH
+
+
+def test_a_layer_beyond_the_budget(tmp_path, capsys):
+    path = tmp_path / "tiling.json"
+    assert tiling.main(["--quick", "--steps", "2", "--path", str(tmp_path), "--json", str(path)]) == 0
+    width, budget = tiling.QUICK
+    rows = _rows(path, measure="live", layer_bytes=4 * width * width)
+    live = rows["wherry-3-nvme"]
+    assert 0 < live["value"] <= budget and live["of_limit"] == pytest.approx(live["value"] / budget)
+    assert live["tiles"] > width * width * 4 / budget and live["losses"][1] < live["losses"][0]
+    assert [child.name for child in tmp_path.iterdir()] == ["tiling.json"]
+    assert "live parameters" in capsys.readouterr().out
 
 
 def test_forecast(tmp_path, capsys, monkeypatch):

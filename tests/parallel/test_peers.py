@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -221,6 +222,18 @@ try:
             time.sleep(0.5)
             os._exit(3)
         comm.reduce_scatter(torch.ones(4), torch.ones(8), label="blocks.5").wait()
+    elif mode == "no memory":
+        whole, shard = torch.zeros(1 << 24), torch.zeros(1 << 23)
+        if comm.rank == 1:
+            import resource
+            held = int(open("/proc/self/status").read().split("VmData:")[1].split()[0]) << 10
+            resource.setrlimit(resource.RLIMIT_DATA, (held + (1 << 24), resource.RLIM_INFINITY))
+        try:
+            comm.all_gather(whole, shard, label="blocks.5").wait()
+        except MemoryError as error:
+            resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            print("MemoryError", error, flush=True)
+            print("they know:", others_have_told(), flush=True)
     elif mode == "late":
         if comm.rank != 1:
             wait()
@@ -272,7 +285,7 @@ comm.close()
 # And how many ranks take part in it.
 MODES = {
     "fails": 3, "alike": 2, "uncaught": 2, "dies": 3, "dies in the middle": 2, "late": 3, "other": 2, "groups": 4,
-    "beside": 2,
+    "beside": 2, "no memory": 2,
 }  # fmt: skip
 Outputs = Callable[[str], list[str]]
 
@@ -318,6 +331,17 @@ def test_processes_learn_of_a_failure(outputs: Outputs) -> None:
         assert "all_reduce of blocks.5" in printed[rank]
         assert "OSError: no space left" in printed[rank]
     assert "they know: True" in printed[1]  # before the failed rank's process has ended
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit on memory, and what is held, are as Linux has them")
+def test_processes_learn_that_one_has_no_memory_left_in_a_collective(outputs: Outputs) -> None:
+    """gloo gathers through a copy. The rank that cannot have it is in the collective already, and lives on."""
+    printed = outputs("no memory")
+    assert "MemoryError rank 1: no memory was left for all_gather of blocks.5" in printed[1], printed[1]
+    assert "they know: True" in printed[1]
+    assert "PeerError rank 1 has failed" in printed[0], printed[0]
+    assert "no memory was left for all_gather of blocks.5" in printed[0]
+    assert seconds(printed[0]) < 20
 
 
 def test_processes_that_fail_alike_go_on(outputs: Outputs) -> None:

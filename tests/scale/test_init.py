@@ -17,9 +17,10 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 import wherry
-from wherry.errors import WherryError
+from wherry.errors import PeerError, WherryError
 from wherry.parallel.comm import Comm
 from wherry.parallel.threads import run_ranks
+from wherry.sharding import parts
 from wherry.sharding.parts import part_of
 
 STAGE3 = settings(3)
@@ -282,6 +283,45 @@ def test_ranks_release_alike_when_one_of_them_holds_a_weights_memory() -> None:
         return whole(model)
 
     for values in run_ranks(2, body):
+        assert_same(values, dict(plain.named_parameters()))
+
+
+def test_ranks_learn_that_one_of_them_cannot_build_its_model() -> None:
+    def build(comm: Comm) -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        if comm.rank == 1:
+            raise MemoryError("no memory left")
+        return model.append(nn.Linear(4, 4))
+
+    def body(comm: Comm) -> Exception | None:
+        try:
+            with wherry.Init(STAGE3, mesh=comm):
+                build(comm)
+        except Exception as error:
+            return error
+        return None
+
+    waited, failed = run_ranks(2, body)
+    assert isinstance(failed, MemoryError)
+    assert isinstance(waited, PeerError) and "rank 1 has failed" in str(waited), waited
+    assert "MemoryError: no memory left" in str(waited)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_large_parameters_travel_in_pieces(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend has a copy of what it gathers: of a piece, and not of a whole embedding."""
+    monkeypatch.setattr(parts, "PIECE", 96)
+    plain = Drawn(0)
+
+    def body(comm: Comm) -> dict[str, torch.Tensor]:
+        with wherry.Init(STAGE3, mesh=comm):
+            model = Drawn(comm.rank)
+            with torch.no_grad():
+                model.layers[0].weight.mul_(1.0)
+            assert max(nbytes for _, operation, nbytes, _ in comm.recent if operation == "all_gather") <= 96
+        return whole(model)
+
+    for values in run_ranks(ranks, body):
         assert_same(values, dict(plain.named_parameters()))
 
 

@@ -23,6 +23,7 @@ _SCRIPTS = {
     "forecast": "what `wherry plan` says a step takes, and what it takes",
     "memory": "peak memory by placement, against the formulas and others",
     "construction": "time and memory of building and loading a model",
+    "tiling": "a linear layer that is larger than what may be live",
     "scaling": "what a step costs as models grow from 10M to 1B, and ranks from 1 to 1,024",
     "accumulation": "accumulation layer by layer, against step by step",
     "checkpoint": "saving and loading, against the disk and others",

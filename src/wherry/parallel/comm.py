@@ -306,7 +306,7 @@ class ProcessGroupComm(Comm):
             self.peers.take_back()
         try:
             work = launch()
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             raise self.peers.explain(error, asked) from error
         wait_for = work.wait if tensors[0].device.type != "cpu" else self.peers.waiting(work, asked)
         if len(self._begun) >= MANY:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from wherry.errors import DivergenceError, PeerError
@@ -115,7 +116,7 @@ class Peers:
     def _completes(self, work: Any, seconds: float, asked: Asked) -> bool:
         try:
             work.wait(timedelta(seconds=seconds))
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             # By its words: gloo's reduce-scatter never calls itself completed, also where its connection is gone.
             if _TIMED_OUT in str(error) and not work.is_completed():
                 return False
@@ -227,9 +228,13 @@ class Peers:
         key = f"back/{failure.rank}"
         return self._store.check([key]) and int(self._store.get(key)) >= failure.times
 
-    def explain(self, error: RuntimeError, asked: Asked) -> Exception:
-        """What a backend's error comes from: a rank that failed, or one that is gone."""
+    def explain(self, error: RuntimeError | MemoryError, asked: Asked) -> Exception:
+        """What a backend's error comes from: too little memory here, a rank that failed, or one that is gone."""
         text = re.sub(r"^\[[^]]*\] |  ?This (is|may).*", "", str(error).strip().split("\n")[0])
+        if _out_of_memory(error):
+            text = f"no memory was left for {describe(asked)}: {text or type(error).__name__}"
+            self._give_up(asked, text)
+            return MemoryError(f"rank {self.rank}: {text}")
         begun = time.monotonic()
         try:
             if self._store is not None:
@@ -245,11 +250,28 @@ class Peers:
                     text = f"rank {gone[0]} is gone ({text})"
                 elif gone:
                     text = f"one of the ranks {', '.join(map(str, gone[:8]))} is gone ({text})"
+                if len(gone) != 1:
+                    # The others may have met nothing: their connections are as they were.
+                    self._give_up(asked, f"it could not complete {describe(asked)}: {text}")
         except PeerError as failure:
             return failure
         except (dist.DistError, RuntimeError):
             text += "; the process that holds the group's store is gone as well"
         return PeerError(f"rank {self.rank} could not complete {describe(asked)}: {text}")
+
+    def _give_up(self, asked: Asked, message: str) -> None:
+        """A collective has failed on this rank, after others may have begun it: there is no going on from here."""
+        if self._store is None:
+            return
+        try:
+            _publish(self._store, Failure(self.rank, MANY, asked[0], self._name, message))
+        except RuntimeError as error:
+            logger.debug("the other ranks could not be told of the failure: %s", error)
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    # The host's allocator has no error of its own.
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
 
 
 def _spin(completed: Callable[[], bool], seconds: float) -> bool:

@@ -118,6 +118,8 @@ class Init:
         _leave(self)
         if kind is None:
             self._release_all(aliased=True)
+        elif error is not None:
+            self.comm.tell(error)
         self._whole.clear()
         self._module = None
 

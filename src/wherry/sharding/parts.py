@@ -18,6 +18,10 @@ PART = "_wherry_part"
 # On the memory of a placeholder: whose it is, as long as that lives.
 OWNER = "_wherry_placeholder_of"
 
+# Bytes of a parameter that travel at a time on the host. gloo gathers through a copy, in threads whose heaps keep what
+# they have freed: of a large embedding that would be another one.
+PIECE = 1 << 20
+
 
 def allocate(numel: int, dtype: torch.dtype, device: torch.device, folder: str | None) -> torch.Tensor:
     """Memory for a shard: on `device`, or in a file of `folder` that is gone when the tensor is."""
@@ -129,8 +133,18 @@ class Part:
     def value(self) -> torch.Tensor:
         """The whole parameter, in memory of its own. Every rank must call it."""
         with torch._C.DisableTorchFunction():
-            whole = torch.empty(self.shard.numel() * self.comm.size, dtype=self.dtype, device=self.device)
-            self.comm.all_gather(whole, self.shard.to(self.device)).wait()
+            ranks, numel = self.comm.size, self.shard.numel()
+            whole = torch.empty(numel * ranks, dtype=self.dtype, device=self.device)
+            size = numel
+            if self.device.type == "cpu":
+                size = min(numel, max(1, PIECE // (ranks * self.dtype.itemsize)))
+            room = whole if size == numel else whole.new_empty(ranks * size)
+            for begin in range(0, numel, size or 1):
+                piece = self.shard[begin : begin + size].to(self.device)
+                gathered = room[: ranks * piece.numel()]
+                self.comm.all_gather(gathered, piece).wait()
+                if room is not whole:
+                    whole.view(ranks, numel)[:, begin : begin + size] = gathered.view(ranks, -1)
             return whole[: self.shape.numel()].view(self.shape)
 
     def gather(self) -> None:
