@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -233,3 +234,33 @@ def test_what_had_no_gradient_in_a_window_that_goes_on_is_left_alone(tmp_path: P
 
     expected = on(Shape(2, stage, 3), first, model=model)[0]
     assert_same(on(Shape(2, stage, 3), go_on, model=model)[0], expected)
+
+
+def test_who_writes_is_told_by_its_machine_and_not_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A machine with two names is one; containers of one name are two, of which neither can ask for the other's
+    processes: what they write stays until long after its last change."""
+    states = save_from(Shape(), tmp_path, tag="same")
+    partial = folders.begin(tmp_path, "mine")
+    monkeypatch.setattr(folders.socket, "gethostname", lambda: "renamed")
+    folders.clean(tmp_path)
+    assert partial.exists()
+    # Its process is gone, by the one name or the other.
+    gone = partial.rename(partial.with_name(partial.name.replace(f".{os.getpid()}.", ".999999999.")))
+    assert folders.clean(tmp_path) == [gone]
+
+    monkeypatch.setattr(folders, "processes", lambda: "another container")
+    theirs = folders.begin(tmp_path, "theirs")
+    (tmp_path / "same").rename(between := folders.aside(tmp_path, "same", "replaced"))
+    monkeypatch.setattr(folders, "processes", lambda: "this container")
+    assert folders.clean(tmp_path) == [] and theirs.exists() and between.exists()
+    # Of a checkpoint between two renames, and of a container by this name, one knows sooner than of a stranger.
+    monkeypatch.setattr(folders, "BETWEEN_RENAMES_S", -1.0)
+    assert folders.clean(tmp_path) == [] and not between.exists()
+    assert_same(states, load_into(Shape(2, 2), tmp_path))
+    monkeypatch.setattr(folders, "RESTARTED_S", -1.0)
+    monkeypatch.setattr(folders.socket, "gethostname", lambda: "renamed-again")
+    assert folders.clean(tmp_path) == []
+    monkeypatch.setattr(folders.socket, "gethostname", lambda: "renamed")
+    assert folders.clean(tmp_path) == [theirs]

@@ -85,11 +85,13 @@ class ChaosLink(Link):
 
     def __init__(self, chaos: Chaos, *, free: int | None = None) -> None:
         super().__init__(torch.device("cpu"))
-        self.host = HostPool(poison=True)
         self.chaos = chaos
         self.free = free
         self.bytes_up = 0
         self.bytes_down = 0
+
+    def _make_pool(self, pin: bool) -> HostPool:
+        return HostPool(poison=True)
 
     def up(self, target: torch.Tensor, source: torch.Tensor, *, after: Ticket = DONE) -> Ticket:
         assert target.dtype == source.dtype, "a copy between device and host does not cast"

@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
-import socket
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from wherry.checkpoint.collect import FlatCut, Piece, Scalar, flat_pieces, gradient_pieces
+from wherry.checkpoint.held import held_batches
 from wherry.checkpoint.manifest import BEHIND
 from wherry.checkpoint.session import Session
 from wherry.observe.memory import format_bytes
 from wherry.placement import Tier
 from wherry.sharding.unit import Flat
-from wherry.tiers.budget import free_host_memory
+from wherry.tiers.budget import Room, rooms
 from wherry.tiers.streams import Readers
 from wherry.tiers.tickets import Ticket, TicketGroup
+from wherry.update.state import Batch, FlatState
 
 # Of the memory that is free, what copies may take: training wants some as well.
 SHARE_OF_FREE = 0.9
 # Copies of a device begin at multiples of this many bytes: a cache line.
 ALIGNMENT = 64
+
+
+@dataclass
+class Down:
+    """What goes down from the device into one buffer.
+
+    Of a flat's own, its next update waits for it; without a flat it is what others may write to, and all that comes
+    next waits for it.
+    """
+
+    items: list[Piece | Scalar]
+    flat: Flat | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(_room(tensor) for item in self.items for tensor in _tensors(item))
 
 
 @dataclass
@@ -36,74 +53,63 @@ class _Group:
 
 
 class Copies:
-    """Host memory is copied at once. A device's is copied on a stream of its own while training goes on, and whoever
-    changes it waits for that: the next update of a flat for the copy of that flat (`Flat.reader`), and what is not the
-    engine's to change alone, as buffers and weights that are whole on every rank, for its own copy at once.
+    """A device's states are copied on a stream of their own while training goes on, and whoever changes them waits for
+    that. One stream makes them in order, so what waits for one copy waits for all before it: first comes what all that
+    follows waits for, then flats in the order of their updates, each for its own update (`Flat.reader`). Host memory is
+    copied at once.
     """
 
     def __init__(self, session: Session) -> None:
         self._link = session.link
         # Kept from save to save: to pin memory takes longer than to copy into it.
-        self._pool = session.link.pool(pin=True)
+        self._pool = session.link.aside_pool
         self._groups: deque[_Group] = deque()
 
-    def take_flat(self, session: Session, flat: Flat, cut: FlatCut) -> None:
-        """A flat's weights, masters and moments."""
-        apart = not self._link.shared
-        parts = (
-            (FlatCut(cut.segments), apart and _on_device(session, flat)),
-            (FlatCut(bare=cut.bare), apart and flat.home is None),
-        )
-        for part, on_device in parts:
-            items = flat_pieces(session, flat, part)
-            if not on_device:
-                self.take(items)
+    def take_down(self, downs: Iterable[Down]) -> None:
+        """Begin all copies from the device; those without a flat come first."""
+        open_to_all: list[Ticket] = []
+        ordered = True
+        for down in downs:
+            group = self._begin(down)
+            if down.flat is None:
+                open_to_all += group.tickets
                 continue
-            found = list(items)
-            self.take_down([item for item in found if not _open_to_all(flat, item)], flat)
-            self.take_down([item for item in found if _open_to_all(flat, item)])
-
-    def take_rest(self, items: Iterable[Piece | Scalar], *, on_device: bool) -> None:
-        """What belongs to no flat's state: sums of gradients, buffers."""
-        if on_device and not self._link.shared:
-            self.take_down(items)
-        else:
-            self.take(items)
+            if ordered:
+                Readers(self._link, open_to_all).wait()
+                ordered = False
+            readers = Readers(self._link, group.tickets)
+            # What is done is of an earlier save.
+            reader = down.flat.reader
+            down.flat.reader = readers if reader.done() else TicketGroup([reader, readers])
+        if ordered:
+            Readers(self._link, open_to_all).wait()
 
     def take(self, items: Iterable[Piece | Scalar]) -> None:
         """From host memory. Each may change when the next is asked for."""
         self._groups.append(_Group(deque(map(copied, items))))
 
-    def take_down(self, items: Iterable[Piece | Scalar], flat: Flat | None = None) -> None:
-        """From the device. With a `flat`, its next change waits for the copy; without, all that comes next does."""
-        found = list(items)
-        if not found:
-            return
-        room = sum(_room(tensor) for item in found for tensor in _tensors(item))
+    def _begin(self, down: Down) -> _Group:
+        room = down.nbytes
         group = _Group(deque(), buffer=self._pool.take(room) if room else None)
         self._groups.append(group)
         at = 0
 
-        def down(source: torch.Tensor) -> torch.Tensor:
+        def copy(source: torch.Tensor) -> torch.Tensor:
             nonlocal at
+            if not source.numel():
+                return torch.empty(0, dtype=source.dtype)
             assert group.buffer is not None
             target = group.buffer[at : at + source.nbytes].view(source.dtype)
             at += _room(source)
-            if source.numel():
-                group.tickets.append(self._link.aside(target, source.detach()))
+            group.tickets.append(self._link.aside(target, source.detach()))
             return target
 
-        for item in found:
+        for item in down.items:
             if isinstance(item, Piece):
-                scales = down(item.scales) if item.scales is not None else None
-                item = replace(item, values=down(item.values), scales=scales)
+                scales = copy(item.scales) if item.scales is not None else None
+                item = replace(item, values=copy(item.values), scales=scales)
             group.items.append(item)
-        readers = Readers(self._link, group.tickets)
-        if flat is None:
-            readers.wait()
-        else:
-            # What is done is of an earlier save.
-            flat.reader = readers if flat.reader.done() else TicketGroup([flat.reader, readers])
+        return group
 
     def pieces(self) -> Iterator[Piece | Scalar]:
         """Each in turn, complete and valid until the next; nothing is kept of those that have been."""
@@ -138,11 +144,47 @@ def copied(item: Piece | Scalar) -> Piece | Scalar:
     return replace(item, values=item.values.detach().to("cpu", copy=True), scales=scales)
 
 
-def _on_device(session: Session, flat: Flat) -> bool:
-    """Whether a flat's optimizer state rests on the device."""
+# What is on the device, and what elsewhere.
+
+
+def parted(session: Session, flat: Flat, cut: FlatCut) -> tuple[FlatCut, FlatCut]:
+    """What this rank writes of a flat: that on a device apart from the host, and the rest."""
+    if session.link.shared:
+        return FlatCut(), cut
+    segments, bare = _state_on_device(session, flat), flat.home is None
+    here = FlatCut(cut.segments if segments else [], cut.bare if bare else [])
+    return here, FlatCut([] if segments else cut.segments, [] if bare else cut.bare)
+
+
+def _state_on_device(session: Session, flat: Flat) -> bool:
     if session.updater is None or flat not in session.states:
         return False
     return session.updater.tiers[session.states[flat].batch] is Tier.DEVICE
+
+
+def sums_on_device(session: Session, flat: Flat) -> bool:
+    """Whether the sums of an open window are on a device apart from the host."""
+    gradient = session.gradient_of.get(flat)
+    return not session.link.shared and gradient is not None and gradient.keeps
+
+
+def what_goes_down(
+    session: Session, cuts: Mapping[Flat, FlatCut], shares: Mapping[Flat, tuple[int, int]], plain: Iterable[Piece]
+) -> list[Down]:
+    """Everything on a device apart from the host, in the order in which it is to be copied."""
+    if session.link.shared:
+        return []
+    first: list[Down] = []
+    last: list[Down] = []
+    for flat, cut in cuts.items():
+        found = list(flat_pieces(session, flat, parted(session, flat, cut)[0]))
+        sums = gradient_pieces(session, flat, shares[flat]) if sums_on_device(session, flat) else ()
+        first.append(Down([*(item for item in found if _open_to_all(flat, item)), *sums]))
+        last.append(Down([item for item in found if not _open_to_all(flat, item)], flat))
+    first.append(Down(list(plain)))
+    if session.updater is not None and session.updater.policy.when == "in_backward":
+        last.reverse()
+    return [down for down in (*first, *last) if down.items]
 
 
 def _open_to_all(flat: Flat, item: Piece | Scalar) -> bool:
@@ -166,51 +208,66 @@ def _room(tensor: torch.Tensor) -> int:
 # Whether there is memory for it.
 
 
-def needed_bytes(
-    session: Session, cuts: dict[Flat, FlatCut], shares: dict[Flat, tuple[int, int]], plain: Iterable[torch.Tensor]
+def host_bytes(
+    session: Session,
+    cuts: Mapping[Flat, FlatCut],
+    shares: Mapping[Flat, tuple[int, int]],
+    plain: Iterable[torch.Tensor],
 ) -> int:
-    """Host memory that a save behind training takes on this rank: for all that is in memory, once more."""
-    total = float(sum(tensor.nbytes for tensor in plain))
-    alone = {flat for flat in cuts if flat not in session.states}
-    for batch in session.updater.batches if session.updater is not None else []:
-        widths = batch.widths()
-        on_disk = any(home.on_disk for home in batch.homes())
-        for state in batch.states:
-            cut = cuts.get(state.flat, FlatCut())
-            if on_disk:
-                # Records stay where they are; weights in memory that belong to them are copied whole.
-                in_memory = 0 if state.flat.at_rest_on_disk else state.flat.shard_nbytes
-                total += in_memory * (int(batch.follows) + int(bool(cut.bare)))
-                continue
-            own = widths[state.first : state.first + len(cut.segments)]
-            for width, (_, members) in zip(own, cut.segments, strict=True):
-                total += width * sum(stretch.run.numel for stretch in members)
-            total += _bare_bytes(state.flat, cut)
-    total += sum(_bare_bytes(flat, cuts[flat]) for flat in alone if not flat.at_rest_on_disk)
-    for flat in cuts:
-        total += sum(piece.values.nbytes for piece in gradient_pieces(session, flat, shares[flat]))
+    """What copies take on this rank of all that is in memory and does not go down from a device."""
+    total = float(sum(tensor.nbytes for tensor in plain)) if session.link.shared else 0.0
+    beside = held_batches(session, shares)
+    total += sum(_held_bytes(session, batch, cuts) for batch in beside)
+    for flat, whole in cuts.items():
+        _, cut = parted(session, flat, whole)
+        state = session.states.get(flat)
+        if state is None or state.batch not in beside:
+            if state is not None:
+                total += _segment_bytes(state, cut)
+            if not flat.at_rest_on_disk:
+                total += flat.dtype.itemsize * sum(stretch.run.numel for _, stretch in cut.bare)
+        if not sums_on_device(session, flat):
+            total += sum(piece.values.nbytes for piece in gradient_pieces(session, flat, shares[flat]))
     return round(total)
 
 
-def _bare_bytes(flat: Flat, cut: FlatCut) -> int:
-    return flat.dtype.itemsize * sum(stretch.run.numel for _, stretch in cut.bare)
+def _held_bytes(session: Session, batch: Batch, cuts: Mapping[Flat, FlatCut]) -> int:
+    """Records on disk stay where they are; what rests in memory is copied whole."""
+    left = {state: parted(session, state.flat, cuts.get(state.flat, FlatCut()))[1] for state in batch.states}
+    whole = any(cut.segments for cut in left.values())
+    total = batch.in_memory if whole and not batch.on_disk else 0
+    for state, cut in left.items():
+        if not state.flat.at_rest_on_disk:
+            total += state.flat.shard_nbytes * (int(whole and batch.follows) + int(bool(cut.bare)))
+    return total
 
 
-def shortage(session: Session, needed: int) -> str | None:
+def _segment_bytes(state: FlatState, cut: FlatCut) -> float:
+    own = state.batch.widths()[state.first : state.first + len(cut.segments)]
+    return sum(
+        width * sum(stretch.run.numel for stretch in members)
+        for width, (_, members) in zip(own, cut.segments, strict=True)
+    )
+
+
+def shortage(session: Session, on_host: int, downs: Iterable[Down]) -> str | None:
     """Why copies cannot be had in the memory of some machine, in words, the same on every rank; None if they can.
 
-    What earlier saves have pinned and nobody uses counts as had.
+    What earlier saves have pinned and left counts as had, as far as these copies can use it.
     """
-    counted = session.link.pool(pin=True).counters
-    idle = 0 if session.link.shared else counted.allocated - counted.in_use
-    told = session.comm.gather_objects((socket.gethostname(), max(0, needed - idle), free_host_memory()))
-    for machine in dict.fromkeys(name for name, _, _ in told):
-        wanted = sum(nbytes for name, nbytes, _ in told if name == machine)
-        free = min(nbytes for name, _, nbytes in told if name == machine)
-        if wanted > SHARE_OF_FREE * free:
+    sizes = [nbytes for down in downs if (nbytes := down.nbytes)]
+    wanted = on_host + sum(sizes) - session.link.aside_pool.idle_for(sizes)
+    wanted_in: dict[str, int] = {}
+    room_of: dict[str, Room] = {}
+    for nbytes, told in session.comm.gather_objects((wanted, rooms())):
+        for room in told:
+            wanted_in[room.key] = wanted_in.get(room.key, 0) + nbytes
+            known = room_of.setdefault(room.key, room)
+            room_of[room.key] = known if known.free <= room.free else room
+    for key, room in room_of.items():
+        if wanted_in[key] > SHARE_OF_FREE * room.free:
             return (
-                f"copies of the states take {format_bytes(wanted)} of host memory on {machine}, and "
-                f"{format_bytes(free)} are free there, of which a tenth is left alone"
+                f"copies of the states take {format_bytes(wanted_in[key])} of host memory {room.name}, and "
+                f"{format_bytes(room.free)} are free there, of which a tenth is left alone"
             )
     return None
-

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import hashlib
 import os
 import re
 import shutil
@@ -25,14 +26,19 @@ from wherry.checkpoint.files import check_blocks, sync_folder, write_text
 from wherry.checkpoint.manifest import NAME, Manifest, read_manifest
 from wherry.checkpoint.workers import Workers
 from wherry.observe.log import logger
+from wherry.tiers.machine import processes
 
 LATEST = "latest"
 _STEP_TAG = re.compile(r"global_step(\d+)")
 _ASIDE = re.compile(
     r"\.(?P<tag>.+)\.(?P<kind>partial|replaced|removed)\.(?P<host>[^.]*)\.(?P<pid>\d+)\.(?P<started>\d+)\.(?P<n>\d+)"
 )
-# Whether a writer on another machine still lives cannot be asked; after so long without a change it does not.
+# Whether a writer on another machine, or in another container, still lives cannot be asked; after so long without a
+# change it does not. One by the name of this machine is most often this one before it was started anew.
 ABANDONED_S = 24 * 3600.0
+RESTARTED_S = 3600.0
+# Two renames that follow each other take no longer.
+BETWEEN_RENAMES_S = 60.0
 _EXCHANGE = 2
 _AT_FDCWD = -100
 
@@ -56,13 +62,21 @@ def step_tag(step: int) -> str:
 
 def aside(folder: Path, tag: str, kind: str) -> Path:
     """A name beside the finished checkpoints that says whose it is."""
-    host = socket.gethostname().replace(".", "-")
     number = 0
     while True:
-        path = folder / f".{tag}.{kind}.{host}.{os.getpid()}.{_started(os.getpid())}.{number}"
+        path = folder / f".{tag}.{kind}.{_host()}~{_space()}.{os.getpid()}.{_started(os.getpid())}.{number}"
         if not path.exists():
             return path
         number += 1
+
+
+def _host() -> str:
+    return socket.gethostname().replace(".", "-")
+
+
+def _space() -> str:
+    """Of the processes that this one can ask for by their ids."""
+    return hashlib.sha256(processes().encode()).hexdigest()[:12]
 
 
 def _started(pid: int) -> int:
@@ -158,10 +172,13 @@ def clean(folder: Path) -> list[Path]:
             path.unlink()
     for path in sorted(folder.glob(".*")):
         found = _ASIDE.fullmatch(path.name)
-        if found is None or not path.is_dir() or _alive(found, path):
+        if found is None or not path.is_dir():
             continue
         final = folder / found["tag"]
-        if found["kind"] == "replaced" and not final.exists() and (path / NAME).exists():
+        lost = found["kind"] == "replaced" and not final.exists() and (path / NAME).exists()
+        if _alive(found, path, lost):
+            continue
+        if lost:
             try:
                 os.rename(path, final)
             except OSError as error:
@@ -177,13 +194,17 @@ def clean(folder: Path) -> list[Path]:
     return cleaned
 
 
-def _alive(found: re.Match[str], path: Path) -> bool:
-    if found["host"] != socket.gethostname().replace(".", "-"):
+def _alive(found: re.Match[str], path: Path, lost: bool) -> bool:
+    """Whether what belongs to a writer is still its own to finish; `lost` is a checkpoint between two renames."""
+    host, _, space = found["host"].partition("~")
+    if space != _space():
         try:
+            if lost:
+                return time.time() - path.stat().st_ctime < BETWEEN_RENAMES_S
             last = max((entry.stat().st_mtime for entry in path.iterdir()), default=path.stat().st_mtime)
         except OSError:
             return True
-        return time.time() - last < ABANDONED_S
+        return time.time() - last < (RESTARTED_S if host == _host() else ABANDONED_S)
     import psutil
 
     try:

@@ -1,18 +1,20 @@
-"""States on disk that are saved behind training: never all in memory, and as they were when the save began."""
+"""States that are saved behind training as they were when it began: on disk never all in memory, on the host copied."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from wherry.checkpoint.collect import FlatCut, Piece, Scalar, pieces
 from wherry.checkpoint.session import Session
+from wherry.placement import Tier
 from wherry.sharding.unit import Flat
 from wherry.tiers.disk import DiskClone, DiskStore
-from wherry.tiers.homes import DiskHome, Home, Kept
+from wherry.tiers.homes import DiskHome, Home, Kept, KeptMemory
+from wherry.tiers.tickets import CallbackTicket, TicketGroup
 from wherry.update.record import State
-from wherry.update.state import KeptBatch
+from wherry.update.state import Batch, KeptBatch
 
 
 @dataclass
@@ -35,9 +37,36 @@ class _Item:
                 yield from pieces(cut, views[first : first + len(cut.segments)], shard)
 
 
+def held_batches(session: Session, shares: Mapping[Flat, tuple[int, int]]) -> list[Batch]:
+    """Those whose states no copy is made of at once: anything of them rests on disk, or all of them in host memory that
+    their update alone changes. In the order of their updates."""
+    updater = session.updater
+    if updater is None:
+        return []
+    found = [batch for batch in updater.batches if _on_disk(batch) or _is_apart(session, batch, shares)]
+    return found[::-1] if updater.policy.when == "in_backward" else found
+
+
+def _on_disk(batch: Batch) -> bool:
+    return any(home.on_disk for home in batch.homes())
+
+
+def _is_apart(session: Session, batch: Batch, shares: Mapping[Flat, tuple[int, int]]) -> bool:
+    """Whether this rank writes all of a record in host memory, and nobody else has a view of it."""
+    assert session.updater is not None
+    if session.updater.tiers[batch] is Tier.DEVICE and not session.link.shared:
+        return False
+    flats = [state.flat for state in batch.states]
+    shown = batch.follows and any(flat.resident for flat in flats)
+    return not shown and all(shares[flat] == (0, flat.layout.shard_numel) for flat in flats)
+
+
 class Held:
-    """The flats of which anything rests on disk. Where the file system can share what files hold, the store is cloned,
-    and training goes on unhindered; else an update that is about to write a record waits until that has been read.
+    """What rests on disk, and states in host memory that their update alone changes.
+
+    Where the file system can share what files hold, the store is cloned, and training goes on unhindered; else an
+    update that is about to write a record waits until that has been read. Host memory is copied first of all by the
+    thread that writes, and an update waits for the copy of its own states.
     """
 
     def __init__(self) -> None:
@@ -45,13 +74,11 @@ class Held:
         self._kept: list[Kept] = []
         self._clones: dict[DiskStore, DiskClone | None] = {}
 
-    def take(self, session: Session, cuts: dict[Flat, FlatCut]) -> set[Flat]:
+    def take(
+        self, session: Session, cuts: Mapping[Flat, FlatCut], shares: Mapping[Flat, tuple[int, int]]
+    ) -> set[Flat]:
         """Begin to hold everything as it is now; returns the flats that this is about. No update may be under way."""
-        batches = [
-            batch
-            for batch in (session.updater.batches if session.updater is not None else [])
-            if any(home.on_disk for home in batch.homes())
-        ]
+        batches = held_batches(session, shares)
         alone = [flat for flat in cuts if flat not in session.states and flat.at_rest_on_disk]
         homes = [home for batch in batches for home in batch.homes()] + [flat.home for flat in alone]
         on_disk = [home for home in homes if isinstance(home, DiskHome)]
@@ -60,10 +87,11 @@ class Held:
         for store in dict.fromkeys(home.shelf.store for home in on_disk):
             self._clones[store] = store.clone(session.comm.size)
         for batch in batches:
-            item = _Item(batch.keep(self._keep))
-            for state in batch.states:
-                cut = cuts.get(state.flat, FlatCut())
-                item.flats.append((cut, state.first, self._bare(state.flat, cut)))
+            own = [(state, cuts.get(state.flat, FlatCut())) for state in batch.states]
+            first = len(self._kept)
+            item = _Item(batch.keep(self._keep) if any(cut.segments for _, cut in own) else None)
+            item.flats += [(cut, state.first, self._bare(state.flat, cut)) for state, cut in own]
+            self._guard([state.flat for state in batch.states], self._kept[first:])
             self._items.append(item)
         self._items += [_Item(None, [(cuts[flat], 0, self._bare(flat, cuts[flat]))]) for flat in alone]
         return {*alone, *(state.flat for batch in batches for state in batch.states)}
@@ -89,6 +117,17 @@ class Held:
 
     def _bare(self, flat: Flat, cut: FlatCut) -> Kept | None:
         return flat.keep(self._keep) if cut.bare else None
+
+    def _guard(self, flats: list[Flat], kept: list[Kept]) -> None:
+        """Let updates of these flats wait for the copies of what rests in memory."""
+        waits = [CallbackTicket(each.wait, each.done) for each in kept if isinstance(each, KeptMemory)]
+        for flat in flats if waits else ():
+            flat.reader = TicketGroup(waits if flat.reader.done() else [flat.reader, *waits])
+
+    def copy(self) -> None:
+        """Copy what rests in memory, in the thread that writes."""
+        for kept in self._kept:
+            kept.copy()
 
     def pieces(self) -> Generator[Piece | Scalar, None, None]:
         """All that is written of these flats, in whatever order lets updates wait least; each valid until the next."""

@@ -18,6 +18,7 @@ from wherry.checkpoint.session import (
     Session,
     Window,
     addend_of,
+    aliases,
     extra_states,
     own_sum,
     plain_tensors,
@@ -69,13 +70,10 @@ def load(session: Session, folder: Path, tag: str | None, options: LoadOptions) 
     path = folder / found
     what = f"loading {path}"
     manifest = _verified(session, path)
-    strangers = together(comm, what, lambda: _check_fits(session, manifest, options))
-    # Another stage of a pipeline may have what this one has not.
-    unexpected = [name for name in strangers[0] if all(name in theirs for theirs in strangers)]
-    if options.strict and unexpected:
-        raise CheckpointError(f"{what}: it has {_listed(unexpected)}, which the model has not; {_NOT_STRICT}")
+    fits = together(comm, what, lambda: _check_fits(session, manifest, options))
+    retied = _compare_ties(session, path, manifest, fits, options, what)
     with Source(path, manifest) as source:
-        loader = _Loader(session, source, options)
+        loader = _Loader(session, source, options, fits[comm.rank].names, retied=retied)
         together(comm, what, loader.run)
         loader.refresh()
         counts, window = loader.restore_counts() if options.optimizer else (None, None)
@@ -107,27 +105,95 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_LISTED]) + more
 
 
-def _check_fits(session: Session, manifest: Manifest, options: LoadOptions) -> list[str]:
-    """Raise what does not fit, before anything is changed. Returns what the checkpoint has and this rank has not."""
+@dataclass(frozen=True)
+class _Fit:
+    """What of a checkpoint a rank's parameters and buffers are loaded from."""
+
+    # By their names here the entries: their own, one that they were tied to there, or one that they are tied to here.
+    names: dict[str, str]
+    # Entries that nothing of this rank is loaded from, and which of them are other names of what is tied here.
+    strangers: list[str]
+    second: dict[str, str]
+
+
+def _check_fits(session: Session, manifest: Manifest, options: LoadOptions) -> _Fit:
+    """Raise what does not fit, before anything is changed."""
     parameters = [session.logical(slot) for flat in session.flats for slot in flat.layout.slots]
     shapes = {logical.name: logical.shape for logical in parameters}
     shapes |= {n: tuple(t.shape) for n, t in plain_tensors(session).items() if t.layout is torch.strided}
+    entries, tied = manifest.entries, aliases(session.module)
+    known = {alias: name for name, entry in entries.items() for alias in entry.aliases}
+    known |= {name: name for name in entries}
+    names = {}
+    for name in shapes:
+        there = next((known[each] for each in (name, *tied.get(name, ())) if each in known), None)
+        if there is not None:
+            names[name] = there
     wrong = [
-        f"{name} has shape {tuple(entry.shape)} in the checkpoint and {shapes[name]} in the model"
-        for name, entry in manifest.entries.items()
-        if name in shapes and entry.shape != shapes[name]
+        f"{name} has shape {tuple(entries[there].shape)} in the checkpoint and {shapes[name]} in the model"
+        for name, there in names.items()
+        if entries[there].shape != shapes[name]
     ]
     if wrong:
         raise CheckpointError("; ".join(wrong[:_LISTED]))
     # Without the frozen ones: those of this engine that are frozen may lack.
     frozen = {session.whole_name(name) for name, p in session.module.named_parameters() if not p.requires_grad}
     left_out = frozen if manifest.engine.get("frozen_excluded") else set()
-    missing = [name for name in shapes if name not in manifest.entries and name not in left_out]
+    missing = [name for name in shapes if name not in names and name not in left_out]
     if options.strict and missing:
         raise CheckpointError(f"it lacks {_listed(missing)}; {_NOT_STRICT}")
     if options.optimizer and session.optimizer is not None:
         _check_optimizer(session, manifest)
-    return [name for name in manifest.entries if name not in shapes]
+    used = set(names.values())
+    strangers = [name for name in entries if name not in used]
+    first_of = {alias: names[name] for name, others in tied.items() if name in names for alias in others}
+    return _Fit(names, strangers, {name: first_of[name] for name in strangers if name in first_of})
+
+
+def _compare_ties(
+    session: Session, path: Path, manifest: Manifest, fits: list[_Fit], options: LoadOptions, what: str
+) -> bool:
+    """Whether weights are tied here that were not there, or the other way round. Raises where that cannot be loaded,
+    and for what the model has not."""
+    # Another stage of a pipeline may have what this one has not.
+    strangers = [name for name in fits[0].strangers if all(name in fit.strangers for fit in fits)]
+    second = {name: fit.second[name] for fit in fits for name in strangers if name in fit.second}
+    unexpected = [name for name in strangers if name not in second]
+    if options.strict and unexpected:
+        raise CheckpointError(f"{what}: it has {_listed(unexpected)}, which the model has not; {_NOT_STRICT}")
+    if options.strict and second:
+        differ = on_first(session.comm, what, lambda: _that_differ(path, manifest, second))
+        if differ:
+            told = "; ".join(f"{name} and {first} are one tensor in the model" for name, first in differ.items())
+            raise CheckpointError(
+                f"{what}: {told}, and differ in the checkpoint, where they were not tied: load it into a model that "
+                f"does not tie them, or load_module_strict=False takes {', '.join(differ.values())} for both"
+            )
+    lines = [f"{name} is tied to {first} here, and takes its values and state" for name, first in second.items()]
+    users: dict[str, dict[str, None]] = {}
+    for fit in fits:
+        for name, there in fit.names.items():
+            users.setdefault(there, {})[name] = None
+    parted = {there: list(names) for there, names in users.items() if len(names) > 1}
+    for there, names in parted.items():
+        told = " and ".join(sorted(names, key=lambda name: name != there))
+        lines.append(f"{told} were one tensor there and are not tied here: each begins with its values and state")
+    for line in lines if session.comm.rank == 0 else ():
+        session.log.warning("%s: %s", path, line)
+    return bool(second or parted)
+
+
+def _that_differ(path: Path, manifest: Manifest, second: dict[str, str]) -> dict[str, str]:
+    """Of pairs of entries those whose weights are not the same bits."""
+    with Source(path, manifest) as source:
+
+        def same(name: str, first: str) -> bool:
+            one, other = manifest.entries[name], manifest.entries[first]
+            if one.shape != other.shape or source.dtype(name, WEIGHT) != source.dtype(first, WEIGHT):
+                return False
+            return all(map(torch.equal, source.parts(name, WEIGHT), source.parts(first, WEIGHT)))
+
+        return {name: first for name, first in second.items() if not same(name, first)}
 
 
 def _check_optimizer(session: Session, manifest: Manifest) -> None:
@@ -155,8 +221,12 @@ def _check_optimizer(session: Session, manifest: Manifest) -> None:
 
 
 class _Loader:
-    def __init__(self, session: Session, source: Source, options: LoadOptions) -> None:
+    def __init__(
+        self, session: Session, source: Source, options: LoadOptions, names: dict[str, str], *, retied: bool
+    ) -> None:
         self.session = session
+        self.names = names
+        self.retied = retied
         self.source = source
         self.manifest = source.manifest
         self.options = options
@@ -193,10 +263,14 @@ class _Loader:
         self._load_values()
 
     def _has(self, slot: Slot) -> bool:
-        return self.session.whole_name(slot.name) in self.manifest.entries
+        return self.session.whole_name(slot.name) in self.names
+
+    def _there(self, slot: Slot) -> str:
+        """The entry that a slot is loaded from."""
+        return self.names[self.session.whole_name(slot.name)]
 
     def _stored(self, slot: Slot, state: str) -> bool:
-        return self.source.has(self.session.whole_name(slot.name), state)
+        return self.source.has(self._there(slot), state)
 
     # Weights and moments.
 
@@ -231,7 +305,7 @@ class _Loader:
             if target is None:
                 # An optimizer of torch's makes its state at its first step: this is it.
                 first = next(slot for slot in slots if self._stored(slot, name))
-                dtype = self.source.dtype(self.session.whole_name(first.name), name)
+                dtype = self.source.dtype(self._there(first), name)
                 target = values[name] = torch.zeros(span.stop - span.start, dtype=dtype, device=self.session.device)
             for slot in slots:
                 self._read(flat, slot, name, target, span.start, span.stop)
@@ -244,8 +318,8 @@ class _Loader:
             place = within(flat, slot, span.start, span.stop)
             if place is not None:
                 start, stop, at = place
-                logical = self.session.logical(slot)
-                wanted.append((logical.name, Run(logical.box, start, stop), at - span.start))
+                box = self.session.logical(slot).box
+                wanted.append((self._there(slot), Run(box, start, stop), at - span.start))
         if self.source.read_codes(name, wanted, target):
             return
         whole = torch.zeros(span.stop - span.start)
@@ -267,9 +341,8 @@ class _Loader:
         place = within(flat, slot, low, high)
         if place is not None:
             start, stop, at = place
-            logical = self.session.logical(slot)
-            run = Run(logical.box, start, stop)
-            self.source.read(logical.name, state, run, target[at - low : at - low + run.numel], addend=addend)
+            run = Run(self.session.logical(slot).box, start, stop)
+            self.source.read(self._there(slot), state, run, target[at - low : at - low + run.numel], addend=addend)
 
     def refresh(self) -> None:
         """Make whole again what every rank holds whole and reads only its part of."""
@@ -309,9 +382,10 @@ class _Loader:
         rank = self.session.comm.rank
         same_ranks = self.manifest.world_size == self.session.comm.size
         for name, tensor in plain_tensors(self.session).items():
-            if name in self.manifest.entries and tensor.layout is torch.strided:
-                own = same_ranks and rank in self.source.addends(name, WEIGHT)
-                tensor.copy_(self.source.tensor(name, WEIGHT, addend=rank if own else None))
+            if name in self.names and tensor.layout is torch.strided:
+                there = self.names[name]
+                own = same_ranks and rank in self.source.addends(there, WEIGHT)
+                tensor.copy_(self.source.tensor(there, WEIGHT, addend=rank if own else None))
 
     def _load_values(self) -> None:
         session, engine = self.session, self.manifest.engine
@@ -362,6 +436,13 @@ class _Loader:
         begun = Window(accumulation=mine.accumulation, ranks=mine.ranks, predivide=mine.predivide)
         if not saved.backwards or session.optimizer is None:
             return begun
+        if self.retied:
+            session.log.warning(
+                "%s was saved in the middle of a window, of a model that ties other weights: its gradients are "
+                "dropped, and the window starts again",
+                self.source.folder,
+            )
+            return begun
         micro_batches = saved.backwards * mine.accumulation
         if micro_batches % saved.accumulation:
             session.log.warning(
@@ -395,7 +476,7 @@ class _Loader:
             return
         gradient.accumulated.zero_()
         gradient.fresh = False
-        addends = self.source.addends(session.whole_name(slots[0].name), GRADIENT)
+        addends = self.source.addends(self._there(slots[0]), GRADIENT)
         # The sums of single ranks are divided when they are reduced, those of groups have been.
         raw = len(addends) == saved.ranks > 1
         if not raw:
@@ -424,5 +505,5 @@ class _Loader:
             if gradient.partitioned:
                 self._read(flat, slot, GRADIENT, gradient.own_sum, 0, flat.layout.shard_numel, addend)
             else:
-                logical, out = self.session.logical(slot), gradient.accumulated[slot.start : slot.stop]
-                self.source.read(logical.name, GRADIENT, Run(logical.box, 0, slot.numel), out, addend=addend)
+                box, out = self.session.logical(slot).box, gradient.accumulated[slot.start : slot.stop]
+                self.source.read(self._there(slot), GRADIENT, Run(box, 0, slot.numel), out, addend=addend)

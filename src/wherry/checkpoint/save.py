@@ -18,7 +18,7 @@ import torch
 
 from wherry.checkpoint import folder as folders
 from wherry.checkpoint.collect import FlatCut, Piece, Scalar, cut_flat, flat_pieces, gradient_pieces
-from wherry.checkpoint.copies import Copies, needed_bytes, shortage
+from wherry.checkpoint.copies import Copies, Down, host_bytes, parted, shortage, sums_on_device, what_goes_down
 from wherry.checkpoint.errors import CheckpointError, describe, on_first, together
 from wherry.checkpoint.files import FileRecord, TensorWriter, host_parts
 from wherry.checkpoint.held import Held
@@ -208,12 +208,13 @@ def save(session: Session, folder: Path, tag: str, options: SaveOptions) -> Save
     # What cannot be stored is found before anything is written.
     together(comm, what, lambda: encoded.append(encode_values(session, options.client_state, steps, absent)))
     plan = _Plan.of(session, options.exclude_frozen)
-    behind = options.background and _has_room(session, plan, what)
+    downs: list[Down] = []
+    behind = options.background and _has_room(session, plan, downs, what)
     partial = on_first(comm, what, lambda: folders.begin(folder, tag))
     saved = Saved(folder / tag)
     job = _Job(session, plan, encoded[0], partial, tag, options, saved, begin)
     if behind:
-        job.start()
+        job.start(downs)
     else:
         job.run()
         saved.stood = time.perf_counter() - begin
@@ -231,10 +232,16 @@ def _agree_on_tag(session: Session, tag: str, validation: str) -> str:
     return tags[0]
 
 
-def _has_room(session: Session, plan: _Plan, what: str) -> bool:
-    """Whether every machine has the memory to write behind training; the same on all ranks."""
-    plain = (tensor for tensor, _ in plan.plain.values())
-    short = shortage(session, needed_bytes(session, plan.cuts, plan.shares, plain))
+def _has_room(session: Session, plan: _Plan, downs: list[Down], what: str) -> bool:
+    """Whether every machine has the memory to write behind training; the same on all ranks. Adds what goes down."""
+
+    def look() -> int:
+        downs.extend(what_goes_down(session, plan.cuts, plan.shares, plan.plain_pieces()))
+        plain = (tensor for tensor, _ in plan.plain.values())
+        return host_bytes(session, plan.cuts, plan.shares, plain)
+
+    on_host = together(session.comm, what, look)[session.comm.rank]
+    short = shortage(session, on_host, downs)
     if short is not None and session.comm.rank == 0:
         session.log.warning("%s: training stands still meanwhile, as %s", what, short)
     return short is None
@@ -250,6 +257,11 @@ class _Plan:
     plain: dict[str, tuple[torch.Tensor, int | None]]
     entries: dict[str, Entry]
     header_room: int
+
+    def plain_pieces(self) -> Iterator[Piece]:
+        for name, (tensor, addend) in self.plain.items():
+            values = tensor.detach().contiguous().reshape(-1)
+            yield Piece(name, WEIGHT, Run.of(tuple(tensor.shape)), values, addend=addend)
 
     @classmethod
     def of(cls, session: Session, exclude_frozen: bool) -> _Plan:
@@ -376,8 +388,8 @@ class _Job:
 
     # Behind training.
 
-    def start(self) -> None:
-        """Copy what rests in memory, hold what rests on disk as it is, and go on writing in a thread."""
+    def start(self, downs: list[Down]) -> None:
+        """Begin copies of what rests in memory, hold what rests on disk as it is, and go on writing in a thread."""
         assert self.session is not None
         session = self.session
         copies = Copies(session)
@@ -385,13 +397,16 @@ class _Job:
         self.behind = True
 
         def take() -> None:
-            on_disk = held.take(session, self.plan.cuts)
-            for flat, cut in self.plan.cuts.items():
-                if flat not in on_disk:
-                    copies.take_flat(session, flat, cut)
-                sums = gradient_pieces(session, flat, self.plan.shares[flat])
-                copies.take_rest(sums, on_device=flat in session.gradient_of and session.gradient_of[flat].keeps)
-            copies.take_rest(self._plain_pieces(), on_device=True)
+            copies.take_down(downs)
+            left = {flat: parted(session, flat, cut)[1] for flat, cut in self.plan.cuts.items()}
+            beside = held.take(session, left, self.plan.shares)
+            for flat, cut in left.items():
+                if flat not in beside:
+                    copies.take(flat_pieces(session, flat, cut))
+                if not sums_on_device(session, flat):
+                    copies.take(gradient_pieces(session, flat, self.plan.shares[flat]))
+            if session.link.shared:
+                copies.take(self.plan.plain_pieces())
 
         try:
             together(self.session.comm, f"saving {self.saved.path}", self.meeting.open)
@@ -418,11 +433,12 @@ class _Job:
     def _behind(self, held: Held, copies: Copies) -> None:
         """No collective may be called here, so the ranks meet in the folder: each leaves a record of its part."""
         try:
-            on_disk = held.pieces()
+            beside = held.pieces()
             try:
-                part = self._write(chain(on_disk, copies.pieces()))
+                held.copy()
+                part = self._write(chain(beside, copies.pieces()))
             finally:
-                on_disk.close()  # gives back what it was reading into, while there is a pool
+                beside.close()  # gives back what it was reading into, while there is a pool
                 held.release()
                 self.saved.waited = held.waited
                 self.how = held.how
@@ -450,12 +466,7 @@ class _Job:
                 yield from flat_pieces(session, flat, cut)
                 yield from gradient_pieces(session, flat, plan.shares[flat])
                 progress.advance()
-        yield from self._plain_pieces()
-
-    def _plain_pieces(self) -> Iterator[Piece]:
-        for name, (tensor, addend) in self.plan.plain.items():
-            values = tensor.detach().contiguous().reshape(-1)
-            yield Piece(name, WEIGHT, Run.of(tuple(tensor.shape)), values, addend=addend)
+        yield from plan.plain_pieces()
 
     def _write(self, pieces: Iterable[Piece | Scalar]) -> Part:
         part = self.files.part

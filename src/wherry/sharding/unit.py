@@ -12,7 +12,7 @@ from torch import nn
 
 from wherry.parallel.partition import is_dtensor, point_at
 from wherry.sharding.layout import FlatLayout
-from wherry.tiers.homes import Home, Kept, KeptCopy, KeptPart, opened
+from wherry.tiers.homes import Home, Kept, KeptPart, MemoryHome, opened
 from wherry.tiers.tickets import DONE, Ticket
 
 
@@ -115,7 +115,10 @@ class Flat:
     def keep(self, keep: Callable[[Home], Kept]) -> Kept:
         """This rank's shard as it is now, for a reader beside whatever goes on; `keep` says how of a home."""
         if self.home is None:
-            return KeptCopy(self.shard_memory)
+            kept = keep(MemoryHome(self.shard_memory))
+            if self.resident:
+                kept.copy()  # the model's parameters show it: others than its update may write to it
+            return kept
         return KeptPart(keep(self.home), self.shard_nbytes, self.dtype)
 
     def show_whole(self) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from wherry.errors import WherryError
 from wherry.tiers.disk_errors import human
+from wherry.tiers.machine import machine
 
 
 class HostMemoryError(WherryError):
@@ -17,22 +21,39 @@ class HostMemoryError(WherryError):
         self.missing = missing
 
 
-def free_host_memory() -> int:
-    """Bytes that this process may still take: of the machine, or of its control group if that allows less."""
+@dataclass(frozen=True)
+class Room:
+    """Host memory that processes share: `key` is the same for all that do, and for no others; `name` is for people."""
+
+    key: str
+    name: str
+    free: int
+
+
+def rooms() -> list[Room]:
+    """Where this process takes memory from: the machine's, and within it its control group's where that has a limit."""
     import psutil
 
-    free = int(psutil.virtual_memory().available)
+    here, host = machine(), socket.gethostname()
+    found = [Room(here, f"on {host}", int(psutil.virtual_memory().available))]
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
     ):
         try:
             most, taken = Path(limit).read_text().strip(), int(Path(used).read_text())
+            group = os.stat(limit)
         except (OSError, ValueError):  # no control groups of this version here
             continue
         if most.isdecimal():
-            free = min(free, max(0, int(most) - taken))
-    return free
+            key = f"{here} {group.st_dev}:{group.st_ino}"
+            found.append(Room(key, f"in the container {host}", max(0, int(most) - taken)))
+    return found
+
+
+def free_host_memory() -> int:
+    """Bytes that this process may still take."""
+    return min(room.free for room in rooms())
 
 
 def check_host(

@@ -12,6 +12,8 @@ import stat
 import time
 from pathlib import Path
 
+from wherry.tiers.machine import machine
+
 _NAME = re.compile(r"wherry-swap-(?P<uid>\d+)-(?P<pid>\d+)-(?P<started>\d+)-[0-9a-f]+")
 _LOCK = "lock"
 _NO_LOCKS = "no locks here"
@@ -41,7 +43,7 @@ class SwapFolder:
         self._lock = os.open(new, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         # Only a file system without locks refuses one on a new file; the process id then stands for it.
         note = "" if _try_lock(self._lock) else f"{_NO_LOCKS}\n"
-        os.write(self._lock, f"{note}boot {_boot()}\n{label}\n".encode())
+        os.write(self._lock, f"{note}boot {machine()}\n{label}\n".encode())
         os.rename(new, self.path / _LOCK)
 
     def create(self, name: str) -> Path:
@@ -99,7 +101,7 @@ def _is_dead(path: Path, pid: int, started: int) -> bool:
         text = os.read(lock, 4096).decode(errors="replace")
         if text.startswith(_NO_LOCKS):
             # Without locks, another machine that shares this path cannot be told from a dead run of this one.
-            return f"boot {_boot()}\n" in text
+            return f"boot {machine()}\n" in text
         return _try_lock(lock)
     finally:
         os.close(lock)
@@ -113,13 +115,6 @@ def _try_lock(lock: int) -> bool:
             return False
         raise
     return True
-
-
-def _boot() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return "unknown"
 
 
 def _started(pid: int) -> int | None:

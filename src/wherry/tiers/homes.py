@@ -65,19 +65,56 @@ class Kept(Protocol):
     def waited(self) -> float:
         """Seconds that others have waited for it."""
 
+    def copy(self) -> None:
+        """Copy what would else be waited for; nothing where it rests on disk."""
+
     def opened(self) -> AbstractContextManager[torch.Tensor]: ...
 
     def release(self) -> None: ...
 
 
-class KeptCopy:
-    """A copy, in host memory."""
+class _KeptInPlace:
+    """What stays where it is for a while: whoever is about to change it waits for the end of that."""
 
-    wanted = False
-    waited = 0.0
+    def __init__(self) -> None:
+        self.wanted = False
+        self.waited = 0.0
+        self._over = threading.Event()
+
+    def release(self) -> None:
+        self._over.set()
+
+    def wait(self) -> None:
+        """Called before it changes."""
+        if self._over.is_set():
+            return
+        begun = time.perf_counter()
+        self.wanted = True
+        self._over.wait()
+        self.waited += time.perf_counter() - begun
+        self.wanted = False
+
+    def done(self) -> bool:
+        return self._over.is_set()
+
+    def copy(self) -> None:
+        return None
+
+
+class KeptMemory(_KeptInPlace):
+    """Memory that is as it was until it has been copied."""
 
     def __init__(self, memory: torch.Tensor) -> None:
-        self._copy: torch.Tensor | None = memory.detach().to("cpu", copy=True)
+        super().__init__()
+        self._memory: torch.Tensor | None = memory.detach()
+        self._copy: torch.Tensor | None = None
+
+    def copy(self) -> None:
+        """Make the copy, in host memory, unless it is made or nobody wants it any more."""
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            self._copy = memory.to("cpu", copy=True)
+        self._over.set()
 
     @contextmanager
     def opened(self) -> Iterator[torch.Tensor]:
@@ -85,22 +122,21 @@ class KeptCopy:
         yield self._copy
 
     def release(self) -> None:
-        self._copy = None
+        self._memory = self._copy = None
+        super().release()
 
 
-class KeptRecord:
+class KeptRecord(_KeptInPlace):
     """A record that stays as it is until it is released: its next version waits that long, or is written elsewhere.
 
     With a `clone` of its store nobody waits. It is read into memory of its own: an update may be changing the home's.
     """
 
     def __init__(self, shelf: Shelf, record: Record, clone: DiskClone | None) -> None:
-        self.wanted = False
-        self.waited = 0.0
+        super().__init__()
         self._shelf = shelf
         self._record = record
         self._clone = clone
-        self._over = threading.Event()
 
     @contextmanager
     def opened(self) -> Iterator[torch.Tensor]:
@@ -112,17 +148,9 @@ class KeptRecord:
         finally:
             self._shelf.pool.give(buffer)
 
-    def release(self) -> None:
-        self._over.set()
-
     def wait(self) -> None:
-        """Called before the record changes."""
-        if self._clone is not None or self._over.is_set():
-            return
-        begun = time.perf_counter()
-        self.wanted = True
-        self._over.wait()
-        self.waited += time.perf_counter() - begun
+        if self._clone is None:
+            super().wait()
 
 
 @dataclass(frozen=True)
@@ -145,6 +173,9 @@ class KeptPart:
     def opened(self) -> Iterator[torch.Tensor]:
         with self.whole.opened() as memory:
             yield memory[: self.nbytes].view(self.dtype)
+
+    def copy(self) -> None:
+        self.whole.copy()
 
     def release(self) -> None:
         self.whole.release()
@@ -188,7 +219,7 @@ class MemoryHome:
         return after if after is DONE else OnHost(after)
 
     def keep(self) -> Kept:
-        return KeptCopy(self.memory)
+        return KeptMemory(self.memory)
 
     def close(self) -> None:
         memory, self._memory = self._memory, None

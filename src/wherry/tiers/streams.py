@@ -23,10 +23,11 @@ class Link:
     # Whether `host` is pinned, where anything is, and a pool that is what `host` is not.
     _pins = True
     _other: HostPool | None = None
+    _aside_pool: HostPool | None = None
 
     def __init__(self, device: torch.device, *, pin: bool = True) -> None:
         self.device = device
-        self.host = HostPool(pinning=self._pinning(pin))
+        self.host = self._make_pool(pin)
         self._pins = pin
 
     def pool(self, pin: bool) -> HostPool:
@@ -34,8 +35,18 @@ class Link:
         if pin == self._pins or self._pinning(True) is None:
             return self.host
         if self._other is None:
-            self._other = HostPool(pinning=self._pinning(pin))
+            self._other = self._make_pool(pin)
         return self._other
+
+    @property
+    def aside_pool(self) -> HostPool:
+        """Pinned memory for what goes `aside`: what is idle in it nobody else takes, or has freed."""
+        if self._aside_pool is None:
+            self._aside_pool = self._make_pool(True)
+        return self._aside_pool
+
+    def _make_pool(self, pin: bool) -> HostPool:
+        return HostPool(pinning=self._pinning(pin))
 
     def _pinning(self, pin: bool) -> CudaPin | None:
         return None
@@ -72,8 +83,9 @@ class Link:
 
     def close(self) -> None:
         self.host.close()
-        if self._other is not None:
-            self._other.close()
+        for pool in (self._other, self._aside_pool):
+            if pool is not None:
+                pool.close()
 
 
 class Readers(Ticket):

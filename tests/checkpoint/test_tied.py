@@ -1,0 +1,101 @@
+"""Weights that are tied in the run that saves, or in the one that loads, or in both by other names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.checkpoint.harness import Shape, assert_same, on, state_of, train
+from tests.engine.harness import VOCABULARY, WIDTH, TinyLM, make_model, token_batch
+from torch import nn
+
+from wherry.checkpoint.errors import CheckpointError
+from wherry.parallel.comm import Comm
+
+
+class Untied(TinyLM):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+
+class HeadFirst(TinyLM):
+    """The tied weight is known by its other name: that of the module that comes first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        modules = dict(self.named_children())
+        for name in modules:
+            delattr(self, name)
+        for name in ("head", "blocks", "norm", "embed"):
+            self.add_module(name, modules[name])
+
+
+TIED, UNTIED, HEAD_FIRST = (make_model(cls) for cls in (TinyLM, Untied, HeadFirst))
+
+
+def save(model: nn.Module, folder: Path, *, steps: int = 2, open_window: bool = False) -> dict[str, torch.Tensor]:
+    def body(engine: Any, comm: Comm) -> dict[str, torch.Tensor]:
+        train(engine, comm, steps, accumulation=2)
+        if open_window:
+            engine.backward(engine(*token_batch(9, 0, comm.rank)))
+            engine.step()
+        engine.save_checkpoint(folder)
+        return state_of(engine)
+
+    return on(Shape(2, 2, 2), body, model=model)[0]
+
+
+def load(model: nn.Module, folder: Path, ranks: int = 3, **arguments: Any) -> dict[str, torch.Tensor]:
+    def body(engine: Any, comm: Comm) -> dict[str, torch.Tensor]:
+        engine.load_checkpoint(folder, **arguments)
+        found = state_of(engine)
+        train(engine, comm, 1, accumulation=2)
+        return found
+
+    return on(Shape(ranks, 3, 2), body, model=model)[0]
+
+
+@pytest.mark.parametrize("open_window", [False, True])
+def test_what_was_tied_loads_into_each(tmp_path: Path, caplog: pytest.LogCaptureFixture, open_window: bool) -> None:
+    states = save(TIED, tmp_path, open_window=open_window)
+    found = load(UNTIED, tmp_path)
+    for name, value in found.items():
+        assert torch.equal(value, states[name.replace("head.weight", "embed.weight")]), name
+    told = "embed.weight and head.weight were one tensor there and are not tied here: each begins with its values"
+    assert len([text for text in caplog.messages if told in text]) == 1
+    assert ("in the middle of a window" in caplog.text) is open_window
+
+
+def test_the_same_tie_by_another_name_is_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    states = save(TIED, tmp_path)
+    found = load(HEAD_FIRST, tmp_path)
+    assert_same({name.replace("head.", "embed."): value for name, value in found.items()}, states)
+    assert "tied" not in caplog.text
+
+
+def test_two_that_differ_are_not_taken_for_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    states = save(UNTIED, tmp_path)
+
+    def refused(engine: Any, comm: Comm) -> None:
+        before = state_of(engine)
+        told = "head.weight and embed.weight are one tensor in the model, and differ in the checkpoint"
+        with pytest.raises(CheckpointError, match=f"{told}.*load_module_strict=False takes embed.weight for both"):
+            engine.load_checkpoint(tmp_path)
+        assert_same(before, state_of(engine))
+
+    on(Shape(2, 3), refused, model=TIED)
+    found = load(TIED, tmp_path, load_module_strict=False)
+    for name, value in found.items():
+        assert torch.equal(value, states[name]), name
+    assert "head.weight is tied to embed.weight here, and takes its values and state" in caplog.text
+
+
+def test_two_that_are_the_same_load_where_they_are_tied(tmp_path: Path) -> None:
+    model = make_model(Untied)
+    model.head.weight.data.copy_(model.embed.weight)  # type: ignore[union-attr, arg-type]
+    states = save(model, tmp_path, steps=0)
+    for name, value in load(TIED, tmp_path).items():
+        assert torch.equal(value, states[name]), name
