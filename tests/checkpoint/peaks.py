@@ -78,6 +78,7 @@ def main() -> None:
     seen["save"] = peak_of(lambda: engine.save_checkpoint(folder / "one"))
     seen["load"] = peak_of(lambda: engine.load_checkpoint(folder / "one"))
     seen["load from other ranks"] = peak_of(lambda: engine.load_checkpoint(folder / "two"))
+    seen["live export"] = peak_of(lambda: engine.save_16bit_model(folder / "live", "model.safetensors"))
     engine.close()
     del engine
     seen["export"] = peak_of(lambda: export(folder / "one", folder / "out"))

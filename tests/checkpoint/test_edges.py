@@ -144,7 +144,7 @@ def test_a_disk_that_is_only_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(folders, "_alive", lambda found, path: False)
+    monkeypatch.setattr(folders, "_alive", lambda found, path, lost: False)
     monkeypatch.setattr(folders.os, "rename", refuse)
     monkeypatch.setattr(Path, "unlink", refuse)
     assert_same(load_into(Shape(), tmp_path), states)

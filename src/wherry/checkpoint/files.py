@@ -11,7 +11,6 @@ import json
 import math
 import mmap
 import os
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +21,7 @@ import torch
 
 from wherry.checkpoint.errors import CheckpointError
 from wherry.checkpoint.workers import Workers
+from wherry.native.checksum import crc32
 
 # Bytes under one checksum: a rank that verifies its share of the blocks need not read whole files.
 BLOCK = 8 << 20
@@ -172,7 +172,7 @@ class TensorWriter:
         self._workers.do(partial(self._put, len(self._blocks) - 1, block, own))
 
     def _put(self, number: int, block: memoryview, own: bool = False) -> None:
-        self._blocks[number] = zlib.crc32(block)
+        self._blocks[number] = crc32(block)
         start = self._data_start + number * BLOCK
         self._pwrite(block, start)
         _begin_writing(self._fd, start, len(block))
@@ -201,7 +201,7 @@ class TensorWriter:
         self._workers.wait()
         os.fsync(self._fd)
         self.close()
-        return FileRecord(self._data_start + self._position, self._data_start, zlib.crc32(header), self._blocks)
+        return FileRecord(self._data_start + self._position, self._data_start, crc32(header), self._blocks)
 
     def close(self) -> None:
         # Threads write to the descriptor's number, which must not be another file's by then.
@@ -355,7 +355,7 @@ def _checksum(fd: int, start: int, count: int, buffers: Buffers) -> int:
         got = os.preadv(fd, [buffer[: count - done]], start + done)
         if not got:
             break
-        crc = zlib.crc32(buffer[:got], crc)
+        crc = crc32(buffer[:got], crc)
         done += got
     buffers.give(buffer)
     return crc

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -27,6 +26,7 @@ from wherry.checkpoint.meeting import Meeting
 from wherry.checkpoint.session import Session, aliases, plain_tensors
 from wherry.checkpoint.slices import Box, Run
 from wherry.checkpoint.state import Values, encode_values
+from wherry.native.checksum import crc32
 from wherry.observe.memory import format_bytes
 from wherry.observe.progress import Progress
 from wherry.sharding.unit import Flat
@@ -326,7 +326,7 @@ def _plain_share(session: Session, tensors: dict[str, torch.Tensor]) -> dict[str
 def _digest(tensor: torch.Tensor) -> int:
     crc = 0
     for part in host_parts(tensor.contiguous()):
-        crc = zlib.crc32(part, crc)
+        crc = crc32(part, crc)
     return crc
 
 
