@@ -22,7 +22,7 @@ def _fast() -> Callable[[int, int, int], int] | None:
         return None
     function = built.wherry_crc32
     function.restype, function.argtypes = c_uint32, [c_uint32, c_void_p, c_int64]
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def crc32(data: bytes | memoryview, crc: int = 0) -> int:
