@@ -308,7 +308,7 @@ def test_backward_says_what_is_wrong_with_a_loss(loss: Any, message: str) -> Non
         engine.backward(loss)
 
 
-def test_the_tutorial_config_runs() -> None:
+def test_the_tutorial_config_runs(caplog: pytest.LogCaptureFixture) -> None:
     text = """
     {
         "zero_optimization": {
@@ -322,7 +322,9 @@ def test_the_tutorial_config_runs() -> None:
     }
     """
     model = make_model()
-    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config_params=text)
+    with caplog.at_level("INFO", logger="wherry"):
+        engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config_params=text)
+    assert "train_micro_batch_size_per_gpu: not given, so the micro-batch is 1" in caplog.text
     losses = train(engine, 3)
     assert losses == pytest.approx(train_plain(make_model(), steps=3).losses, rel=1e-5)
     assert engine.train_micro_batch_size_per_gpu() == 1

@@ -22,7 +22,17 @@ from tests.engine.harness import (
     train_plain,
 )
 from tests.engine.test_hazards import Box
-from tests.engine.test_models import MODELS, Stack, vectors
+from tests.engine.test_models import (
+    MODELS,
+    Stack,
+    discard,
+    evaluate,
+    fail_backward,
+    fail_forward,
+    nothing,
+    run_with,
+    vectors,
+)
 
 import wherry
 from wherry.sharding.flat_gradient import Landing
@@ -212,3 +222,31 @@ def test_what_no_backward_of_a_window_has_brought_is_left_alone() -> None:
 
     both(make_model(Part), once)
     both(make_model(Part), twice)
+
+
+def test_what_a_gradient_is_of() -> None:
+    """A backward through a backward counts; one for the slope of the inputs alone is no micro-batch."""
+
+    def penalised(model: Any, optimizer: Any, number: int) -> None:
+        x, y = vectors(number, 0, 0)
+        x.requires_grad_()
+        loss = model(x, y)
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        (loss + slope.square().sum()).backward()
+        optimizer.step()
+
+    def of_inputs(model: Any, optimizer: Any, number: int) -> None:
+        x, y = vectors(number, 0, 0)
+        x.requires_grad_()
+        assert torch.autograd.grad(model(x, y), x)[0].isfinite().all()
+        model(x.detach(), y).backward()
+        optimizer.step()
+
+    for step in (penalised, of_inputs):
+        both(make_model(Stack), step, steps=2)
+
+
+@pytest.mark.parametrize("use", [evaluate, fail_forward, fail_backward, discard])
+def test_what_happens_between_steps_changes_nothing(use: Callable[..., None]) -> None:
+    model = make_model(Stack)
+    assert_equal(run_with(model, use, 1, ranks=1), run_with(model, nothing, 1, ranks=1))

@@ -78,13 +78,13 @@ def collectives(stage: int) -> dict[str, Any]:
 
 
 class SilentComm(Comm):
-    """One rank of two, whose other rank is never there: nothing is communicated, and what is called is the same.
+    """One rank of several, whose other ranks are never there: nothing is communicated, and what is called is the same.
 
     It runs on one thread, so that no waiting is counted.
     """
 
     def _all_reduce(self, tensor: torch.Tensor, op: str) -> Ticket:
-        tensor.mul_(self.size)  # as if the other rank had the same
+        tensor.mul_(self.size)  # as if the others had the same
         return DONE
 
     def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
@@ -106,8 +106,8 @@ class SilentComm(Comm):
         return None
 
 
-def python_calls(stage: int) -> int:
-    """Calls of Wherry's own Python functions in one step of one rank of two."""
+def python_calls(stage: int, ranks: int = RANKS) -> int:
+    """Calls of Wherry's own Python functions in one step of the first of so many ranks."""
     folder = str(Path(wherry.__file__).parent)
     count = 0
 
@@ -123,14 +123,14 @@ def python_calls(stage: int) -> int:
         finally:
             sys.setprofile(None)
 
-    _on_one_of_two(stage, run)
+    _on_the_first(ranks, stage, run)
     return count
 
 
 def allocations(stage: int) -> int:
     """Tensors that one step of one rank of two allocates above those of plain PyTorch doing the same."""
     seen: list[int] = []
-    _on_one_of_two(stage, lambda step: seen.append(_allocated(step)))
+    _on_the_first(RANKS, stage, lambda step: seen.append(_allocated(step)))
     model = make_model()
     optimizer = adamw(model.parameters())
 
@@ -146,12 +146,13 @@ def allocations(stage: int) -> int:
     return seen[0] - _allocated(lambda: plain(WARMUP))
 
 
-def _on_one_of_two(stage: int, run: Callable[[Callable[[], None]], None]) -> None:
+def _on_the_first(ranks: int, stage: int, run: Callable[[Callable[[], None]], None]) -> None:
     model = make_model()
-    engine = _engine(stage, SilentComm(0, RANKS), model)
+    engine = _engine(stage, SilentComm(0, ranks), model)
     for step in range(WARMUP):
         _step(engine, step, 0)
     engine.settle()
+
     def step() -> None:
         _step(engine, WARMUP, 0)
         engine.settle()
@@ -218,6 +219,7 @@ def count() -> dict[str, Any]:
         "torch": torch.__version__.partition("+")[0],
         "collectives": {str(stage): collectives(stage) for stage in STAGES},
         "python_calls": {str(stage): python_calls(stage) for stage in STAGES},
+        "python_calls_alone": {str(stage): python_calls(stage, ranks=1) for stage in STAGES},
         "allocations": {str(stage): allocations(stage) for stage in STAGES},
     }
     if cannot_count_instructions() is None:

@@ -29,9 +29,10 @@ def test_collectives_and_bytes(stage: int) -> None:
     assert counts.collectives(stage) == EXPECTED["collectives"][str(stage)], HOW
 
 
+@pytest.mark.parametrize(("ranks", "key"), [(counts.RANKS, "python_calls"), (1, "python_calls_alone")])
 @pytest.mark.parametrize("stage", counts.STAGES)
-def test_calls_of_python(stage: int) -> None:
-    seen, stored = counts.python_calls(stage), EXPECTED["python_calls"][str(stage)]
+def test_calls_of_python(stage: int, ranks: int, key: str) -> None:
+    seen, stored = counts.python_calls(stage, ranks), EXPECTED[key][str(stage)]
     # A few calls depend on which rank comes first to a collective.
     slack = 1.01 if SAME_PYTHON and SAME_TORCH else SLACK
     assert 0 < seen <= slack * stored, f"{seen} calls in a step, {stored} before; {HOW}"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from wherry.errors import WherryError
+from wherry.fake import is_fake
 
 
 class Bundle:
@@ -21,16 +22,15 @@ class Bundle:
 
     def __init__(self, tensors: list[Tensor]) -> None:
         dtype = tensors[0].dtype
-        addresses = [t.data_ptr() for t in tensors if t.is_cpu and t.dtype is dtype and t.is_contiguous()]
-        if len(addresses) < len(tensors):
+        if not all(t.is_cpu and t.dtype is dtype and t.is_contiguous() for t in tensors):
             raise WherryError(f"Bundle: expected contiguous CPU tensors of {dtype}, not all of {len(tensors)} are")
-        self._fill(tensors, addresses, dtype)
+        self._look_at(tensors)
 
-    def _fill(self, tensors: list[Tensor], addresses: list[int], dtype: torch.dtype) -> None:
+    def _look_at(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
-        self.addresses = addresses
-        self.dtype = dtype
-        self.numels = [tensor.numel() for tensor in tensors]
+        self.dtype = tensors[0].dtype
+        self.addresses = list(map(Tensor.data_ptr, tensors))
+        self.numels = list(map(Tensor.numel, tensors))
 
     @classmethod
     def of_gradients(cls, gradients: Sequence[Tensor | None], dtype: torch.dtype) -> Bundle | None:
@@ -45,8 +45,8 @@ class Bundle:
             and not gradient.requires_grad
             and gradient.is_contiguous()
         ]
-        if len(plain) < len(gradients):
+        if len(plain) < len(gradients) or is_fake(plain[0]):
             return None
         bundle = cls.__new__(cls)
-        bundle._fill(plain, [gradient.data_ptr() for gradient in plain], dtype)
+        bundle._look_at(plain)
         return bundle

@@ -129,9 +129,11 @@ class FlatGradient:
 
         So it is of what would be loose, laid out or not: that somebody looks at gradients changes no bit of the norm.
         """
+        if self.loose is not None:
+            return self.loose
         if self.way is not Landing.LOOSE or is_fake(self.flat.whole):
             return None
-        return self.loose or native.Bundle(self._parts_of(self.accumulated))
+        return native.Bundle(self._parts_of(self.accumulated))
 
     def of_parameter(self, index: int) -> torch.Tensor:
         """One parameter's gradient, of a flat whose gradients this rank has whole."""
@@ -211,8 +213,6 @@ class FlatGradient:
 
     def note_arrivals(self) -> None:
         """A backward has ended."""
-        if self.waits:
-            return  # who was absent is known since they were taken
         if not self.awaited:
             self.absent = ()
         elif self.absent:
@@ -229,6 +229,8 @@ class FlatGradient:
         """Add autograd's gradients to the replicated sum, while that is this rank's own."""
         if self.reduced:
             return
+        if self.waits:
+            self.sum_squares = None
         if self.fresh and self.way is Landing.LOOSE and self._take_loose():
             self.fresh = False
         elif self.fresh or any(parameter.grad is not None for parameter in self.flat.parameters):
@@ -239,13 +241,12 @@ class FlatGradient:
 
     def _take_loose(self) -> bool:
         """Keep autograd's gradients as they are, if none is missing and all are as they would lie in a flat."""
-        if is_fake(self.flat.whole):
-            return False
-        loose = native.Bundle.of_gradients([parameter.grad for parameter in self.flat.parameters], self.dtype)
+        parameters = self.flat.parameters
+        loose = native.Bundle.of_gradients([parameter.grad for parameter in parameters], self.dtype)
         if loose is None:
             return False
         self.loose = loose
-        for parameter in self.flat.parameters:
+        for parameter in parameters:
             parameter.grad = None
         if self.waits:
             self.absent = ()

@@ -147,7 +147,8 @@ class Gradients:
                 gradient.collected = True
                 if not gradient.partitioned:
                     gradient.absorb()
-            self._launch(gradient)
+            if not gradient.waits:  # else it travels nowhere, and is measured with all others in one pass
+                self._launch(gradient)
         self._next = len(self._order)
         self._send_waiting()
         self._drain(0)
@@ -155,7 +156,8 @@ class Gradients:
         if self._held:
             self._tell_of_held()
         for gradient in self.all:
-            gradient.note_arrivals()
+            if not gradient.waits:  # else who was absent is known since they were taken
+                gradient.note_arrivals()
         self._agree_on_order()
 
     def complete_window(self) -> None:

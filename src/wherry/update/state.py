@@ -200,9 +200,11 @@ class Batch:
             for gradient in self.gradients if loose else ():
                 gradient.lay_out()
             return self.rule.update(self.bind(aside), groups, multiplier)
-        pieces = self._pieces or self._cut(self._segments(self._views()))
-        if self._weights_stay:
-            self._pieces = pieces
+        pieces = self._pieces
+        if pieces is None:
+            pieces = self._cut(self._segments(self._views()))
+            if self._weights_stay:
+                self._pieces = pieces
         return self.rule.update(pieces, groups, multiplier, loose)
 
     @property
