@@ -134,12 +134,15 @@ print("rank", args.local_rank, "is done")
 SURFACE = (
     MODEL
     + """
+import sys, types
 import deepspeed, wherry
 from deepspeed import comm as dist
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.runtime.zero.offload_states import get_state_devices
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import (safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state,
-    safe_get_local_fp32_param, safe_set_full_fp32_param, safe_set_full_grad, safe_set_full_optimizer_state,
-    safe_update_full_grad_vectorized, logger, log_dist, set_z3_leaf_modules)
+    safe_get_local_fp32_param, safe_get_local_grad, safe_set_full_fp32_param, safe_set_full_grad,
+    safe_set_full_optimizer_state, safe_set_local_grad, safe_update_full_grad_vectorized, logger, log_dist)
 
 torch.manual_seed(0)
 model = Model()
@@ -179,6 +182,27 @@ assert weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
 with deepspeed.zero.GatheredParameters(model.parameters(), enabled=False):
     assert weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
 
+# Of weights that are held whole, ranks may make different numbers of forwards.
+with deepspeed.zero.GatheredParameters(engine.parameters()), torch.no_grad():
+    for batch in batches(0, 1 + dist.get_rank()):
+        engine(batch)
+
+# A question changes nothing; Accelerate is told the backend that it looks for where it starts the group.
+class PartialState:
+    _shared_state = {"backend": None}
+sys.modules["accelerate.state"] = types.SimpleNamespace(PartialState=PartialState)
+assert dist.get_world_size() == 2 and not dist.is_initialized() and PartialState._shared_state["backend"] is None
+dist.init_distributed()
+assert PartialState._shared_state["backend"] == "gloo" and dist.is_initialized()
+del sys.modules["accelerate.state"]
+
+assert get_state_devices(engine, OffloadStateTypeEnum.hp_params) == {engine.device}
+try:
+    get_state_devices(engine, "weights")
+    raise AssertionError("a state of no such name")
+except ValueError as error:
+    assert "weights is no state; they are lp_params" in str(error)
+
 # The oracle: one process, both ranks' batches.
 own = torch.optim.AdamW(twin.parameters(), lr=1e-2, weight_decay=0.0)
 data = [batches(rank, 3) for rank in range(2)]
@@ -195,6 +219,8 @@ for step in range(3):
         grads[name].mul_(0.5)
         safe_update_full_grad_vectorized([model.head.bias], lambda gradient, parameter: gradient + 0.01)
         grads["head.bias"].add_(0.01)
+        safe_set_local_grad(model.embed.weight, safe_get_local_grad(model.embed.weight) * 0.25)
+        grads["embed.weight"].mul_(0.25)
     engine.step()
     own.step()
     own.zero_grad()

@@ -158,3 +158,25 @@ def test_the_command_of_the_alias_takes_the_flags_of_the_other_launcher(tmp_path
     )
     done = deepspeed("--launcher", "slurm", path)
     assert done.returncode == 2 and "wherry run --emit slurm" in done.stderr
+
+
+def test_the_command_as_one_of_the_hosts_and_flags_without_effect(tmp_path, capsys):
+    from wherry.compat.deepspeed.launcher import build_parser, to_run
+    from wherry.errors import WherryError
+
+    (tmp_path / "hosts").write_text("alpha slots=2\nbeta slots=4\n")
+
+    def flags(*given):
+        words = ["--hostfile", str(tmp_path / "hosts"), "--no_ssh", "--no_local_rank", *given, "train.py"]
+        return " ".join(to_run(build_parser().parse_args(words)))
+
+    place = "--num_nodes 2 --master_addr alpha --node_rank 1"
+    found = flags("--node_rank", "1")
+    assert "hostfile" not in found and "--num_gpus 4" in found
+    assert all(part in found for part in (*place.split(" --")[1:], "train.py"))
+    assert "--include localhost:1,3" in flags("--node_rank", "1", "--include", "alpha@beta:1,3")
+    assert capsys.readouterr().err == ""
+    with pytest.raises(WherryError, match="2 machines; give --node_rank, from 0 to 1"):
+        flags()
+    flags("--node_rank", "0", "--bind_core_list", "0-3")
+    assert capsys.readouterr().err == "deepspeed: --bind_core_list has no effect here\n"

@@ -133,3 +133,33 @@ def test_every_module_can_be_imported_and_absent_parts_refuse():
     )
     assert done.returncode == 0, done.stderr
     assert "2,800M parameters" in done.stdout
+
+
+def test_a_leaf_is_not_cut_where_it_would_be_and_cuts_no_block():
+    from torch import nn
+
+    from wherry.compat.deepspeed.utilities import set_z3_leaf_modules, unset_z3_leaf_modules
+    from wherry.sharding.grouping import plan_units
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.each = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.experts = nn.Linear(4, 4), Experts()
+
+    def units(model):
+        return [plan.name for plan in plan_units(model)]
+
+    alone = nn.ModuleDict({"embed": nn.Embedding(5, 4), "experts": Experts()})
+    assert units(alone) == ["root", "experts.each.0", "experts.each.1", "experts.each.2"]
+    assert len(set_z3_leaf_modules(alone, [Experts])) == 1
+    assert units(alone) == ["root", "experts"]
+    unset_z3_leaf_modules(alone, [Experts])
+    assert len(units(alone)) == 4
+    blocks = nn.ModuleDict({"blocks": nn.ModuleList(Block() for _ in range(2))})
+    assert len(set_z3_leaf_modules(blocks, ["Experts"])) == 2
+    assert units(blocks) == ["root", "blocks.0", "blocks.1"]

@@ -74,7 +74,8 @@ def with_trainer(resume=None):
     args = TrainingArguments(
         output_dir=out, per_device_train_batch_size=4 // WORLD, gradient_accumulation_steps=2, max_steps=4,
         logging_steps=1, learning_rate=1e-2, warmup_steps=1, max_grad_norm=0.9, report_to=[],
-        save_steps=2, use_cpu=MODE != "alias", disable_tqdm=True, **more,
+        save_steps=2, use_cpu=MODE != "alias", disable_tqdm=True, eval_strategy="steps", eval_steps=2,
+        load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=True, **more,
     )  # fmt: skip
     set_seed(0)
     if resume:  # weights that the checkpoint must replace
@@ -82,14 +83,21 @@ def with_trainer(resume=None):
     model = LlamaForCausalLM(tiny_config())
     trainer = cls(model=model, args=args, train_dataset=Tokens(32), eval_dataset=Tokens(8), **extra)
     trainer.train(resume_from_checkpoint=resume)
+    # The "best" is the first, of step 2.
+    assert trainer.state.best_model_checkpoint == os.path.join(out, "checkpoint-2")
     found = {"log": log_of(trainer), "evaluation": trainer.evaluate()["eval_loss"]}
     trainer.save_model(os.path.join(out, "final"))
     if MODE != "plain":
         assert trainer.model_wrapped.world_size == WORLD
         assert type(trainer.model_wrapped).__mro__[-3].__name__ != "DistributedDataParallel"
     prompt = {"input_ids": Tokens(2).ids[:, :4], "attention_mask": torch.ones(2, 4, dtype=torch.long)}
-    tokens = trainer.model.generate(**prompt, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    # Ranks that generate fewer tokens go on until all are done.
+    tokens = trainer.model.generate(**prompt, max_new_tokens=6 - 2 * RANK, do_sample=False, pad_token_id=0)
     found["generated"] = tokens.tolist()
+    if WORLD > 1:
+        everybodys = [None] * WORLD
+        torch.distributed.all_gather_object(everybodys, found["generated"])
+        assert [row[: len(mine)] for row, mine in zip(everybodys[0], everybodys[1], strict=True)] == everybodys[1]
     return found
 
 
@@ -115,45 +123,66 @@ def with_pretrained():
 
 
 def with_accelerate():
+    """Micro-batches, a schedule that the script moves, and a state that is saved and loaded again."""
     start_anew()
     if MODE == "alias":
         plugin = DeepSpeedPlugin(
-            zero_stage=3, gradient_accumulation_steps=2, gradient_clipping=0.5, zero3_save_16bit_model=True
-        )
+            zero_stage=3, gradient_accumulation_steps=2, gradient_clipping=0.5, zero3_save_16bit_model=True,
+            offload_optimizer_device="cpu",
+        )  # fmt: skip
         accelerator = Accelerator(deepspeed_plugin=plugin)
+        assert accelerator.num_processes == WORLD
     else:
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     set_seed(0)
     block = lambda: nn.Sequential(nn.Linear(16, 16), nn.GELU())  # noqa: E731
     model = nn.Sequential(nn.Embedding(32, 16), block(), block(), nn.Linear(16, 32))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, betas=(0.8, 0.99), weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9 ** (step // WORLD))  # a step for each rank
     data = DataLoader(torch.randint(0, 32, (64,), generator=torch.Generator().manual_seed(0)), batch_size=8 // WORLD)
-    model, optimizer, data = accelerator.prepare(model, optimizer, data)
-    losses = []
-    for batch in [batch for _ in range(2) for batch in data]:
-        with accelerator.accumulate(model):
-            loss = nn.functional.cross_entropy(model(batch), (batch + 1) % 32)
-            accelerator.backward(loss)
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(float(accelerator.reduce(loss.detach(), "mean")) if WORLD > 1 else float(loss))
+    model, optimizer, data, schedule = accelerator.prepare(model, optimizer, data, schedule)
+
+    def train(batches):
+        losses = []
+        for batch in batches:
+            with accelerator.accumulate(model):
+                loss = nn.functional.cross_entropy(model(batch), (batch + 1) % 32)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            losses.append(float(accelerator.reduce(loss.detach(), "mean")) if WORLD > 1 else float(loss))
+        return losses
+
+    found = {"losses": train(batch for _ in range(2) for batch in data), "rate": schedule.get_last_lr()}
     whole = accelerator.get_state_dict(model)
-    weights = {name: float(value.double().sum()) for name, value in whole.items()} if RANK == 0 else {}
+    found["weights"] = {name: float(value.double().sum()) for name, value in whole.items()} if RANK == 0 else {}
     if MODE == "alias":
         accelerator.save_state(os.path.join(FOLDER, "state"))
         assert glob.glob(os.path.join(FOLDER, "state", "pytorch_model", "*"))
+        after = train(data)
         accelerator.load_state(os.path.join(FOLDER, "state"))
-    return {"losses": losses, "weights": weights}
+        assert train(data) == after
+    return found
 
 
-def with_sft():
+def words():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(50))]
+    inner = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    return names, PreTrainedTokenizerFast(tokenizer_object=inner, **special)
+
+
+def with_sft(resume=None):
     """LoRA through TRL, with gradient checkpointing."""
     from datasets import Dataset as Table
     from peft import LoraConfig
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
     from trl import SFTConfig, SFTTrainer
 
     start_anew()
@@ -165,16 +194,13 @@ def with_sft():
 
         cls = type("SFT", (WherryMixin, SFTTrainer), {})
         extra["wherry_config"] = {"zero_optimization": ZERO}
-    names = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(50))]
-    inner = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    names, tokenizer = words()
     generator = torch.Generator().manual_seed(0)
     texts = [" ".join(names[3 + i] for i in torch.randint(0, 50, (10,), generator=generator)) for _ in range(32)]
     out = os.path.join(FOLDER, MODE + "-sft")
     args = SFTConfig(
         output_dir=out, per_device_train_batch_size=8 // WORLD, max_steps=3, logging_steps=1, learning_rate=1e-2,
-        report_to=[], save_strategy="no", use_cpu=MODE != "alias", bf16=False, gradient_checkpointing=True,
+        report_to=[], save_steps=2, use_cpu=MODE != "alias", bf16=False, gradient_checkpointing=True,
         disable_tqdm=True, max_length=16, **more,
     )  # fmt: skip
     set_seed(0)
@@ -183,7 +209,7 @@ def with_sft():
         processing_class=tokenizer, **extra,
         peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
     )  # fmt: skip
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(out)
     found = {"log": log_of(trainer)}
     if RANK == 0:
@@ -194,6 +220,36 @@ def with_sft():
     return found
 
 
+def with_dpo():
+    """A second model beside the trained one, as reference, and a loss that reads weights in a backward of its own."""
+    from datasets import Dataset as Table
+    from trl import DPOConfig, DPOTrainer
+
+    start_anew()
+    more, extra, cls = {}, {}, DPOTrainer
+    if MODE == "alias":
+        more["deepspeed"] = {key: value for key, value in AUTO.items() if key != "optimizer"}
+    if MODE == "own":
+        from wherry.integrations.transformers import WherryMixin
+
+        cls = type("DPO", (WherryMixin, DPOTrainer), {})
+        extra["wherry_config"] = {"zero_optimization": ZERO}
+    names, tokenizer = words()
+    generator = torch.Generator().manual_seed(0)
+    text = lambda: " ".join(names[3 + i] for i in torch.randint(0, 50, (4,), generator=generator))  # noqa: E731
+    table = Table.from_list([{"prompt": text(), "chosen": " " + text(), "rejected": " " + text()} for _ in range(24)])
+    args = DPOConfig(
+        output_dir=os.path.join(FOLDER, MODE + "-dpo"), per_device_train_batch_size=8 // WORLD, max_steps=3,
+        logging_steps=1, learning_rate=1e-2, report_to=[], save_strategy="no", use_cpu=MODE != "alias", bf16=False,
+        disable_tqdm=True, **more,
+    )  # fmt: skip
+    set_seed(0)
+    model = os.path.join(FOLDER, "plain", "final")
+    trainer = cls(model=model, args=args, train_dataset=table, processing_class=tokenizer, **extra)
+    trainer.train()
+    return {"log": log_of(trainer)}
+
+
 def main():
     found = {"trainer": with_trainer(), "pretrained": with_pretrained()}
     if MODE != "plain":
@@ -201,6 +257,9 @@ def main():
     if MODE != "own":
         found["accelerate"] = with_accelerate()
     found["sft"] = with_sft()
+    if MODE != "plain":
+        found["sft_resumed"] = with_sft(os.path.join(FOLDER, MODE + "-sft", "checkpoint-2"))
+    found["dpo"] = with_dpo()
     if RANK == 0:
         with open(os.path.join(FOLDER, MODE + ".json"), "w", encoding="utf-8") as file:
             json.dump(found, file)

@@ -85,6 +85,7 @@ def test_what_it_saves_is_what_it_would_have_saved(plain, alias, own, folder):
 def test_a_resumed_trainer_goes_on_exactly(alias, own):
     for found in (alias, own):
         assert found["resumed"] == found["trainer"]
+        assert found["sft_resumed"] == found["sft"]
 
 
 def test_from_pretrained_under_a_config_of_stage_3(plain, alias):
@@ -94,6 +95,7 @@ def test_from_pretrained_under_a_config_of_stage_3(plain, alias):
 
 def test_accelerate_with_its_plugin(plain, alias):
     assert alias["accelerate"]["losses"] == close(plain["accelerate"]["losses"])
+    assert alias["accelerate"]["rate"] == plain["accelerate"]["rate"]
     assert alias["accelerate"]["weights"] == pytest.approx(plain["accelerate"]["weights"], rel=1e-4, abs=1e-4)
 
 
@@ -102,6 +104,11 @@ def test_lora_through_trl(plain, alias, own):
         same_log(found["sft"]["log"], plain["sft"]["log"])
         assert found["sft"]["adapter"] == close(plain["sft"]["adapter"], 1e-4)
         assert len(found["sft"]["adapter"]) == 8
+
+
+def test_preferences_against_a_reference_model(plain, alias, own):
+    for found in (alias, own):
+        same_log(found["dpo"]["log"], plain["dpo"]["log"])
 
 
 def test_the_trainer_of_wherry(plain, own):

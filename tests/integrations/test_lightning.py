@@ -44,9 +44,7 @@ def plain(forks, tmp_path_factory):
 # it gives with accumulation is not what Lightning gives without it, whichever engine runs.
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("mode", "stage", "accumulation"), [("own", 3, 2), ("own", 2, 2), ("alias", 3, 1)])
-def test_it_trains_validates_saves_and_resumes_as_without_wherry(
-    plain, forks, tmp_path, mode, stage, accumulation
-):
+def test_it_trains_validates_saves_and_resumes_as_without_wherry(plain, forks, tmp_path, mode, stage, accumulation):
     plain = plain(accumulation)
     if mode == "alias":
         with Forks(*IMPORTS, as_deepspeed=True) as aliased:

@@ -136,6 +136,14 @@ class WherryStrategy(DDPStrategy):
 
     def _resolved(self, trainer: Trainer, fitting: bool) -> Config:
         given = self._config.given
+        for key, name, value in (
+            ("gradient_accumulation_steps", "accumulate_grad_batches", trainer.accumulate_grad_batches),
+            ("gradient_clipping", "gradient_clip_val", trainer.gradient_clip_val),
+        ):
+            if fitting and value is not None and given.get(key, "auto") not in ("auto", None, value):
+                raise WherryError(
+                    f"{key}: the config has {given[key]}, and Trainer(...) {name}={value}; leave it out of the config"
+                )
         overrides: dict[str, Any] = {"gradient_accumulation_steps": trainer.accumulate_grad_batches}
         if given.get("train_batch_size") == "auto" or "train_micro_batch_size_per_gpu" in given:
             overrides["train_batch_size"] = None
@@ -144,7 +152,9 @@ class WherryStrategy(DDPStrategy):
             overrides[f"{block}.enabled"] = True
         if trainer.gradient_clip_val is not None:
             if str(trainer.gradient_clip_algorithm or "norm") not in ("norm", "GradClipAlgorithmType.NORM"):
-                raise WherryError("gradient_clip_algorithm: Wherry clips by the global norm, got value")
+                raise WherryError(
+                    'gradient_clip_algorithm: expected "norm", got "value"; Wherry clips by the global norm'
+                )
             overrides["gradient_clipping"] = float(trainer.gradient_clip_val)
         if not fitting:
             overrides |= {"optimizer": None, "scheduler": None}

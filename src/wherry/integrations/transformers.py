@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import transformers
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DynamoBackend
 from torch import nn
 
 from wherry import config as configs
@@ -27,6 +28,7 @@ from wherry.assemble import initialize
 from wherry.config import Config
 from wherry.engine import Engine
 from wherry.errors import ConfigError, WherryError
+from wherry.sharding.attached import Mark
 
 __all__ = ["WherryMixin", "WherryTrainer"]
 
@@ -47,11 +49,33 @@ class _Optimizer(AcceleratedOptimizer):
         return bool(self.optimizer.overflow)
 
 
+class _Travelling(Mark):
+    """On a model that generates: true while each of its forwards gathers weights from all ranks."""
+
+    __slots__ = ()
+
+    def __bool__(self) -> bool:
+        engine = self()
+        return engine is not None and not engine.closed and not engine._generating
+
+    def __reduce__(self) -> Any:
+        return bool, ()
+
+
+def _generate_together(engine: Engine) -> None:
+    """Have `generate` go on until every rank is done with its own, as it does for weights that FSDP has cut."""
+    if engine.placement.parameters.partitioned and engine.comm.size > 1:
+        for module in engine.module.modules():
+            if hasattr(type(module), "generate"):
+                module._is_fsdp_managed_module = _Travelling(engine)  # type: ignore[assignment]
+
+
 class WherryMixin:
     """What a Trainer needs to train on the engine. `wherry_config`: a path, a dict, or nothing for ZeRO-3.
 
     Batch sizes, clipping, precision, learning rate and schedule are the TrainingArguments'; where the config has a key
-    for one of them it must be "auto" or agree. `trainer.engine` is the engine, from the beginning of `train`.
+    for one of them it must be "auto" or agree. `trainer.engine` is the engine, from the beginning of `train`, or of
+    `evaluate` where that partitions the weights.
     """
 
     engine: Engine | None = None
@@ -69,6 +93,11 @@ class WherryMixin:
         self._wherry_config = configs.load(source)
         self._max_steps = 0
         super().__init__(*args, **kwargs)
+        if self.args.load_best_model_at_end and self.args.save_only_model:
+            raise WherryError(
+                "load_best_model_at_end reads the engine's checkpoints, and save_only_model leaves them out; set one "
+                "of the two to False"
+            )
 
     # What the engine places, and the accelerator does not.
 
@@ -77,10 +106,13 @@ class WherryMixin:
 
     def _prepare_for_training(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
         self._max_steps = max_steps
+        if self.engine is not None and self.engine.module is not self.model:
+            self.engine.close()  # with `model_init` every training has a model of its own
+            self.engine = None
         return super()._prepare_for_training(max_steps, *args, **kwargs)  # type: ignore[misc]
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        if self.engine is not None:
+        if self.engine is not None and self.engine.optimizer is not None:
             return self.optimizer
         if self._wherry_config.optimizer is not None:
             return None
@@ -93,18 +125,32 @@ class WherryMixin:
         return super().create_scheduler(num_training_steps, optimizer)  # type: ignore[misc]
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        if self.engine is not None:
+        if self.engine is not None and (self.engine.optimizer is not None or not training):
             return self.engine
-        if not training:
-            return model
-        config = resolve(self._wherry_config, self.args, self._max_steps)
+        if training:
+            self._start_to_train()
+        elif self._wherry_config.placement().parameters.partitioned:
+            config = configs.load(self._wherry_config, overrides={"optimizer": None, "scheduler": None})
+            self.engine = self._build_engine(resolve(config, self.args, 0), None)
+        return self.engine if self.engine is not None else model
+
+    def _start_to_train(self) -> None:
+        if self.engine is not None:
+            self.engine.unwrap()  # it was for an evaluation, and has no optimizer
         given = self.optimizer.optimizer if isinstance(self.optimizer, AcceleratedOptimizer) else self.optimizer
-        self.engine, optimizer, _, _ = initialize(model=model, optimizer=given, config=config)
-        assert optimizer is not None
-        self.optimizer = _Optimizer(optimizer)
+        self.engine = self._build_engine(resolve(self._wherry_config, self.args, self._max_steps), given)
+        assert self.engine.optimizer is not None
+        self.optimizer = _Optimizer(self.engine.optimizer)
         # The accelerator would divide and scale the loss, and run its backward, by itself.
         self.accelerator.backward = self._backward
-        return self.engine
+
+    def _build_engine(self, config: Config, optimizer: torch.optim.Optimizer | None) -> Engine:
+        engine, *_ = initialize(model=self.model, optimizer=optimizer, config=config)
+        _generate_together(engine)
+        dynamo = self.accelerator.state.dynamo_plugin
+        if dynamo.backend != DynamoBackend.NO:
+            engine.compile(**dynamo.to_kwargs())
+        return engine
 
     # A step.
 
@@ -132,15 +178,20 @@ class WherryMixin:
 
     # Saving and resuming.
 
+    @property
+    def _has_adapter(self) -> bool:
+        """Whether the frozen weights are somebody else's, whom PEFT's adapter names."""
+        return hasattr(self.model, "peft_config")
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if self.engine is None:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
-        frozen_stay_out = self.engine.placement.parameters.partitioned and hasattr(self.model, "peft_config")
-        state = self.engine.module.state_dict()
-        if frozen_stay_out:
-            named = self.engine.module.named_parameters(remove_duplicate=False)
-            state = {name: state[name] for name, parameter in named if parameter.requires_grad}
+        frozen_stay_out = self.engine.placement.parameters.partitioned and self._has_adapter
+        if self.args.save_on_each_node:
+            state: dict[str, Any] | None = self.engine.module.state_dict()
+        else:  # on rank 0 alone
+            state = self.engine.consolidated_state_dict(exclude_frozen_parameters=frozen_stay_out)
         if self.args.should_save:
             self._save(output_dir or self.args.output_dir, state_dict=state)
         if self.args.push_to_hub and not _internal_call:
@@ -148,7 +199,7 @@ class WherryMixin:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.engine is not None
-        self.engine.save_checkpoint(output_dir)
+        self.engine.save_checkpoint(output_dir, exclude_frozen_parameters=self._has_adapter)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_FILE))
 
@@ -158,20 +209,24 @@ class WherryMixin:
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        assert self.engine is not None
-        path, _ = self.engine.load_checkpoint(checkpoint)
-        if path is None:
-            raise WherryError(
-                f"{checkpoint}: holds no checkpoint of the engine's; one that another Trainer wrote has weights that "
-                "from_pretrained reads"
-            )
+        self._load(checkpoint)
         schedule = os.path.join(checkpoint, SCHEDULER_FILE)
         if os.path.exists(schedule):
             self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
 
     def _load_best_model(self) -> None:
+        self._load(self.state.best_model_checkpoint, weights_alone=True)
+
+    def _load(self, folder: str, weights_alone: bool = False) -> None:
         assert self.engine is not None
-        self.engine.load_checkpoint(self.state.best_model_checkpoint, load_module_only=True)
+        path, _ = self.engine.load_checkpoint(
+            folder, load_module_strict=not self._has_adapter, load_module_only=weights_alone
+        )
+        if path is None:
+            raise WherryError(
+                f"{folder}: holds no checkpoint of the engine's; one that another Trainer wrote has weights that "
+                "from_pretrained reads"
+            )
 
 
 class WherryTrainer(WherryMixin, transformers.Trainer):

@@ -14,6 +14,9 @@ from wherry.nn.tiled import Tile
 # its own, so that it need not stay gathered for the whole step as the root unit does.
 LARGE_LAYER = 1_000_000
 
+# What marks a module that must not be cut: outside every block it is one, whatever is repeated inside it.
+LEAF = "_z3_leaf"
+
 
 @dataclass
 class UnitPlan:
@@ -29,8 +32,8 @@ def plan_units(model: nn.Module, unit_classes: Sequence[str] = ()) -> list[UnitP
     """Cut `model` into units, in registration order; the root unit comes first.
 
     Blocks are found as repeated modules of one class in a container, or by class name from `unit_classes`, or from the
-    model's own `_no_split_modules`. Parameters outside every block, and those that more than one unit uses, belong to
-    the root unit.
+    model's own `_no_split_modules`; a module that is marked as a leaf is one too. Parameters outside every
+    block, and those that more than one unit uses, belong to the root unit.
     """
     names = {module: name for name, module in model.named_modules()}
     wanted = _wanted_classes(model, unit_classes)
@@ -70,7 +73,7 @@ def _wanted_classes(model: nn.Module, unit_classes: Sequence[str]) -> set[str]:
 
 def _blocks_by_class(module: nn.Module, wanted: set[str]) -> Iterator[nn.Module]:
     for child in _distinct_children(module):
-        if type(child).__name__ in wanted:
+        if type(child).__name__ in wanted or _is_leaf(child):
             yield child
         else:
             yield from _blocks_by_class(child, wanted)
@@ -82,10 +85,14 @@ def _blocks_by_repetition(module: nn.Module) -> Iterator[nn.Module]:
     with_parameters = [child for child in children if _has_parameters(child)]
     classes = [type(child) for child in with_parameters]
     for child in with_parameters:
-        if is_container and classes.count(type(child)) > 1 and not _is_plain_container(child):
+        if _is_leaf(child) or (is_container and classes.count(type(child)) > 1 and not _is_plain_container(child)):
             yield child
         else:
             yield from _blocks_by_repetition(child)
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    return bool(getattr(module, LEAF, False)) and not _is_plain_container(module)
 
 
 def _is_plain_container(module: nn.Module) -> bool:

@@ -57,7 +57,8 @@ def init_distributed(
     **options: Any,
 ) -> None:
     """Start torch.distributed from what a launcher has set; without a launcher, as a group of one."""
-    if is_initialized() or dist_init_required is False:
+    if started() or dist_init_required is False:
+        _tell_accelerate()
         return
     device = default_device()
     backend = dist_backend or ("nccl" if device.type == "cuda" else "gloo")
@@ -94,21 +95,33 @@ def _from_mpi(port: int) -> None:
     os.environ.setdefault("MASTER_PORT", str(port))
 
 
+def started() -> bool:
+    """Whether torch.distributed has started."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def is_initialized() -> bool:
-    started = dist.is_available() and dist.is_initialized()
-    if started:
-        _tell_accelerate()
-    return started
+    """Whether torch.distributed has started, for all that the asker needs of it.
+
+    Accelerate, while it has no backend, is answered no: it calls `init_distributed` then, and is told of one there.
+    """
+    return started() and _accelerate_without_backend() is None
 
 
-def _tell_accelerate() -> None:
-    """Which backend there is. Accelerate knows none for ranks without a GPU, and takes each for the only one.
+def _accelerate_without_backend() -> dict[str, Any] | None:
+    """Accelerate's state while it is being made, if it knows no backend.
 
-    It comes here while its state is being made, and looks at the backend afterwards.
+    It knows none for ranks without a GPU, and takes each for the only one.
     """
     state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
     shared = getattr(state, "_shared_state", {})
-    if "num_processes" not in shared and shared.get("backend", "") is None:
+    return shared if "num_processes" not in shared and shared.get("backend", "") is None else None
+
+
+def _tell_accelerate() -> None:
+    """Which backend there is. It looks at its state again after it has called `init_distributed`."""
+    shared = _accelerate_without_backend()
+    if shared is not None and started():
         shared["backend"] = dist.get_backend()
 
 
@@ -117,11 +130,11 @@ def is_available() -> bool:
 
 
 def get_rank(group: Any = None) -> int:
-    return dist.get_rank(group) if is_initialized() else int(os.environ.get("RANK", "0"))
+    return dist.get_rank(group) if started() else int(os.environ.get("RANK", "0"))
 
 
 def get_world_size(group: Any = None) -> int:
-    return dist.get_world_size(group) if is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    return dist.get_world_size(group) if started() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def get_local_rank() -> int:

@@ -20,6 +20,7 @@ _REFUSED = {
     "venv_script": "start `wherry run` from the environment itself",
 }
 _SCHEDULERS = {"slurm": "wherry run --emit slurm"}
+_NO_EFFECT = ("launcher_args", "bind_core_list", "save_pid")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -61,6 +62,11 @@ def to_run(arguments: argparse.Namespace) -> list[str]:
     if arguments.launcher not in ("pdsh", "ssh"):
         instead = _SCHEDULERS.get(arguments.launcher, "wherry run --hostfile FILE")
         raise WherryError(f"--launcher {arguments.launcher} is not part of Wherry; use `{instead}`")
+    for name in _NO_EFFECT:
+        if getattr(arguments, name):
+            print(f"deepspeed: --{name} has no effect here", file=sys.stderr)
+    if arguments.no_ssh and arguments.hostfile:
+        _become_one_of_the_hosts(arguments)
     flags = ["--as-deepspeed"]
     for name in _SAME:
         value = getattr(arguments, name)
@@ -75,6 +81,26 @@ def to_run(arguments: argparse.Namespace) -> list[str]:
     if arguments.enable_each_rank_log:
         flags += ["--log-dir", arguments.enable_each_rank_log, "--redirects", "3"]
     return [*flags, arguments.user_script, *arguments.user_args]
+
+
+def _become_one_of_the_hosts(arguments: argparse.Namespace) -> None:
+    """With `--no_ssh` somebody has started this command on every host: this is the machine of that `--node_rank`."""
+    from wherry.cli.nodes import read_hostfile, select
+
+    hosts = select(read_hostfile(arguments.hostfile), arguments.include, arguments.exclude)
+    if not 0 <= arguments.node_rank < len(hosts):
+        raise WherryError(
+            f"--no_ssh: the hostfile has {len(hosts)} machines; give --node_rank, from 0 to {len(hosts) - 1}, to say "
+            "which of them this one is"
+        )
+    slots = hosts[arguments.node_rank].slots
+    if arguments.include or arguments.exclude:
+        arguments.include, arguments.exclude = f"localhost:{','.join(map(str, slots))}", ""
+    elif arguments.num_gpus == -1:
+        arguments.num_gpus = len(slots)
+    arguments.num_nodes = len(hosts)
+    arguments.master_addr = arguments.master_addr or hosts[0].name
+    arguments.hostfile = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -85,6 +85,7 @@ class DeepSpeedCPUAdagrad(_Anywhere, optim.CPUAdagrad):
         weight_decay: float = 0,
         amsgrad: bool = False,
         fp32_optimizer_states: bool = True,
+        adamw_mode: bool = False,  # Accelerate says it to all of them
     ) -> None:
         _no_amsgrad("DeepSpeedCPUAdagrad", amsgrad)
         optim.CPUAdagrad.__init__(self, model_params, lr, weight_decay=weight_decay, eps=eps)
@@ -100,6 +101,7 @@ class DeepSpeedCPULion(_Anywhere, optim.CPULion):
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0,
         fp32_optimizer_states: bool = True,
+        adamw_mode: bool = False,
     ) -> None:
         optim.CPULion.__init__(self, model_params, lr, betas, weight_decay)
 

@@ -79,6 +79,9 @@ def mark(engine: Engine) -> None:
     """Put the marks on an engine's parameters; those of sharding only where weights are partitioned."""
     reference = weakref.ref(engine)
     partitioned = engine.placement.parameters.partitioned
+    if partitioned:
+        # What a backward reads of a parameter that autograd has saved is whole, and a tensor of its own without marks.
+        torch.Tensor.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
     persistent = {p for unit in engine.units for flat in unit.flats if flat.resident for p in flat.parameters}
     for number, parameter in enumerate(engine.module.parameters()):
         setattr(parameter, ENGINE, reference)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from wherry.compat.deepspeed.parts import not_part_of_wherry
 from wherry.engine import Engine
 from wherry.errors import WherryError
 
@@ -103,4 +102,13 @@ def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor, opt
 
 
 def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
-    raise not_part_of_wherry("safe_set_local_grad", "use safe_set_full_grad, on every rank")
+    engine, name = _required(param)
+    start, stop = engine.states.local_range(name)
+    if value.numel() != stop - start:
+        raise WherryError(
+            f"safe_set_local_grad: {name}: expected {stop - start} elements, those that this rank updates, got "
+            f"{tuple(value.shape)}"
+        )
+    whole = value.new_zeros(param.numel())  # of which this rank keeps its own part
+    whole[start:stop] = value.flatten()
+    engine.states.set_gradient(name, whole)

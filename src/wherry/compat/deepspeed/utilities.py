@@ -10,11 +10,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from wherry.errors import WherryError
 from wherry.observe.log import logger, show_unless_shown
 from wherry.observe.memory import device_memory, format_bytes, host_memory
-from wherry.offstage import SPELLINGS
+from wherry.offstage import SPELLINGS, STATES
 from wherry.parallel.topology import default_device
 from wherry.placement import Tier
+from wherry.sharding.grouping import LEAF
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -85,9 +87,7 @@ class RepeatingLoader:
             return next(self._iterator)
 
 
-# A "leaf" is a module that is gathered whole: here, an instance of a class named in `wherry.unit_classes`.
-
-LEAF = "_z3_leaf"
+# A "leaf" is a module that is gathered whole. Inside a block it is in any case.
 
 
 def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
@@ -165,10 +165,6 @@ def z3_leaf_module(module: nn.Module) -> bool:
 z3_leaf_parameter = z3_leaf_module
 
 
-def leaf_classes(model: nn.Module) -> list[str]:
-    return sorted({type(module).__name__ for module in get_z3_leaf_modules(model)})
-
-
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
     """Tensors cloned out of the larger storages that they are views of, so that saving them saves no more."""
     if isinstance(item, torch.Tensor):
@@ -181,7 +177,10 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
 
 
 def get_state_devices(engine: Any, state: Any) -> set[torch.device]:
-    """The devices on which a state of the engine rests."""
-    name = SPELLINGS.get(str(getattr(state, "value", state)), "optimizer")
+    """The devices on which a state of the engine rests; what rests on disk is read into the host's memory."""
+    spelling = str(getattr(state, "value", state))
+    name = SPELLINGS.get(spelling, spelling)
+    if name not in STATES:
+        raise WherryError(f"get_state_devices: {spelling} is no state; they are {', '.join(SPELLINGS)}")
     on_device = getattr(engine.placement, name).tier is Tier.DEVICE and name not in engine._offstage.away
     return {engine.device if on_device else torch.device("cpu")}
