@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from wherry import config as configs
 from wherry.config import Config
@@ -21,7 +22,7 @@ from wherry.plan.peaks import Setting
 from wherry.plan.probe import this_machine
 from wherry.plan.profile import Line, Profile, Recompute, profile
 from wherry.plan.units import unit_sizes
-from wherry.sources import Source, find
+from wherry.sources import Batch, Source, find
 
 # A profile of this micro-batch and the straight line to it from one: never below what a batch between them keeps.
 FAR = 32
@@ -51,6 +52,9 @@ class Forecaster:
         self.sequence = sequence or source.sequence
         self._profiles: dict[_Key, Profile] = {}
         self._whole: int | None = None
+        # Models without values, each made once; their tensors belong to the one mode.
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._models: dict[Grid, nn.Module] = {}
 
     def exact(self, config: Config) -> Estimate:
         """From a profile of this very micro-batch."""
@@ -100,20 +104,29 @@ class Forecaster:
 
         def build(micro_batch: int) -> tuple[nn.Module, tuple[Any, ...], Any]:
             nonlocal unknown
-            model, batch = source.make(micro_batch, self.sequence)
+            model, batch = self._made(source, key.grid, micro_batch)
             if batch is None:
                 unknown = True
                 raise WherryError("the model's inputs are not known")
             return model, batch.args, batch.kwargs
 
         try:
-            return profile(build, *key[:-1])
+            return profile(build, *key[:-1], mode=self._mode)
         except WherryError:
             if not unknown:
                 raise
         with torch.device("meta"):
             model, _ = source.make(key.micro, self.sequence)
         return Profile.of_sizes(unit_sizes(model, key.unit_classes), key.micro)
+
+    def _made(self, source: Source, grid: Grid, micro: int) -> tuple[nn.Module, Batch | None]:
+        """The model, which a profile leaves as it was, and a micro-batch."""
+        if source.inputs is None:
+            return source.make(micro, self.sequence)
+        if grid not in self._models:
+            self._models[grid] = source.make(1, self.sequence)[0]
+        model = self._models[grid]
+        return model, source.inputs(model, micro, self.sequence)
 
 
 def estimate(

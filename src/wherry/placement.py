@@ -15,6 +15,15 @@ class Tier(enum.Enum):
         return self.value
 
 
+def place_name(tier: Tier | str, *, gpu: bool) -> str:
+    """What people read for a tier. Without a GPU what computes is the host, and its memory has that one name.
+
+    >>> place_name(Tier.DEVICE, gpu=False)
+    'host'
+    """
+    return str(Tier.HOST if str(tier) == str(Tier.DEVICE) and not gpu else tier)
+
+
 @dataclass(frozen=True)
 class Resting:
     """How one state rests: `partitioned` means that a rank holds 1/N of it."""

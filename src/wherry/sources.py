@@ -50,6 +50,8 @@ class Source:
     sequence: int = 1
     # Whether `make` follows the micro-batch.
     scales: bool = True
+    # Another micro-batch for a model that was made already, of (model, micro_batch, sequence), where that can be had.
+    inputs: Callable[[nn.Module, int, int], Batch | None] | None = None
     # The source of the part that one rank of a grid has, with activations of the given dtype, where that is known.
     part: Callable[[Grid, torch.dtype], Source] | None = None
 
@@ -97,13 +99,17 @@ def of_shape(name: str, shape: Shape) -> Source:
 
         sized = dataclasses.replace(shape, sequence=max(shape.sequence, sequence))
         model = GPT(GPTConfig.of(sized))
+        return model, inputs(model, micro_batch, sequence)
+
+    def inputs(model: nn.Module, micro_batch: int, sequence: int) -> Batch:
         ids = torch.zeros(micro_batch, sequence, dtype=torch.int64)
-        return model, Batch((ids, ids))
+        return Batch((ids, ids))
 
     def part(grid: Grid, dtype: torch.dtype) -> Source:
-        return dataclasses.replace(source, make=partial(_part_of_gpt, shape, grid, dtype), part=None)
+        make_part = partial(_part_of_gpt, shape, grid, dtype)
+        return dataclasses.replace(source, make=make_part, inputs=None, part=None)
 
-    source = Source(name, make, sequence=shape.sequence, part=part)
+    source = Source(name, make, sequence=shape.sequence, inputs=inputs, part=part)
     return source
 
 
@@ -195,7 +201,8 @@ def _of_hugging_face(path: Path) -> Source:
 
         return dataclasses.replace(source, make=make_part, part=None)
 
-    source = Source(f"{file.parent.resolve().name} ({kind})", make, sequence=min(longest, 2048), part=part)
+    name = f"{file.parent.resolve().name} ({kind})"
+    source = Source(name, make, sequence=min(longest, 2048), inputs=_text_batch, part=part)
     return source
 
 

@@ -81,6 +81,20 @@ def test_a_machine_whose_gpus_are_left_out_computes_on_its_host(capsys: pytest.C
     assert without["step"]["seconds"] > 2 * with_gpu["step"]["seconds"]
 
 
+def test_without_a_gpu_there_is_one_memory_and_it_has_one_name(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--set", "zero_optimization.offload_optimizer.device=cpu", "--set", "bf16.enabled=true")
+    for extra in ((), ("--dry-run",)):
+        out = run(capsys, *SMALL, "--gpus", "0", *flags, *extra)
+        assert "host" in out and "device" not in out
+        with_gpu = run(capsys, *SMALL, *flags, *extra)
+        assert "host" in with_gpu and "device" in with_gpu
+
+
+def test_gpus_of_no_known_size_are_asked_about(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "add --gpu-memory, like 24GB" in error(capsys, "gpt2-10m", "--gpus", "2")
+    assert found(capsys, "gpt2-10m", "--gpus", "2", "--gpu-memory", "24GB")["ranks"] == 2
+
+
 def test_a_model_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
     told = found(capsys, "tests.plan.measured:make", "--machine", "4090", "--sequence", "24", "--recompute")
     assert told["recompute"] and told["sequence"] == 24

@@ -153,6 +153,23 @@ def test_rates_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert probe._read(json.dumps(asdict(found))) == found
 
 
+def test_a_machine_that_gains_or_loses_gpus() -> None:
+    """Each rate is of what computes: nothing of the other is left."""
+    with_gpus = machines.known("h100")
+    host = machines.described(with_gpus, gpus=0, nodes=3)
+    assert (host.gpus, host.gpu_memory, host.nodes) == (0, 0, 3)
+    assert host.overhead == machines.HOST_OVERHEAD and host.network == machines.HOST_NETWORK
+    assert host.device_stream == host.stream == with_gpus.stream
+    shared = replace(host, disk_both=1e9, cached=((1e3, 1e9),))
+    back = machines.described(shared, gpus=4, gpu_memory=24 * 10**9)
+    a100 = machines.known("a100")
+    assert (back.gpus, back.gpu_memory, back.nodes, back.disk_both) == (4, 24 * 10**9, 3, 1e9)
+    for name in ("matrix", "device_stream", "slow", "pcie", "link", "network", "overhead", "cached"):
+        assert getattr(back, name) == getattr(a100, name), name
+    assert back.stream == host.stream and back.disk == host.disk
+    assert machines.described(shared, gpus=4).gpu_memory == 0
+
+
 def test_caches_and_a_shared_disk_change_what_a_step_takes() -> None:
     machine = replace(machines.known("4090"), gpus=0)
     flat = replace(machine, cached=((1e3, machine.device_stream), (1e9, machine.device_stream)))

@@ -45,6 +45,22 @@ def test_placement_and_expected_memory_come_first():
     assert "about 2.0 KiB" in text
 
 
+@pytest.mark.parametrize(("gpu", "shown"), [(True, ["device", "host"]), (False, ["host", "host"])])
+def test_without_a_gpu_there_is_one_memory_and_it_has_one_name(gpu, shown):
+    display, out = _display(gpu=gpu)
+    display.begin(_header())
+    display.step(_record(1))
+    *table, line = out.getvalue().splitlines()
+    rows = [row.split("│") for row in table]
+    assert [row[3].strip() for row in rows if len(row) > 4 and row[1].strip() in ("parameters", "optimizer")] == shown
+    assert f"parameters@{shown[0]} 1.0 KiB optimizer@{shown[1]} 2.0 KiB" in line
+    live, panel = _display(terminal=True, gpu=gpu)
+    live.begin(_header())
+    live.step(_record(1))
+    live.close()
+    assert ("device" in panel.getvalue()) == gpu
+
+
 def test_a_plain_line_holds_everything():
     display, out = _display()
     display.begin(_header())

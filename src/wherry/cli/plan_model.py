@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from wherry import config as configs
 from wherry.config import Config
 from wherry.errors import WherryError
+from wherry.placement import place_name
 from wherry.plan.machine import Machine, described, known
 from wherry.plan.quantities import parse_bytes, parse_count
 
@@ -187,7 +188,7 @@ def _show(now: Estimate) -> None:
         table.add_column(header, justify=justify, no_wrap=True, min_width=14)  # type: ignore[arg-type]
     for row in now.rows:
         if row.bytes or row.category in ("parameters", "gradients", "optimizer"):
-            table.add_row(row.category, row.tier, size(row.bytes))
+            table.add_row(row.category, place_name(row.tier, gpu=now.machine.gpus > 0), size(row.bytes))
     console.print(table)
     console.print()
     for use in now.uses:
@@ -269,18 +270,19 @@ def _change_line(now: Estimate, change: Change | None) -> str:
 def _dry_run(arguments: argparse.Namespace, source: Source, config: Config, grid: Grid) -> int:
     from wherry.dryrun import dry_run
 
+    gpu = _has_gpus(arguments)
     found = dry_run(
         source.share(grid, config.working_dtype()),
         config,
         ranks=grid.data_ranks(_ranks(arguments) or grid.size),
         rank=arguments.rank or 0,
         sequence=arguments.sequence,
-        gpu=_has_gpus(arguments),
+        gpu=gpu,
     )
     if arguments.json:
         print(json.dumps(asdict(found), indent=2))
     else:
-        _show_dry_run(found)
+        _show_dry_run(found, gpu=gpu)
     return 0
 
 
@@ -295,7 +297,7 @@ def _has_gpus(arguments: argparse.Namespace) -> bool:
     return torch.cuda.is_available()
 
 
-def _show_dry_run(found: DryRun) -> None:
+def _show_dry_run(found: DryRun, *, gpu: bool) -> None:
     console = _console()
     console.print(
         f"{found.model}: {found.parameters:,} parameters, {found.placement}\n"
@@ -315,11 +317,29 @@ def _show_dry_run(found: DryRun) -> None:
     table = _plain_table()
     for header in ("bytes of the rank", "on", "at the peak", "highest"):
         table.add_column(header, justify="left" if header in ("bytes of the rank", "on") else "right", no_wrap=True)
-    for line in found.memory:
-        table.add_row(line.category, line.tier, size(line.at_peak), size(line.highest))
-    for tier in dict.fromkeys(line.tier for line in found.memory):
-        table.add_row("[bold]peak[/]", tier, f"[bold]{size(found.peak(tier))}[/]", "")
+    for (category, place), (at_peak, highest) in _by_place(found, gpu).items():
+        table.add_row(category, place, size(at_peak), size(highest))
+    for place, peak in _peaks(found, gpu).items():
+        table.add_row("[bold]peak[/]", place, f"[bold]{size(peak)}[/]", "")
     console.print(table)
+
+
+def _by_place(found: DryRun, gpu: bool) -> dict[tuple[str, str], tuple[int, int]]:
+    """At the peak, and the highest. Without a GPU, buffers of the device and of the host are in one memory."""
+    places: dict[tuple[str, str], tuple[int, int]] = {}
+    for line in found.memory:
+        key = line.category, place_name(line.tier, gpu=gpu)
+        at_peak, highest = places.get(key, (0, 0))
+        places[key] = at_peak + line.at_peak, highest + line.highest
+    return places
+
+
+def _peaks(found: DryRun, gpu: bool) -> dict[str, int]:
+    peaks: dict[str, int] = {}
+    for tier in dict.fromkeys(line.tier for line in found.memory):
+        place = place_name(tier, gpu=gpu)
+        peaks[place] = peaks.get(place, 0) + found.peak(tier)
+    return peaks
 
 
 # The planner.

@@ -217,10 +217,10 @@ def reasons(candidate: Candidate, found: Estimate) -> dict[str, str]:
         if key == STAGE:
             told[key] = _why_stage(value, found.data_ranks)
         elif key == OPTIMIZER:
-            where = {"none": "on the device", "cpu": "in host memory", "nvme": "on disk"}[value]
+            where = _where(value, found)
             told[key] = f"optimizer state rests {where}: {_bytes_of(found, 'optimizer')} a rank"
         elif key == PARAM:
-            where = {"none": "on the device", "cpu": "in host memory", "nvme": "on disk"}[value]
+            where = _where(value, found)
             told[key] = f"weights rest {where}: {_bytes_of(found, 'parameters')} a rank"
         elif key == RECOMPUTE:
             told[key] = f"units compute their activations again in backward: {_bytes_of(found, 'activations')} at most"
@@ -229,6 +229,12 @@ def reasons(candidate: Candidate, found: Estimate) -> dict[str, str]:
         elif key == ACCUMULATION:
             told[key] = f"{found.samples} samples in an update on {found.ranks} rank{'s' * (found.ranks > 1)}"
     return told
+
+
+def _where(device: str, found: Estimate) -> str:
+    if device == "none" and found.machine.gpus:
+        return "on the device"
+    return "on disk" if device == "nvme" else "in host memory"
 
 
 def _bytes_of(found: Estimate, category: str) -> str:

@@ -18,6 +18,8 @@ HOST_SLACK = 0.05
 DISK_SLACK = 0.05
 # Operations a second of a server's cores, all together.
 HOST_MATRIX, HOST_MATRIX_FP32 = 3 * TERA, 1.5 * TERA
+# What an operation costs there however small it is, and bytes a second between nodes whose ranks meet by TCP.
+HOST_OVERHEAD, HOST_NETWORK = 3e-6, 1.0 * GB
 # What torch itself takes in each process.
 PROCESS = 500 * 10**6
 
@@ -143,11 +145,14 @@ def described(
         base = replace(
             KNOWN["a100"],
             name=host.name,
+            gpu_memory=0,  # nobody has said
             host_memory=host.host_memory,
             disk=host.disk,
             stream=host.stream,
             disk_read=host.disk_read,
             disk_write=host.disk_write,
+            disk_both=host.disk_both,
+            nodes=host.nodes,
         )
     if gpus == 0 and base.gpus:
         base = replace(
@@ -159,6 +164,9 @@ def described(
             slow=base.stream / 16,
             pcie=base.stream / 2,
             link=base.stream / 4,
+            network=HOST_NETWORK,
+            overhead=HOST_OVERHEAD,
+            cached=(),
             measured=False,
         )
     changes: dict[str, Any] = {

@@ -6,7 +6,8 @@ The model runs once forward and backward on fake tensors, without values and wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,11 +22,13 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
 )
 from torch.utils.flop_counter import flop_registry
+from torch.utils.hooks import RemovableHandle
 
 from wherry.activations.recompute import operations, recomputed, selective
 from wherry.config import Config
 from wherry.errors import WherryError
 from wherry.observe.footprint import WORKING, Footprint
+from wherry.plan.blocks import Gap, Interval, Operation, filled, thinned
 from wherry.plan.grid import CutLinear, joined_bytes
 from wherry.plan.memory import UnitSizes
 from wherry.plan.units import sizes_of
@@ -36,6 +39,9 @@ aten = torch.ops.aten
 
 Build = Callable[[int], tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]]
 """From a micro-batch to the model and what its forward is called with."""
+
+
+Few = AbstractContextManager[tuple[list[UnitPlan], list[Gap]]]
 
 
 class Moment(NamedTuple):
@@ -62,13 +68,17 @@ class Recompute:
             return None
         return cls(block.every if policy == "recompute" else 1, tuple(block.save_operations))
 
-    def install(self, plans: Sequence[UnitPlan]) -> None:
+    @contextmanager
+    def installed(self, plans: Sequence[UnitPlan]) -> Iterator[None]:
         saved = operations(self.save_operations)
         units = [plan for plan in plans if not plan.root]
-        for place, plan in enumerate(units):
-            if place % self.every == 0:
-                for module in plan.modules:
-                    module.forward = partial(self._forward, module.forward, saved)
+        with ExitStack() as undone:
+            for place, plan in enumerate(units):
+                if place % self.every == 0:
+                    for module in plan.modules:
+                        undone.callback(_put_back, module, vars(module).get("forward"))
+                        module.forward = partial(self._forward, module.forward, saved)
+            yield
 
     @staticmethod
     def _forward(forward: Callable[..., Any], saved: frozenset[Any], *args: Any, **kwargs: Any) -> Any:
@@ -76,6 +86,13 @@ class Recompute:
             return forward(*args, **kwargs)
         contexts = partial(selective, saved) if saved else None
         return recomputed(forward, args, kwargs, contexts=contexts)
+
+
+def _put_back(module: nn.Module, forward: Callable[..., Any] | None) -> None:
+    """The forward that the module had of its own, or that of its class."""
+    del module.forward
+    if forward is not None:
+        module.forward = forward
 
 
 @dataclass(frozen=True)
@@ -86,6 +103,12 @@ class Operations:
     bytes: np.ndarray
     slow: np.ndarray
     backward: np.ndarray
+
+    @classmethod
+    def of(cls, intervals: Iterable[Interval]) -> Operations:
+        rows = [row for interval in intervals for row in interval.operations] or [(0.0, 0, 0, False)]
+        flops, nbytes, slow, backward = (np.array(column, dtype=float) for column in zip(*rows, strict=True))
+        return cls(flops, nbytes, slow, backward.astype(bool))
 
     def line(self, other: Operations, steps: float) -> Operations:
         """On the straight line from this one through `other`, that many steps from here."""
@@ -208,9 +231,11 @@ class _Recorder(Footprint):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows: list[tuple[float, int, int, bool]] = []
+        self.rows: list[Operation] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # autograd asks it of every tensor, and it makes nothing
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         self._see(result)
@@ -224,10 +249,10 @@ class _Recorder(Footprint):
             self.rows.append((_flops(packet, args, kwargs, result), nbytes, slow, backward_task() != NO_TASK))
         return result
 
-    def operations(self) -> Operations:
-        rows = self.rows or [(0.0, 0, 0, False)]
-        flops, nbytes, slow, backward = (np.array(column, dtype=float) for column in zip(*rows, strict=True))
-        return Operations(flops, nbytes, slow, backward.astype(bool))
+    def taken(self) -> tuple[Operation, ...]:
+        """The operations since this was last asked."""
+        rows, self.rows = tuple(self.rows), []
+        return rows
 
 
 def _numel(values: Any) -> int:
@@ -244,37 +269,50 @@ def _flops(packet: Any, args: Any, kwargs: Any, result: Any) -> float:
 
 
 class _Watch:
-    """Hooks that follow units through a forward and backward, as the engine's own do."""
+    """Hooks that follow units through a forward and backward, as the engine's own do, until they are removed."""
 
     def __init__(self, model: nn.Module, plans: list[UnitPlan], recorder: _Recorder) -> None:
         self.recorder = recorder
-        self.moments: list[Moment] = []
+        self.intervals: list[Interval] = []
+        # Bytes that tensor-parallel ranks sum, since the last event.
+        self.joined = 0
         self._last = ("begin", 0)
         self._depth = [0] * len(plans)
         self._wanted: set[int] = set()
         self._awaited: list[int] = []
+        self._handles: list[RemovableHandle] = []
         for index, plan in enumerate(plans):
             if not plan.root:
                 for module in plan.modules:
-                    module.register_forward_pre_hook(lambda *_, index=index: self._enter(index), prepend=True)
-                    module.register_forward_hook(lambda _, __, output, index=index: self._exit(index, output))
+                    self._handles += [
+                        module.register_forward_pre_hook(partial(self._enter, index), prepend=True),
+                        module.register_forward_hook(partial(self._exit, index)),
+                    ]
             trained = [p for _, p in plan.parameters if p.requires_grad and p.is_floating_point()]
             self._awaited.append(len(trained))
-            for parameter in trained:
-                parameter.register_post_accumulate_grad_hook(lambda _, index=index, all=trained: self._came(index, all))
+            came = partial(self._came, index, trained)
+            self._handles += [parameter.register_post_accumulate_grad_hook(came) for parameter in trained]
+        for module in model.modules():
+            if isinstance(module, CutLinear) and module.joins:
+                self._handles.append(module.register_forward_hook(self._join))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
 
     def mark(self, kind: str, unit: int = 0) -> None:
-        """An event: what was highest since the last one belongs to that."""
-        self.moments.append(Moment(*self._last, self.recorder.peaks.get(WORKING, 0)))
-        self._last = (kind, unit)
+        """An event: what was highest since the last one, and ran, belongs to that."""
+        highest = self.recorder.peaks.get(WORKING, 0)
+        self.intervals.append(Interval(*self._last, highest, self.recorder.taken(), self.joined))
+        self._last, self.joined = (kind, unit), 0
         self.recorder.reset()
 
-    def _enter(self, index: int) -> None:
+    def _enter(self, index: int, *_: Any) -> None:
         self._depth[index] += 1
         if self._depth[index] == 1 and backward_task() == NO_TASK:
             self.mark("enter", index)
 
-    def _exit(self, index: int, output: Any) -> None:
+    def _exit(self, index: int, _module: nn.Module, _args: Any, output: Any) -> None:
         self._depth[index] -= 1
         if self._depth[index] or backward_task() != NO_TASK:
             return
@@ -288,13 +326,16 @@ class _Watch:
             self._wanted.add(index)
             self.mark("want", index)
 
-    def _came(self, index: int, parameters: list[nn.Parameter]) -> None:
+    def _came(self, index: int, parameters: list[nn.Parameter], _: nn.Parameter) -> None:
         self._awaited[index] -= 1
         if self._awaited[index] == 0:
             # The engine copies them to its own buffer and lets go of autograd's, a whole unit at a time.
             for parameter in parameters:
                 parameter.grad = None
             self.mark("done", index)
+
+    def _join(self, _module: nn.Module, _args: Any, output: torch.Tensor) -> None:
+        self.joined += joined_bytes(output)
 
 
 def profile(
@@ -303,11 +344,22 @@ def profile(
     dtype: torch.dtype | None,
     unit_classes: tuple[str, ...] = (),
     recompute: Recompute | None = None,
+    *,
+    whole: bool = False,
+    mode: FakeTensorMode | None = None,
 ) -> Profile:
-    """Run one micro-batch of the model that `build` makes, with its weights in `dtype`."""
+    """Run one micro-batch of the model that `build` makes, with its weights in `dtype`, and leave it as it was.
+
+    Of many equal blocks in a row only the first and the last few run, unless `whole`: the answer is the same. `mode` is
+    that of a model which `build` has made before.
+    """
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            return _profile(mode, build, micro_batch, dtype, unit_classes, recompute)
+        with mode or FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            found = None if whole else _profile(mode, build, micro_batch, dtype, unit_classes, recompute, whole=False)
+            if found is None:
+                found = _profile(mode, build, micro_batch, dtype, unit_classes, recompute, whole=True)
+            assert found is not None
+            return found
     except (DataDependentOutputException, UnsupportedFakeTensorException) as error:
         raise WherryError(
             f"the model's forward asks for the value of a tensor, and a plan has none ({error}); keep such decisions "
@@ -322,24 +374,66 @@ def _profile(
     dtype: torch.dtype | None,
     unit_classes: tuple[str, ...],
     recompute: Recompute | None,
-) -> Profile:
+    *,
+    whole: bool,
+) -> Profile | None:
+    """None where it must be `whole`."""
     model, args, kwargs = build(micro_batch)
     args = tuple(_faked(mode, value) for value in args)
     kwargs = {name: _faked(mode, value) for name, value in kwargs.items()}
     plans = plan_units(model, unit_classes)
-    for parameter in model.parameters():
-        if dtype is not None and parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
-    if recompute is not None:
-        recompute.install(plans)
+    units, buffers = sizes_of(plans), _tensor_bytes(list(model.buffers()))
+    inputs = list({id(t): t for t in (*tensors_in(args), *tensors_in(kwargs))}.values())
+    every = recompute.every if recompute is not None else 1
+    few: Few = nullcontext((plans, [])) if whole else thinned(model, plans, every)
+    with few as (kept_plans, gaps):
+        try:
+            intervals, kept = _run(model, kept_plans, args, kwargs, inputs, dtype, recompute)
+            for gap in gaps:
+                intervals, grown = filled(intervals, gap)
+                kept += grown
+        except Exception:
+            if gaps:
+                return None  # it counts its blocks, or they differ in what cannot be seen: whole it may run
+            raise
+    return Profile(
+        units=tuple(units),
+        buffers=buffers,
+        inputs=_tensor_bytes(inputs),
+        moments=tuple(Moment(each.kind, each.unit, each.activations) for each in intervals),
+        operations=Operations.of(intervals),
+        micro_batch=micro_batch,
+        kept=kept,
+        joined=sum(each.joined for each in intervals),
+    )
+
+
+def _run(
+    model: nn.Module,
+    plans: list[UnitPlan],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    inputs: Sequence[torch.Tensor],
+    dtype: torch.dtype | None,
+    recompute: Recompute | None,
+) -> tuple[list[Interval], int]:
+    """A forward and backward, event by event, and the bytes of activations that are kept between the two."""
     recorder = _Recorder()
     watch = _Watch(model, plans, recorder)
-    joined = _count_joined(model)
-    inputs = list({id(t): t for t in (*tensors_in(args), *tensors_in(kwargs))}.values())
-    with recorder:
+    with ExitStack() as undone:
+        undone.callback(watch.remove)
+        undone.callback(model.zero_grad)
+        for parameter in model.parameters():
+            if dtype is not None and parameter.is_floating_point():
+                undone.callback(setattr, parameter, "data", parameter.data)
+                parameter.data = parameter.data.to(dtype)
+        if recompute is not None:
+            undone.enter_context(recompute.installed(plans))
+        undone.enter_context(recorder)
         recorder.label("weights", model.parameters())
         recorder.label("buffers", (*model.buffers(), *inputs))
         recorder.reset()
+        recorder.taken()
         output = model(*args, **kwargs)
         loss = loss_of(output)
         watch.mark("turn")
@@ -348,25 +442,7 @@ def _profile(
         loss.backward()
         watch.mark("end")
         del loss
-    return Profile(
-        units=tuple(sizes_of(plans)),
-        buffers=_tensor_bytes(list(model.buffers())),
-        inputs=_tensor_bytes(inputs),
-        moments=tuple(watch.moments),
-        operations=recorder.operations(),
-        micro_batch=micro_batch,
-        kept=kept,
-        joined=sum(joined),
-    )
-
-
-def _count_joined(model: nn.Module) -> list[int]:
-    """Grows by the bytes that tensor-parallel ranks sum, as the model runs."""
-    counted: list[int] = []
-    for module in model.modules():
-        if isinstance(module, CutLinear) and module.joins:
-            module.register_forward_hook(lambda _, __, output: counted.append(joined_bytes(output)))
-    return counted
+    return watch.intervals, kept
 
 
 def _faked(mode: FakeTensorMode, value: Any) -> Any:

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from wherry.observe.memory import format_bytes, host_memory
+from wherry.placement import Tier, place_name
 from wherry.train.loop import Ending, Outcome, Record
 
 MemoryRow = Sequence[Any]
@@ -63,10 +64,17 @@ class Display:
     """Shows a run on a console. It redraws a panel on a terminal, and prints a line for each record elsewhere."""
 
     def __init__(
-        self, console: Console, steps: int, memory: Callable[[], Sequence[MemoryRow]], *, line_every: int = 1
+        self,
+        console: Console,
+        steps: int,
+        memory: Callable[[], Sequence[MemoryRow]],
+        *,
+        gpu: bool = True,
+        line_every: int = 1,
     ) -> None:
         self.console = console
         self.steps = steps
+        self.gpu = gpu
         self.line_every = line_every
         self._memory = memory
         self._live: Live | None = None
@@ -79,7 +87,7 @@ class Display:
         self.console.print(Text(header.title, style="bold"))
         for name, value in header.facts:
             self.console.print(Text.assemble((f"{name:8}", "dim"), value), soft_wrap=True)
-        self.console.print(_placement_table(header))
+        self.console.print(_placement_table(header, self.gpu))
         if self.console.is_terminal:
             self._live = Live(console=self.console, refresh_per_second=4)
             self._live.start()
@@ -113,7 +121,7 @@ class Display:
             f"lr {record.lr:.2e}",
             f"norm {record.gradient_norm:.2f}",
             f"{record.tokens_per_second:,.0f} tokens/s",
-            " ".join(f"{state}@{tier} {format_bytes(now)}" for state, tier, _, now in rows if now),
+            " ".join(f"{s}@{place_name(t, gpu=self.gpu)} {format_bytes(now)}" for s, t, _, now in rows if now),
             f"{format_duration(self._left(record))} left",
         ]
         if record.skipped_steps:
@@ -141,7 +149,7 @@ class Display:
             bar,
             numbers,
             Text(sparkline(self._losses), style="cyan"),
-            _memory_table(self._memory()),
+            _memory_table(self._memory(), self.gpu),
         ]
         title = f"step {record.step} of {self.steps}"
         if record.skipped_steps:
@@ -180,23 +188,27 @@ class Display:
             self._live = None
 
 
-def _placement_table(header: Header) -> Table:
+def _placement_table(header: Header, gpu: bool) -> Table:
     table = Table(title=f"Placement: {header.placement_name}", title_justify="left", title_style="bold")
     for name in ("state", "how", "tier"):
         table.add_column(name)
     table.add_column("expected here", justify="right")
     for state, how, tier in header.placement:
         expected = sum(row[2] for row in header.memory if row[0] == state)
-        table.add_row(state, how, tier, format_bytes(expected))
-    table.add_row("activations", "per micro-batch", "device", f"about {format_bytes(header.activations)}")
+        table.add_row(state, how, place_name(tier, gpu=gpu), format_bytes(expected))
+    where = place_name(Tier.DEVICE, gpu=gpu)
+    table.add_row("activations", "per micro-batch", where, f"about {format_bytes(header.activations)}")
     return table
 
 
-def _memory_table(rows: Sequence[MemoryRow]) -> Table:
+def _memory_table(rows: Sequence[MemoryRow], gpu: bool) -> Table:
     table = Table.grid(padding=(0, 3))
     for state, tier, expected, now in rows:
         table.add_row(
-            Text(str(state), style="dim"), str(tier), format_bytes(now), Text(f"of {format_bytes(expected)}", "dim")
+            Text(str(state), style="dim"),
+            place_name(tier, gpu=gpu),
+            format_bytes(now),
+            Text(f"of {format_bytes(expected)}", "dim"),
         )
     table.add_row(Text("process", style="dim"), "host", format_bytes(host_memory().resident), "")
     return table

@@ -183,7 +183,8 @@ class Report:
         self.sinks.open(self.run_dir, config)
         _write_json(self.run_dir / "config.json", config)
         _write_json(self.run_dir / "run.json", _about(options, shape, engine))
-        self.display = Display(Console(), plan.steps, engine.memory, line_every=max(1, plan.steps // 50))
+        gpu = engine.device.type != "cpu"
+        self.display = Display(Console(), plan.steps, engine.memory, gpu=gpu, line_every=max(1, plan.steps // 50))
         self.display.begin(
             Header(
                 title=title,
