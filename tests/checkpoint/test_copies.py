@@ -24,6 +24,7 @@ from wherry.checkpoint.slices import Run
 from wherry.parallel.comm import Comm
 from wherry.parallel.threads import run_ranks
 from wherry.tiers.budget import Room
+from wherry.tiers.buffers import host_copy
 from wherry.tiers.homes import KeptMemory
 from wherry.tiers.streams import Link
 from wherry.tiers.tickets import Ticket
@@ -51,6 +52,7 @@ HOSTS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "3, states on disk": (3, {"zero_optimization": {"stage": 3, **DISK, **WEIGHTS}, **BF16}),
     "3, delayed": (3, {"zero_optimization": {"stage": 3, **HOST}, "wherry": {"update_policy": "delayed"}}),
+    "1, no device": (1, {}),
     "3, no device": (3, {}),
     "3, no device, delayed": (3, {"wherry": {"update_policy": "delayed"}}),
 }
@@ -292,7 +294,7 @@ def test_without_the_memory_for_copies_training_stands_still(
 
 
 @pytest.mark.parametrize("more", [{}, {"bf16": {"enabled": True}}, {"wherry": {"state_dtype": "int8"}}])
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 def test_what_copies_need_is_known_before_they_are_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int, more: dict[str, Any]
 ) -> None:
@@ -329,6 +331,15 @@ def test_what_copies_need_is_known_before_they_are_made(
     assert len(needed) == 2 and made
     # Slices of a block's codes may need its scale twice.
     assert 0 <= sum(made) - sum(needed) <= 0.02 * sum(made)
+
+
+def test_a_copy_of_the_host_is_whole_and_its_own() -> None:
+    for numel in (0, 7, 1 << 20):
+        source = torch.arange(numel, dtype=torch.float32)
+        found = host_copy(source)
+        expected = source.clone()
+        source.fill_(-1)
+        assert torch.equal(found, expected) and found.dtype == source.dtype
 
 
 def short(wanted: int, rooms: list[list[Room]], link: Link, downs: Sequence[copies.Down] = ()) -> str | None:

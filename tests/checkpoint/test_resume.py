@@ -65,6 +65,33 @@ def test_through_a_change_of_stage(tmp_path: Path, before: int, after: int) -> N
     assert_exact(twenty(Shape(2, before)), ten_and_ten(tmp_path, Shape(2, before), Shape(2, after)))
 
 
+def way(tier: str, policy: str, folder: Path, more: dict[str, Any]) -> Shape:
+    """States on a tier, updated by a policy; in bf16 with whole masters, as a split one rounds otherwise."""
+    where: dict[str, Any] = {"device": tier}
+    if tier == "nvme":
+        where["nvme_path"] = str(folder)
+    zero = {"stage": 3} if tier == "device" else {"stage": 3, "offload_optimizer": where, "offload_param": where}
+    return Shape(2, 3, more={**more, "zero_optimization": zero, "wherry": {"update_policy": policy, "master": "whole"}})
+
+
+@pytest.mark.parametrize("more", [{}, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (("device", "at_step"), ("nvme", "before_use")),
+        (("nvme", "in_backward"), ("cpu", "at_step")),
+        (("cpu", "before_use"), ("device", "in_backward")),
+    ],
+    ids=lambda given: "-".join(given),
+)
+def test_through_a_change_of_tier_and_policy(
+    tmp_path: Path, before: tuple[str, str], after: tuple[str, str], more: dict[str, Any]
+) -> None:
+    first, second = (way(*given, tmp_path, more) for given in (before, after))
+    straight = twenty(way("device", "at_step", tmp_path, more))
+    assert_exact(straight, ten_and_ten(tmp_path / "saved", first, second))
+
+
 OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.1),
     "plain SGD": lambda p: torch.optim.SGD(p, lr=0.1),

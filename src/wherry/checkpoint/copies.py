@@ -17,6 +17,7 @@ from wherry.observe.memory import format_bytes
 from wherry.placement import Tier
 from wherry.sharding.unit import Flat
 from wherry.tiers.budget import Room, rooms
+from wherry.tiers.buffers import host_copy
 from wherry.tiers.streams import Readers
 from wherry.tiers.tickets import Ticket, TicketGroup
 from wherry.update.state import Batch, FlatState
@@ -140,8 +141,8 @@ def copied(item: Piece | Scalar) -> Piece | Scalar:
     """From wherever it is, now."""
     if isinstance(item, Scalar):
         return item
-    scales = item.scales.to("cpu", copy=True) if item.scales is not None else None
-    return replace(item, values=item.values.detach().to("cpu", copy=True), scales=scales)
+    scales = host_copy(item.scales) if item.scales is not None else None
+    return replace(item, values=host_copy(item.values), scales=scales)
 
 
 # What is on the device, and what elsewhere.

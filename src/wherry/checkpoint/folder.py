@@ -88,11 +88,19 @@ def _started(pid: int) -> int:
 def begin(folder: Path, tag: str) -> Path:
     """The folder to write a new checkpoint into. What crashed processes have left is cleaned first."""
     _check_folder(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    _make(folder)
     clean(folder)
     path = aside(folder, tag, "partial")
     path.mkdir()
     return path
+
+
+def _make(folder: Path) -> None:
+    """The folder, and those above it, with names that last."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in new:
+        sync_folder(path.parent)
 
 
 def commit(partial: Path, tag: str, manifest: Manifest, *, latest: bool) -> Path:

@@ -52,13 +52,11 @@ def _on_disk(batch: Batch) -> bool:
 
 
 def _is_apart(session: Session, batch: Batch, shares: Mapping[Flat, tuple[int, int]]) -> bool:
-    """Whether this rank writes all of a record in host memory, and nobody else has a view of it."""
+    """Whether this rank writes all of a record in host memory: what it has a part of is copied in that part alone."""
     assert session.updater is not None
     if session.updater.tiers[batch] is Tier.DEVICE and not session.link.shared:
         return False
-    flats = [state.flat for state in batch.states]
-    shown = batch.follows and any(flat.resident for flat in flats)
-    return not shown and all(shares[flat] == (0, flat.layout.shard_numel) for flat in flats)
+    return all(shares[state.flat] == (0, state.flat.layout.shard_numel) for state in batch.states)
 
 
 class Held:

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from wherry.tiers.buffers import host_copy
 from wherry.tiers.tickets import DONE, OnHost, Ticket, TicketGroup
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ class KeptMemory(_KeptInPlace):
         """Make the copy, in host memory, unless it is made or nobody wants it any more."""
         memory, self._memory = self._memory, None
         if memory is not None:
-            self._copy = memory.to("cpu", copy=True)
+            self._copy = host_copy(memory)
         self._over.set()
 
     @contextmanager
