@@ -12,14 +12,36 @@ from tests.checkpoint.harness import Shape, assert_same, load_into, on, save_fro
 from wherry.parallel.comm import Comm
 
 RANKS, STAGES = (1, 2, 3, 4), (0, 1, 2, 3)
-SHAPES = [Shape(ranks, stage) for ranks in RANKS for stage in STAGES]
 BF16 = {"bf16": {"enabled": True}}
+CPU, NVME = {"device": "cpu"}, {"device": "nvme"}
+# States and weights on the host and on disk, by all numbers of ranks and every stage that has them.
+TIERED = [
+    Shape(ranks, stage, more={"zero_optimization": {"stage": stage, **tiers}})
+    for ranks, stage, tiers in (
+        (3, 1, {"offload_optimizer": CPU}),
+        (2, 2, {"offload_optimizer": CPU}),
+        (1, 3, {"offload_optimizer": CPU, "offload_param": NVME}),
+        (4, 3, {"offload_optimizer": NVME, "offload_param": NVME}),
+    )
+]
+SHAPES = [*(Shape(ranks, stage) for ranks in RANKS for stage in STAGES), *TIERED]
 
 Saved = dict[Shape, tuple[Path, dict[str, torch.Tensor]]]
 
 
 def key(shape: Shape) -> str:
-    return str(shape)
+    zero = shape.more.get("zero_optimization", {})
+    return "-".join([f"{shape.ranks}x{shape.stage}", *(v["device"] for v in zero.values() if isinstance(v, dict))])
+
+
+def made(shape: Shape, more: dict[str, Any], folder: Path) -> Shape:
+    """With what all have, and a folder for what rests on disk. Split masters round otherwise, so all are whole."""
+    zero = {
+        name: {**value, "nvme_path": str(folder)} if value == NVME else value
+        for name, value in shape.more.get("zero_optimization", {"stage": shape.stage}).items()
+    }
+    own = {**more, "zero_optimization": zero, "wherry": {"master": "whole"}}
+    return Shape(shape.ranks, shape.stage, more=own)
 
 
 @pytest.fixture(scope="module", params=["fp32", "bf16"])
@@ -27,13 +49,13 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     more = BF16 if request.param == "bf16" else {}
     found = {}
     for shape in SHAPES:
-        folder = tmp_path_factory.mktemp(f"{request.param}-{shape}")
-        found[key(shape)] = (folder, save_from(Shape(shape.ranks, shape.stage, more=more), folder))
+        folder = tmp_path_factory.mktemp(f"{request.param}-{key(shape)}")
+        found[key(shape)] = (folder / "saved", save_from(made(shape, more, folder), folder / "saved"))
     return more, found
 
 
-@pytest.mark.parametrize("target", SHAPES, ids=str)
-def test_every_checkpoint_loads(saved: tuple[dict[str, Any], Any], target: Shape) -> None:
+@pytest.mark.parametrize("target", SHAPES, ids=key)
+def test_every_checkpoint_loads(saved: tuple[dict[str, Any], Any], target: Shape, tmp_path: Path) -> None:
     more, checkpoints = saved
 
     def body(engine: Any, comm: Comm) -> None:
@@ -45,7 +67,7 @@ def test_every_checkpoint_loads(saved: tuple[dict[str, Any], Any], target: Shape
                 assert_same(states, found)
             assert engine.global_steps == 2
 
-    on(Shape(target.ranks, target.stage, more=more), body)
+    on(made(target, more, tmp_path), body)
 
 
 @pytest.mark.parametrize("shape", [Shape(1, 0), Shape(2, 1), Shape(3, 2), Shape(2, 3)], ids=str)
