@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import json
 import math
-import mmap
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ import torch
 from wherry.checkpoint.errors import CheckpointError
 from wherry.checkpoint.workers import Workers
 from wherry.native.checksum import crc32
+from wherry.tiers.buffers import HostPool
 
 # Bytes under one checksum: a rank that verifies its share of the blocks need not read whole files.
 BLOCK = 8 << 20
@@ -65,12 +65,13 @@ class Buffers:
 
     def __init__(self) -> None:
         self._idle: list[memoryview] = []
+        self._pool = HostPool()  # of huge pages
 
     def take(self) -> memoryview:
         try:
             return self._idle.pop()
         except IndexError:
-            return memoryview(mmap.mmap(-1, BLOCK))
+            return byte_view(self._pool.take(BLOCK))
 
     def give(self, buffer: memoryview) -> None:
         self._idle.append(buffer)

@@ -48,7 +48,7 @@ class Slice:
         return Run(box, self.start, self.stop)
 
     def to_json(self) -> dict[str, Any]:
-        values = {key: value for key, value in asdict(self).items() if value is not None}
+        values = {key: value for key, value in vars(self).items() if value is not None}
         if not self.phase:
             del values["phase"]
         return values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 import time
@@ -518,5 +519,10 @@ class _Job:
             folders.discard(self.partial)
 
 
+@functools.cache
+def _own_version() -> str:
+    return metadata.version("wherry")  # which reads a file
+
+
 def versions() -> dict[str, str]:
-    return {"wherry": metadata.version("wherry"), "torch": torch.__version__}
+    return {"wherry": _own_version(), "torch": torch.__version__}
