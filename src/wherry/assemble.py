@@ -64,7 +64,8 @@ def initialize(
 
     `config` is a path, a dict or JSON text. `optimizer` is a torch optimizer, a callable that makes one from the
     parameters, or left to the config; so is `lr_scheduler`. `model_parameters` are what such a callable or the config's
-    optimizer is given: parameters, (name, parameter) pairs or groups as dicts; left out, all that are trained.
+    optimizer is given: parameters, (name, parameter) pairs or groups as dicts; left out, all that are trained. A ready
+    optimizer has its own already: parameters that it does not have are told of, and not trained.
 
     `mesh` is a DeviceMesh with axes named `dp`, `tp` and `pp`, or the `mpu` of Megatron-style code; without it all
     ranks that the launcher started share the data. The model has been parallelised over `tp`, by torch's
