@@ -1,8 +1,9 @@
 """Accumulation by layer beside step by step: python benchmarks/accumulation.py [--quick] [--path FOLDER].
 
 Stage 3 with parameters and optimizer on disk: the time of a step and the bytes that it reads, for windows of 1 to 16
-micro-batches of one size, in one run; and DeepSpeed, where it is installed. Bytes are those that Wherry asks the disk
-for; of DeepSpeed, those that the system has counted, which its cache lessens.
+micro-batches of one size, in one run; and DeepSpeed, where it is installed. The limit of a time is that of plain
+PyTorch with everything in memory, which computes and does nothing else. Bytes are those that Wherry asks the disk for;
+of DeepSpeed, those that the system has counted, which its cache lessens.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from wherry.observe import bench
 ORDERS = ("layer_major", "step_major")
 WINDOWS = (1, 2, 4, 8, 16)
 PEERS = ("deepspeed",)
+PLAIN = "plain"
 PLACES = tuple(place.name for place in systems.PLACES.values() if place.stage == 3 and not place.super_offload)
 
 
@@ -39,6 +41,7 @@ def entries_of(model: str, place: str, windows: Sequence[int], peers: Sequence[s
             found.append(
                 Entry(model, 1, name, count, recipe=replace(recipe, order=order), label=f"{name} {order} k={window}")
             )
+        found.append(Entry(model, 1, PLAIN, count, recipe=recipe, label=f"{PLAIN} k={window}"))
         for peer in (f"{name}-{place}" for name in peers if name != "none"):
             # DeepSpeed keeps small weights in memory, as its defaults have it: with none there it ends in its swapper,
             # with "Not enough buffers" or, given one for each weight, "already assigned swap buffer".
@@ -48,18 +51,29 @@ def entries_of(model: str, place: str, windows: Sequence[int], peers: Sequence[s
 
 
 def rows_of(entry: Entry, turns: Sequence[Turn]) -> list[bench.Row]:
-    """A row for the time of a step, and one for the bytes read from the disk in one."""
+    """A row for the time of a step, and one for the bytes read from the disk in one, if any are."""
     case = {"model": entry.model, "dtype": entry.recipe.dtype, "window": entry.recipe.accumulation}
     time, read = case | {"measure": "step"}, case | {"measure": "read"}
     if entry.reason is not None:
-        return [
+        rows = [
             bench.row(time, entry.label, "s", reason=entry.reason),
             bench.row(read, entry.label, "B", reason=entry.reason),
         ]
-    return [
-        bench.row(time, entry.label, "s", [turn.seconds for turn in turns], losses=turns[0].losses),
-        bench.row(read, entry.label, "B", [turn.read_bytes / entry.steps for turn in turns]),
-    ]
+    else:
+        rows = [
+            bench.row(time, entry.label, "s", [turn.seconds for turn in turns], losses=turns[0].losses),
+            bench.row(read, entry.label, "B", [turn.read_bytes / entry.steps for turn in turns]),
+        ]
+    return rows[:1] if entry.system == PLAIN else rows
+
+
+def limit(rows: Sequence[bench.Row]) -> None:
+    """What part of the speed of plain PyTorch each step has."""
+    plain = {row["case"]["window"]: row["value"] for row in rows if row["system"].startswith(f"{PLAIN} ")}
+    for row in rows:
+        whole = plain.get(row["case"]["window"])
+        if whole and row["value"] and row["case"]["measure"] == "step":
+            row["of_limit"] = whole / row["value"]
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -68,14 +82,14 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
     reads = {row["system"]: row for row in rows if row["case"]["measure"] == "read"}
     for row in (row for row in rows if row["case"]["measure"] == "step"):
         if row["reason"] is not None:
-            lines.append([row["system"], *["-"] * 3])
+            lines.append([row["system"], *["-"] * 4])
             notes.append(f"{row['system']}: {row['reason']}")
             continue
-        read = reads[row["system"]]["value"]
-        lines.append(
-            [row["system"], f"{1000 * row['value']:,.1f}", bench.spread_words(row), f"{read / 1e6:,.1f}"]
-        )
-    bench.show("one step of a window of k micro-batches", ("", "ms/step", "spread", "MB read"), lines, [*notes, ""])
+        read = f"{reads[row['system']]['value'] / 1e6:,.1f}" if row["system"] in reads else ""
+        part = f"{row['of_limit']:.2f}" if row["of_limit"] else ""
+        lines.append([row["system"], f"{1000 * row['value']:,.1f}", bench.spread_words(row), part, read])
+    columns = ("", "ms/step", "spread", "of plain", "MB read")
+    bench.show("one step of a window of k micro-batches", columns, lines, [*notes, ""])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -101,6 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for entry in entries:
             rows += rows_of(entry, [turn for turn in turns[str(entry)] if turn is not None])
         bench.compare(rows)
+        limit(rows)
         results.add(*rows)
         _check_losses(entries, turns)
     table(results.rows)
@@ -114,7 +129,7 @@ def _check_losses(entries: Sequence[Entry], turns: Mapping[str, Sequence[Turn | 
         seen = [
             statistics.fmean(turn.losses)
             for entry in entries
-            if entry.recipe.accumulation == window and entry.recipe.order
+            if entry.recipe.accumulation == window and entry.recipe.order and entry.system != PLAIN
             for turn in turns[str(entry)]
             if turn is not None
         ]

@@ -55,7 +55,9 @@ SECTIONS: dict[str, Section] = {
         "the bound max(compute, down, up, host update, disk), each measured in the same run",
     ),
     "forecast": Section("Predicted and measured", "What `wherry plan` says a step takes, and what it takes."),
-    "accumulation": Section("Accumulation", "A step of k micro-batches."),
+    "accumulation": Section(
+        "Accumulation", "A step of k micro-batches.", "plain PyTorch's speed with everything in memory"
+    ),
     "memory": Section(
         "Memory", "Peak above an empty process, all ranks together.", "the published formula for the states"
     ),

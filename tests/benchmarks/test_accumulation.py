@@ -17,6 +17,12 @@ def test_both_orders_train_the_same_model(tmp_path: Path, capsys) -> None:
     assert accumulation.main([*arguments, "--json", str(path)]) == 0
     rows = json.loads(path.read_text())["rows"]
     seen = {(row["system"], row["case"]["measure"]): row for row in rows}
-    assert set(seen) == {(f"wherry-3 {order} k=3", m) for order in accumulation.ORDERS for m in ("step", "read")}
+    ours = {(f"wherry-3 {order} k=3", m) for order in accumulation.ORDERS for m in ("step", "read")}
+    assert set(seen) == {*ours, ("plain k=3", "step")}
     assert all(row["reason"] is None for row in rows)
+    plain = seen["plain k=3", "step"]
+    for key in ours:
+        expected = pytest.approx(plain["value"] / seen[key]["value"]) if key[1] == "step" else None
+        assert seen[key]["of_limit"] == expected
+    assert plain["losses"] == pytest.approx(seen["wherry-3 layer_major k=3", "step"]["losses"], rel=1e-4)
     assert "layer_major k=3" in capsys.readouterr().out
