@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,60 @@ def test_what_programs_also_do(stage: int, tmp_path: Path) -> None:
         if not way.startswith("auto") and way != "selective":
             assert_equal(oddly(model, stage, block_of(way, tmp_path)), untouched)
     assert not list(tmp_path.iterdir())
+
+
+def lent(store: Any) -> int:
+    """Bytes of host buffers that a store has, when no copy or write is under way."""
+    gc.collect()
+    while getattr(store, "_writing", ()):
+        store._finish_write()
+    store.returning.sweep(0)
+    return int(store.link.host.counters.in_use)
+
+
+@pytest.mark.parametrize("way", ["offload", "offload to disk"])
+def test_activations_come_back_once_and_their_buffers_return(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that several operations have saved, as the queries, keys and values that one layer makes."""
+    model = make_model(Model)
+    config = settings(2, more={"activation_checkpointing": block_of(way, tmp_path)})
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+    store, saver = engine._activations.store, engine._activations._offloads
+    returns, reads = Counter[str](), Counter[str]()
+
+    def counted(of: Any, name: str, counter: Counter[str]) -> None:
+        call = getattr(of, name)
+        monkeypatch.setattr(of, name, lambda *args, **options: counter.update([name]) or call(*args, **options))
+
+    counted(store.link, "up", returns)
+    if way == "offload to disk":
+        counted(store.disk, "read", reads)
+    for step in range(3):
+        engine.backward(engine(*token_batch(step, 0, 0)))
+        engine.step()
+    assert saver.tensors > 0 and returns["up"] == saver.tensors
+    assert reads["read"] in (0, saver.tensors) and bool(reads) == (way == "offload to disk")
+    assert lent(store) == 0
+    engine.close()
+
+
+def test_what_was_brought_ahead_for_a_backward_that_ends_early_returns(tmp_path: Path) -> None:
+    model = make_model(Model)
+    config = settings(2, more={"activation_checkpointing": block_of("offload to disk", tmp_path)})
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+    store = engine._activations.store
+    for step in range(3):
+        hook = model.blocks[2].out.register_full_backward_hook(interrupted)
+        loss = engine(*token_batch(step, 0, 0))
+        with pytest.raises(Interrupted):
+            engine.backward(loss)
+        hook.remove()
+        del loss
+    engine.backward(engine(*token_batch(3, 0, 0)))
+    engine.step()
+    assert lent(store) == 0
+    engine.close()
 
 
 @pytest.mark.parametrize("way", ["recompute", "selective", "recompute and offload", "recompute and disk", "contiguous"])

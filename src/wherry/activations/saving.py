@@ -43,7 +43,8 @@ class Chain:
         ahead, budget = 0, min(AHEAD, self._nbytes // SHARE_AHEAD)
         for place in range(before - 1, -1, -1):
             member = self._members[place]()
-            if member is None:
+            # An operation takes what it has saved in its order, and lets go of none of it before it ends.
+            if member is None or member.taken:
                 continue
             if ahead and ahead + member.held.nbytes > budget:
                 return
@@ -56,7 +57,7 @@ class Chain:
 class Parked:
     """The memory of one storage, put away. Several saved tensors may be views of it."""
 
-    __slots__ = ("__weakref__", "chain", "data", "held", "place", "uses")
+    __slots__ = ("__weakref__", "chain", "data", "held", "place", "taken", "uses")
 
     def __init__(self, held: Held, chain: Chain) -> None:
         self.held = held
@@ -65,11 +66,14 @@ class Parked:
         # Saved tensors that have not been unpacked since the memory came back; and that memory, while there are any.
         self.uses = 0
         self.data: torch.Tensor | None = None
+        # Whether a backward has had it: another through the same graph asks for it when it wants it.
+        self.taken = False
 
     def take(self, sharing: int) -> torch.Tensor:
         if self.data is None:
             self.data = self.held.take()
             self.uses = sharing
+            self.taken = True
             self.chain.bring(self.place)
         data = self.data
         self.uses -= 1

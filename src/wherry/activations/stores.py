@@ -183,19 +183,19 @@ class _OnDisk(Held):
         self.nbytes = data.numel()
         self._record = store.record(self.nbytes)
         self._write = store.write(self._record, data)
-        self._read: tuple[torch.Tensor, Ticket] | None = None
-        weakref.finalize(self, store.record_back, self._record, self._write).atexit = False
+        # The buffer that it is read into, and the read, until it is taken.
+        self._read: list[tuple[torch.Tensor, Ticket]] = []
+        weakref.finalize(self, store.record_back, self._record, self._write, self._read).atexit = False
 
     def start(self) -> None:
-        if self._read is None:
+        if not self._read:
             self._write.wait()
             host = self.store.link.host.take(self.nbytes)
-            self._read = host, self.store.disk.read(self._record, host)
+            self._read.append((host, self.store.disk.read(self._record, host)))
 
     def take(self) -> torch.Tensor:
         self.start()
-        assert self._read is not None
-        (host, read), self._read = self._read, None
+        host, read = self._read.pop()
         copies: list[Ticket] = []
         try:
             read.wait()
@@ -231,8 +231,10 @@ class DiskActivations(Store):
         self._reserved += 1
         return self.disk.reserve(f"activation {self._reserved}", nbytes)
 
-    def record_back(self, record: Record, write: Ticket) -> None:
+    def record_back(self, record: Record, write: Ticket, read: list[tuple[torch.Tensor, Ticket]]) -> None:
         write.wait()
+        for host, ticket in read:  # brought back for nobody
+            self.returning.give(host, [ticket])
         self._idle.setdefault(record.nbytes, []).append(record)
 
     def write(self, record: Record, data: torch.Tensor) -> Ticket:
