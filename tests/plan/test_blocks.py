@@ -114,7 +114,7 @@ def assert_same(few: Profile, all_of_them: Profile) -> None:
     assert few.moments == all_of_them.moments
     for name in ("units", "buffers", "inputs", "micro_batch", "kept", "joined", "activations"):
         assert getattr(few, name) == getattr(all_of_them, name), name
-    for name in ("flops", "bytes", "slow", "backward"):
+    for name in ("flops", "bytes", "slow", "backward", "kind"):
         assert np.array_equal(getattr(few.operations, name), getattr(all_of_them.operations, name)), name
 
 

@@ -16,12 +16,15 @@ from torch.utils.data import TensorDataset
 import wherry
 from wherry import config as configs
 from wherry.errors import WherryError
+from wherry.forecast import Forecaster
 from wherry.observe.memory import HostMemory
 from wherry.parallel.comm import Comm
 from wherry.parallel.threads import run_ranks
 from wherry.plan import machine as machines
 from wherry.plan import probe, runtime
 from wherry.plan.roofline import StepTime
+from wherry.sources import of_shape
+from wherry.train.presets import Shape
 
 AUTO = {"stage": "auto", "offload_optimizer": {"device": "auto"}, "stage3_param_persistence_threshold": 0}
 
@@ -141,12 +144,14 @@ def test_the_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_rates_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    best = probe._best
-    monkeypatch.setattr(probe, "_best", lambda work, device, seconds=0.0: best(work, device, 0.0))
+    typical = probe._typical
+    monkeypatch.setattr(probe, "_typical", lambda work, device, seconds=0.0: typical(work, device, 0.0))
     found = probe.measure(tmp_path)
     rates = (found.matrix, found.matrix_fp32, found.stream, found.slow, found.disk_read, found.disk_write, found.link)
     assert found.measured and all(rate > 1e6 for rate in rates)
-    assert 1e-8 < found.overhead < 1e-2
+    assert 1e-8 < found.overhead < 1e-2 and 0 <= found.sharing < 1 and found.cores >= 1 and found.disk_work >= 0
+    assert found.by_tanh > 0
+    assert all(part > 0 for row in (*found.attention, *found.attention_fp32) for part in row)
     sizes, cached = zip(*found.cached, strict=True)
     assert sorted(sizes) == list(sizes) and all(rate > 1e6 for rate in cached) and found.disk_both > 1e6
     assert not list(tmp_path.iterdir())
@@ -168,6 +173,38 @@ def test_a_machine_that_gains_or_loses_gpus() -> None:
         assert getattr(back, name) == getattr(a100, name), name
     assert back.stream == host.stream and back.disk == host.disk
     assert machines.described(shared, gpus=4).gpu_memory == 0
+
+
+def test_what_a_host_computes_at_rates_of_its_own() -> None:
+    """GELU by tanh, attention by its tokens, operations that cores share, and what the disk asks of them."""
+    shape = Shape(layers=2, hidden=64, heads=2, sequence=256, vocabulary=64)
+    plain = machines.described(machines.known("4090"), gpus=0)
+
+    def compute(machine: machines.Machine, tokens: int = 256, ranks: int = 1) -> float:
+        found = Forecaster(of_shape("small", shape), machine, ranks, tokens).exact(configs.load({})).time
+        assert found is not None
+        return found.terms["compute"]
+
+    assert compute(replace(plain, by_tanh=50.0)) > 1.5 * compute(plain)
+    # Slower for few tokens than for many: a part that only the former have changes nothing for the latter.
+    table = ((64, 1e-3, 1e-3), (256, 0.6, 0.5))
+    by_tokens = replace(plain, attention_fp32=table)
+    assert compute(by_tokens, 32) > 2 * compute(plain, 32)
+    assert compute(by_tokens, 256) == pytest.approx(compute(plain, 256), rel=0.05)
+    shared = replace(plain, cores=2, sharing=1e-3)
+    assert compute(shared) > compute(plain) + 0.01
+    assert compute(shared, ranks=2) == compute(plain, ranks=2)  # each has a core
+    given = {
+        "train_batch_size": 1,
+        "zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "."}, "stage": 1},
+    }
+    seconds = [
+        Forecaster(of_shape("small", shape), machine, 1).exact(configs.load(given)).seconds
+        for machine in (plain, replace(plain, disk_work=1e-6), replace(plain, disk_work=1e-6, cores=2))
+    ]
+    moved = 2 * 8 * shape.parameters  # moments, there and back; fp32 weights are their own masters
+    assert seconds[1] - seconds[0] == pytest.approx(1e-6 * moved, rel=0.05)
+    assert seconds[2] - seconds[0] == pytest.approx(0.5e-6 * moved, rel=0.05)
 
 
 def test_caches_and_a_shared_disk_change_what_a_step_takes() -> None:

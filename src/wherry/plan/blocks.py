@@ -24,8 +24,11 @@ LONGEST = 8
 STAY, STAY_NUMBERED = 2, 4
 """Periods that stay on each side of a gap, and before it where blocks know their places: a habit by number shows."""
 
-Operation = tuple[float, int, int, bool]
-"""Floating-point operations, bytes read and written, elements through slow functions, and whether in the backward."""
+Operation = tuple[float, int, int, bool, int]
+"""Floating-point operations, bytes read and written, elements through slow functions; in the backward; its kind."""
+
+PLAIN, ATTENTION, TANH = range(3)
+"""Kinds of operations that have rates of their own: attention, and GELU by tanh."""
 
 
 class Differs(Exception):

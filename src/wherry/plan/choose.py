@@ -106,13 +106,16 @@ def choose(
     fitting: list[_Tried] = []
     smallest: Estimate | None = None
     tried = 0
-    for candidate, changed in _candidates(config, ranks, free, disk):
-        found = answer(changed)
-        tried += 1
-        if smallest is None or found.tightest.share < smallest.tightest.share:
-            smallest = found
-        if found.fits:
-            fitting.append(_Tried(candidate, changed, found))
+    for group in _candidates(config, ranks, free, disk):
+        for candidate, changed in group:
+            found = answer(changed)
+            tried += 1
+            if smallest is None or found.tightest.share < smallest.tightest.share:
+                smallest = found
+            if found.fits:
+                fitting.append(_Tried(candidate, changed, found))
+            elif candidate.values.get(ACCUMULATION, 1) == 1:
+                break  # a larger micro-batch needs more still; less only where it saves an accumulation
     count = len(fitting)
     while fitting:
         best = fitting[0]
@@ -130,15 +133,22 @@ def choose(
 
 def _candidates(
     config: Config, ranks: int, free: frozenset[str], disk: str | None
-) -> Iterator[tuple[Candidate, Config]]:
+) -> Iterator[Iterator[tuple[Candidate, Config]]]:
+    """In groups that are the same but for the micro-batch, the smallest first."""
     recomputes: tuple[dict[str, Any], ...] = ({}, {RECOMPUTE: "recompute"}) if RECOMPUTE in free else ({},)
     for placed in _placements(config, ranks, free, disk):
         for recompute in recomputes:
-            for micro in _micro_batches(config, free):
-                values = placed | recompute | _batch(config, ranks, micro, free)
-                changed = with_values(config, values)
-                if changed is not None and _batch_holds(changed, ranks):
-                    yield Candidate(values), changed
+            yield _of_each_size(config, ranks, free, placed | recompute)
+
+
+def _of_each_size(
+    config: Config, ranks: int, free: frozenset[str], given: dict[str, Any]
+) -> Iterator[tuple[Candidate, Config]]:
+    for micro in _micro_batches(config, free):
+        values = given | _batch(config, ranks, micro, free)
+        changed = with_values(config, values)
+        if changed is not None and _batch_holds(changed, ranks):
+            yield Candidate(values), changed
 
 
 def _batch_holds(config: Config, ranks: int) -> bool:

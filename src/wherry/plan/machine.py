@@ -55,10 +55,21 @@ class Machine:
     nodes: int = 1
     # Seconds that an operation costs however small it is.
     overhead: float = 6e-6
+    # Attention's products, by the tokens of a sample: the parts of `matrix` and `matrix_fp32` that they reach in the
+    # forward and in the backward.
+    attention: tuple[tuple[float, float, float], ...] = ((1024, 0.6, 0.5),)
+    attention_fp32: tuple[tuple[float, float, float], ...] = ((1024, 0.6, 0.5),)
+    # GELU by tanh takes so many times as long as by erf.
+    by_tanh: float = 1.0
+    # A host's cores, and the seconds that an operation loses where several of them share it.
+    cores: int = 1
+    sharing: float = 0.0
     # The host's caches: the rate of an operation by the bytes that it reads and writes, where it was measured.
     cached: tuple[tuple[float, float], ...] = ()
     # The disk's rate, all bytes counted, where reads and writes at the same time slow each other; 0 where they do not.
     disk_both: float = 0.0
+    # Seconds of a core that the disk takes for a byte.
+    disk_work: float = 0.0
     measured: bool = False
 
     def ranks(self) -> int:
@@ -152,6 +163,8 @@ def described(
             disk_read=host.disk_read,
             disk_write=host.disk_write,
             disk_both=host.disk_both,
+            disk_work=host.disk_work,
+            cores=host.cores,
             nodes=host.nodes,
         )
     if gpus == 0 and base.gpus:
@@ -166,6 +179,10 @@ def described(
             link=base.stream / 4,
             network=HOST_NETWORK,
             overhead=HOST_OVERHEAD,
+            attention=Machine.attention,
+            attention_fp32=Machine.attention_fp32,
+            by_tanh=1.0,
+            sharing=0.0,
             cached=(),
             measured=False,
         )

@@ -28,7 +28,7 @@ from wherry.activations.recompute import operations, recomputed, selective
 from wherry.config import Config
 from wherry.errors import WherryError
 from wherry.observe.footprint import WORKING, Footprint
-from wherry.plan.blocks import Gap, Interval, Operation, filled, thinned
+from wherry.plan.blocks import ATTENTION, PLAIN, TANH, Gap, Interval, Operation, filled, thinned
 from wherry.plan.grid import CutLinear, joined_bytes
 from wherry.plan.memory import UnitSizes
 from wherry.plan.units import sizes_of
@@ -103,24 +103,27 @@ class Operations:
     bytes: np.ndarray
     slow: np.ndarray
     backward: np.ndarray
+    kind: np.ndarray
 
     @classmethod
     def of(cls, intervals: Iterable[Interval]) -> Operations:
-        rows = [row for interval in intervals for row in interval.operations] or [(0.0, 0, 0, False)]
-        flops, nbytes, slow, backward = (np.array(column, dtype=float) for column in zip(*rows, strict=True))
-        return cls(flops, nbytes, slow, backward.astype(bool))
+        rows = [row for interval in intervals for row in interval.operations] or [(0.0, 0, 0, False, PLAIN)]
+        flops, nbytes, slow, backward, kind = (np.array(column, dtype=float) for column in zip(*rows, strict=True))
+        return cls(flops, nbytes, slow, backward.astype(bool), kind)
 
     def line(self, other: Operations, steps: float) -> Operations:
         """On the straight line from this one through `other`, that many steps from here."""
         if len(self.flops) != len(other.flops):
             # Another path for another batch: only the sums can be compared, so they scale together.
             ratio = 1 + steps * (float(other.bytes.sum()) / max(1.0, float(self.bytes.sum())) - 1)
-            return Operations(self.flops * ratio, self.bytes * ratio, self.slow * ratio, self.backward)
+            flops, nbytes, slow = (values * ratio for values in (self.flops, self.bytes, self.slow))
+            return Operations(flops, nbytes, slow, self.backward, self.kind)
         return Operations(
             self.flops + steps * (other.flops - self.flops),
             self.bytes + steps * (other.bytes - self.bytes),
             self.slow + steps * (other.slow - self.slow),
             self.backward,
+            self.kind,
         )
 
 
@@ -146,7 +149,9 @@ class Profile:
     def of_sizes(cls, units: Sequence[UnitSizes], micro_batch: int) -> Profile:
         """A model of which only the weights are known."""
         nothing = np.zeros(0)
-        return cls(tuple(units), 0, 0, (), Operations(nothing, nothing, nothing, nothing.astype(bool)), micro_batch)
+        return cls(
+            tuple(units), 0, 0, (), Operations(nothing, nothing, nothing, nothing.astype(bool), nothing), micro_batch
+        )
 
     @property
     def activations(self) -> int:
@@ -246,7 +251,8 @@ class _Recorder(Footprint):
             if packet not in (aten.empty, aten.empty_like, aten.new_empty):
                 nbytes += _tensor_bytes(args)
             slow = _numel(out) if packet in _SLOW else 0
-            self.rows.append((_flops(packet, args, kwargs, result), nbytes, slow, backward_task() != NO_TASK))
+            flops, backward = _flops(packet, args, kwargs, result), backward_task() != NO_TASK
+            self.rows.append((flops, nbytes, slow, backward, _kind(packet, kwargs)))
         return result
 
     def taken(self) -> tuple[Operation, ...]:
@@ -257,6 +263,20 @@ class _Recorder(Footprint):
 
 def _numel(values: Any) -> int:
     return max((value.numel() for value in values if isinstance(value, torch.Tensor)), default=0)
+
+
+_GELU = (aten.gelu, aten.gelu_backward)
+_ATTENTION = frozenset(
+    getattr(aten, f"_scaled_dot_product_{kind}{way}")
+    for kind in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+    for way in ("", "_backward")
+)
+
+
+def _kind(packet: Any, kwargs: Any) -> int:
+    if packet in _ATTENTION:
+        return ATTENTION
+    return TANH if packet in _GELU and kwargs.get("approximate") == "tanh" else PLAIN
 
 
 def _flops(packet: Any, args: Any, kwargs: Any, result: Any) -> float:

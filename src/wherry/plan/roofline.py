@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from wherry.placement import Tier
+from wherry.plan.blocks import ATTENTION, TANH
 from wherry.plan.machine import Machine
 from wherry.plan.memory import Cost
 from wherry.plan.peaks import Setting
-from wherry.plan.profile import Profile
+from wherry.plan.profile import Operations, Profile
+
+# Bytes up to which an operation is one core's: torch shares out 32,768 elements or more, here of a sum in fp32.
+ONE_CORE = 3 * 4 * 32768
 
 WORDS = {
     "compute": "computing",
@@ -62,8 +67,9 @@ def step_time(profile: Profile, setting: Setting, machine: Machine) -> StepTime:
         "update": _passes(machine) * work.updated(setting.staying_cost, work.staying) / (machine.device_stream / share),
         "disk": 0.0,
     }
-    state, weights = _disk_seconds(setting, machine, work, together)
-    terms["disk"] = state + weights
+    state, weights = _disk_travel(setting, machine, work, together)
+    terms["disk"] = state.seconds + weights.seconds
+    handled = machine.disk_work * (state.bytes + weights.bytes) / machine.cores
     if machine.gpus and setting.placement.optimizer.tier is not Tier.DEVICE:
         offloaded = work.updated(cost, work.offloaded) / (machine.stream / together)
         terms["update"] = max(terms["update"], offloaded)  # the device's part goes on beside the host's
@@ -74,7 +80,8 @@ def step_time(profile: Profile, setting: Setting, machine: Machine) -> StepTime:
     if machine.gpus and setting.placement.parameters.tier is not Tier.DEVICE:
         terms["up"] += 2 * times * work.everything * cost.parameters / setting.shards / machine.pcie
     forward, backward = times * forward, times * backward
-    return StepTime(forward, backward, terms, _total(terms, forward, backward, weights, machine, setting))
+    total = _total(terms, forward, backward, weights.seconds, handled, machine, setting)
+    return StepTime(forward, backward, terms, total)
 
 
 def _passes(machine: Machine) -> float:
@@ -120,18 +127,36 @@ class _Work:
 
 def _compute(profile: Profile, setting: Setting, machine: Machine, share: int) -> tuple[float, float]:
     """Seconds of a micro-batch's forward and backward: each operation at the rate of what it waits for."""
-    matrix = machine.matrix_fp32 if setting.cost.parameters == 4 else machine.matrix
     done = profile.operations
-    seconds = np.maximum(done.flops / (matrix / share), done.bytes / (_stream(machine, done.bytes) / share))
-    seconds = np.maximum(seconds, done.slow / (machine.slow / share))
+    seconds = np.maximum(
+        done.flops / (_products(machine, setting, done) / share), done.bytes / (_stream(machine, done.bytes) / share)
+    )
+    times = np.where(done.kind == TANH, machine.by_tanh, 1.0)
+    seconds = np.maximum(seconds, times * done.slow / (machine.slow / share))
     if machine.gpus:
         # A GPU is told what to do ahead of doing it: the longer of the two counts.
         total = max(float(seconds.sum()), machine.overhead * len(seconds))
         seconds = seconds * (total / max(float(seconds.sum()), 1e-12))
     else:
         seconds = seconds + machine.overhead
+        if machine.cores > share:
+            seconds = seconds + machine.sharing * ((done.flops > 0) | (done.bytes > ONE_CORE))
     backward = float(seconds[done.backward].sum())
     return float(seconds.sum()) - backward, backward
+
+
+def _products(machine: Machine, setting: Setting, done: Operations) -> np.ndarray:
+    """The rate of each operation's products."""
+    fp32 = setting.cost.parameters == 4
+    matrix, parts = (machine.matrix_fp32, machine.attention_fp32) if fp32 else (machine.matrix, machine.attention)
+    tokens, forward, backward = (np.array(column) for column in zip(*parts, strict=True))
+    # A token's queries meet the keys of all others: flops for a byte tell how many they are. Of what is read and
+    # written, four tensors of their size in the forward and eight in the backward, where they meet 2.5 times.
+    size = setting.cost.parameters
+    others = done.flops / np.maximum(done.bytes, 1.0) * np.where(done.backward, 0.8, 1.0) * size
+    place, places = np.log(np.maximum(others, 1.0)), np.log(tokens)
+    part = np.where(done.backward, np.interp(place, places, backward), np.interp(place, places, forward))
+    return matrix * np.where(done.kind == ATTENTION, part, 1.0)
 
 
 def _stream(machine: Machine, nbytes: np.ndarray) -> np.ndarray | float:
@@ -184,36 +209,53 @@ def collective_bytes(setting: Setting, trained: int, everything: int, travelling
     return part * (gathers + reductions + refresh), 2 * (replicas - 1) / replicas * crossing
 
 
-def _disk_seconds(setting: Setting, machine: Machine, work: _Work, together: int) -> tuple[float, float]:
-    """For optimizer state, and for weights, which are read twice for each micro-batch and written once."""
-    state = weights = 0.0
+class _Travel(NamedTuple):
+    """What the disk does for the ranks of a node."""
+
+    seconds: float = 0.0
+    bytes: float = 0.0
+
+    @classmethod
+    def of(cls, machine: Machine, read: float, written: float) -> _Travel:
+        """Reads and writes, which go on at the same time."""
+        apart = max(read / machine.disk_read, written / machine.disk_write)
+        both = (read + written) / machine.disk_both if machine.disk_both else 0.0
+        return cls(max(apart, both), read + written)
+
+
+def _disk_travel(setting: Setting, machine: Machine, work: _Work, together: int) -> tuple[_Travel, _Travel]:
+    """Of optimizer state, and of weights, which are read twice for each micro-batch and written once."""
+    state = weights = _Travel()
     if setting.placement.optimizer.tier is Tier.DISK:
         nbytes = work.offloaded * setting.cost.optimizer * together
-        state = _travel(machine, nbytes, nbytes)
+        state = _Travel.of(machine, nbytes, nbytes)
     if work.on_disk:
         nbytes = work.on_disk * setting.cost.parameters / setting.shards * together
-        weights = _travel(machine, 2 * setting.accumulation * nbytes, nbytes)
+        weights = _Travel.of(machine, 2 * setting.accumulation * nbytes, nbytes)
     return state, weights
 
 
-def _travel(machine: Machine, read: float, written: float) -> float:
-    """Seconds of the disk's reads and writes, which go on at the same time."""
-    apart = max(read / machine.disk_read, written / machine.disk_write)
-    return max(apart, (read + written) / machine.disk_both) if machine.disk_both else apart
-
-
 def _total(
-    terms: dict[str, float], forward: float, backward: float, weights: float, machine: Machine, setting: Setting
+    terms: dict[str, float],
+    forward: float,
+    backward: float,
+    weights: float,
+    handled: float,
+    machine: Machine,
+    setting: Setting,
 ) -> float:
-    """The terms as the engine overlaps them. `weights` is what of the disk's time is theirs, and not the update's."""
+    """The terms as the engine overlaps them.
+
+    `weights` is what of the disk's time is theirs, and not the update's; `handled` what it takes of the host's cores.
+    """
     policy = setting.resting.policy
     # What an update may go on beside: it ends before the unit's next forward, and begins in the backward at best.
     beside = {"at_step": 0.0, "before_use": forward, "in_backward": forward + backward, "delayed": forward + backward}
     hidden = beside[policy]
     state = terms["disk"] - weights
     if not machine.gpus:
-        # The cores that compute are those that copy and update; only the disk works beside them.
-        busy = sum(value for name, value in terms.items() if name not in ("disk", "up", "down"))
+        # The cores that compute are those that copy and update. The disk works beside them, and asks a little of them.
+        busy = handled + sum(value for name, value in terms.items() if name not in ("disk", "up", "down"))
         late = max(state - hidden - terms["update"], terms["disk"] - busy)
         return busy + max(0.0, late)
     device = max(terms["compute"] + terms["gradients"], terms["collectives"], terms["up"], terms["down"])
