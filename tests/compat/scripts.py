@@ -254,6 +254,11 @@ with engine.coalesce_grad_reduction():
 assert not engine.optimizer.parameter_offload.forward_hooks
 engine.destroy()
 assert not hasattr(weight, "ds_id")
+try:
+    engine(data[0][0])
+    raise AssertionError("a destroyed engine runs")
+except ValueError as error:
+    assert "has been destroyed; call deepspeed.initialize again" in str(error)
 
 # States shared out within groups of ranks.
 from deepspeed.runtime.zero.mics import MiCS_Init

@@ -98,6 +98,9 @@ linear, x = torch.nn.Linear(8, 6), torch.ones(2, 8)
 tiled = deepspeed.zero.TiledLinear(8, 6, in_splits=2, out_splits=3, init_linear=linear)
 torch.testing.assert_close(tiled(x), linear(x))
 assert deepspeed.accelerator.get_accelerator().current_device_name()
+# Accelerate makes all host optimizers with the words of Adam.
+for make in (deepspeed.ops.adagrad.DeepSpeedCPUAdagrad, deepspeed.ops.lion.DeepSpeedCPULion):
+    make([{"params": list(linear.parameters())}], lr=0.1, weight_decay=0.0, adamw_mode=False)
 groups = deepspeed.utils.groups
 assert groups._get_model_parallel_world_size() == 1 and groups._get_model_parallel_group() is None
 class Grid:

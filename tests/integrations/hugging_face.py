@@ -8,6 +8,7 @@ import glob
 import json
 import os
 import sys
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -34,7 +35,8 @@ def start_anew():
     """Accelerate's state is the process's: a script with one of these needs nothing of this."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+    for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_DYNAMO_BACKEND"):
+        os.environ.pop(name, None)
 
 
 class Tokens(Dataset):
@@ -61,15 +63,17 @@ def log_of(trainer):
 
 
 def with_trainer(resume=None):
-    """Train, evaluate, save, and resume."""
+    """Train, evaluate, save; or resume, with a model that is built partitioned."""
     start_anew()
-    more, extra, cls = {}, {}, Trainer
+    more, extra, cls, building = {}, {}, Trainer, nullcontext()
     if MODE == "alias":
         more["deepspeed"] = AUTO
     if MODE == "own":
+        import wherry
         from wherry.integrations.transformers import WherryTrainer as cls
 
         extra["wherry_config"] = AUTO
+        building = wherry.Init(config=AUTO, enabled=bool(resume))
     out = os.path.join(FOLDER, MODE)
     args = TrainingArguments(
         output_dir=out, per_device_train_batch_size=4 // WORLD, gradient_accumulation_steps=2, max_steps=4,
@@ -80,12 +84,16 @@ def with_trainer(resume=None):
     set_seed(0)
     if resume:  # weights that the checkpoint must replace
         set_seed(5)
-    model = LlamaForCausalLM(tiny_config())
+    with building:
+        model = LlamaForCausalLM(tiny_config())
     trainer = cls(model=model, args=args, train_dataset=Tokens(32), eval_dataset=Tokens(8), **extra)
+    before = trainer.evaluate()["eval_loss"] if MODE != "alias" else None
     trainer.train(resume_from_checkpoint=resume)
     # The "best" is the first, of step 2.
     assert trainer.state.best_model_checkpoint == os.path.join(out, "checkpoint-2")
     found = {"log": log_of(trainer), "evaluation": trainer.evaluate()["eval_loss"]}
+    if not resume:
+        found["before"] = before
     trainer.save_model(os.path.join(out, "final"))
     if MODE != "plain":
         assert trainer.model_wrapped.world_size == WORLD
@@ -250,7 +258,63 @@ def with_dpo():
     return {"log": log_of(trainer)}
 
 
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 8), nn.Linear(8, 64)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2))
+
+    def forward(self, input_ids, labels):
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return {"loss": nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())}
+
+
+def with_compiled_blocks():
+    start_anew()
+    more, extra, cls = {}, {}, Trainer
+    config = {"zero_optimization": ZERO, "gradient_clipping": "auto", "train_micro_batch_size_per_gpu": "auto"}
+    if MODE == "alias":
+        more["deepspeed"] = config
+    if MODE == "own":
+        from wherry.integrations.transformers import WherryTrainer as cls
+
+        extra["wherry_config"] = config
+    if MODE != "plain":
+        more |= {"torch_compile": True, "torch_compile_backend": "eager"}
+    args = TrainingArguments(
+        output_dir=FOLDER, per_device_train_batch_size=4 // WORLD, max_steps=3, logging_steps=1, learning_rate=1e-2,
+        report_to=[], save_strategy="no", use_cpu=MODE != "alias", disable_tqdm=True, **more,
+    )  # fmt: skip
+    set_seed(0)
+    trainer = cls(model=Blocks(), args=args, train_dataset=Tokens(12), **extra)
+    trainer.train()
+    if MODE != "plain":
+        assert [block._compiled_call_impl is not None for block in trainer.model.blocks] == [True, True]
+    return {"log": log_of(trainer)}
+
+
+def without_checkpoints():
+    """The best model could not be found again."""
+    from wherry.integrations.transformers import WherryTrainer
+
+    start_anew()
+    args = TrainingArguments(
+        output_dir=FOLDER, save_only_model=True, load_best_model_at_end=True, eval_strategy="steps", use_cpu=True,
+        save_strategy="steps", report_to=[],
+    )  # fmt: skip
+    try:
+        WherryTrainer(model=nn.Linear(2, 2), args=args, train_dataset=Tokens(2), eval_dataset=Tokens(2))
+    except ValueError as error:
+        assert "save_only_model leaves them out" in str(error)
+    else:
+        raise AssertionError("it is refused")
+
+
 def main():
+    if MODE == "own":
+        without_checkpoints()
     found = {"trainer": with_trainer(), "pretrained": with_pretrained()}
     if MODE != "plain":
         found["resumed"] = with_trainer(os.path.join(FOLDER, MODE, "checkpoint-2"))
@@ -260,6 +324,7 @@ def main():
     if MODE != "plain":
         found["sft_resumed"] = with_sft(os.path.join(FOLDER, MODE + "-sft", "checkpoint-2"))
     found["dpo"] = with_dpo()
+    found["compiled"] = with_compiled_blocks()
     if RANK == 0:
         with open(os.path.join(FOLDER, MODE + ".json"), "w", encoding="utf-8") as file:
             json.dump(found, file)

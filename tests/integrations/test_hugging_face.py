@@ -84,7 +84,7 @@ def test_what_it_saves_is_what_it_would_have_saved(plain, alias, own, folder):
 
 def test_a_resumed_trainer_goes_on_exactly(alias, own):
     for found in (alias, own):
-        assert found["resumed"] == found["trainer"]
+        assert found["resumed"] == {key: value for key, value in found["trainer"].items() if key != "before"}
         assert found["sft_resumed"] == found["sft"]
 
 
@@ -111,8 +111,14 @@ def test_preferences_against_a_reference_model(plain, alias, own):
         same_log(found["dpo"]["log"], plain["dpo"]["log"])
 
 
+def test_a_trainer_that_compiles_compiles_each_block(plain, alias, own):
+    for found in (alias, own):
+        same_log(found["compiled"]["log"], plain["compiled"]["log"])
+
+
 def test_the_trainer_of_wherry(plain, own):
     same_log(own["trainer"]["log"], plain["trainer"]["log"])
+    assert own["trainer"]["before"] == close(plain["trainer"]["before"])
     assert own["trainer"]["evaluation"] == close(plain["trainer"]["evaluation"])
     assert own["trainer"]["generated"] == plain["trainer"]["generated"]
 

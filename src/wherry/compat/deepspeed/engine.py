@@ -67,6 +67,15 @@ class DeepSpeedEngine(Engine):
         with self.no_sync():
             yield
 
+    def _check_open(self) -> None:
+        if self.closed:
+            raise WherryError(
+                "this engine has been destroyed; call deepspeed.initialize again for a new one. A Trainer of transformers "
+                "destroys its engine when it is to train once more: save the model, and give what was saved to another "
+                "Trainer"
+            )
+        super()._check_open()
+
     def close(self) -> None:
         parameters.unmark(self.module)
         _engines.discard(self)
