@@ -249,6 +249,18 @@ assert table["all_gather"]["calls"] > 0 and table["reduce_scatter"]["bytes"] > 0
 tensor = torch.ones(2)
 dist.all_reduce(tensor)
 assert tensor.tolist() == [2.0, 2.0]
+import os, subprocess, tempfile
+with tempfile.TemporaryDirectory() as folder:
+    folders = [folder]
+    dist.broadcast_object_list(folders, src=0)
+    engine.save_checkpoint(folders[0])
+    if dist.get_rank() == 0:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, os.path.join(folder, "zero_to_fp32.py"), folder, os.path.join(folder, "whole")]
+        subprocess.run(command, check=True, env=environment)
+        masters = torch.load(os.path.join(folder, "whole", "pytorch_model.bin"))
+        assert set(masters) == set(whole)
+    dist.barrier()
 with engine.coalesce_grad_reduction():
     engine.backward(engine(data[0][0]))
 assert not engine.optimizer.parameter_offload.forward_hooks

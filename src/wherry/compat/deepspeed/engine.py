@@ -7,6 +7,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,13 @@ from wherry.observe.log import say
 
 # Those of `load_checkpoint` before `custom_load_fn`.
 LOAD_ARGUMENTS = 6
+
+# Beside every checkpoint.
+EXPORTER = """# Whole fp32 weights of the checkpoint beside this file: python zero_to_fp32.py FOLDER OUTPUT
+from wherry.compat.deepspeed.export import main
+
+raise SystemExit(main())
+"""
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
@@ -70,9 +78,9 @@ class DeepSpeedEngine(Engine):
     def _check_open(self) -> None:
         if self.closed:
             raise WherryError(
-                "this engine has been destroyed; call deepspeed.initialize again for a new one. A Trainer of transformers "
-                "destroys its engine when it is to train once more: save the model, and give what was saved to another "
-                "Trainer"
+                "this engine has been destroyed; call deepspeed.initialize again for a new one. A Trainer of "
+                "transformers destroys its engine when it is to train once more: save the model, and give what was "
+                "saved to another Trainer"
             )
         super()._check_open()
 
@@ -159,6 +167,20 @@ class DeepSpeedEngine(Engine):
         return self.consolidated_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def save_checkpoint(  # transformers looks for the names of its arguments
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """As the engine's own; beside it lies the script that people take whole weights out with."""
+        saved = super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        if self.global_rank == 0:
+            Path(save_dir, "zero_to_fp32.py").write_text(EXPORTER, encoding="utf-8")
+        return saved
 
     def load_checkpoint(self, *where: Any, custom_load_fn: Any = None, **how: Any) -> tuple[str | None, Any]:
         """As the engine's own, which has all arguments but DeepSpeed's last."""
