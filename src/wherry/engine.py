@@ -454,7 +454,7 @@ class Engine(Surface):
         """
         self._check_open()
         if self._updater is not None:
-            self._updater.settle()
+            self._updater.complete()
 
     # What a checkpoint holds of the step.
 

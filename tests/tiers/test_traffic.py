@@ -63,6 +63,48 @@ def _disk(stores: Any) -> tuple[int, int]:
     return sum(s.stats.bytes_read for s in stores), sum(s.stats.bytes_written for s in stores)
 
 
+class Gated(Ticket):
+    """A write that does not end before the gate opens."""
+
+    def __init__(self, gate: threading.Event, ticket: Ticket) -> None:
+        self.gate = gate
+        self.ticket = ticket
+
+    def wait(self) -> None:
+        assert self.gate.wait(50), "nobody opens the gate"
+        self.ticket.wait()
+
+    def done(self) -> bool:
+        return self.gate.is_set() and self.ticket.done()
+
+
+@pytest.mark.parametrize("policy", ["before_use", "in_backward"])
+@pytest.mark.parametrize("row", ["disk-2", "disk-3", "infinity"])
+def test_weights_are_used_while_their_state_is_written(row: str, policy: str, tmp_path: Path) -> None:
+    """A whole forward and its backward; the next update of a part waits for the write of the one before."""
+    model = make_model()
+    config = offload(row, tmp_path, policy, "bf16", optimizer={"buffer_count": 20})
+    engine, *_ = wherry.initialize(
+        model=model, optimizer=adamw(model.parameters()), config=settings(ROWS[row][0], more=config)
+    )
+    (store,) = engine._tiering.stores
+    gate, write = threading.Event(), store.write
+    store.write = lambda *args, **more: Gated(gate, write(*args, **more))
+    engine.backward(engine(*token_batch(0, 0, 0)))
+    engine.step()
+    loss = engine(*token_batch(1, 0, 0))
+    assert engine._updater._storing and not engine._updater._pending
+    if policy == "before_use":
+        engine.backward(loss)
+    gate.set()
+    if policy == "in_backward":
+        engine.backward(loss)
+    engine.step()
+    engine.settle()
+    assert not engine._updater._storing
+    engine.close()
+
+
 def psi(ranks: int) -> tuple[int, int]:
     """Elements, padded, and of those the ones that are updated."""
     units = padded(make_model(), ranks)

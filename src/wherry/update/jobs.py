@@ -17,13 +17,18 @@ from wherry.tiers.tickets import Ticket
 # What a job is waiting for, and which of them is worth waiting for first: the update keeps the cores busy, a read
 # feeds the next update, a write only gives its memory back.
 UPDATE, READ, WRITE = range(3)
+# Not a wait: the new weights are where they are used, and what is left is to write.
+READY = -1
 Steps = Generator[tuple[int, Ticket], None, None]
 
 
 class Job(Ticket):
-    """One update under way. `wait()` raises what went wrong in it, with the unit's name."""
+    """One update under way. `wait()` is until its weights may be used, `finish()` until nothing is left to do.
 
-    __slots__ = ("_error", "_event", "_steps", "_under_way", "name", "stage")
+    Both raise what went wrong in it, with the unit's name.
+    """
+
+    __slots__ = ("_ended", "_error", "_event", "_steps", "_under_way", "name", "stage")
 
     def __init__(self, name: str, steps: Steps) -> None:
         self.name = name
@@ -31,11 +36,13 @@ class Job(Ticket):
         self._steps = steps
         self._under_way: Ticket | None = None
         self._error: BaseException | None = None
+        # That its weights may be used; and its end, where that is another moment.
         self._event = threading.Event()
+        self._ended: threading.Event | None = None
 
     @property
     def begun(self) -> bool:
-        return self._under_way is not None or self._event.is_set()
+        return self._under_way is not None or self.done()
 
     def begin(self) -> None:
         self._advance()
@@ -61,10 +68,15 @@ class Job(Ticket):
 
     def _advance(self) -> None:
         try:
-            self.stage, self._under_way = next(self._steps)
+            stage, ticket = next(self._steps)
+            if stage == READY:
+                self._ended = threading.Event()
+                self._event.set()
+                stage, ticket = next(self._steps)
+            self.stage, self._under_way = stage, ticket
         except StopIteration:
             self._under_way = None
-            self._event.set()
+            self._end()
         except BaseException as error:
             self._fail(error)
 
@@ -76,14 +88,29 @@ class Job(Ticket):
         except BaseException as another:
             error.add_note(f"while it was given up: {another}")
         finally:
-            self._event.set()
+            self._end()
 
-    def done(self) -> bool:
+    def _end(self) -> None:
+        if self._ended is not None:
+            self._ended.set()
+        self._event.set()
+
+    @property
+    def ready_for_use(self) -> bool:
         return self._event.is_set()
 
+    def done(self) -> bool:
+        return self._event.is_set() and (self._ended is None or self._ended.is_set())
+
     def come_to_an_end(self) -> None:
-        """Wait, and leave an error to `wait()`."""
+        """Wait until nothing is left to do, and leave an error to `finish()`."""
         self._event.wait()
+        if self._ended is not None:
+            self._ended.wait()
+
+    def finish(self) -> None:
+        self.come_to_an_end()
+        self.wait()
 
     def wait(self) -> None:
         self._event.wait()

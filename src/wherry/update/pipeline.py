@@ -23,7 +23,7 @@ from wherry.sharding.gradients import FlatGradient
 from wherry.sharding.unit import Flat
 from wherry.tiers.streams import Link
 from wherry.tiers.tickets import DONE, OnHost, Ticket, TicketGroup
-from wherry.update.jobs import READ, UPDATE, WRITE, Crew, Departure, Job, Steps, drive_all, drive_one
+from wherry.update.jobs import READ, READY, UPDATE, WRITE, Crew, Departure, Job, Steps, drive_all, drive_one
 from wherry.update.rules import Groups, Rule
 from wherry.update.state import BATCH_NUMEL, Batch, FlatState, MakeHome
 from wherry.update.untouched import Untouched
@@ -90,6 +90,8 @@ class Updater:
         self._broken: BaseException | None = None
         # Updates whose weights have not been published.
         self._pending: dict[Batch, Job] = {}
+        # Those whose weights are in use, and whose state is still on its way to the disk.
+        self._storing: dict[Batch, Job] = {}
         # Gathers of published weights, on their way to every rank.
         self._arriving: dict[Batch, list[Ticket]] = {}
         # The ranks as a group whose collectives a thread begins, where there is one, and what it has been asked for.
@@ -222,8 +224,8 @@ class Updater:
     def _at_once(
         self, batches: Sequence[Batch], groups: Groups, multiplier: float, absent: Absent | None = None
     ) -> None:
-        if self._pending or self._arriving:
-            self.settle()
+        if self._pending or self._arriving or self._storing:
+            self.complete()
         untouched = Untouched([state for batch in batches for state in batch.states], absent) if absent else None
         depth = self.policy.depth if any(batch.on_disk for batch in batches) else EVERYTHING
         fence = self.link.fence()
@@ -250,6 +252,7 @@ class Updater:
             self._send(batch, self._steps(batch, groups, multiplier, fence, aside))
 
     def _send(self, batch: Batch, steps: Steps) -> None:
+        self._stored(batch)
         job = Job(batch.name, steps)
         self._pending[batch] = job
         if self.policy.when != "delayed":
@@ -303,9 +306,13 @@ class Updater:
             stored = batch.store()
             tickets += [stored] if stored is not None else []
             tickets += [home.store() for home in homes]
-            for ticket in (*uploads, *tickets):
-                if ticket is not DONE:
-                    yield WRITE, ticket
+            for ticket in uploads:
+                yield WRITE, ticket
+            tickets = [ticket for ticket in tickets if ticket is not DONE]
+            if tickets:
+                yield READY, DONE
+            for ticket in tickets:
+                yield WRITE, ticket
         finally:
             if has_record:
                 batch.leave(uploads[-1] if uploads else DONE)
@@ -343,7 +350,7 @@ class Updater:
 
     def _hold_back(self) -> None:
         """A backward that is faster than the updates waits for them, or all gradients would be in memory at once."""
-        waiting = [job for job in self._pending.values() if not job.done()]
+        waiting = [job for job in self._pending.values() if not job.ready_for_use]
         for job in waiting[: max(0, len(waiting) - 2 * self.policy.depth)]:
             job.wait()
 
@@ -379,6 +386,9 @@ class Updater:
     @torch.no_grad()
     def settle(self, flats: Iterable[Flat] | None = None) -> None:
         """Complete the updates of these flats, or of all: their weights are those after the last step."""
+        if flats is None:
+            for batch in [batch for batch, job in self._storing.items() if job.done()]:
+                self._stored(batch)  # it may have failed
         if not (self._pending or self._arriving):
             return
         self._refuse_fork()
@@ -386,6 +396,24 @@ class Updater:
         batches = self.batches if flats is None else self._batches_of(flats)
         self._set_out({batch: self._pending[batch] for batch in batches if batch in self._pending})
         self._arrive([batch for batch in batches if batch in self._arriving])
+
+    def complete(self) -> None:
+        """As `settle`, for all, and nothing is on its way to the disk any more."""
+        self.settle()
+        self._all_stored()
+
+    def _all_stored(self) -> None:
+        if self._storing:
+            self._refuse_fork()
+        for batch in [*self._storing]:
+            self._stored(batch)
+
+    def _stored(self, batch: Batch) -> None:
+        """The state that the last update has made is at home: the next one may change it."""
+        job = self._storing.pop(batch, None)
+        if job is not None:
+            job.come_to_an_end()
+            self._wait(job)
 
     def _set_out(self, jobs: Mapping[Batch, Job], untouched: Untouched | None = None) -> None:
         """These updates come to their ends, and what every rank holds whole of their weights sets out to all."""
@@ -401,6 +429,8 @@ class Updater:
                 self._arriving[batch] = [*self._refresh(batch, self.comm)] if departure is None else departure.tickets
                 self._departing.pop(batch, None)
                 self._pending.pop(batch, None)
+                if not job.done():
+                    self._storing[batch] = job
         except BaseException:
             self._arrive_quietly()
             raise
@@ -439,12 +469,13 @@ class Updater:
         update has made are published when its time has come.
         """
         if self.policy.when != "delayed":
-            return self.settle()
-        if not self._pending:
-            return
-        self._refuse_fork()
+            self.settle()
+        if self._pending:
+            self._refuse_fork()
         for job in self._pending.values():
+            job.come_to_an_end()
             self._wait(job)
+        self._all_stored()
 
     def behind(self, flat: Flat) -> bool:
         """Whether a flat's weights are one update older than its master, between two steps of delayed updates."""
@@ -547,6 +578,7 @@ class Updater:
 
     def _forget(self) -> None:
         self._pending.clear()
+        self._storing.clear()
         self._arriving.clear()
         self._departing.clear()
         self.states.clear()
