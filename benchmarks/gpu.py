@@ -12,11 +12,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 if not __package__:  # run as a script: this folder is found as it is when imported
     sys.path[0] = str(Path(__file__).parents[1])
@@ -25,6 +24,7 @@ from benchmarks import bounds, systems
 from benchmarks.rooms import Room, RoomFailed
 from benchmarks.systems import Recipe
 from wherry.observe import bench
+from wherry.tiers.budget import free_host_memory
 from wherry.train.presets import GPT2
 
 WORKER = Path(__file__).parent / "gpu_worker.py"
@@ -126,7 +126,7 @@ class Session:
         if systems.place_of(system).optimizer != "cpu":
             return None
         need = HOST_BYTES[system.partition("-")[0]] * recipe.parameters
-        free = psutil.virtual_memory().available
+        free = free_host_memory()
         if need > 0.97 * free:
             return f"needs {need / GIB:.0f} GiB of host memory, {free / GIB:.0f} GiB are free"
         return None
@@ -172,7 +172,23 @@ def step_row(
 
 
 def blocks(session: Session, name: str, rounds: int, steps: int, **more: Any) -> list[dict[str, Any]]:
-    return [session.ask(do="time", name=name, steps=steps, **more) for _ in range(rounds)]
+    """Timed blocks of steps: as many as there is time for, and one at least."""
+    found: list[dict[str, Any]] = []
+    for _ in range(rounds):
+        try:
+            found.append(session.ask(do="time", name=name, steps=steps, **more))
+        except NoTime:
+            if not found:
+                raise
+            break
+    return found
+
+
+def let_go(session: Session, name: str) -> None:
+    """Close what a failure may have left of a system."""
+    if session._room is not None:
+        with suppress(RoomFailed, NoTime):
+            session.ask(do="close", name=name)
 
 
 # The stages.
@@ -227,9 +243,8 @@ def _in_turns(session: Session, case: dict[str, Any], subjects: dict[str, tuple[
             rows.append(bench.row(case, name, "s", reason=reasons[name]))
     bench.compare(rows)
     session.results.add(*rows)
-    if session._room is not None:
-        for name in answers:
-            session.ask(do="close", name=name)
+    for name in answers:
+        let_go(session, name)
 
 
 def tokens(session: Session) -> None:
@@ -249,7 +264,7 @@ def tokens(session: Session) -> None:
                 return
         else:
             session.results.add(step_row(session, case, system, recipe, found))
-    session.ask(do="close", name="tokens")
+    let_go(session, "tokens")
 
 
 def sizes(session: Session, names: Sequence[str]) -> None:
@@ -265,6 +280,7 @@ def sizes(session: Session, names: Sequence[str]) -> None:
         except (RoomFailed, NoTime) as failure:
             for cap in (CAP, None):
                 session.results.add(bench.row(case | {"cap_gib": cap}, system, "s", reason=str(failure)))
+            let_go(session, model)
             continue
         rounds = session.options.rounds if recipe.parameters < 3e9 else 2
         for cap in (CAP, None):
@@ -275,9 +291,9 @@ def sizes(session: Session, names: Sequence[str]) -> None:
                 session.results.add(bench.row(case | {"cap_gib": cap}, system, "s", reason=str(failure)))
                 continue
             session.results.add(step_row(session, case | {"cap_gib": cap}, system, recipe, found))
-        if session._room is not None:
-            session.ask(do="close", name=model)
-            session.ask(do="cap", gib=None)
+        let_go(session, model)
+    if session._room is not None:
+        session.ask(do="cap", gib=None)
 
 
 def largest(session: Session) -> None:
@@ -289,7 +305,7 @@ def largest(session: Session) -> None:
     except (RoomFailed, NoTime) as failure:
         few = more = None
         reason = f"the dry run failed: {failure}"
-    free, done = psutil.virtual_memory().available, None
+    free, done = free_host_memory(), None
     for cap in CAPS:
         case = {"measure": "largest model", "cap_gib": cap}
         if few is None or more is None:

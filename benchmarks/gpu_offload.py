@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 if not __package__:  # run as a script: this folder is found as it is when imported
     sys.path[0] = str(Path(__file__).parents[1])
@@ -37,13 +38,22 @@ def measure(session: Session, wanted: str, trace: Path) -> None:
             session.ask(do="cap", gib=CAP)
             built = session.build(model, system, recipe, warmup=1)
             found = gpu.blocks(session, model, session.options.rounds, session.options.steps)
-            seen = session.ask(do="profile", name=model, steps=STEPS, path=str(trace))
         except (RoomFailed, NoTime) as failure:
             session.results.add(bench.row(case, system, "s", reason=str(failure)))
+            gpu.let_go(session, model)  # or its memory is missing for the next
             continue
-        facts = {"built_s": built["built_s"], "trace": seen | {"steps": STEPS}}
-        session.results.add(gpu.step_row(session, case, system, recipe, found, **facts))
+        row = gpu.step_row(session, case, system, recipe, found, built_s=built["built_s"])
+        session.results.add(row)  # before the trace, which may fail
+        row["trace"] = _traced(session, model, trace)
         return
+
+
+def _traced(session: Session, model: str, path: Path) -> dict[str, Any]:
+    """What a profiler saw of some steps, or the reason why there is nothing."""
+    try:
+        return session.ask(do="profile", name=model, steps=STEPS, path=str(path)) | {"steps": STEPS}
+    except (RoomFailed, NoTime) as failure:
+        return {"reason": str(failure)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,16 +75,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     session = Session(options, results)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            gpu.rates(session)
+            gpu.run(session, ["rates"])
             measure(session, wanted, options.trace or Path(folder) / "trace.json")
         finally:
             session.close()
     results.close()
     gpu.table(results.rows)
     for row in results.rows:
-        hidden = row.get("trace", {}).get("hidden")
-        if hidden is not None:
-            print(f"{row['case']['model']}: {100 * hidden:.0f}% of the copying ran beside kernels")
+        seen = row.get("trace", {})
+        if seen.get("hidden") is not None:
+            print(f"{row['case']['model']}: {100 * seen['hidden']:.0f}% of the copying ran beside kernels")
+        elif "reason" in seen:
+            print(f"{row['case']['model']}: no trace: {seen['reason']}")
     return 0
 
 

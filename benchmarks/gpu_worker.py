@@ -6,6 +6,7 @@ import gc
 import math
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -171,8 +172,8 @@ class GpuWorker:
         if self.device == "cuda":
             self.torch.cuda.reset_peak_memory_stats()
         refs = Path("/proc/self/clear_refs")
-        if refs.exists():
-            refs.write_text("5")  # the peak of resident memory begins anew
+        with suppress(OSError):
+            refs.write_text("5")  # the peak of resident memory begins anew, where that is allowed
 
     def _memory(self, name: str) -> dict[str, Any]:
         engine = getattr(self.trainees[name], "engine", None)

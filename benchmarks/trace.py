@@ -15,7 +15,7 @@ def overlap(path: Path) -> dict[str, Any]:
 
     `hidden` is the part of the copying that kernels ran beside; None where nothing was copied.
     """
-    events = json.loads(path.read_text())["traceEvents"]
+    events = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
     spans: dict[str, list[Span]] = {"kernel": [], "up": [], "down": []}
     for event in events:
         if event.get("ph") != "X":

@@ -15,7 +15,7 @@ from tests.tiers.test_placements import EXACT, ROWS, offload
 import wherry
 from wherry.parallel.comm import Comm
 from wherry.parallel.threads import run_ranks
-from wherry.parallel.topology import Topology
+from wherry.parallel.topology import Topology, default_device
 from wherry.tiers.streams import CudaLink
 from wherry.tiers.tickets import Ticket
 from wherry.train.model import GPT, GPTConfig
@@ -33,7 +33,7 @@ class LateLink(CudaLink):
     """Copies begin late, by a random time, so that a stream which did not wait for one reads what was there before."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__(torch.device("cuda"))
+        super().__init__(default_device())
         self._random = random.Random(seed)
 
     def _copy(self, stream: torch.cuda.Stream, *arguments: Any, **options: Any) -> Ticket:
@@ -52,7 +52,7 @@ def train(
         mine = copy.deepcopy(model)
         mesh: Any = comm
         if late >= 0:
-            device, link = torch.device("cuda"), LateLink(1000 * late + comm.rank)
+            device, link = default_device(), LateLink(1000 * late + comm.rank)
             mesh = Topology(comm, device, comm.rank, comm.rank, comm.size, link=lambda pin: link)
         engine, *_ = wherry.initialize(
             model=mine,

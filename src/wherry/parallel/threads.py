@@ -188,6 +188,8 @@ class ThreadComm(Comm):
         return ThreadComm(members.index(self.rank), self._meeting.part(axis, members))
 
     def beside(self, device: torch.device) -> Comm | None:
+        if device.type != "cpu":
+            return None
         meeting = self._meeting.part("beside", list(range(self.size)))
         comm = ThreadComm(self.rank, meeting)
         comm.traffic, comm.starter = self.traffic, meeting.starter(self.rank)

@@ -146,6 +146,8 @@ class CudaLink(Link):
     shared = False
 
     def __init__(self, device: torch.device, *, pin: bool = True) -> None:
+        if device.index is None:  # other threads may have another as their current one
+            device = torch.device("cuda", torch.cuda.current_device())
         super().__init__(device, pin=pin)
         self._up = torch.cuda.Stream(device)
         self._down = torch.cuda.Stream(device)
