@@ -28,7 +28,7 @@ from wherry.parallel.topology import Topology
 from wherry.parallel.world import world_of
 from wherry.placement import Placement
 from wherry.sharding.access import Access
-from wherry.sharding.compiling import refuse_whole
+from wherry.sharding.compiling import refuse_engine, refuse_whole
 from wherry.sharding.gradients import Gradients
 from wherry.sharding.hooks import Hooks, tensors_in
 from wherry.sharding.roster import Roster
@@ -149,7 +149,9 @@ class Engine(Surface):
         self._check_open()
         module = self._modules["module"]  # as an attribute it would settle updates that may still run
         assert module is not None
-        if torch.compiler.is_compiling() or module._compiled_call_impl is not None:
+        if torch.compiler.is_compiling():
+            refuse_engine()
+        if module._compiled_call_impl is not None:
             refuse_whole(module)
         if self._input_dtype is not None:
             args, kwargs = _cast(args, self._input_dtype), _cast(kwargs, self._input_dtype)

@@ -56,6 +56,15 @@ def test_a_model_compiled_as_a_whole_is_refused_with_what_to_call() -> None:
         engine(*token_batch(0, 0, 0))
 
 
+def test_an_engine_that_is_compiled_is_refused() -> None:
+    torch._dynamo.reset()
+    model = make_model()
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(2))
+    with pytest.raises(WherryError, match=r"torch.compile\(engine\), and one graph .* call engine.compile\(\)"):
+        torch.compile(engine, backend="eager")(*token_batch(0, 0, 0))
+    engine.close()
+
+
 def test_a_model_without_blocks_says_how_to_name_them() -> None:
     model = torch.nn.Linear(4, 4)
     engine, *_ = wherry.initialize(model=model, config=settings(2))

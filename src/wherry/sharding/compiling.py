@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from wherry.errors import WherryError
@@ -26,6 +27,12 @@ def compile_units(units: list[Unit], options: dict[str, Any]) -> int:
     for module in modules:
         module.compile(**options)
     return len(modules)
+
+
+@torch._disable_dynamo
+def refuse_engine() -> None:
+    """What dynamo comes to when it traces an engine: a call that it leaves to the interpreter, where it raises."""
+    raise WherryError(f"forward: this is torch.compile(engine), and {_WHY}; call engine.compile(), for each block")
 
 
 def refuse_whole(model: nn.Module) -> None:
