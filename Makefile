@@ -34,6 +34,7 @@ bench: $(PEERS)
 	$(BIN)/wherry bench offload_step --quick --path . --dtypes bf16 --places 3-cpu,3-nvme --peers deepspeed-3-nvme
 	$(BIN)/wherry bench memory --quick --path . --dtypes fp32 --ranks 2 --systems ddp,fsdp2,deepspeed-3,wherry-0,wherry-3
 	$(BIN)/wherry bench construction --quick
+	$(BIN)/wherry bench tiling --quick --path .
 	$(BIN)/wherry bench scaling --quick
 	$(BIN)/wherry bench imports --quick
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from wherry.errors import WherryError
+from wherry.parallel.partition import is_dtensor
 
 
 class Materialiser:
@@ -99,7 +100,7 @@ class Materialiser:
         unset = [
             name
             for name, tensor in held.items()
-            if tensor is not None and tensor.is_floating_point() and tensor.numel() and bool(tensor.isnan().all())
+            if tensor is not None and tensor.is_floating_point() and tensor.numel() and _is_unset(tensor)
         ]
         if unset:
             where = self._names[module] or "the model"
@@ -107,6 +108,13 @@ class Materialiser:
                 f"{where}: reset_parameters() of {type(module).__name__} has left {', '.join(unset)} without values, "
                 "which were on the meta device; let it set them too, or build the model under wherry.Init() instead"
             )
+
+
+def _is_unset(tensor: torch.Tensor) -> bool:
+    """Whether all of it is NaN yet: its first element tells, unless ranks share it out."""
+    if not is_dtensor(tensor) and not bool(tensor[(0,) * tensor.ndim].isnan()):
+        return False
+    return bool(tensor.isnan().all())
 
 
 def _init_weights(module: nn.Module) -> Any:
