@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import c_int32, c_int64, c_void_p
 
 import torch
 from torch import Tensor
@@ -83,10 +82,10 @@ def sum_squares_of(bundles: Sequence[Bundle], pool: Pool | None = None, *, isa: 
         return sum(fallback.sum_squares(tensor) for bundle in bundles for tensor in bundle.tensors)
     addresses, kinds, numels = joined(bundles)
     count, total = len(numels), sum(numels)
+    threads = _threads(use, pool, total, INLINE_SUM)
     return use.library.wherry_sum_squares_of(
-        use.code, _threads(use, pool, total, INLINE_SUM), (c_void_p * count)(*addresses), (c_int32 * count)(*kinds),
-        (c_int64 * count)(*numels), count,
-    )  # fmt: skip
+        use.code, threads, addresses.tobytes(), kinds.tobytes(), numels.tobytes(), count
+    )
 
 
 def cast_copy(

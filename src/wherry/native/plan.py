@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import struct
 import weakref
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -150,7 +150,7 @@ class Plan:
         self.segments = tuple(segments)
         for i, segment in enumerate(self.segments):
             _check_segment(self._where(i, segment), segment)
-        self._numels = [segment.numel for segment in self.segments]
+        self._numels = array("q", [segment.numel for segment in self.segments])
         self.numel = sum(self._numels)
         self._needs_grads = any(segment.grad is None for segment in self.segments)
         self._fitting: set[object] = set()
@@ -247,7 +247,7 @@ class Plan:
                     f"sign there; make it by Blocks8.zeros(numel, signed={signed})"
                 )
 
-    def _grads(self, grads: Grads | None) -> tuple[ctypes.Array | None, ctypes.Array | None]:
+    def _grads(self, grads: Grads | None) -> tuple[bytes | None, bytes | None]:
         if grads is None:
             if self._needs_grads:
                 missing = next(i for i, s in enumerate(self.segments) if s.grad is None)
@@ -262,16 +262,14 @@ class Plan:
         if numels != self._numels or not all(bundle.dtype in _GRADS for bundle in bundles):
             for i, (grad, segment) in enumerate(zip(_one_by_one(bundles), self.segments, strict=True)):
                 _check_tensor(f"{self._where(i, segment)}: grads[{i}]", grad.view(-1), segment.numel, _GRADS)
-        return (ctypes.c_void_p * count)(*addresses), (ctypes.c_int32 * count)(*numbers)
+        return addresses.tobytes(), numbers.tobytes()
 
 
-def joined(bundles: Sequence[Bundle]) -> tuple[list[int], list[int], list[int]]:
+def joined(bundles: Sequence[Bundle]) -> tuple[array[int], array[int], array[int]]:
     """Of all tensors of the bundles: addresses, the kernels' numbers of their dtypes, and elements."""
-    addresses: list[int] = []
-    kinds: list[int] = []
-    numels: list[int] = []
+    addresses, kinds, numels = array("Q"), array("i"), array("q")
     for bundle in bundles:
         addresses += bundle.addresses
         numels += bundle.numels
-        kinds += [KINDS.get(bundle.dtype, -1)] * len(bundle.numels)
+        kinds += array("i", [KINDS.get(bundle.dtype, -1)]) * len(bundle.numels)
     return addresses, kinds, numels
