@@ -17,10 +17,11 @@ from tests.engine.harness import adamw, settings, token_batch
 from tests.tiers.chaos import Chaos, ChaosLink, Late, poison, topology
 
 import wherry
-from wherry.checkpoint import copies, save
+from wherry.checkpoint import copies, manifest, save
 from wherry.checkpoint.collect import Piece
 from wherry.checkpoint.held import Held
 from wherry.checkpoint.slices import Run
+from wherry.checkpoint.source import Source
 from wherry.parallel.comm import Comm
 from wherry.parallel.threads import run_ranks
 from wherry.tiers.budget import Room
@@ -34,6 +35,7 @@ HOST = {"offload_optimizer": {"device": "cpu"}}
 DISK = {"offload_optimizer": {"device": "nvme"}}
 WEIGHTS = {"offload_param": {"device": "cpu"}}
 BF16 = {"bf16": {"enabled": True}}
+DELAYED = {"update_policy": "delayed", "delayed_update_warmup": 1}
 # Stage, and more: states that rest on the device, in its dtypes, by its optimizers; and those that share it out.
 DEVICES: dict[str, tuple[int, dict[str, Any]]] = {
     "0": (0, {}),
@@ -51,10 +53,10 @@ HOSTS: dict[str, tuple[int, dict[str, Any]]] = {
         {"zero_optimization": {"stage": 3, **HOST, **WEIGHTS}, **BF16, "wherry": {"update_policy": "in_backward"}},
     ),
     "3, states on disk": (3, {"zero_optimization": {"stage": 3, **DISK, **WEIGHTS}, **BF16}),
-    "3, delayed": (3, {"zero_optimization": {"stage": 3, **HOST}, "wherry": {"update_policy": "delayed"}}),
+    "3, delayed": (3, {"zero_optimization": {"stage": 3, **HOST}, "wherry": DELAYED}),
     "1, no device": (1, {}),
     "3, no device": (3, {}),
-    "3, no device, delayed": (3, {"wherry": {"update_policy": "delayed"}}),
+    "3, no device, delayed": (3, {"wherry": DELAYED}),
 }
 
 
@@ -207,12 +209,15 @@ def test_what_is_waited_for_at_once_is_copied_first(
     run_ranks(1, body)
 
 
-def test_sums_and_weights_that_others_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("apart", [True, False])
+def test_sums_and_weights_that_others_may_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart: bool
+) -> None:
     """Sums of an open window, and weights through the model's own parameters: their copies come first."""
     gate = Gate(monkeypatch)
 
     def body(comm: Comm) -> Any:
-        engine, _ = engine_apart(comm, 0, {}, accumulation=2)
+        engine, _ = engine_apart(comm, 0, {}, accumulation=2, apart=apart)
         train(engine, comm, 1, accumulation=2)
         engine.backward(engine(*token_batch(1, 0, comm.rank)))
         engine.step()
@@ -234,7 +239,7 @@ def test_sums_and_weights_that_others_may_write(tmp_path: Path, monkeypatch: pyt
         return norm, after
 
     def straight(comm: Comm) -> Any:
-        engine, _ = engine_apart(comm, 0, {}, accumulation=2)
+        engine, _ = engine_apart(comm, 0, {}, accumulation=2, apart=apart)
         train(engine, comm, 2, accumulation=2)
         norm, after = engine.get_global_grad_norm(), state_of(engine)
         engine.close()
@@ -243,6 +248,40 @@ def test_sums_and_weights_that_others_may_write(tmp_path: Path, monkeypatch: pyt
     (norm, after), (expected, weights) = run_ranks(1, body)[0], run_ranks(1, straight)[0]
     assert norm == expected
     assert_same(after, weights)
+
+
+@pytest.mark.parametrize("edit", [True, False])
+def test_between_delayed_updates_an_edit_and_a_step_wait_for_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edit: bool
+) -> None:
+    gate = Gate(monkeypatch)
+
+    def body(comm: Comm, behind: bool) -> None:
+        model = copy.deepcopy(MODEL)
+        config = settings(3, more={"wherry": {**DELAYED, "checkpoint": {"async_save": behind}}})
+        engine, *_ = wherry.initialize(
+            model=model, optimizer=adamw(model.parameters()), mesh=topology(comm), config=config
+        )
+        train(engine, comm, 3)
+        engine.save_checkpoint(tmp_path, tag="behind" if behind else "straight")
+        for state in engine._session().states.values() if edit else ():
+            with state.opened(write=True) as segments:
+                for values in segments:
+                    values["exp_avg"].zero_()
+        if not edit:
+            train(engine, comm, 1, first=3)
+        gate.open.set()
+        engine.close()
+
+    run_ranks(2, lambda comm: body(comm, True))
+    run_ranks(2, lambda comm: body(comm, False))
+    with Source(tmp_path / "behind") as found, Source(tmp_path / "straight") as expected:
+        states = {state for entry in found.manifest.entries.values() for state in entry.states}
+        assert states == {"weight", "exp_avg", "exp_avg_sq", manifest.BEHIND}
+        for name, entry in expected.manifest.entries.items():
+            assert entry.states.keys() == found.manifest.entries[name].states.keys()
+            for state in entry.states:
+                assert torch.equal(found.tensor(name, state), expected.tensor(name, state)), (name, state)
 
 
 def test_a_save_that_fails_leaves_nothing_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
