@@ -38,7 +38,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "recompute and disk": {"nvme_path": "DISK", "offload_min_bytes": 1},
     "offload to disk": {"policy": "offload", "nvme_path": "DISK", "offload_min_bytes": 1},
     "contiguous": {"contiguous_memory_optimization": True, "number_checkpoints": 3},
-    "contiguous and offload": {"contiguous_memory_optimization": True, "cpu_checkpointing": True},
+    "contiguous and offload": {
+        "contiguous_memory_optimization": True, "cpu_checkpointing": True, "offload_min_bytes": 1
+    },
     "auto, scarce": {"policy": "auto", "memory": 20_000},
     "auto, nothing": {"policy": "auto", "memory": 0, "cpu_checkpointing": True, "offload_min_bytes": 1},
     "synchronized": {"policy": "recompute", "synchronize_checkpoint_boundary": True, "profile": True},
