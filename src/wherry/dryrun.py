@@ -26,7 +26,7 @@ from wherry.native.disk import SECTOR
 from wherry.observe.footprint import WORKING, Footprint
 from wherry.parallel.comm import Comm
 from wherry.parallel.topology import Topology
-from wherry.plan.profile import loss_of
+from wherry.plan.profile import faked, loss_of, without_values
 from wherry.sources import Batch, Source
 from wherry.tiers.buffers import Block, HostPool
 from wherry.tiers.disk import DiskUsage
@@ -190,12 +190,13 @@ def dry_run(
     begun = time.perf_counter()
     with _understood(source.name), FakeTensorMode(allow_non_fake_inputs=True) as fake, Footprint() as footprint:
         model, batch = source.make(micro, sequence or source.sequence)
+        model = without_values(fake, model)
         if batch is None:
             raise WherryError(
                 f"{source.name}: a dry run needs the inputs of a micro-batch; let the callable return the model and "
                 "its inputs, as a tuple"
             )
-        batch = Batch(tuple(_faked(fake, a) for a in batch.args), {k: _faked(fake, v) for k, v in batch.kwargs.items()})
+        batch = Batch(tuple(faked(fake, a) for a in batch.args), {k: faked(fake, v) for k, v in batch.kwargs.items()})
         comm = FakeComm(rank, ranks)
         topology = Topology(
             comm,
@@ -244,12 +245,6 @@ def _understood(name: str) -> Iterator[None]:
             f"{name}: its forward asks for the value of a tensor, and a dry run has none ({error}); keep such "
             "decisions out of the forward, or plan without --dry-run"
         ) from error
-
-
-def _faked(mode: FakeTensorMode, value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and not isinstance(value, torch._subclasses.FakeTensor):
-        return mode.from_tensor(value)
-    return value
 
 
 def observe(engine: Engine, footprint: Footprint) -> None:

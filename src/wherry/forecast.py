@@ -151,6 +151,7 @@ def estimate(
     where = machine if isinstance(machine, Machine) else this_machine() if machine is None else known(machine)
     resolved = config if isinstance(config, Config) else configs.load(config)
     ranks = ranks or where.ranks()
+    where = where.holding(ranks)
     grid = Grid(tensor_parallel, pipeline_parallel)
     if isinstance(model_or_params, int | float):
         count = int(model_or_params)

@@ -180,6 +180,20 @@ def test_a_model_is_whole_again() -> None:
     assert not any("forward" in vars(module) or module._forward_hooks for module in model.modules())
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_model_that_there_is_already_is_left_alone(device: str) -> None:
+    """Whether it has values or is on the meta device, and whether its inputs are."""
+    with torch.device(device):
+        model = Stack(*rows_of(7))
+    before = {name: (p, p.dtype, p.device, None if p.is_meta else p.clone()) for name, p in model.named_parameters()}
+    found, _ = profiled(lambda: model, whole=False, dtype=torch.bfloat16)
+    assert_same(found, profiled(lambda: Stack(*rows_of(7)), whole=True, dtype=torch.bfloat16)[0])
+    for name, p in model.named_parameters():
+        same, dtype, where, values = before[name]
+        assert p is same and (p.dtype, p.device) == (dtype, where)
+        assert values is None or torch.equal(p, values)
+
+
 @pytest.mark.parametrize("grid", [Grid(), Grid(tensor=2), Grid(pipe=2, stage=1)], ids=["alone", "tensor", "pipe"])
 def test_a_gpt_and_its_parts(grid: Grid) -> None:
     shape = Shape(layers=16, hidden=64, heads=4, sequence=16, vocabulary=64)

@@ -120,6 +120,22 @@ def test_a_model_without_inputs_and_a_wrong_rank() -> None:
         dry_run(find(make), config(0), ranks=2, rank=2)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_model_that_there_is_already_is_left_alone(device: str) -> None:
+    with torch.device(device):
+        model, args = make()
+    before = {name: (p, p.dtype, p.device, None if p.is_meta else p.clone()) for name, p in model.named_parameters()}
+    told = dry_run(find(lambda: (model, args)), config(3), ranks=4, sequence=24)
+    expected = dry_run(find(make), config(3), ranks=4, sequence=24)
+    assert (told.calls, told.bytes) == (expected.calls, expected.bytes)
+    for line, other in zip(told.memory, expected.memory, strict=True):
+        assert line.at_peak == pytest.approx(other.at_peak, abs=1024), line.category  # of the inputs, two or one
+    for name, p in model.named_parameters():
+        same, dtype, where, values = before[name]
+        assert p is same and (p.dtype, p.device) == (dtype, where)
+        assert values is None or torch.equal(p, values)
+
+
 def test_the_footprint_follows_storages() -> None:
     with Footprint() as footprint:
         x = torch.zeros(100)

@@ -123,7 +123,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert main(["plan", *flags, "--set", "gradient_accumulation_steps=4"]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
-    assert "2 tensor-parallel ranks x 2 stages x 2 data-parallel; bytes of stage" in out
+    assert "2 tensor-parallel x 2 stages x 2 data-parallel ranks; bytes of stage" in out
     for wrong, words in (
         (("gpt2-10m", "--tensor-parallel", "3", "--machine", "h100"), "8 ranks do not divide by 3"),
         (("gpt2-10m", "--tensor-parallel", "4", "--machine", "h100"), "does not divide the 6 attention heads"),

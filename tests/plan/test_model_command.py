@@ -13,6 +13,7 @@ import pytest
 
 from wherry import config as configs
 from wherry.cli import main
+from wherry.plan.machine import Machine, known
 
 SMALL = ("gpt2-10m", "--machine", "4090")
 
@@ -75,6 +76,14 @@ def test_ranks_and_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     assert many["step"]["terms"]["collectives"] > eight["step"]["terms"]["collectives"]
 
 
+def test_more_ranks_than_gpus_are_on_more_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    zero = ("--set", "zero_optimization.stage=3", "--set", "bf16.enabled=true")
+    asked = found(capsys, "gpt2-10m", "--machine", "h100", "--ranks", "20", *zero)
+    assert asked["machine"]["nodes"] == 3
+    given = found(capsys, "gpt2-10m", "--machine", "h100", "--ranks", "20", "--nodes", "3", *zero)
+    assert asked["step"] == given["step"] and asked["uses"] == given["uses"]
+
+
 def test_a_machine_whose_gpus_are_left_out_computes_on_its_host(capsys: pytest.CaptureFixture[str]) -> None:
     with_gpu, without = (found(capsys, *SMALL, "--gpus", count) for count in ("1", "0"))
     assert [use["place"] for use in without["uses"]] == ["host"] and without["machine"]["gpu_memory"] == 0
@@ -93,6 +102,21 @@ def test_without_a_gpu_there_is_one_memory_and_it_has_one_name(capsys: pytest.Ca
 def test_gpus_of_no_known_size_are_asked_about(capsys: pytest.CaptureFixture[str]) -> None:
     assert "add --gpu-memory, like 24GB" in error(capsys, "gpt2-10m", "--gpus", "2")
     assert found(capsys, "gpt2-10m", "--gpus", "2", "--gpu-memory", "24GB")["ranks"] == 2
+
+
+def test_a_machine_that_was_busy_is_measured_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def this_machine(*, again: bool) -> Machine:
+        asked.append(again)
+        return known("4090")
+
+    monkeypatch.setattr("wherry.plan.probe.this_machine", this_machine)
+    for flags in ((), ("--again",)):
+        run(capsys, "gpt2-10m", *flags)
+    assert asked == [False, True]
 
 
 def test_a_model_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,6 +217,11 @@ def test_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
         (("gpt2-10m", "--layers", "3"), "--layers"),
         (("--params", "1e9", "--machine", "4090"), "--machine: goes with MODEL"),
         (("gpt2-10m", "--machine", "4090", "-o", "x"), "-o: goes with --auto"),
+        (("gpt2-10m", "--machine", "4090", "--again"), "--again: measures this machine"),
+        (("gpt2-10m", "--machine", "4090", "--html", "no/such/page.html"), "--html: there is no folder no/such"),
+        (("gpt2-10m", "--machine", "4090", "--auto", "-o", "no/such/c.json"), "-o: there is no folder no/such"),
+        (("gpt2-10m", "--machine", "4090", "--html", "."), "--html: . is a folder"),
+        (("gpt2-10m", "--machine", "4090", "--ranks", "3", "--nodes", "2"), "2 x 1 GPUs are 2"),
         (("gpt2-10m", "--rank", "1"), "--rank: goes with --dry-run"),
         (("gpt2-10m", "--machine", "4090", "--set", "zero_optimization.stag=3"), "stage"),
         (("gpt2-10m", "--machine", "4090", "--config", "no.json"), "no.json"),

@@ -12,7 +12,7 @@ _BY_PARAMS = ("device_memory", "precision", "optimizer")
 _BY_SHAPE = (
     "layers", "hidden", "heads", "batch", "interval", "gpus_per_node", "peak", "efficiency",
 )  # fmt: skip
-_MACHINE = ("machine", "gpu_memory", "host_memory", "disk", "gpus", "pcie", "stream", "disk_bandwidth")
+_MACHINE = ("machine", "again", "gpu_memory", "host_memory", "disk", "gpus", "pcie", "stream", "disk_bandwidth")
 _BY_MODEL = (
     "config", "set", "rank", "stage", "recompute", "dry_run", "auto", "output", "disk_path", "html", "tensor_parallel",
     "pipeline_parallel", *_MACHINE,
@@ -98,6 +98,9 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--stage", type=int, metavar="N", help="with --dry-run: which stage of a pipeline (default 0)")
     machine = parser.add_argument_group("with MODEL: the machine; without these, this one, which is measured once")
     machine.add_argument("--machine", metavar="NAME", help="a kind of machine: v100-dgx2, a100, h100, h200, 4090, ...")
+    machine.add_argument(
+        "--again", action="store_true", default=None, help="measure this machine anew, as after it was busy"
+    )
     machine.add_argument("--gpu-memory", metavar="SIZE", help="of each GPU, like 24GB")
     machine.add_argument("--host-memory", metavar="SIZE", help="of each node")
     machine.add_argument("--disk", metavar="SIZE", help="free, of each node")

@@ -47,6 +47,12 @@ def main(arguments: argparse.Namespace) -> int:
 
     machine = _machine(arguments)
     ranks = _ranks(arguments) or machine.ranks()
+    if arguments.nodes is not None and machine.gpus and ranks > machine.ranks():
+        raise WherryError(
+            f"--ranks: {ranks:,} ranks need a GPU each, and {machine.nodes} x {machine.gpus} GPUs are "
+            f"{machine.ranks()}; give more --nodes or --gpus, or leave --nodes out"
+        )
+    machine = machine.holding(ranks)
     forecaster = Forecaster(source, machine, ranks, arguments.sequence, grid)
     if arguments.auto:
         return _auto(arguments, config, forecaster)
@@ -83,6 +89,14 @@ def _check_flags(arguments: argparse.Namespace) -> None:
         raise WherryError("--dry-run: runs one config; give --auto -o FILE first, then --config FILE --dry-run")
     if arguments.html and arguments.dry_run:
         raise WherryError("--html: shows an estimate; leave --dry-run out")
+    if arguments.again and (arguments.machine or arguments.dry_run):
+        other = "--machine" if arguments.machine else "--dry-run"
+        raise WherryError(f"--again: measures this machine, which {other} does not ask about; leave one of them out")
+    for flag, path in (("--html", arguments.html), ("-o", arguments.output)):
+        if path is not None and not Path(path).parent.is_dir():
+            raise WherryError(f"{flag}: there is no folder {Path(path).parent}; make it first")
+        if path is not None and Path(path).is_dir():
+            raise WherryError(f"{flag}: {path} is a folder; name a file")
     if arguments.sequence is not None and arguments.sequence < 1:
         raise WherryError(f"--sequence: expected 1 or more, got {arguments.sequence}")
 
@@ -113,7 +127,7 @@ def _machine(arguments: argparse.Namespace) -> Machine:
     else:
         from wherry.plan.probe import this_machine
 
-        base = this_machine()
+        base = this_machine(again=bool(arguments.again))
     for flag in ("gpus", "nodes"):
         value = getattr(arguments, flag)
         if value is not None and value < (0 if flag == "gpus" else 1):
@@ -210,7 +224,8 @@ def headings(now: Estimate) -> Iterator[str]:
     ranks = f"{now.data_ranks:,} rank{'s' * (now.data_ranks > 1)}"
     if grid.size > 1:
         stage = f"; bytes of stage {grid.stage}" if grid.pipe > 1 else ""
-        yield f"{grid.tensor} tensor-parallel ranks x {grid.pipe} stages x {now.data_ranks:,} data-parallel{stage}"
+        stages = f"{grid.pipe} stage{'s' * (grid.pipe > 1)}"
+        yield f"{grid.tensor} tensor-parallel x {stages} x {now.data_ranks:,} data-parallel ranks{stage}"
     yield (
         f"{ranks} x micro-batch {now.micro_batch} x accumulation {now.accumulation}"
         f" = {now.samples:,} sample{'s' * (now.samples > 1)}{tokens}"
@@ -359,7 +374,7 @@ def _auto(arguments: argparse.Namespace, config: Config, forecaster: Forecaster)
     )
     text = as_text(config, choice)
     if arguments.output:
-        Path(arguments.output).write_text(text)
+        _write(arguments.output, text)
     if arguments.html:
         _write_page(arguments.html, choice.estimate, None)
     if arguments.json:
@@ -397,4 +412,11 @@ def _show_choice(choice: Choice) -> None:
 def _write_page(path: str, now: Estimate, change: str | None) -> None:
     from wherry.plan.page import page
 
-    Path(path).write_text(page(now, list(headings(now)), change))
+    _write(path, page(now, list(headings(now)), change))
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        raise WherryError(f"{path} cannot be written: {error.strerror}") from error

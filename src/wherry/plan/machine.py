@@ -79,6 +79,12 @@ class Machine:
     def ranks_per_node(self, ranks: int) -> int:
         return -(-ranks // self.nodes)
 
+    def holding(self, ranks: int) -> Machine:
+        """With as many nodes as this many ranks need, where each has a GPU of its own."""
+        if not self.gpus or ranks <= self.gpus * self.nodes:
+            return self
+        return replace(self, nodes=-(-ranks // self.gpus))
+
     def capacity(self, tier: Tier, ranks: int) -> int:
         """Bytes that training may use: of a GPU for the device, else of a node."""
         if tier is Tier.DEVICE and self.gpus:

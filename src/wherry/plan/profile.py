@@ -6,6 +6,7 @@ The model runs once forward and backward on fake tensors, without values and wit
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
+    FakeCopyMode,
     FakeTensor,
     FakeTensorMode,
     UnsupportedFakeTensorException,
@@ -27,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from wherry.activations.recompute import operations, recomputed, selective
 from wherry.config import Config
 from wherry.errors import WherryError
+from wherry.fake import is_fake
 from wherry.observe.footprint import WORKING, Footprint
 from wherry.plan.blocks import ATTENTION, PLAIN, TANH, Gap, Interval, Operation, filled, thinned
 from wherry.plan.grid import CutLinear, joined_bytes
@@ -399,8 +402,9 @@ def _profile(
 ) -> Profile | None:
     """None where it must be `whole`."""
     model, args, kwargs = build(micro_batch)
-    args = tuple(_faked(mode, value) for value in args)
-    kwargs = {name: _faked(mode, value) for name, value in kwargs.items()}
+    model = without_values(mode, model)
+    args = tuple(faked(mode, value) for value in args)
+    kwargs = {name: faked(mode, value) for name, value in kwargs.items()}
     plans = plan_units(model, unit_classes)
     units, buffers = sizes_of(plans), _tensor_bytes(list(model.buffers()))
     inputs = list({id(t): t for t in (*tensors_in(args), *tensors_in(kwargs))}.values())
@@ -465,8 +469,33 @@ def _run(
     return watch.intervals, kept
 
 
-def _faked(mode: FakeTensorMode, value: Any) -> Any:
-    return mode.from_tensor(value) if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) else value
+def without_values(mode: FakeTensorMode, model: nn.Module) -> nn.Module:
+    """The model itself if it was made in the mode; else a copy of it: the user's own weights are left alone.
+
+    One on the meta device comes to the CPU, as all fake tensors are there.
+    """
+    if not all(map(is_fake, (*model.parameters(), *model.buffers()))):
+        with FakeCopyMode(mode):
+            model = copy.deepcopy(model)
+    moved: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if parameter not in moved:
+                    here = torch.empty_like(parameter, device="cpu")
+                    moved[parameter] = nn.Parameter(here, requires_grad=parameter.requires_grad)
+                module._parameters[name] = moved[parameter]  # type: ignore[assignment]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = moved.setdefault(buffer, torch.empty_like(buffer, device="cpu"))
+    return model
+
+
+def faked(mode: FakeTensorMode, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value if is_fake(value) else mode.from_tensor(value)
+    return torch.empty_like(value, device="cpu") if value.is_meta else value
 
 
 def loss_of(output: Any) -> torch.Tensor:
