@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from wherry.errors import WherryError
 from wherry.placement import Placement, Tier
@@ -235,6 +236,12 @@ def gathered_bytes(
     return cost.parameters * (roots + together)
 
 
+@lru_cache(maxsize=1024)
+def _layout(numels: tuple[int, ...], ranks: int) -> FlatLayout:
+    """Equal blocks have equal flats, and a search asks for them again and again."""
+    return lay_out([(str(i), (numel,), 0) for i, numel in enumerate(numels)], ranks)
+
+
 def plan_flats(
     units: Sequence[UnitSizes],
     placement: Placement,
@@ -257,7 +264,7 @@ def plan_flats(
             if not numels:
                 continue
             cut = placement.parameters.partitioned or (trainable and placement.optimizer.partitioned)
-            layout = lay_out([(str(i), (numel,), 0) for i, numel in enumerate(numels)], ranks if cut else 1)
+            layout = _layout(numels, ranks if cut else 1)
             resident = not placement.parameters.partitioned
             if not resident and layout.numel <= min(persistence_threshold, left):
                 resident = True
