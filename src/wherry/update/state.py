@@ -194,7 +194,9 @@ class Batch:
 
     def update(self, groups: Groups, multiplier: float, aside: Sequence[torch.Tensor] | None = None) -> Ticket:
         """Begin the update, with the states' gradients or with those set aside."""
-        self._quiet()
+        for state in self.states:
+            if state.flat.reader is not DONE:
+                state.flat.quiet()
         loose = [gradient.loose for gradient in self.gradients if gradient.loose is not None]
         if not loose or len(loose) < len(self.gradients) or aside is not None or not self._updates_all:
             for gradient in self.gradients if loose else ():
@@ -232,19 +234,14 @@ class Batch:
         with opened(self._home, write=False):
             return [weights.clone() for weights in self.working()]
 
-    def _quiet(self) -> None:
-        """What comes next may change its states: whoever still reads them comes first."""
-        for state in self.states:
-            if state.flat.reader is not DONE:
-                state.flat.quiet()
-
     def publish(self, fence: Ticket) -> list[Ticket]:
         """Send working weights, those of the record or fresh ones, to where flats have theirs."""
-        self._quiet()
         parts = iter(self.working() if self.fresh is None else self.fresh)
         self.fresh = None
         tickets = []
         for state in self.states:
+            if state.flat.reader is not DONE:
+                state.flat.quiet()
             if state.flat.home is None:
                 shard = state.flat.shard_memory
                 tickets += [
@@ -295,8 +292,8 @@ class Batch:
         What is kept is of the flat that is `changed`: weights of the others may be in an edit of their own.
         """
         write = changed is not None
-        if write:
-            self._quiet()
+        for state in self.states if write else ():
+            state.flat.quiet()
         with ExitStack() as stack:
             if self._home is not None:
                 stack.enter_context(opened(self._home, write=write))
