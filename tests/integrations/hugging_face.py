@@ -295,6 +295,36 @@ def with_compiled_blocks():
     return {"log": log_of(trainer)}
 
 
+def with_a_layer_that_the_adapter_copies():
+    """PEFT copies a layer that is partitioned already, and asks for its state on the rank that saves."""
+    from peft import LoraConfig, get_peft_model
+    from safetensors.torch import load_file
+
+    import wherry
+    from wherry.integrations.transformers import WherryTrainer
+
+    start_anew()
+    set_seed(0)
+    with wherry.Init(config={"zero_optimization": ZERO}):
+        model = LlamaForCausalLM(tiny_config())
+    lora = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["norm"], task_type="CAUSAL_LM")
+    out = os.path.join(FOLDER, "copied")
+    args = TrainingArguments(
+        output_dir=out, per_device_train_batch_size=4, max_steps=1, report_to=[], save_strategy="no", use_cpu=True,
+        learning_rate=1e-2, disable_tqdm=True,
+    )  # fmt: skip
+    config = {"zero_optimization": ZERO}
+    trainer = WherryTrainer(
+        model=get_peft_model(model, lora), args=args, train_dataset=Tokens(8), wherry_config=config
+    )  # fmt: skip
+    trainer.train()
+    trainer.save_model(out)
+    if RANK == 0:
+        adapter = load_file(os.path.join(out, "adapter_model.safetensors"))
+        norm = adapter["base_model.model.model.norm.weight"]
+        assert 0 < (norm - 1).abs().max() < 0.1, norm
+
+
 def without_checkpoints():
     """The best model could not be found again."""
     from wherry.integrations.transformers import WherryTrainer
@@ -315,6 +345,7 @@ def without_checkpoints():
 def main():
     if MODE == "own":
         without_checkpoints()
+        with_a_layer_that_the_adapter_copies()
     found = {"trainer": with_trainer(), "pretrained": with_pretrained()}
     if MODE != "plain":
         found["resumed"] = with_trainer(os.path.join(FOLDER, MODE, "checkpoint-2"))

@@ -28,6 +28,7 @@ from wherry.assemble import initialize
 from wherry.config import Config
 from wherry.engine import Engine
 from wherry.errors import ConfigError, WherryError
+from wherry.sharding.access import gathered
 from wherry.sharding.attached import Mark
 
 __all__ = ["WherryMixin", "WherryTrainer"]
@@ -192,8 +193,11 @@ class WherryMixin:
             state: dict[str, Any] | None = self.engine.module.state_dict()
         else:  # on rank 0 alone
             state = self.engine.consolidated_state_dict(exclude_frozen_parameters=frozen_stay_out)
-        if self.args.should_save:
-            self._save(output_dir or self.args.output_dir, state_dict=state)
+        # PEFT asks for the state dicts of layers that it trains whole, on the rank that saves.
+        trained = [p for p in self.model.parameters() if p.requires_grad] if self._has_adapter else []
+        with gathered(trained):
+            if self.args.should_save:
+                self._save(output_dir or self.args.output_dir, state_dict=state)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save")
 

@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -29,8 +28,6 @@ from wherry.observe.memory import host_memory
 from wherry.plan.machine import GB, HOST_NETWORK, Machine
 
 VERSION = 3
-# Cores that others may keep busy while rates are measured that are to be kept.
-BUSY = 0.5
 
 
 def this_machine(folder: str | os.PathLike[str] | None = None, *, again: bool = False) -> Machine:
@@ -45,27 +42,12 @@ def this_machine(folder: str | os.PathLike[str] | None = None, *, again: bool = 
             return _now(_read(file.read_text()), where)
         except (OSError, ValueError, TypeError, KeyError):
             pass  # not measured yet, or by another version: it is now
-    began, worked = time.perf_counter(), _others_worked()
     machine = measure(where)
-    others = (_others_worked() - worked) / max(time.perf_counter() - began, 1e-9)
-    if others > BUSY:
-        logger.warning(
-            "this machine was measured while others kept %.1f cores busy, so its rates are too low: they are not "
-            "kept, and are measured again the next time",
-            others,
-        )
-        return _now(machine, where)
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_suffix(f".{os.getpid()}")
     unfinished.write_text(json.dumps(asdict(machine), indent=2))
     unfinished.replace(file)
     return _now(machine, where)
-
-
-def _others_worked() -> float:
-    """Seconds that cores have worked for other processes, and for other machines that share them."""
-    times = psutil.cpu_times()._asdict()
-    return sum(times.get(name, 0.0) for name in ("user", "system", "steal")) - time.process_time()
 
 
 def _read(text: str) -> Machine:

@@ -7,6 +7,8 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -60,6 +62,7 @@ class Part:
         self.device = device
         self.whole_on = parameter.device
         self.whole = True
+        parameter.__dict__["__deepcopy__"] = partial(_copied, parameter)
         self.shape = parameter.shape
         self.dtype = parameter.dtype
         self.shard = allocate(self._shard_numel(parameter.numel()), parameter.dtype, rests_on, folder)
@@ -171,6 +174,18 @@ class Part:
             return torch._C._storage_Use_Count(storage._cdata) > 2
 
 
+def _copied(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+    """A deep copy: of a released parameter it is released as well, and a part of its own."""
+    part = part_of(parameter)
+    with torch._C.DisableTorchFunction():
+        value = parameter.data if part is not None and not part.whole else parameter.data.clone()
+        copy = nn.Parameter(value, parameter.requires_grad)
+        if part is not None and not part.whole:
+            part.copy_to(copy)
+    memo[id(parameter)] = copy
+    return copy
+
+
 def part_of(parameter: torch.Tensor) -> Part | None:
     """The part of a parameter that is partitioned by itself; None for any other."""
     part = parameter.__dict__.get(PART) if isinstance(parameter, nn.Parameter) else None
@@ -203,7 +218,7 @@ def taken(parameter: nn.Parameter) -> Callable[[], torch.Tensor]:
     if part is None:
         value = local(parameter)
         return lambda: value
-    del parameter.__dict__[PART]
+    del parameter.__dict__[PART], parameter.__dict__["__deepcopy__"]
     if part.whole:
         part.release()
     return part.value

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import wherry
+from wherry.compat.deepspeed.comm import init_distributed
 from wherry.compat.deepspeed.parameters import ZeroParamStatus
 from wherry.compat.deepspeed.parts import not_part_of_wherry
 
@@ -48,6 +49,8 @@ class Init:
         ):
             if given:
                 raise not_part_of_wherry(f"zero.Init({name}=...)", "weights are sharded over the data axis")
+        if enabled:
+            init_distributed()  # what is built inside may ask torch for its rank
         source = config_dict_or_path if config_dict_or_path is not None else config
         # A module that is built is partitioned by initialize(), which takes it as it is.
         built = module is not None and enabled
