@@ -17,6 +17,7 @@ from tests.tiers.rows import ROWS
 from tests.tiers.test_placements import offload
 
 import wherry
+from wherry.errors import PeerError, WherryError
 from wherry.native.plan import Plan
 from wherry.parallel.comm import Comm, SoloComm
 from wherry.parallel.threads import run_ranks
@@ -345,6 +346,41 @@ def test_engines_that_share_a_group_send_their_weights_in_one_order(tmp_path: Pa
     for found in run_ranks(2, partial(body, policy="before_use")):
         for weights, expected in zip(found, plain, strict=True):
             assert all(torch.equal(weights[name], value) for name, value in expected.items())
+
+
+def test_an_engine_that_shares_a_group_stops_with_the_one_that_failed(tmp_path: Path) -> None:
+    """The other ranks' gathers for the one would meet those of the other, which are as large."""
+    models = [make_model(seed=seed) for seed in (0, 1)]
+
+    def body(comm: Comm) -> None:
+        failing = threading.Event()
+
+        def fail(*_: Any) -> Ticket:
+            assert failing.wait(50), "nobody lets it fail"
+            raise OSError("nothing is left of the disk")
+
+        engines = []
+        for model in models:
+            mine = copy.deepcopy(model)
+            config = settings(2, more=offload("offload-2", tmp_path, "before_use"))
+            engines.append(
+                wherry.initialize(model=mine, optimizer=adamw(mine.parameters()), config=config, mesh=comm)[0]
+            )
+        first, second = engines
+        if comm.rank == 1:
+            for batch in first._updater.batches:
+                batch.rule.update = fail
+        for engine in engines:
+            engine.backward(engine(*token_batch(0, 0, comm.rank)))
+            engine.step()
+        failing.set()
+        for engine in (second, first):
+            with pytest.raises((WherryError, PeerError), match="nothing is left of the disk"):
+                engine.module.state_dict()
+        for engine in engines:
+            engine.close()
+
+    run_ranks(2, body)
 
 
 def test_optimizer_state_on_disk_does_not_stay_in_the_room_for_weights(tmp_path: Path) -> None:

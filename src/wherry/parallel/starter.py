@@ -19,6 +19,8 @@ class Starter:
     """
 
     def __init__(self) -> None:
+        # Why nothing is begun any more: the other ranks' collectives would meet those of another batch, or engine.
+        self.stopped: BaseException | None = None
         self._queue: SimpleQueue[Begin | None] = SimpleQueue()
         # One entry for each that has not been run to its end.
         self._unfinished: deque[None] = deque()

@@ -97,8 +97,6 @@ class Updater:
         # The ranks as a group whose collectives a thread begins, where there is one, and what it has been asked for.
         self._beside: Comm | None = None
         self._departing: dict[Batch, Departure] = {}
-        # Why nothing departs any more.
-        self._stopped: BaseException | None = None
         # in_backward: what the updates of this window were begun with, and how many flats of a batch have landed.
         self._early: tuple[list[dict[str, Any]], float] | None = None
         self._landed: dict[Batch, int] = {}
@@ -197,16 +195,17 @@ class Updater:
 
     def _depart(self, batch: Batch, job: Job, departure: Departure) -> None:
         """In the starter's thread: the update ends, and the gathers of its weights begin."""
-        assert self._beside is not None
+        assert self._beside is not None and self._beside.starter is not None
+        starter = self._beside.starter
         try:
             job.wait()
-            if self._stopped is not None:
-                raise self._stopped  # the other ranks' gathers would meet those of another batch
+            if starter.stopped is not None:
+                raise starter.stopped
             with torch.no_grad():
                 departure.leave([*self._refresh(batch, self._beside)])
         except BaseException as error:
-            if self._stopped is None:
-                self._stopped = error
+            if starter.stopped is None:
+                starter.stopped = error
                 self._beside.tell(error)
             departure.fail(error)
 
