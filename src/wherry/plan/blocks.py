@@ -1,7 +1,8 @@
 """Models of many equal blocks, run with the first few and the last few: what the others do is what their neighbours do.
 
-Nothing is guessed: the blocks on both sides of the gap must have done the same, operation by operation and byte by
+Of blocks nothing is guessed: those on both sides of the gap must have done the same, operation by operation and byte by
 byte, each keeping as much more as the one before it. Where they did not, `Differs` says that the whole model must run.
+What a model does between its blocks by counting them, at places in the gap alone, cannot be seen so.
 """
 
 from __future__ import annotations
