@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -59,9 +60,9 @@ class Room:
         systems.remove_dead_locks()
         # What ranks leave on the disk goes with the room.
         self._disk = tempfile.mkdtemp(prefix="benchmark-", dir=systems.disk_folder())
-        port = _free_port()
+        self._port = _free_port()
         for rank in range(ranks):
-            self._start(rank, port)
+            self._start(rank, self._port)
 
     def _start(self, rank: int, port: int) -> None:
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
@@ -137,13 +138,15 @@ class Room:
             # Nothing in a room is worth an orderly end, which may wait for a rank that is gone.
             process.kill()
             process.wait()
-            process.stdin.close()
+            with suppress(BrokenPipeError):  # of a request that it did not live to read
+                process.stdin.close()
             process.stdout.close()
         for log in self._logs:
             log.close()
         self._processes.clear()
         self._logs.clear()
         shutil.rmtree(self._disk, ignore_errors=True)
+        systems.remove_shared_memory(self._port)
 
     def __enter__(self) -> Room:
         return self

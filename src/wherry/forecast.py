@@ -20,7 +20,7 @@ from wherry.plan.machine import Machine, known
 from wherry.plan.memory import states
 from wherry.plan.peaks import Setting
 from wherry.plan.probe import this_machine
-from wherry.plan.profile import Line, Profile, Recompute, profile
+from wherry.plan.profile import Line, Profile, Profiler, Recompute
 from wherry.plan.units import unit_sizes
 from wherry.sources import Batch, Source, find
 
@@ -55,6 +55,7 @@ class Forecaster:
         # Models without values, each made once; their tensors belong to the one mode.
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._models: dict[Grid, nn.Module] = {}
+        self._profiler = Profiler(source.known, self._mode)
 
     def exact(self, config: Config) -> Estimate:
         """From a profile of this very micro-batch."""
@@ -111,7 +112,7 @@ class Forecaster:
             return model, batch.args, batch.kwargs
 
         try:
-            return profile(build, *key[:-1], mode=self._mode)
+            return self._profiler.make(build, *key[:-1])
         except WherryError:
             if not unknown:
                 raise

@@ -52,6 +52,8 @@ class Source:
     scales: bool = True
     # Another micro-batch for a model that was made already, of (model, micro_batch, sequence), where that can be had.
     inputs: Callable[[nn.Module, int, int], Batch | None] | None = None
+    # Whether its forward is known to treat blocks by what they are, and not by counting them.
+    known: bool = False
     # The source of the part that one rank of a grid has, with activations of the given dtype, where that is known.
     part: Callable[[Grid, torch.dtype], Source] | None = None
 
@@ -109,7 +111,7 @@ def of_shape(name: str, shape: Shape) -> Source:
         make_part = partial(_part_of_gpt, shape, grid, dtype)
         return dataclasses.replace(source, make=make_part, inputs=None, part=None)
 
-    source = Source(name, make, sequence=shape.sequence, inputs=inputs, part=part)
+    source = Source(name, make, sequence=shape.sequence, inputs=inputs, known=True, part=part)
     return source
 
 

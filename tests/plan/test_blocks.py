@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from wherry import config as configs
 from wherry.plan.grid import Grid
-from wherry.plan.profile import Profile, Recompute, profile
+from wherry.plan.profile import Profile, Profiler, Recompute, profile
 from wherry.sources import Source, of_shape
 from wherry.train.presets import Shape
 
@@ -155,6 +155,37 @@ def test_what_cannot_be_told_by_few_runs_whole(name: str) -> None:
     found, ran = profiled(make, whole=False)
     assert_same(found, profiled(make, whole=True)[0])
     assert ran > expected  # few were tried first
+
+
+class Middle(Stack):
+    """After one block of many it does more, by counting."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == 6:
+                x = x + torch.sin(x)
+        return x.mean()
+
+
+def test_a_model_that_is_not_known_runs_whole_once() -> None:
+    def run(profiler: Profiler, cls: type[Stack], micro: int) -> tuple[Profile, int]:
+        Layer.ran = 0
+        found = profiler.make(
+            lambda micro: (cls(*rows_of(13)), (torch.zeros(micro, LENGTH, dtype=torch.int64),), {}), micro, None
+        )
+        return found, Layer.ran
+
+    for cls, ran in ((Middle, (17, 13)), (Stack, (17, 4))):
+        profiler = Profiler(known=False)
+        for micro, expected in zip((1, 3), ran, strict=True):
+            found, times = run(profiler, cls, micro)
+            assert_same(found, profiled(lambda cls=cls: cls(*rows_of(13)), whole=True, micro=micro)[0])
+            assert times == expected
+    found, times = run(Profiler(known=True), Middle, 1)
+    assert times == 4
+    assert not found.same(profiled(lambda: Middle(*rows_of(13)), whole=True, micro=1)[0])  # so it matters
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])

@@ -2,7 +2,8 @@
 
 Of blocks nothing is guessed: those on both sides of the gap must have done the same, operation by operation and byte by
 byte, each keeping as much more as the one before it. Where they did not, `Differs` says that the whole model must run.
-What a model does between its blocks by counting them, at places in the gap alone, cannot be seen so.
+What a model does between its blocks by counting them, at places in the gap alone, cannot be seen so: `profile.Profiler`
+runs a model that is not known as a whole once, and compares.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from wherry.config import Config
 from wherry.errors import WherryError
 from wherry.fake import is_fake
 from wherry.observe.footprint import WORKING, Footprint
-from wherry.plan.blocks import ATTENTION, PLAIN, TANH, Gap, Interval, Operation, filled, thinned
+from wherry.plan.blocks import ATTENTION, PLAIN, TANH, Differs, Gap, Interval, Operation, filled, thinned
 from wherry.plan.grid import CutLinear, joined_bytes
 from wherry.plan.memory import UnitSizes
 from wherry.plan.units import sizes_of
@@ -114,6 +114,9 @@ class Operations:
         flops, nbytes, slow, backward, kind = (np.array(column, dtype=float) for column in zip(*rows, strict=True))
         return cls(flops, nbytes, slow, backward.astype(bool), kind)
 
+    def same(self, other: Operations) -> bool:
+        return all(np.array_equal(value, getattr(other, name)) for name, value in vars(self).items())
+
     def line(self, other: Operations, steps: float) -> Operations:
         """On the straight line from this one through `other`, that many steps from here."""
         if len(self.flops) != len(other.flops):
@@ -143,6 +146,9 @@ class Profile:
     # Bytes of activations that are kept between forward and backward, and those that tensor-parallel ranks sum.
     kept: int = 0
     joined: int = 0
+
+    def same(self, other: Profile) -> bool:
+        return replace(self, operations=other.operations) == other and self.operations.same(other.operations)
 
     @property
     def parameters(self) -> int:
@@ -390,6 +396,26 @@ def profile(
         ) from error
 
 
+class Profiler:
+    """Makes profiles of one model, of few of its blocks if they tell of all.
+
+    A forward of somebody's own may do more after a block in the middle. Unless the model is `known` not to, the first
+    profile is therefore made both ways, and where the two are not the same, so is every other: of the whole.
+    """
+
+    def __init__(self, known: bool, mode: FakeTensorMode | None = None) -> None:
+        self._few: bool | None = True if known else None
+        self._mode = mode
+
+    def make(self, build: Build, *settings: Any) -> Profile:
+        """As `profile` of these settings."""
+        if self._few is not None:
+            return profile(build, *settings, whole=not self._few, mode=self._mode)
+        whole = profile(build, *settings, whole=True, mode=self._mode)
+        self._few = whole.same(profile(build, *settings, mode=self._mode))
+        return whole
+
+
 def _profile(
     mode: FakeTensorMode,
     build: Build,
@@ -413,13 +439,16 @@ def _profile(
     with few as (kept_plans, gaps):
         try:
             intervals, kept = _run(model, kept_plans, args, kwargs, inputs, dtype, recompute)
+        except Exception:
+            if gaps:
+                return None  # it counts its blocks: whole it may run
+            raise
+        try:
             for gap in gaps:
                 intervals, grown = filled(intervals, gap)
                 kept += grown
-        except Exception:
-            if gaps:
-                return None  # it counts its blocks, or they differ in what cannot be seen: whole it may run
-            raise
+        except Differs:
+            return None
     return Profile(
         units=tuple(units),
         buffers=buffers,

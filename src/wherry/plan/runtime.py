@@ -22,7 +22,7 @@ from wherry.plan.choose import ACCUMULATION, MICRO, OPTIMIZER, PARAM, STAGE, TRA
 from wherry.plan.estimate import Estimate, Subject, estimate
 from wherry.plan.machine import Machine
 from wherry.plan.probe import this_machine
-from wherry.plan.profile import Line, Profile, Recompute, profile
+from wherry.plan.profile import Line, Profile, Profiler, Recompute
 from wherry.plan.units import unit_sizes
 
 PLACING = (STAGE, OPTIMIZER, PARAM)
@@ -131,10 +131,11 @@ def _by_batches(
         return mine, tuple(batch) if isinstance(batch, list | tuple) else (batch,), {}
 
     made: dict[int, Profile] = {}
+    profiler = Profiler(known=False)
 
     def of(micro: int) -> Profile:
         if micro not in made:
-            made[micro] = profile(
+            made[micro] = profiler.make(
                 build, micro, config.working_dtype(), tuple(config.wherry.unit_classes), Recompute.of(config)
             )
         return made[micro]
