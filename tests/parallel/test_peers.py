@@ -19,6 +19,7 @@ from tests.forks import ENGINE, Child, Forks
 import wherry
 from wherry.errors import DivergenceError, PeerError
 from wherry.parallel.comm import Comm
+from wherry.parallel.peers import Peers
 from wherry.parallel.threads import run_ranks
 
 
@@ -397,3 +398,31 @@ def test_collectives_beside_others_come_in_any_order(outputs: Outputs) -> None:
     assert "PeerError rank 1 has failed" in printed[0], printed[0]
     assert "all_gather of blocks.2" in printed[0]
     assert "OSError: its update failed" in printed[0]
+
+
+class _EndsLate:
+    """A collective that ends right after a wait for it has run out, with an error of its own or without."""
+
+    def __init__(self, error: str | None) -> None:
+        self.error = error
+
+    def wait(self, timeout: object = None) -> None:
+        if timeout is not None:
+            raise RuntimeError("Operation timed out!")
+        if self.error is not None:
+            raise RuntimeError(self.error)
+
+    def is_completed(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("error", [None, "Connection closed by peer"])
+def test_a_collective_may_end_while_its_wait_runs_out(error: str | None) -> None:
+    peers = object.__new__(Peers)
+    peers.rank, peers.ranks, peers._store = 0, [0, 1], None
+    asked = 1, "all_gather", 8, "block"
+    if error is None:
+        assert peers._completes(_EndsLate(None), 0.01, asked)
+        return
+    with pytest.raises(PeerError, match=error):
+        peers._completes(_EndsLate(error), 0.01, asked)

@@ -115,11 +115,16 @@ class Peers:
 
     def _completes(self, work: Any, seconds: float, asked: Asked) -> bool:
         try:
-            work.wait(timedelta(seconds=seconds))
+            try:
+                work.wait(timedelta(seconds=seconds))
+            except RuntimeError as error:
+                # By its words: gloo's reduce-scatter never calls itself completed, also where its connection is gone.
+                if _TIMED_OUT not in str(error):
+                    raise
+                if not work.is_completed():
+                    return False
+                work.wait()  # it has ended since: well, or with an error of its own
         except (RuntimeError, MemoryError) as error:
-            # By its words: gloo's reduce-scatter never calls itself completed, also where its connection is gone.
-            if _TIMED_OUT in str(error) and not work.is_completed():
-                return False
             raise self.explain(error, asked) from error
         return True
 
