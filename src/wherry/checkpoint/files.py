@@ -250,7 +250,7 @@ class TensorReader:
         self._fd = os.open(path, os.O_RDONLY)
         try:
             self.tensors = self._read_header()
-        except Exception:
+        except BaseException:
             self.close()
             raise
 

@@ -31,6 +31,7 @@ from wherry.config import Config
 from wherry.errors import WherryError
 from wherry.fake import is_fake
 from wherry.observe.footprint import WORKING, Footprint
+from wherry.observe.log import logger
 from wherry.plan.blocks import ATTENTION, PLAIN, TANH, Differs, Gap, Interval, Operation, filled, thinned
 from wherry.plan.grid import CutLinear, joined_bytes
 from wherry.plan.memory import UnitSizes
@@ -439,10 +440,12 @@ def _profile(
     with few as (kept_plans, gaps):
         try:
             intervals, kept = _run(model, kept_plans, args, kwargs, inputs, dtype, recompute)
-        except Exception:
-            if gaps:
-                return None  # it counts its blocks: whole it may run
-            raise
+        except Exception as error:
+            if not gaps:
+                raise
+            # Whatever a forward raises that counts its blocks: whole it may run, or it raises again.
+            logger.debug("the model does not run with few of its blocks, so all run: %r", error)
+            return None
         try:
             for gap in gaps:
                 intervals, grown = filled(intervals, gap)
