@@ -18,8 +18,11 @@ from tests.engine.harness import Run, adamw, assert_close, assert_equal, make_mo
 from tests.forks import ENGINE
 
 import wherry
+from wherry.errors import PeerError, WherryError
 
 RANKS = 2
+# Weights that every rank holds are gathered beside the forward, each after its update.
+BESIDE = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "wherry": {"update_policy": "before_use"}}
 
 
 # Processes are forked from one that has imported everything and started no thread.
@@ -153,12 +156,11 @@ def test_the_dataloader_shares_the_data_out(pool: Pool) -> None:
 
 def look_alone(rank: int) -> dict[str, torch.Tensor]:
     """One rank uses its weights after a step, whose gathers nobody else waits for; on each of two engines."""
-    more = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "wherry": {"update_policy": "before_use"}}
     engines = []
     for seed in range(2):
         model = make_model(seed=seed)
         engines.append(
-            wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(1, 1, 0.5, more))[0]
+            wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(1, 1, 0.5, BESIDE))[0]
         )
     for step in range(2):
         for engine in engines:
@@ -184,3 +186,31 @@ def look_alone(rank: int) -> dict[str, torch.Tensor]:
 def test_a_rank_looks_at_its_weights_alone(pool: Pool) -> None:
     first, second = pool.run(look_alone)
     assert all(torch.equal(weight, second[name]) for name, weight in first.items())
+
+
+def begin_anew(rank: int) -> Run:
+    """An engine whose update fails on one rank is closed on both, and another one trains in its place."""
+    model = make_model()
+    engine, *_ = wherry.initialize(
+        model=model, optimizer=adamw(model.parameters()), config=settings(1, 1, 0.5, BESIDE)
+    )
+
+    def fail(*_: Any) -> None:
+        raise OSError("nothing is left of the disk")
+
+    if rank == 1:
+        engine._updater.batches[0].rule.update = fail
+    engine.backward(engine(*token_batch(0, 0, rank)))
+    engine.step()
+    with pytest.raises((WherryError, PeerError), match="nothing is left of the disk"):
+        engine.module.state_dict()
+    engine.close()
+    dist.barrier()
+    return train(rank, 1, 1, BESIDE)
+
+
+def test_after_a_failed_update_another_engine_trains(pool: Pool) -> None:
+    """The group in which new weights travel is out of step: one rank has begun a gather that no other will join."""
+    expected = pool.run(train, 1, 1, BESIDE)
+    for run, undisturbed in zip(pool.run(begin_anew), expected, strict=True):
+        assert_equal(run, undisturbed)

@@ -7,6 +7,7 @@ Replacing the object replaces the cluster: `SoloComm` is one rank, `ProcessGroup
 from __future__ import annotations
 
 import atexit
+import itertools
 import pickle
 import threading
 import weakref
@@ -79,8 +80,9 @@ class Comm:
         # What this rank has asked for: how many collectives so far, and the last of them.
         self.asked = 0
         self.recent: deque[Asked] = deque(maxlen=REMEMBERED)
-        # What begins its collectives, where that is not whoever asks for them.
+        # What begins its collectives, where that is not whoever asks for them, and the end of its service.
         self.starter: Starter | None = None
+        self._leave_starter: Callable[[], object] | None = None
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum", label: str = "") -> Ticket:
         """Reduce `tensor` in place over the ranks; `op` is "sum" or "max"."""
@@ -154,6 +156,14 @@ class Comm:
         """
         return None
 
+    def _begun_by(self, starter: Starter) -> None:
+        self.starter = starter
+        self._leave_starter = starter.serve(self)
+
+    def _anybody_stopped(self, starter: Starter) -> bool:
+        """Whether an update has failed on any rank: what ranks have begun in that group since is out of step."""
+        return any(self.gather_objects(starter.stopped is not None))
+
     def fail(self, message: str) -> None:
         """Tell the other ranks that this one cannot go on: whoever waits for it raises `message` as a `PeerError`.
 
@@ -167,6 +177,8 @@ class Comm:
 
     def close(self) -> None:
         """Give back what this object itself made."""
+        if self._leave_starter is not None:
+            self._leave_starter()
 
     def _all_reduce(self, tensor: torch.Tensor, op: str) -> Ticket:
         raise AssertionError(f"{type(self).__name__} has {self.size} ranks and no all_reduce")
@@ -212,7 +224,7 @@ class _DefaultGroup:
         self._ends = False
         self._comms: weakref.WeakSet[ProcessGroupComm] = weakref.WeakSet()
         self._parts: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._beside: dict[tuple[int, ...], tuple[dist.ProcessGroup, Starter]] = {}
+        self._beside: dict[tuple[tuple[int, ...], int], tuple[dist.ProcessGroup, Starter]] = {}
 
     def start(self, device_type: str, timeout: float | None = None) -> None:
         """Start torch.distributed from the environment that a launcher has set."""
@@ -240,11 +252,14 @@ class _DefaultGroup:
             known = self._parts[ranks] = _new_group(ranks, timeout)
         return known
 
-    def beside(self, ranks: tuple[int, ...], timeout: float) -> tuple[dist.ProcessGroup, Starter]:
-        """A group of these ranks beside the one they have, over gloo, with the one starter that all its users share."""
-        known = self._beside.get(ranks)
+    def beside(self, ranks: tuple[int, ...], turn: int, timeout: float) -> tuple[dist.ProcessGroup, Starter]:
+        """A group of these ranks beside the one they have, over gloo, with the one starter that all its users share.
+
+        Those of earlier turns live on: collectives of theirs may wait for ranks that will not come.
+        """
+        known = self._beside.get((ranks, turn))
         if known is None or not _alive(known[0]):
-            known = self._beside[ranks] = _new_group(ranks, timeout, "gloo"), Starter()
+            known = self._beside[ranks, turn] = _new_group(ranks, timeout, "gloo"), Starter()
         return known
 
     def join(self) -> bool:
@@ -398,15 +413,21 @@ class ProcessGroupComm(Comm):
     def beside(self, device: torch.device) -> Comm | None:
         if device.type != "cpu" or "cpu:gloo" not in dist.distributed_c10d.get_backend_config(self.group):
             return None
-        group, starter = _default_group.beside(self._everybody(), self.timeout)
+        everybody = self._everybody()
+        for turn in itertools.count():
+            group, starter = _default_group.beside(everybody, turn, self.timeout)
+            if not self._anybody_stopped(starter):
+                break
         comm = ProcessGroupComm(group, timeout=self.timeout)
-        comm.traffic, comm.starter = self.traffic, starter
+        comm.traffic = self.traffic
+        comm._begun_by(starter)
         return comm
 
     def fail(self, message: str) -> None:
         self.peers.fail(self.asked, message)
 
     def close(self) -> None:
+        super().close()
         self.peers.close()
         if self._shares_default_group:
             self._shares_default_group = False

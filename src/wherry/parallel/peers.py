@@ -72,6 +72,8 @@ class Peers:
         # How often this rank had failed when it last did.
         self._times = 0
         self._store = _store(group)
+        # Who makes a group has gone on from what failed before, and so have the others: they make it together.
+        self._past = self._store.add("failures", 0) if self._store is not None else 0
         # Several engines may share a group: the ranks make them in one order, so that their numbers agree.
         self._name = ""
         if self._store is not None:
@@ -220,7 +222,9 @@ class Peers:
                 break  # its number is taken, and its text on the way
             self._failures.append(Failure(*json.loads(self._store.get(f"failure/{number}"))))
         times = self._store.add(f"times/{self.rank}", 0)
-        for failure in self._failures:
+        for number, failure in enumerate(self._failures, 1):
+            if number <= self._past and failure.times < MANY and failure.comm != self._name:
+                continue
             # What this rank has met as well, every rank has met; and what the failed rank had asked for will complete.
             met = failure.times <= times
             takes_part = asked is not None and failure.comm == self._name and failure.asked > asked[0]

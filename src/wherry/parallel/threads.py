@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -41,16 +42,16 @@ class _Meeting:
         self.whole = whole or self
         self.changed = threading.Condition()
         self._round = _Round()
-        # How often each rank has failed, and with what, as long as it has not gone on.
+        # How often each rank has failed; and with what, as long as it has not gone on: by rank, and whether its starter
+        # has told of it.
         self._counts = [0] * self.size
-        self._failed: dict[int, str] = {}
+        self._failed: dict[tuple[int, bool], str] = {}
         self._parts: dict[tuple[str, tuple[int, ...]], _Meeting] = {}
         # Of each rank what begins its collectives here, where that is not the rank itself.
         self._starters: dict[int, Starter] = {}
 
     def exchange(self, rank: int, asked: Asked, value: Any, use: Callable[[list[Any]], T]) -> T:
         with self.changed:
-            self._failed.pop(rank, None)
             here = self._round
             here.asked[rank], here.values[rank] = asked, value
             self._compare(here, rank)
@@ -85,7 +86,7 @@ class _Meeting:
     def _wait(self, here: _Round, rank: int, arrived: Callable[[], bool]) -> None:
         deadline = time.monotonic() + self.timeout
         while not arrived():
-            for other, message in self._failed.items():
+            for (other, _), message in self._failed.items():
                 # What this rank has met as well, every rank has met: the other goes on, as this one has.
                 if other not in here.values and self._counts[other] > self._counts[rank]:
                     mine = here.asked.pop(rank)
@@ -103,17 +104,29 @@ class _Meeting:
                 )
             self.changed.wait(left)
 
-    def fail(self, rank: int, message: str) -> None:
-        """Told in every meeting that the rank takes part in."""
+    def fail(self, rank: int, message: str, beside: bool = False) -> None:
+        """Told in every meeting that the rank takes part in; `beside`: by its starter."""
+        for meeting, place in self._everywhere(rank):
+            with meeting.changed:
+                meeting._counts[place] += 1
+                meeting._failed[place, beside] = message
+                meeting.changed.notify_all()
+
+    def go_on(self, rank: int, beside: bool) -> None:
+        """Take back what was told: everywhere what the rank has told itself, which a busy starter does not."""
+        with self.changed:
+            self._failed.pop((rank, True), None)
+        if not beside and (rank, False) in self._failed:
+            for meeting, place in self._everywhere(rank):
+                with meeting.changed:
+                    meeting._failed.pop((place, False), None)
+
+    def _everywhere(self, rank: int) -> list[tuple[_Meeting, int]]:
+        """The meetings that a rank takes part in, and its place in each."""
         name = self.members[rank]
         with self.whole.changed:
             meetings = [self.whole, *self.whole._parts.values()]
-        for meeting in meetings:
-            if name in meeting.members:
-                with meeting.changed:
-                    meeting._counts[meeting.members.index(name)] += 1
-                    meeting._failed[meeting.members.index(name)] = message
-                    meeting.changed.notify_all()
+        return [(meeting, meeting.members.index(name)) for meeting in meetings if name in meeting.members]
 
     def part(self, axis: str, members: list[int]) -> _Meeting:
         """The meeting of some of the ranks; whoever asks first makes it."""
@@ -134,6 +147,7 @@ class ThreadComm(Comm):
         self._meeting = meeting
 
     def _agree(self, value: Any, use: Callable[[list[Any]], T]) -> T:
+        self._meeting.go_on(self.rank, self.starter is not None)
         return self._meeting.exchange(self.rank, self.recent[-1], value, use)
 
     def _all_reduce(self, tensor: torch.Tensor, op: str) -> Ticket:
@@ -190,13 +204,18 @@ class ThreadComm(Comm):
     def beside(self, device: torch.device) -> Comm | None:
         if device.type != "cpu":
             return None
-        meeting = self._meeting.part("beside", list(range(self.size)))
+        for turn in itertools.count():
+            meeting = self._meeting.part(f"beside {turn}", list(range(self.size)))
+            starter = meeting.starter(self.rank)
+            if not self._anybody_stopped(starter):
+                break
         comm = ThreadComm(self.rank, meeting)
-        comm.traffic, comm.starter = self.traffic, meeting.starter(self.rank)
+        comm.traffic = self.traffic
+        comm._begun_by(starter)
         return comm
 
     def fail(self, message: str) -> None:
-        self._meeting.fail(self.rank, message)
+        self._meeting.fail(self.rank, message, self.starter is not None)
 
 
 @contextmanager
