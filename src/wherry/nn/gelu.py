@@ -22,22 +22,18 @@ class GeluLinear(nn.Linear):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
+        # Function transforms take the two operations by themselves. A Function that they can take looks at its own
+        # signature in every call.
+        if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return F.linear(F.gelu(x, approximate=APPROXIMATE), self.weight, self.bias)
         return _GeluLinear.apply(x, self.weight, self.bias)
 
 
 class _GeluLinear(torch.autograd.Function):
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(F.gelu(x, approximate=APPROXIMATE), weight, bias)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
-        x, weight, _ = inputs
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
+        return F.linear(F.gelu(x, approximate=APPROXIMATE), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
