@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from wherry.placement import Placement
 from wherry.sharding.access import Access
 from wherry.sharding.compiling import refuse_engine, refuse_whole
 from wherry.sharding.gradients import Gradients
-from wherry.sharding.hooks import Hooks, tensors_in
+from wherry.sharding.hooks import Hooks, tensors_in, with_tensors
 from wherry.sharding.roster import Roster
 from wherry.sharding.schedule import Schedule
 from wherry.sharding.unit import Unit
@@ -154,7 +155,7 @@ class Engine(Surface):
         if module._compiled_call_impl is not None:
             refuse_whole(module)
         if self._input_dtype is not None:
-            args, kwargs = _cast(args, self._input_dtype), _cast(kwargs, self._input_dtype)
+            args, kwargs = with_tensors((args, kwargs), partial(_cast, self._input_dtype))
         try:
             # Of forwards that run together no single one has a time.
             together = self._hooks.interleaver.active
@@ -422,14 +423,7 @@ class Engine(Surface):
         return bool(self._backwards_in_window or self._steps_in_window) or self._forced_boundary is not None
 
     def _to_device(self, batch: Any) -> Any:
-        if isinstance(batch, torch.Tensor):
-            return batch.to(self.device, non_blocking=True)
-        if isinstance(batch, dict):
-            return {key: self._to_device(value) for key, value in batch.items()}
-        if isinstance(batch, list | tuple):
-            values = [self._to_device(value) for value in batch]
-            return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
-        return batch
+        return with_tensors(batch, lambda tensor: tensor.to(self.device, non_blocking=True))
 
     def _come_to_rest(self) -> None:
         """Nothing is under way, and nothing is in memory that is not needed until the engine is used again."""
@@ -559,12 +553,5 @@ def _synchronise(device: torch.device) -> Callable[[], object] | None:
     return None if device.type == "cpu" else lambda: torch.accelerator.synchronize(device)
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Floating-point tensors in `value`, cast; containers are rebuilt, anything else is left as it is."""
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: _cast(item, dtype) for key, item in value.items()}
-    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return type(value)(_cast(item, dtype) for item in value)
-    return value
+def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor

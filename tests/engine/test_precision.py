@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -179,7 +179,17 @@ def test_buffers_keep_their_dtype() -> None:
     engine.close()
 
 
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
 def test_auto_cast_casts_the_inputs() -> None:
     model = nn.Linear(4, 4)
     engine, *_ = wherry.initialize(model=model, config={"fp16": {"enabled": True, "auto_cast": True}})
     assert engine(torch.ones(2, 4)).dtype == torch.float16
+    seen: list[Any] = []
+    model.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
+    model.forward = lambda pair: pair.x
+    engine(Pair(torch.ones(2), torch.arange(2)))
+    assert isinstance(seen[0], Pair) and (seen[0].x.dtype, seen[0].y.dtype) == (torch.float16, torch.int64)

@@ -45,6 +45,18 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(value, name))
 
 
+def with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`value` with all tensors in it changed: dicts, lists and tuples are made anew, anything else is left as it is."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: with_tensors(item, change) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [with_tensors(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
 def _arrival(hooks: weakref.ref[Hooks], place: int, index: int) -> Callable[[nn.Parameter], None]:
     """The hook of one parameter. It runs as often as there are parameters: every call in it counts."""
 
