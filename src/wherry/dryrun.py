@@ -26,7 +26,7 @@ from wherry.native.disk import SECTOR
 from wherry.observe.footprint import WORKING, Footprint
 from wherry.parallel.comm import Comm
 from wherry.parallel.topology import Topology
-from wherry.plan.profile import faked, loss_of, without_values
+from wherry.plan.trace import faked, loss_of, without_values
 from wherry.sources import Batch, Source
 from wherry.tiers.buffers import Block, HostPool
 from wherry.tiers.disk import DiskUsage

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
-
-import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wherry import config as configs
 from wherry.config import Config
@@ -16,30 +12,40 @@ from wherry.errors import WherryError
 from wherry.plan.estimate import Estimate, Subject, estimate_count
 from wherry.plan.estimate import estimate as estimate_profile
 from wherry.plan.grid import ALONE, Grid
+from wherry.plan.kept import KeptProfiles
 from wherry.plan.machine import Machine, known
 from wherry.plan.memory import states
 from wherry.plan.peaks import Setting
 from wherry.plan.probe import this_machine
-from wherry.plan.profile import Line, Profile, Profiler, Recompute
-from wherry.plan.units import unit_sizes
+from wherry.plan.profile import Line, Profile, Recompute
 from wherry.sources import Batch, Source, find
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from wherry.plan.trace import Profiler
 
 # A profile of this micro-batch and the straight line to it from one: never below what a batch between them keeps.
 FAR = 32
 
 
 class _Key(NamedTuple):
-    """What a profile depends on."""
+    """What a profile depends on, besides the model and its sequence."""
 
     micro: int
-    dtype: torch.dtype | None
+    # Of the working weights; None for the model's own.
+    dtype: str | None
     unit_classes: tuple[str, ...]
     recompute: Recompute | None
     grid: Grid
 
 
 class Forecaster:
-    """Estimates of one model on one machine for many configs; profiles are made once and kept."""
+    """Estimates of one model on one machine for many configs; profiles are made once and kept.
+
+    What of torch is needed to make one is imported then: profiles that a file has need none of it.
+    """
 
     def __init__(
         self, source: Source, machine: Machine, ranks: int, sequence: int | None = None, grid: Grid = ALONE
@@ -51,11 +57,11 @@ class Forecaster:
         self.data_ranks = grid.data_ranks(ranks)
         self.sequence = sequence or source.sequence
         self._profiles: dict[_Key, Profile] = {}
+        self._kept = KeptProfiles(source.key)
         self._whole: int | None = None
-        # Models without values, each made once; their tensors belong to the one mode.
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        # Models without values, each made once; their tensors belong to the profiler's one mode.
         self._models: dict[Grid, nn.Module] = {}
-        self._profiler = Profiler(source.known, self._mode)
+        self._profiler: Profiler | None = None
 
     def exact(self, config: Config) -> Estimate:
         """From a profile of this very micro-batch."""
@@ -83,6 +89,8 @@ class Forecaster:
         if self.grid.size == 1:
             return None
         if self._whole is None:
+            import torch
+
             with torch.device("meta"):
                 model, _ = self.source.make(1, self.sequence)
             self._whole = sum(parameter.numel() for parameter in model.parameters())
@@ -94,14 +102,27 @@ class Forecaster:
         return Line(self.profile(config, 1, grid), self.profile(config, FAR, grid)).at(micro)
 
     def profile(self, config: Config, micro: int, grid: Grid = ALONE) -> Profile:
-        key = _Key(micro, config.working_dtype(), tuple(config.wherry.unit_classes), Recompute.of(config), grid)
+        dtype = config.working_precision()
+        key = _Key(micro, dtype, tuple(config.wherry.unit_classes), Recompute.of(config), grid)
         if key not in self._profiles:
-            self._profiles[key] = self._profile(key)
+            found = self._kept.read(self.sequence, *key)
+            if found is None:
+                found = self._traced(key, config.working_dtype())
+                self._kept.write(found, self.sequence, *key)
+            self._profiles[key] = found
         return self._profiles[key]
 
-    def _profile(self, key: _Key) -> Profile:
+    def _traced(self, key: _Key, dtype: torch.dtype | None) -> Profile:
+        import torch
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        from wherry.plan.trace import Profiler
+        from wherry.plan.units import unit_sizes
+
         unknown = False
-        source = self.source.share(key.grid, key.dtype)
+        source = self.source.share(key.grid, dtype)
+        if self._profiler is None:
+            self._profiler = Profiler(self.source.known, FakeTensorMode(allow_non_fake_inputs=True))
 
         def build(micro_batch: int) -> tuple[nn.Module, tuple[Any, ...], Any]:
             nonlocal unknown
@@ -112,7 +133,7 @@ class Forecaster:
             return model, batch.args, batch.kwargs
 
         try:
-            return self._profiler.make(build, *key[:-1])
+            return self._profiler.make(build, key.micro, dtype, key.unit_classes, key.recompute)
         except WherryError:
             if not unknown:
                 raise

@@ -9,16 +9,16 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from wherry.errors import WherryError
-from wherry.plan.grid import Grid, cut
+from wherry.plan.grid import Grid
 from wherry.train.presets import GPT2, PRESETS, Shape
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 # Shapes that only a plan can run.
 LARGE = {
@@ -56,6 +56,8 @@ class Source:
     known: bool = False
     # The source of the part that one rank of a grid has, with activations of the given dtype, where that is known.
     part: Callable[[Grid, torch.dtype], Source] | None = None
+    # What tells this model from every other, where text can: its profiles may be kept. Code of one's own may change.
+    key: str | None = None
 
     def share(self, grid: Grid, dtype: torch.dtype | None) -> Source:
         """One rank's part, where ranks share the model."""
@@ -66,7 +68,11 @@ class Source:
                 f"{self.name}: how ranks would share it is not known; let module:callable return one rank's part of "
                 "the model, and give --ranks as the number of data-parallel ranks"
             )
-        return self.part(grid, dtype or torch.float32)
+        if dtype is None:
+            import torch
+
+            dtype = torch.float32
+        return self.part(grid, dtype)
 
 
 def find(model: str | nn.Module | Callable[..., Any]) -> Source:
@@ -75,10 +81,8 @@ def find(model: str | nn.Module | Callable[..., Any]) -> Source:
     >>> find("gpt2-124m").sequence
     1024
     """
-    if isinstance(model, nn.Module):
-        return Source(type(model).__name__, lambda *_: (model, None), scales=False)
     if not isinstance(model, str):
-        return _of_callable(getattr(model, "__name__", "model"), model)
+        return _of_object(model)
     if model in SHAPES:
         return of_shape(model, SHAPES[model])
     if ":" in model and not Path(model).exists():
@@ -93,69 +97,38 @@ def find(model: str | nn.Module | Callable[..., Any]) -> Source:
     )
 
 
+def _of_object(model: nn.Module | Callable[..., Any]) -> Source:
+    from torch import nn
+
+    if isinstance(model, nn.Module):
+        return Source(type(model).__name__, lambda *_: (model, None), scales=False)
+    return _of_callable(getattr(model, "__name__", "model"), model)
+
+
 def of_shape(name: str, shape: Shape) -> Source:
     """A GPT-2 of this shape."""
 
     def make(micro_batch: int, sequence: int) -> tuple[nn.Module, Batch]:
-        from wherry.train.model import GPT, GPTConfig
+        from wherry.train import planned
 
-        sized = dataclasses.replace(shape, sequence=max(shape.sequence, sequence))
-        model = GPT(GPTConfig.of(sized))
-        return model, inputs(model, micro_batch, sequence)
+        return planned.model_of(shape, sequence), Batch(planned.inputs_of(micro_batch, sequence))
 
-    def inputs(model: nn.Module, micro_batch: int, sequence: int) -> Batch:
-        ids = torch.zeros(micro_batch, sequence, dtype=torch.int64)
-        return Batch((ids, ids))
+    def inputs(_: nn.Module, micro_batch: int, sequence: int) -> Batch:
+        from wherry.train import planned
+
+        return Batch(planned.inputs_of(micro_batch, sequence))
 
     def part(grid: Grid, dtype: torch.dtype) -> Source:
-        make_part = partial(_part_of_gpt, shape, grid, dtype)
+        def make_part(micro_batch: int, sequence: int) -> tuple[nn.Module, Batch]:
+            from wherry.train import planned
+
+            model, args = planned.part_of(shape, grid, dtype, micro_batch, sequence)
+            return model, Batch(args)
+
         return dataclasses.replace(source, make=make_part, inputs=None, part=None)
 
-    source = Source(name, make, sequence=shape.sequence, inputs=inputs, known=True, part=part)
+    source = Source(name, make, sequence=shape.sequence, inputs=inputs, known=True, part=part, key=repr(shape))
     return source
-
-
-# As the built-in training cuts it.
-GPT_STYLES = {
-    "*.attention.qkv": "colwise",
-    "*.attention.out": "rowwise",
-    "*.mlp.up": "colwise",
-    "*.mlp.down": "rowwise",
-}
-
-
-def _part_of_gpt(
-    shape: Shape, grid: Grid, dtype: torch.dtype, micro_batch: int, sequence: int
-) -> tuple[nn.Module, Batch]:
-    """One stage's blocks, with what a tensor-parallel rank has of their matrices."""
-    from wherry.train.model import GPT, GPTConfig, loss_of
-    from wherry.train.parallel import Stage
-
-    if shape.heads % grid.tensor:
-        raise WherryError(f"--tensor-parallel {grid.tensor} does not divide the {shape.heads} attention heads")
-    sized = dataclasses.replace(shape, sequence=max(shape.sequence, sequence))
-    model: nn.Module = GPT(GPTConfig.of(sized, tied=grid.pipe == 1))
-    if grid.tensor > 1:
-        cut(model, GPT_STYLES, grid.tensor)
-    ids = torch.zeros(micro_batch, sequence, dtype=torch.int64)
-    if grid.pipe == 1:
-        return model, Batch((ids, ids))
-    assert isinstance(model, GPT)
-    stage = Stage(model, grid.stage, grid.pipe)
-    came = torch.zeros(micro_batch, sequence, shape.hidden, dtype=dtype, requires_grad=True)
-    first = ids if stage.first else came
-    return (_WithLoss(stage, loss_of), Batch((first, ids))) if stage.last else (stage, Batch((first,)))
-
-
-class _WithLoss(nn.Module):
-    """A pipeline's last stage, whose outputs meet the labels."""
-
-    def __init__(self, stage: nn.Module, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.stage, self.loss = stage, loss
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return self.loss(self.stage(x), labels)
 
 
 # Hugging Face.
@@ -173,6 +146,7 @@ def _of_hugging_face(path: Path) -> Source:
         import transformers
     except ImportError as error:
         raise WherryError(f"MODEL: the model of {file} needs transformers: pip install transformers") from error
+    key = f"{json.dumps(values, sort_keys=True)} of transformers {transformers.__version__}"
     kind = values.pop("model_type")
     try:
         config = transformers.AutoConfig.for_model(kind, **values)
@@ -198,13 +172,15 @@ def _of_hugging_face(path: Path) -> Source:
             styles = getattr(text, "base_model_tp_plan", None)
             if not styles:
                 raise WherryError(f"--tensor-parallel: transformers has no plan of how ranks share a {kind}")
+            from wherry.plan.cut import cut
+
             cut(model, {f"*{pattern}": style for pattern, style in styles.items()}, grid.tensor)
             return model, batch
 
         return dataclasses.replace(source, make=make_part, part=None)
 
     name = f"{file.parent.resolve().name} ({kind})"
-    source = Source(name, make, sequence=min(longest, 2048), inputs=_text_batch, part=part)
+    source = Source(name, make, sequence=min(longest, 2048), inputs=_text_batch, part=part, key=key)
     return source
 
 
@@ -220,6 +196,8 @@ def _text_batch(model: nn.Module, micro_batch: int, sequence: int) -> Batch | No
     accepted = inspect.signature(model.forward).parameters
     if "input_ids" not in accepted:
         return None
+    import torch
+
     ids = torch.zeros(micro_batch, sequence, dtype=torch.int64)
     is_language_model = "CausalLM" in type(model).__name__ or "LMHead" in type(model).__name__
     return Batch((), {"input_ids": ids} | ({"labels": ids} if "labels" in accepted and is_language_model else {}))
@@ -244,6 +222,8 @@ def _imported(text: str) -> Callable[..., Any]:
 
 
 def _of_callable(name: str, call: Callable[..., Any]) -> Source:
+    from torch import nn
+
     accepted = set(inspect.signature(call).parameters)
 
     def make(micro_batch: int, sequence: int) -> tuple[nn.Module, Batch | None]:

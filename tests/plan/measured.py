@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from tests.engine.harness import VOCABULARY
 from torch import nn
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import wherry
 from wherry import dryrun
 from wherry.dryrun import Line
+from wherry.engine import Engine
 from wherry.observe.footprint import Footprint
 from wherry.parallel.comm import Comm
 from wherry.parallel.threads import ThreadComm, run_ranks
@@ -24,6 +26,7 @@ from wherry.sources import Batch
 from wherry.tiers.buffers import Block, HostPool
 from wherry.tiers.streams import Link
 from wherry.tiers.tickets import Ticket
+from wherry.update.jobs import Crew, Job
 
 WIDTH, LENGTH, MICRO = 64, 24, 2
 
@@ -152,3 +155,25 @@ def measure(
         return lines, dict(calls), dict(nbytes)
 
     return run_ranks(ranks, body)
+
+
+def updates_begin_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates beside a backward begin when it has ended: no buffer comes back before, however busy the machine is."""
+    add, backward = Crew.add, Engine.backward
+
+    def hold(crew: Crew, job: Job) -> None:
+        held = vars(crew).get("held")
+        add(crew, job) if held is None else held.append(job)
+
+    def run(engine: Engine, *args: Any, **kwargs: Any) -> torch.Tensor:
+        assert engine._updater is not None
+        crew: Any = engine._updater._crew
+        crew.held = []
+        try:
+            return backward(engine, *args, **kwargs)
+        finally:
+            for job in vars(crew).pop("held"):
+                add(crew, job)
+
+    monkeypatch.setattr(Crew, "add", hold)
+    monkeypatch.setattr(Engine, "backward", run)

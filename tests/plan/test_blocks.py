@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from wherry import config as configs
 from wherry.plan.grid import Grid
-from wherry.plan.profile import Profile, Profiler, Recompute, profile
+from wherry.plan.profile import Profile, Recompute
+from wherry.plan.trace import Profiler, profile
 from wherry.sources import Source, of_shape
 from wherry.train.presets import Shape
 

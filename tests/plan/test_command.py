@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from tests.cli.programs import environment
+from tests.plan.test_memory import PUBLISHED
 
 from wherry.cli import main
 
@@ -41,6 +42,14 @@ def test_the_zero_table(capsys: pytest.CaptureFixture[str]) -> None:
         assert expected.split() in lines
     for convention in ("10^9 bytes", "4P+12P/N", "2P+14P/N", "16P/N", "* fits in 32 GB"):
         assert convention in " ".join(out.split())
+
+
+def test_the_published_tables_are_printed_to_the_digit(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = cells(run(capsys, "--params", "7.5e9,128e9,1e12", "--ranks", "1,4,16,64,256,1024"))
+    for text, whole in zip(PUBLISHED.values(), ("120", "2048", "16000"), strict=True):
+        for line in text.strip().splitlines():
+            ranks, *digits = line.split()
+            assert [f"{int(ranks):,}", whole, *digits] in lines
 
 
 def test_a_model_that_just_fits_is_marked(capsys: pytest.CaptureFixture[str]) -> None:

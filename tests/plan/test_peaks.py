@@ -12,7 +12,8 @@ from tests.plan.test_dryrun import config
 from wherry import config as configs
 from wherry.dryrun import dry_run
 from wherry.plan.peaks import Setting, buffers, peak
-from wherry.plan.profile import Line, Profile, Recompute, profile
+from wherry.plan.profile import Line, Profile, Recompute
+from wherry.plan.trace import profile
 from wherry.sources import of_shape
 from wherry.train.presets import Shape
 

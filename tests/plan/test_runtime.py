@@ -21,7 +21,7 @@ from wherry.observe.memory import HostMemory
 from wherry.parallel.comm import Comm
 from wherry.parallel.threads import run_ranks
 from wherry.plan import machine as machines
-from wherry.plan import probe, runtime
+from wherry.plan import probe, rates, runtime
 from wherry.plan.roofline import StepTime
 from wherry.sources import of_shape
 from wherry.train.presets import Shape
@@ -129,7 +129,7 @@ def test_the_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.Monkey
         times.append(folder)
         return replace(real, measured=True)
 
-    monkeypatch.setattr(probe, "measure", measured)
+    monkeypatch.setattr(rates, "measure", measured)
     first, second = probe.this_machine(tmp_path), probe.this_machine(tmp_path)
     assert len(times) == 1
     assert first.measured and first.matrix == second.matrix == real.matrix
@@ -144,11 +144,11 @@ def test_the_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_rates_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    typical = probe._typical
-    monkeypatch.setattr(probe, "_typical", lambda work, device, seconds=0.0: typical(work, device, 0.0))
-    found = probe.measure(tmp_path)
-    rates = (found.matrix, found.matrix_fp32, found.stream, found.slow, found.disk_read, found.disk_write, found.link)
-    assert found.measured and all(rate > 1e6 for rate in rates)
+    typical = rates._typical
+    monkeypatch.setattr(rates, "_typical", lambda work, device, seconds=0.0: typical(work, device, 0.0))
+    found = rates.measure(tmp_path)
+    seen = (found.matrix, found.matrix_fp32, found.stream, found.slow, found.disk_read, found.disk_write, found.link)
+    assert found.measured and all(rate > 1e6 for rate in seen)
     assert 1e-8 < found.overhead < 1e-2 and 0 <= found.sharing < 1 and found.cores >= 1 and found.disk_work >= 0
     assert found.by_tanh > 0
     assert all(part > 0 for row in (*found.attention, *found.attention_fp32) for part in row)

@@ -15,7 +15,8 @@ import wherry
 from wherry.parallel.comm import Comm
 from wherry.parallel.threads import ThreadComm, run_ranks
 from wherry.sharding import lookahead
-from wherry.sharding.lookahead import LEARNING, TIMED, LookAhead, furthest
+from wherry.sharding.lookahead import LEARNING, TIMED, LookAhead
+from wherry.sharding.reach import furthest
 from wherry.sharding.unit import Weights
 from wherry.tiers.tickets import CallbackTicket, Ticket
 

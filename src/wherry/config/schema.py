@@ -233,10 +233,13 @@ class Config(Block):
             zero.stage, optimizer=_TIERS[zero.offload_optimizer.device], parameters=_TIERS[zero.offload_param.device]
         )
 
+    def working_precision(self) -> str | None:
+        """The type of the working weights by its name in a config; None to leave the model as it is."""
+        return "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else self.data_types.param_dtype
+
     def working_dtype(self) -> torch.dtype | None:
-        """The type of the working weights; None to leave the model as it is."""
-        name = "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else self.data_types.param_dtype
-        return _torch_dtype(name)
+        """The same as torch knows it."""
+        return _torch_dtype(self.working_precision())
 
     def grad_accum_dtype(self) -> torch.dtype | None:
         """The type in which gradients are accumulated; None for that of the working weights."""

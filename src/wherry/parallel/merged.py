@@ -11,11 +11,8 @@ from typing import Protocol
 import torch
 
 from wherry.parallel.comm import Comm
+from wherry.parallel.sizes import SMALL, TOGETHER
 from wherry.tiers.tickets import CallbackTicket, Ticket
-
-# Elements up to which a tensor is small, and at most so many travel together.
-SMALL = 1 << 19
-TOGETHER = 1 << 22
 
 
 class Merging:

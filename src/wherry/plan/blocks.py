@@ -2,7 +2,7 @@
 
 Of blocks nothing is guessed: those on both sides of the gap must have done the same, operation by operation and byte by
 byte, each keeping as much more as the one before it. Where they did not, `Differs` says that the whole model must run.
-What a model does between its blocks by counting them, at places in the gap alone, cannot be seen so: `profile.Profiler`
+What a model does between its blocks by counting them, at places in the gap alone, cannot be seen so: `trace.Profiler`
 runs a model that is not known as a whole once, and compares.
 """
 
@@ -13,11 +13,12 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
+from wherry.plan.profile import Interval, Operation
 from wherry.sharding.grouping import UnitPlan
 
 LONGEST = 8
@@ -26,29 +27,9 @@ LONGEST = 8
 STAY, STAY_NUMBERED = 2, 4
 """Periods that stay on each side of a gap, and before it where blocks know their places: a habit by number shows."""
 
-Operation = tuple[float, int, int, bool, int]
-"""Floating-point operations, bytes read and written, elements through slow functions; in the backward; its kind."""
-
-PLAIN, ATTENTION, TANH = range(3)
-"""Kinds of operations that have rates of their own: attention, and GELU by tanh."""
-
 
 class Differs(Exception):
     """Blocks that look the same do not do the same."""
-
-
-class Interval(NamedTuple):
-    """From one event of a unit to the next: the most bytes of activations, and the operations that ran."""
-
-    kind: str
-    unit: int
-    activations: int
-    operations: tuple[Operation, ...] = ()
-    # Bytes that tensor-parallel ranks sum.
-    joined: int = 0
-
-    def moved(self, units: int, nbytes: int) -> Interval:
-        return self._replace(unit=self.unit + units, activations=self.activations + nbytes)
 
 
 @dataclass(frozen=True)

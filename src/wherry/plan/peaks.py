@@ -10,15 +10,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from wherry.config import Config
-from wherry.parallel.merged import SMALL, TOGETHER
+from wherry.parallel.sizes import SMALL, TOGETHER
 from wherry.placement import Placement, Tier
 from wherry.plan.grid import ALONE, Grid
 from wherry.plan.memory import STATE_WORDS, Cost, PlannedFlat, States, flat_states, plan_flats
 from wherry.plan.profile import Moment, Profile
 from wherry.plan.resting import Landing, Resting
 from wherry.sharding.layout import FlatLayout
-from wherry.sharding.lookahead import furthest
-from wherry.update.state import BATCH_NUMEL
+from wherry.sharding.reach import furthest
+from wherry.update.sizes import BATCH_NUMEL
 
 PREFETCH = "zero_optimization.stage3_prefetch_bucket_size"
 IN_FLIGHT = 2

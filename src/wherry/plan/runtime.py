@@ -1,4 +1,4 @@
-""""auto" in a config, settled where the model, the ranks and the machine are at hand: in `wherry.initialize`."""
+""" "auto" in a config, settled where the model, the ranks and the machine are at hand: in `wherry.initialize`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from wherry.plan.choose import ACCUMULATION, MICRO, OPTIMIZER, PARAM, STAGE, TRA
 from wherry.plan.estimate import Estimate, Subject, estimate
 from wherry.plan.machine import Machine
 from wherry.plan.probe import this_machine
-from wherry.plan.profile import Line, Profile, Profiler, Recompute
+from wherry.plan.profile import Line, Profile, Recompute
+from wherry.plan.trace import Profiler
 from wherry.plan.units import unit_sizes
 
 PLACING = (STAGE, OPTIMIZER, PARAM)

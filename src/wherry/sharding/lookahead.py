@@ -9,29 +9,13 @@ from typing import Any
 import torch
 
 from wherry.observe.log import logger
+from wherry.sharding.reach import further
 from wherry.tiers.tickets import Ticket
 
 # Windows that pass before anything is timed, and that are timed at each distance.
 LEARNING, TIMED = 2, 2
 # The part of a window that may be spent waiting for gathers, and what of the waiting a longer look must leave at most.
 IDLE, LESS = 0.02, 0.9
-
-
-def further(limit: int, step: int) -> int:
-    """The distance that is tried after this one."""
-    return 2 * max(limit, step)
-
-
-def furthest(step: int, most: int) -> int:
-    """The longest look that a search may come to.
-
-    >>> furthest(step=100, most=1000)
-    800
-    """
-    limit = 0
-    while step and further(limit, step) <= most:
-        limit = further(limit, step)
-    return limit
 
 
 class LookAhead:

@@ -25,7 +25,8 @@ from wherry.tiers.streams import Link
 from wherry.tiers.tickets import DONE, OnHost, Ticket, TicketGroup
 from wherry.update.jobs import READ, READY, UPDATE, WRITE, Crew, Departure, Job, Steps, drive_all, drive_one
 from wherry.update.rules import Groups, Rule
-from wherry.update.state import BATCH_NUMEL, Batch, FlatState, MakeHome
+from wherry.update.sizes import BATCH_NUMEL
+from wherry.update.state import Batch, FlatState, MakeHome
 from wherry.update.untouched import Untouched
 
 EVERYTHING = 1 << 30

@@ -19,8 +19,6 @@ from wherry.tiers.tickets import DONE, Ticket
 from wherry.update.record import Field, RecordLayout, State
 from wherry.update.rules import Groups, Rule, Segment
 
-# Flats together up to this many elements are updated in one call: below it, calling costs more than updating.
-BATCH_NUMEL = 1 << 18
 # What an update of an element reads besides its moments, by name.
 WEIGHTS = ("working", "low", "master")
 

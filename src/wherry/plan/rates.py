@@ -1,0 +1,245 @@
+"""The rates of this machine, measured: matrix products, memory, the bus, the disk."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import statistics
+import tempfile
+import time
+import timeit
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from wherry.observe.log import logger
+from wherry.observe.memory import host_memory
+from wherry.plan.machine import GB, HOST_NETWORK, Machine
+from wherry.plan.probe import cores, processor
+
+
+def measure(folder: Path) -> Machine:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = torch.device("cuda", 0) if gpus else torch.device("cpu")
+    memory = host_memory()
+    stream = _stream(torch.device("cpu"))
+    read, write, both, work = _disk(folder)
+    name = f"{gpus} x {torch.cuda.get_device_name(0)}" if gpus else f"{processor() or 'CPU'}, {cores()} cores"
+    half = torch.bfloat16
+    overhead, slow = _overhead(device), _slow(device)
+    matrix, matrix_fp32 = _matrix(device, half), _matrix(device, torch.float32)
+    return Machine(
+        name=name,
+        gpus=gpus,
+        gpu_memory=torch.cuda.get_device_properties(0).total_memory if gpus else 0,
+        host_memory=memory.total,
+        disk=shutil.disk_usage(folder).free,
+        matrix=matrix,
+        matrix_fp32=matrix_fp32,
+        device_stream=_stream(device) if gpus else stream,
+        slow=slow,
+        by_tanh=slow / _slow(device, "tanh"),
+        stream=stream,
+        pcie=_pcie(device) if gpus else stream / 2,
+        disk_read=read,
+        disk_write=write,
+        disk_both=both,
+        disk_work=work,
+        link=_link() if gpus > 1 else _meeting(stream),
+        network=25 * GB if gpus else HOST_NETWORK,
+        overhead=overhead,
+        attention=_attention(device, half, matrix),
+        attention_fp32=_attention(device, torch.float32, matrix_fp32),
+        cores=cores(),
+        sharing=0.0 if gpus else _sharing(overhead),
+        cached=() if gpus else _cached(overhead),
+        measured=True,
+    )
+
+
+def _typical(work: Callable[[], object], device: torch.device, seconds: float = 0.3) -> float:
+    """The median time of one call, of as many as fit in `seconds`, three at least: a step has no lucky moments only."""
+    times: list[float] = []
+    work()
+    end = time.perf_counter() + seconds
+    while len(times) < 3 or time.perf_counter() < end:
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _matrix(device: torch.device, dtype: torch.dtype) -> float:
+    """Products as a transformer has them: many rows, a width of 1024 (of 4096 on a GPU); forward and both backwards."""
+    rows, width = (8192, 4096) if device.type == "cuda" else (1024, 1024)
+    x, grad = torch.randn(2, rows, width, device=device, dtype=dtype)
+    weight = torch.randn(width, width, device=device, dtype=dtype)
+    forms = (lambda: torch.mm(x, weight.t()), lambda: torch.mm(grad, weight), lambda: torch.mm(grad.t(), x))
+    return len(forms) * 2 * rows * width * width / sum(_typical(form, device, 0.1) for form in forms)
+
+
+def _stream(device: torch.device) -> float:
+    """Bytes read and written by a sum of two arrays, larger than caches."""
+    numel = 1 << 28 if device.type == "cuda" else 1 << 25
+    a, b, out = (torch.ones(numel, device=device) for _ in range(3))
+    return 12 * numel / _typical(lambda: torch.add(a, b, out=out), device)
+
+
+def _cached(overhead: float) -> tuple[tuple[float, float], ...]:
+    """Bytes of a sum of two arrays, from small to larger than caches, and bytes a second without what a call costs."""
+    found = []
+    for numel in (1 << shift for shift in range(14, 25, 2)):
+        a, b, out = (torch.ones(numel) for _ in range(3))
+        seconds = _typical(partial(torch.add, a, b, out=out), torch.device("cpu"), 0.05)
+        found.append((12.0 * numel, 12 * numel / max(seconds - overhead, seconds / 2)))
+    return tuple(found)
+
+
+def _slow(device: torch.device, approximate: str = "none") -> float:
+    """Elements a second through GELU and through its derivative."""
+    x, y = torch.randn(2, 1 << 20, device=device)
+    there = _typical(lambda: torch.nn.functional.gelu(x, approximate=approximate), device, 0.1)
+    back = _typical(lambda: torch.ops.aten.gelu_backward(y, x, approximate=approximate), device, 0.1)
+    return 2 * x.numel() / (there + back)
+
+
+def _attention(device: torch.device, dtype: torch.dtype, matrix: float) -> tuple[tuple[float, float, float], ...]:
+    """By the tokens of a sample: the parts of the rate of matrix products that attention reaches."""
+    return tuple((tokens, *_attention_of(device, dtype, matrix, tokens)) for tokens in (128, 1024))
+
+
+def _attention_of(device: torch.device, dtype: torch.dtype, matrix: float, length: int) -> tuple[float, float]:
+    """In its forward, and in its backward."""
+    heads, width = 8, 64
+    batch = max(1, (1 << (23 if device.type == "cuda" else 18)) // (heads * length * width))
+    shape = batch, heads, length, width
+    query, key, value = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+
+    def forward() -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    out = forward()
+    back = torch.randn_like(out)
+    there = _typical(forward, device, 0.1)
+    again = _typical(lambda: torch.autograd.grad(out, (query, key, value), back, retain_graph=True), device, 0.1)
+    # As a profile counts them: scores and sums, and in the backward the scores once more.
+    flops = 4.0 * batch * heads * length * length * width
+    return flops / there / matrix, 2.5 * flops / again / matrix
+
+
+def _pcie(device: torch.device) -> float:
+    host = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty_like(host, device=device)
+    up = _typical(lambda: there.copy_(host, non_blocking=True), device)
+    down = _typical(lambda: host.copy_(there, non_blocking=True), device)
+    return host.numel() / max(up, down)
+
+
+def _meeting(stream: float) -> float:
+    """Bytes a second that two ranks on a host send together, where each scatters its sums and gathers its weights."""
+    if not (dist.is_available() and dist.is_gloo_available()):
+        return stream / 4  # a copy in and a copy out, for each of two
+    store, numel, ranks = dist.HashStore(), 1 << 22, 2
+    gloo: Any = dist.ProcessGroupGloo
+
+    def rank(number: int) -> float:
+        group = gloo(store, number, ranks, timedelta(seconds=20))
+        whole, part = torch.ones(ranks * numel), torch.ones(numel)
+
+        def travel() -> None:
+            group._reduce_scatter_base(part, whole).wait()
+            group._allgather_base(whole, part).wait()
+
+        travel()
+        # As often on each rank: the time of one says nothing to the other.
+        return min(timeit.repeat(travel, number=1, repeat=5))
+
+    try:
+        with ThreadPoolExecutor(ranks) as pool:
+            seconds = max(pool.map(rank, range(ranks)))
+    except RuntimeError as error:
+        logger.warning("ranks on this machine cannot meet by gloo (%s): their rate is guessed from the memory's", error)
+        return stream / 4
+    # Each way a rank sends what is another's: its half.
+    return ranks * 2 * 4 * numel / seconds
+
+
+def _link() -> float:
+    there, here = torch.device("cuda", 1), torch.device("cuda", 0)
+    source = torch.empty(1 << 28, dtype=torch.uint8, device=here)
+    target = torch.empty_like(source, device=there)
+    return source.numel() / _typical(lambda: target.copy_(source, non_blocking=True), here)
+
+
+def _overhead(device: torch.device, numel: int = 8) -> float:
+    """Seconds that an operation of a forward and backward costs when it has next to nothing to do."""
+    x = torch.ones(numel, device=device, requires_grad=True)
+
+    def chain() -> None:
+        y = x
+        for _ in range(50):
+            y = y * 1.5
+        y.sum().backward()
+
+    return _typical(chain, device, 0.1) / 150
+
+
+def _sharing(overhead: float) -> float:
+    """Seconds that an operation loses where the cores share it: to wake, to wait for the last, to find it in a cache.
+
+    Against one core's time, divided, in a forward and backward like that of `_overhead`.
+    """
+    threads = torch.get_num_threads()
+    if threads == 1:
+        return 0.0
+    cpu, numel = torch.device("cpu"), 1 << 17
+    shared = _overhead(cpu, numel)
+    torch.set_num_threads(1)
+    try:
+        alone = _overhead(cpu, numel)
+    finally:
+        torch.set_num_threads(threads)
+    return max(0.0, shared - overhead - (alone - overhead) / threads)
+
+
+def _disk(folder: Path) -> tuple[float, float, float, float]:
+    """Bytes a second by the disk tier's own store: read, written, both at once; and the seconds of a core for each.
+
+    A quarter of a GB.
+    """
+    from wherry.tiers.buffers import HostPool
+    from wherry.tiers.disk import DiskStore
+
+    size = 64 << 20
+    if shutil.disk_usage(folder).free < 16 * size:
+        return 1.0 * GB, 0.5 * GB, 0.5 * GB, 0.0
+    count = 4
+    with tempfile.TemporaryDirectory(dir=folder) as inside, HostPool() as pool, DiskStore(inside) as store:
+        buffers = [pool.take(size) for _ in range(count)]
+        records = [store.reserve(f"probe {i}", size) for i in range(count)]
+
+        def transfer(*ways: Callable[..., object]) -> None:
+            turns = zip(itertools.cycle(ways), records, buffers, strict=False)
+            tickets = [go(record, buffer) for go, record, buffer in turns]
+            for ticket in tickets:
+                ticket.wait()  # type: ignore[attr-defined]
+
+        cpu = torch.device("cpu")
+        write = _typical(lambda: transfer(store.write), cpu, 0.5)
+        read = _typical(lambda: transfer(store.read), cpu, 0.5)
+        both = _typical(lambda: transfer(store.read, store.write), cpu, 0.5)
+        worked = time.process_time()
+        transfer(store.read, store.write)
+        worked = time.process_time() - worked
+        for buffer in buffers:
+            pool.give(buffer)
+    moved = count * size
+    return moved / read, moved / write, moved / both, worked / moved

@@ -1,0 +1,67 @@
+"""GPT-2s of a shape as plans run them: the model with a micro-batch, whole or one rank's part of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from wherry.errors import WherryError
+from wherry.plan.cut import cut
+from wherry.plan.grid import Grid
+from wherry.train.model import GPT, GPTConfig, loss_of
+from wherry.train.parallel import Stage
+from wherry.train.presets import Shape
+
+# As the built-in training cuts it.
+STYLES = {
+    "*.attention.qkv": "colwise",
+    "*.attention.out": "rowwise",
+    "*.mlp.up": "colwise",
+    "*.mlp.down": "rowwise",
+}
+
+
+def model_of(shape: Shape, sequence: int) -> GPT:
+    return GPT(GPTConfig.of(_sized(shape, sequence)))
+
+
+def inputs_of(micro_batch: int, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.zeros(micro_batch, sequence, dtype=torch.int64)
+    return ids, ids
+
+
+def part_of(
+    shape: Shape, grid: Grid, dtype: torch.dtype, micro_batch: int, sequence: int
+) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """One stage's blocks, with what a tensor-parallel rank has of their matrices."""
+    if shape.heads % grid.tensor:
+        raise WherryError(f"--tensor-parallel {grid.tensor} does not divide the {shape.heads} attention heads")
+    model: nn.Module = GPT(GPTConfig.of(_sized(shape, sequence), tied=grid.pipe == 1))
+    if grid.tensor > 1:
+        cut(model, STYLES, grid.tensor)
+    ids, labels = inputs_of(micro_batch, sequence)
+    if grid.pipe == 1:
+        return model, (ids, labels)
+    assert isinstance(model, GPT)
+    stage = Stage(model, grid.stage, grid.pipe)
+    came = torch.zeros(micro_batch, sequence, shape.hidden, dtype=dtype, requires_grad=True)
+    first = ids if stage.first else came
+    return (_WithLoss(stage, loss_of), (first, labels)) if stage.last else (stage, (first,))
+
+
+def _sized(shape: Shape, sequence: int) -> Shape:
+    return dataclasses.replace(shape, sequence=max(shape.sequence, sequence))
+
+
+class _WithLoss(nn.Module):
+    """A pipeline's last stage, whose outputs meet the labels."""
+
+    def __init__(self, stage: nn.Module, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.stage, self.loss = stage, loss
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.loss(self.stage(x), labels)
