@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from wherry.placement import Tier
 from wherry.sharding.gradients import Gradients
 from wherry.sharding.unit import Flat, Unit
+from wherry.sharding.weights import Gatherer
 from wherry.tiering import Tiering
 from wherry.update.pipeline import Updater
 
 
 class MemoryRow(NamedTuple):
-    """Bytes of one state on one tier, on this rank: as the placement table promises, and as they are."""
+    """Bytes of one state on one tier, on this rank: as the placement table promises, and as they are.
+
+    What comes and goes within a step ("gathered", and what is "read" of a state on disk) has the most that may be there
+    as its promise.
+    """
 
     state: str
     tier: str
@@ -21,15 +27,32 @@ class MemoryRow(NamedTuple):
     bytes_actual: int
 
 
-def rows(units: list[Unit], gradients: Gradients, updater: Updater | None, tiering: Tiering) -> list[MemoryRow]:
-    """One row for each state and tier that it rests on."""
+def rows(
+    units: list[Unit],
+    gatherer: Gatherer,
+    gradients: Gradients,
+    updater: Updater | None,
+    tiering: Tiering,
+    away: Mapping[str, int],
+) -> list[MemoryRow]:
+    """One row for each state and tier that it rests on. `away`: bytes of states that were sent from the device."""
     flats = [flat for unit in units for flat in unit.flats]
-    return [
-        *_parameters(flats),
-        _gathered(units, flats),
+    found = [
+        *_parameters(flats, tiering),
+        _gathered(units, gatherer),
         *_gradients(gradients, tiering),
         *_optimizer(updater),
     ]
+    return list(_without(found, away)) if away else found
+
+
+def _without(found: list[MemoryRow], away: Mapping[str, int]) -> Iterator[MemoryRow]:
+    for row in found:
+        if row.tier != str(Tier.DEVICE) or row.state not in away:
+            yield row
+            continue
+        yield row._replace(bytes_actual=max(0, row.bytes_actual - away[row.state]))
+        yield MemoryRow(f"{row.state} away", str(Tier.HOST), away[row.state], away[row.state])
 
 
 def _tier_of(flat: Flat) -> Tier:
@@ -38,7 +61,7 @@ def _tier_of(flat: Flat) -> Tier:
     return Tier.DISK if flat.home.on_disk else Tier.HOST
 
 
-def _parameters(flats: list[Flat]) -> list[MemoryRow]:
+def _parameters(flats: list[Flat], tiering: Tiering) -> list[MemoryRow]:
     owed: defaultdict[Tier, int] = defaultdict(int)
     held: defaultdict[Tier, int] = defaultdict(int)
     for flat in flats:
@@ -48,17 +71,27 @@ def _parameters(flats: list[Flat]) -> list[MemoryRow]:
         if flat.secondary is not None:
             owed[Tier.DEVICE] += flat.secondary.nbytes
             held[Tier.DEVICE] += flat.secondary.nbytes
-    cached = sum(flat.resting_nbytes for flat in flats if _tier_of(flat) is Tier.DISK)
     found = [MemoryRow("parameters", str(tier), owed[tier], held[tier]) for tier in Tier if tier in owed]
     if Tier.DISK in owed:
-        found.append(MemoryRow("parameters read", "host", cached, cached))
+        on_disk = [flat for flat in flats if _tier_of(flat) is Tier.DISK]
+        # What is kept or read ahead, and so many as are updated at a time.
+        most = tiering.read_ahead + tiering.policy.depth * max(flat.shard_nbytes for flat in on_disk)
+        cached = sum(flat.resting_nbytes for flat in on_disk)
+        found.append(MemoryRow("parameters read", str(Tier.HOST), min(most, owed[Tier.DISK]), cached))
     return found
 
 
-def _gathered(units: list[Unit], flats: list[Flat]) -> MemoryRow:
-    largest = max((sum(f.nbytes for f in unit.travelling) for unit in units), default=0)
-    whole = sum(flat.whole.untyped_storage().nbytes() for flat in flats if not flat.resident)
-    return MemoryRow("gathered", "device", largest, whole)
+def _gathered(units: list[Unit], gatherer: Gatherer) -> MemoryRow:
+    """Units that others use too stay through a step; beside them is the unit at work, and what is gathered ahead."""
+    travelling = [flat for unit in units for flat in unit.travelling]
+    stay = sum(flat.layout.numel for unit in units if unit.shared for flat in unit.travelling)
+    largest = max((sum(f.layout.numel for f in unit.travelling) for unit in units if not unit.shared), default=0)
+    room = max(0, gatherer.live_limit - stay - largest)
+    ahead = min(room, max(largest, gatherer.look_ahead.limit))
+    most = min(stay + largest + ahead, sum(flat.layout.numel for flat in travelling))
+    width = max((flat.dtype.itemsize for flat in travelling), default=0)
+    whole = sum(flat.whole.untyped_storage().nbytes() for flat in travelling)
+    return MemoryRow("gathered", str(Tier.DEVICE), most * width, whole)
 
 
 def _gradients(gradients: Gradients, tiering: Tiering) -> list[MemoryRow]:
@@ -74,9 +107,9 @@ def _gradients(gradients: Gradients, tiering: Tiering) -> list[MemoryRow]:
     )
     if tiering.policy.when == "delayed":  # the copies that late updates read
         owed_host += sum(g.flat.layout.shard_numel * g.owned_dtype.itemsize for g in gradients.all)
-    found = [MemoryRow("gradients", "device", owed_device, device)]
+    found = [MemoryRow("gradients", str(Tier.DEVICE), owed_device, device)]
     if owed_host or host:
-        found.append(MemoryRow("gradients", "host", owed_host, host))
+        found.append(MemoryRow("gradients", str(Tier.HOST), owed_host, host))
     return found
 
 
@@ -86,5 +119,8 @@ def _optimizer(updater: Updater | None) -> list[MemoryRow]:
     held, owed = updater.nbytes(), updater.expected_nbytes()
     found = [MemoryRow("optimizer", str(tier), owed[tier], held[tier]) for tier in Tier if tier in held]
     if Tier.DISK in held:
-        found.append(MemoryRow("optimizer read", "host", updater.host_bytes(), updater.host_bytes()))
+        host, read, waiting = str(Tier.HOST), updater.host_bytes(), updater.expected_waiting_bytes()
+        found.append(MemoryRow("optimizer read", host, updater.expected_host_bytes(), read))
+        if waiting:
+            found.append(MemoryRow("parameters to come", host, waiting, updater.waiting_bytes()))
     return found

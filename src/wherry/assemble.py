@@ -207,6 +207,8 @@ def _assemble(
         updater.merging = gatherer.merging
         if tiering.policy.when == "in_backward":
             gradients.on_complete = updater.landed
+        if updater.reads_ahead:
+            gradients.on_half = updater.read_ahead
 
     def make_hooks(engine: Engine) -> Hooks:
         phases = Phases(engine.backward_begins, engine.backward_ends, engine.forward_begins)

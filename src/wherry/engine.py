@@ -433,6 +433,7 @@ class Engine(Surface):
             self._abandon_window()
         if self._updater is not None:
             self._updater.rest()
+            self._updater.stop_reading()
         self._gatherer.stop_reading()
         self._gatherer.release_all()
         self._gradients.rest()

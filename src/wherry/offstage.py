@@ -43,9 +43,9 @@ class Offstage:
         return not self._away
 
     @property
-    def away(self) -> tuple[str, ...]:
-        """The states that have left."""
-        return tuple(self._away)
+    def away(self) -> dict[str, int]:
+        """The states that have left, and their bytes."""
+        return {state: sum(host.nbytes for _, host in moved) for state, moved in self._away.items()}
 
     def leave(self, include: Iterable[str] | None = None) -> int:
         """Free the device's memory of these states, or of all; returns how many bytes that were.
@@ -100,9 +100,13 @@ class Offstage:
         self._away.clear()
 
     def _chosen(self, include: Iterable[str] | None) -> list[str]:
-        chosen = [SPELLINGS.get(str(getattr(name, "value", name)), str(name)) for name in include or STATES]
+        names = STATES if include is None else [include] if isinstance(include, str) else include
+        chosen = [SPELLINGS.get(str(getattr(name, "value", name)), str(name)) for name in names]
         if strange := sorted(set(chosen) - set(STATES)):
-            raise WherryError(f"offload_states: {', '.join(strange)} is no state; they are {', '.join(STATES)}")
+            raise WherryError(
+                f"offload_states: {', '.join(strange)} is no state; they are {', '.join(STATES)}, or as "
+                f"DeepSpeed has them {', '.join(SPELLINGS)}"
+            )
         return list(dict.fromkeys(chosen))
 
     def _on_device(self, state: str) -> Iterator[torch.Tensor]:

@@ -31,6 +31,7 @@ from wherry.sharding.compiling import compile_units
 from wherry.sharding.gradients import Gradients
 from wherry.sharding.hooks import Hooks
 from wherry.sharding.unit import Unit
+from wherry.sharding.weights import Gatherer
 from wherry.tiering import Tiering
 from wherry.update.loss_scale import LossScaler
 from wherry.update.optimizer import ShardedOptimizer
@@ -51,6 +52,7 @@ class Surface(nn.Module):
     global_steps: int
     _config: Config
     _batch: BatchSizes
+    _gatherer: Gatherer
     _gradients: Gradients
     _updater: Updater | None
     _tiering: Tiering
@@ -283,7 +285,9 @@ class Surface(nn.Module):
 
     def memory(self) -> list[MemoryRow]:
         """Bytes by state and tier on this rank: what the placement comes to, and what is held now."""
-        return accounts.rows(self.units, self._gradients, self._updater, self._tiering)
+        return accounts.rows(
+            self.units, self._gatherer, self._gradients, self._updater, self._tiering, self._offstage.away
+        )
 
     def get_lr(self) -> list[float]:
         return [float(group["lr"]) for group in self._groups()]

@@ -18,13 +18,15 @@ from wherry.placement import Placement, Resting, Tier
 from wherry.sharding.flat_gradient import GradientPolicy, Landing
 from wherry.sharding.grouping import UnitPlan
 from wherry.sharding.unit import Flat
-from wherry.tiers.budget import check_host
+from wherry.tiers.budget import check_host, host_room
 from wherry.tiers.disk import DiskStore
+from wherry.tiers.disk_errors import DiskSpaceError, human
 from wherry.tiers.homes import DiskHome, Home, MemoryHome, Shelf
 from wherry.tiers.streams import Link, link_to
 from wherry.update.optimizer import OptimizerSpec
 from wherry.update.pipeline import StateTier, UpdatePolicy
 from wherry.update.rules import Rule
+from wherry.update.sizes import BATCH_NUMEL
 
 # Gradients are summed on the device if their sums take at most this share of what is free there.
 ROOM_FOR_SUMS = 0.25
@@ -177,18 +179,44 @@ class Tiering:
         """Raise an error with what is missing and what would fit, before any state is made."""
         needs = _Needs(self, plans)
         here = self.topology.local_ranks
-        if Tier.DISK in (self.placement.optimizer.tier, self.placement.parameters.tier):
-            wanted: dict[DiskStore, int] = {}
-            for state, shelf in (("optimizer", self._for_records), ("parameters", self._for_weights)):
-                nbytes = needs.on_disk(self.placement, state)
-                if nbytes:
-                    store = shelf().store
-                    wanted[store] = wanted.get(store, 0) + nbytes * here
-            for store, nbytes in wanted.items():
-                store.check_free(nbytes)
         limit = self.config.wherry.host_memory
+        try:
+            self._check_disk(needs, self.placement)
+        except DiskSpaceError as error:
+            fitting = self._less_on_disk(needs, host_room(here, limit, needs.held))
+            advice = "" if fitting is None else f"; what would fit: {fitting}"
+            raise DiskSpaceError(f"{error}{advice}", error.missing, error.path) from None
         if self.link.shared or limit is not None or self.placement.optimizer.tier is not Tier.DEVICE:
             check_host(needs.on_host(self.placement), here, limit, needs.held, needs.remedies())
+
+    def _check_disk(self, needs: _Needs, placement: Placement) -> None:
+        wanted: dict[DiskStore, int] = {}
+        for state, shelf in (("optimizer", self._for_records), ("parameters", self._for_weights)):
+            nbytes = needs.on_disk(placement, state)
+            if nbytes:
+                store = shelf().store
+                wanted[store] = wanted.get(store, 0) + nbytes * self.topology.local_ranks
+        for store, nbytes in wanted.items():
+            store.check_free(nbytes)
+
+    def _less_on_disk(self, needs: _Needs, room: int) -> str | None:
+        """Keys that put less on disk than they do now, where that fits on the disk and in this room of the host."""
+        optimizer, parameters = ("optimizer", "offload_optimizer"), ("parameters", "offload_param")
+        for states in ([parameters], [optimizer], [optimizer, parameters]):
+            there = [(state, key) for state, key in states if getattr(self.placement, state).tier is Tier.DISK]
+            if len(there) < len(states):
+                continue
+            moved = {state: replace(getattr(self.placement, state), tier=Tier.HOST) for state, _ in there}
+            other = replace(self.placement, **moved)
+            nbytes = needs.on_host(other) * self.topology.local_ranks
+            try:
+                self._check_disk(needs, other)
+            except DiskSpaceError:
+                continue
+            if nbytes <= room:
+                keys = " and ".join(f'"{key}": {{"device": "cpu"}}' for _, key in there)
+                return f"{keys} (then {human(nbytes)} of host memory)"
+        return None
 
     # Gradients.
 
@@ -265,7 +293,7 @@ class Tiering:
             )
         if when == "auto":
             when = "at_step" if tier is Tier.DEVICE else "before_use" if waits else "in_backward"
-        return UpdatePolicy(when, config.wherry.delayed_update_warmup if when == "delayed" else 0, max(2, depth))
+        return UpdatePolicy(when, config.wherry.delayed_update_warmup if when == "delayed" else 0, depth)
 
     def _waits_for_all(self) -> str | None:
         """Why an update must wait for all gradients; None if it need not."""
@@ -306,6 +334,7 @@ class _Needs:
         parameters = [p for plan in plans for _, p in plan.parameters]
         trained = {id(p) for group in spec.groups for p in group["params"]} if spec is not None else set()
         self.parameters, self.largest = sum(sizes), max(sizes, default=0)
+        self.depth = tiering.policy.depth
         self.trained = sum(p.numel() for p in parameters if id(p) in trained)
         # What of the model is in host memory already.
         self.held = sum(local(p).untyped_storage().nbytes() for p in parameters if p.device.type == "cpu")
@@ -329,30 +358,62 @@ class _Needs:
         beyond = not shared and placement.optimizer.tier is not Tier.DEVICE and placement.parameters.tier is Tier.DEVICE
         apart = beyond or self.delayed
         ratio = self.tiering.config.zero_optimization.offload_optimizer.ratio
-        optimizer = self._share(placement.optimizer, self.trained) * (self.state + (self.working if apart else 0))
-        gradients = 0 if self.brief else self._share(placement.gradients, self.trained) * self.gradient
+        width = self.state + (self.working if apart else 0)
+        optimizer = self._share(placement.optimizer, self.trained) * width
+        offloaded = placement.optimizer.tier is not Tier.DEVICE
+        away = optimizer * (ratio if offloaded else 1)
+        # Gradients that are updated as they come wait for at most so many updates, and for one that is being filled.
+        held = self._records(placement.optimizer, 2 * self.depth + 1) if self.brief else None
+        gradients = (self._share(placement.gradients, self.trained) if held is None else held) * self.gradient
         # What a delayed update reads while the next gradients come, and what it has written until that is published.
         mine = self._share(placement.optimizer, self.trained) if self.delayed else 0
         published = self.working if placement.optimizer.tier is Tier.DISK else 0  # else it is the record's
-        offloaded = placement.optimizer.tier is not Tier.DEVICE
         resting = self._share(placement.parameters, self.parameters) * self.working
         return {
             "parameters": (placement.parameters.tier, resting),
             "gathered": (Tier.DEVICE, self.largest * self.working if placement.parameters.partitioned else 0),
             "gradients": (Tier.HOST if offloaded else Tier.DEVICE, gradients),
             "delayed": (Tier.HOST, mine * (self.gradient + published)),
-            "optimizer": (placement.optimizer.tier, int(optimizer * (ratio if offloaded else 1))),
+            "optimizer": (placement.optimizer.tier, int(away)),
+            "optimizer kept": (Tier.DEVICE, int(optimizer - away)),
+            "optimizer read": (Tier.HOST, self._read(placement, away, width)),
+            "parameters read": (Tier.HOST, self._weights_read(placement)),
         }
+
+    def _records(self, resting: Resting, count: int) -> int:
+        """Elements of so many records of the largest there may be: small flats share one."""
+        largest = max(self._share(resting, self.largest), BATCH_NUMEL)
+        return min(self._share(resting, self.trained), count * largest)
+
+    def _read(self, placement: Placement, away: float, width: float) -> int:
+        """Of optimizer state on disk, what is in host memory at a time."""
+        if placement.optimizer.tier is not Tier.DISK:
+            return 0
+        return int(min(away, self._records(placement.optimizer, self.depth) * width))
+
+    def _on_disk(self, placement: Placement) -> int:
+        """Elements of parameters on disk; the others of such a placement are in host memory for good."""
+        if placement.parameters.tier is not Tier.DISK:
+            return 0
+        resting = self._share(placement.parameters, self.parameters)
+        return max(0, resting - self.tiering.config.zero_optimization.offload_param.max_in_cpu)
+
+    def _weights_read(self, placement: Placement) -> int:
+        count = self.tiering.config.zero_optimization.offload_param.buffer_count
+        largest = self._share(placement.parameters, self.largest)
+        return min(self._on_disk(placement), count * largest) * self.working
 
     def on_host(self, placement: Placement) -> int:
         tiers = {Tier.HOST, Tier.DEVICE} if self.tiering.link.shared else {Tier.HOST}
+        kept = self._kept(placement)
         cached = 0
         if placement.parameters.tier is Tier.DISK:
-            most = self.tiering.config.zero_optimization.offload_param.max_in_cpu * self.working
-            cached = min(most, self._kept(placement)["parameters"][1])
-        return cached + sum(nbytes for tier, nbytes in self._kept(placement).values() if tier in tiers)
+            cached = kept["parameters"][1] - self._on_disk(placement) * self.working
+        return cached + sum(nbytes for tier, nbytes in kept.values() if tier in tiers)
 
     def on_disk(self, placement: Placement, state: str) -> int:
+        if state == "parameters":
+            return self._on_disk(placement) * self.working
         tier, nbytes = self._kept(placement)[state]
         return nbytes if tier is Tier.DISK else 0
 

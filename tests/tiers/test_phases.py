@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import select
 import signal
 from collections.abc import Iterator
@@ -25,12 +26,13 @@ from wherry.offstage import SPELLINGS
 from wherry.parallel.comm import Comm, SoloComm
 from wherry.parallel.threads import run_ranks
 from wherry.sharding import gradients as gradients_room
+from wherry.tiers.disk_errors import DiskError
 from wherry.tiers.tickets import Ticket
 
 
-@pytest.mark.parametrize("include", [None, ["optimizer"], ["lp_params", "contiguous_grad_buffer"]])
+@pytest.mark.parametrize("include", [None, "optimizer", ["lp_params", "contiguous_grad_buffer"]])
 @pytest.mark.parametrize("stage", [0, 3])
-def test_states_leave_and_come_back(stage: int, include: list[str] | None) -> None:
+def test_states_leave_and_come_back(stage: int, include: str | list[str] | None) -> None:
     model = make_model()
 
     def body(comm: Comm) -> list[float]:
@@ -48,11 +50,18 @@ def test_states_leave_and_come_back(stage: int, include: list[str] | None) -> No
                 before = link.bytes_down
                 freed = engine.offload_states(include=include)
                 assert freed == link.bytes_down - before > 0
-                assert set(engine._offstage.away) == {SPELLINGS.get(name, name) for name in include or SPELLINGS}
+                names = [include] if isinstance(include, str) else include or SPELLINGS
+                assert set(engine._offstage.away) == {SPELLINGS.get(name, name) for name in names}
+                rows = {(row.state, row.tier): row for row in engine.memory()}
+                assert freed == sum(row.bytes_actual for (state, _), row in rows.items() if state.endswith(" away"))
+                for state in engine._offstage.away:
+                    # Counters of steps are no tensors of the device's.
+                    assert rows[state, "device"].bytes_actual <= 64 < rows[f"{state} away", "host"].bytes_actual
                 with pytest.raises(WherryError, match=r"call reload_states\(\) first"):
                     engine(*token_batch(step, 0, comm.rank))
                 engine.reload_states()
                 assert link.host.counters.in_use == 0
+                assert not any(row.state.endswith(" away") for row in engine.memory())
             loss = engine(*token_batch(step, 0, comm.rank))
             engine.backward(loss)
             engine.step()
@@ -70,6 +79,8 @@ def test_states_that_there_are_not() -> None:
     engine, *_ = wherry.initialize(model=make_model(), config=settings(1))
     with pytest.raises(WherryError, match=r"offload_states: momenta is no state; they are parameters"):
         engine.offload_states(include=["momenta"])
+    with pytest.raises(WherryError, match=r"offload_states: momenta is no state.*optim_states"):
+        engine.offload_states(include="momenta")
     with pytest.raises(WherryError, match='expected the device "host"'):
         engine.offload_states(device="nvme")
     # Where the device is the host, nothing has to move.
@@ -143,35 +154,43 @@ def test_buffers_are_gone_while_states_are_away(tmp_path: Path) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("policy", ["at_step", "before_use", "in_backward"])
+@pytest.mark.usefixtures("every_flat_alone")
+@pytest.mark.parametrize(
+    ("what", "policy"),
+    [*(("write", policy) for policy in ("at_step", "before_use", "in_backward", "delayed")), ("read", "before_use")],
+)
 @pytest.mark.parametrize("row", ["disk-2", "infinity"])
-def test_a_failing_disk_is_told_to_every_rank_with_the_unit(row: str, policy: str, tmp_path: Path) -> None:
+def test_a_failing_disk_is_told_to_every_rank_with_the_unit(row: str, what: str, policy: str, tmp_path: Path) -> None:
     model = make_model()
+    config = offload(row, tmp_path, policy)
+    config["wherry"]["delayed_update_warmup"] = 1
 
     def body(comm: Comm) -> tuple[str, list[str]]:
         mine = copy.deepcopy(model)
         engine, *_ = wherry.initialize(
             model=mine,
             optimizer=adamw(mine.parameters()),
-            config=settings(ROWS[row][0], more=offload(row, tmp_path, policy)),
+            config=settings(ROWS[row][0], more=config),
             mesh=topology(comm),
         )
         try:
             for step in range(5):
                 if step == 2 and comm.rank == 1:
-                    engine._tiering.stores[0].inject(Fault("write", errno=5, skip=1))
+                    engine._tiering.stores[0].inject(Fault(what, errno=5, skip=1))
                 engine.backward(engine(*token_batch(step, 0, comm.rank)))
                 engine.step()
             return "no error", []
-        except (WherryError, PeerError) as error:
+        except (WherryError, PeerError, DiskError) as error:
             return str(error), list(map(str, tmp_path.iterdir()))
         finally:
             engine.close()
 
     messages = [message for message, _ in run_ranks(2, body, timeout=20)]
-    assert "blocks." in messages[1] or "root" in messages[1]
+    unit = re.search(rf"unit '(root|blocks\.\d)': {what} of", messages[1])
+    assert unit is not None, messages
     assert "Input/output error" in messages[1]
     assert "rank 1 has failed" in messages[0]
+    assert unit[0] in messages[0]
     assert "Input/output error" in messages[0]
     assert list(tmp_path.iterdir()) == []
 

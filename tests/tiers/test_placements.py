@@ -54,6 +54,8 @@ def train(
     free: int | None = None,
     look: Any = None,
     model: Any = make_model,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = lambda model: adamw(model.parameters()),
+    schedule: Any = None,
     each_step: Callable[[Any, int], None] | None = None,
 ) -> Run:
     """Losses, norms and final weights; with a `seed` under chaos. `each_step(engine, step)` is called before a step."""
@@ -65,7 +67,8 @@ def train(
         link = None if chaos is None else ChaosLink(chaos, free=free)
         engine, *_ = wherry.initialize(
             model=mine,
-            optimizer=adamw(mine.parameters()),
+            optimizer=optimizer(mine),
+            lr_scheduler=schedule,
             config=settings(stage, accumulation, clip, config),
             mesh=topology(comm, chaos, link=link),
         )
@@ -179,6 +182,72 @@ def test_part_of_the_state_stays_on_the_device(ratio: float, policy: str, ranks:
     oracle = plain("offload-2", ranks, "fp32")
     for name, weight in oracle.weights.items():
         torch.testing.assert_close(run.weights[name], weight, rtol=0, atol=1e-6)
+
+
+OTHERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adam": lambda groups: torch.optim.Adam(groups, lr=3e-3, betas=(0.8, 0.95), eps=1e-6),
+    "Adagrad": lambda groups: torch.optim.Adagrad(groups, lr=1e-2, lr_decay=0.1, initial_accumulator_value=0.1),
+    "SGD": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True),
+    "AdamW": lambda groups: torch.optim.AdamW(groups, lr=3e-3, maximize=True),
+}
+
+
+def test_the_policy_that_is_chosen_by_itself(tmp_path: Path) -> None:
+    def look(engine: Any, link: Any) -> tuple[str, int | None]:
+        pool = engine._tiering._pool  # of its own only if its cores are given
+        return engine._tiering.policy.when, None if pool is None else pool._active
+
+    fp16 = {"fp16": {"enabled": True}}
+    for row, clip, more, chosen in (
+        ("offload-2", 0.0, {}, ("in_backward", None)),
+        ("offload-2", 0.5, {}, ("before_use", None)),
+        ("infinity", 0.0, fp16, ("before_use", None)),
+        ("parameters-only", 0.0, {}, ("at_step", None)),
+        ("offload-2", 0.5, {"optimizer": {"cpuadam_cores_perc": 0.01}}, ("before_use", 1)),
+    ):
+        config = offload(row, tmp_path, "auto", **more)
+        assert train(config, stage=ROWS[row][0], clip=clip, seed=1, steps=1, look=look).extra == chosen
+
+
+def partly_frozen() -> Any:
+    model = make_model()
+    model.blocks[1].requires_grad_(False)
+    return model
+
+
+@pytest.mark.usefixtures("every_flat_alone")
+@pytest.mark.parametrize("name", OTHERS)
+def test_optimizers_of_torch_with_groups_a_schedule_and_frozen_weights(name: str, tmp_path: Path) -> None:
+    """In fp16 with skipped steps, clipping and accumulation; also where a part of the state stays in memory."""
+
+    def grouped(model: Any) -> torch.optim.Optimizer:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        matrices = {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.3}
+        rest = {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0, "lr": 1e-3}
+        return OTHERS[name]([matrices, rest])
+
+    def look(engine: Any, link: Any) -> Any:
+        tiers = {str(tier) for tier in engine._updater.tiers.values()}
+        return engine.skipped_steps, engine.get_lr(), tiers
+
+    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 18, "hysteresis": 1}}
+    how: dict[str, Any] = {"ranks": 2, "accumulation": 2, "clip": 0.3, "steps": 8}
+    how |= {"model": partly_frozen, "optimizer": grouped, "look": look}
+    how["schedule"] = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    for row, seed, ratio, tiers in (
+        ("offload-2", 5, 1.0, {"host"}),
+        ("infinity", 6, 1.0, {"disk"}),
+        ("disk-2", None, 0.4, {"device", "disk"}),
+    ):
+        stage = ROWS[row][0]
+        oracle = train(fp16, stage=stage, **how)
+        config = offload(row, tmp_path, "before_use", optimizer={"ratio": ratio}, **fp16)
+        run = train(config, stage=stage, seed=seed, **how)
+        assert_equal(run, oracle)
+        skipped, rates, _ = oracle.extra
+        assert 0 < skipped < 8
+        assert run.extra == (skipped, rates, tiers)
+        assert torch.equal(run.weights["blocks.1.up.weight"], make_model().half().blocks[1].up.weight)
 
 
 @pytest.mark.parametrize("policy", ["before_use", "in_backward"])

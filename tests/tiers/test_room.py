@@ -9,35 +9,65 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engine.harness import adamw, make_model, settings
+from tests.engine.harness import TinyLM, adamw, make_model, settings
 from tests.forks import ENGINE, Forks
 from tests.tiers.test_placements import offload
 
 import wherry
+from wherry import tiering
 from wherry.errors import WherryError
 from wherry.tiers import disk
 from wherry.tiers.budget import HostMemoryError, check_host
 from wherry.tiers.disk_errors import DiskSpaceError
 
 
-def start(config: dict[str, Any]) -> None:
-    model = make_model()
+def start(config: dict[str, Any], blocks: int = 3) -> None:
+    model = make_model(lambda: TinyLM(blocks))
     wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(3, more=config))[0].close()
 
 
-def test_too_little_host_memory_is_found_before_training(tmp_path: Path) -> None:
+def test_too_little_host_memory_is_found_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiering, "BATCH_NUMEL", 1)
+    limit = 200_000
     with pytest.raises(HostMemoryError) as caught:
-        start({"wherry": {"host_memory": 50_000}})
+        start({"wherry": {"host_memory": limit}}, blocks=12)
     message = str(caught.value)
-    assert "host_memory allows 48.83 KiB" in message
-    assert '"offload_optimizer": {"device": "nvme"' in message
+    assert "host_memory allows 195.31 KiB" in message
     # Weights, gradients and moments in fp32, and the largest unit gathered.
-    model = make_model()
+    model = make_model(lambda: TinyLM(blocks=12))
     block = sum(p.numel() for p in model.blocks[0].parameters())
-    assert caught.value.missing == 16 * sum(p.numel() for p in model.parameters()) + 4 * block - 50_000
+    parameters = sum(p.numel() for p in model.parameters())
+    assert caught.value.missing == 16 * parameters + 4 * block - limit
+    # On disk: moments of four blocks at a time.
+    needed = 8 * parameters + 4 * block + 4 * 8 * block
+    assert f'"offload_optimizer": {{"device": "nvme", "nvme_path": ...}} (then {needed / 1024:.2f} KiB)' in message
     # What is advised works.
-    own = {"wherry": {"host_memory": 50_000, "update_policy": "in_backward"}}
-    start(offload("disk-3", tmp_path, "in_backward") | own)
+    own = {"wherry": {"host_memory": limit, "update_policy": "before_use"}}
+    advised = offload("disk-3", tmp_path, "before_use") | own
+    advised["zero_optimization"]["offload_optimizer"]["buffer_count"] = 4
+    start(advised, blocks=12)
+    # Gradients that are updated as they come are there for so many updates, and for the one that is next.
+    with pytest.raises(HostMemoryError) as caught:
+        start(offload("disk-3", tmp_path, "in_backward") | {"wherry": {"host_memory": 1}}, blocks=12)
+    assert caught.value.missing == 4 * parameters + 4 * block + 2 * 8 * block + 5 * 4 * block - 1
+    # State that is not offloaded is in memory all the while.
+    kept = offload("disk-3", tmp_path, "before_use", optimizer={"ratio": 0.5})
+    kept["wherry"]["host_memory"] = 1
+    with pytest.raises(HostMemoryError) as caught:
+        start(kept, blocks=12)
+    assert caught.value.missing == 8 * parameters + 4 * block + 4 * parameters + 2 * 8 * block - 1
+
+
+def test_weights_that_stay_in_memory_need_no_room_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "_free", lambda folder: 0)
+    config = offload("disk-parameters", tmp_path, "at_step")
+    config["zero_optimization"]["offload_param"]["max_in_cpu"] = 10_000
+    start(config)
+    config["zero_optimization"]["offload_param"]["max_in_cpu"] = 1_000
+    with pytest.raises(DiskSpaceError):
+        start(config)
 
 
 def test_the_copies_of_delayed_updates_are_counted() -> None:
@@ -53,8 +83,16 @@ def test_states_on_one_disk_have_to_fit_together(tmp_path: Path, monkeypatch: py
     """In fp32 weights are 4 and moments 8 bytes a parameter: room for each of them is not enough."""
     parameters = sum(p.numel() for p in make_model().parameters())
     monkeypatch.setattr(disk, "_free", lambda folder: 9 * parameters)
-    with pytest.raises(DiskSpaceError, match=r"the disk tier needs .* are missing"):
+    with pytest.raises(DiskSpaceError, match=r"the disk tier needs .* are missing") as caught:
         start(offload("infinity", tmp_path, "at_step"))
+    assert caught.value.missing == -(-12 * parameters // 4096) * 4096 - 9 * parameters
+    assert '; what would fit: "offload_param": {"device": "cpu"} (then' in str(caught.value)
+    monkeypatch.setattr(disk, "_free", lambda folder: 0)
+    with pytest.raises(DiskSpaceError, match=r'fit: "offload_optimizer": .* and "offload_param": '):
+        start(offload("infinity", tmp_path, "at_step"))
+    own = {"wherry": {"host_memory": 1}}
+    with pytest.raises(DiskSpaceError, match=r"place less on the disk$"):
+        start(offload("infinity", tmp_path, "at_step") | own)
 
 
 def test_remedies_that_do_not_fit_are_not_advised() -> None:

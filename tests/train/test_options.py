@@ -67,6 +67,7 @@ def test_flags_write_into_blocks_that_a_file_leaves_open():
     load(config)
     with pytest.raises(WherryError, match="nothing rests on disk; add --offload-optimizer nvme"):
         _config("--nvme-path", "/d")
+    assert load(_config("--host-memory", "3GB", given={"wherry": None})).wherry.host_memory == 3_000_000_000
     for empty in (None, "auto"):
         given = dict.fromkeys(("zero_optimization", "bf16", "fp16", "wherry"), empty)
         given["optimizer"] = {"type": "SGD", "params": empty}

@@ -45,7 +45,9 @@ class OffloadParam(Block):
         "Where parameters rest between uses: none (the device), cpu or nvme. Needs stage 3.",
     )
     nvme_path: Folders | None = key(None, "Folder, or list of folders, for parameters on disk.")
-    buffer_count: Integer = key(5, "Units of parameters read ahead from disk, or kept after use.", ge=1)
+    buffer_count: Integer = key(
+        5, "Units of parameters in host memory at once: read ahead from disk, in use, or kept.", ge=1
+    )
     buffer_size: Size = key(100_000_000, "Elements of one such buffer.", inert=_POOLED, ge=1)
     max_in_cpu: Size = key(
         1_000_000_000,
@@ -61,7 +63,10 @@ class OffloadOptimizer(Block):
     )
     nvme_path: Folders | None = key(None, "Folder, or list of folders, for optimizer state on disk.")
     buffer_count: Integer = key(
-        4, "Units whose optimizer state may be in host memory at once, on its way from disk or to it.", ge=1
+        4,
+        "Units whose optimizer state may be in host memory at once, on its way from disk or to it. With before_use, "
+        "all but one of them are read while the backward ends.",
+        ge=1,
     )
     buffer_size: Size | None = key(None, "Elements of one such buffer.", inert=_POOLED, ge=1)
     pin_memory: Flag = key(True, "Use page-locked host memory, which copies faster to and from a GPU.")

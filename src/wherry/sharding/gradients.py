@@ -79,6 +79,8 @@ class Gradients:
         ]
         # Told of every flat whose gradient is complete at the boundary, `landing` apart.
         self.on_complete: Callable[[FlatGradient], None] | None = None
+        # Told in the boundary's backward when half of all flats have their gradients.
+        self.on_half: Callable[[], None] | None = None
         # Told before buffers that nobody uses are freed.
         self.on_trim: Callable[[], None] = lambda: None
         self._told: set[FlatGradient] = set()
@@ -131,6 +133,8 @@ class Gradients:
         index = self._index[gradient]
         self._completed.append(index)
         gradient.collected = True
+        if self.on_half is not None and self.boundary and len(self._completed) == (len(self.all) + 1) // 2:
+            self.on_half()
         if not gradient.partitioned:
             gradient.absorb()
         self._launch_in_order()

@@ -56,6 +56,11 @@ def free_host_memory() -> int:
     return min(room.free for room in rooms())
 
 
+def host_room(ranks: int, limit: int | None, held: int) -> int:
+    """Bytes of host memory for states of `ranks` ranks: the user's limit, or what is free and what the model has."""
+    return limit if limit is not None else free_host_memory() + held * ranks
+
+
 def check_host(
     needed: int, ranks: int, limit: int | None, held: int, remedies: Iterable[tuple[str, int]]
 ) -> None:
@@ -64,7 +69,7 @@ def check_host(
     `limit` is the user's, for all ranks; without it, what is free is. `held` bytes of the model that is given are part
     of what is needed. `remedies` are other settings, and what they would need.
     """
-    room = limit if limit is not None else free_host_memory() + held * ranks
+    room = host_room(ranks, limit, held)
     missing = needed * ranks - room
     if missing <= 0:
         return

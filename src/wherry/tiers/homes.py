@@ -231,25 +231,44 @@ class MemoryHome:
 class Shelf:
     """What state on disk shares: the store, buffers, and those of the state last used, kept while there is room.
 
-    `keep` is how many bytes of host memory are kept for what nobody uses at the moment.
+    `keep` is how many bytes of host memory there may be beside one piece in use: of what is read ahead of its use, and
+    of what was used and is kept. The former goes first.
     """
 
     def __init__(self, store: DiskStore, pool: HostPool, keep: int = 0) -> None:
         self.store = store
         self.pool = pool
         self.keep = keep
+        # Bytes of all buffers; of those that nobody uses; and of the largest piece there is.
+        self.held = 0
         self.kept = 0
+        self.largest = 0
         # One lock for all homes on a shelf: fetching one may let go of another.
         self.lock = threading.RLock()
         self.idle: OrderedDict[DiskHome, None] = OrderedDict()
         store.attach(pool)
 
+    def take(self, nbytes: int) -> torch.Tensor:
+        """A buffer, in the place of what was used longest ago if there are as many as there may be."""
+        while self.idle and self.held + nbytes > self.keep + self.largest:
+            self._drop_oldest()
+        buffer = self.pool.take(nbytes)
+        self.held += nbytes
+        return buffer
+
+    def give(self, buffer: torch.Tensor) -> None:
+        self.held -= buffer.nbytes
+        self.pool.give(buffer)
+
     def shrink(self, room: int = 0) -> None:
         """Let go of what was used longest ago, until what is kept and `room` more are within the budget."""
         while self.idle and self.kept + room > self.keep:
-            home, _ = self.idle.popitem(last=False)
-            self.kept -= home.nbytes
-            home.let_go()
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        home, _ = self.idle.popitem(last=False)
+        self.kept -= home.nbytes
+        home.let_go()
 
 
 class DiskHome:
@@ -261,6 +280,7 @@ class DiskHome:
         self.shelf = shelf
         self.nbytes = nbytes
         self.record: Record = shelf.store.reserve(name, nbytes)
+        shelf.largest = max(shelf.largest, nbytes)
         self._users = 0
         self._buffer: torch.Tensor | None = None
         self._reading: Ticket = DONE
@@ -281,7 +301,7 @@ class DiskHome:
         with self.shelf.lock:
             assert self._buffer is None and not self._users, self.record.name
             self._users = 1
-            self._buffer = self.shelf.pool.take(self.nbytes)
+            self._buffer = self.shelf.take(self.nbytes)
             return self._buffer
 
     def fetch(self) -> Ticket:
@@ -290,11 +310,11 @@ class DiskHome:
                 self.shelf.kept -= self.nbytes
             if self._buffer is None:
                 self._writing.wait()
-                buffer = self.shelf.pool.take(self.nbytes)
+                buffer = self.shelf.take(self.nbytes)
                 try:
                     self._reading = self.shelf.store.read(self.record, buffer)
                 except BaseException:
-                    self.shelf.pool.give(buffer)
+                    self.shelf.give(buffer)
                     raise
                 self._buffer = buffer
             self._users += 1
@@ -353,7 +373,7 @@ class DiskHome:
                 ticket.finish()
         self._after.clear()
         self._reading = DONE
-        self.shelf.pool.give(buffer)
+        self.shelf.give(buffer)
 
     def close(self) -> None:
         with self.shelf.lock:

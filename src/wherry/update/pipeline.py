@@ -93,6 +93,8 @@ class Updater:
         self._pending: dict[Batch, Job] = {}
         # Those whose weights are in use, and whose state is still on its way to the disk.
         self._storing: dict[Batch, Job] = {}
+        # Records that are read, or have been, for updates that have not begun.
+        self._reading: dict[Batch, Ticket] = {}
         # Gathers of published weights, on their way to every rank.
         self._arriving: dict[Batch, list[Ticket]] = {}
         # The ranks as a group whose collectives a thread begins, where there is one, and what it has been asked for.
@@ -154,6 +156,41 @@ class Updater:
         """Buffers are about to be freed: nothing of updates before holds on to them. No update may be under way."""
         for batch in self.batches:
             batch.forget()
+
+    # Before the update.
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether the next forward waits for records on disk."""
+        return self.policy.when == "before_use" and any(batch.on_disk for batch in self.batches)
+
+    def read_ahead(self) -> None:
+        """In a backward: begin to read what the next forward will wait for first.
+
+        One buffer of those that there may be is left for whatever else; buffers that the last updates still write from
+        are not there.
+        """
+        busy = {batch for batch, job in self._storing.items() if not job.done()}
+        room = self.policy.depth - 1 - len(busy)
+        wanted = [batch for batch in self.batches if batch.on_disk][: max(0, room)]
+        for batch in wanted:
+            if batch in busy:
+                return
+            if batch in self._reading:
+                continue
+            try:
+                ticket = batch.fetch()
+            except BaseException as error:
+                self.comm.tell(error)  # before any hook takes part in another collective
+                raise
+            assert ticket is not None
+            self._reading[batch] = ticket
+
+    def stop_reading(self) -> None:
+        """Let go of what was read for updates that do not come."""
+        while self._reading:
+            batch, _ = self._reading.popitem()
+            batch.leave(DONE)
 
     # The update.
 
@@ -227,12 +264,16 @@ class Updater:
         if self._pending or self._arriving or self._storing:
             self.complete()
         untouched = Untouched([state for batch in batches for state in batch.states], absent) if absent else None
-        depth = self.policy.depth if any(batch.on_disk for batch in batches) else EVERYTHING
+        depth = EVERYTHING if all(batch.in_place for batch in batches) else self._depth_beside(batches)
         fence = self.link.fence()
         jobs = {batch: Job(batch.name, self._steps(batch, groups, multiplier, fence)) for batch in batches}
         drive_all(jobs.values(), depth)  # to their ends, also if one has failed
         self._set_out(jobs, untouched)
         self._arrive(batches)
+
+    def _depth_beside(self, batches: Sequence[Batch]) -> int:
+        """How many of these updates may run at once, beside the records that were read for others."""
+        return max(1, self.policy.depth - sum(batch not in batches for batch in self._reading))
 
     def _begin(self, groups: Groups, multiplier: float, *, late: bool = False, absent: Absent | None = None) -> None:
         """Set all updates going beside what comes next, in the order in which units run.
@@ -281,7 +322,7 @@ class Updater:
         fetched, has_record = 0, False
         uploads: list[Ticket] = []
         try:
-            record = batch.fetch()
+            record = self._reading.pop(batch, None) or batch.fetch()
             has_record = True
             tickets = [record] if record is not None else []
             for home in homes:
@@ -368,6 +409,7 @@ class Updater:
 
     def abandon(self) -> None:
         """The window's gradients are dropped, perhaps after an exception in the backward."""
+        self.stop_reading()
         if self._early is None:
             return
         for job in self._pending.values():
@@ -563,6 +605,23 @@ class Updater:
         """Host memory that records on disk take at the moment."""
         return sum(batch.in_memory for batch in self.batches if batch.on_disk)
 
+    def expected_host_bytes(self) -> int:
+        """The most that may be: so many of the largest records as may be under way at once."""
+        largest = sorted((batch.record_nbytes for batch in self.batches if batch.on_disk), reverse=True)
+        return sum(largest[: self.policy.depth])
+
+    def waiting_bytes(self) -> int:
+        """Weights that delayed updates have made, in memory of their own until they are published."""
+        fresh = (weights for batch in self.batches if batch.on_disk for weights in batch.fresh or ())
+        return sum(weights.nbytes for weights in fresh)
+
+    def expected_waiting_bytes(self) -> int:
+        """What they come to once updates are delayed."""
+        if self.policy.when != "delayed":
+            return 0
+        spans = (item for batch in self.batches if batch.on_disk for item in batch.spans)
+        return sum((span.stop - span.start) * state.flat.dtype.itemsize for state, span in spans)
+
     def close(self) -> None:
         with ExitStack() as end:
             end.callback(self._forget)
@@ -577,6 +636,7 @@ class Updater:
             end.callback(self._crew.close)  # first of all: what it runs uses the batches
 
     def _forget(self) -> None:
+        self._reading.clear()
         self._pending.clear()
         self._storing.clear()
         self._arriving.clear()

@@ -162,6 +162,11 @@ class Batch:
         return self._layout.payload if self._layout is not None else 0
 
     @property
+    def record_nbytes(self) -> int:
+        """As much as it takes in memory."""
+        return self._layout.nbytes if self._layout is not None else 0
+
+    @property
     def in_memory(self) -> int:
         return (self._home.in_memory if self._home is not None else 0) + self.rule.nbytes()
 
@@ -186,7 +191,7 @@ class Batch:
         bound = self._segments(self._views())
         for segment, (state, span) in zip(bound, self.spans, strict=True):
             segment.grad = grad_of[state][span.start : span.stop]
-        if aside is None and self._weights_stay and all(gradient.steady for gradient in self.gradients):
+        if aside is None and self.in_place and all(gradient.steady for gradient in self.gradients):
             self._bound = bound
         return bound
 
@@ -203,12 +208,12 @@ class Batch:
         pieces = self._pieces
         if pieces is None:
             pieces = self._cut(self._segments(self._views()))
-            if self._weights_stay:
+            if self.in_place:
                 self._pieces = pieces
         return self.rule.update(pieces, groups, multiplier, loose)
 
     @property
-    def _weights_stay(self) -> bool:
+    def in_place(self) -> bool:
         """Whether weights and state are in the same memory in every step."""
         return not self.on_disk and (self.apart or not any(state.flat.at_rest_on_disk for state in self.states))
 
