@@ -2,7 +2,8 @@
 
 Stage 3 with parameters and optimizer on disk: the time of a step and the bytes that it reads, for windows of 1 to 16
 micro-batches of one size, in one run; and DeepSpeed, where it is installed. The limit of a time is that of plain
-PyTorch with everything in memory, which computes and does nothing else. Bytes are those that Wherry asks the disk for;
+PyTorch with everything in memory, which computes and does nothing else; that of Wherry's bytes weights twice and
+optimizer states once. Bytes are those that Wherry asks the disk for;
 of DeepSpeed, those that the system has counted, which its cache lessens.
 """
 
@@ -19,15 +20,16 @@ from typing import Any
 if not __package__:  # run as a script: this folder is found as it is when imported
     sys.path[0] = str(Path(__file__).parents[1])
 
-from benchmarks import steps, systems
+from benchmarks import bounds, steps, systems
 from benchmarks.steps import MODELS, Entry, Turn
+from benchmarks.systems import Recipe
 from wherry.observe import bench
 
 ORDERS = ("layer_major", "step_major")
 WINDOWS = (1, 2, 4, 8, 16)
 PEERS = ("deepspeed",)
 PLAIN = "plain"
-PLACES = tuple(place.name for place in systems.PLACES.values() if place.stage == 3 and not place.super_offload)
+PLACES = tuple(place.name for place in systems.PLACES.values() if place.stage == 3 and not place.mode)
 
 
 def entries_of(model: str, place: str, windows: Sequence[int], peers: Sequence[str], count: int) -> list[Entry]:
@@ -64,7 +66,17 @@ def rows_of(entry: Entry, turns: Sequence[Turn]) -> list[bench.Row]:
             bench.row(time, entry.label, "s", [turn.seconds for turn in turns], losses=turns[0].losses),
             bench.row(read, entry.label, "B", [turn.read_bytes / entry.steps for turn in turns]),
         ]
+        if entry.system.startswith("wherry") and rows[1]["value"]:
+            rows[1]["of_limit"] = least_read(entry.system, entry.recipe) / rows[1]["value"]
     return rows[:1] if entry.system == PLAIN else rows
+
+
+def least_read(system: str, recipe: Recipe) -> float:
+    """Bytes that a step of any number of micro-batches must read."""
+    place = systems.place_of(system)
+    return bounds.work_of(
+        recipe.parameters, 0.0, recipe.dtype, offload_optimizer=place.optimizer, offload_param=place.parameters
+    ).disk_read
 
 
 def limit(rows: Sequence[bench.Row]) -> None:

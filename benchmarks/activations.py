@@ -202,7 +202,10 @@ def times_and_peaks(results: bench.Results, config: GPTConfig, batch: int, round
             for name in blocks:
                 if name in subjects:
                     peak = alone[name].peak() if name in alone else together.peak(name)
-                    results.add(bench.row(case, name, "s", seconds[name], peak_bytes=peak))
+                    row = bench.row(case, name, "s", seconds[name], peak_bytes=peak)
+                    kept = KEEP + TOGETHER if name.endswith(TOGETHER) else KEEP
+                    row["of_limit"] = bench.paired_ratio(seconds[kept], seconds[name]) if name != kept else None
+                    results.add(row)
                 else:
                     results.add(bench.row(case, name, "s", reason=together.reason))
             notes = [f"auto, in the memory of half of what is kept: {alone['auto'].chosen()}"]

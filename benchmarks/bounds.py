@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks import systems
 from wherry.observe import bench
 
 # Bytes of host memory that one parameter's update moves: the split master with a bf16 gradient, and fp32 in place.
@@ -16,6 +17,12 @@ UPDATE_BYTES = {"bf16": 26, "fp32": 28}
 # Bytes of one parameter's state on disk, weights aside: low halves and moments, or moments beside an fp32 weight.
 STATE_BYTES = {"bf16": 10, "fp32": 8}
 WEIGHT_BYTES = {"bf16": 2, "fp32": 4}
+# Bytes of a parameter: working weight, gradient, and what the optimizer keeps beside the working weight.
+STATES = {"fp32": (4, 4, 8), "bf16": (2, 2, 12)}
+# The native library's name for STREAM's triad among the streams that it can move without arithmetic.
+_TRIAD = 2
+# Measured for themselves: no step is bound by them.
+_ASIDE = ("both", "host_stream")
 
 
 @dataclass(frozen=True)
@@ -93,6 +100,19 @@ def work_of(
     )
 
 
+def states_bytes(system: str, parameters: int, ranks: int, dtype: str) -> float:
+    """Bytes in memory of all ranks' states together, by the published formulas. What rests on disk is not in memory."""
+    weight, gradient, optimizer = STATES[dtype]
+    place = systems.place_of(system)
+    # FSDP2 partitions everything; the others of torch's own nothing.
+    stage = 3 if system.startswith("fsdp2") else place.stage
+    copies = [ranks if stage < level else 1 for level in (3, 2, 1)]
+    kept = [weight * (place.parameters != "nvme"), gradient, optimizer * (place.optimizer != "nvme")]
+    if system in ("plain", "ddp") or system.startswith("fsdp2"):
+        kept = [4, 4, 8]  # in bf16 they compute by autocast, and keep fp32
+    return float(parameters * sum(count * nbytes for count, nbytes in zip(copies, kept, strict=True)))
+
+
 # Measuring the rates. Each function returns the repeats.
 
 
@@ -147,6 +167,24 @@ def host_update(dtype: str, numel: int, rounds: int) -> list[float]:
     handle = pool.handle(library)
     seconds = repeats(lambda: library.wherry_limit(chosen.code, handle, kind, streams, numel), rounds)
     return [UPDATE_BYTES[dtype] * numel / value for value in seconds]
+
+
+def host_stream(numel: int, rounds: int) -> list[float]:
+    """Bytes a second of STREAM's triad in host memory, on all the library's threads."""
+    import torch
+
+    from wherry import native
+
+    a, b, c = (torch.ones(numel) for _ in range(3))
+    library, pool = native.library(), native.default_pool()
+    if library is None:
+        return [12 * numel / value for value in repeats(lambda: torch.add(a, b, alpha=3.0, out=c), rounds)]
+    from wherry.native.loading import engine
+
+    chosen, handle = engine(None), pool.handle(library)
+    streams = (ctypes.c_void_p * 8)(a.data_ptr(), b.data_ptr(), c.data_ptr())
+    seconds = repeats(lambda: library.wherry_limit(chosen.code, handle, _TRIAD, streams, numel), rounds)
+    return [12 * numel / value for value in seconds]
 
 
 def copies(size: int, rounds: int) -> dict[str, list[float]]:
@@ -226,7 +264,8 @@ def measure(
     scale = 64 if toy else 1
     gpu = device == "cuda"
     found = {"matrix": matrix(device, dtype, (8192 if gpu else 2048) // (8 if toy else 1), rounds)}
-    found["host_update"] = host_update(dtype, (1 << 27 if gpu else 1 << 25) // scale, rounds)
+    numel = (1 << 27 if gpu else 1 << 25) // scale
+    found |= {"host_update": host_update(dtype, numel, rounds), "host_stream": host_stream(numel, rounds)}
     if gpu:
         found |= copies((1 << 30) // scale, rounds) | {"device_memory": device_memory((1 << 29) // scale, rounds)}
     if folder is not None:
@@ -241,6 +280,6 @@ def measure(
         )
         for name, values in found.items()
     ]
-    medians = {name: statistics.median(values) for name, values in found.items() if name != "both"}
+    medians = {name: statistics.median(values) for name, values in found.items() if name not in _ASIDE}
     return Rates(**medians), rows
 

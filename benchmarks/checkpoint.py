@@ -2,7 +2,8 @@
 
 Seconds of a save until it is on the disk, of the training that stood still for it, and of a load, for weights and both
 moments of AdamW in fp32, beside torch.save, torch's distributed checkpoint and DeepSpeed. Every system's files are
-synced before the clock is stopped; loads read what the system may have in its cache, for all alike.
+synced before the clock is stopped; loads read what the system may have in its cache, for all alike. The limit is the
+same bytes written to one file, synced, and read from it into the memory that they came from.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if not __package__:  # run as a script: this folder is found as it is when impor
     sys.path[0] = str(Path(__file__).parents[1])
 
 from benchmarks import systems
-from benchmarks.checkpoint_worker import KEEPINGS
+from benchmarks.checkpoint_worker import KEEPINGS, LIMIT
 from benchmarks.rooms import Room, RoomFailed
 from benchmarks.steps import MODELS
 from wherry.observe import bench
@@ -100,7 +101,7 @@ def measure(model: str, ranks: int, names: Sequence[str], rounds: int, folder: P
             facts = {"states_bytes": saving.states, "written_bytes": found[-1]["written_bytes"]}
             facts["above_bytes"] = max(turn["above_bytes"] for turn in found)
             rows.append(bench.row(case, name, "s", [turn[of] for turn in found], **facts))
-    bench.compare(rows)
+    bench.compare(rows, LIMIT)
     return rows
 
 
@@ -146,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, help="on the disk to be measured (default: for temporary files)")
     options = bench.parse(parser, argv)
     cases = cases_of(options)
-    results = bench.Results("checkpoint", options, {"cases": [list(case) for case in cases]})
+    results = bench.Results("checkpoint", options, {"cases": [list(case) for case in cases]}, limit=LIMIT)
     with tempfile.TemporaryDirectory(dir=options.folder or systems.disk_folder()) as folder:
         for model, ranks, rounds in cases:
             results.add(*measure(model, ranks, options.systems, rounds, Path(folder, str(ranks))))

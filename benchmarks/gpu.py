@@ -2,9 +2,10 @@
 
 Measured rates, and steps of GPT-2 beside the bound that they set: sizes of the published table with the device capped
 and not, update policies side by side, tokens in a step from 1k to 64k, what the allocator holds unused, others'
-offload where it is installed, and the largest model that takes a step under small caps. Rows are written as they come;
-what the deadline leaves out is named. Without a GPU, `--toy` runs all of it on the CPU at a size that shows that it
-works, and nothing else.
+offload where it is installed, and the largest model that takes a step under small caps. Every stage has its share of
+the time; rows are written as they come, and what time leaves out is named. DeepSpeed compiles parts of itself at their
+first use: `python benchmarks/peers.py` before, or its rows take that time. Without a GPU, `--toy` runs all of it on the
+CPU at a size that shows that it works, and nothing else.
 """
 
 from __future__ import annotations
@@ -31,13 +32,17 @@ WORKER = Path(__file__).parent / "gpu_worker.py"
 GIB = 2**30
 CAP = 32
 CAPS = (8, 16, 24, 32)
-POLICIES = ("at_step", "before_use", "in_backward")
-CLIPS = (1.0, 0.0)
+# Seconds for the last rows and the file, and for the end of a process that has pinned much.
+RESERVE = 12.0
+# The policy that stands beside others' offload first. An update in the backward cannot know the norm it would clip by.
+POLICIES = {1.0: ("before_use", "at_step", "delayed"), 0.0: ("in_backward", "before_use")}
 UNUSED = ("plain", "recompute", "recompute, contiguous")
-PEERS = ("fsdp2-cpu", "deepspeed-2-cpu", "deepspeed-3-cpu", "deepspeed-3-super")
+PEERS = ("fsdp2-cpu", "deepspeed-2-cpu", "deepspeed-3-cpu", "deepspeed-3-super", "deepspeed-3-reflow")
 TOKENS = tuple(1024 * 2**power for power in range(7))
 # Bytes of host memory that a parameter's states take at most, gradients under way included.
-HOST_BYTES = {"wherry": 15, "fsdp2": 18, "deepspeed": 24}
+HOST_BYTES = {"wherry": 15.0, "fsdp2": 18.0, "deepspeed": 24.0}
+# Without clipping gradients are used as they come.
+HOST_BYTES_UNCLIPPED = 12.6
 # What a build takes, seconds and seconds for each billion of parameters; a guess that later ones correct.
 BUILD_S, BUILD_S_PER_BILLION = 5.0, 9.0
 
@@ -84,20 +89,32 @@ class Session:
     def __init__(self, options: Any, results: bench.Results) -> None:
         self.options = options
         self.results = results
-        self.deadline = time.monotonic() + options.deadline
+        self.deadline = time.monotonic() + options.deadline - RESERVE
         self.sizes = TOY if options.toy else SIZES
         self.rates: bounds.Rates | None = None
         self.build_pace = 1.0
         self._room: Room | None = None
+        # Seconds of a sequence in a step, by the name of what was built.
+        self._pace: dict[str, float] = {}
+        self.share_out(1.0)
+
+    def share_out(self, part: float) -> None:
+        """What begins now has this part of the time that is left, and may use no more."""
+        now = time.monotonic()
+        self._ends = now + part * max(0.0, self.deadline - now)
 
     def left(self) -> float:
-        # Some seconds are for the last rows and the file.
-        return self.deadline - time.monotonic() - 5.0
+        return max(0.0, self._ends - time.monotonic())
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process is gone, and with it all that was built there."""
+        return self._room is None
 
     def ask(self, need: float = 0.0, **request: Any) -> Any:
-        """Ask the worker. One that fails, or does not answer before the deadline, is replaced."""
+        """Ask the worker. One that fails, or does not answer in time, is replaced."""
         if self.left() < max(need, 1.0):
-            raise NoTime(f"left out: {self.left():.0f} s were left of {self.options.deadline} s")
+            raise NoTime(f"left out: {self.left():.0f} s were left for it of {self.options.deadline} s in all")
         if self._room is None:
             self._room = Room(1, worker=WORKER, environment=systems.gpu_environment())
         try:
@@ -109,23 +126,39 @@ class Session:
             raise RoomFailed(answer["failed"])
         return answer["found"]
 
-    def build(self, name: str, system: str, recipe: Recipe, warmup: int = 2) -> dict[str, Any]:
-        """Build a system if memory and time allow; the reason why not is an exception's."""
+    def build(
+        self, name: str, system: str, recipe: Recipe, warmup: int = 2, *, shrink: bool = False
+    ) -> dict[str, Any]:
+        """Build a system if memory and time allow; the reason why not is an exception's.
+
+        `shrink`: where its first step is out of memory, the batch is halved until it is not; the answer has the batch.
+        """
         reason = systems.cannot_run(system) or self._too_large(system, recipe)
         if reason:
             raise RoomFailed(reason)
         need = self.build_pace * (BUILD_S + BUILD_S_PER_BILLION * recipe.parameters / 1e9)
         begun = time.monotonic()
-        found: dict[str, Any] = self.ask(need, do="build", name=name, system=system, recipe=recipe, warmup=warmup)
+        found: dict[str, Any] = self.ask(
+            need, do="build", name=name, system=system, recipe=recipe, warmup=warmup, shrink=shrink
+        )
         taken = time.monotonic() - begun
+        self._pace[name] = found["step_s"] / found["batch"]
         if recipe.parameters > 5e8 and system.startswith("wherry"):
             self.build_pace = min(3.0, max(self.build_pace, 1.1 * self.build_pace * taken / need))
+        return found
+
+    def time(self, name: str, steps: int, batch: int, *, another: bool = False) -> dict[str, Any]:
+        """A timed block of steps, if there is time for it. `another` batch is one that was not taken before."""
+        need = (steps + another) * batch * self._pace[name]
+        more = {"batch": batch} if another else {}
+        found: dict[str, Any] = self.ask(need, do="time", name=name, steps=steps, **more)
+        self._pace[name] = found["seconds"] / batch
         return found
 
     def _too_large(self, system: str, recipe: Recipe) -> str | None:
         if systems.place_of(system).optimizer != "cpu":
             return None
-        need = HOST_BYTES[system.partition("-")[0]] * recipe.parameters
+        need = host_bytes(system, recipe.clip) * recipe.parameters
         free = free_host_memory()
         if need > 0.97 * free:
             return f"needs {need / GIB:.0f} GiB of host memory, {free / GIB:.0f} GiB are free"
@@ -135,6 +168,12 @@ class Session:
         if self._room is not None:
             self._room.close()
             self._room = None
+
+
+def host_bytes(system: str, clip: float) -> float:
+    """Bytes of host memory for a parameter of an offloaded system."""
+    who = system.partition("-")[0]
+    return HOST_BYTES_UNCLIPPED if who == "wherry" and not clip else HOST_BYTES[who]
 
 
 def step_row(
@@ -161,22 +200,25 @@ def step_row(
     row["hardware_tflops"] = recipe.flops / row["value"] / 1e12
     row["parameters"] = recipe.parameters
     row["loss"] = last["losses"][-1]
-    for key in ("peak_device_bytes", "peak_reserved_bytes", "peak_resident_bytes"):
+    for key in ("peak_device_bytes", "peak_reserved_bytes", "resident_bytes"):
         row[key] = last[key]
     tiers: dict[str, int] = {}
     for state in last["memory"]:
         tiers[state["tier"]] = tiers.get(state["tier"], 0) + state["bytes_actual"]
     row["state_bytes_by_tier"] = tiers
-    row["host_bytes_per_parameter"] = tiers["host"] / recipe.parameters if "host" in tiers else None
+    # What an engine does not tell is seen in its process.
+    row["host_bytes_per_parameter"] = (tiers.get("host", 0) if tiers else last["resident_bytes"]) / recipe.parameters
     return row
 
 
-def blocks(session: Session, name: str, rounds: int, steps: int, **more: Any) -> list[dict[str, Any]]:
+def blocks(
+    session: Session, name: str, rounds: int, steps: int, batch: int, *, another: bool = False
+) -> list[dict[str, Any]]:
     """Timed blocks of steps: as many as there is time for, and one at least."""
     found: list[dict[str, Any]] = []
-    for _ in range(rounds):
+    for turn in range(rounds):
         try:
-            found.append(session.ask(do="time", name=name, steps=steps, **more))
+            found.append(session.time(name, steps, batch, another=another and not turn))
         except NoTime:
             if not found:
                 raise
@@ -186,7 +228,7 @@ def blocks(session: Session, name: str, rounds: int, steps: int, **more: Any) ->
 
 def let_go(session: Session, name: str) -> None:
     """Close what a failure may have left of a system."""
-    if session._room is not None:
+    if not session.ended:
         with suppress(RoomFailed, NoTime):
             session.ask(do="close", name=name)
 
@@ -203,38 +245,49 @@ def rates(session: Session) -> None:
 
 
 def side_by_side(session: Session) -> None:
-    """Update policies and others' offload, clipping on and off, 8k tokens a step: in one process, in turns."""
+    """Others' offload and update policies, clipping on and off, 8k tokens a step: in one process, in turns.
+
+    Each clipping has two processes' worth of systems: those of peers, whose states fill the host's memory, with the
+    policy that suits it best; and all policies.
+    """
     size = session.sizes["1b"]
-    for clip in CLIPS:
+    for index, (clip, policies) in enumerate(POLICIES.items()):
         recipe = replace(size, batch=min(size.batch, 8), clip=clip)
-        case = {"measure": "side by side", "model": "1b", "tokens": recipe.batch * recipe.length, "clip": clip}
-        # An update in the backward cannot know the norm that it would clip by.
-        policies = [policy for policy in POLICIES if not (clip and policy == "in_backward")]
-        subjects = {f"wherry-2-cpu {policy}": ("wherry-2-cpu", replace(recipe, policy=policy)) for policy in policies}
-        subjects["wherry-3-cpu"] = ("wherry-3-cpu", recipe)
-        subjects["wherry-2"] = ("wherry-2", recipe)
-        subjects |= {peer: (peer, recipe) for peer in session.options.peers}
-        _in_turns(session, case, subjects)
+        case = {"model": "1b", "tokens": recipe.batch * recipe.length, "clip": clip}
+        ours = {f"wherry-2-cpu {policy}": ("wherry-2-cpu", replace(recipe, policy=policy)) for policy in policies}
+        best = dict(list(ours.items())[:1])
+        # A peer that ends its process takes with it what was built before it.
+        beside = {peer: (peer, recipe) for peer in session.options.peers} | best
+        _in_turns(session, {"measure": "beside others"} | case, beside)
+        if not index:
+            ours |= {"wherry-3-cpu": ("wherry-3-cpu", recipe), "wherry-2": ("wherry-2", recipe)}
+        _in_turns(session, {"measure": "policies"} | case, ours)
 
 
 def _in_turns(session: Session, case: dict[str, Any], subjects: dict[str, tuple[str, Recipe]]) -> None:
     answers: dict[str, list[dict[str, Any]]] = {}
     reasons: dict[str, str] = {}
+
+    def failed(name: str, failure: Exception) -> None:
+        reasons[name] = str(failure)
+        if session.ended:
+            for lost in answers:
+                reasons.setdefault(lost, f"ended with {name}: {failure}")
+
     for name, (system, recipe) in subjects.items():
         try:
             session.build(name, system, recipe)
             answers[name] = []
         except (RoomFailed, NoTime) as failure:
-            reasons[name] = str(failure)
-            if session._room is None:  # with it went those that were built before
-                reasons |= {lost: f"ended with {name}: {failure}" for lost in answers}
-                answers.clear()
-    try:
-        for _ in range(session.options.rounds):
-            for name in answers:
-                answers[name].append(session.ask(do="time", name=name, steps=session.options.steps))
-    except (RoomFailed, NoTime) as failure:
-        reasons |= {name: str(failure) for name in answers if not answers[name]}
+            failed(name, failure)
+    for _ in range(session.options.rounds):
+        for name in [built for built in answers if built not in reasons]:
+            if name in reasons:  # since this round began
+                continue
+            try:
+                answers[name].append(session.time(name, session.options.steps, subjects[name][1].batch))
+            except (RoomFailed, NoTime) as failure:
+                failed(name, failure)
     rows = []
     for name, (system, recipe) in subjects.items():
         if answers.get(name):
@@ -257,49 +310,64 @@ def tokens(session: Session) -> None:
         recipe = replace(size, batch=count // size.length)
         case = {"measure": "tokens in a step", "model": "1b", "tokens": count}
         try:
-            found = blocks(session, "tokens", session.options.rounds, session.options.steps, batch=recipe.batch)
+            steps = session.options.steps
+            found = blocks(session, "tokens", session.options.rounds, steps, recipe.batch, another=count != counts[0])
         except (RoomFailed, NoTime) as failure:
             session.results.add(bench.row(case, system, "s", reason=str(failure)))
-            if session._room is None:
+            if session.ended:
                 return
         else:
             session.results.add(step_row(session, case, system, recipe, found))
     let_go(session, "tokens")
 
 
+def place_for(recipe: Recipe) -> str:
+    """Weights and gradients rest on the device while they leave half of the cap for activations."""
+    return "wherry-2-cpu" if 4 * recipe.parameters < CAP * GIB / 2 else "wherry-3-cpu"
+
+
 def sizes(session: Session, names: Sequence[str]) -> None:
     """Sizes of the published table, the device capped at 32 GB and then not."""
     for model in names:
-        recipe = session.sizes[model]
-        # Weights and gradients rest on the device while they leave half of the cap for activations.
-        system = "wherry-2-cpu" if 4 * recipe.parameters < CAP * GIB / 2 else "wherry-3-cpu"
-        case = {"measure": "published sizes", "model": model, "tokens": recipe.batch * recipe.length}
-        try:
-            session.ask(do="cap", gib=CAP)
-            session.build(model, system, recipe, warmup=1)
-        except (RoomFailed, NoTime) as failure:
-            for cap in (CAP, None):
-                session.results.add(bench.row(case | {"cap_gib": cap}, system, "s", reason=str(failure)))
-            let_go(session, model)
-            continue
-        rounds = session.options.rounds if recipe.parameters < 3e9 else 2
-        for cap in (CAP, None):
-            try:
-                session.ask(do="cap", gib=cap)
-                found = blocks(session, model, rounds, 1 if recipe.parameters > 3e9 else session.options.steps)
-            except (RoomFailed, NoTime) as failure:
-                session.results.add(bench.row(case | {"cap_gib": cap}, system, "s", reason=str(failure)))
-                continue
-            session.results.add(step_row(session, case | {"cap_gib": cap}, system, recipe, found))
+        _size(session, model)
         let_go(session, model)
-    if session._room is not None:
-        session.ask(do="cap", gib=None)
+    if not session.ended:
+        with suppress(RoomFailed, NoTime):
+            session.ask(do="cap", gib=None)
+
+
+def _size(session: Session, model: str) -> None:
+    recipe = session.sizes[model]
+    system = place_for(recipe)
+    case = {"measure": "published sizes", "model": model}
+    try:
+        session.ask(do="cap", gib=CAP)
+        batch = session.build(model, system, recipe, warmup=1, shrink=True)["batch"]
+    except (RoomFailed, NoTime) as failure:
+        for cap in (CAP, None):
+            tokens = {"tokens": recipe.batch * recipe.length}
+            session.results.add(bench.row(case | tokens | {"cap_gib": cap}, system, "s", reason=str(failure)))
+        return
+    rounds = session.options.rounds if recipe.parameters < 3e9 else 2
+    steps = 1 if recipe.parameters > 3e9 else session.options.steps
+    for cap in (CAP, None):
+        # What the cap leaves no memory for is taken without it: the batch of the table.
+        taken = replace(recipe, batch=batch if cap else recipe.batch)
+        full = case | {"tokens": taken.batch * taken.length, "cap_gib": cap}
+        try:
+            session.ask(do="cap", gib=cap)
+            found = blocks(session, model, rounds, steps, taken.batch, another=taken.batch != batch)
+        except (RoomFailed, NoTime) as failure:
+            session.results.add(bench.row(full, system, "s", reason=str(failure)))
+            continue
+        session.results.add(step_row(session, full, system, taken, found, batch_of_table=recipe.batch))
 
 
 def largest(session: Session) -> None:
     """The largest model that takes a step under small caps: found by dry run, shown by one real step."""
-    system, layers = "wherry-3-cpu", (2, 4) if session.options.toy else (4, 8)
-    base = replace(session.sizes["1b"], batch=1) if session.options.toy else _gpt2(4, 4096, 1)
+    system, layers = "wherry-3-cpu", LAYERS_TOY if session.options.toy else LAYERS
+    # Built in parts: the device never holds the whole of it.
+    base = replace(session.sizes["1b"] if session.options.toy else _gpt2(1, 4096, 1), batch=1, in_parts=True)
     try:
         few, more = (session.ask(do="fits", recipe=replace(base, layers=n), system=system) for n in layers)
     except (RoomFailed, NoTime) as failure:
@@ -323,13 +391,21 @@ def largest(session: Session) -> None:
                 session.build("largest", system, recipe, warmup=1)
                 done = recipe
             session.ask(do="cap", gib=cap)
-            found = blocks(session, "largest", 1, 1)
+            found = blocks(session, "largest", 1, 1, recipe.batch)
         except (RoomFailed, NoTime) as failure:
             session.results.add(bench.row(case, system, "s", reason=str(failure), **facts))
-            if session._room is None:
+            if session.ended:
                 done = None
             continue
         session.results.add(step_row(session, case, system, recipe, found, **facts))
+    let_go(session, "largest")
+    if not session.ended:
+        with suppress(RoomFailed, NoTime):
+            session.ask(do="cap", gib=None)
+
+
+# Layers of the two dry runs from which others are told: more than are gathered at once.
+LAYERS, LAYERS_TOY = (8, 16), (2, 4)
 
 
 def _layers_within(
@@ -341,7 +417,7 @@ def _layers_within(
         slope = (more[tier] - few[tier]) / (layers[1] - layers[0])
         if tier == "host":
             per_layer = replace(base, layers=1).parameters - replace(base, layers=0).parameters
-            slope = max(slope, HOST_BYTES["wherry"] * per_layer)
+            slope = max(slope, host_bytes("wherry", base.clip) * per_layer)
         start = few[tier] - slope * layers[0]
         if slope > 0:
             best = min(best, int((limit - start) / slope))
@@ -370,14 +446,20 @@ STAGES: dict[str, Callable[[Session], None]] = {
 }
 
 
+# Parts of the time; what a stage leaves is for those after it.
+SHARES = {"rates": 2, "side": 6, "tokens": 3, "fragments": 2, "small": 5, "largest": 5, "large": 6}
+
+
 def run(session: Session, names: Sequence[str]) -> None:
-    """All stages in turn; one that fails is a row with the reason, and the others go on."""
-    for name in names:
+    """All stages in turn; one that fails, or that its time ends, is a row with the reason, and the others go on."""
+    for index, name in enumerate(names):
         begun = time.monotonic()
+        session.share_out(SHARES[name] / sum(SHARES[later] for later in names[index:]))
         try:
             STAGES[name](session)
         except (RoomFailed, NoTime) as failure:
             session.results.add(bench.row({"measure": name}, "wherry", "s", reason=str(failure)))
+        session.share_out(1.0)
         print(f"{name}: {time.monotonic() - begun:.0f} s, {session.left():.0f} s left", file=sys.stderr, flush=True)
 
 

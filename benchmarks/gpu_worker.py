@@ -7,12 +7,13 @@ import math
 import time
 import traceback
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks import bounds, systems
 from benchmarks.systems import SYSTEMS, Recipe, Trainee
-from benchmarks.worker import answer_requests, peak_bytes, resident_bytes
+from benchmarks.worker import answer_requests, forget_peak, peak_bytes, resident_bytes
 
 GIB = 2**30
 
@@ -28,6 +29,8 @@ class GpuWorker:
         self.trainees: dict[str, Trainee] = {}
         self.recipes: dict[str, Recipe] = {}
         self.steps: dict[str, int] = {}
+        # Bytes of the host and of the device that each took while it was built.
+        self.own: dict[str, tuple[int, int]] = {}
 
     def rates(self, dtype: str, toy: bool, folder: str | None) -> dict[str, Any]:
         rates, rows = bounds.measure(self.device, dtype, toy=toy, folder=folder)
@@ -44,31 +47,41 @@ class GpuWorker:
         self.torch.cuda.set_per_process_memory_fraction(fraction)
         return fraction
 
-    def build(self, name: str, system: str, recipe: dict[str, Any], warmup: int = 2) -> dict[str, Any]:
-        """Build a system under a name of its own, and take its first steps."""
-        before = resident_bytes()
+    def build(
+        self, name: str, system: str, recipe: dict[str, Any], warmup: int = 2, shrink: bool = False
+    ) -> dict[str, Any]:
+        """Build a system under a name of its own, and take its first steps.
+
+        `shrink`: a batch that the device has no memory for is halved.
+        """
+        resident, allocated = resident_bytes(), self._allocated()
         begun = time.perf_counter()
         self.recipes[name] = Recipe(**recipe)
         self.trainees[name] = SYSTEMS[system](self.recipes[name], 1)
         self.steps[name] = 0
         self._synchronize()
         built = time.perf_counter() - begun
-        found = self._run(name, warmup)
+        seconds, losses = self._warm_up(name, warmup, shrink)
         gc.collect()
-        return {"built_s": built, "resident_before": before, "losses": found, **self._memory(name)}
+        self.own[name] = max(0, resident_bytes() - resident), max(0, self._allocated() - allocated)
+        found = {"built_s": built, "step_s": seconds, "batch": self.recipes[name].batch, "losses": losses}
+        return found | self._memory(name, (resident, allocated), peaks=False)
 
     def time(self, name: str, steps: int, batch: int | None = None) -> dict[str, Any]:
         """Seconds of a step, over some steps that follow each other, what they put off included."""
         if batch is not None:
             self.recipes[name] = Recipe(**vars(self.recipes[name]) | {"batch": batch})
             self._run(name, 1)  # the allocator meets the new size
-        self._reset_peaks()
         self._settle(name)
+        # What the other systems of this process hold is not this one's.
+        resident, allocated = self.own[name]
+        others = max(0, resident_bytes() - resident), max(0, self._allocated() - allocated)
+        peaks = self._reset_peaks()
         begun = time.perf_counter()
         losses = self._run(name, steps, settle=False)
         self._settle(name)
         seconds = (time.perf_counter() - begun) / steps
-        return {"seconds": seconds, "losses": losses, **self._memory(name)}
+        return {"seconds": seconds, "losses": losses, **self._memory(name, others, peaks=peaks)}
 
     def profile(self, name: str, steps: int, path: str) -> dict[str, Any]:
         """A trace of some steps, and how much of the copying was hidden behind computing."""
@@ -85,14 +98,14 @@ class GpuWorker:
     def close(self, name: str) -> dict[str, Any]:
         """Give a system's memory back; what is still allocated then is a leak, or another's."""
         trainee = self.trainees.pop(name)
+        self.own.pop(name, None)
         engine = getattr(trainee, "engine", None)
         closing = getattr(engine, "close", None) or getattr(engine, "destroy", None)
         if closing is not None:
             closing()
         del trainee, engine, closing
         self._clean()
-        left = self.torch.cuda.memory_allocated() if self.device == "cuda" else 0
-        return {"left_bytes": left}
+        return {"left_bytes": self._allocated()}
 
     def fits(self, recipe: dict[str, Any], system: str) -> dict[str, Any]:
         """Peak bytes by tier of a step of this recipe, from a dry run of the engine."""
@@ -126,16 +139,33 @@ class GpuWorker:
             do = request.pop("do")
             return {"found": getattr(self, do)(**request)}
         except Exception as error:
-            name = request.get("name")
-            if do == "build":
-                self.trainees.pop(str(name), None)
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             traceback.print_exc()
             error.__traceback__ = None
+        if do == "build" and request["name"] in self.trainees:
+            # What could not take its first steps may not be able to close either: its memory goes with it.
+            with suppress(Exception):
+                self.close(request["name"])
         self._clean()
         return {"failed": reason}
 
     # Inside.
+
+    def _warm_up(self, name: str, steps: int, shrink: bool) -> tuple[float, list[float]]:
+        """Seconds of the last of the first steps, and the losses of all."""
+        while True:
+            try:
+                losses = self._run(name, steps - 1)
+                begun = time.perf_counter()
+                losses += self._run(name, 1)
+                return time.perf_counter() - begun, losses
+            except self.torch.OutOfMemoryError as error:
+                recipe = self.recipes[name]
+                if not shrink or recipe.batch == 1:
+                    raise
+                error.__traceback__ = None  # it holds what that step had made
+            self._clean()
+            self.recipes[name] = replace(recipe, batch=recipe.batch // 2)
 
     def _run(self, name: str, steps: int, *, settle: bool = True) -> list[float]:
         trainee, recipe = self.trainees[name], self.recipes[name]
@@ -168,23 +198,29 @@ class GpuWorker:
             # Pinned memory that torch keeps for the next tensor.
             getattr(self.torch._C, "_host_emptyCache", lambda: None)()
 
-    def _reset_peaks(self) -> None:
+    def _allocated(self) -> int:
+        return int(self.torch.cuda.memory_allocated()) if self.device == "cuda" else 0
+
+    def _reset_peaks(self) -> bool:
+        """Let peaks begin anew; whether that of resident memory does, which not every system allows."""
         if self.device == "cuda":
             self.torch.cuda.reset_peak_memory_stats()
-        refs = Path("/proc/self/clear_refs")
-        with suppress(OSError):
-            refs.write_text("5")  # the peak of resident memory begins anew, where that is allowed
+        return forget_peak()
 
-    def _memory(self, name: str) -> dict[str, Any]:
+    def _memory(self, name: str, others: tuple[int, int], *, peaks: bool) -> dict[str, Any]:
+        """Bytes of a system, without those of others: at their highest, or on the host, without `peaks`, now."""
         engine = getattr(self.trainees[name], "engine", None)
         rows = [row._asdict() for row in engine.memory()] if hasattr(engine, "memory") else []
-        device = self.torch.cuda.max_memory_allocated() if self.device == "cuda" else None
-        reserved = self.torch.cuda.max_memory_reserved() if self.device == "cuda" else None
+        device = reserved = None
+        if self.device == "cuda":
+            device = self.torch.cuda.max_memory_allocated() - others[1]
+            reserved = self.torch.cuda.max_memory_reserved() - others[1]
+        resident = (peak_bytes() if peaks else resident_bytes()) - others[0]
         return {
             "memory": rows,
             "peak_device_bytes": device,
             "peak_reserved_bytes": reserved,
-            "peak_resident_bytes": peak_bytes(),
+            "resident_bytes": max(0, resident),
         }
 
 

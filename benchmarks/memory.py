@@ -23,25 +23,10 @@ from benchmarks.steps import MODELS, Entry
 from wherry.observe import bench
 
 DTYPES = ("fp32", "bf16")
-FORMULA = "formula"
-# Bytes of a parameter: working weight, gradient, and what the optimizer keeps beside the working weight.
-STATES = {"fp32": (4, 4, 8), "bf16": (2, 2, 12)}
-_ENGINES = tuple(f"{who}-{name}" for who in ("wherry", "deepspeed") for name in systems.PLACES if name != "3-super")
+_PLACES = (*systems.RESIDENT, *systems.OFFLOADED)
+_ENGINES = tuple(f"{who}-{place.name}" for who in ("wherry", "deepspeed") for place in _PLACES)
 SYSTEMS = ("plain", "ddp", "fsdp2", "fsdp2-cpu", *_ENGINES)
 LENGTH = 16
-
-
-def formula(system: str, parameters: int, ranks: int, dtype: str) -> float:
-    """Bytes in memory of all ranks' states together. What rests on disk is not in memory."""
-    weight, gradient, optimizer = STATES[dtype]
-    place = systems.place_of(system)
-    # FSDP2 partitions everything; the others of torch's own nothing.
-    stage = 3 if system.startswith("fsdp2") else place.stage
-    copies = [ranks if stage < level else 1 for level in (3, 2, 1)]
-    kept = [weight * (place.parameters != "nvme"), gradient, optimizer * (place.optimizer != "nvme")]
-    if system in ("plain", "ddp") or system.startswith("fsdp2"):
-        kept = [4, 4, 8]  # in bf16 they compute by autocast, and keep fp32
-    return float(parameters * sum(count * nbytes for count, nbytes in zip(copies, kept, strict=True)))
 
 
 def rows_of(entries: Sequence[Entry], rounds: int) -> list[bench.Row]:
@@ -53,7 +38,7 @@ def rows_of(entries: Sequence[Entry], rounds: int) -> list[bench.Row]:
         if row["reason"] is not None:
             found.append(bench.row(case, entry.label, "B", reason=row["reason"]))
             continue
-        expected = formula(entry.system, entry.recipe.parameters, entry.ranks, entry.recipe.dtype)
+        expected = row["states_bytes"]
         above = [max(1.0, value - row["empty_bytes"]) for value in row["values"]]
         made = bench.row(case, entry.label, "B", above, formula_bytes=expected, memory=row["memory"])
         made["of_limit"] = expected / made["value"]

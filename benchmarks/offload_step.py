@@ -29,12 +29,18 @@ CLIPS = {"at_step": 1.0, "before_use": 1.0, "in_backward": 0.0, "delayed": 1.0}
 
 
 def entries_of(
-    model: str, dtype: str, clip: float, places: Sequence[str], peers: Sequence[str], count: int
+    model: str,
+    dtype: str,
+    clip: float,
+    places: Sequence[str],
+    peers: Sequence[str],
+    count: int,
+    policies: Sequence[str] = POLICIES,
 ) -> list[Entry]:
     recipe = replace(MODELS[model], dtype=dtype, clip=clip)
     found = [Entry(model, 1, steps.ORACLE, count, recipe=recipe)]
     for place in places:
-        for policy in POLICIES:
+        for policy in policies:
             if clip and not CLIPS[policy]:
                 continue
             label = f"wherry-{place} {policy}"
@@ -105,6 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", type=bench.listed(tuple(MODELS)), default=["10m"], help=", ".join(MODELS))
     parser.add_argument("--dtypes", type=bench.listed(DTYPES), default=list(DTYPES), help=", ".join(DTYPES))
     parser.add_argument("--places", type=bench.listed(PLACES), default=list(PLACES), help=", ".join(PLACES))
+    parser.add_argument("--policies", type=bench.listed(POLICIES), default=list(POLICIES), help=", ".join(POLICIES))
     parser.add_argument("--peers", type=bench.listed((*PEERS, "none")), default=list(PEERS), help=", ".join(PEERS))
     parser.add_argument("--path", default=".", help="a folder on the disk for states there (the current one)")
     parser.add_argument("--rounds", type=bench.positive, help="times that every system is measured")
@@ -123,8 +130,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         results.add(*rows)
         for model in options.models:
             # Without clipping only where a policy asks for it.
-            for clip in sorted(set(CLIPS.values()), reverse=True):
-                entries = entries_of(model, dtype, clip, options.places, peers if clip else [], count)
+            for clip in sorted({CLIPS[policy] for policy in options.policies}, reverse=True):
+                entries = entries_of(
+                    model, dtype, clip, options.places, peers if clip else [], count, options.policies
+                )
                 results.add(*measure(entries, rounds, rates, clip))
     table(results.rows)
     results.close()

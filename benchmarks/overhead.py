@@ -130,7 +130,10 @@ def measure(rooms: Rooms, rounds: int, steps: int) -> list[bench.Row]:
             pairs = zip(rooms.losses[index, name], rooms.oracle, strict=True)
             facts["loss_difference"] = max(abs(a - b) / abs(b) for a, b in pairs)
         own = times[f"{index} {name}"]
-        rows.append(bench.row(_case("step", rooms.ranks), name, "us", [wall for wall, _ in own], **facts))
+        row = bench.row(_case("step", rooms.ranks), name, "us", [wall for wall, _ in own], **facts)
+        if name != BASES[0]:
+            row["of_limit"] = bench.paired_ratio([wall for wall, _ in times[f"{index} {BASES[0]}"]], row["values"])
+        rows.append(row)
         if name not in BASES:
             rows.append(_over(times, index, name, rooms.ranks, facts))
     for name, reason in rooms.missing.items():

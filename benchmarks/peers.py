@@ -12,6 +12,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+if not __package__:  # run as a script: this folder is found as it is when imported
+    sys.path[0] = str(Path(__file__).parents[1])
+
+from benchmarks import systems
 
 OPERATORS = ("CPUAdamBuilder", "AsyncIOBuilder")
 _BUILD = "from deepspeed.ops import op_builder; op_builder.{name}().load(verbose=False)"
@@ -24,7 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     # The compiler is found by the ninja of this environment.
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
-    environment = {**os.environ, "PATH": path, "DS_ACCELERATOR": "cpu"}
+    environment = {**os.environ, "PATH": path}
+    if systems.device_type() == "cpu":
+        environment["DS_ACCELERATOR"] = "cpu"  # or it looks for a GPU, and says that there is none
     for name in OPERATORS:
         command = [sys.executable, "-c", _BUILD.format(name=name)]
         done = subprocess.run(command, capture_output=True, text=True, env=environment)

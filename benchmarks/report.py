@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,73 @@ from typing import Any
 if not __package__:  # run as a script: this folder is found as it is when imported
     sys.path[0] = str(Path(__file__).parents[1])
 
-from benchmarks import plots
+from benchmarks import plots, summary, systems
+from benchmarks.summary import case_words, is_wherry
 from wherry.observe.bench import RESULTS, ROOT
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 PLOTS = ROOT / "docs" / "plots"
 Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A figure that a benchmark has beside those that all have; empty where a row has none."""
+
+    title: str
+    words: Callable[[Row], str]
+
+
+def _of(key: str, words: Callable[[Any], str]) -> Callable[[Row], str]:
+    return lambda row: "" if row.get(key) is None else words(row[key])
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _megabytes(value: float) -> str:
+    return f"{value / 1e6:,.1f} MB"
+
+
+def _gigabytes(value: float) -> str:
+    return f"{value / 1e9:,.1f} GB"
+
+
+def _seconds(value: float) -> str:
+    return f"{1e3 * value:,.1f} ms" if abs(value) < 1 else f"{value:,.2f} s"
+
+
+def _losses(difference: float) -> str:
+    return "same" if difference <= systems.SAME_LOSS else f"{difference:.0e} off"
+
+
+def _per_parameter(row: Row) -> str:
+    value = row.get("per_parameter")
+    if value is None:
+        return ""
+    return f"{1e9 * value:.2f} ns" if row["unit"] == "s" else f"{value:.1f} B"
+
+
+def _states_a_second(row: Row) -> str:
+    if row["case"]["measure"] == "stall" or "states_bytes" not in row:
+        return ""
+    return f"{row['states_bytes'] / row['value'] / 1e9:.2f} GB/s"
+
+
+_TOKENS = Column("tokens/s", _of("tokens_per_s", _count))
+_LOSSES = Column("losses", _of("loss_difference", _losses))
+_BOUND = Column("bound by", _of("bound_by", str))
+_GPU = (
+    _TOKENS,
+    Column("TFLOPS", _of("tflops", lambda value: f"{value:.1f}")),
+    _BOUND,
+    Column("device", _of("peak_device_bytes", _gigabytes)),
+    Column("host", _of("resident_bytes", _gigabytes)),
+    Column("host B/param", _of("host_bytes_per_parameter", lambda value: f"{value:.1f}")),
+    Column("layers", _of("layers", str)),
+)
+_PLAIN = "plain PyTorch on one rank with all cores, which computes and does nothing else"
 
 
 @dataclass(frozen=True)
@@ -32,49 +93,120 @@ class Section:
     meaning: str
     # What the limit is of which a row reaches a part.
     limit: str = "the measured limit"
+    columns: tuple[Column, ...] = ()
 
 
 SECTIONS: dict[str, Section] = {
     "cpu_adam": Section(
         "Host optimizers",
-        "Time of one update for each parameter. Within a family the rows do the same work; DeepSpeed's bf16 row "
-        "alone keeps no master, and so moves fewer bytes.",
+        "Time of one update for each parameter. Within a family the rows do the same work; DeepSpeed's bf16 rows "
+        "alone keep no master, and so move fewer bytes.",
         "an update of the same streams without arithmetic, on the same threads in the same run",
+        (Column("moves", _of("gbps", lambda value: f"{value:.1f} GB/s")),),
     ),
     "disk": Section("Disk", "Bytes a second of reading, writing and both at once.", "fio's speed on the same file"),
     "overhead": Section(
         "Overhead of an engine",
         "Four layers of width 64 on one core for each rank. `over plain` is what a system adds to a step of plain "
-        "PyTorch with fused AdamW.",
+        "PyTorch with fused AdamW: what is above the limit.",
+        "plain PyTorch with fused AdamW on the same core",
+        (
+            Column("losses", _of("loss_difference", _losses)),
+            Column("calls of Python above plain", _of("python_calls_over_plain", _count)),
+        ),
     ),
-    "steps": Section("Training steps", "GPT-2 in fp32 on the CPU, the same batch and cores for all."),
+    "steps": Section(
+        "Training steps",
+        "GPT-2 in fp32 on the CPU, the same batch and cores for all.",
+        f"{_PLAIN}; of memory, an empty process and the states by the published formula",
+        (_TOKENS, _LOSSES),
+    ),
     "offload_step": Section(
         "Steps with states on host and disk",
         "The same steps with optimizer, or optimizer and parameters, further away. Rows named delayed update with "
-        "gradients one step old, which no other system here does: another result, not the same work sooner.",
-        "the bound max(compute, down, up, host update, disk), each measured in the same run",
+        "gradients one step old, which no other system here does: another result, not the same work sooner. Peers "
+        "are compared with the best of the other policies in the same place.",
+        "the bound max(compute, down, up, host update, disk), each measured in the same run; of memory, an empty "
+        "process and the states by the published formula",
+        (_BOUND, _LOSSES),
     ),
-    "forecast": Section("Predicted and measured", "What `wherry plan` says a step takes, and what it takes."),
+    "forecast": Section(
+        "Predicted and measured",
+        "What `wherry plan` says a step takes, and what it takes.",
+        columns=(
+            Column("predicted", _of("predicted_s", _seconds)),
+            Column("off", _of("off", lambda value: f"{100 * value:+.0f}%")),
+            Column("limited by", _of("limited_by", str)),
+        ),
+    ),
     "accumulation": Section(
-        "Accumulation", "A step of k micro-batches.", "plain PyTorch's speed with everything in memory"
+        "Accumulation",
+        "A step of k micro-batches. Of Wherry the bytes are those it asks the disk for, of DeepSpeed those the system "
+        "has counted, which its cache lessens: they are not compared.",
+        "plain PyTorch's speed with everything in memory; of bytes, weights twice and optimizer states once",
     ),
     "memory": Section(
-        "Memory", "Peak above an empty process, all ranks together.", "the published formula for the states"
+        "Memory",
+        "Peak above an empty process, all ranks together.",
+        "the published formula for the states",
+        (
+            Column("formula", _of("formula_bytes", _megabytes)),
+            Column("a parameter", _of("bytes_per_parameter", lambda value: f"{value:.1f} B")),
+        ),
     ),
-    "construction": Section("Building and loading", "Until an engine could step.", "the states that stay"),
+    "construction": Section(
+        "Building and loading",
+        "Until an engine could step.",
+        "of time, the model alone without an engine; of memory, the states that stay",
+    ),
     "tiling": Section(
-        "A layer beyond the budget", "One linear layer in tiles, its states on disk.", "the parameters that may be live"
+        "A layer beyond the budget",
+        "One linear layer in tiles, its states on disk.",
+        "the parameters that may be live",
+        (Column("tiles", _of("tiles", str)),),
     ),
-    "checkpoint": Section("Checkpoints", "Saving and loading."),
-    "activations": Section("Activations", "What activations take, and what it costs to have less of them."),
-    "scaling": Section("Scaling", "How cost grows with the model, and with the number of ranks."),
-    "imports": Section("Imports and size", "Seconds to import above torch, to the command's help, and bytes on disk."),
+    "checkpoint": Section(
+        "Checkpoints",
+        "Saving and loading. `stall` is how long training stood still for a save.",
+        "the same bytes written to one file and read from it, in the same run",
+        (Column("states", _states_a_second),),
+    ),
+    "activations": Section(
+        "Activations",
+        "What activations take, and what it costs to have less of them.",
+        "the step that keeps them all, on as many ranks",
+        (
+            Column("activations", _of("peak_bytes", _megabytes)),
+            Column("held", _of("reserved_bytes", _megabytes)),
+            Column("never used", _of("excess_bytes", _megabytes)),
+        ),
+    ),
+    "scaling": Section(
+        "Scaling",
+        "How cost grows with the model, and with the number of ranks, of which one is run dry.",
+        f"{_PLAIN}; of memory, the states by the published formula, and an empty process where there is one; of "
+        "collectives, the bytes that the stage must exchange",
+        (Column("a parameter", _per_parameter),),
+    ),
+    "imports": Section(
+        "Imports and size",
+        "Seconds to import above torch, to the command's help, and bytes on disk. Wherry imports its engine at first "
+        "use, and it is this import that is compared.",
+        "a Python that does nothing",
+        (Column("modules", _of("modules", _count)),),
+    ),
     "gpu": Section(
         "On a GPU",
         "GPT-2 in bf16 with activations recomputed. Sizes are those of the published table of ZeRO-Offload.",
         "the bound max(compute, down, up, host update, disk), each measured in the same run",
+        _GPU,
     ),
-    "gpu_offload": Section("GPT-2 10B within 32 GB", "", "the bound of this machine, measured in the same run"),
+    "gpu_offload": Section(
+        "GPT-2 10B within 32 GB",
+        "",
+        "the bound of this machine, measured in the same run",
+        (*_GPU, Column("copies beside kernels", _of("trace", lambda seen: _part(seen.get("hidden"))))),
+    ),
 }
 _HEAD = """# Benchmarks
 
@@ -83,8 +215,13 @@ Measured, never typed: `wherry bench report` makes this page from the files in
 
 Every value is the median of repeats that were interleaved with those of the other systems; the spread is the range of
 the middle half, as a part of the median. *Wherry is* says how many times as good Wherry is as that system in the same
-case: above 1, Wherry is better. *of limit* is the part that is reached of what bounds it.
+case and place: above 1, Wherry is better; ∞ where it adds nothing that could be measured. *of limit* is the part that
+is reached of what bounds it. *once* stands for the spread of what was measured once.
 """
+
+
+def _part(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.0f}%"
 
 
 def load(folder: Path = RESULTS) -> list[dict[str, Any]]:
@@ -102,7 +239,8 @@ def load(folder: Path = RESULTS) -> list[dict[str, Any]]:
 
 def page(results: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, str]]:
     """The text, and the plots by name."""
-    parts, drawn = [_HEAD], {}
+    titles = {name: section.title for name, section in SECTIONS.items()}
+    parts, drawn = [_HEAD, summary.text(results, titles)], {}
     before = None
     for result in results:
         section = SECTIONS[result["benchmark"]]
@@ -115,7 +253,7 @@ def page(results: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, str]]:
         if plot is not None:
             drawn[f"{name}.svg"] = plot
             parts.append(f"![{section.title}](plots/{name}.svg)\n")
-        parts.append(_table(result["rows"]))
+        parts.append(_folded(_table(result["rows"], section.columns), len(result["rows"])))
     return "\n".join(parts), drawn
 
 
@@ -132,6 +270,8 @@ def _conditions(result: Mapping[str, Any], section: Section) -> str:
         lines.append("**Others were at work on the machine: the figures are noisy.**")
     elif load.get("idle") is None:
         lines.append("Whether others were at work on the machine was not recorded.")
+    if result.get("seconds"):
+        lines.append(f"It took {result['seconds'] / 60:.0f} minutes.")
     if not result["complete"]:
         lines.append("**The run was ended before it was complete.**")
     if result["quick"]:
@@ -143,47 +283,58 @@ def _conditions(result: Mapping[str, Any], section: Section) -> str:
     return " ".join(lines) + "\n"
 
 
-def _table(rows: Sequence[Row]) -> str:
-    lines = ["| case | system | value | spread | of limit | Wherry is |", "|---|---|--:|--:|--:|--:|"]
-    reasons = []
-    before = None
-    for row in rows:
-        case = case_words(row["case"])
-        shown = case if case != before else ""
-        before = case
-        if row["reason"] is not None:
-            lines.append(f"| {shown} | {row['system']} | - | | | |")
-            reasons.append((row["system"], row["reason"]))
-            continue
-        spread = f"{100 * row['spread']:.0f}%" if row["rounds"] > 1 and row["spread"] is not None else ""
-        limit = "" if row.get("of_limit") is None else f"{row['of_limit']:.2f}"
-        lines.append(f"| {shown} | {row['system']} | {quantity(row)} | {spread} | {limit} | {wherry_is(row, rows)} |")
+def _folded(table: str, count: int) -> str:
+    """Behind a line that opens it: the page is read by its beginning and its plots."""
+    return f"<details><summary>{count} rows</summary>\n\n{table}\n</details>\n"
+
+
+def _table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
+    own = [column for column in columns if any(column.words(row) for row in rows if row["reason"] is None)]
+    heads = ["case", "system", "value", "spread", "of limit", "Wherry is", *(column.title for column in own)]
+    lines = [_line(heads), "|---|---|" + "--:|" * (len(heads) - 2)]
+    reasons: dict[tuple[str, str], None] = {}
+    for case, same in _by_case(rows).items():
+        for index, row in enumerate(same):
+            words = ["" if index else case, row["system"]]
+            if row["reason"] is not None:
+                reasons[row["system"], row["reason"]] = None
+                lines.append(_line([*words, "-", *[""] * (len(heads) - 3)]))
+                continue
+            limit = "" if row.get("of_limit") is None else f"{row['of_limit']:.2f}"
+            words += [quantity(row), spread(row), limit, wherry_is(row, rows), *(column.words(row) for column in own)]
+            lines.append(_line(words))
     text = "\n".join(lines) + "\n"
-    for system, reason in dict.fromkeys(reasons):
+    for system, reason in reasons:
         text += f"\n- `{system}` could not run: {reason}"
     return text + ("\n" if reasons else "")
 
 
-def case_words(case: Mapping[str, Any]) -> str:
-    return ", ".join(_word(key, value) for key, value in case.items() if value not in (None, ""))
+def _line(words: Iterable[str]) -> str:
+    return "| " + " | ".join(words) + " |"
 
 
-def _word(key: str, value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, int | float) and not isinstance(value, bool) and value >= 1e5:
-        return f"{key} {value:.0e}" if key == "numel" else f"{key} {value:,.0f}"
-    return f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}"
+def _by_case(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """The rows of a case together, cases in the order in which they were measured."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(case_words(row["case"]), []).append(row)
+    return found
+
+
+def spread(row: Row) -> str:
+    if row["spread"] is None:  # of a form of the file that had none
+        return ""
+    return f"{100 * row['spread']:.0f}%" if row["rounds"] > 1 else "once"
 
 
 def quantity(row: Row) -> str:
     """A value with its unit, in digits that a reader can compare."""
     value, unit = row["value"], row["unit"]
     if unit == "s":
-        return f"{1e3 * value:,.1f} ms" if abs(value) < 1 else f"{value:,.2f} s"
+        return _seconds(value)
     if unit == "us":
         return f"{value:,.0f} µs"
-    if unit == "B":
+    if unit in ("B", "bytes"):
         return f"{value / 1e6:,.1f} MB" if value < 1e10 else f"{value / 1e9:,.1f} GB"
     if unit == "B/s":
         return f"{value / 1e9:.2f} GB/s"
@@ -192,33 +343,15 @@ def quantity(row: Row) -> str:
     return f"{value:#.3g} {unit}"
 
 
-def wherry_is(row: Row, rows: Iterable[Row]) -> str:
-    """For a peer's row: the ratio of the Wherry row that does the same, or of the best one."""
-    if is_wherry(row["system"]) or row["ratio"] is None:
-        return ""
-    ours = {
-        other["system"]: other["ratio"].get(row["system"])
-        for other in rows
-        if other["case"] == row["case"] and is_wherry(other["system"]) and other["reason"] is None
-    }
-    ours = {name: ratio for name, ratio in ours.items() if ratio is not None}
-    if not ours:
-        return ""
-    suffix = row["system"].partition("-")[2]
-    same = [ratio for name, ratio in ours.items() if suffix and name.partition("-")[2].split(" ")[0] == suffix]
-    return f"{max(same or ours.values()):.2f}×"
-
-
-def is_wherry(system: str) -> bool:
-    return "wherry" in system.lower()
+def wherry_is(row: Row, rows: Sequence[Row]) -> str:
+    """For a peer's row: how many times as good Wherry is at the same work."""
+    ratio = summary.times(row, rows)
+    return "" if ratio is None else summary.times_words(ratio)
 
 
 def _plot(result: Mapping[str, Any]) -> str | None:
     """Bars of the case with most systems that ran, the last of them where several have as many."""
-    cases: dict[str, list[Row]] = {}
-    for row in result["rows"]:
-        if row["reason"] is None and row["value"] is not None and row["value"] > 0:
-            cases.setdefault(case_words(row["case"]), []).append(row)
+    cases = _by_case(row for row in result["rows"] if row["reason"] is None and row["value"] > 0)
     if not cases:
         return None
     most = max(len(rows) for rows in cases.values())

@@ -22,6 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+import psutil
+
 from benchmarks import systems
 from wherry.observe.bench import ROOT
 
@@ -136,8 +138,12 @@ class Room:
         for process in self._processes:
             assert process.stdin is not None and process.stdout is not None
             # Nothing in a room is worth an orderly end, which may wait for a rank that is gone.
+            started = _children(process.pid)
             process.kill()
             process.wait()
+            for child in started:
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()
             with suppress(BrokenPipeError):  # of a request that it did not live to read
                 process.stdin.close()
             process.stdout.close()
@@ -165,6 +171,14 @@ def reason_in(log: str, status: int) -> str:
     if errors:
         return " ".join(errors[-1].split())[:200]
     return f"ended by signal {-status}" if status < 0 else f"ended with status {status}"
+
+
+def _children(pid: int) -> list[psutil.Process]:
+    """What a rank has started itself, as DeepSpeed starts processes that update: they outlive it otherwise."""
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
 
 
 def _free_port() -> int:

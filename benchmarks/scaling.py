@@ -16,7 +16,7 @@ from typing import Any
 if not __package__:  # run as a script: this folder is found as it is when imported
     sys.path[0] = str(Path(__file__).parents[1])
 
-from benchmarks import steps
+from benchmarks import bounds, steps
 from benchmarks.steps import Entry
 from benchmarks.systems import Recipe
 from wherry.observe import bench
@@ -49,6 +49,9 @@ SIZES: dict[str, Recipe] = {
     "300m": _sized(24, 1024),
     "1b": _sized(32, 1600),
 }
+# How often a stage must exchange every parameter: gradients summed; reduced to shards and weights gathered; and with
+# weights in shards gathered twice.
+EXCHANGED = {0: 1, 1: 2, 2: 2, 3: 3}
 # The model of the dry runs.
 DRY = "gpt2-1.5b"
 
@@ -83,9 +86,12 @@ def by_ranks(stages: Sequence[int], counts: Sequence[int], model: str) -> list[b
             case = {"model": model, "stage": stage, "ranks": ranks}
             system = f"wherry-{stage}"
             peak, sent = float(found.peak("device")), float(sum(found.bytes.values()))
-            rows.append(bench.row(case | {"measure": "peak of a rank"}, system, "B", [peak]))
+            memory = bench.row(case | {"measure": "peak of a rank"}, system, "B", [peak])
+            memory["of_limit"] = bounds.states_bytes(system, found.parameters, ranks, "bf16") / ranks / peak
             traffic = bench.row(case | {"measure": "collectives of a step"}, system, "B", [max(sent, 1.0)])
-            rows.append(traffic | {"calls": found.calls, "bytes": found.bytes})
+            if ranks > 1:
+                traffic["of_limit"] = EXCHANGED[stage] * bounds.WEIGHT_BYTES["bf16"] * found.parameters / sent
+            rows += [memory, traffic | {"calls": found.calls, "bytes": found.bytes}]
             rows.append(bench.row(case | {"measure": "dry run"}, system, "s", [found.seconds]))
     return rows
 

@@ -17,7 +17,7 @@ from typing import Any
 if not __package__:  # run as a script: this folder is found as it is when imported
     sys.path[0] = str(Path(__file__).parents[1])
 
-from benchmarks import systems
+from benchmarks import bounds, systems
 from benchmarks.rooms import Room, RoomFailed
 from benchmarks.systems import Recipe
 from wherry.observe import bench
@@ -111,7 +111,11 @@ class Entry:
 
 
 def measure(entries: Sequence[Entry], rounds: int, what: str = "training steps") -> list[bench.Row]:
-    """Two rows for each entry, in their order: its step's time, and its peak of memory."""
+    """Two rows for each entry, in their order: its step's time, and its peak of memory.
+
+    The limit of a step is plain PyTorch on one rank with all cores, which computes and does nothing else; that of
+    memory an empty process and the states, by the published formula.
+    """
     turns = bench.interleave({str(entry): entry.take for entry in entries}, rounds, what)
     rows = []
     for entry in entries:
@@ -131,7 +135,8 @@ def _rows(entry: Entry, turns: Sequence[Turn], oracle: Sequence[Turn | None]) ->
     if expected is not None:
         difference = max(abs(a - b) / abs(b) for t in turns for a, b in zip(t.losses, expected, strict=True))
     seconds = [turn.seconds for turn in turns]
-    return [
+    states = bounds.states_bytes(entry.system, recipe.parameters, entry.ranks, recipe.dtype)
+    rows = [
         bench.row(
             step,
             entry.label,
@@ -150,8 +155,14 @@ def _rows(entry: Entry, turns: Sequence[Turn], oracle: Sequence[Turn | None]) ->
             [float(turn.peak_bytes) for turn in turns],
             empty_bytes=statistics.median(turn.empty_bytes for turn in turns),
             memory=turns[0].memory,
+            states_bytes=states,
         ),
     ]
+    alone = [turn.seconds for turn in oracle if turn is not None]
+    if alone and len(alone) == len(seconds) and (entry.ranks, entry.label) != (1, ORACLE):
+        rows[0]["of_limit"] = bench.paired_ratio(alone, seconds)
+    rows[1]["of_limit"] = (rows[1]["empty_bytes"] + states) / rows[1]["value"]
+    return rows
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> None:

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -68,6 +69,8 @@ class Recipe:
     recompute: bool = False
     # Built where it trains, in the dtype of its working weights: a model that is too large to be built in fp32 first.
     built_there: bool = False
+    # Built partitioned, by a system that can: the device never holds the whole of it.
+    in_parts: bool = False
 
     def model(self) -> nn.Module:
         import torch
@@ -227,14 +230,14 @@ class Row:
     stage: int
     optimizer: str = "none"
     parameters: str = "none"
-    # DeepSpeed's overlapped update of states on the host.
-    super_offload: bool = False
+    # DeepSpeed's overlapped update of states on the host: "super_offload", or "reflow" once a release has it.
+    mode: str = ""
 
     @property
     def name(self) -> str:
         """2, 3-cpu, 3-nvme: the optimizer's tier; parameters rest where it does at stage 3."""
-        if self.super_offload:
-            return f"{self.stage}-super"
+        if self.mode:
+            return f"{self.stage}-{self.mode.partition('_')[0]}"
         return str(self.stage) if self.optimizer == "none" else f"{self.stage}-{self.optimizer}"
 
     def zero(self) -> dict[str, Any]:
@@ -244,8 +247,8 @@ class Row:
                 found[key] = {"device": device, "pin_memory": device_type() == "cuda"}
             if device == "nvme":
                 found[key]["nvme_path"] = disk_folder()
-        if self.super_offload:
-            found["offload_optimizer"]["super_offload"] = True
+        if self.mode:
+            found["offload_optimizer"][self.mode] = True
         return found
 
 
@@ -253,8 +256,6 @@ def _wherry(place: Row) -> Callable[[Recipe, int], Trainee]:
     def build(recipe: Recipe, ranks: int) -> Trainee:
         import wherry
 
-        model = recipe.model()
-        optimizer = adamw(model.parameters())
         own: dict[str, Any] = {"update_policy": recipe.policy}
         if recipe.order:
             own["accumulation"] = recipe.order
@@ -264,6 +265,9 @@ def _wherry(place: Row) -> Callable[[Recipe, int], Trainee]:
         if recipe.in_memory is not None and place.parameters == "nvme":
             # One unit in memory beside that.
             config["zero_optimization"]["offload_param"]["buffer_count"] = 1
+        with wherry.Init(config=config, enabled=recipe.in_parts):
+            model = recipe.model()
+        optimizer = adamw(model.parameters())
         return Engine(wherry.initialize(model=model, optimizer=optimizer, config=config)[0], recipe)
 
     return build
@@ -333,8 +337,8 @@ def start_group() -> None:
 STAGES = (0, 1, 2, 3)
 RESIDENT = tuple(Row(stage) for stage in STAGES)
 OFFLOADED = (Row(2, "cpu"), Row(3, "cpu", "cpu"), Row(2, "nvme"), Row(3, "nvme", "nvme"))
-SUPER = Row(3, "cpu", super_offload=True)
-PLACES = {place.name: place for place in (*RESIDENT, *OFFLOADED, SUPER)}
+MODES = (Row(3, "cpu", mode="super_offload"), Row(3, "cpu", mode="reflow"))
+PLACES = {place.name: place for place in (*RESIDENT, *OFFLOADED, *MODES)}
 SYSTEMS: dict[str, Callable[[Recipe, int], Trainee]] = {
     "plain": _plain,
     "plain-default": _plain_default,
@@ -360,7 +364,7 @@ TITLES = {
     "ddp": "DDP",
     "fsdp2": "FSDP2",
     "fsdp2-cpu": "FSDP2 host",
-    "deepspeed-3-super": "DeepSpeed 3 super",
+    **{f"deepspeed-{place.name}": f"DeepSpeed {place.name.replace('-', ' ')}" for place in MODES},
     **{
         f"{key}-{place.name}": f"{title} {place.stage} {_TIERS.get(place.optimizer, '')}".strip()
         for key, title in (("deepspeed", "DeepSpeed"), ("wherry", "Wherry"))
@@ -376,7 +380,18 @@ def cannot_run(name: str, ranks: int = 1) -> str | None:
             return "deepspeed is not installed (pip install '.[bench]')"
         if name == "deepspeed-2-nvme":
             return "DeepSpeed moves optimizer state to disk at stage 3 only"
+        mode = place_of(name).mode
+        if mode and not _deepspeed_has(mode):
+            return f"the installed release, {metadata.version('deepspeed')}, has no {mode}"
     return None
+
+
+def _deepspeed_has(mode: str) -> bool:
+    """Whether the installed release has an option of this name for an optimizer on the host."""
+    found = importlib.util.find_spec("deepspeed")
+    assert found is not None and found.origin is not None
+    options = Path(found.origin).parent / "runtime" / "zero" / "offload_config.py"
+    return options.is_file() and f"{mode}:" in options.read_text()
 
 
 def remove_dead_locks() -> None:

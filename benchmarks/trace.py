@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,7 +16,9 @@ def overlap(path: Path) -> dict[str, Any]:
 
     `hidden` is the part of the copying that kernels ran beside; None where nothing was copied.
     """
-    events = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8", errors="replace") as file:
+        events = json.load(file)["traceEvents"]
     spans: dict[str, list[Span]] = {"kernel": [], "up": [], "down": []}
     for event in events:
         if event.get("ph") != "X":

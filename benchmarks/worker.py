@@ -10,7 +10,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -152,10 +151,13 @@ def peak_bytes() -> int:
     return peak_resident()
 
 
-def forget_peak() -> None:
+def forget_peak() -> bool:
     """The most this process ever held is what it holds now, where a system can be told so."""
-    with suppress(OSError):
+    try:
         Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
 
 
 def _short(path: str) -> str:

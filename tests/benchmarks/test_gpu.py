@@ -1,13 +1,16 @@
 """The GPU's benchmarks, run on the CPU at toy size: rows, reasons, the deadline, the bound, the trace."""
 
+import gzip
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from benchmarks import bounds, fragments, gpu, gpu_offload, trace
 from benchmarks.bounds import Rates, Work
-from wherry.observe import machine
+from benchmarks.gpu_worker import GpuWorker
+from benchmarks.rooms import RoomFailed
+from wherry.observe import bench, machine
 
 pytestmark = pytest.mark.usefixtures("forked_rooms")
 
@@ -41,20 +44,23 @@ def test_the_least_work_of_a_step_by_placement():
 
 
 def test_policies_and_peers_side_by_side(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(gpu, "POLICIES", ("at_step", "no such policy", "in_backward"))
-    monkeypatch.setattr(gpu, "CLIPS", (1.0,))
+    monkeypatch.setattr(gpu, "POLICIES", {1.0: ("at_step", "no such policy")})
     path = tmp_path / "gpu.json"
-    assert gpu.main([*SMALLEST, "--stages", "side", "--peers", "fsdp2-cpu", "--json", str(path)]) == 0
+    peers = "fsdp2-cpu,deepspeed-3-reflow"
+    assert gpu.main([*SMALLEST, "--stages", "side", "--peers", peers, "--json", str(path)]) == 0
     found = json.loads(path.read_text())
-    by_name = {row["system"]: row for row in found["rows"] if row["case"].get("clip") == 1.0}
-    assert "wherry-2-cpu in_backward" not in by_name  # it cannot clip
+    beside = {row["system"]: row for row in found["rows"] if row["case"].get("measure") == "beside others"}
+    assert list(beside) == ["fsdp2-cpu", "deepspeed-3-reflow", "wherry-2-cpu at_step"]
+    assert set(beside["wherry-2-cpu at_step"]["ratio"]) == {"fsdp2-cpu"} and beside["fsdp2-cpu"]["value"] > 0
+    assert beside["deepspeed-3-reflow"]["reason"].endswith(("has no reflow", "(pip install '.[bench]')"))
+    by_name = {row["system"]: row for row in found["rows"] if row["case"].get("measure") == "policies"}
     ours = by_name["wherry-2-cpu at_step"]
     assert ours["value"] > 0 and ours["of_limit"] == pytest.approx(ours["bound_s"] / ours["value"])
-    assert set(ours["ratio"]) == {"wherry-3-cpu", "wherry-2", "fsdp2-cpu"}
-    assert by_name["fsdp2-cpu"]["value"] > 0
+    assert set(ours["ratio"]) == {"wherry-3-cpu", "wherry-2"} and ours["resident_bytes"] >= 0
     # The one that cannot be built says why, and costs nobody else anything.
     assert "no such policy" in by_name["wherry-2-cpu no such policy"]["reason"]
-    assert found["complete"] and {"matrix", "host_update"} <= {row["case"].get("rate") for row in found["rows"]}
+    rates = {row["case"].get("rate") for row in found["rows"]}
+    assert found["complete"] and {"matrix", "host_update", "host_stream"} <= rates
     assert "of bound" in capsys.readouterr().out
 
 
@@ -76,6 +82,116 @@ def test_sizes_tokens_fragments_and_the_largest_model(tmp_path, capsys, monkeypa
     assert all(row["layers"] > 0 and row["predicted_by"] == "dry run" for row in largest)
     assert all(row["reason"] is None and row["loss"] > 0 for row in rows)
     assert "fragments of the allocator (simulated)" in capsys.readouterr().out
+
+
+class Answers:
+    """A room that answers as it is told, or fails."""
+
+    def __init__(self, **answers):
+        self.answers, self.asked, self.closed = answers, [], False
+
+    def ask(self, timeout, do, request):
+        self.asked.append((request["do"], request.get("name"), request.get("gib")))
+        answer = self.answers.get(f"{request['do']}_{request.get('name')}", self.answers[request["do"]])
+        if isinstance(answer, Exception):
+            raise answer
+        return [answer if "failed" in answer else {"found": answer}]
+
+    def close(self):
+        self.closed = True
+
+
+TIMED = {"seconds": 0.1, "losses": [1.0], "memory": []}
+TIMED |= {"peak_device_bytes": 1, "peak_reserved_bytes": 1, "resident_bytes": 1}
+BUILT = TIMED | {"step_s": 0.1, "batch": 1, "built_s": 1.0}
+
+
+def session(tmp_path, monkeypatch, deadline=100, **answers):
+    arguments = ["--quick", "--json", str(tmp_path / "gpu.json")]
+    options = bench.parse(bench.parser("gpu", ""), arguments)
+    vars(options).update(deadline=deadline, toy=True, rounds=2, steps=1, path=None, peers=["fsdp2-cpu"])
+    monkeypatch.setattr(gpu, "Room", lambda *_, **__: Answers(close={}, cap={}, **answers))
+    return gpu.Session(options, bench.Results("gpu", options, {}))
+
+
+def rows_of(found):
+    return {row["system"]: row for row in found.results.rows}
+
+
+SUBJECTS = {name: ("wherry-2", gpu.TOY["1b"]) for name in ("one", "two", "three")}
+
+
+def test_a_system_that_fails_while_it_is_timed_costs_the_others_nothing(tmp_path, monkeypatch):
+    found = session(tmp_path, monkeypatch, build=BUILT, time=TIMED, time_two={"failed": "OutOfMemoryError: no"})
+    gpu._in_turns(found, {}, SUBJECTS)
+    rows = rows_of(found)
+    assert rows["two"]["reason"] == "OutOfMemoryError: no"
+    assert rows["one"]["rounds"] == rows["three"]["rounds"] == 2
+    assert [name for do, name, _ in found._room.asked if do == "close"] == ["one", "two", "three"]
+
+
+def test_a_process_that_ends_is_named_with_who_was_in_it(tmp_path, monkeypatch):
+    found = session(tmp_path, monkeypatch, build=BUILT, time=TIMED, build_two=RoomFailed("ended by signal 11"))
+    gpu._in_turns(found, {}, SUBJECTS)
+    rows = rows_of(found)
+    assert rows["one"]["reason"] == "ended with two: ended by signal 11"
+    assert rows["two"]["reason"] == "ended by signal 11" and rows["three"]["rounds"] == 2
+
+
+def test_steps_that_time_has_no_room_for_are_not_begun(tmp_path, monkeypatch):
+    found = session(tmp_path, monkeypatch, deadline=1000, build=BUILT, build_two=BUILT | {"step_s": 5000.0}, time=TIMED)
+    gpu._in_turns(found, {}, SUBJECTS)
+    rows = rows_of(found)
+    assert rows["two"]["reason"].startswith("left out") and rows["one"]["rounds"] == rows["three"]["rounds"] == 2
+    assert not any(ask[:2] == ("time", "two") for ask in found._room.asked)
+
+
+def test_stages_share_the_time_and_pass_on_what_they_leave(tmp_path, monkeypatch):
+    found = session(tmp_path, monkeypatch, deadline=10_000 + gpu.RESERVE)
+    seen = []
+    for name in ("side", "small", "largest"):
+        monkeypatch.setitem(gpu.STAGES, name, lambda session: seen.append(session.left()))
+    gpu.run(found, ["side", "small", "largest"])
+    shares = [gpu.SHARES[name] for name in ("side", "small", "largest")]
+    expected = [10_000 * share / sum(shares[index:]) for index, share in enumerate(shares)]
+    assert seen == pytest.approx(expected, abs=100)  # they took next to nothing
+
+
+def test_a_batch_beyond_the_cap_is_told_and_taken_whole_without_it(tmp_path, monkeypatch):
+    found = session(tmp_path, monkeypatch, build=BUILT, time=TIMED)
+    gpu.sizes(found, ["1b"])
+    capped, uncapped = found.results.rows
+    assert capped["case"]["cap_gib"] == 32 and capped["case"]["tokens"] == 32 and capped["batch_of_table"] == 2
+    assert uncapped["case"]["cap_gib"] is None and uncapped["case"]["tokens"] == 64
+    assert found._room.asked[-1] == ("cap", None, None)
+
+
+def test_a_batch_is_halved_until_it_fits():
+    import torch
+
+    class Hungry:
+        def step(self, ids, labels):
+            if len(ids) > 1:
+                raise torch.OutOfMemoryError("no")
+            return ids.sum() * 0.0
+
+    worker = GpuWorker()
+    recipe = replace(gpu.TOY["1b"], batch=4)
+    worker.trainees["it"], worker.recipes["it"], worker.steps["it"] = Hungry(), recipe, 0
+    _, losses = worker._warm_up("it", 2, shrink=True)
+    assert losses == [0.0, 0.0] and worker.recipes["it"].batch == 1
+    worker.recipes["it"] = recipe
+    with pytest.raises(torch.OutOfMemoryError):
+        worker._warm_up("it", 2, shrink=False)
+
+
+def test_what_fails_in_the_worker_is_an_answer_and_leaves_nothing():
+    worker = GpuWorker()
+    recipe = asdict(replace(gpu.TOY["1b"], policy="none such"))
+    asked = {"do": "build", "name": "it", "system": "wherry-2", "recipe": recipe}
+    assert "none such" in worker.answer(asked)["failed"]
+    assert worker.answer({"do": "time", "name": "it", "steps": 1})["failed"].startswith("KeyError")
+    assert not worker.trainees
 
 
 def test_what_the_deadline_leaves_out_is_named(tmp_path):
@@ -109,5 +225,7 @@ def test_the_overlap_is_read_from_the_trace(tmp_path):
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": events}))
     found = trace.overlap(path)
+    (tmp_path / "trace.json.gz").write_bytes(gzip.compress(path.read_bytes()))
+    assert trace.overlap(tmp_path / "trace.json.gz") == found
     assert found["kernel_s"] == pytest.approx(120e-6) and found["up_s"] == found["down_s"] == pytest.approx(40e-6)
     assert found["copies_beside_kernels_s"] == pytest.approx(20e-6) and found["hidden"] == pytest.approx(20 / 50)

@@ -5,19 +5,30 @@ import re
 
 import pytest
 
-from benchmarks import plots, report
+from benchmarks import plots, report, summary
 from wherry.observe import bench
 
 ROOT = bench.ROOT
 # What others claim, what was tried and is not claimed, and what is generated from elsewhere.
 EXEMPT = {"benchmarks.md", "decisions.md", "config.md"}
 PAGES = sorted([ROOT / "README.md", *(path for path in (ROOT / "docs").glob("*.md") if path.name not in EXEMPT)])
-# A measured speed, or a comparison of speeds.
+# A measured speed, or a comparison of speeds: its unit, what it is of, and how many of it one of the file's figures is.
+UNITS = {
+    "ms": ("time", 1e3), "µs": ("time", 1e6), "us": ("time", 1e6), "ns": ("time", 1e9), "s a step": ("time", 1.0),
+    "seconds a step": ("time", 1.0), "GB/s": ("rate", 1e-9), "MB/s": ("rate", 1e-6), "TB/s": ("rate", 1e-12),
+    "tokens/s": ("tokens", 1.0), "tok/s": ("tokens", 1.0), "tokens a second": ("tokens", 1.0),
+    "tokens per second": ("tokens", 1.0), "TFLOPS": ("operations", 1e-12), "TFLOP/s": ("operations", 1e-12),
+    "times as fast": ("ratio", 1.0), "times faster": ("ratio", 1.0), "times the speed": ("ratio", 1.0),
+    "×": ("ratio", 1.0), "x faster": ("ratio", 1.0), "x": ("ratio", 1.0),
+    "% faster": ("more", 100.0), "% slower": ("less", 100.0), "% of": ("ratio", 100.0),
+}  # fmt: skip
 FIGURE = re.compile(
-    r"(?<![\w.])(\d[\d,]*(?:\.\d+)?)\s?"
-    r"(?:ms|µs|us|ns|GB/s|MB/s|TB/s|tokens/s|tokens a second|TFLOPS|TFLOP/s|times as fast|times faster|×|x faster)"
-    r"(?![\w/])"
+    r"(?<![\w.])(\d[\d,]*(?:\.\d+)?)(?:(x)|\s?("
+    + "|".join(sorted((re.escape(unit) for unit in UNITS if unit != "x"), key=len, reverse=True))
+    + r"))(?![\w/])"
 )
+# The same without a digit: there must be a file at least.
+CLAIM = re.compile(r"\b(?:twice|thrice|half|\w+ times) (?:as fast|as slow|faster|slower|the speed|the time)\b")
 FILE = re.compile(r"benchmarks/results/([\w.-]+\.json)")
 
 
@@ -25,31 +36,40 @@ def test_the_page_and_its_plots_are_those_of_the_files(capsys):
     assert report.main(["--check"]) == 0, capsys.readouterr().out
 
 
-def numbers_in(value):
-    if isinstance(value, dict):
-        for item in value.values():
-            yield from numbers_in(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from numbers_in(item)
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        yield float(value)
+def measured(result):
+    """What a file has measured: the kind of a figure, and the figure in its base unit."""
+    of_unit = {"s": ("time", 1.0), "us": ("time", 1e-6), "ns/param": ("time", 1e-9), "B/s": ("rate", 1.0)}
+    of_unit["flop/s"] = ("operations", 1.0)
+    of_fact = {"tokens_per_s": ("tokens", 1.0), "gbps": ("rate", 1e9), "tflops": ("operations", 1e12)}
+    of_fact |= dict.fromkeys(("bound_s", "predicted_s", "built_s"), ("time", 1.0))
+    for row in result["rows"]:
+        if row["value"] is not None and row["unit"] in of_unit:
+            kind, unit = of_unit[row["unit"]]
+            yield kind, unit * row["value"]
+        for fact, (kind, unit) in of_fact.items():
+            if row.get(fact) is not None:
+                yield kind, unit * row[fact]
+        for ratio in (*row["ratio"].values(), row["of_limit"]):
+            if ratio is not None:
+                yield from (("ratio", ratio), ("more", ratio - 1), ("less", 1 - ratio))
 
 
 def unsupported(text, folder=bench.RESULTS):
-    """The figures of a text that no file named in their paragraph holds, in any of the usual units."""
+    """The figures of a text that no file named in their paragraph has measured."""
     found = []
     for paragraph in re.split(r"\n\s*\n", text):
         files = FILE.findall(paragraph)
         missing = [name for name in files if not (folder / name).is_file()]
         found += [f"{name} is not there" for name in missing]
-        held = [n for name in files if name not in missing for n in numbers_in(json.loads((folder / name).read_text()))]
+        there = [json.loads((folder / name).read_text()) for name in files if name not in missing]
+        held = [one for result in there for one in measured(result)]
         for match in FIGURE.finditer(paragraph):
             word = match.group(1).replace(",", "")
+            kind, scale = UNITS[match.group(2) or match.group(3)]
             digits = len(word.partition(".")[2])
-            scaled = (n * unit for n in held for unit in (1, 1e3, 1e6, 1e-3, 1e-6, 1e-9, 1e-12))
-            if not any(f"{n:.{digits}f}" == word for n in scaled):
+            if not any(of == kind and f"{value * scale:.{digits}f}" == word for of, value in held):
                 found.append(match.group(0))
+        found += [match.group(0) for match in CLAIM.finditer(paragraph) if not files]
     return found
 
 
@@ -59,38 +79,97 @@ def test_a_figure_names_the_file_that_holds_it(path):
 
 
 def test_a_figure_without_its_file_is_found(tmp_path):
-    (tmp_path / "a.json").write_text(json.dumps({"rows": [{"value": 0.01234}, {"ratio": {"b": 1.708}}]}))
-    assert unsupported("It takes 12.3 ms, see benchmarks/results/a.json.", tmp_path) == []
-    assert unsupported("It is 1.71 times as fast (`benchmarks/results/a.json`).", tmp_path) == []
-    assert unsupported("It takes 12.4 ms, see benchmarks/results/a.json.", tmp_path) == ["12.4 ms"]
+    rows = [{"value": 0.01234, "unit": "s", "ratio": {"b": 1.708}, "of_limit": None, "tokens_per_s": 4310.0}]
+    (tmp_path / "a.json").write_text(json.dumps({"rows": rows}))
+    for held in ("takes 12.3 ms", "is 1.71 times as fast", "is 71% faster", "has 1.7x", "makes 4,310 tokens/s"):
+        assert unsupported(f"It {held}, see benchmarks/results/a.json.", tmp_path) == []
+    for other in ("12.4 ms", "1.72 times as fast", "12.3 GB/s", "3x", "72% faster", "4,311 tok/s", "17 s a step"):
+        assert unsupported(f"It is {other}, see benchmarks/results/a.json.", tmp_path) == [other]
     assert unsupported("It takes 12.3 ms.\n\nSee benchmarks/results/a.json.", tmp_path) == ["12.3 ms"]
     assert unsupported("See benchmarks/results/b.json.", tmp_path) == ["b.json is not there"]
+    assert unsupported("It is twice as fast.") == ["twice as fast"]
+
+
+def test_the_pages_that_quote_figures_are_looked_at():
+    assert ROOT / "README.md" in PAGES and len(PAGES) > 3
+
+
+def result_of(benchmark, rows, **more):
+    bench.compare(rows)
+    return {
+        "benchmark": benchmark, "part": "", "file": f"{benchmark}-x.json", "date": "2026-11-20T10:00:00+00:00",
+        "complete": True, "quick": False, "load": {"idle": False}, "settings": {}, "seconds": 240.0,
+        "versions": {"torch": "2", "deepspeed": "not installed"},
+        "machine": {"cpu": "A CPU", "cores": 2, "memory_bytes": 2**34, "gpu": None}, "rows": rows, **more,
+    }  # fmt: skip
 
 
 def test_a_page_from_a_file():
     case = {"model": "10m", "ranks": 2}
     rows = [
-        bench.row(case, "wherry-2", "s", [0.1, 0.11, 0.12]),
+        bench.row(case, "wherry-2", "s", [0.1, 0.11, 0.12], tokens_per_s=4654.5),
+        bench.row(case | {"measure": "peak memory"}, "wherry-2", "B", [1e9]),
         bench.row(case, "deepspeed-2", "s", [0.2, 0.22, 0.24]),
         bench.row(case, "ddp", "s", [0.05, 0.055, 0.06]),
         bench.row(case, "fsdp2", "s", reason="it is not here"),
     ]
-    bench.compare(rows)
-    result = {
-        "benchmark": "steps", "file": "steps-x.json", "date": "2026-11-20T10:00:00+00:00", "complete": True,
-        "quick": False, "load": {"idle": False}, "settings": {},
-        "versions": {"torch": "2", "deepspeed": "not installed"},
-        "machine": {"cpu": "A CPU", "cores": 2, "memory_bytes": 2**34, "gpu": None}, "rows": rows,
-    }  # fmt: skip
-    text, drawn = report.page([result])
-    assert "| 10m, ranks 2 | wherry-2 | 110.0 ms | 9% |  |  |" in text
-    assert "|  | deepspeed-2 | 220.0 ms | 9% |  | 2.00× |" in text
-    assert "|  | ddp | 55.0 ms | 9% |  | 0.50× |" in text  # worse is shown as such
+    text, drawn = report.page([result_of("steps", rows)])
+    assert "| case | system | value | spread | of limit | Wherry is | tokens/s |" in text
+    assert "| 10m, ranks 2 | wherry-2 | 110.0 ms | 9% |  |  | 4,654 |" in text
+    assert "|  | deepspeed-2 | 220.0 ms | 9% |  | 2.00× |  |" in text  # of the same case, though measured later
+    assert "|  | ddp | 55.0 ms | 9% |  | 0.50× |  |" in text  # worse is shown as such
+    assert "| 10m, ranks 2, peak memory | wherry-2 | 1,000.0 MB | once |" in text
     assert "- `fsdp2` could not run: it is not here" in text
-    assert "Others were at work" in text and "A CPU, 2 cores, 16 GiB; torch 2." in text
+    assert "Others were at work" in text and "A CPU, 2 cores, 16 GiB; torch 2." in text and "took 4 minutes" in text
     (plot,) = drawn.values()
     assert plot.count("<rect") == 1 + 3 and "220.0 ms" in plot
     assert list(drawn) == ["steps-x.svg"]
+
+
+def test_a_peer_stands_beside_what_does_the_same():
+    def times(peer, *ours, measure="step"):
+        case = {"measure": measure}
+        rows = [bench.row(case, name, "s", [value]) for name, value in ours] + [bench.row(case, peer, "s", [1.0])]
+        bench.compare(rows)
+        return summary.times(rows[-1], rows)
+
+    assert times("deepspeed-3", ("wherry-0", 0.1), ("wherry-3", 0.5)) == 2.0
+    assert times("fsdp2", ("wherry-0", 0.1), ("wherry-3", 0.5)) == times("ddp", ("wherry-0", 0.5), ("wherry-3", 0.1))
+    assert times("fsdp2-cpu", ("wherry-2-cpu at_step", 0.1), ("wherry-3-cpu at_step", 0.5)) == 2.0
+    offload = ("wherry-3-nvme at_step", 0.5), ("wherry-3-nvme before_use", 0.25), ("wherry-3-nvme delayed", 0.1)
+    assert times("deepspeed-3-nvme", *offload) == 4.0  # late updates are not the same work
+    assert times("deepspeed-3-nvme k=8", ("wherry-3-nvme layer_major k=8", 0.5), ("wherry-2 k=8", 0.1)) == 2.0
+    assert times("fio", ("wherry", 0.5), ("wherry threads", 0.25), ("wherry buffered", 0.1)) == 2.0
+    assert times("deepspeed", ("wherry", 0.001), ("wherry, engine", 0.5), measure="import") == 2.0
+    assert times("deepspeed-3", ("wherry-3", -0.1)) == float("inf")  # added nothing
+    assert times("deepspeed-3", ("wherry-3", 0.5), measure="read") is None
+
+
+def test_the_first_minute_tells_what_is_reached_and_what_is_not(tmp_path):
+    def steps(value, **case):
+        names = {"wherry-3-nvme before_use": value, "deepspeed-3-nvme": 1.0, "fsdp2-cpu": 0.2}
+        return [bench.row({"measure": "step"} | case, name, "s", [seconds]) for name, seconds in names.items()]
+
+    old = result_of("offload_step", steps(0.1), date="2026-11-19T10:00:00+00:00", file="old.json")
+    new = result_of("offload_step", [*steps(0.4, model="10m"), *steps(0.8, model="125m")])
+    absent = [bench.row({}, "wherry-3", "s", [1.0]), bench.row({}, "deepspeed-3", "s", reason="not here")]
+    text, _ = report.page([old, new, result_of("steps", absent)])
+    text = text[: text.index("## Steps with states")]
+    link = "[offload_step-x](../benchmarks/results/offload_step-x.json), noisy"
+    assert f"beside DeepSpeed's | 2× | 1.25× to 2.50× | 1 of 2 | {link} |" in text and "old.json" not in text
+    assert "| fp32 host optimizer, beside DeepSpeed's | 1.1× | not measured | | |" in text
+    assert f"| Steps with states on host and disk | 4 | 2 | 1.25× | {link} |" in text
+    assert "`fsdp2-cpu`: step, 10m (0.50×); step, 125m (0.25×)" in text
+    assert "- `deepspeed-3`: not here" in text
+
+
+def test_every_aim_meets_rows_of_its_benchmark():
+    """Names of systems and cases that change would leave an aim without rows: those on this machine have them."""
+    newest = summary.latest(report.load())
+    for aim in summary.AIMS:
+        rows = [row for result in newest if result["benchmark"] == aim.benchmark for row in result["rows"]]
+        figures = [aim.figure(row, rows) for row in rows]
+        assert aim.benchmark == "gpu" or any(figure is not None for figure in figures), aim.words
 
 
 def test_bars_are_as_long_as_their_values():

@@ -9,6 +9,7 @@ from tests.forks import Forks
 
 from benchmarks import (
     activations,
+    bounds,
     construction,
     forecast,
     fragments,
@@ -64,6 +65,8 @@ def test_overhead(tmp_path, capsys, no_deepspeed):
     assert {"over_default_us", "cpu_us"} <= set(over["wherry-0"])
     assert set(over["wherry-0"]["ratio"]) == {"ddp", "wherry-3"}
     assert set(rows["wherry-0"]["ratio"]) == {"plain", "plain-default", "ddp", "wherry-3"}
+    assert rows["wherry-0"]["of_limit"] == pytest.approx(rows["wherry-0"]["ratio"]["plain"])
+    assert rows["plain"]["of_limit"] is None
     shown = capsys.readouterr().out
     assert "Wherry 3" in shown and "DeepSpeed 2: deepspeed is not installed" in shown
     assert max(len(line) for line in shown.splitlines() if not line.startswith("written:")) <= bench.WIDTH
@@ -90,6 +93,9 @@ def test_steps(tmp_path, capsys, no_deepspeed):
     assert memory[1]["value"] > memory[1]["empty_bytes"] > 0
     assert ours["tokens_per_s"] == pytest.approx(4 * 16 / ours["value"])
     assert {"spread", "rounds", "built_s"} <= set(ours)
+    assert plain["of_limit"] is None and ours["of_limit"] == pytest.approx(plain["value"] / ours["value"])
+    due = memory[1]["empty_bytes"] + bounds.states_bytes("wherry-3", steps.MODELS["tiny"].parameters, 2, "fp32")
+    assert memory[1]["of_limit"] == pytest.approx(due / memory[1]["value"])
     shown = capsys.readouterr().out
     assert "on 2 ranks" in shown and "same" in shown
     assert max(len(line) for line in shown.splitlines() if not line.startswith("written:")) <= bench.WIDTH
@@ -128,6 +134,7 @@ def test_imports(tmp_path, capsys, monkeypatch, torch_alone):
     assert found["import", "wherry"]["modules"] < found["import", "wherry, engine"]["modules"]
     assert all(row["value"] > 0 for row in found.values() if row["reason"] is None)
     assert found["size", "deepspeed"]["reason"] == "absent"
+    assert found["command", "wherry"]["of_limit"] == found["command", "wherry"]["ratio"]["python"]
     size = found["size", "wherry"]
     assert size["value"] == size["own"] + sum(size["beside_torch"].values())
     assert {"numpy", "pydantic"} <= set(size["beside_torch"]) and "torch" not in size["beside_torch"]
@@ -168,11 +175,12 @@ def test_memory_beside_the_formula(tmp_path):
 
 
 def test_formulas_by_placement():
-    assert memory.formula("wherry-0", 10, 4, "fp32") == 10 * 4 * 16
-    assert memory.formula("wherry-3", 10, 4, "fp32") == memory.formula("fsdp2", 10, 4, "fp32") == 10 * 16
-    assert memory.formula("wherry-1", 10, 4, "bf16") == 10 * (4 * 2 + 4 * 2 + 12)
-    assert memory.formula("wherry-3-nvme", 10, 1, "bf16") == 10 * 2
-    assert memory.formula("ddp", 10, 2, "bf16") == 10 * 2 * 16
+    of = bounds.states_bytes
+    assert of("wherry-0", 10, 4, "fp32") == 10 * 4 * 16
+    assert of("wherry-3", 10, 4, "fp32") == of("fsdp2", 10, 4, "fp32") == 10 * 16
+    assert of("wherry-1", 10, 4, "bf16") == 10 * (4 * 2 + 4 * 2 + 12)
+    assert of("wherry-3-nvme", 10, 1, "bf16") == 10 * 2
+    assert of("ddp", 10, 2, "bf16") == 10 * 2 * 16
 
 
 def test_building_and_loading(tmp_path, no_deepspeed):
@@ -184,6 +192,7 @@ def test_building_and_loading(tmp_path, no_deepspeed):
     assert build["wherry-init"]["value"] > 0 and set(build["wherry-init"]["ratio"]) == {"plain"}
     assert build["deepspeed"]["reason"].startswith("deepspeed is not installed")
     assert load["plain-load"]["value"] > 0
+    assert build["wherry-init"]["of_limit"] == pytest.approx(build["plain"]["value"] / build["wherry-init"]["value"])
     within = _rows(path, work="build within Init", ranks=construction.RANKS)["wherry-init"]
     assert within["reason"] is None and within["owed_bytes"] > 0
 
@@ -198,6 +207,8 @@ def test_scaling_with_sizes_and_ranks(tmp_path):
     assert peaks[64] < peaks[2]
     (few, many) = (row for row in rows if row["case"]["measure"] == "collectives of a step")
     assert few["calls"] == many["calls"]  # a rank's collectives do not grow with their number
+    # What the stage must exchange, and no more.
+    assert [few["of_limit"], many["of_limit"]] == pytest.approx([1.0, 1.0], rel=0.01)
     assert scaling.SIZES["1b"].parameters == pytest.approx(1e9, rel=0.05)
 
 

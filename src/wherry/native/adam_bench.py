@@ -155,7 +155,7 @@ def _8bit_state(s: Setting) -> Iterator[Form]:
 
 def _host_update(s: Setting) -> Iterator[Form]:
     """The whole update of bf16 training: in one pass, and in the three that the usual way takes."""
-    yield from list(_split(s))[1:]
+    yield from _split(s)
     w, g, m, v = s.floats(0.02), s.floats(0.01), s.floats(0.001), s.floats(0.01).square_()
     working = w.bfloat16()
     for isa in s.isas:

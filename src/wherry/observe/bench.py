@@ -14,6 +14,7 @@ import math
 import os
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,6 +207,7 @@ class Results:
         self, name: str, options: argparse.Namespace, settings: Mapping[str, Any], *, part: str = "", limit: str = ""
     ) -> None:
         self.rows: list[Row] = []
+        self._begun = time.monotonic()
         self._load: machine.Load = options.load
         self._limit = limit or None
         described = machine.describe()
@@ -232,6 +234,7 @@ class Results:
     def close(self) -> None:
         """Write the whole, with ratios, and how busy others kept the machine."""
         compare(self.rows, self._limit)
+        self._head["seconds"] = time.monotonic() - self._begun
         load = self._load.end()
         if not load["idle"]:
             print("others were at work on this machine meanwhile: the file says so", file=sys.stderr)
