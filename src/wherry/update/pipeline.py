@@ -93,6 +93,8 @@ class Updater:
         self._pending: dict[Batch, Job] = {}
         # Those whose weights are in use, and whose state is still on its way to the disk.
         self._storing: dict[Batch, Job] = {}
+        # Whether no update has to read anything from disk.
+        self._all_in_place = True
         # Records that are read, or have been, for updates that have not begun.
         self._reading: dict[Batch, Ticket] = {}
         # Gathers of published weights, on their way to every rank.
@@ -139,6 +141,7 @@ class Updater:
     def attach(self, gradients: Sequence[FlatGradient]) -> None:
         """All flats have been adopted; these are their gradients from now on."""
         self._fill()
+        self._all_in_place = all(batch.in_place for batch in self.batches)
         gradient_of = {gradient.flat: gradient for gradient in gradients}
         for batch in self.batches:
             batch.gradients = [gradient_of[state.flat] for state in batch.states]
@@ -264,7 +267,7 @@ class Updater:
         if self._pending or self._arriving or self._storing:
             self.complete()
         untouched = Untouched([state for batch in batches for state in batch.states], absent) if absent else None
-        depth = EVERYTHING if all(batch.in_place for batch in batches) else self._depth_beside(batches)
+        depth = EVERYTHING if self._all_in_place else self._depth_beside(batches)
         fence = self.link.fence()
         jobs = {batch: Job(batch.name, self._steps(batch, groups, multiplier, fence)) for batch in batches}
         drive_all(jobs.values(), depth)  # to their ends, also if one has failed
