@@ -215,7 +215,9 @@ def with_sft(resume=None):
     trainer = cls(
         model=LlamaForCausalLM(tiny_config(53)), args=args, train_dataset=Table.from_dict({"text": texts}),
         processing_class=tokenizer, **extra,
-        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+        peft_config=LoraConfig(
+            r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["norm"], task_type="CAUSAL_LM"
+        ),
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(out)

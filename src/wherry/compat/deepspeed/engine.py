@@ -6,7 +6,7 @@ import argparse
 import os
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from wherry.compat.deepspeed.parts import not_part_of_wherry
 from wherry.engine import Engine
 from wherry.errors import WherryError
 from wherry.observe.log import say
+from wherry.sharding.access import gathered
 
 # Those of `load_checkpoint` before `custom_load_fn`.
 LOAD_ARGUMENTS = 6
@@ -49,6 +50,7 @@ class DeepSpeedEngine(Engine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._shown = ExitStack()
         parameters.mark(self)
         _engines.add(self)
         if self.optimizer is not None:
@@ -85,6 +87,7 @@ class DeepSpeedEngine(Engine):
         super()._check_open()
 
     def close(self) -> None:
+        self._shown.close()
         parameters.unmark(self.module)
         _engines.discard(self)
         super().close()
@@ -164,9 +167,24 @@ class DeepSpeedEngine(Engine):
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """The whole working weights on rank 0's host; None on the other ranks, which hold a unit at a time."""
-        return self.consolidated_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        state = self.consolidated_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        self._show_trained()
+        return state
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def _show_trained(self) -> None:
+        """Of a model with an adapter, what is trained stays whole until the next forward.
+
+        PEFT saves next, on one rank, and asks for the state dicts of layers that it trains whole.
+        """
+        self._shown.close()
+        if self.placement.parameters.partitioned and hasattr(self.module, "peft_config"):
+            self._shown.enter_context(gathered([p for p in self.module.parameters() if p.requires_grad]))
+
+    def forward_begins(self) -> None:
+        self._shown.close()
+        super().forward_begins()
 
     def save_checkpoint(  # transformers looks for the names of its arguments
         self,
@@ -186,6 +204,7 @@ class DeepSpeedEngine(Engine):
         """As the engine's own, which has all arguments but DeepSpeed's last."""
         if custom_load_fn is not None or any(given is not None for given in where[LOAD_ARGUMENTS:]):
             raise not_part_of_wherry("load_checkpoint(custom_load_fn=...)", "load the weights with engine.module")
+        self._shown.close()
         return super().load_checkpoint(*where[:LOAD_ARGUMENTS], **how)
 
     def empty_partition_cache(self) -> None:
