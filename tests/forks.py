@@ -9,8 +9,10 @@ milliseconds. Ranks are forks where a test is about what their program does, and
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib
 import json
@@ -25,7 +27,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from tests.cli.programs import environment, free_port
 
@@ -34,6 +36,10 @@ ROOT = Path(__file__).parents[1]
 ENGINE = ("wherry.assemble", "wherry.engine", "torch._dynamo")
 QUIET = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 _SET_PARENT_DEATH_SIGNAL = 1
+
+
+class HasFileno(Protocol):
+    def fileno(self) -> int: ...
 
 
 class Child:
@@ -64,24 +70,39 @@ class Child:
 
 
 class Forks:
-    """A process that has imported `modules`, and forks. With `as_deepspeed`, `import deepspeed` gives Wherry there."""
+    """A process that has imported `modules`, and forks. With `as_deepspeed`, `import deepspeed` gives Wherry there.
 
-    def __init__(self, *modules: str, as_deepspeed: bool = False) -> None:
+    It is itself a fork of one that has imported the engine, if that is among them and it need not be `apart`.
+    """
+
+    def __init__(self, *modules: str, as_deepspeed: bool = False, apart: bool = False) -> None:
         self._environment = environment(**QUIET)
         if as_deepspeed:
             from wherry.compat import deepspeed as alias
 
             self._environment["PYTHONPATH"] = os.pathsep.join([str(alias.FOLDER), self._environment["PYTHONPATH"]])
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        code = f"from tests.forks import serve; serve({theirs.fileno()}, {modules!r})"
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            cwd=ROOT,
-            env=self._environment,
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-        )
-        theirs.close()
+        self._process: subprocess.Popen[bytes] | Child
+        with theirs:
+            if apart or not set(ENGINE) <= set(modules):
+                code = f"from tests.forks import serve; serve({theirs.fileno()}, {modules!r})"
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", code],
+                    cwd=ROOT,
+                    env=self._environment,
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                )
+            else:
+                code = f"from tests.forks import serve; serve(0, {modules!r})"
+                self._process = _engine().start(
+                    ["-c", code],
+                    stdin=theirs,
+                    stdout=sys.__stdout__,
+                    stderr=sys.__stderr__,
+                    env=self._environment,
+                    folder=ROOT,
+                )
 
     def ask(self, request: dict[str, Any], fds: Sequence[int] = ()) -> Any:
         message = json.dumps(request).encode()
@@ -97,9 +118,9 @@ class Forks:
         self,
         command: Sequence[str],
         *,
-        stdin: int = subprocess.DEVNULL,
-        stdout: int | IO[bytes] = subprocess.DEVNULL,
-        stderr: int | IO[bytes] = subprocess.DEVNULL,
+        stdin: int | HasFileno = subprocess.DEVNULL,
+        stdout: int | HasFileno = subprocess.DEVNULL,
+        stderr: int | HasFileno = subprocess.DEVNULL,
         env: Mapping[str, str] | None = None,
         folder: Path | None = None,
         launched: bool = False,
@@ -180,6 +201,14 @@ class Forks:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@functools.cache
+def _engine() -> Forks:
+    """What test workers fork the others from, as long as they live."""
+    forks = Forks(*ENGINE, apart=True)
+    atexit.register(forks.close)
+    return forks
 
 
 # The process that forks.
