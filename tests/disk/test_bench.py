@@ -8,6 +8,7 @@ import subprocess
 
 import pytest
 
+from wherry.config import load
 from wherry.observe import bench
 from wherry.tiers import disk_bench
 from wherry.tiers.disk import probe
@@ -46,14 +47,18 @@ def test_peers_that_cannot_run_are_named_with_the_reason(tmp_path, monkeypatch):
     rows = disk_bench.run_bench(str(tmp_path), quick=True, size=16 << 20, say=lines.append)
     absent = [(row["system"], row["case"]["work"], row["reason"]) for row in rows if row["reason"]]
     assert absent == [(peer, work, f"no {peer} here") for peer in disk_bench.PEERS for work in disk_bench.WORK]
-    assert sum("no fio here" in line for line in lines) == 3
+    assert lines[-2:] == [f"{peer}: no {peer} here" for peer in disk_bench.PEERS]
+    assert max(map(len, lines)) <= 80
 
 
 def test_the_command(tmp_path, capsys):
     result = tmp_path / "result.json"
     arguments = ["--path", str(tmp_path), "--quick", "--size", str(8 << 20), "--json", str(result), "--peers"]
     assert disk_bench.main(arguments) == 0
-    assert "best here: block_size" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    (pasted,) = (line for line in out.splitlines() if line.startswith('"aio": '))
+    best = load(json.loads("{" + pasted + "}")).aio
+    assert (best.block_size, best.queue_depth) in {(1 << 20, 8), (1 << 20, 32)}
     found = json.loads(result.read_text())
     assert found["settings"]["file_system"] and found["rows"] and found["complete"]
     assert str(tmp_path) not in result.read_text()

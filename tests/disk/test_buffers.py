@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import resource
 import subprocess
@@ -83,18 +84,23 @@ def test_close_gives_all_back_and_lent_buffers_stay_valid():
     pool.close()
 
 
+def mapping(address: int) -> dict[str, str]:
+    """What the system says of the mapping that holds an address; empty if none does."""
+    found: dict[str, str] = {}
+    inside = False
+    with open("/proc/self/smaps") as smaps:
+        for line in smaps:
+            if span := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+                inside = int(span[1], 16) <= address < int(span[2], 16)
+            elif inside:
+                name, _, value = line.partition(":")
+                found[name] = value.strip()
+    return found
+
+
 def test_memory_really_goes_back():
     def resident(address: int) -> int:
-        """Bytes in memory of the mapping that holds an address."""
-        inside = False
-        with open("/proc/self/smaps") as smaps:
-            for line in smaps:
-                span = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
-                if span:
-                    inside = int(span[1], 16) <= address < int(span[2], 16)
-                elif inside and line.startswith("Rss:"):
-                    return int(line.split()[1]) << 10
-        return 0
+        return int(mapping(address).get("Rss", "0 kB").split()[0]) << 10
 
     with HostPool() as pool:
         buffer = pool.take(32 << 20).fill_(1)
@@ -103,6 +109,16 @@ def test_memory_really_goes_back():
         pool.give(buffer)
     del buffer
     assert resident(address) == 0
+
+
+@pytest.mark.skipif(
+    not os.path.isdir("/sys/kernel/mm/transparent_hugepage"), reason="this kernel has no transparent huge pages"
+)
+def test_large_buffers_ask_for_huge_pages_and_small_ones_do_not():
+    with HostPool() as pool:
+        large, small = pool.take(3 << 20), pool.take(1 << 20)
+        assert "hg" in mapping(large.data_ptr())["VmFlags"].split()
+        assert "hg" not in mapping(small.data_ptr())["VmFlags"].split()
 
 
 def test_misuse():

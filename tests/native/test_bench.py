@@ -37,6 +37,7 @@ def test_every_form_has_a_row(tmp_path, monkeypatch, capsys):
     arguments = ["--sizes", "4096", "--threads", "1", "--isa", isa, "--repeats", "2", "--json", str(result)]
     assert adam_bench.main(arguments) == 0
     printed = capsys.readouterr().out
+    assert max(map(len, printed.partition("written: ")[0].splitlines())) <= 80
     found = json.loads(result.read_text())
     assert (found["benchmark"], found["complete"]) == ("cpu_adam", True)
     assert found["settings"] == {"sizes": [4096], "threads": [1], "isas": [isa], "repeats": 2}
@@ -57,10 +58,10 @@ def test_every_form_has_a_row(tmp_path, monkeypatch, capsys):
     absent = [row for row in found["rows"] if row["reason"] is not None]
     assert {row["case"]["family"] for row in absent} == {"fp32", "split", "bf16 state", "host update"}
     assert all("DeepSpeedCPUAdam" in row["system"] and row["reason"] == "left out by the test" for row in absent)
-    assert "one pass is" in printed and "times as fast as three passes" in printed
+    assert "one pass is" in printed and "times as fast as three passes" in " ".join(printed.split())
 
 
-def test_deepspeed_is_measured_in_each_of_its_modes(monkeypatch):
+def test_deepspeed_is_measured_in_each_of_its_modes(monkeypatch, capsys):
     """Its bytes are those of the tensors that it is given and of the state that it then keeps."""
     moved: list[int] = []
 
@@ -87,6 +88,8 @@ def test_deepspeed_is_measured_in_each_of_its_modes(monkeypatch):
         ("three passes, with DeepSpeedCPUAdam", 8 + 28 + 6),
     ]
     assert moved == [28, 22, 14, 22, 28]
+    adam_bench._print_verdicts(rows)
+    assert " ".join(capsys.readouterr().out.split()).count("as fast as three passes, with") == 2
 
 
 def test_what_cannot_be_measured_says_so(monkeypatch):

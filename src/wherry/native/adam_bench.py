@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import statistics
 import subprocess
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -272,14 +273,27 @@ def run_bench(
     return rows
 
 
+# A table of 80 columns; the longest name that has its figures beside it.
+_NAME = 41
+_COLUMNS = f"{'':{_NAME}} {'isa':<8}{'ns/param':>8}{'spread':>7}{'B':>3}{'GB/s':>6}{'limit':>6}"
+_LEGEND = "B: bytes that a parameter needs moved. limit: the part reached of the same streams without arithmetic."
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, bench.WIDTH, subsequent_indent="  ")
+
+
+def _sizes(case: dict[str, Any]) -> str:
+    return f"{case['numel']:g} parameters, {case['threads']} thread{'s' * (case['threads'] > 1)}"
+
+
 def _line(row: bench.Row) -> str:
-    case = row["case"]
-    head = f"{case['numel']:>10.0e} {case['threads']:>3}  {case['family']:<12}"
     if row["reason"] is not None:
-        return f"{head} {row['system']:<52} {row['reason']}"
-    fraction = "" if row["of_limit"] is None else f"{row['of_limit']:9.2f}"
-    figures = f"{row['value']:8.3f} {bench.spread_words(row):>6} {row['bytes']:5d} {row['gbps']:8.1f} {fraction}"
-    return f"{head} {row['name']:<42} {row['isa']:<9} {figures}"
+        return _wrapped(f"{row['system']}: {row['reason']}")
+    name, limit = row["name"], "" if row["of_limit"] is None else f"{row['of_limit']:.2f}"
+    lead = name.ljust(_NAME) if len(name) <= _NAME else f"{name}\n{'':{_NAME}}"
+    figures = f"{row['value']:8.3f}{bench.spread_words(row):>7}{row['bytes']:3d}{row['gbps']:6.1f}{limit:>6}"
+    return f"{lead} {row['isa']:<8}{figures}"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -304,10 +318,13 @@ def main(argv: list[str] | None = None) -> int:
     repeats = options.repeats or (3 if options.quick else 9)
     settings = {"sizes": sizes, "threads": threads, "isas": isas, "repeats": repeats}
     results = bench.Results("cpu_adam", options, settings, limit=LIMIT)
-    head = f"{'parameters':>10} {'thr':>3}  {'family':<12} {'what':<42} {'isa':<9}"
-    print(f"{head} {'ns/param':>8} {'spread':>6} {'bytes':>5} {'GB/s':>8} {'of limit':>9}")
+    print(f"{_wrapped(_LEGEND)}\n\n{_COLUMNS}")
+    shown: list[dict[str, Any]] = []
 
     def show(row: bench.Row) -> None:
+        if row["case"] not in shown:
+            shown.append(row["case"])
+            print(f"\n{row['case']['family']}, {_sizes(row['case'])}")
         print(_line(row), flush=True)
         results.add(row)
 
@@ -320,10 +337,9 @@ def main(argv: list[str] | None = None) -> int:
 def _print_verdicts(rows: list[bench.Row]) -> None:
     """How much faster one pass is than three, where both were measured."""
     for row in rows:
-        if row["case"]["family"] != "host update" or row["reason"] or row["name"].startswith("three"):
+        if row["case"]["family"] != "host update" or not row["system"].startswith("Wherry"):
             continue
         for other, times in row["ratio"].items():
             if other.startswith("three") and (row["isa"] in other or "DeepSpeed" in other):
-                case = row["case"]
-                print(f"{case['numel']:.0e} parameters, {case['threads']} threads, {row['isa']}: one pass is "
-                      f"{times:.2f} times as fast as {other}")  # fmt: skip
+                what = f"{_sizes(row['case'])}, {row['isa']}: one pass is {times:.2f} times as fast as {other}"
+                print(_wrapped(what))

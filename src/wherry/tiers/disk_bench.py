@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -70,8 +71,9 @@ def run_bench(
         for row in more:
             row["of_limit"] = row["ratio"].get("fio")
             rows.append(row)
-            say(_line(row))
             keep(row)
+            if row["reason"] is None:
+                say(_line(row))
 
     with HostPool() as pool:
         for block in plan.blocks:
@@ -82,8 +84,10 @@ def run_bench(
             if rows[0]["backend"] != backend:
                 add(_point(path, backend, best["block_size"], best["queue_depth"], plan, pool, (), say))
     add([bench.row(_case(work, **best), peer, "B/s", reason=reasons[peer]) for peer in reasons for work in WORK])
+    for who, why in dict.fromkeys((row["system"], row["reason"]) for row in rows if row["reason"] is not None):
+        say(textwrap.fill(f"{who}: {why}", bench.WIDTH, subsequent_indent="  "))
     if "fio" in here and not _huge_pages_free(max(plan.blocks) * max(plan.depths)):
-        say("fio ran on 4 KiB pages where too few huge pages are reserved for it (vm.nr_hugepages)")
+        say("fio ran on 4 KiB pages where too few huge ones are reserved (vm.nr_hugepages)")
     return rows
 
 
@@ -272,8 +276,6 @@ def _deepspeed_aio(path: str, block: int, depth: int, size: int) -> Iterator[dic
 def _line(row: bench.Row) -> str:
     case = row["case"]
     head = f"{case['work']:<8}{human(case['block_size']):>10}{case['queue_depth']:>7}"
-    if row["reason"] is not None:
-        return f"{row['system']:<22}{head} {row['reason']}"
     of_fio = "" if row["of_limit"] is None else f"{row['of_limit']:.2f}"
     who = f"{row['system']} {row['backend']}" if row["system"] == "wherry" else row["system"]
     return f"{who:<22}{head}{row['value'] / 1e9:>9.3f}{bench.spread_words(row):>8}{of_fio:>9}"
@@ -322,7 +324,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DiskUseError as error:
         parser.error(str(error))
     best = best_settings(rows)
-    print(f"best here: block_size {best['block_size']}, queue_depth {best['queue_depth']}")
+    print(f'best here, for the config:\n"aio": {json.dumps(best)}')
     results.close()
     return 0
 

@@ -21,7 +21,7 @@ class _Anywhere(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.device.type != "cpu" or not parameter.is_contiguous():
+                if parameter.device.type != "cpu":
                     raise WherryError(
                         f"{type(self).__name__}.step: a parameter of shape {tuple(parameter.shape)} is on "
                         f"{parameter.device}, and this optimizer by itself updates whole parameters on the CPU; give "
