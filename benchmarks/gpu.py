@@ -379,9 +379,9 @@ def largest(session: Session) -> None:
         if few is None or more is None:
             session.results.add(bench.row(case, system, "s", reason=reason))
             continue
-        predicted = _layers_within(few, more, layers, {"device": 0.9 * cap * GIB, "host": 0.92 * free}, base)
+        predicted, tier = _layers_within(few, more, layers, {"device": 0.9 * cap * GIB, "host": 0.92 * free}, base)
         recipe = replace(base, layers=min(predicted, 3) if session.options.toy else predicted)
-        facts = {"layers": recipe.layers, "predicted_by": "dry run", "host_free_bytes": free}
+        facts = {"layers": recipe.layers, "predicted_by": "dry run", "limited_by": tier, "host_free_bytes": free}
         try:
             if done != recipe:
                 if done is not None:
@@ -410,9 +410,12 @@ LAYERS, LAYERS_TOY = (8, 16), (2, 4)
 
 def _layers_within(
     few: dict[str, int], more: dict[str, int], layers: tuple[int, int], limits: dict[str, float], base: Recipe
-) -> int:
-    """Bytes grow by the same for every layer: how many are within all limits. The host holds the states at least."""
-    best = 10_000
+) -> tuple[int, str]:
+    """Bytes grow by the same for every layer: how many are within all limits, and the tier that has no room for more.
+
+    The host holds the states at least.
+    """
+    found: dict[str, int] = {}
     for tier, limit in limits.items():
         slope = (more[tier] - few[tier]) / (layers[1] - layers[0])
         if tier == "host":
@@ -420,8 +423,9 @@ def _layers_within(
             slope = max(slope, host_bytes("wherry", base.clip) * per_layer)
         start = few[tier] - slope * layers[0]
         if slope > 0:
-            best = min(best, int((limit - start) / slope))
-    return max(best, 1)
+            found[tier] = max(1, int((limit - start) / slope))
+    tier = min(found, key=found.__getitem__)
+    return found[tier], tier
 
 
 def fragments(session: Session) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, LABELS, ROW, TOP = 760, 300, 22, 40
+WIDTH, LETTER, ROW, TOP = 760, 6.5, 22, 40
 OURS, OTHERS = "#1f6f8b", "#b8b8b8"
 
 
@@ -21,7 +21,8 @@ class Bar:
 def bars(title: str, entries: Sequence[Bar]) -> str:
     """Horizontal bars, in the order given, each with its value in words."""
     longest = max(entry.value for entry in entries)
-    room = WIDTH - LABELS - 110
+    labels = round(20 + LETTER * max(len(entry.label) for entry in entries))
+    room = WIDTH - labels - 110
     height = TOP + ROW * len(entries) + 10
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
@@ -33,9 +34,9 @@ def bars(title: str, entries: Sequence[Bar]) -> str:
         y = TOP + ROW * index
         length = max(1.0, room * entry.value / longest)
         lines += [
-            f'<text x="{LABELS - 8}" y="{y + 14}" text-anchor="end">{escape(entry.label)}</text>',
-            f'<rect x="{LABELS}" y="{y + 3}" width="{length:.1f}" height="{ROW - 8}" '
+            f'<text x="{labels - 8}" y="{y + 14}" text-anchor="end">{escape(entry.label)}</text>',
+            f'<rect x="{labels}" y="{y + 3}" width="{length:.1f}" height="{ROW - 8}" '
             f'fill="{OURS if entry.ours else OTHERS}"/>',
-            f'<text x="{LABELS + length + 6:.1f}" y="{y + 14}">{escape(entry.words)}</text>',
+            f'<text x="{labels + length + 6:.1f}" y="{y + 14}">{escape(entry.words)}</text>',
         ]
     return "\n".join([*lines, "</svg>", ""])

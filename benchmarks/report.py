@@ -81,6 +81,7 @@ _GPU = (
     Column("host", _of("resident_bytes", _gigabytes)),
     Column("host B/param", _of("host_bytes_per_parameter", lambda value: f"{value:.1f}")),
     Column("layers", _of("layers", str)),
+    Column("limited by", _of("limited_by", str)),
 )
 _PLAIN = "plain PyTorch on one rank with all cores, which computes and does nothing else"
 
@@ -350,14 +351,15 @@ def wherry_is(row: Row, rows: Sequence[Row]) -> str:
 
 
 def _plot(result: Mapping[str, Any]) -> str | None:
-    """Bars of the case with most systems that ran, the last of them where several have as many."""
+    """Bars of the case with most systems that ran; of several the last one, a time rather than bytes."""
     cases = _by_case(row for row in result["rows"] if row["reason"] is None and row["value"] > 0)
     if not cases:
         return None
     most = max(len(rows) for rows in cases.values())
     if most < 2:
         return None
-    case = [name for name, rows in cases.items() if len(rows) == most][-1]
+    full = [name for name, rows in cases.items() if len(rows) == most]
+    case = ([name for name in full if cases[name][0]["unit"] != "B"] or full)[-1]
     rows = cases[case]
     better = "more" if rows[0]["more_is_better"] else "less"
     bars = [plots.Bar(row["system"], row["value"], quantity(row), is_wherry(row["system"])) for row in rows]

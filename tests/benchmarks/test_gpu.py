@@ -5,12 +5,14 @@ import json
 from dataclasses import asdict, replace
 
 import pytest
+import torch
 
 from benchmarks import bounds, fragments, gpu, gpu_offload, trace
 from benchmarks.bounds import Rates, Work
-from benchmarks.gpu_worker import GpuWorker
+from benchmarks.gpu_worker import GIB, GpuWorker
 from benchmarks.rooms import RoomFailed
 from wherry.observe import bench, machine
+from wherry.train.model import MLP
 
 pytestmark = pytest.mark.usefixtures("forked_rooms")
 
@@ -80,6 +82,7 @@ def test_sizes_tokens_fragments_and_the_largest_model(tmp_path, capsys, monkeypa
     largest = [row for row in rows if row["case"]["measure"] == "largest model"]
     assert [row["case"]["cap_gib"] for row in largest] == list(gpu.CAPS)
     assert all(row["layers"] > 0 and row["predicted_by"] == "dry run" for row in largest)
+    assert {row["limited_by"] for row in largest} <= {"device", "host"}
     assert all(row["reason"] is None and row["loss"] > 0 for row in rows)
     assert "fragments of the allocator (simulated)" in capsys.readouterr().out
 
@@ -166,23 +169,25 @@ def test_a_batch_beyond_the_cap_is_told_and_taken_whole_without_it(tmp_path, mon
     assert found._room.asked[-1] == ("cap", None, None)
 
 
-def test_a_batch_is_halved_until_it_fits():
-    import torch
+def test_a_batch_is_halved_until_it_fits(monkeypatch):
+    """What is out of memory in a backward leaves an engine that can go on."""
+    inner = MLP.forward
 
-    class Hungry:
-        def step(self, ids, labels):
-            if len(ids) > 1:
-                raise torch.OutOfMemoryError("no")
-            return ids.sum() * 0.0
+    def fail(gradient):
+        raise torch.OutOfMemoryError("no")
 
+    def forward(self, x):
+        if len(x) > 1 and x.requires_grad:
+            x.register_hook(fail)
+        return inner(self, x)
+
+    monkeypatch.setattr(MLP, "forward", forward)
     worker = GpuWorker()
-    recipe = replace(gpu.TOY["1b"], batch=4)
-    worker.trainees["it"], worker.recipes["it"], worker.steps["it"] = Hungry(), recipe, 0
-    _, losses = worker._warm_up("it", 2, shrink=True)
-    assert losses == [0.0, 0.0] and worker.recipes["it"].batch == 1
-    worker.recipes["it"] = recipe
-    with pytest.raises(torch.OutOfMemoryError):
-        worker._warm_up("it", 2, shrink=False)
+    asked = {"name": "it", "system": "wherry-3-cpu", "recipe": asdict(replace(gpu.TOY["1b"], batch=4))}
+    found = worker.answer({"do": "build", "shrink": True, **asked})["found"]
+    assert found["batch"] == 1 and len(found["losses"]) == 2 and worker.recipes["it"].batch == 1
+    assert worker.answer({"do": "close", "name": "it"}) == {"found": {"left_bytes": 0}}
+    assert "OutOfMemoryError" in worker.answer({"do": "build", **asked})["failed"]
 
 
 def test_what_fails_in_the_worker_is_an_answer_and_leaves_nothing():
@@ -192,6 +197,13 @@ def test_what_fails_in_the_worker_is_an_answer_and_leaves_nothing():
     assert "none such" in worker.answer(asked)["failed"]
     assert worker.answer({"do": "time", "name": "it", "steps": 1})["failed"].startswith("KeyError")
     assert not worker.trainees
+
+
+def test_layers_are_those_that_every_tier_has_room_for():
+    base = gpu._gpt2(1, 4096, 1)
+    few, more = {"device": 4 * GIB, "host": 24 * GIB}, {"device": 5 * GIB, "host": 48 * GIB}
+    assert gpu._layers_within(few, more, (8, 16), {"device": 6 * GIB, "host": 1000 * GIB}, base) == (24, "device")
+    assert gpu._layers_within(few, more, (8, 16), {"device": 6 * GIB, "host": 60 * GIB}, base) == (20, "host")
 
 
 def test_what_the_deadline_leaves_out_is_named(tmp_path):
