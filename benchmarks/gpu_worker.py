@@ -54,6 +54,7 @@ class GpuWorker:
 
         `shrink`: a batch that the device has no memory for is halved.
         """
+        self._reset_peaks()
         resident, allocated = resident_bytes(), self._allocated()
         begun = time.perf_counter()
         self.recipes[name] = Recipe(**recipe)
