@@ -78,11 +78,11 @@ def test_the_published_schedule(row: str, ranks: int, clip: float, seed: int | N
 def test_chaos_does_not_change_a_bit(precision: str, tmp_path: Path) -> None:
     config = offload("offload-2", tmp_path, "delayed", precision)
     config["wherry"]["delayed_update_warmup"] = 2
-    if precision == "fp16":  # with steps that are skipped
-        config["fp16"] |= {"initial_scale_power": 22, "hysteresis": 1}
+    if precision == "fp16":  # every other step is skipped
+        config["fp16"] |= {"initial_scale_power": 16, "loss_scale_window": 1, "hysteresis": 1}
     how: dict[str, Any] = {"stage": 2, "ranks": 2, "steps": 8, "look": lambda engine, link: engine.skipped_steps}
     runs = [train(copy.deepcopy(config), seed=seed, **how) for seed in (None, 1, 2, 3)]
-    assert all((0 < run.extra < 6) is (precision == "fp16") for run in runs)
+    assert all((2 < run.extra < 6) is (precision == "fp16") for run in runs)
     assert all(run.losses == runs[0].losses for run in runs)
     for run in runs:
         assert all(torch.equal(weight, runs[0].weights[name]) for name, weight in run.weights.items())
