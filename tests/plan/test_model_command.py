@@ -13,7 +13,7 @@ import pytest
 
 from wherry import config as configs
 from wherry.cli import main
-from wherry.plan.machine import Machine, known
+from wherry.plan.machine import Machine, described, known
 
 SMALL = ("gpt2-10m", "--machine", "4090")
 
@@ -99,7 +99,11 @@ def test_without_a_gpu_there_is_one_memory_and_it_has_one_name(capsys: pytest.Ca
         assert "host" in with_gpu and "device" in with_gpu
 
 
-def test_gpus_of_no_known_size_are_asked_about(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpus_of_no_known_size_are_asked_about(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = described(known("4090"), gpus=0)
+    monkeypatch.setattr("wherry.plan.probe.this_machine", lambda **_: here)
     assert "add --gpu-memory, like 24GB" in error(capsys, "gpt2-10m", "--gpus", "2")
     assert found(capsys, "gpt2-10m", "--gpus", "2", "--gpu-memory", "24GB")["ranks"] == 2
 

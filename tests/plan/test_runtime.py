@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -130,6 +131,7 @@ def test_the_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.Monkey
         return replace(real, measured=True)
 
     monkeypatch.setattr(rates, "measure", measured)
+    monkeypatch.setattr(probe, "_others_worked", lambda: 0.0)
     first, second = probe.this_machine(tmp_path), probe.this_machine(tmp_path)
     assert len(times) == 1
     assert first.measured and first.matrix == second.matrix == real.matrix
@@ -141,6 +143,19 @@ def test_the_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.Monkey
         file.write_text("{")
     probe.this_machine(tmp_path)
     assert len(times) == 3
+
+
+def test_what_was_measured_while_others_worked_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(rates, "measure", lambda folder: machines.known("4090"))
+    worked = itertools.count(step=1000)
+    monkeypatch.setattr(probe, "_others_worked", lambda: float(next(worked)))
+    with caplog.at_level("WARNING", logger=probe.logger.name):
+        assert probe.this_machine(tmp_path).matrix == machines.known("4090").matrix
+    assert "are measured again the next time" in caplog.text
+    assert not (tmp_path / "cache").exists()
 
 
 def test_rates_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

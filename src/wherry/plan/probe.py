@@ -8,15 +8,19 @@ import os
 import platform
 import shutil
 import sys
+import time
 from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 
+from wherry.observe.log import logger
 from wherry.observe.memory import host_memory
 from wherry.plan.kept import cache_folder
 from wherry.plan.machine import Machine
 
 VERSION = 4
+# Cores that others may keep busy while rates are measured that are to be kept.
+BUSY = 0.5
 # Where Linux shows that it has a driver of a GPU.
 _GPU_FILES = ("nvidia*", "nvhost*", "nvmap", "kfd", "dxg")
 # What a user has said of threads.
@@ -37,12 +41,29 @@ def this_machine(folder: str | os.PathLike[str] | None = None, *, again: bool = 
             pass  # not measured yet, or by another version: it is now
     from wherry.plan import rates
 
+    began, worked = time.perf_counter(), _others_worked()
     machine = rates.measure(where)
+    others = (_others_worked() - worked) / max(time.perf_counter() - began, 1e-9)
+    if others > BUSY:
+        logger.warning(
+            "this machine was measured while others kept %.1f cores busy, so its rates are too low: they are not "
+            "kept, and are measured again the next time",
+            others,
+        )
+        return _now(machine, where, gpus)
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_suffix(f".{os.getpid()}")
     unfinished.write_text(json.dumps(asdict(machine), indent=2))
     unfinished.replace(file)
     return _now(machine, where, gpus)
+
+
+def _others_worked() -> float:
+    """Seconds that cores have worked for other processes, and for other machines that share them."""
+    import psutil
+
+    times = psutil.cpu_times()._asdict()
+    return sum(times.get(name, 0.0) for name in ("user", "system", "steal")) - time.process_time()
 
 
 def _read(text: str) -> Machine:
