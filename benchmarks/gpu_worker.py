@@ -6,6 +6,7 @@ import gc
 import math
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,8 @@ class GpuWorker:
         self.steps: dict[str, int] = {}
         # Bytes of the host and of the device that each took while it was built.
         self.own: dict[str, tuple[int, int]] = {}
+        # When the last steps ended, but for what they had put off.
+        self.ended = 0.0
 
     def rates(self, dtype: str, toy: bool, folder: str | None) -> dict[str, Any]:
         rates, rows = bounds.measure(self.device, dtype, toy=toy, folder=folder)
@@ -69,19 +72,23 @@ class GpuWorker:
         return found | self._memory(name, (resident, allocated), peaks=False)
 
     def time(self, name: str, steps: int, batch: int | None = None) -> dict[str, Any]:
-        """Seconds of a step, over some steps that follow each other, what they put off included."""
+        """Seconds of a step in its steady state, after one that is not counted: what that has put off is, and what the
+        last puts off is not."""
         if batch is not None:
             self.recipes[name] = Recipe(**vars(self.recipes[name]) | {"batch": batch})
-            self._run(name, 1)  # the allocator meets the new size
-        self._settle(name)
         # What the other systems of this process hold is not this one's.
         resident, allocated = self.own[name]
         others = max(0, resident_bytes() - resident), max(0, self._allocated() - allocated)
-        peaks = self._reset_peaks()
-        begun = time.perf_counter()
-        losses = self._run(name, steps, settle=False)
-        self._settle(name)
-        seconds = (time.perf_counter() - begun) / steps
+        begun, peaks = 0.0, False
+
+        def begin() -> None:
+            nonlocal begun, peaks
+            self._synchronize()
+            peaks = self._reset_peaks()
+            begun = time.perf_counter()
+
+        losses = self._run(name, steps + 1, begin)
+        seconds = (self.ended - begun) / steps
         return {"seconds": seconds, "losses": losses, **self._memory(name, others, peaks=peaks)}
 
     def profile(self, name: str, steps: int, path: str) -> dict[str, Any]:
@@ -168,14 +175,18 @@ class GpuWorker:
             self._clean()
             self.recipes[name] = replace(recipe, batch=recipe.batch // 2)
 
-    def _run(self, name: str, steps: int, *, settle: bool = True) -> list[float]:
+    def _run(self, name: str, steps: int, first_done: Callable[[], None] = lambda: None) -> list[float]:
         trainee, recipe = self.trainees[name], self.recipes[name]
         first = self.steps[name]
         self.steps[name] += steps
-        batches = [recipe.batch_of(first + step, 0, 1) for step in range(steps)]
-        losses = [trainee.step(*batch) for batch in batches]
-        if settle:
-            self._settle(name)
+        losses: list[Any] = []
+        for batch in [recipe.batch_of(first + step, 0, 1) for step in range(steps)]:
+            losses.append(trainee.step(*batch))
+            if len(losses) == 1:
+                first_done()
+        self._synchronize()
+        self.ended = time.perf_counter()
+        self._settle(name)
         found = [float(loss) for loss in losses]
         if not all(math.isfinite(loss) for loss in found):
             raise RuntimeError(f"{name}: the loss is not finite: {found}")

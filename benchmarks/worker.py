@@ -46,19 +46,27 @@ class Worker:
         self.trainees[system] = SYSTEMS[system](self.recipes[system], self.ranks)
         built = time.perf_counter() - begun
         losses = self._run(system, warmup)[1]
+        self._settle(system)
         # What has been built stays: the collector need not look at it again for each system in the room.
         gc.collect()
         gc.freeze()
         return {"seconds": built, "empty_bytes": empty, "losses": losses}
 
     def time(self, system: str, steps: int) -> dict[str, Any]:
-        used, read = time.process_time(), read_bytes(system)
-        seconds, losses = self._run(system, steps)
-        used = time.process_time() - used
+        """Steps in their steady state, after one that is not counted. What that puts off is, what the last does not."""
+        used = read = 0.0
+
+        def begin() -> None:
+            nonlocal used, read
+            used, read = time.process_time(), read_bytes(system)
+
+        seconds, losses = self._run(system, steps + 1, begin)
+        used, read = time.process_time() - used, read_bytes(system) - read
+        self._settle(system)
         engine = getattr(self.trainees[system], "engine", None)
         memory = [row._asdict() for row in engine.memory()] if hasattr(engine, "memory") else []
-        found = {"seconds": seconds, "cpu_seconds": used / steps, "losses": losses, "peak_bytes": peak_bytes()}
-        return found | {"memory": memory, "read_bytes": read_bytes(system) - read}
+        found = {"seconds": seconds[1:], "cpu_seconds": used / steps, "losses": losses, "peak_bytes": peak_bytes()}
+        return found | {"memory": memory, "read_bytes": read}
 
     def calls(self, system: str, steps: int) -> dict[str, Any]:
         """Calls of Python and of C functions in one step, the functions that are called most first."""
@@ -87,7 +95,9 @@ class Worker:
             "functions": [[name, times / steps] for name, times in (python + native).most_common()],
         }
 
-    def _run(self, system: str, steps: int) -> tuple[list[float], list[float]]:
+    def _run(
+        self, system: str, steps: int, first_done: Callable[[], None] = lambda: None
+    ) -> tuple[list[float], list[float]]:
         """Take steps. The batches and the losses' values are outside of the time."""
         trainee, recipe = self.trainees[system], self.recipes[system]
         first = self.steps[system]
@@ -98,15 +108,16 @@ class Worker:
             begun = time.perf_counter()
             loss = trainee.step(ids, labels)
             seconds.append(time.perf_counter() - begun)
+            if not losses:
+                first_done()
             losses.append(loss)
-        settle = getattr(trainee, "settle", None)
-        if settle is not None:
-            begun = time.perf_counter()
-            settle()
-            # What was put off belongs to the steps.
-            late = (time.perf_counter() - begun) / max(1, steps)
-            seconds = [value + late for value in seconds]
         return seconds, [float(loss) for loss in losses]
+
+    def _settle(self, system: str) -> None:
+        """What a system has put off is done, before it would take place in another's time."""
+        settle = getattr(self.trainees[system], "settle", None)
+        if settle is not None:
+            settle()
 
 
 def resident_bytes() -> int:

@@ -1,7 +1,8 @@
 """`wherry bench adam`: the host optimizers against the limit that this machine's memory sets, and against others.
 
 The limit is measured in the same run, on the same threads and over the same streams: an update without arithmetic.
-Within a family of forms the repeats are interleaved, so that a disturbance meets all of them, and medians are shown.
+Within a family of forms the repeats are interleaved, in random order, so that a disturbance and what is left in the
+caches meet all of them, and medians are shown.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import ctypes
 import functools
 import importlib
 import importlib.util
+import random
 import statistics
 import subprocess
 import textwrap
@@ -217,8 +219,10 @@ def _measure(forms: list[Form], repeats: int) -> dict[str, list[float]]:
     for form in forms:
         form.run()
     seconds: dict[str, list[float]] = {form.system: [] for form in forms}
+    # In another order each time: what the form before has left in the caches is the luck of none.
+    order = random.Random(0)
     for _ in range(repeats):
-        for form in forms:
+        for form in order.sample(forms, len(forms)):
             begin = time.perf_counter()
             form.run()
             seconds[form.system].append(time.perf_counter() - begin)
