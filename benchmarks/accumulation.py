@@ -63,7 +63,7 @@ def rows_of(entry: Entry, turns: Sequence[Turn]) -> list[bench.Row]:
         ]
     else:
         rows = [
-            bench.row(time, entry.label, "s", [turn.seconds for turn in turns], losses=turns[0].losses),
+            bench.row(time, entry.label, "s", steps.repeats_of(turns), losses=turns[0].losses),
             bench.row(read, entry.label, "B", [turn.read_bytes / entry.steps for turn in turns]),
         ]
         if entry.system.startswith("wherry") and rows[1]["value"]:

@@ -215,9 +215,10 @@ Measured, never typed: `wherry bench report` makes this page from the files in
 [benchmarks/results](../benchmarks/results), and a test compares the two. `wherry bench` names the measures.
 
 Every value is the median of repeats that were interleaved with those of the other systems; the spread is the range of
-the middle half, as a part of the median. *Wherry is* says how many times as good Wherry is as that system in the same
-case and place: above 1, Wherry is better; ∞ where it adds nothing that could be measured. *of limit* is the part that
-is reached of what bounds it. *once* stands for the spread of what was measured once.
+the middle half, as a part of the median. Of what was measured once the repeats are the steps of that measure, which
+follow each other; *once* stands where it had no steps. *Wherry is* says how many times as good Wherry is as that system
+in the same case and place: above 1, Wherry is better; ∞ where it adds nothing that could be measured. *of limit* is the
+part that is reached of what bounds it.
 """
 
 

@@ -54,7 +54,8 @@ MODELS: dict[str, Recipe] = {
 class Turn:
     """One measure of one system."""
 
-    seconds: float
+    # Of each step, until the last rank has taken it.
+    steps: list[float]
     # Of all ranks together: that is what the machine must have.
     peak_bytes: int
     # Before a model was built: Python, torch and the system itself.
@@ -65,6 +66,15 @@ class Turn:
     memory: list[dict[str, Any]]
     # From disks, by all ranks, in all the steps that were timed.
     read_bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(self.steps)
+
+
+def repeats_of(turns: Sequence[Turn]) -> list[float]:
+    """Seconds of a step: the median of each measure, or of one measure the steps themselves."""
+    return [turn.seconds for turn in turns] if len(turns) > 1 else list(turns[0].steps)
 
 
 class Entry:
@@ -100,7 +110,7 @@ class Entry:
             return None
         losses = [b["losses"] + t["losses"] for b, t in zip(built, timed, strict=True)]
         return Turn(
-            seconds=statistics.median(max(step) for step in zip(*(t["seconds"] for t in timed), strict=True)),
+            steps=[max(step) for step in zip(*(t["seconds"] for t in timed), strict=True)],
             peak_bytes=sum(t["peak_bytes"] for t in timed),
             empty_bytes=sum(b["empty_bytes"] for b in built),
             losses=[statistics.fmean(step) for step in zip(*losses, strict=True)],
@@ -134,7 +144,7 @@ def _rows(entry: Entry, turns: Sequence[Turn], oracle: Sequence[Turn | None]) ->
     difference = None
     if expected is not None:
         difference = max(abs(a - b) / abs(b) for t in turns for a, b in zip(t.losses, expected, strict=True))
-    seconds = [turn.seconds for turn in turns]
+    seconds = repeats_of(turns)
     states = bounds.states_bytes(entry.system, recipe.parameters, entry.ranks, recipe.dtype)
     rows = [
         bench.row(
@@ -159,8 +169,8 @@ def _rows(entry: Entry, turns: Sequence[Turn], oracle: Sequence[Turn | None]) ->
         ),
     ]
     alone = [turn.seconds for turn in oracle if turn is not None]
-    if alone and len(alone) == len(seconds) and (entry.ranks, entry.label) != (1, ORACLE):
-        rows[0]["of_limit"] = bench.paired_ratio(alone, seconds)
+    if alone and len(alone) == len(turns) and (entry.ranks, entry.label) != (1, ORACLE):
+        rows[0]["of_limit"] = bench.paired_ratio(alone, [turn.seconds for turn in turns])
     rows[1]["of_limit"] = (rows[1]["empty_bytes"] + states) / rows[1]["value"]
     return rows
 
