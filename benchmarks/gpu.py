@@ -149,7 +149,7 @@ class Session:
 
     def time(self, name: str, steps: int, batch: int, *, another: bool = False) -> dict[str, Any]:
         """A timed block of steps, if there is time for it. `another` batch is one that was not taken before."""
-        need = (steps + another) * batch * self._pace[name]
+        need = (steps + 1) * batch * self._pace[name]  # one that is not counted comes first
         more = {"batch": batch} if another else {}
         found: dict[str, Any] = self.ask(need, do="time", name=name, steps=steps, **more)
         self._pace[name] = found["seconds"] / batch
