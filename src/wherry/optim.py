@@ -166,8 +166,8 @@ class _CPUOptimizer(torch.optim.Optimizer):
 
     def _begin_state(self, p: Tensor, group: Group) -> dict[str, Any]:
         state = self.state[p]
-        if self.counts_steps and "step" not in state:
-            state["step"] = torch.tensor(0.0)
+        if self.counts_steps and not isinstance(state.get("step"), Tensor):
+            state["step"] = torch.tensor(float(state.get("step", 0)))  # saved as a number by older versions of torch
         for name in self.moments:
             if name not in state:
                 state[name] = _room_beside(p, torch.float32).fill_(self._first_value(group))
@@ -239,6 +239,7 @@ class _CPUOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         params: list[Tensor] = []
+        states: list[dict[str, Any]] = []
         grads: list[Tensor] = []
         rules: list[Rule] = []
         for group in self.param_groups:
@@ -249,43 +250,45 @@ class _CPUOptimizer(torch.optim.Optimizer):
                 grads.append(self._gradient(p))
                 params.append(p)
                 state = self._begin_state(p, group)
+                states.append(state)
                 step = int(state["step"]) + 1 if self.counts_steps else 1
                 if step not in known:
                     known[step] = self.rule(group, step)
                 rules.append(known[step])
         if params:
-            self._update(params, grads, rules)
+            self._update(params, states, grads, rules)
         return loss
 
-    def _update(self, params: list[Tensor], grads: list[Tensor], rules: list[Rule]) -> None:
+    def _update(
+        self, params: list[Tensor], states: list[dict[str, Any]], grads: list[Tensor], rules: list[Rule]
+    ) -> None:
         # What cannot be updated is told before anything has changed.
-        plan = self._plan_of(params)
-        for p in params:
+        plan = self._plan_of(params, states)
+        for p, state in zip(params, states, strict=True):
             if p.dtype is torch.float16:
-                self._refresh_master(p, self.state[p]["master"])
+                self._refresh_master(p, state["master"])
         plan.run(rules, pool=self._pool, grads=grads)
         if self.counts_steps:
-            for p in params:
-                self.state[p]["step"] += 1
+            torch._foreach_add_([state["step"] for state in states], 1)
         # The kernels write behind autograd's back; this lets it notice saved tensors that have changed.
         torch.autograd.graph.increment_version(params)
         self._left = {p: (p._version, p.data_ptr()) for p in params if p.dtype is torch.float16}
 
-    def _plan_of(self, params: list[Tensor]) -> native.Plan:
-        if self._plan is None or self._places != self._places_of(params):
+    def _plan_of(self, params: list[Tensor], states: list[dict[str, Any]]) -> native.Plan:
+        if self._plan is None or self._places != self._places_of(params, states):
             for p in params:
                 self._check(p)
                 self._lay_state(p)
-            self._plan, self._places = self._make_plan(params), self._places_of(params)
+            self._plan, self._places = self._make_plan(params), self._places_of(params, states)
         return self._plan
 
-    def _places_of(self, params: list[Tensor]) -> list[Any]:
+    def _places_of(self, params: list[Tensor], states: list[dict[str, Any]]) -> list[Any]:
         """Where the parameters and their states lie: users move the ones and replace the others."""
-        states = (map(self.state[p].__getitem__, self._names(p)) for p in params)
-        return [
-            (p.data_ptr(), p.shape, p.stride(), *map(Tensor.data_ptr, state))
-            for p, state in zip(params, states, strict=True)
-        ]
+        found: list[Any] = []
+        for p, state in zip(params, states, strict=True):
+            found += p.data_ptr(), p.shape, p.stride()
+            found += [state[name].data_ptr() for name in self._names(p)]
+        return found
 
 
 class CPUAdam(_CPUOptimizer):

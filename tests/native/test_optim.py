@@ -402,10 +402,12 @@ def test_a_state_dict_of_another_optimizer_or_version():
         adam.load_state_dict(lion.state_dict())
     assert adam.state_dict() == before
     assert not adam._optimizer_load_state_dict_pre_hooks and not adam._optimizer_load_state_dict_post_hooks
-    # Groups that do not name every option: of earlier versions of torch.
-    adam.load_state_dict({"state": {}, "param_groups": [{"params": [0], "lr": 0.25}]})
+    # Groups that do not name every option, and steps that are numbers: of earlier versions of torch.
+    state = {"step": 3, "exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)}
+    adam.load_state_dict({"state": {0: state}, "param_groups": [{"params": [0], "lr": 0.25}]})
     assert (adam.param_groups[0]["lr"], adam.param_groups[0]["decoupled_weight_decay"]) == (0.25, False)
     adam.step()
+    assert torch.equal(adam.state[p]["step"], torch.tensor(4.0))
 
 
 def test_hooks_of_loading_see_and_change_what_is_loaded():
