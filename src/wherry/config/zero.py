@@ -64,8 +64,8 @@ class OffloadOptimizer(Block):
     nvme_path: Folders | None = key(None, "Folder, or list of folders, for optimizer state on disk.")
     buffer_count: Integer = key(
         4,
-        "Units whose optimizer state may be in host memory at once, on its way from disk or to it. With before_use, "
-        "all but one of them are read while the backward ends.",
+        "Units whose optimizer state may be in host memory at once, on its way from disk or to it. With before_use "
+        "all but one of them are read while the backward ends, with in_backward one.",
         ge=1,
     )
     buffer_size: Size | None = key(None, "Elements of one such buffer.", inert=_POOLED, ge=1)

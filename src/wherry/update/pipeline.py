@@ -142,6 +142,8 @@ class Updater:
         """All flats have been adopted; these are their gradients from now on."""
         self._fill()
         self._all_in_place = all(batch.in_place for batch in self.batches)
+        if self.reads_ahead and self.policy.when == "in_backward":
+            self._crew.depth = max(1, self.policy.depth - 1)  # one buffer is for what is read ahead
         gradient_of = {gradient.flat: gradient for gradient in gradients}
         for batch in self.batches:
             batch.gradients = [gradient_of[state.flat] for state in batch.states]
@@ -165,19 +167,19 @@ class Updater:
     @property
     def reads_ahead(self) -> bool:
         """Whether the next forward waits for records on disk."""
-        return self.policy.when == "before_use" and any(batch.on_disk for batch in self.batches)
+        return self.policy.when in ("before_use", "in_backward") and any(batch.on_disk for batch in self.batches)
 
     def read_ahead(self) -> None:
         """In a backward: begin to read what the next forward will wait for first.
 
         One buffer of those that there may be is left for whatever else; buffers that the last updates still write from
-        are not there.
+        are not there. Where updates run in the backward too, it is one record, whose update is the last to begin.
         """
         busy = {batch for batch, job in self._storing.items() if not job.done()}
-        room = self.policy.depth - 1 - len(busy)
+        room = self.policy.depth - 1 - len(busy) if self.policy.when == "before_use" else min(1, self.policy.depth - 1)
         wanted = [batch for batch in self.batches if batch.on_disk][: max(0, room)]
         for batch in wanted:
-            if batch in busy:
+            if batch in busy or batch in self._pending:
                 return
             if batch in self._reading:
                 continue
