@@ -1,6 +1,6 @@
 """Fine-tune a language model with LoRA: transformers' Trainer on Wherry, ZeRO-3, the frozen weights partitioned too.
 
-    pip install 'wherry[transformers]'
+    pip install '.[transformers]'          (in a clone of Wherry)
     wherry run --num_gpus 2 examples/finetune_lora.py --model path/to/model --text notes.txt
 
 Without --model a tiny random one is made on the spot, and without --text it learns this file.

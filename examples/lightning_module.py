@@ -1,6 +1,6 @@
 """A LightningModule on Wherry: the module is Lightning's, and the strategy is Wherry's.
 
-pip install 'wherry[lightning]'
+pip install '.[lightning]'         (in a clone of Wherry)
 wherry run --num_gpus 2 examples/lightning_module.py
 """
 

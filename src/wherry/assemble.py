@@ -22,7 +22,7 @@ from wherry.engine import Engine, Parts
 from wherry.errors import ConfigError, WherryError
 from wherry.fake import is_fake
 from wherry.nn.tiled import tile
-from wherry.observe.log import follow, say
+from wherry.observe.log import follow, logger, say
 from wherry.parallel import topology as topologies
 from wherry.parallel.merged import Merging
 from wherry.sharding.access import refuse_taken
@@ -42,6 +42,14 @@ from wherry.update.clipping import sum_squares
 from wherry.update.loss_scale import LossScaler
 from wherry.update.optimizer import OptimizerSpec, ShardedOptimizer, describe, from_config
 from wherry.update.pipeline import Updater
+
+# Classes of torch that do with a model what an engine does, and the names that people know them by.
+_WRAPPERS = {
+    "DataParallel": "DataParallel",
+    "DistributedDataParallel": "DistributedDataParallel",
+    "FullyShardedDataParallel": "FullyShardedDataParallel",
+    "FSDPModule": "fully_shard",
+}
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 
@@ -132,6 +140,9 @@ def _assemble(
         say("%s", note)
     refuse_taken(model)
     refuse_whole(model)
+    _refuse_wrapped(model)
+    if topology.data.size > 1 and topology.data.rank == 0:
+        _warn_of_max_norm(model)
     placement = resolved.placement()
     if placement.parameters.partitioned:
         live = resolved.zero_optimization.stage3_max_live_parameters
@@ -252,6 +263,28 @@ def _assemble(
             autocast_inputs=torch.float16 if fp16.enabled and fp16.auto_cast else None,
         ),
     )
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    """A wrapper that shards weights or reduces gradients would do it once more, or to parts of them."""
+    for name, module in model.named_modules():
+        found = next((base for base in type(module).__mro__ if base.__name__ in _WRAPPERS), None)
+        if found is not None and found.__module__.startswith("torch."):
+            where = f"its part {name} is" if name else "it is"
+            raise WherryError(
+                f"model: {where} wrapped already, by torch's {_WRAPPERS[found.__name__]}; give initialize the model as "
+                "it was before that"
+            )
+
+
+def _warn_of_max_norm(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            logger.warning(
+                "%s: max_norm rescales the rows that a rank looks up, on that rank alone: ranks would come to have "
+                "different weights, and partitioned weights forget it; leave it out, and rescale the weight after a "
+                "step inside wherry.gathered", name or "model",
+            )  # fmt: skip
 
 
 def resolve_config(config: Any, config_params: Any, args: Any) -> Config:

@@ -35,6 +35,7 @@ def _parts(engine: Engine) -> list[Callable[[], object]]:
         engine._access.close,
         engine._offstage.close,
         *([engine._updater.close] if engine._updater is not None else []),
+        *([engine.optimizer.close] if engine.optimizer is not None else []),
         engine._gradients.close,
         *(flat.close for unit in engine.units for flat in unit.travelling),
         engine.units.clear,

@@ -11,7 +11,7 @@ import torch
 
 from wherry import native
 from wherry.config import Config
-from wherry.errors import ConfigError
+from wherry.errors import ConfigError, WherryError
 from wherry.parallel.partition import local
 from wherry.parallel.topology import Topology
 from wherry.placement import Placement, Resting, Tier
@@ -20,7 +20,7 @@ from wherry.sharding.grouping import UnitPlan
 from wherry.sharding.unit import Flat
 from wherry.tiers.budget import check_host, host_room
 from wherry.tiers.disk import DiskStore
-from wherry.tiers.disk_errors import DiskSpaceError, human
+from wherry.tiers.disk_errors import DiskSpaceError, DiskUseError, human
 from wherry.tiers.homes import DiskHome, Home, MemoryHome, Shelf
 from wherry.tiers.streams import Link, link_to
 from wherry.update.optimizer import OptimizerSpec
@@ -67,26 +67,29 @@ class Tiering:
         """Without a device of its own, memory of the host is the device's."""
         return Tier.DEVICE if tier is Tier.HOST and self.link.shared else tier
 
-    def _store(self, folders: str | Sequence[str]) -> DiskStore:
-        """The store on these folders, opened when it is first needed."""
+    def _store(self, folders: str | Sequence[str], block: str) -> DiskStore:
+        """The store on these folders, which a block of the config names; opened when it is first needed."""
         key = (folders,) if isinstance(folders, str) else tuple(folders)
         store = self._open_stores.get(key)
         if store is None:
             aio = self.config.aio
-            store = self._open_stores[key] = self.topology.open_store(
-                list(key),
-                name=f"rank{self.topology.global_rank}",
-                block_size=aio.block_size,
-                queue_depth=aio.queue_depth * max(1, aio.intra_op_parallelism),
-                checksum=aio.checksum,
-            )
+            try:
+                store = self._open_stores[key] = self.topology.open_store(
+                    list(key),
+                    name=f"rank{self.topology.global_rank}",
+                    block_size=aio.block_size,
+                    queue_depth=aio.queue_depth * max(1, aio.intra_op_parallelism),
+                    checksum=aio.checksum,
+                )
+            except DiskUseError as error:
+                raise DiskUseError(f"zero_optimization.{block}.nvme_path: {error}") from error
         return store
 
     def _for_weights(self) -> Shelf:
         if self._weights_shelf is None:
             folders = self.config.zero_optimization.offload_param.nvme_path
             assert folders is not None
-            self._weights_shelf = Shelf(self._store(folders), self._weights_pool)
+            self._weights_shelf = Shelf(self._store(folders, "offload_param"), self._weights_pool)
         return self._weights_shelf
 
     def _for_records(self) -> Shelf:
@@ -94,7 +97,7 @@ class Tiering:
         if self._records_shelf is None:
             folders = self.config.zero_optimization.offload_optimizer.nvme_path
             assert folders is not None
-            self._records_shelf = Shelf(self._store(folders), self.link.host)
+            self._records_shelf = Shelf(self._store(folders, "offload_optimizer"), self.link.host)
         return self._records_shelf
 
     def home_of(self, name: str, nbytes: int) -> Home | None:
@@ -128,6 +131,11 @@ class Tiering:
         if tier is not Tier.DEVICE and self._stays >= flat.layout.payload:
             self._stays -= flat.layout.payload
             tier = Tier.DEVICE
+        if tier is Tier.DISK and flat.dtype.itemsize > torch.float32.itemsize:
+            raise WherryError(
+                f"{flat.name}: it has {flat.dtype} weights, and optimizer state on disk is for those of at most 32 "
+                'bits: cast the model, or offload_optimizer to "cpu"'
+            )
         tier = self._effective(tier)
         # An update reaches weights on its own side only, and a delayed one must leave them alone for a while.
         on_host = tier is not Tier.DEVICE or self.link.shared

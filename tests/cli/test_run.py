@@ -81,6 +81,8 @@ def test_contradictions_are_told(flags, message):
 def test_a_script_that_is_not_there_is_told_before_anything_starts(tmp_path):
     with pytest.raises(WherryError, match=r"nope\.py: there is no such script; a module goes with --module"):
         main(["--nproc", "2", str(tmp_path / "nope.py")])
+    with pytest.raises(WherryError, match="this is a folder; name the script in it"):
+        main(["--nproc", "2", str(tmp_path)])
 
 
 def test_more_gpus_than_there_are_is_a_mistake_only_where_there_are_some(monkeypatch):

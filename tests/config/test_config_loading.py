@@ -182,6 +182,8 @@ def test_an_unknown_key_deep_inside():
     (problem,) = problems({"aio": {"blok_size": 1}})
     assert (problem.path, problem.line) == ("aio.blok_size", None)
     assert '"block_size"' in problem.message
+    (problem,) = problems({"zero_optimization": {"zero_optimization": {"stage": 3}}})
+    assert problem.message.endswith('did you mean "zero_optimization" at the top?')
 
 
 @pytest.mark.parametrize(
@@ -195,7 +197,8 @@ def test_an_unknown_key_deep_inside():
         ({"fp16": {"enabled": "yes"}}, "fp16.enabled", ["expected true or false", '"yes"']),
         ({"fp16": True}, "fp16", ["expected an object", '{"enabled": true}', "got true"]),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage", ["0, 1, 2 or 3", "got 4"]),
-        ({"zero_optimization": 3}, "zero_optimization", ["expected an object", "got 3"]),
+        ({"zero_optimization": 3}, "zero_optimization", ["expected an object", '{"stage": 2}', "got 3"]),
+        ({"zero_optimization": {"offload_param": "cpu"}}, "zero_optimization.offload_param", ['{"device": "cpu"}']),
         ({"communication_data_type": "fp8"}, "communication_data_type", ["'fp16'".replace("'", '"'), "fp8"]),
         ({"wherry": {"unit_classes": "Block"}}, "wherry.unit_classes", ["expected a list", '"Block"']),
         ({"wherry": {"host_memory": "3 potatoes"}}, "wherry.host_memory", ["3GB", "potatoes"]),
@@ -234,6 +237,9 @@ def test_sources_that_are_none(tmp_path):
     binary = tmp_path / "b.json"
     binary.write_bytes(b"{\xff\xfe}")
     assert "UTF-8" in problems(binary)[0].message
+    empty = tmp_path / "e.json"
+    empty.write_text("\n")
+    assert "is empty; write {}" in problems(empty)[0].message
     listed = tmp_path / "l.json"
     listed.write_text("[1, 2]")
     assert "expected an object" in problems(listed)[0].message

@@ -35,6 +35,10 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
 
 
+def on_disk(folder: str) -> dict[str, Any]:
+    return CONFIG | {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": folder}}}
+
+
 # The config.
 
 FORMS: dict[str, Callable[[Path], Any]] = {
@@ -187,15 +191,44 @@ def test_parameters_and_optimizers_in_every_form(form: str, maker: str) -> None:
         ({"training_data": DataLoader([1, 2])}, "training_data: .*got DataLoader"),
         ({"lr_scheduler": lambda optimizer: None, "config": {}}, "lr_scheduler: this engine has no optimizer"),
         ({"lr_scheduler": ConstantLR(torch.optim.SGD(net().parameters())), "config": {}}, "engine has no optimizer"),
+        ({"config": on_disk("/nowhere")}, "offload_optimizer.nvme_path: disk path '/nowhere' is not a directory"),
+        ({"config": on_disk("."), "model": net().double()}, r"0: it has torch.float64 weights, .* at most 32 bits"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_what_does_not_fit_is_told(given: dict[str, Any], message: str) -> None:
-    model = net()
+    model = given.get("model") or net()
     with pytest.raises(WherryError, match=message):
         wherry.initialize(**{"model": model, "config": CONFIG, **given})
     # And nothing is left of it: the model may be given again.
     wherry.initialize(model=model, config=CONFIG)[0].close()
+
+
+def test_a_model_that_something_else_shards_or_reduces_is_refused() -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    class Sharded(FSDPModule, nn.Linear):
+        """As `fully_shard` leaves a layer."""
+
+    sharded = nn.Linear(4, 4)
+    sharded.__class__ = Sharded
+    for model, told in (
+        (nn.DataParallel(net()), "model: it is wrapped already, by torch's DataParallel; give initialize the model as"),
+        (nn.Sequential(sharded), "model: its part 0 is wrapped already, by torch's fully_shard"),
+    ):
+        with pytest.raises(WherryError, match=told):
+            wherry.initialize(model=model, config=CONFIG)
+
+
+def test_an_embedding_that_rescales_itself_is_told_of_where_ranks_would_differ(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = nn.Sequential(nn.Embedding(4, 4, max_norm=1.0))
+    run_ranks(2, lambda comm: wherry.initialize(model=copy.deepcopy(model), config=CONFIG, mesh=comm)[0].close())
+    assert "0: max_norm rescales the rows" in caplog.text
+    caplog.clear()
+    wherry.initialize(model=model, config=CONFIG)[0].close()
+    assert "max_norm" not in caplog.text
 
 
 @pytest.mark.parametrize("form", ["a list", "named", "groups", "a part", "nothing"])
@@ -245,9 +278,7 @@ def test_a_scheduler_in_every_form_goes_before_the_configs(form: str, caplog: py
     given = give(model)
     warmup = {"type": "WarmupLR", "params": {"warmup_max_lr": 9.0}}
     with caplog.at_level(logging.INFO, logger="wherry"):
-        engine, optimizer, _, schedule = wherry.initialize(
-            model=model, config={**CONFIG, "scheduler": warmup}, **given
-        )
+        engine, optimizer, _, schedule = wherry.initialize(model=model, config={**CONFIG, "scheduler": warmup}, **given)
     told = [record.getMessage() for record in caplog.records]
     assert "scheduler: the config's WarmupLR is not used, as initialize was given one" in told
     assert ("optimizer: the config's SGD is not used, as initialize was given one" in told) == ("optimizer" in given)

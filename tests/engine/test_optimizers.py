@@ -198,6 +198,20 @@ def test_refusals_say_why() -> None:
         wherry.initialize(model=model, config={"optimizer": {"type": "RMSprop", "params": {"learning": 1}}})
 
 
+def test_a_step_of_the_users_own_optimizer_is_refused_as_long_as_the_engine_has_it() -> None:
+    model = TinyLM()
+    mine = adamw(model.parameters())
+    engine, *_ = wherry.initialize(model=model, optimizer=mine)
+    engine(*token_batch(0, 0, 0)).backward()
+    mine.zero_grad()
+    with pytest.raises(WherryError, match=r"AdamW\.step: .* call engine\.step\(\)"):
+        mine.step()
+    engine.step()
+    assert engine.was_step_applied()
+    engine.close()
+    mine.step()
+
+
 def test_an_unknown_optimizer_needs_permission() -> None:
     class Mine(torch.optim.SGD):
         pass

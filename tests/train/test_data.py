@@ -107,6 +107,8 @@ def test_mistakes_are_told(tmp_path):
         load_text(str(tmp_path))
     empty = tmp_path / "empty.txt"
     empty.touch()
+    with pytest.raises(WherryError, match=r"put together in .*empty\.txt, and that fails: .*XDG_CACHE_HOME"):
+        load_text(cache=empty)
     with pytest.raises(WherryError, match="the file is empty"):
         load_text(str(empty))
     short = tmp_path / "short.txt"

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import signal
 
 import pytest
@@ -148,6 +149,22 @@ def test_a_used_folder_is_refused_before_anything_starts(tmp_path, text):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(WherryError, match="holds the metrics of another run"):
         job.check(parse([str(flag) for flag in (*text, "--run-dir", tmp_path)]))
+
+
+def test_what_is_no_folder_and_no_file_is_told_before_anything_starts(tmp_path, text, monkeypatch):
+    file = text[1]
+
+    def told(*flags):
+        with pytest.raises(WherryError) as refused:
+            job.check(parse([str(flag) for flag in (*text, *flags)]))
+        return str(refused.value)
+
+    assert "this is a file, and a folder is needed" in told("--run-dir", file)
+    assert told("--save", file / "below").endswith("cannot be made (Not a directory); give another")
+    assert told("--config", tmp_path).endswith("this is a folder; name the file")
+    assert told("--config", tmp_path / "none.json").endswith("there is no such file")
+    monkeypatch.setattr(job.os, "access", lambda _, mode: mode == os.R_OK)
+    assert "nothing can be written there" in told("--save", tmp_path / "new")
 
 
 def test_runs_of_the_same_second_get_folders_of_their_own(tmp_path, monkeypatch):

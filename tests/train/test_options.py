@@ -147,10 +147,26 @@ def test_larger_models_get_smaller_learning_rates():
     assert rates[0] == 1e-3 and rates == sorted(rates, reverse=True) and rates[-1] > 1e-5
 
 
+def test_help_shows_each_flag_once(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    shown = capsys.readouterr().out
+    assert "  --num-layers N " in shown and "--num_layers" not in shown and "--precision {fp32,bf16,fp16}" in shown
+
+
 def test_counts_are_positive(capsys):
     with pytest.raises(SystemExit) as refused:
         parse(["--steps", "0"])
     assert refused.value.code == 2 and "expected at least 1" in capsys.readouterr().err
+    for flags, told in (
+        (["--steps", "1e3"], "expected a whole number, got '1e3'"),
+        (["--eval-interval", "-3"], "expected at least 0, got -3"),
+        (["--max-restarts", "-1"], "expected at least 0, got -1"),
+        (["--lr-warmup-iters", "-1"], "expected at least 0, got -1"),
+    ):
+        with pytest.raises(SystemExit):
+            parse(flags)
+        assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,9 @@ def test_what_cannot_be_resumed_is_told(tmp_path: Path, text: list[str]) -> None
     assert main([*SMALL, *text, "--run-dir", str(run), "--save-interval", "6"]) == 0
     with pytest.raises(WherryError, match="at step 6 already; give more with --steps"):
         main([*SMALL, *text, "--run-dir", str(run), "--resume", "auto"])
-    with pytest.raises(WherryError, match="is no checkpoint and holds none"):
-        main([*SMALL, *text, "--run-dir", str(run), "--resume", str(tmp_path / "nothing")])
+    for folder, told in (("nothing", "nothing: there is no such folder"), (".", "is no checkpoint and holds none")):
+        with pytest.raises(WherryError, match=told):
+            main([*SMALL, *text, "--run-dir", str(run), "--resume", str(tmp_path / folder)])
 
 
 @pytest.mark.parametrize(("ranks", "micro", "accumulation"), [(1, 8, 3), (2, 6, 2), (3, 8, 1), (4, 6, 1), (12, 2, 1)])

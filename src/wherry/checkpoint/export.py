@@ -168,6 +168,8 @@ def find(path: Path) -> Path:
     """A checkpoint's folder: the one given, or the latest of those in it."""
     if (path / NAME).exists():
         return path
+    if not path.exists():
+        raise CheckpointError(f"{path}: there is no such folder")
     tag = folders.locate(path, None, cleans=False) if path.is_dir() else None
     if tag is None:
         raise CheckpointError(f"{path} is no checkpoint and holds none: there is no {NAME} in it")

@@ -68,7 +68,8 @@ def build_parser(chosen: str = "") -> argparse.ArgumentParser:
         importlib.import_module("wherry.cli.config").add_parser(commands)
     else:
         commands.add_parser("config", help="explain, check and describe the keys of a config")
-    doctor = commands.add_parser("doctor", help="check this machine, and say what to do about what is amiss")
+    meaning = "check this machine, and say what to do about what is amiss"
+    doctor = commands.add_parser("doctor", help=meaning, description=f"{meaning.capitalize()}.")
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
     doctor.set_defaults(function=_doctor)
     version = commands.add_parser("version", help="print the versions of Wherry, Python and torch")

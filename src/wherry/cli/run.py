@@ -83,6 +83,8 @@ def main(argv: list[str]) -> int:
         os.environ.update(environment())
     resolve(arguments, nodes)
     is_script = not (arguments.module or arguments.no_python or arguments.run_path)
+    if is_script and os.path.isdir(arguments.training_script):
+        raise WherryError(f"run: {arguments.training_script}: this is a folder; name the script in it")
     if is_script and not os.path.exists(arguments.training_script):
         raise WherryError(f"run: {arguments.training_script}: there is no such script; a module goes with --module")
     if arguments.follow_stdin:

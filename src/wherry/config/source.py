@@ -111,6 +111,8 @@ def _from_file(path: Path) -> Source:
 
 
 def _from_text(text: str, name: str) -> Source:
+    if not text.strip():
+        raise config_error([Problem("", None, "is empty; write {} to take every default")], name)
     try:
         value, lines = parse(text)
     except TextError as error:

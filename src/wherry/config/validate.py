@@ -15,6 +15,8 @@ from wherry.config.text import KeyPath
 
 Model = TypeVar("Model", bound=Block)
 
+# What a block looks like, by the key that it is mostly about.
+_EXAMPLES = {"enabled": '{"enabled": true}', "stage": '{"stage": 2}', "device": '{"device": "cpu"}'}
 _BOUNDS = {
     "greater_than_equal": ("ge", "at least"),
     "greater_than": ("gt", "more than"),
@@ -80,7 +82,8 @@ def _not_a_choice(expected: str, value: Any) -> str:
 
 def _example(model: type[Block], location: KeyPath) -> str:
     inner = _model_at(model, location)
-    return ' like {"enabled": true}' if inner is not None and "enabled" in inner.model_fields else ""
+    known = inner.model_fields if inner is not None else {}
+    return next((f" like {text}" for name, text in _EXAMPLES.items() if name in known), "")
 
 
 def _suggestion(model: type[Block], location: KeyPath) -> str:
@@ -92,7 +95,7 @@ def _suggestion(model: type[Block], location: KeyPath) -> str:
     around = ".".join(location[:-1])
     moved = [path for path in elsewhere if path.startswith(around) or "." not in path]
     if moved:
-        return f', did you mean "{moved[0]}"?'
+        return f', did you mean "{moved[0]}"{" at the top" if around and "." not in moved[0] else ""}?'
     near = did_you_mean(location[-1], (name for name, field in known.items() if about(field, "effect") != "refused"))
     if near:
         return near

@@ -75,7 +75,8 @@ def check_host(
         return
     whose = "wherry.host_memory allows" if limit is not None else "this machine has free"
     fitting = [f"{words} (then {human(bytes_)})" for words, bytes_ in remedies if bytes_ * ranks <= room]
-    advice = "; what would fit: " + ", or ".join(fitting) if fitting else "; use more ranks on other machines"
+    otherwise = f"; {'raise it, or ' if limit is not None else ''}use more ranks on other machines"
+    advice = "; what would fit: " + ", or ".join(fitting) if fitting else otherwise
     each = f"{human(needed)} on each of {ranks} ranks here" if ranks > 1 else human(needed)
     raise HostMemoryError(
         f"training states need {each} of host memory, and {whose} {human(max(0, room))}: {human(missing)} are "

@@ -62,6 +62,8 @@ def load_text(data: str | None = None, *, cache: Path | None = None, rank: int =
         raise WherryError(f"--data {data}: there is no such file or folder")
     if path.stat().st_size == 0:
         raise WherryError(f"--data {data}: the file is empty")
+    if not os.access(path, os.R_OK):
+        raise WherryError(f"--data {data}: the file cannot be read")
     whole = np.memmap(path, dtype=np.uint8, mode="r")
     cut = len(whole) - max(1, int(len(whole) * _VALIDATION_TAIL))
     return Text(whole[:cut], whole[cut:], str(path))
@@ -103,8 +105,14 @@ def _joined(folder: Path, paths: list[Path], source: str, cache: Path | None, ra
     target = cache / f"text-{key}.bin"
     index = target.with_suffix(".json")
     if not (target.is_file() and index.is_file()):
-        cache.mkdir(parents=True, exist_ok=True)
-        _join(paths, target, index, source, rank)
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            _join(paths, target, index, source, rank)
+        except OSError as error:
+            raise WherryError(
+                f"the text of {source} is put together in {cache}, and that fails: {error.filename or ''} "
+                f"{error.strerror}; let XDG_CACHE_HOME name a folder with room, or give a single file as --data"
+            ) from error
     cut = json.loads(index.read_text())["train_bytes"]
     whole = np.memmap(target, dtype=np.uint8, mode="r")
     return Text(whole[:cut], whole[cut:], source)
@@ -220,9 +228,7 @@ class Share:
         return np.arange(first, first + self.micro, dtype=np.int64)
 
 
-def batches(
-    samples: Samples, share: Share, steps: int, first: int = 0
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def batches(samples: Samples, share: Share, steps: int, first: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """A rank's micro-batches of steps `first` to `steps`, in order."""
     for step in range(first, steps):
         for micro_step in range(share.accumulation):

@@ -42,6 +42,9 @@ def check(options: Options) -> None:
     load_text(options.data).check_length(shape.sequence)
     if options.run_dir is not None and options.resume is None:
         _refuse_used(Path(options.run_dir))
+    for flag, folder in (("--run-dir", options.run_dir), ("--save", options.save)):
+        if folder is not None:
+            _make(Path(folder), flag)
     if options.resume == "auto" and options.save is None and options.run_dir is None:
         raise WherryError("--resume auto: give --save FOLDER or --run-dir FOLDER, so that there is a place to look in")
 
@@ -53,7 +56,9 @@ def given_config(options: Options) -> Mapping[str, Any] | None:
     from wherry.config import load
 
     path = Path(options.config)
-    if not path.is_file():
+    if path.is_dir():
+        raise WherryError(f"--config {options.config}: this is a folder; name the file")
+    if not path.exists():
         raise WherryError(f"--config {options.config}: there is no such file")
     return load(path).given
 
@@ -286,8 +291,21 @@ def _run_dir(options: Options) -> Path:
         while folder.exists():
             number += 1
             folder = Path("runs") / f"{name}-{number}"
-    folder.mkdir(parents=True, exist_ok=True)
+    _make(folder, "--run-dir")
     return folder
+
+
+def _make(folder: Path, flag: str) -> None:
+    """Make a folder where there is none, so that it is told now and not hours later if files cannot be put there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        may_write = os.access(folder, os.W_OK | os.X_OK)
+    except FileExistsError:
+        raise WherryError(f"{flag} {folder}: this is a file, and a folder is needed; give another name") from None
+    except OSError as error:
+        raise WherryError(f"{flag} {folder}: the folder cannot be made ({error.strerror}); give another") from None
+    if not may_write:
+        raise WherryError(f"{flag} {folder}: nothing can be written there; give another folder, or change its mode")
 
 
 def _set_aside(folder: Path) -> None:

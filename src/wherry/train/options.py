@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,8 +78,10 @@ def build_parser() -> argparse.ArgumentParser:
     """Flags under the names of Megatron-style scripts; each may be written with dashes or underscores."""
     parser = argparse.ArgumentParser(
         prog="wherry train",
+        usage="%(prog)s [FLAG ...]",
+        formatter_class=_Dashed,
         description="Pre-train a GPT-2 on byte-level text. With no flag: 11M parameters, ZeRO-3 over two ranks, the "
-        "standard library's sources, a few minutes on two CPU cores.",
+        "standard library's sources, a few minutes on two CPU cores. Every flag may be written with underscores too.",
         epilog="Everything else is a key of the config: --set zero_optimization.offload_optimizer.device=cpu",
     )
     model = parser.add_argument_group("model")
@@ -110,7 +112,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add(train, "--lr", type=float, help="peak learning rate of AdamW (default: 1e-3 at 11M, less for larger models)")
     _add(train, "--weight-decay", type=float, help="of AdamW (default: 0.1)")
     _add(train, "--clip-grad", type=float, help="gradients are clipped to this norm (default: 1.0; 0: not at all)")
-    _add(train, "--lr-warmup-iters", dest="warmup", type=int, help="steps until the peak (default: a tenth)")
+    _add(train, "--lr-warmup-iters", dest="warmup", type=_none_or_more, help="steps until the peak (default: a tenth)")
     _add(train, "--precision", choices=("fp32", "bf16", "fp16"), help="default: bf16 on a GPU that has it, else fp32")
     for dtype in ("bf16", "fp16"):
         _add(train, f"--{dtype}", dest="precision", action="store_const", const=dtype, help=f"--precision {dtype}")
@@ -128,16 +130,33 @@ def build_parser() -> argparse.ArgumentParser:
     _add(run, "--data", metavar="PATH", help="a text file, or a folder of them")
     _add(run, "--run-dir", metavar="FOLDER", help="where metrics and config go (default: runs/<date>-<name>)")
     _add(run, "--log-interval", type=_positive, help="steps between lines (default: 1 on a CPU, 10 on a GPU)")
-    _add(run, "--eval-interval", type=int, default=0, help="steps between validations (default: at the end only)")
+    _add(
+        run, "--eval-interval", type=_none_or_more, default=0,
+        help="steps between validations (default: at the end only)",
+    )  # fmt: skip
     _add(run, "--eval-iters", dest="eval_batches", type=_positive, default=8, help="batches of a validation")
     _add(run, "--save", metavar="FOLDER", help="where checkpoints go (default: in the run's folder)")
     _add(run, "--save-interval", type=_positive, default=0, help="steps between checkpoints (default: none)")
     _add(run, "--keep-last", type=_positive, metavar="N", help="keep the last N checkpoints (default: all)")
     _add(run, "--async-save", action="store_true", help="write checkpoints while training goes on")
     _add(run, "--resume", metavar="auto|PATH", help="go on from a checkpoint; auto: the newest whole one, if any")
-    _add(run, "--max-restarts", type=int, default=0, metavar="N", help="start the ranks anew when one dies, N times")
+    _add(
+        run, "--max-restarts", type=_none_or_more, default=0, metavar="N",
+        help="start the ranks anew when one dies, N times",
+    )  # fmt: skip
     _add(run, "--nproc", "--num-gpus", type=_positive, help="ranks (default: one per GPU, or two)")
     return parser
+
+
+class _Dashed(argparse.HelpFormatter):
+    """Shows each flag with dashes: the same with underscores would make the page twice as long."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        shown = [name for name in action.option_strings if "_" not in name]
+        if not shown or action.nargs == 0:
+            return ", ".join(shown)
+        value = self._format_args(action, "N" if action.type is not None else action.dest.upper())
+        return f"{', '.join(shown)} {value}"
 
 
 def _add(group: Any, *names: str, **settings: Any) -> None:
@@ -145,11 +164,20 @@ def _add(group: Any, *names: str, **settings: Any) -> None:
     group.add_argument(*spelled, **settings)
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, got {value}")
-    return value
+def _at_least(least: int) -> Callable[[str], int]:
+    def check(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}") from None
+        if value < least:
+            raise argparse.ArgumentTypeError(f"expected at least {least}, got {value}")
+        return value
+
+    return check
+
+
+_positive, _none_or_more = _at_least(1), _at_least(0)
 
 
 def parse(argv: list[str]) -> Options:

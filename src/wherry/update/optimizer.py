@@ -141,6 +141,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # The very groups of the user's optimizer: a scheduler built on either moves both.
         self.param_groups = instance.param_groups
         self.instance = instance
+        # Its parameters have no gradients of their own: a step of it would do nothing, in silence.
+        self._guard = instance.register_step_pre_hook(_refuse_step)
         self._update = update
         self._drop = drop
         # True when the last step was skipped for non-finite gradients.
@@ -167,6 +169,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group, values in zip(self.param_groups, given, strict=True):
             group.update({key: value for key, value in values.items() if key != "params"})
 
+    def close(self) -> None:
+        """The engine has ended: the user's optimizer may be used by itself again."""
+        self._guard.remove()
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "instance"):
             raise WherryError(
@@ -174,3 +180,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "give every parameter to the optimizer first"
             )
         super().add_param_group(param_group)
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
+    name = type(optimizer).__name__
+    raise WherryError(
+        f"{name}.step: this {name} was given to wherry.initialize, and the engine has the gradients and the state: by "
+        "itself it would update nothing; call engine.step(), or step() of the optimizer that wherry.initialize returned"
+    )
