@@ -161,11 +161,14 @@ def test_what_was_measured_while_others_worked_is_not_kept(
 def test_rates_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     typical = rates._typical
     monkeypatch.setattr(rates, "_typical", lambda work, device, seconds=0.0: typical(work, device, 0.0))
+    before = torch.get_rng_state()
     found = rates.measure(tmp_path)
+    assert torch.equal(torch.get_rng_state(), before)
     seen = (found.matrix, found.matrix_fp32, found.stream, found.slow, found.disk_read, found.disk_write, found.link)
     assert found.measured and all(rate > 1e6 for rate in seen)
     assert 1e-8 < found.overhead < 1e-2 and 0 <= found.sharing < 1 and found.cores >= 1 and found.disk_work >= 0
-    assert found.by_tanh > 0
+    assert found.by_tanh > 0 and found.block > 0 and found.block_fp32 > 0
+    assert found.block != 1 != found.block_fp32
     assert all(part > 0 for row in (*found.attention, *found.attention_fp32) for part in row)
     sizes, cached = zip(*found.cached, strict=True)
     assert sorted(sizes) == list(sizes) and all(rate > 1e6 for rate in cached) and found.disk_both > 1e6
@@ -206,6 +209,8 @@ def test_what_a_host_computes_at_rates_of_its_own() -> None:
     by_tokens = replace(plain, attention_fp32=table)
     assert compute(by_tokens, 32) > 2 * compute(plain, 32)
     assert compute(by_tokens, 256) == pytest.approx(compute(plain, 256), rel=0.05)
+    assert compute(replace(plain, block_fp32=1.5)) == pytest.approx(1.5 * compute(plain))
+    assert compute(replace(plain, block=1.5)) == compute(plain)
     shared = replace(plain, cores=2, sharing=1e-3)
     assert compute(shared) > compute(plain) + 0.01
     assert compute(shared, ranks=2) == compute(plain, ranks=2)  # each has a core

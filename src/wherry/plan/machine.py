@@ -64,6 +64,9 @@ class Machine:
     # A host's cores, and the seconds that an operation loses where several of them share it.
     cores: int = 1
     sharing: float = 0.0
+    # On the host a block takes so many times as long as its operations one by one: in half precision, and in fp32.
+    block: float = 1.0
+    block_fp32: float = 1.0
     # The host's caches: the rate of an operation by the bytes that it reads and writes, where it was measured.
     cached: tuple[tuple[float, float], ...] = ()
     # The disk's rate, all bytes counted, where reads and writes at the same time slow each other; 0 where they do not.

@@ -18,7 +18,7 @@ from wherry.observe.memory import host_memory
 from wherry.plan.kept import cache_folder
 from wherry.plan.machine import Machine
 
-VERSION = 4
+VERSION = 5
 # Cores that others may keep busy while rates are measured that are to be kept.
 BUSY = 0.5
 # Where Linux shows that it has a driver of a GPU.

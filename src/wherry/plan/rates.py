@@ -10,6 +10,7 @@ import time
 import timeit
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -17,14 +18,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
 
+from wherry import config as configs
 from wherry.observe.log import logger
 from wherry.observe.memory import host_memory
 from wherry.plan.machine import GB, HOST_NETWORK, Machine
+from wherry.plan.peaks import Setting
 from wherry.plan.probe import cores, processor
+from wherry.plan.roofline import step_time
+from wherry.plan.trace import profile
 
 
+@torch.random.fork_rng()
 def measure(folder: Path) -> Machine:
+    """What of the machine is asked for takes some seconds. The caller's random numbers stay as they were."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = torch.device("cuda", 0) if gpus else torch.device("cpu")
     memory = host_memory()
@@ -34,7 +43,7 @@ def measure(folder: Path) -> Machine:
     half = torch.bfloat16
     overhead, slow = _overhead(device), _slow(device)
     matrix, matrix_fp32 = _matrix(device, half), _matrix(device, torch.float32)
-    return Machine(
+    machine = Machine(
         name=name,
         gpus=gpus,
         gpu_memory=torch.cuda.get_device_properties(0).total_memory if gpus else 0,
@@ -61,6 +70,9 @@ def measure(folder: Path) -> Machine:
         cached=() if gpus else _cached(overhead),
         measured=True,
     )
+    if gpus:
+        return machine
+    return replace(machine, block=_block(machine, half), block_fp32=_block(machine, torch.float32))
 
 
 def _typical(work: Callable[[], object], device: torch.device, seconds: float = 0.3) -> float:
@@ -133,6 +145,43 @@ def _attention_of(device: torch.device, dtype: torch.dtype, matrix: float, lengt
     # As a profile counts them: scores and sums, and in the backward the scores once more.
     flops = 4.0 * batch * heads * length * length * width
     return flops / there / matrix, 2.5 * flops / again / matrix
+
+
+class _Block(nn.Module):
+    """A transformer's block: what it keeps for its backward is in no cache when that comes."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.mix, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.mix(self.norm(x)).unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(-2)
+        x = x + self.out(mixed)
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+def _block(machine: Machine, dtype: torch.dtype) -> float:
+    """Forward and backward of a few blocks, against what is forecast of their operations one by one."""
+    width, heads, tokens, batch = 512, 8, 256, 2
+
+    def build(micro_batch: int) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+        blocks = nn.Sequential(*(_Block(width, heads) for _ in range(4)))
+        return blocks, (torch.zeros(micro_batch, tokens, width, dtype=dtype),), {}
+
+    config = configs.load({"bf16": {"enabled": dtype is torch.bfloat16}, "train_micro_batch_size_per_gpu": batch})
+    forecast = step_time(profile(build, batch, dtype), Setting.of(config, 1), machine)
+    model, (x,), _ = build(batch)
+    model = model.to(dtype)
+
+    def work() -> None:
+        model(x).sum().backward()
+        model.zero_grad()
+
+    return _typical(work, torch.device("cpu"), 0.5) / forecast.terms["compute"]
 
 
 def _pcie(device: torch.device) -> float:

@@ -140,6 +140,7 @@ def _compute(profile: Profile, setting: Setting, machine: Machine, share: int) -
         seconds = seconds + machine.overhead
         if machine.cores > share:
             seconds = seconds + machine.sharing * ((done.flops > 0) | (done.bytes > ONE_CORE))
+        seconds = seconds * (machine.block_fp32 if setting.cost.parameters == 4 else machine.block)
     backward = float(seconds[done.backward].sum())
     return float(seconds.sum()) - backward, backward
 
