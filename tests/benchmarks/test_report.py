@@ -20,7 +20,9 @@ UNITS = {
     "tokens per second": ("tokens", 1.0), "TFLOPS": ("operations", 1e-12), "TFLOP/s": ("operations", 1e-12),
     "times as fast": ("ratio", 1.0), "times faster": ("ratio", 1.0), "times the speed": ("ratio", 1.0),
     "×": ("ratio", 1.0), "x faster": ("ratio", 1.0), "x": ("ratio", 1.0),
-    "% faster": ("more", 100.0), "% slower": ("less", 100.0), "% of": ("ratio", 100.0),
+    "times less": ("ratio", 1.0), "times as much": ("ratio", 1.0), "times as many": ("ratio", 1.0),
+    "% faster": ("more", 100.0), "% more": ("more", 100.0), "% slower": ("less", 100.0), "% less": ("less", 100.0),
+    "% of": ("ratio", 100.0),
 }  # fmt: skip
 FIGURE = re.compile(
     r"(?<![\w.])(\d[\d,]*(?:\.\d+)?)(?:(x)|\s?("
@@ -28,7 +30,10 @@ FIGURE = re.compile(
     + r"))(?![\w/])"
 )
 # The same without a digit: there must be a file at least.
-CLAIM = re.compile(r"\b(?:twice|thrice|half|\w+ times) (?:as fast|as slow|faster|slower|the speed|the time)\b")
+CLAIM = re.compile(
+    r"\b(?:twice|thrice|half|\w+ times) "
+    r"(?:as fast|as slow|as much|faster|slower|less|the speed|the time|the memory)\b"
+)
 FILE = re.compile(r"benchmarks/results/([\w.-]+\.json)")
 
 

@@ -10,6 +10,7 @@ from tests.forks import Forks
 from benchmarks import (
     activations,
     bounds,
+    checkpoint,
     construction,
     forecast,
     fragments,
@@ -254,6 +255,19 @@ def test_a_layer_beyond_the_budget(tmp_path, capsys):
     assert live["tiles"] > width * width * 4 / budget and live["losses"][1] < live["losses"][0]
     assert [child.name for child in tmp_path.iterdir()] == ["tiling.json"]
     assert "live parameters" in capsys.readouterr().out
+
+
+def test_saving_beside_the_same_bytes_in_one_file(tmp_path, capsys):
+    path = tmp_path / "checkpoint.json"
+    chosen = f"{checkpoint.LIMIT},wherry"
+    smallest = ["--quick", "--models", "tiny", "--folder", str(tmp_path), "--json", str(path)]
+    assert checkpoint.main([*smallest, "--systems", chosen]) == 0
+    for measure in checkpoint.MEASURES:
+        bare, ours = _rows(path, measure=measure).values()
+        assert ours["of_limit"] == pytest.approx(bare["value"] / ours["value"]) and bare["of_limit"] is None
+    # Three times the weights, and no more than that.
+    assert bare["written_bytes"] == bare["states_bytes"] == 3 * 4 * steps.MODELS["tiny"].parameters
+    assert "save MB/s" in capsys.readouterr().out
 
 
 def test_forecast(tmp_path, capsys, monkeypatch):
