@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import sys
 import textwrap
@@ -139,3 +140,18 @@ def test_a_kernel_that_forbids_io_uring(tmp_path):
     assert reason == (
         "no io_uring: the system forbids io_uring (a container's seccomp profile, or kernel.io_uring_disabled)"
     )
+
+
+def test_a_path_where_no_file_can_be_made_is_told(tmp_path, monkeypatch):
+    def full(**_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(disk_probe.tempfile, "mkstemp", full)
+    with pytest.raises(DiskUseError, match=r"making a file failed: No space left on device; free some space on that"):
+        DiskStore(tmp_path)
+    monkeypatch.undo()
+    if probe(str(tmp_path)).direct:  # else nothing is written
+        monkeypatch.setattr(os, "pwritev", lambda *_: full())
+        with pytest.raises(DiskUseError, match="writing a first sector failed: No space left"):
+            DiskStore(tmp_path)
+    assert list(tmp_path.iterdir()) == []

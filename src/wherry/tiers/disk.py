@@ -440,8 +440,10 @@ def _checked_paths(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[st
     for root in roots:
         if not os.path.isdir(root):
             raise DiskUseError(f"disk path {root!r} is not a directory: make it, or name another")
-        if not os.access(root, os.W_OK | os.X_OK):
-            raise DiskUseError(f"disk path {root!r} cannot be written to by this user: change its mode or name another")
+        if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
+            raise DiskUseError(
+                f"disk path {root!r} cannot be read and written by this user: change its mode or name another"
+            )
     return roots
 
 

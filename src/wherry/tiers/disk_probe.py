@@ -9,9 +9,8 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from wherry.errors import WherryError
 from wherry.native.disk import SECTOR
-from wherry.tiers.disk_errors import DiskUseError
+from wherry.tiers.disk_errors import DiskUseError, hint
 
 BACKENDS = ("io_uring", "threads", "buffered")
 # Names the backend where a caller leaves the choice, as engines do: for a system whose io_uring or O_DIRECT is amiss.
@@ -90,7 +89,10 @@ def _why_no_direct(path: str) -> str:
     """Empty when a sector can be written to and read from a file under the path with O_DIRECT."""
     if not O_DIRECT:
         return "this system has no O_DIRECT"
-    file, name = tempfile.mkstemp(prefix=".wherry-probe-", dir=path)
+    try:
+        file, name = tempfile.mkstemp(prefix=".wherry-probe-", dir=path)
+    except OSError as error:
+        raise _no_use(path, "making a file", error) from error
     try:
         os.close(file)
         file = os.open(name, os.O_RDWR | os.O_CLOEXEC | O_DIRECT)
@@ -102,7 +104,11 @@ def _why_no_direct(path: str) -> str:
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
             return f"the file system of {path} has no O_DIRECT ({error.strerror})"
-        raise WherryError(f"disk path {path}: writing a first sector failed: {error.strerror}") from error
+        raise _no_use(path, "writing a first sector", error) from error
     finally:
         os.unlink(name)
     return "" if moved == (SECTOR, SECTOR) else f"O_DIRECT under {path} moved {moved} bytes of {SECTOR}"
+
+
+def _no_use(path: str, what: str, error: OSError) -> DiskUseError:
+    return DiskUseError(f"disk path {path}: {what} failed: {error.strerror}; {hint(error.errno)}")
