@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks.rooms import Room, RoomFailed, reason_in
@@ -146,6 +147,33 @@ def test_a_room_that_fails_says_why_and_ends_all_its_ranks(tmp_path, monkeypatch
     assert all(process.poll() is not None for process in processes)
     assert not list(tmp_path.iterdir())
     assert not shared.exists()
+
+
+STARTS_ANOTHER = """
+import subprocess, sys
+sys.stdin.readline()
+print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_a_rank_has_started_ends_with_it(tmp_path):
+    worker = tmp_path / "worker.py"
+    worker.write_text(STARTS_ANOTHER)
+    with Room(1, worker=worker) as room:
+        (pid,) = room.ask()
+        child = psutil.Process(pid)
+    deadline = time.monotonic() + 60
+    while not _has_ended(child):
+        assert time.monotonic() < deadline, f"process {pid} lives on"
+        time.sleep(0.01)
+
+
+def _has_ended(process):
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE  # nobody may be there to take its status
+    except psutil.NoSuchProcess:
+        return True
 
 
 def test_a_room_that_does_not_answer_is_given_up():

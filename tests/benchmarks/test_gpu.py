@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from benchmarks import bounds, fragments, gpu, gpu_offload, trace
+from benchmarks import bounds, fragments, gpu, gpu_offload, report, summary, trace
 from benchmarks.bounds import Rates, Work
 from benchmarks.gpu_worker import GIB, GpuWorker
 from benchmarks.rooms import RoomFailed
@@ -84,6 +84,10 @@ def test_sizes_tokens_fragments_and_the_largest_model(tmp_path, capsys, monkeypa
     assert all(row["layers"] > 0 and row["predicted_by"] == "dry run" for row in largest)
     assert {row["limited_by"] for row in largest} <= {"device", "host"}
     assert all(row["reason"] is None and row["loss"] > 0 for row in rows)
+    page, plots = report.page([json.loads(path.read_text()) | {"file": "gpu-x.json"}])
+    assert "| tokens/s | TFLOPS | bound by | host | host B/param | layers | limited by |" in page
+    assert "part of the bound of offloaded steps of 8k tokens and more on a GPU | 0.85 | not measured" in page  # fewer
+    assert "gpu-x.svg" in plots
     assert "fragments of the allocator (simulated)" in capsys.readouterr().out
 
 
@@ -204,6 +208,18 @@ def test_layers_are_those_that_every_tier_has_room_for():
     few, more = {"device": 4 * GIB, "host": 24 * GIB}, {"device": 5 * GIB, "host": 48 * GIB}
     assert gpu._layers_within(few, more, (8, 16), {"device": 6 * GIB, "host": 1000 * GIB}, base) == (24, "device")
     assert gpu._layers_within(few, more, (8, 16), {"device": 6 * GIB, "host": 60 * GIB}, base) == (20, "host")
+
+
+def test_a_bound_is_that_of_offloaded_steps_of_many_tokens():
+    aim = summary.AIMS[-1]
+
+    def figure(system, tokens):
+        row = bench.row({"measure": "policies", "tokens": tokens}, system, "s", [1.0]) | {"of_limit": 0.9}
+        return aim.figure(row, [row])
+
+    assert figure("wherry-2-cpu in_backward", 8192) == figure("wherry-3-cpu", 65536) == 0.9
+    assert figure("wherry-2-cpu", 4096) is figure("wherry-2", 8192) is figure("fsdp2-cpu", 8192) is None
+    assert figure("wherry-2-cpu delayed", 8192) is None
 
 
 def test_what_the_deadline_leaves_out_is_named(tmp_path):
