@@ -343,7 +343,8 @@ class _Needs:
         trained = {id(p) for group in spec.groups for p in group["params"]} if spec is not None else set()
         self.parameters, self.largest = sum(sizes), max(sizes, default=0)
         self.depth = tiering.policy.depth
-        self.trained = sum(p.numel() for p in parameters if id(p) in trained)
+        self.trained_of = [sum(p.numel() for _, p in plan.parameters if id(p) in trained) for plan in plans]
+        self.trained = sum(self.trained_of)
         # What of the model is in host memory already.
         self.held = sum(local(p).untyped_storage().nbytes() for p in parameters if p.device.type == "cpu")
         working = config.working_dtype() or next((p.dtype for p in parameters), torch.float32)
@@ -389,9 +390,13 @@ class _Needs:
         }
 
     def _records(self, resting: Resting, count: int) -> int:
-        """Elements of so many records of the largest there may be: small flats share one."""
-        largest = max(self._share(resting, self.largest), BATCH_NUMEL)
-        return min(self._share(resting, self.trained), count * largest)
+        """Elements of the largest so many records: small units share one."""
+        records = [0]
+        for elements in (self._share(resting, trained) for trained in self.trained_of):
+            if records[-1] + elements > BATCH_NUMEL:
+                records.append(0)
+            records[-1] += elements
+        return sum(sorted(records)[-count:])
 
     def _read(self, placement: Placement, away: float, width: float) -> int:
         """Of optimizer state on disk, what is in host memory at a time."""
