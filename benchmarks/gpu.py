@@ -450,8 +450,9 @@ STAGES: dict[str, Callable[[Session], None]] = {
 }
 
 
-# Parts of the time; what a stage leaves is for those after it.
-SHARES = {"rates": 2, "side": 6, "tokens": 3, "fragments": 2, "small": 5, "largest": 5, "large": 6}
+# Parts of the time; what a stage leaves is for those after it. Without rates there is no bound, and they come with the
+# start of a process and of the GPU.
+SHARES = {"rates": 10, "side": 6, "tokens": 3, "fragments": 2, "small": 5, "largest": 5, "large": 6}
 
 
 def run(session: Session, names: Sequence[str]) -> None:
