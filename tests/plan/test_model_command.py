@@ -188,6 +188,23 @@ def test_auto_leaves_what_was_given(capsys: pytest.CaptureFixture[str]) -> None:
     assert told["estimate"]["micro_batch"] == 2
 
 
+def test_auto_leaves_a_share_of_the_state_on_the_device_where_that_is_faster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The host's update takes longest here, and a share of it fits on the device: not all, as there is no room."""
+    slow = ("--stream", "2GB", "--set", "zero_optimization.offload_optimizer.device=cpu", "--set", "bf16.enabled=true")
+    clipped = (*SMALL, "--gpu-memory", "200MB", *slow, "--set", "gradient_clipping=1.0", "--auto")
+    key, file = "zero_optimization.offload_optimizer.ratio", tmp_path / "chosen.json"
+    told = found(capsys, *clipped, "-o", str(file))
+    whole = found(capsys, *clipped, "--set", f"{key}=1.0")
+    assert key not in whole["values"] and 0 < told["values"][key] < 1
+    assert told["estimate"]["fits"]
+    rates = [each["estimate"]["step"]["tokens_per_second"] for each in (told, whole)]
+    assert rates[0] > 1.02 * rates[1]
+    assert configs.load(file).zero_optimization.offload_optimizer.ratio == told["values"][key]
+    assert "is updated on the device, at the same time" in file.read_text()
+
+
 def test_the_page_stands_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.html"
     run(capsys, *SMALL, "--html", str(file))

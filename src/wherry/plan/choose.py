@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from wherry.plan.estimate import Estimate
 STAGE = "zero_optimization.stage"
 OPTIMIZER = "zero_optimization.offload_optimizer.device"
 OPTIMIZER_PATH = "zero_optimization.offload_optimizer.nvme_path"
+RATIO = "zero_optimization.offload_optimizer.ratio"
 PARAM = "zero_optimization.offload_param.device"
 PARAM_PATH = "zero_optimization.offload_param.nvme_path"
 MICRO = "train_micro_batch_size_per_gpu"
@@ -25,6 +26,9 @@ RECOMPUTE = "activation_checkpointing.policy"
 CHOSEN = (STAGE, OPTIMIZER, PARAM, MICRO, ACCUMULATION, TRAIN)
 
 LARGEST_MICRO = 1024
+# Shares of the optimizer state to offload, beside all of it; they are tried of so many configs, the fastest.
+RATIOS = (0.9, 0.75, 0.5, 0.25)
+FASTEST = 3
 # A faster change is named only if it is faster by this factor: estimates are not finer.
 WORTH = 1.05
 CLEARLY = 1.02
@@ -68,6 +72,7 @@ def free_keys(config: Config) -> frozenset[str]:
         STAGE: (zero, "stage"),
         OPTIMIZER: (zero.offload_optimizer, "device"),
         PARAM: (zero.offload_param, "device"),
+        RATIO: (zero.offload_optimizer, "ratio"),
         MICRO: (config, MICRO),
         ACCUMULATION: (config, ACCUMULATION),
         TRAIN: (config, TRAIN),
@@ -116,6 +121,11 @@ def choose(
                 fitting.append(_Tried(candidate, changed, found))
             elif candidate.values.get(ACCUMULATION, 1) == 1:
                 break  # a larger micro-batch needs more still; less only where it saves an accumulation
+    for candidate, changed in _shares(fitting, free):
+        found = answer(changed)
+        tried += 1
+        if found.fits:
+            fitting.append(_Tried(candidate, changed, found))
     count = len(fitting)
     while fitting:
         best = fitting[0]
@@ -139,6 +149,23 @@ def _candidates(
     for placed in _placements(config, ranks, free, disk):
         for recompute in recomputes:
             yield _of_each_size(config, ranks, free, placed | recompute)
+
+
+def _shares(fitting: Sequence[_Tried], free: frozenset[str]) -> list[tuple[Candidate, Config]]:
+    """The fastest configs that offload the optimizer state, with a share of it left on the device."""
+    if RATIO not in free:
+        return []
+    away = [tried for tried in fitting if tried.config.zero_optimization.offload_optimizer.device != "none"]
+    found = []
+    for tried in sorted(away, key=lambda tried: tried.rate)[-FASTEST:]:
+        if tried.config.wherry.update_policy == "delayed":
+            continue  # it is of all the state
+        for ratio in RATIOS:
+            values = tried.candidate.values | {RATIO: ratio}
+            changed = with_values(tried.config, {RATIO: ratio})
+            if changed is not None:
+                found.append((Candidate(values), changed))
+    return found
 
 
 def _of_each_size(
@@ -225,10 +252,12 @@ def reasons(candidate: Candidate, found: Estimate) -> dict[str, str]:
     limit = f"limited by {found.time.limited_by}" if found.time else "not timed"
     for key, value in candidate.values.items():
         if key == STAGE:
-            told[key] = _why_stage(value, found.data_ranks)
+            told[key] = _why_stage(value, found)
         elif key == OPTIMIZER:
             where = _where(value, found)
             told[key] = f"optimizer state rests {where}: {_bytes_of(found, 'optimizer')} a rank"
+        elif key == RATIO:
+            told[key] = f"the other {1 - value:.0%} of the state is updated on the device, at the same time"
         elif key == PARAM:
             where = _where(value, found)
             told[key] = f"weights rest {where}: {_bytes_of(found, 'parameters')} a rank"
@@ -251,9 +280,9 @@ def _bytes_of(found: Estimate, category: str) -> str:
     return f"{sum(row.bytes for row in found.rows if row.category == category) / 1e9:.2f} GB"
 
 
-def _why_stage(stage: int, ranks: int) -> str:
-    if ranks == 1:
-        return "one rank has nothing to share out"
+def _why_stage(stage: int, found: Estimate) -> str:
+    if found.data_ranks == 1:
+        return "one rank has nothing to share out" + (", but offloaded weights need it" if stage == 3 else "")
     return (
         "everything fits whole, and gathering would cost time",
         "optimizer state is shared out over the ranks; gradients and weights fit whole",
