@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from tests.cli.programs import wherry
 from tests.forks import ENGINE, Forks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -15,8 +14,8 @@ def forks():
         yield forks
 
 
-def test_the_plain_loop(tmp_path):
-    done = wherry("run", "--nproc", 2, EXAMPLES / "train_with_wherry.py", cwd=tmp_path, timeout=250)
+def test_the_plain_loop(forks, tmp_path):
+    done = forks.run(EXAMPLES / "train_with_wherry.py", ranks=2, folder=tmp_path)
     assert done.returncode == 0, done.stderr[-5000:]
     losses = [float(line.split()[4]) for line in done.stdout.splitlines()]
     assert len(losses) == 5 and losses[-1] < losses[0]

@@ -15,7 +15,11 @@ if absent := [name for name in PACKAGES if importlib.util.find_spec(name) is Non
 
 PROGRAM = Path(__file__).with_name("hugging_face.py")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune_lora.py"
-IMPORTS = (*ENGINE, "accelerate", "transformers.trainer", "transformers.models.llama", "peft", "trl", "datasets")
+IMPORTS = (
+    *(*ENGINE, "accelerate", "transformers.trainer", "transformers.models.llama.modeling_llama", "peft", "datasets"),
+    *("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer"),
+    *("torch._inductor.compiler_bisector", "torch._functorch.partitioners"),  # what torch.compile imports at once
+)
 
 
 @pytest.fixture(scope="module")
