@@ -136,8 +136,7 @@ def test_the_launcher_gives_it_to_every_rank(tmp_path):
 
 
 def test_the_command_of_the_alias_takes_the_flags_of_the_other_launcher(tmp_path):
-    body = LOOK + "print(sys.argv[1:])\n"
-    path = script(tmp_path, body)
+    path = script(tmp_path, LOOK + "print(sys.argv[1:])\n")
     program = [sys.executable, str(alias.PROGRAMS / "deepspeed")]
 
     def deepspeed(*arguments):
@@ -148,7 +147,7 @@ def test_the_command_of_the_alias_takes_the_flags_of_the_other_launcher(tmp_path
     done = deepspeed("--num_gpus", 1, "--master_port", free_port(), "--no_ssh", path, "--deepspeed_config", "c.json")
     assert done.returncode == 0, done.stderr
     assert "['--local_rank=0', '--deepspeed_config', 'c.json']" in done.stdout
-    done = deepspeed("--no_local_rank", path)
+    done = deepspeed("--no_local_rank", script(tmp_path, "print(sys.argv[1:])\n", "without.py"))
     assert "[]" in done.stdout
     assert os.access(alias.PROGRAMS / "deepspeed", os.X_OK)
     done = deepspeed("--autotuning", "run", path)
