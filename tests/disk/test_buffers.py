@@ -5,15 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import re
-import resource
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
 
-from wherry.tiers.buffers import DevicePool, HostPool, MemoryLock, PoolError
+from wherry.tiers.buffers import DevicePool, HostPool, PoolError
 
 
 class Recorder:
@@ -188,38 +184,6 @@ def test_watchers_see_memory_come_and_go():
         end()
         pool.give(second)
     assert seen == [("+", 4096), ("+", 8192), ("-", 4096)]
-
-
-def test_locked_memory():
-    def locked() -> int:
-        with open("/proc/self/status") as status:
-            return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmLck"))
-
-    before = locked()
-    with HostPool(pinning=MemoryLock()) as pool:
-        pool.give(pool.take(64 << 10))
-        assert locked() - before == 64 << 10
-    assert locked() == before
-
-
-def test_a_limit_of_locked_memory_names_itself():
-    script = textwrap.dedent("""
-        import os, resource
-        from wherry.tiers.buffers import HostPool, MemoryLock, PoolError
-        import torch
-        resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 16, 1 << 16))
-        if os.getuid() == 0:
-            os.setuid(65534)  # root has no limit
-        try:
-            HostPool(pinning=MemoryLock()).take(1 << 20)
-        except PoolError as error:
-            print(error)
-    """)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "65536 bytes" in done.stdout
-    assert "ulimit -l" in done.stdout
-    assert resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] != 1 << 16
 
 
 def test_device_pool():

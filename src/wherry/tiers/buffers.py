@@ -43,35 +43,11 @@ class PoolCounters:
 
 
 class Pinning(Protocol):
-    """How a host pool keeps its memory in place: a seam, with a class for each way below."""
+    """How a host pool keeps its memory in place: a seam, which `CudaPin` and tests fill."""
 
     def pin(self, address: int, nbytes: int) -> None: ...
 
     def unpin(self, address: int, nbytes: int) -> None: ...
-
-
-class MemoryLock:
-    """Locks memory, so that it is never swapped out (`mlock`)."""
-
-    def __init__(self) -> None:
-        self._libc = ctypes.CDLL(None, use_errno=True)
-
-    def pin(self, address: int, nbytes: int) -> None:
-        if self._libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(nbytes)) == 0:
-            return
-        import resource
-
-        code = ctypes.get_errno()
-        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} bytes"
-        raise PoolError(
-            f"locking a host buffer of {nbytes} bytes failed: {os.strerror(code)}; the limit of locked memory is "
-            f"{limit}: raise it (`ulimit -l`), or do not lock host buffers"
-        )
-
-    def unpin(self, address: int, nbytes: int) -> None:
-        if self._libc.munlock(ctypes.c_void_p(address), ctypes.c_size_t(nbytes)) != 0:
-            raise OSError(ctypes.get_errno(), "unlocking a host buffer failed")
 
 
 class CudaPin:
@@ -192,7 +168,7 @@ class _Pool:
 class HostPool(_Pool):
     """Host buffers that begin at a page, in size classes; large ones on huge pages where the system allows.
 
-    `pinning` keeps them in place (`MemoryLock`, `CudaPin`); `limit` bounds the bytes allocated; `poison` fills what is
+    `pinning` keeps them in place (`CudaPin`); `limit` bounds the bytes allocated; `poison` fills what is
     given back with NaN patterns, so that a test sees a late reader.
 
     >>> with HostPool() as pool:

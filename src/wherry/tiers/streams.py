@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -207,9 +207,6 @@ class CudaLink(Link):
     def close(self) -> None:
         torch.cuda.synchronize(self.device)
         super().close()
-
-
-LinkFactory = Callable[..., Link]
 
 
 def link_to(device: torch.device, *, pin: bool = True) -> Link:

@@ -51,10 +51,6 @@ class ParameterStates:
         """The name of a parameter of this engine."""
         return self._names[parameter]  # type: ignore[index]
 
-    def knows(self, name: str) -> bool:
-        """Whether the optimizer updates a parameter of this name."""
-        return name in self._places
-
     def local_range(self, name: str) -> tuple[int, int]:
         """The stretch of the flattened parameter that this rank updates; empty if it is another rank's."""
         state, slot, _ = self._place(name)

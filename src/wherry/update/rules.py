@@ -97,9 +97,6 @@ class Rule(Protocol):
         """Of the state that it keeps itself."""
 
 
-RuleFactory = Callable[[], Rule]
-
-
 # Native: option names as torch.optim has them, in a group -> a native rule.
 
 
