@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.plan.padded import padded_states
 
 from wherry.errors import WherryError
 from wherry.placement import Placement, Resting, Tier
-from wherry.plan.memory import STATE_WORDS, WORKING_BYTES, Cost, UnitSizes, gathered_bytes, padded_states, states
+from wherry.plan.memory import STATE_WORDS, WORKING_BYTES, Cost, UnitSizes, states
 from wherry.plan.quantities import count_name, parse_bytes, parse_count, published_gigabytes
 
 ADAM_HALF = Cost.of("bf16", "adamw")
@@ -143,17 +144,6 @@ def test_small_flats_stay_whole_up_to_the_threshold() -> None:
     persistent = padded_states(units, placement, 2, ADAM_HALF, persistence_threshold=256)
     assert persistent.parameters - travelling.parameters == 2 * 128
     assert persistent.gradients == travelling.gradients
-    assert gathered_bytes(units, placement, 2, ADAM_HALF, ahead=1, persistence_threshold=256) == 2 * 10_240
-
-
-def test_gathered_are_the_root_and_the_largest_neighbours() -> None:
-    sizes = (256, 1024, 512, 2048)
-    units = [UnitSizes("root", (768,), root=True), *(UnitSizes(f"block{n}", (n,)) for n in sizes)]
-    expected = {0: 768 + 2048, 1: 768 + 512 + 2048, 2: 768 + 1024 + 512 + 2048, 9: 768 + sum(sizes)}
-    for ahead, elements in expected.items():
-        assert gathered_bytes(units, Placement.of_stage(3), 2, ADAM_HALF, ahead=ahead) == 2 * elements
-    for stage, ranks in ((2, 2), (3, 1)):
-        assert gathered_bytes(units, Placement.of_stage(stage), ranks, ADAM_HALF) == 0
 
 
 def test_bytes_by_tier() -> None:
@@ -171,10 +161,6 @@ def test_what_cannot_be_is_refused() -> None:
         states(10, placement, 0, ADAM_HALF)
     with pytest.raises(WherryError, match="parameters: expected 1 or more, got 0"):
         states(0, placement, 1, ADAM_HALF)
-    with pytest.raises(WherryError, match="rank: expected 0 to 1, got 2"):
-        padded_states(units, placement, 2, ADAM_HALF, rank=2)
-    with pytest.raises(WherryError, match="ahead: expected 0 units or more, got -1"):
-        gathered_bytes(units, placement, 2, ADAM_HALF, ahead=-1)
     odd = Placement(optimizer=Resting(False), gradients=Resting(False), parameters=Resting(True))
     for refused in (lambda: states(10, odd, 2, ADAM_HALF), lambda: padded_states(units, odd, 2, ADAM_HALF)):
         with pytest.raises(WherryError, match="partitioned parameters need partitioned gradients"):

@@ -14,7 +14,7 @@ from wherry.config import Config
 from wherry.errors import WherryError
 from wherry.placement import place_name
 from wherry.plan.machine import Machine, described, known
-from wherry.plan.quantities import parse_bytes, parse_count
+from wherry.plan.quantities import parse_bytes, parse_count, size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -171,11 +171,6 @@ def _change_as_json(change: Change | None) -> dict[str, Any] | None:
 
 
 # For people.
-
-
-def size(count: int) -> str:
-    """Bytes in GB of 10^9, or in MB below a tenth of one."""
-    return f"{count / 1e9:,.2f} GB" if count >= 1e8 else f"{count / 1e6:,.2f} MB"
 
 
 def _console() -> Console:

@@ -91,9 +91,6 @@ class Estimate:
     def tokens_per_second(self) -> float | None:
         return None if self.time is None else self.samples * self.sequence / self.time.total
 
-    def bytes_on(self, tier: Tier | str) -> int:
-        return sum(row.bytes for row in self.rows if row.tier == str(tier))
-
     def to_dict(self) -> dict[str, Any]:
         """As JSON holds it: bytes, seconds, and rates a second."""
         time = None

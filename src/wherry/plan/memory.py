@@ -1,7 +1,7 @@
 """Bytes that a rank keeps for parameters, gradients and optimizer state, in exact integers.
 
 Two answers to the same question. `states` knows only how many parameters there are: the formulas of the literature.
-`padded_states` knows the units, and lays their flats out as the engine does: what `engine.memory()` will say.
+`flat_states` knows a flat of `plan_flats`, which lays units out as the engine does: what `engine.memory()` will say.
 """
 
 from __future__ import annotations
@@ -167,37 +167,6 @@ class PlannedFlat:
     resident: bool
 
 
-def padded_states(
-    units: Sequence[UnitSizes],
-    placement: Placement,
-    ranks: int,
-    cost: Cost,
-    *,
-    rank: int = 0,
-    persistence_threshold: int = 0,
-    persistence_limit: int | None = None,
-    homes: bool = False,
-    apart: bool = False,
-) -> States:
-    """What one rank of the engine keeps, every padding of its flats included.
-
-    Optimizer state is kept for a shard's parameters and the padding between them, and not for the padding at a flat's
-    end, so that the last ranks hold a little less: hence `rank`. All parameters are taken to be in one optimizer group.
-    `homes`: parameters rest off the device; `apart`: optimizer state is on the other side of the link from them.
-    """
-    if not 0 <= rank < ranks:
-        raise WherryError(f"rank: expected 0 to {ranks - 1}, got {rank}")
-    planned = plan_flats(units, placement, ranks, persistence_threshold, persistence_limit, homes=homes)
-    return sum(
-        (
-            flat_states(flat, placement, cost, rank, apart=apart or (homes and flat.resident))
-            for flats in planned
-            for flat in flats
-        ),
-        start=States(0, 0, 0),
-    )
-
-
 def flat_states(flat: PlannedFlat, placement: Placement, cost: Cost, rank: int, *, apart: bool) -> States:
     """What one rank keeps of one flat."""
     layout = flat.layout
@@ -208,32 +177,6 @@ def flat_states(flat: PlannedFlat, placement: Placement, cost: Cost, rank: int, 
     owner = rank if layout.ranks > 1 else 0
     records = (cost.record(span.stop - span.start, apart=apart) for span in layout.segments(owner))
     return States(parameters, gradients, sum(records))
-
-
-def gathered_bytes(
-    units: Sequence[UnitSizes],
-    placement: Placement,
-    ranks: int,
-    cost: Cost,
-    *,
-    ahead: int = 0,
-    persistence_threshold: int = 0,
-) -> int:
-    """The most bytes of gathered weights at a time: the root unit, a unit at work, and the `ahead` units after it.
-
-    `units` come in the order in which they run. Nothing where parameters are whole on every rank.
-    """
-    if ahead < 0:
-        raise WherryError(f"ahead: expected 0 units or more, got {ahead}")
-    roots, others = 0, []
-    for unit, flats in zip(units, plan_flats(units, placement, ranks, persistence_threshold), strict=True):
-        travelling = sum(flat.layout.numel for flat in flats if not flat.resident)
-        if unit.root:
-            roots += travelling
-        else:
-            others.append(travelling)
-    together = max((sum(others[first : first + 1 + ahead]) for first in range(len(others))), default=0)
-    return cost.parameters * (roots + together)
 
 
 @lru_cache(maxsize=1024)

@@ -7,6 +7,7 @@ from html import escape
 
 from wherry.placement import Tier
 from wherry.plan.estimate import Estimate, Row, Use
+from wherry.plan.quantities import size
 from wherry.plan.roofline import WORDS
 
 COLOURS = {
@@ -71,24 +72,24 @@ def _place(use: Use, found: Estimate) -> str:
     rows = rows_of(use, found)
     spans = "".join(
         f'<span style="width:{100 * nbytes / whole:.3f}%;background:{COLOURS[row.category]}" '
-        f'title="{escape(row.category)}: {_size(nbytes)}"></span>'
+        f'title="{escape(row.category)}: {size(nbytes)}"></span>'
         for row, nbytes in rows
     )
     legend = "".join(
-        f'<li><i style="background:{COLOURS[row.category]}"></i>{escape(row.category)} {_size(nbytes)}</li>'
+        f'<li><i style="background:{COLOURS[row.category]}"></i>{escape(row.category)} {size(nbytes)}</li>'
         for row, nbytes in rows
     )
     spare = use.usable - use.needed
     verdict = (
-        f'<span class="good">fits, {_size(spare)} to spare</span>'
+        f'<span class="good">fits, {size(spare)} to spare</span>'
         if use.fits
-        else f'<span class="bad">{_size(-spare)} too much</span>'
+        else f'<span class="bad">{size(-spare)} too much</span>'
     )
     names = {"GPU": "Each GPU", "host": "Host memory of a node", "disk": "Disk of a node"}
     mark = f'<div class="usable" style="left:{min(99.8, 100 * use.usable / whole):.3f}%"></div>'
     return (
         f"<h2>{names[use.place]}</h2>"
-        f"<p>{_size(use.needed)} of {_size(use.usable)} usable: {verdict}</p>"
+        f"<p>{size(use.needed)} of {size(use.usable)} usable: {verdict}</p>"
         f'<div class="bar">{spans}{mark}</div><ul class="legend">{legend}</ul>'
     )
 
@@ -111,7 +112,3 @@ def _step(found: Estimate) -> str:
         f"<p>About {found.time.total:.3g} s, {rate:,.0f} {what} a second, limited by "
         f"{escape(found.time.limited_by)}.</p><table>{rows}</table>"
     )
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:,.2f} GB" if count >= 1e8 else f"{count / 1e6:,.2f} MB"

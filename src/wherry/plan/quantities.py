@@ -77,3 +77,12 @@ def rounded(value: Fraction, decimals: int) -> str:
     scaled = int(value * 10**decimals + Fraction(1, 2))
     whole, part = divmod(scaled, 10**decimals)
     return f"{whole}.{part:0{decimals}d}" if decimals else str(whole)
+
+
+def size(count: int) -> str:
+    """Bytes in GB of 10^9, or in MB below a tenth of one.
+
+    >>> size(12_500_000), size(2_500_000_000)
+    ('12.50 MB', '2.50 GB')
+    """
+    return f"{count / 1e9:,.2f} GB" if count >= 1e8 else f"{count / 1e6:,.2f} MB"
