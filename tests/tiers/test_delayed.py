@@ -74,6 +74,48 @@ def test_the_published_schedule(row: str, ranks: int, clip: float, seed: int | N
         torch.testing.assert_close(run.weights[name], weight, rtol=0, atol=1e-5)
 
 
+def exchanged(ranks: int, steps: int, first_late: int, clip: float, more: dict[str, Any]) -> Run:
+    """Without offload, by the same kernels: gradients are exchanged for those of the step before."""
+    model = make_model()
+
+    def body(comm: Comm) -> Run:
+        mine = copy.deepcopy(model)
+        engine, *_ = wherry.initialize(
+            model=mine, optimizer=adamw(mine.parameters()), config=settings(1, 1, clip, more), mesh=comm
+        )
+        run, kept = Run(), dict[str, torch.Tensor]()
+        for step in range(steps + 1):  # in the last one the last update is made
+            loss = engine(*token_batch(step, 0, comm.rank))
+            engine.backward(loss)
+            run.losses.append(sum(comm.gather_objects(float(loss.detach()))) / comm.size)
+            coming = {name: engine.gradients(name) for name, _ in model.named_parameters()}
+            late = step + 1 >= first_late
+            for name, gradient in kept.items():
+                engine.states.set_gradient(name, gradient)
+            engine.zero_grad() if late and not kept else engine.step()
+            kept = coming if late else {}
+        run.losses.pop()
+        run.weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+        engine.close()
+        return run
+
+    return run_ranks(ranks, body)[0]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("row", ["offload-2", "infinity"])
+def test_late_updates_have_the_bits_of_updates_with_gradients_that_were_kept(
+    row: str, precision: str, tmp_path: Path
+) -> None:
+    config = offload(row, tmp_path, "delayed", precision)
+    config["wherry"]["delayed_update_warmup"] = 3
+    more = {} if precision == "fp32" else {precision: {"enabled": True}}
+    expected = exchanged(2, 6, 3, 0.5, more)
+    run = train(config, stage=ROWS[row][0], ranks=2, clip=0.5, seed=8, steps=6)
+    run.norms.clear()
+    assert_equal(run, expected)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_chaos_does_not_change_a_bit(precision: str, tmp_path: Path) -> None:
     config = offload("offload-2", tmp_path, "delayed", precision)
