@@ -163,6 +163,19 @@ def test_auto_writes_a_config_that_loads_fits_and_says_why(tmp_path: Path, capsy
     assert again["fits"]
 
 
+def test_what_is_printed_fits_eighty_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    offload = ("--set", "zero_optimization.offload_optimizer.device=cpu", "--stream", "2GB", "--gpu-memory", "200MB")
+    grid = ("gpt2-10m", "--machine", "h100", "--nodes", "16", "--tensor-parallel", "2", "--pipeline-parallel", "3")
+    for arguments in (
+        (*SMALL, "--auto"),
+        (*SMALL, *offload, "--set", "gradient_clipping=1.0", "--set", "bf16.enabled=true", "--auto"),
+        (*grid, "--ranks", "96", "--set", "zero_optimization.stage=2"),
+        (*SMALL, "--gpus", "0", "--set", "zero_optimization.stage=auto"),
+    ):
+        out = run(capsys, *arguments)
+        assert max(map(len, out.splitlines())) <= 80 and "\N{HORIZONTAL ELLIPSIS}" not in out
+
+
 def test_auto_never_picks_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     told = found(capsys, *SMALL, "--gpu-memory", "150MB", "--set", "bf16.enabled=true", "--auto")
     assert told["estimate"]["fits"]

@@ -378,7 +378,9 @@ def _auto(arguments: argparse.Namespace, config: Config, forecaster: Forecaster)
     _show(choice.estimate)
     if choice.estimate.precision == "fp32" and choice.estimate.machine.gpus:
         # Not chosen, as it is not the same training.
-        print("Weights are fp32, as the config has them; --set bf16.enabled=true computes in bf16, which is faster.")
+        _console().print(
+            "Weights are fp32, as the config has them; --set bf16.enabled=true computes in bf16, which is faster."
+        )
     print()
     if arguments.output:
         _show_choice(choice)
