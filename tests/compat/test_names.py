@@ -1,9 +1,6 @@
 """Every module of the alias can be imported, and what is not part of Wherry says so when it is used."""
 
-import subprocess
-import sys
-
-from tests.cli.programs import environment
+from tests.forks import ENGINE, Forks
 
 from wherry.compat.deepspeed import FOLDER
 
@@ -125,15 +122,14 @@ deepspeed.runtime.zero.stage3.estimate_zero3_model_states_mem_needs_all_cold(int
 )
 
 
-def test_every_module_can_be_imported_and_absent_parts_refuse():
+def test_every_module_can_be_imported_and_absent_parts_refuse(tmp_path):
     names = [
         ".".join(path.relative_to(FOLDER).with_suffix("").parts).removesuffix(".__init__")
         for path in FOLDER.glob("deepspeed/**/*.py")
     ]
     assert len(names) > 50
-    done = subprocess.run(
-        [sys.executable, "-c", CHECK, *names], env=environment(), capture_output=True, text=True, timeout=120
-    )
+    with Forks(*ENGINE) as forks:
+        done = forks.run("-c", CHECK, *names, folder=tmp_path, launched=False)
     assert done.returncode == 0, done.stderr
     assert "2,800M parameters" in done.stdout
 

@@ -25,7 +25,6 @@ class Blocks:
         # So many are allocated at first, next to each other.
         self.ahead = ahead
         self.size = 0
-        self.allocations = 0
         self._blocks: list[torch.Tensor] = []
 
     def take(self, nbytes: int) -> torch.Tensor:
@@ -42,7 +41,6 @@ class Blocks:
                 return block[:nbytes]
         for _ in range(1 if self._blocks else self.ahead):
             self._blocks.append(torch.empty(self.size, dtype=torch.uint8, device=self.device))
-            self.allocations += 1
         return self._blocks[-1][:nbytes]
 
     @property
