@@ -158,10 +158,9 @@ class DryRun:
     ranks: int
     micro_batch: int
     accumulation: int
-    # Calls and bytes of whole tensors, of one step; and of building the engine.
+    # Calls and bytes of whole tensors, of one step.
     calls: dict[str, int]
     bytes: dict[str, int]
-    setup_bytes: dict[str, int]
     memory: tuple[Line, ...]
     seconds: float
 
@@ -212,7 +211,7 @@ def dry_run(
             model=model, config=resolved, mesh=topology, optimizer=None if resolved.optimizer else torch.optim.AdamW
         )
         observe(engine, footprint)
-        setup, accumulation = dict(_sent(engine)[1]), engine.gradient_accumulation_steps()
+        accumulation = engine.gradient_accumulation_steps()
         make_step(engine, batch, accumulation)
         footprint.label_rest("resting")
         footprint.reset()
@@ -230,7 +229,6 @@ def dry_run(
         accumulation=accumulation,
         calls=dict(calls),
         bytes=dict(nbytes),
-        setup_bytes=setup,
         memory=memory,
         seconds=time.perf_counter() - begun,
     )
