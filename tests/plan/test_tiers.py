@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,24 +73,37 @@ def test_a_dry_run_holds_what_an_engine_holds(row: str, gpu: bool, tmp_path: Pat
 
 
 def modelled(given: dict[str, Any], ranks: int, rank: int, gpu: bool) -> tuple[dict[tuple[str, str], int], int]:
-    """By the memory model: bytes of states by place, and the device's highest sum."""
+    """By the memory model: bytes of each category by place, each at its highest, and the device's highest sum."""
     setting, found = Setting.of(configs.load(given), ranks, gpu=gpu), profiled()
-    states: defaultdict[tuple[str, str], int] = defaultdict(int)
+    told: defaultdict[tuple[str, str], int] = defaultdict(int)
     for category, tier, held in setting.rows(found, rank):
-        states[category, str(tier)] += held
-    highest = peak(found, setting)
-    device = sum(held for (_, tier), held in states.items() if tier == "device")
-    device += highest.gathered + highest.activations + highest.merged
-    return states, device + buffers(found, setting) + found.buffers + found.inputs
+        told[category, str(tier)] += held
+    highest, through = peak(found, setting), buffers(found, setting) + found.buffers + found.inputs
+    device = sum(held for (_, tier), held in told.items() if tier == "device")
+    device += highest.gathered + highest.activations + highest.merged + through
+    told["gathered", "device"], told["activations", "device"] = highest.highest_gathered, highest.highest_working
+    told["buffers", "device"] = through
+    return told, device
 
 
-def assert_follows(given: dict[str, Any], ranks: int, rank: int, gpu: bool, lines: Iterable[Line]) -> None:
+# As many as updates at a time take, which no plan counts.
+STAGING = ("buffers", "host")
+
+
+def assert_follows(
+    given: dict[str, Any],
+    ranks: int,
+    rank: int,
+    gpu: bool,
+    lines: Iterable[Line],
+    uncounted: Sequence[tuple[str, str]] = (STAGING,),
+) -> None:
     lines = list(lines)
-    states, device = modelled(given, ranks, rank, gpu)
+    told, device = modelled(given, ranks, rank, gpu)
     for line in lines:
-        if line.category in ("parameters", "gradients", "optimizer"):
-            place = line.category, line.tier
-            assert states[place] == pytest.approx(line.at_peak, rel=0.03, abs=2048), place
+        place = line.category, line.tier
+        if place not in uncounted:
+            assert told[place] == pytest.approx(line.highest, rel=0.03, abs=2048), place
     assert device == pytest.approx(sum(line.at_peak for line in lines if line.tier == "device"), rel=0.03)
 
 
@@ -134,8 +147,10 @@ def test_updates_in_the_backward_of_real_engines(
 )
 def test_a_share_of_the_optimizer_stays(row: str, ratio: float, gpu: bool, tmp_path: Path) -> None:
     given = placed(row, tmp_path, ratio=ratio)
+    # Weights from the host come to the state on the device for the update, which is not the highest moment of all.
+    visited = [("activations", "device")] if gpu and row == "offload-3-parameters" else []
     for rank, (lines, _, _) in enumerate(measure(given, 2, gpu=gpu)):
-        assert_follows(given, 2, rank, gpu, lines)
+        assert_follows(given, 2, rank, gpu, lines, [STAGING, *visited])
     away = "disk" if row.startswith("disk") else "host"
     if gpu or away == "disk":
         states, _ = modelled(given, 2, 0, gpu)
