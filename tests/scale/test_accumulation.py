@@ -198,16 +198,6 @@ def test_frozen_weights_are_gathered_once(reentrant: bool | None) -> None:
     assert runs[1].extra[3][0]["all_gather"] == runs[0].extra[3][0]["all_gather"]
 
 
-class Dropping(Checkpointed):
-    """Dropout inside a checkpoint: the recomputation must draw the same mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for block in self.blocks:
-            block.down = nn.Sequential(nn.Dropout(0.5), block.down)
-            block.forward = block.forward
-
-
 class MaskCheck(nn.Module):
     """Notes each mask that is drawn, in a list of the test's own."""
 

@@ -49,14 +49,12 @@ class Chaos:
         self.random = random.Random(seed)
         self.lock = threading.RLock()
         self.pending: list[Late] = []
-        self.happened = 0
 
     def later(self, act: Callable[[], None]) -> Late:
         with self.lock:
             late = Late(self, act)
             self.pending.append(late)
             self.stir(but=late)
-            self.happened += 1
             return late
 
     def stir(self, but: Late) -> None:
