@@ -391,8 +391,17 @@ class Engine(Surface):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the window so far; its micro-batches are counted from the start again."""
-        if self._backwards_in_window or self._hooks.backward_running:
-            self._abandon_window()
+        if not (self._backwards_in_window or self._hooks.backward_running):
+            return
+        changed = self._updater.changed_early() if self._updater is not None else []
+        self._abandon_window()
+        if changed:
+            raise WherryError(
+                f"zero_grad: the update policy in_backward has updated {len(changed)} parts of the model from these "
+                f"gradients already ({changed[0]} first), which is not taken back; set "
+                '"wherry": {"update_policy": "before_use"}, or let no gradient come that is not wanted: '
+                "engine.requires_grad_(False) around a loss that is for another model"
+            )
 
     def zero_grad_of_loop(self) -> None:
         """A training loop's `optimizer.zero_grad()`. Loops call it for every micro-batch: within a window it waits."""

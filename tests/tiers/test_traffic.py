@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -509,7 +510,9 @@ def test_what_the_next_forward_waits_for_first_is_read_in_the_backward(
         engine.backward(engine(*token_batch(2, micro, 0)))
     pool = engine._tiering.link.host
     assert pool.counters.in_use > 0 or policy == "in_backward"
-    engine.zero_grad()
+    dropped = pytest.raises(WherryError, match=r"updated 4 parts .* already") if first == ["root"] else nullcontext()
+    with dropped:
+        engine.zero_grad()
     assert pool.counters.in_use == 0
     engine.close()
 

@@ -185,7 +185,8 @@ class Own(Block):
         "auto",
         "When a unit is updated: inside step(), before its next use, or as soon as its gradients land; these give "
         "the same results, bit for bit, but that in_backward counts a missing gradient as zero: it updates before it "
-        "is known that nobody has one. `delayed` updates one step late, which changes the result; whoever reads "
+        "is known that nobody has one, and zero_grad() cannot drop what has been updated from already. "
+        "`delayed` updates one step late, which changes the result; whoever reads "
         "weights reads those that the next forward uses, and engine.settle() makes the last update when training ends. "
         "With before_use and in_backward, parameters kept by reference (a list, an optimizer's param_groups) read as "
         "NaN after a step, until their next use in the model, engine.settle(), or a walk over the model's own. "

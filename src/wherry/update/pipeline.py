@@ -412,6 +412,12 @@ class Updater:
         for batch in self.batches:
             assert self._landed[batch] == len(batch.states), batch.name
 
+    def changed_early(self) -> list[str]:
+        """What has been updated already from the gradients of a window that no step has ended."""
+        if self._early is None:
+            return []
+        return [batch.name for batch in self.batches if self._landed[batch] == len(batch.states)]
+
     def abandon(self) -> None:
         """The window's gradients are dropped, perhaps after an exception in the backward."""
         self.stop_reading()
@@ -419,8 +425,8 @@ class Updater:
             return
         for job in self._pending.values():
             job.come_to_an_end()  # it may read the gradients that are given back next
+        changed = self.changed_early()
         self._early = None
-        changed = [batch.name for batch in self.batches if self._landed[batch] == len(batch.states)]
         if changed:
             logger.warning(
                 "a backward ended early, and the update policy in_backward had updated %d of %d parts of the model "
