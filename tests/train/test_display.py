@@ -105,10 +105,11 @@ def test_a_terminal_gets_a_panel_that_is_given_back():
 )
 def test_the_summary_tells_how_it_ended(ending, word):
     display, out = _display()
-    outcome = Outcome(ending, steps=20, tokens=1280, seconds=10.0, first_loss=5.5, last_losses=deque([2.0, 3.0]))
+    resumed = {"steps": 20, "tokens": 3840, "tokens_here": 1280, "seconds": 10.0}
+    outcome = Outcome(ending, **resumed, first_loss=5.5, last_losses=deque([2.0, 3.0]))
     display.end(outcome, Path("runs/x"))
     text = out.getvalue()
-    for part in (word, "20 of 40 in 0:10", "5.5000 at first, 2.5000 at last", "1,280 at 128 tokens/s", "runs/x"):
+    for part in (word, "20 of 40 in 0:10", "5.5000 at first, 2.5000 at last", "3,840 at 128 tokens/s", "runs/x"):
         assert part in text
     assert "validation" not in text
 

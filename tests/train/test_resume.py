@@ -51,6 +51,8 @@ def test_auto_goes_on_exactly(tmp_path: Path, text: list[str]) -> None:
     assert main(interrupted) == 0
     assert main([*flags, "--resume", "auto"]) == 0
     assert losses(run) == losses(whole)[4:]
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["tokens"] == 3 * summary["tokens_here"] > 0
     again = states(run / "checkpoints")
     for name, value in states(whole / "checkpoints").items():
         assert torch.equal(value, again[name]), name

@@ -166,7 +166,7 @@ class Display:
             Ending.FAILED: "Stopped by an error",
         }[outcome.ending]
         table = Table.grid(padding=(0, 2))
-        rate = outcome.tokens / outcome.seconds if outcome.seconds else 0.0
+        rate = outcome.tokens_here / outcome.seconds if outcome.seconds else 0.0
         rows = [
             ("steps", f"{outcome.steps} of {self.steps} in {format_duration(outcome.seconds)}"),
             ("loss", f"{outcome.first_loss:.4f} at first, {outcome.last_loss:.4f} at last"),

@@ -82,8 +82,10 @@ class Outcome:
     """How a run went; until it has ended in order it counts as failed."""
 
     ending: Ending = Ending.FAILED
+    # Of the whole training; `seconds` and `tokens_here` are of this run, which may have resumed it.
     steps: int = 0
     tokens: int = 0
+    tokens_here: int = 0
     seconds: float = 0.0
     first_loss: float = math.nan
     validation_loss: float = math.nan
@@ -176,6 +178,7 @@ class Loop:
             validated = self._validate() if self._validates_after(step) and not stopped else None
             now = self.clock()
             self.outcome.steps, self.outcome.tokens = step, step * self.plan.tokens_per_step
+            self.outcome.tokens_here = (step - self.first) * self.plan.tokens_per_step
             self.outcome.seconds = now - begin
             if telling:
                 self._tell(step, mean, validated, (now - logged) / (step - logged_step))
