@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Generator
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 import torch
 
@@ -17,6 +17,8 @@ from wherry.tiers.tickets import Ticket
 # What a job is waiting for, and which of them is worth waiting for first: the update keeps the cores busy, a read
 # feeds the next update, a write only gives its memory back.
 UPDATE, READ, WRITE = range(3)
+# Seconds after which a write is looked at again, while another job may come.
+PAUSE = 0.001
 # Not a wait: the new weights are where they are used, and what is left is to write.
 READY = -1
 Steps = Generator[tuple[int, Ticket], None, None]
@@ -153,13 +155,30 @@ class Departure(Ticket):
             raise self._error
 
 
-def drive(take: Callable[[bool], Job | None], depth: int) -> None:
-    """Run jobs, at most `depth` at a time. `take(block)` gives the next one, None where there is none (any more)."""
+def drive(take: Callable[[float | None], Job | None], depth: int) -> None:
+    """Run jobs, at most `depth` at a time, until none comes any more.
+
+    `take(seconds)` gives the next one, None where there is none any more; where none comes in time it raises `Empty`.
+    """
     flying: deque[Job] = deque()
-    while True:
-        while len(flying) < depth and (job := take(not flying)) is not None:
-            job.begin()
-            flying.append(job)
+    ended = False
+
+    def begin_next(seconds: float | None) -> bool:
+        nonlocal ended
+        try:
+            job = take(seconds)
+        except Empty:
+            return False
+        if job is None:
+            ended = True
+            return False
+        job.begin()
+        flying.append(job)
+        return True
+
+    while not ended or flying:
+        while not ended and len(flying) < depth and begin_next(0 if flying else None):
+            pass
         moved = False
         for job in list(flying):
             while job.ready():
@@ -168,11 +187,13 @@ def drive(take: Callable[[bool], Job | None], depth: int) -> None:
             if job.done():
                 flying.remove(job)
                 moved = True
-        if moved:
+        if moved or not flying:
             continue
-        if not flying:
-            return
-        min(flying, key=lambda job: job.stage).go_on()
+        first = min(flying, key=lambda job: job.stage)
+        if first.stage == WRITE and not ended and len(flying) < depth:
+            begin_next(PAUSE)  # somebody waits for what comes, and nobody for a write
+        else:
+            first.go_on()
 
 
 def drive_one(job: Job) -> None:
@@ -187,7 +208,7 @@ def drive_all(jobs: Collection[Job], depth: int) -> None:
     """Run these jobs in the calling thread, at most `depth` at a time, to their ends."""
     if len(jobs) > depth:
         waiting = iter(jobs)
-        drive(lambda block: next(waiting, None), depth)
+        drive(lambda seconds: next(waiting, None), depth)
     else:
         for job in jobs:
             job.begin()
@@ -235,15 +256,5 @@ def _end(queue: SimpleQueue[Job | None], thread: threading.Thread) -> None:
 def _work(queue: SimpleQueue[Job | None], depth: int, device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    ended = False
-
-    def take(block: bool) -> Job | None:
-        nonlocal ended
-        if ended or (not block and queue.empty()):
-            return None
-        job = queue.get()
-        ended = job is None
-        return job
-
     with torch.no_grad():
-        drive(take, depth)
+        drive(lambda seconds: queue.get(timeout=seconds), depth)
