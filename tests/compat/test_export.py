@@ -151,7 +151,7 @@ def test_mistakes(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, c
     (theirs / "zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
     for argv, said in (
         ([folder, tmp_path / "o", "-t", "global_step9"], "no checkpoint global_step9; those that are there: global_st"),
-        ([tmp_path / "nowhere", tmp_path / "o"], "is no checkpoint and holds none"),
+        ([tmp_path / "nowhere", tmp_path / "o"], "nowhere: there is no such folder"),
         ([folder, tmp_path / "o", "--max_shard_size", "much"], "max_shard_size: expected bytes"),
         ([tmp_path / "theirs", tmp_path / "o"], "wherry import-deepspeed"),
     ):
