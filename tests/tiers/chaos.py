@@ -22,7 +22,7 @@ from wherry.tiers.tickets import DONE, Ticket
 
 
 class Late(Ticket):
-    """Something that happens at its wait, or at a moment of the chaos's choice."""
+    """Something that happens at its wait, or at a moment of the chaos's choice, as when somebody asks for it."""
 
     def __init__(self, chaos: Chaos, act: Callable[[], None]) -> None:
         self._chaos = chaos
@@ -39,6 +39,9 @@ class Late(Ticket):
             self.happen()
 
     def done(self) -> bool:
+        with self._chaos.lock:
+            if self._chaos.random.random() < 0.1:
+                self.happen()
         return self._act is None
 
 

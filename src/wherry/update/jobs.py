@@ -190,8 +190,8 @@ def drive(take: Callable[[float | None], Job | None], depth: int) -> None:
         if moved or not flying:
             continue
         first = min(flying, key=lambda job: job.stage)
-        if first.stage == WRITE and not ended and len(flying) < depth:
-            begin_next(PAUSE)  # somebody waits for what comes, and nobody for a write
+        if first.ready_for_use and not ended and len(flying) < depth:
+            begin_next(PAUSE)  # somebody may wait for what comes, and nobody does for this write
         else:
             first.go_on()
 
