@@ -113,6 +113,8 @@ def test_memory_really_goes_back():
 def test_large_buffers_ask_for_huge_pages_and_small_ones_do_not():
     with HostPool() as pool:
         large, small = pool.take(3 << 20), pool.take(1 << 20)
+        if "VmFlags" not in mapping(large.data_ptr()):
+            pytest.skip("this kernel does not tell the flags of mappings")
         assert "hg" in mapping(large.data_ptr())["VmFlags"].split()
         assert "hg" not in mapping(small.data_ptr())["VmFlags"].split()
 

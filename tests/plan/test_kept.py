@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import subprocess
 import sys
@@ -62,8 +63,10 @@ def test_what_was_kept_is_what_was_made(folder: Path, monkeypatch: pytest.Monkey
 def test_other_code_makes_other_profiles_and_a_broken_file_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = profiled(of_shape("small", SHAPE))
     (file,) = files(folder)
-    file.write_bytes(file.read_bytes()[:-20])
-    assert profiled(of_shape("small", SHAPE)).same(made)
+    whole = file.read_bytes()
+    for broken in (whole[:-20], whole[:40] + b"\xff" * 40 + whole[80:], b"", gzip.compress(b"[1]")):
+        file.write_bytes(broken)
+        assert profiled(of_shape("small", SHAPE)).same(made)
     (file,) = files(folder)
     monkeypatch.setattr(kept, "_code", lambda: "changed")
     assert profiled(of_shape("small", SHAPE)).same(made)

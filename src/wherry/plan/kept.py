@@ -9,6 +9,8 @@ import gzip
 import hashlib
 import json
 import os
+import tempfile
+import zlib
 from contextlib import suppress
 from dataclasses import asdict
 from functools import lru_cache
@@ -18,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from wherry import __version__
 from wherry.observe.log import logger
 from wherry.plan.memory import UnitSizes
 from wherry.plan.profile import Moment, Operations, Profile
@@ -43,18 +46,20 @@ class KeptProfiles:
             return None
         try:
             return _from_json(json.loads(gzip.decompress(self._file(key).read_bytes())))
-        except (OSError, EOFError, ValueError, TypeError, KeyError):
+        except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError, AttributeError):
             return None  # not made yet, or not whole: it is made now
 
     def write(self, profile: Profile, *key: object) -> None:
         if self._model is None:
             return
         file = self._file(key)
-        unfinished = file.with_suffix(f".{os.getpid()}")
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            unfinished.write_bytes(gzip.compress(json.dumps(_as_json(profile)).encode(), mtime=0))
-            unfinished.replace(file)
+            # A name that no other process has, of this machine or of another that shares the folder.
+            handle, unfinished = tempfile.mkstemp(dir=file.parent, prefix=file.name)
+            with open(handle, "wb") as out:
+                out.write(gzip.compress(json.dumps(_as_json(profile)).encode(), mtime=0))
+            Path(unfinished).replace(file)
             _leave_the_newest(file.parent)
         except OSError as error:
             logger.debug("the profile of %s is not kept: %s", self._model, error)
@@ -66,11 +71,11 @@ class KeptProfiles:
 
 @lru_cache(maxsize=1)
 def _code() -> str:
-    """What stands for the code that makes profiles: torch's version, and each file of Wherry's by its time and size."""
+    """What stands for the code that makes profiles: the versions, and each file of Wherry's by its time and size."""
     root = Path(__file__).parents[1]
     files = sorted(root.rglob("*.py"))
     seen = [(str(file.relative_to(root)), (state := file.stat()).st_mtime_ns, state.st_size) for file in files]
-    return hashlib.sha256(repr((metadata.version("torch"), seen)).encode()).hexdigest()
+    return hashlib.sha256(repr((metadata.version("torch"), __version__, seen)).encode()).hexdigest()
 
 
 def _leave_the_newest(folder: Path) -> None:

@@ -19,7 +19,7 @@ from wherry.plan.kept import cache_folder
 from wherry.plan.machine import Machine
 
 VERSION = 5
-# Cores that others may keep busy while rates are measured that are to be kept.
+# Cores that others may keep busy while rates are measured that are to be kept, of eight; of fewer, as many.
 BUSY = 0.5
 # Where Linux shows that it has a driver of a GPU.
 _GPU_FILES = ("nvidia*", "nvhost*", "nvmap", "kfd", "dxg")
@@ -44,17 +44,20 @@ def this_machine(folder: str | os.PathLike[str] | None = None, *, again: bool = 
     began, worked = time.perf_counter(), _others_worked()
     machine = rates.measure(where)
     others = (_others_worked() - worked) / max(time.perf_counter() - began, 1e-9)
-    if others > BUSY:
+    if others > BUSY * max(1.0, (os.cpu_count() or 1) / 8):
         logger.warning(
             "this machine was measured while others kept %.1f cores busy, so its rates are too low: they are not "
             "kept, and are measured again the next time",
             others,
         )
         return _now(machine, where, gpus)
-    file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(json.dumps(asdict(machine), indent=2))
-    unfinished.replace(file)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(json.dumps(asdict(machine), indent=2))
+        unfinished.replace(file)
+    except OSError as error:
+        logger.warning("what was measured of this machine is not kept, and is measured again the next time: %s", error)
     return _now(machine, where, gpus)
 
 
@@ -63,7 +66,7 @@ def _others_worked() -> float:
     import psutil
 
     times = psutil.cpu_times()._asdict()
-    return sum(times.get(name, 0.0) for name in ("user", "system", "steal")) - time.process_time()
+    return sum(times.get(name, 0.0) for name in ("user", "nice", "system", "steal")) - time.process_time()
 
 
 def _read(text: str) -> Machine:

@@ -31,10 +31,14 @@ from wherry.plan.roofline import step_time
 from wherry.plan.trace import profile
 
 
-@torch.random.fork_rng()
 def measure(folder: Path) -> Machine:
     """What of the machine is asked for takes some seconds. The caller's random numbers stay as they were."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    with torch.random.fork_rng(devices=[0] if gpus else []):
+        return _measure(folder, gpus)
+
+
+def _measure(folder: Path, gpus: int) -> Machine:
     device = torch.device("cuda", 0) if gpus else torch.device("cpu")
     memory = host_memory()
     stream = _stream(torch.device("cpu"))

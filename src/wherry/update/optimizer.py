@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -142,7 +143,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.param_groups = instance.param_groups
         self.instance = instance
         # Its parameters have no gradients of their own: a step of it would do nothing, in silence.
-        self._guard = instance.register_step_pre_hook(_refuse_step)
+        self._guard = weakref.finalize(self, instance.register_step_pre_hook(_refuse_step).remove)
+        self._guard.atexit = False
         self._update = update
         self._drop = drop
         # True when the last step was skipped for non-finite gradients.
@@ -171,7 +173,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """The engine has ended: the user's optimizer may be used by itself again."""
-        self._guard.remove()
+        self._guard()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "instance"):

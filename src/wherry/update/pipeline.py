@@ -420,11 +420,12 @@ class Updater:
 
     def abandon(self) -> None:
         """The window's gradients are dropped, perhaps after an exception in the backward."""
+        if self._early is not None:
+            for job in self._pending.values():
+                job.come_to_an_end()  # it may read the gradients that are given back next, and what was read for it
         self.stop_reading()
         if self._early is None:
             return
-        for job in self._pending.values():
-            job.come_to_an_end()  # it may read the gradients that are given back next
         changed = self.changed_early()
         self._early = None
         if changed:

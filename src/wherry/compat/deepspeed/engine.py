@@ -167,6 +167,7 @@ class DeepSpeedEngine(Engine):
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """The whole working weights on rank 0's host; None on the other ranks, which hold a unit at a time."""
+        self._shown.close()
         state = self.consolidated_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
         self._show_trained()
         return state
@@ -174,17 +175,20 @@ class DeepSpeedEngine(Engine):
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
     def _show_trained(self) -> None:
-        """Of a model with an adapter, what is trained stays whole until the next forward.
+        """Of a model with an adapter, what is trained stays whole until the next forward or step.
 
         PEFT saves next, on one rank, and asks for the state dicts of layers that it trains whole.
         """
-        self._shown.close()
         if self.placement.parameters.partitioned and hasattr(self.module, "peft_config"):
             self._shown.enter_context(gathered([p for p in self.module.parameters() if p.requires_grad]))
 
     def forward_begins(self) -> None:
         self._shown.close()
         super().forward_begins()
+
+    def step(self, *given: Any, **named: Any) -> None:
+        self._shown.close()
+        super().step(*given, **named)
 
     def save_checkpoint(  # transformers looks for the names of its arguments
         self,
