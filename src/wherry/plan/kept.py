@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from wherry import __version__
 from wherry.observe.log import logger
 from wherry.plan.memory import UnitSizes
 from wherry.plan.profile import Moment, Operations, Profile
@@ -71,11 +70,12 @@ class KeptProfiles:
 
 @lru_cache(maxsize=1)
 def _code() -> str:
-    """What stands for the code that makes profiles: the versions, and each file of Wherry's by its time and size."""
+    """What stands for the code that makes profiles: torch's version, and what each file of Wherry's says."""
     root = Path(__file__).parents[1]
-    files = sorted(root.rglob("*.py"))
-    seen = [(str(file.relative_to(root)), (state := file.stat()).st_mtime_ns, state.st_size) for file in files]
-    return hashlib.sha256(repr((metadata.version("torch"), __version__, seen)).encode()).hexdigest()
+    found = hashlib.sha256(metadata.version("torch").encode())
+    for file in sorted(root.rglob("*.py")):
+        found.update(f"{file.relative_to(root)} {file.stat().st_size} ".encode() + file.read_bytes())
+    return found.hexdigest()
 
 
 def _leave_the_newest(folder: Path) -> None:
