@@ -1,10 +1,11 @@
 """Accumulation by layer beside step by step: python benchmarks/accumulation.py [--quick] [--path FOLDER].
 
 Stage 3 with parameters and optimizer on disk: the time of a step and the bytes that it reads, for windows of 1 to 16
-micro-batches of one size, in one run; and DeepSpeed, where it is installed. The limit of a time is that of plain
-PyTorch with everything in memory, which computes and does nothing else; that of Wherry's bytes weights twice and
-optimizer states once. Bytes are those that Wherry asks the disk for;
-of DeepSpeed, those that the system has counted, which its cache lessens.
+micro-batches of one size, in one run; and DeepSpeed, where it is installed. Both have their defaults, which keep as
+many weights in host memory; with one buffer Wherry keeps none, and what is read in a window shows. The limit of a
+time is that of plain PyTorch with everything in memory, which computes and does nothing else; that of the bytes, with
+one buffer, weights twice and optimizer states once. Bytes are those that Wherry asks the disk for; of DeepSpeed,
+those that the system has counted, which its cache lessens.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from wherry.observe import bench
 
 ORDERS = ("layer_major", "step_major")
 WINDOWS = (1, 2, 4, 8, 16)
+# Weights of one unit in memory at a time, where DeepSpeed ends in its swapper ("Not enough buffers").
+TIGHT, TIGHT_WINDOWS = ", one buffer", (1, 8)
 PEERS = ("deepspeed",)
 PLAIN = "plain"
 PLACES = tuple(place.name for place in systems.PLACES.values() if place.stage == 3 and not place.mode)
@@ -34,21 +37,18 @@ PLACES = tuple(place.name for place in systems.PLACES.values() if place.stage ==
 
 def entries_of(model: str, place: str, windows: Sequence[int], peers: Sequence[str], count: int) -> list[Entry]:
     found = []
+    name = f"wherry-{place}"
     for window in windows:
         # Micro-batches keep their size: a longer window is more samples.
-        batch = MODELS[model].batch * window
-        recipe = replace(MODELS[model], accumulation=window, batch=batch, persistence=0, in_memory=0)
-        for order in ORDERS:
-            name = f"wherry-{place}"
-            found.append(
-                Entry(model, 1, name, count, recipe=replace(recipe, order=order), label=f"{name} {order} k={window}")
-            )
+        recipe = replace(MODELS[model], accumulation=window, batch=MODELS[model].batch * window)
+        kinds = [(order, replace(recipe, order=order)) for order in ORDERS]
+        if systems.PLACES[place].parameters == "nvme" and (window in TIGHT_WINDOWS or len(windows) == 1):
+            kinds += [(f"{order}{TIGHT}", replace(kind, persistence=0, in_memory=0)) for order, kind in kinds]
+        for words, kind in kinds:
+            found.append(Entry(model, 1, name, count, recipe=kind, label=f"{name} {words} k={window}"))
         found.append(Entry(model, 1, PLAIN, count, recipe=recipe, label=f"{PLAIN} k={window}"))
         for peer in (f"{name}-{place}" for name in peers if name != "none"):
-            # DeepSpeed keeps small weights in memory, as its defaults have it: with none there it ends in its swapper,
-            # with "Not enough buffers" or, given one for each weight, "already assigned swap buffer".
-            kept = replace(recipe, persistence=None, in_memory=None)
-            found.append(Entry(model, 1, peer, count, recipe=kept, label=f"{peer} k={window}"))
+            found.append(Entry(model, 1, peer, count, recipe=recipe, label=f"{peer} k={window}"))
     return found
 
 
@@ -66,7 +66,7 @@ def rows_of(entry: Entry, turns: Sequence[Turn]) -> list[bench.Row]:
             bench.row(time, entry.label, "s", steps.repeats_of(turns), losses=turns[0].losses),
             bench.row(read, entry.label, "B", [turn.read_bytes / entry.steps for turn in turns]),
         ]
-        if entry.system.startswith("wherry") and rows[1]["value"]:
+        if entry.recipe.in_memory == 0 and rows[1]["value"]:
             rows[1]["of_limit"] = least_read(entry.system, entry.recipe) / rows[1]["value"]
     return rows[:1] if entry.system == PLAIN else rows
 

@@ -144,7 +144,7 @@ SECTIONS: dict[str, Section] = {
         "Accumulation",
         "A step of k micro-batches. Of Wherry the bytes are those it asks the disk for, of DeepSpeed those the system "
         "has counted, which its cache lessens: they are not compared.",
-        "plain PyTorch's speed with everything in memory; of bytes, weights twice and optimizer states once",
+        "plain PyTorch's speed with everything in memory; of bytes with one buffer, weights twice and states once",
     ),
     "memory": Section(
         "Memory",
