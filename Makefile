@@ -30,12 +30,14 @@ bench: $(PEERS)
 	$(BIN)/wherry bench adam --quick
 	$(BIN)/wherry bench disk --quick --path .
 	$(BIN)/wherry bench overhead --quick
-	$(BIN)/wherry bench steps --quick --ranks 2 --systems ddp,fsdp2,deepspeed-0,deepspeed-3,wherry-0,wherry-1,wherry-2,wherry-3
-	$(BIN)/wherry bench offload_step --quick --path . --dtypes bf16 --places 3-cpu,3-nvme --policies before_use,in_backward --peers deepspeed-3-nvme
+	$(BIN)/wherry bench steps --quick --ranks 2 --systems ddp,fsdp2,deepspeed-0,deepspeed-3,wherry-0,wherry-3
+	$(BIN)/wherry bench offload_step --quick --path . --dtypes bf16 --places 3-cpu,3-nvme --policies before_use --peers deepspeed-3-nvme
+	$(BIN)/wherry bench accumulation --quick --path . --windows 8 --steps 1
 	$(BIN)/wherry bench memory --quick --path . --dtypes fp32 --ranks 2 --systems ddp,fsdp2,deepspeed-3,wherry-0,wherry-3
 	$(BIN)/wherry bench construction --quick
+	$(BIN)/wherry bench checkpoint --quick --folder .
 	$(BIN)/wherry bench tiling --quick --path .
-	$(BIN)/wherry bench scaling --quick
+	$(BIN)/wherry bench scaling --quick --systems plain,deepspeed-3,wherry-3
 	$(BIN)/wherry bench imports --quick
 
 lint: $(INSTALLED)

@@ -2,10 +2,10 @@
 
 Stage 3 with parameters and optimizer on disk: the time of a step and the bytes that it reads, for windows of 1 to 16
 micro-batches of one size, in one run; and DeepSpeed, where it is installed. Both have their defaults, which keep as
-many weights in host memory; with one buffer Wherry keeps none, and what is read in a window shows. The limit of a
-time is that of plain PyTorch with everything in memory, which computes and does nothing else; that of the bytes, with
-one buffer, weights twice and optimizer states once. Bytes are those that Wherry asks the disk for; of DeepSpeed,
-those that the system has counted, which its cache lessens.
+many weights in host memory, and of Wherry each order by itself too; with one buffer it keeps none, and what is read in
+a window shows. The limit of a time is that of plain PyTorch with everything in memory, which computes and does nothing
+else; that of the bytes, with one buffer, weights twice and optimizer states once. Bytes are those that Wherry asks the
+disk for; of DeepSpeed, those that the system has counted, which its cache lessens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from benchmarks.steps import MODELS, Entry, Turn
 from benchmarks.systems import Recipe
 from wherry.observe import bench
 
-ORDERS = ("layer_major", "step_major")
+# What a user has who says nothing of the order; and the two that there are.
+DEFAULT, ORDERS = "auto", ("layer_major", "step_major")
 WINDOWS = (1, 2, 4, 8, 16)
 # Weights of one unit in memory at a time, where DeepSpeed ends in its swapper ("Not enough buffers").
 TIGHT, TIGHT_WINDOWS = ", one buffer", (1, 8)
@@ -44,6 +45,7 @@ def entries_of(model: str, place: str, windows: Sequence[int], peers: Sequence[s
         kinds = [(order, replace(recipe, order=order)) for order in ORDERS]
         if systems.PLACES[place].parameters == "nvme" and (window in TIGHT_WINDOWS or len(windows) == 1):
             kinds += [(f"{order}{TIGHT}", replace(kind, persistence=0, in_memory=0)) for order, kind in kinds]
+        found.append(Entry(model, 1, name, count, recipe=replace(recipe, order=DEFAULT), label=f"{name} k={window}"))
         for words, kind in kinds:
             found.append(Entry(model, 1, name, count, recipe=kind, label=f"{name} {words} k={window}"))
         found.append(Entry(model, 1, PLAIN, count, recipe=recipe, label=f"{PLAIN} k={window}"))

@@ -102,15 +102,39 @@ def work_of(
 
 def states_bytes(system: str, parameters: int, ranks: int, dtype: str) -> float:
     """Bytes in memory of all ranks' states together, by the published formulas. What rests on disk is not in memory."""
-    weight, gradient, optimizer = STATES[dtype]
     place = systems.place_of(system)
     # FSDP2 partitions everything; the others of torch's own nothing.
     stage = 3 if system.startswith("fsdp2") else place.stage
     copies = [ranks if stage < level else 1 for level in (3, 2, 1)]
+    weight, gradient, optimizer = _kept(system, dtype)
     kept = [weight * (place.parameters != "nvme"), gradient, optimizer * (place.optimizer != "nvme")]
-    if system in ("plain", "ddp") or system.startswith("fsdp2"):
-        kept = [4, 4, 8]  # in bf16 they compute by autocast, and keep fp32
     return float(parameters * sum(count * nbytes for count, nbytes in zip(copies, kept, strict=True)))
+
+
+def states_by_tier(system: str, parameters: int, dtype: str) -> dict[str, float]:
+    """Bytes of one rank's states where they rest, by the published formulas: device, host and disk."""
+    weight, gradient, optimizer = _kept(system, dtype)
+    place = systems.place_of(system)
+    tiers = {"none": "device", "cpu": "host", "nvme": "disk"}
+    found = dict.fromkeys(tiers.values(), 0.0)
+    found[tiers[place.parameters]] += float(weight * parameters)
+    # Gradients rest where they are used.
+    found["device" if place.optimizer == "none" else "host"] += float(gradient * parameters)
+    found[tiers[place.optimizer]] += float(optimizer * parameters)
+    return found
+
+
+def _kept(system: str, dtype: str) -> tuple[int, int, int]:
+    """Bytes of a parameter: working weight, gradient, and what the optimizer keeps beside them."""
+    if system in ("plain", "ddp") or system.startswith("fsdp2"):
+        return STATES["fp32"]  # in bf16 they compute by autocast, and keep fp32
+    return STATES[dtype]
+
+
+def free_host_memory() -> int:
+    from wherry.tiers import budget
+
+    return budget.free_host_memory()
 
 
 # Measuring the rates. Each function returns the repeats.

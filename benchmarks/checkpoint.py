@@ -3,7 +3,7 @@
 Seconds of a save until it is on the disk, of the training that stood still for it, and of a load, for weights and both
 moments of AdamW in fp32, beside torch.save, torch's distributed checkpoint and DeepSpeed. Every system's files are
 synced before the clock is stopped; loads read what the system may have in its cache, for all alike. The limit is the
-same bytes written to one file, synced, and read from it into the memory that they came from.
+same bytes written to one file of each rank, synced, and read from it into the memory that they came from.
 """
 
 from __future__ import annotations

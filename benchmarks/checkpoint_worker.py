@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.systems import PLACES, SYSTEMS, Engine, Recipe, adamw, config_of
+from benchmarks.systems import PLACES, SYSTEMS, Engine, Recipe, adamw, config_of, start_group
 from benchmarks.worker import answer_requests, peak_bytes, resident_bytes
 
 if TYPE_CHECKING:
@@ -60,18 +60,27 @@ def _tensors(trainee: Any) -> list[torch.Tensor]:
     return [p.detach() for p in trainee.parameters] + kept
 
 
+def _shares(trainee: Any) -> list[memoryview]:
+    """This rank's part of the bytes of each tensor."""
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    views = [memoryview(tensor.numpy()).cast("B") for tensor in _tensors(trainee)]
+    return [view[rank * view.nbytes // ranks : (rank + 1) * view.nbytes // ranks] for view in views]
+
+
+def _bytes_file(folder: Path) -> Path:
+    return folder / f"states-{os.environ['RANK']}.bin"
+
+
 def _bytes_save(trainee: Any, folder: Path) -> None:
-    with open(folder / "states.bin", "wb", buffering=0) as file:
-        for tensor in _tensors(trainee):
-            view = memoryview(tensor.numpy()).cast("B")
+    with open(_bytes_file(folder), "wb", buffering=0) as file:
+        for view in _shares(trainee):
             assert file.write(view) == view.nbytes
-    _sync(folder)
+        os.fsync(file.fileno())
 
 
 def _bytes_load(trainee: Any, folder: Path) -> None:
-    with open(folder / "states.bin", "rb", buffering=0) as file:
-        for tensor in _tensors(trainee):
-            view = memoryview(tensor.numpy()).cast("B")
+    with open(_bytes_file(folder), "rb", buffering=0) as file:
+        for view in _shares(trainee):
             assert file.readinto(view) == view.nbytes
 
 
@@ -147,7 +156,7 @@ def _wherry_wait(trainee: Any) -> None:
 # What no way to keep these bytes is sooner than.
 LIMIT = "limit: the same bytes"
 KEEPINGS: dict[str, Keeping] = {
-    LIMIT: Keeping("the same bytes", "torch", "plain", _bytes_save, _bytes_load, one_rank=True),
+    LIMIT: Keeping("the same bytes", "torch", "plain", _bytes_save, _bytes_load),
     "torch-save": Keeping("torch.save", "torch", "plain", _torch_save, _torch_load, one_rank=True),
     "dcp": Keeping("torch DCP, FSDP2", "torch", "fsdp2", _dcp_save, _dcp_load),
     "dcp-async": Keeping("torch DCP, async", "torch", "fsdp2", _dcp_begin, _dcp_load, _dcp_wait),
@@ -172,6 +181,8 @@ class CheckpointWorker:
         self.keeping = KEEPINGS[keeping]
         importlib.import_module(self.keeping.package)
         made, rank, ranks = Recipe(**recipe), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if ranks > 1 and self.keeping.system == "plain":
+            start_group()  # as the others have one, to meet in
         build = _wherry_behind if keeping == "wherry-async" else SYSTEMS[self.keeping.system]
         self.trainee = build(made, ranks)
         for step in range(2):

@@ -1,10 +1,11 @@
 """Building and loading a model at stage 3: python benchmarks/construction.py [--quick] [--models 10m,125m].
 
 Seconds until an engine can take its first step, and the peak of memory on the way, for the whole model built first, for
-`Init` and for the meta device, beside FSDP2 and DeepSpeed; and the same from a safetensors file. The limit of time is
-the model alone, without an engine; that of memory is what stays: an empty process and the states. What construction
-inside `Init` takes by itself is measured on two ranks, where the limit is a rank's shards and the largest module. A run
-takes about seven minutes on two cores.
+`Init` and for the meta device, beside FSDP2 and DeepSpeed; and the same from a safetensors file. Then the same until a
+first step of a few tokens has been made: every system puts something off, moments at the least. The limit of time is
+the model alone, without an engine; that of memory is what stays: an empty process and the states, which are the
+weights, and after a step the moments too. What construction inside `Init` takes by itself is measured on two ranks,
+where the limit is a rank's shards and the largest module. A run takes about eight minutes on two cores.
 """
 
 from __future__ import annotations
@@ -61,23 +62,22 @@ def measure(model: str, ways: Sequence[str], rounds: int, folder: Path) -> list[
     buildings = {way: Building(model, way, file) for way in ways}
     taken = bench.interleave({way: building.take for way, building in buildings.items()}, rounds, "builds")
     rows = []
-    for way, building in buildings.items():
-        loads = WAYS[way].loads
-        cases = [{"model": model, "work": "load" if loads else "build", "measure": of} for of in ("time", "memory")]
-        if building.reason is not None:
-            rows += [
-                bench.row(case, way, unit, reason=building.reason) for case, unit in zip(cases, ("s", "B"), strict=True)
-            ]
-            continue
-        found = [turn for turn in taken[way] if turn is not None]
-        rows.append(bench.row(cases[0], way, "s", [turn["seconds"] for turn in found]))
-        peaks = [float(turn["peak_bytes"] - turn["empty_bytes"]) for turn in found]
-        row = bench.row(cases[1], way, "B", peaks, states_bytes=found[0]["states_bytes"])
-        row["of_limit"] = row["states_bytes"] / row["value"]
-        rows.append(row)
+    for until, suffix in (("ready", ""), ("stepped", " and step")):
+        for way, building in buildings.items():
+            case = {"model": model, "work": ("load" if WAYS[way].loads else "build") + suffix}
+            if building.reason is not None:
+                units = {"time": "s", "memory": "B"}
+                rows += [bench.row({**case, "measure": of}, way, units[of], reason=building.reason) for of in units]
+                continue
+            found = [turn[until] for turn in taken[way] if turn is not None]
+            rows.append(bench.row({**case, "measure": "time"}, way, "s", [turn["seconds"] for turn in found]))
+            peaks = [float(turn["peak_bytes"] - turn["empty_bytes"]) for turn in found]
+            row = bench.row({**case, "measure": "memory"}, way, "B", peaks, states_bytes=found[0]["states_bytes"])
+            row["of_limit"] = row["states_bytes"] / row["value"]
+            rows.append(row)
     bench.compare(rows)
     for row in rows:
-        alone = "plain-load" if row["case"]["work"] == "load" else "plain"
+        alone = "plain-load" if row["case"]["work"].startswith("load") else "plain"
         if row["case"]["measure"] == "time" and row["reason"] is None and alone in row["ratio"]:
             row["of_limit"] = row["ratio"][alone]
     return rows

@@ -1,7 +1,7 @@
 """What `wherry plan` says a step takes, beside what it takes: python benchmarks/forecast.py [--quick] [--path FOLDER].
 
 The machine is measured as the planner measures it, and kept as the planner keeps it: on a busy machine measure it anew
-when that is quiet (--again). A run takes about five minutes on two cores, and as much again for each further round.
+when that is quiet (--again). On two cores a round takes about five minutes.
 """
 
 from __future__ import annotations
@@ -108,10 +108,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=bench.listed(("1", "2", "4")), default=["1", "2"], help="numbers of ranks")
     parser.add_argument("--path", default=".", help="a folder on the disk for states there (the current one)")
     parser.add_argument("--again", action="store_true", help="measure the machine anew")
-    parser.add_argument("--rounds", type=bench.positive, default=1, help="times that every placement is measured (1)")
+    parser.add_argument("--rounds", type=bench.positive, help="times that every placement is measured (3)")
     parser.add_argument("--steps", type=bench.positive, help="steps in one measure")
     options = bench.parse(parser, argv)
-    rounds, count = options.rounds, options.steps or (3 if options.quick else 8)
+    rounds, count = options.rounds or (1 if options.quick else 3), options.steps or (3 if options.quick else 8)
     os.environ[systems.DISK_FOLDER] = os.path.abspath(options.path)
     machine = probe.this_machine(options.path, again=options.again)
     settings = {"rounds": rounds, "steps": count, "warmup": steps.WARMUP, "machine": vars(machine)}

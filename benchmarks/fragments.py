@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import wherry
 from wherry.dryrun import FakeLink, FakePool, FakeStore
 from wherry.observe import bench
-from wherry.observe.footprint import Footprint
+from wherry.observe.footprint import WORKING, Footprint
 from wherry.parallel.comm import SoloComm
 from wherry.parallel.topology import Topology
 from wherry.train.model import GPT, GPTConfig
@@ -149,8 +149,8 @@ class Simulated(Footprint):
         self.allocator = CachingAllocator()
         self._blocks: dict[int, Block] = {}
 
-    def _add(self, tensor: torch.Tensor) -> None:
-        super()._add(tensor)
+    def _add(self, tensor: torch.Tensor, category: str = WORKING) -> None:
+        super()._add(tensor, category)
         if tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
@@ -191,7 +191,8 @@ class Fragments:
         case = {"measure": "fragments", "allocator": device, "layers": config.layers, "hidden": config.hidden}
         case |= {"longest": config.sequence, "batch": batch, "steps": len(self.unused)}
         facts = {"highest_bytes": self.highest, "reserved_bytes": self.reserved, "excess_bytes": self.excess}
-        return bench.row(case, system, "bytes", [float(value) for value in self.unused], **facts)
+        made = bench.row(case, system, "bytes", [float(value) for value in self.unused], **facts)
+        return made | {"of_limit": self.highest / self.reserved}
 
 
 def over(step: Step, lengths: Sequence[int], memory: Memory) -> Fragments:

@@ -1,17 +1,18 @@
 """Everything that wants a GPU, in one command that ends in time: python benchmarks/gpu.py [--deadline SECONDS].
 
 Measured rates, and steps of GPT-2 beside the bound that they set: sizes of the published table with the device capped
-and not, update policies side by side, tokens in a step from 1k to 64k, what the allocator holds unused, others'
-offload where it is installed, and the largest model that takes a step under small caps. Every stage has its share of
-the time; rows are written as they come, and what time leaves out is named. DeepSpeed compiles parts of itself at their
-first use: `python benchmarks/peers.py` before, or its rows take that time. Without a GPU, `--toy` runs all of it on the
-CPU at a size that shows that it works, and nothing else.
+and not, update policies side by side, others' offload where it is installed, tokens in a step from 1k to 64k, what the
+allocator holds unused, and the largest model that takes a step under small caps. Every stage has its share of the time;
+rows are written as they come, and what time leaves out is named. DeepSpeed compiles parts of itself at their first use:
+`python benchmarks/peers.py` before, or its rows take that time. Without a GPU, `--toy` runs all of it on the CPU at a
+size that shows that it works, and nothing else.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -25,7 +26,6 @@ from benchmarks import bounds, systems
 from benchmarks.rooms import Room, RoomFailed
 from benchmarks.systems import Recipe
 from wherry.observe import bench
-from wherry.tiers.budget import free_host_memory
 from wherry.train.presets import GPT2
 
 WORKER = Path(__file__).parent / "gpu_worker.py"
@@ -34,6 +34,10 @@ CAP = 32
 CAPS = (8, 16, 24, 32)
 # Seconds for the last rows and the file, and for the end of a process that has pinned much.
 RESERVE = 12.0
+# And for what has begun, though the share of its stage be over.
+PATIENCE = 45.0
+# Peers beside whom the tokens of a step grow.
+TOKEN_PEERS = ("fsdp2-cpu", "deepspeed-2-cpu", "deepspeed-3-super")
 # The policy that stands beside others' offload first. An update in the backward cannot know the norm it would clip by.
 POLICIES = {1.0: ("before_use", "at_step", "delayed"), 0.0: ("in_backward", "before_use")}
 UNUSED = ("plain", "recompute", "recompute, contiguous")
@@ -84,47 +88,72 @@ class NoTime(Exception):
 
 
 class Session:
-    """One run: its deadline, its room, the rates and the results."""
+    """One run: its deadline, its room, the rates and the results. The time counts from when it was `begun`."""
 
-    def __init__(self, options: Any, results: bench.Results) -> None:
+    def __init__(self, options: Any, results: bench.Results, begun: float | None = None) -> None:
         self.options = options
         self.results = results
-        self.deadline = time.monotonic() + options.deadline - RESERVE
+        self.deadline = (time.monotonic() if begun is None else begun) + options.deadline - RESERVE
         self.sizes = TOY if options.toy else SIZES
         self.rates: bounds.Rates | None = None
         self.build_pace = 1.0
         self._room: Room | None = None
         # Seconds of a sequence in a step, by the name of what was built.
         self._pace: dict[str, float] = {}
+        # Peers that ended their process, or did not answer, while they were built, and how.
+        self._given_up: dict[str, str] = {}
         self.share_out(1.0)
 
     def share_out(self, part: float) -> None:
-        """What begins now has this part of the time that is left, and may use no more."""
+        """What begins now has this part of the time that is left, and begins nothing after it."""
         now = time.monotonic()
         self._ends = now + part * max(0.0, self.deadline - now)
 
-    def left(self) -> float:
-        return max(0.0, self._ends - time.monotonic())
+    def left(self, *, whole: bool = False) -> float:
+        """Seconds that are left of the stage's share, or of the whole."""
+        return max(0.0, (self.deadline if whole else self._ends) - time.monotonic())
 
     @property
     def ended(self) -> bool:
         """Whether the process is gone, and with it all that was built there."""
         return self._room is None
 
-    def ask(self, need: float = 0.0, **request: Any) -> Any:
-        """Ask the worker. One that fails, or does not answer in time, is replaced."""
-        if self.left() < max(need, 1.0):
-            raise NoTime(f"left out: {self.left():.0f} s were left for it of {self.options.deadline} s in all")
-        if self._room is None:
-            self._room = Room(1, worker=WORKER, environment=systems.gpu_environment())
+    def ask(self, need: float = 0.0, *, whole: bool = False, most: float | None = None, **request: Any) -> Any:
+        """Ask the worker. One that fails, or does not answer in time, is replaced.
+
+        `need` seconds must be left. `whole`: it may take what is left of the whole time, and not of the stage's share.
+        `most` seconds, with some patience, are what it is waited for in any case.
+        """
+        left = self.left(whole=whole)
+        if left < max(need, 1.0):
+            raise NoTime(f"left out: {left:.0f} s were left for it of {self.options.deadline} s in all")
+        self._start()
+        assert self._room is not None
+        # What has begun is not given up with its share: a process that ends takes with it what others built.
+        share = self.left(whole=whole) if most is None else min(most, self.left(whole=whole))
+        timeout = min(self.left(whole=True), max(share, PATIENCE))
         try:
-            answer = self._room.ask(timeout=self.left(), do="answer", request=request)[0]
+            answer = self._room.ask(timeout=timeout, do="answer", request=request)[0]
         except RoomFailed:
             self.close()
             raise
         if "failed" in answer:
+            print(answer.get("trace", answer["failed"]), file=sys.stderr, flush=True)
             raise RoomFailed(answer["failed"])
         return answer["found"]
+
+    def _start(self) -> None:
+        """Have a process. What its start takes is no part of a stage's share."""
+        if self._room is not None:
+            return
+        begun = time.monotonic()
+        self._room = Room(1, worker=WORKER, environment=systems.gpu_environment())
+        try:
+            self._room.ask(timeout=self.left(whole=True), do="ready")
+        except RoomFailed:
+            self.close()
+            raise
+        self._ends = min(self.deadline, self._ends + time.monotonic() - begun)
 
     def build(
         self, name: str, system: str, recipe: Recipe, warmup: int = 2, *, shrink: bool = False
@@ -133,17 +162,23 @@ class Session:
 
         `shrink`: where its first step is out of memory, the batch is halved until it is not; the answer has the batch.
         """
-        reason = systems.cannot_run(system) or self._too_large(system, recipe)
+        reason = systems.cannot_run(system) or self._given_up.get(system) or self._too_large(system, recipe)
         if reason:
             raise RoomFailed(reason)
         need = self.build_pace * (BUILD_S + BUILD_S_PER_BILLION * recipe.parameters / 1e9)
+        ours = system.startswith("wherry")
+        request = {"name": name, "system": system, "recipe": recipe, "warmup": warmup, "shrink": shrink}
         begun = time.monotonic()
-        found: dict[str, Any] = self.ask(
-            need, do="build", name=name, system=system, recipe=recipe, warmup=warmup, shrink=shrink
-        )
+        try:
+            found: dict[str, Any] = self.ask(need, most=None if ours else 3 * need, do="build", **request)
+        except RoomFailed as failure:
+            if self.ended and not ours:
+                # It would take its neighbours with it, and time, whenever it is tried.
+                self._given_up[system] = str(failure)
+            raise
         taken = time.monotonic() - begun
         self._pace[name] = found["step_s"] / found["batch"]
-        if recipe.parameters > 5e8 and system.startswith("wherry"):
+        if recipe.parameters > 5e8 and ours:
             self.build_pace = min(3.0, max(self.build_pace, 1.1 * self.build_pace * taken / need))
         return found
 
@@ -159,7 +194,7 @@ class Session:
         if systems.place_of(system).optimizer != "cpu":
             return None
         need = host_bytes(system, recipe.clip) * recipe.parameters
-        free = free_host_memory()
+        free = bounds.free_host_memory()
         if need > 0.97 * free:
             return f"needs {need / GIB:.0f} GiB of host memory, {free / GIB:.0f} GiB are free"
         return None
@@ -206,6 +241,10 @@ def step_row(
     for state in last["memory"]:
         tiers[state["tier"]] = tiers.get(state["tier"], 0) + state["bytes_actual"]
     row["state_bytes_by_tier"] = tiers
+    # What the states must take there, by the published formula.
+    formula = bounds.states_by_tier(system, recipe.parameters, recipe.dtype)
+    row["formula_host_bytes"] = formula["host"]
+    row["formula_device_bytes"] = None if last["peak_device_bytes"] is None else formula["device"]
     # What an engine does not tell is seen in its process.
     row["host_bytes_per_parameter"] = (tiers.get("host", 0) if tiers else last["resident_bytes"]) / recipe.parameters
     return row
@@ -226,11 +265,20 @@ def blocks(
     return found
 
 
-def let_go(session: Session, name: str) -> None:
-    """Close what a failure may have left of a system."""
+def put_back(session: Session, **request: Any) -> None:
+    """What one stage leaves in the process is not to be missing for the next: this has the time of all of them."""
     if not session.ended:
         with suppress(RoomFailed, NoTime):
-            session.ask(do="close", name=name)
+            session.ask(whole=True, **request)
+
+
+def let_go(session: Session, name: str) -> None:
+    """Close a system, and what a failure may have left of one."""
+    put_back(session, do="close", name=name)
+
+
+def uncap(session: Session) -> None:
+    put_back(session, do="cap", gib=None)
 
 
 # The stages.
@@ -244,81 +292,111 @@ def rates(session: Session) -> None:
     session.results.add(*answer["rows"])
 
 
-def side_by_side(session: Session) -> None:
-    """Others' offload and update policies, clipping on and off, 8k tokens a step: in one process, in turns.
+Subjects = dict[str, tuple[str, Recipe]]
 
-    Each clipping has two processes' worth of systems: those of peers, whose states fill the host's memory, with the
-    policy that suits it best; and all policies.
-    """
-    size = session.sizes["1b"]
-    for index, (clip, policies) in enumerate(POLICIES.items()):
-        recipe = replace(size, batch=min(size.batch, 8), clip=clip)
-        case = {"model": "1b", "tokens": recipe.batch * recipe.length, "clip": clip}
-        ours = {f"wherry-2-cpu {policy}": ("wherry-2-cpu", replace(recipe, policy=policy)) for policy in policies}
-        best = dict(list(ours.items())[:1])
-        # A peer that ends its process takes with it what was built before it.
-        beside = {peer: (peer, recipe) for peer in session.options.peers} | best
-        _in_turns(session, {"measure": "beside others"} | case, beside)
-        if not index:
+
+def policies(session: Session) -> None:
+    """Update policies side by side, clipping on and off, 8k tokens a step; with clipping other placements too."""
+    for clip in POLICIES:
+        case, recipe, ours = _with_clipping(session, clip)
+        if clip:
             ours |= {"wherry-3-cpu": ("wherry-3-cpu", recipe), "wherry-2": ("wherry-2", recipe)}
         _in_turns(session, {"measure": "policies"} | case, ours)
 
 
-def _in_turns(session: Session, case: dict[str, Any], subjects: dict[str, tuple[str, Recipe]]) -> None:
-    answers: dict[str, list[dict[str, Any]]] = {}
-    reasons: dict[str, str] = {}
+def peers(session: Session) -> None:
+    """Others' offload, clipping on and off, 8k tokens a step, beside the policy that suits it best."""
+    for clip in POLICIES:
+        case, recipe, ours = _with_clipping(session, clip)
+        # A peer that ends its process takes with it what was built before it.
+        beside = {peer: (peer, recipe) for peer in session.options.peers} | dict(list(ours.items())[:1])
+        _in_turns(session, {"measure": "beside others"} | case, beside)
 
-    def failed(name: str, failure: Exception) -> None:
-        reasons[name] = str(failure)
-        if session.ended:
-            for lost in answers:
-                reasons.setdefault(lost, f"ended with {name}: {failure}")
 
-    for name, (system, recipe) in subjects.items():
+def _with_clipping(session: Session, clip: float) -> tuple[dict[str, Any], Recipe, Subjects]:
+    size = session.sizes["1b"]
+    recipe = replace(size, batch=min(size.batch, 8), clip=clip)
+    case = {"model": "1b", "tokens": recipe.batch * recipe.length, "clip": clip}
+    ours = {f"wherry-2-cpu {policy}": ("wherry-2-cpu", replace(recipe, policy=policy)) for policy in POLICIES[clip]}
+    return case, recipe, ours
+
+
+class Turns:
+    """Systems of one process that are timed in turns: the rows of those that could be, and why the others could not."""
+
+    def __init__(self, session: Session, subjects: Subjects) -> None:
+        self.session, self.subjects = session, subjects
+        self.built: list[str] = []
+        self.reasons: dict[str, str] = {}
+        for name in subjects:
+            self._build(name)
+        for lost in [name for name in self.built if name in self.reasons]:
+            self.built.remove(lost)
+            del self.reasons[lost]
+            self._build(lost)
+
+    def _build(self, name: str) -> None:
         try:
-            session.build(name, system, recipe)
-            answers[name] = []
+            self.session.build(name, *self.subjects[name])
+            self.built.append(name)
         except (RoomFailed, NoTime) as failure:
-            failed(name, failure)
-    for _ in range(session.options.rounds):
-        for name in [built for built in answers if built not in reasons]:
-            if name in reasons:  # since this round began
-                continue
-            try:
-                answers[name].append(session.time(name, session.options.steps, subjects[name][1].batch))
-            except (RoomFailed, NoTime) as failure:
-                failed(name, failure)
-    rows = []
-    for name, (system, recipe) in subjects.items():
-        if answers.get(name):
-            rows.append(step_row(session, case, system, recipe, answers[name]) | {"system": name})
-        else:
-            rows.append(bench.row(case, name, "s", reason=reasons[name]))
-    bench.compare(rows)
-    session.results.add(*rows)
-    for name in answers:
-        let_go(session, name)
+            self.reasons[name] = str(failure)
+            self._if_ended(name, failure)
+
+    def _if_ended(self, name: str, failure: Exception) -> None:
+        """A process that ends takes with it all that was built there."""
+        if self.session.ended:
+            self.reasons.setdefault(name, str(failure))
+            for lost in self.built:
+                self.reasons.setdefault(lost, f"ended with {name}: {failure}")
+
+    def take(self, case: dict[str, Any], batch: int | None = None) -> None:
+        """The rows of some rounds. `batch` is one that was not taken before."""
+        session, steps = self.session, self.session.options.steps
+        answers: dict[str, list[dict[str, Any]]] = {name: [] for name in self.built if name not in self.reasons}
+        failed: dict[str, str] = {}
+        for turn in range(session.options.rounds):
+            for name in answers:
+                if name in failed or name in self.reasons:
+                    continue
+                count = batch or self.subjects[name][1].batch
+                try:
+                    answer = session.time(name, steps, count, another=batch is not None and not turn)
+                    answers[name].append(answer)
+                except (RoomFailed, NoTime) as failure:
+                    failed[name] = str(failure)
+                    self._if_ended(name, failure)
+        rows = []
+        for name, (system, recipe) in self.subjects.items():
+            taken = replace(recipe, batch=batch or recipe.batch)
+            if answers.get(name):
+                rows.append(step_row(session, case, system, taken, answers[name]) | {"system": name})
+            else:
+                rows.append(bench.row(case, name, "s", reason=failed.get(name) or self.reasons[name]))
+        session.results.add(*rows)
+
+    def close(self) -> None:
+        for name in self.built:
+            let_go(self.session, name)
+
+
+def _in_turns(session: Session, case: dict[str, Any], subjects: Subjects) -> None:
+    turns = Turns(session, subjects)
+    turns.take(case)
+    turns.close()
 
 
 def tokens(session: Session) -> None:
-    """Tokens in a step from 1k to 64k, one engine."""
+    """Tokens in a step from 1k to 64k: one engine for all of them, beside peers in the same process."""
     size = session.sizes["1b"]
-    system = "wherry-2-cpu"
     counts = TOKENS if not session.options.toy else tuple(size.length * 2**power for power in range(3))
-    session.build("tokens", system, replace(size, batch=counts[0] // size.length))
+    recipe = replace(size, batch=counts[0] // size.length)
+    beside = [peer for peer in TOKEN_PEERS if peer in session.options.peers]
+    turns = Turns(session, {name: (name, recipe) for name in (*beside, "wherry-2-cpu")})
     for count in counts:
-        recipe = replace(size, batch=count // size.length)
         case = {"measure": "tokens in a step", "model": "1b", "tokens": count}
-        try:
-            steps = session.options.steps
-            found = blocks(session, "tokens", session.options.rounds, steps, recipe.batch, another=count != counts[0])
-        except (RoomFailed, NoTime) as failure:
-            session.results.add(bench.row(case, system, "s", reason=str(failure)))
-            if session.ended:
-                return
-        else:
-            session.results.add(step_row(session, case, system, recipe, found))
-    let_go(session, "tokens")
+        turns.take(case, count // size.length if count != counts[0] else None)
+    turns.close()
 
 
 def place_for(recipe: Recipe) -> str:
@@ -331,9 +409,7 @@ def sizes(session: Session, names: Sequence[str]) -> None:
     for model in names:
         _size(session, model)
         let_go(session, model)
-    if not session.ended:
-        with suppress(RoomFailed, NoTime):
-            session.ask(do="cap", gib=None)
+    uncap(session)
 
 
 def _size(session: Session, model: str) -> None:
@@ -373,7 +449,7 @@ def largest(session: Session) -> None:
     except (RoomFailed, NoTime) as failure:
         few = more = None
         reason = f"the dry run failed: {failure}"
-    free, done = free_host_memory(), None
+    free, done = bounds.free_host_memory(), None
     for cap in CAPS:
         case = {"measure": "largest model", "cap_gib": cap}
         if few is None or more is None:
@@ -399,9 +475,7 @@ def largest(session: Session) -> None:
             continue
         session.results.add(step_row(session, case, system, recipe, found, **facts))
     let_go(session, "largest")
-    if not session.ended:
-        with suppress(RoomFailed, NoTime):
-            session.ask(do="cap", gib=None)
+    uncap(session)
 
 
 # Layers of the two dry runs from which others are told: more than are gathered at once.
@@ -439,7 +513,8 @@ def fragments(session: Session) -> None:
 
 STAGES: dict[str, Callable[[Session], None]] = {
     "rates": rates,
-    "side": side_by_side,
+    "policies": policies,
+    "peers": peers,
     "tokens": tokens,
     "fragments": fragments,
     "small": lambda session: sizes(session, [name for name in ("1b", "2b", "4b") if name in session.sizes]),
@@ -452,7 +527,7 @@ STAGES: dict[str, Callable[[Session], None]] = {
 
 # Parts of the time; what a stage leaves is for those after it. Without rates there is no bound, and they come with the
 # start of a process and of the GPU.
-SHARES = {"rates": 10, "side": 6, "tokens": 3, "fragments": 2, "small": 5, "largest": 5, "large": 6}
+SHARES = {"rates": 10, "policies": 5, "peers": 8, "tokens": 4, "fragments": 2, "small": 5, "largest": 5, "large": 6}
 
 
 def run(session: Session, names: Sequence[str]) -> None:
@@ -464,6 +539,11 @@ def run(session: Session, names: Sequence[str]) -> None:
             STAGES[name](session)
         except (RoomFailed, NoTime) as failure:
             session.results.add(bench.row({"measure": name}, "wherry", "s", reason=str(failure)))
+        except Exception as failure:  # a fault of this script, too, costs its stage and not the run
+            traceback.print_exc()
+            reason = f"{type(failure).__name__}: {failure}"
+            session.results.add(bench.row({"measure": name}, "wherry", "s", reason=reason))
+            session.close()
         session.share_out(1.0)
         print(f"{name}: {time.monotonic() - begun:.0f} s, {session.left():.0f} s left", file=sys.stderr, flush=True)
 
@@ -515,10 +595,11 @@ def _figures(row: bench.Row) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    begun = time.monotonic()
     parser = bench.parser("gpu", __doc__ or "")
-    parser.add_argument("--deadline", type=bench.positive, default=530, help="seconds after which it has ended (530)")
+    parser.add_argument("--deadline", type=bench.positive, default=520, help="seconds after which it has ended (520)")
     parser.add_argument("--stages", type=bench.listed(tuple(STAGES)), default=list(STAGES), help=", ".join(STAGES))
-    parser.add_argument("--rounds", type=bench.positive, default=5, help="blocks of steps of each")
+    parser.add_argument("--rounds", type=bench.positive, help="blocks of steps of each (3; 2 with --quick)")
     parser.add_argument("--steps", type=bench.positive, default=3, help="steps in a block")
     parser.add_argument("--peers", type=bench.listed(PEERS), default=list(PEERS), help=f"of {', '.join(PEERS)}")
     parser.add_argument("--path", help="a folder on the disk whose rate is measured too")
@@ -526,11 +607,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = bench.parse(parser, argv)
     if not options.toy and systems.device_type() != "cuda":
         parser.error("no GPU is seen by torch here; --toy shows on the CPU that everything works")
+    options.rounds = options.rounds or (2 if options.quick else 3)
     stages = options.stages if options.stages[0] == "rates" else ["rates", *options.stages]
     settings = {"deadline_s": options.deadline, "rounds": options.rounds, "steps": options.steps, "toy": options.toy}
     settings |= {"stages": stages, "sizes": {name: asdict(recipe) for name, recipe in SIZES.items()}}
     results = bench.Results("gpu", options, settings)
-    session = Session(options, results)
+    session = Session(options, results, begun)
     try:
         run(session, stages)
     finally:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -68,10 +69,11 @@ def _traced(session: Session, model: str, path: Path) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    begun = time.monotonic()
     parser = bench.parser("gpu_offload", __doc__ or "")
     parser.add_argument("--model", choices=DESCENDING, default="10b", help="the size to begin with (10b)")
-    parser.add_argument("--deadline", type=bench.positive, default=530, help="seconds after which it has ended (530)")
-    parser.add_argument("--rounds", type=bench.positive, default=5, help="blocks of steps")
+    parser.add_argument("--deadline", type=bench.positive, default=520, help="seconds after which it has ended (520)")
+    parser.add_argument("--rounds", type=bench.positive, help="blocks of steps (5; 2 with --quick)")
     parser.add_argument("--steps", type=bench.positive, default=2, help="steps in a block")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="keep the profiler's trace, for chrome://tracing")
     parser.add_argument("--path", help="a folder on the disk whose rate is measured too")
@@ -79,11 +81,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = bench.parse(parser, argv)
     if not options.toy and systems.device_type() != "cuda":
         parser.error("no GPU is seen by torch here; --toy shows on the CPU that everything works")
+    options.rounds = options.rounds or (2 if options.quick else 5)
     sizes = gpu.TOY if options.toy else gpu.SIZES
     wanted = "1b" if options.toy else options.model
     settings = {"deadline_s": options.deadline, "rounds": options.rounds, "steps": options.steps, "toy": options.toy}
     results = bench.Results("gpu_offload", options, settings | {"recipe": asdict(sizes[wanted])})
-    session = Session(options, results)
+    session = Session(options, results, begun)
     with tempfile.TemporaryDirectory() as folder:
         try:
             gpu.run(session, ["rates"])

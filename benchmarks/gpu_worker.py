@@ -17,6 +17,8 @@ from benchmarks.systems import SYSTEMS, Recipe, Trainee
 from benchmarks.worker import answer_requests, forget_peak, peak_bytes, resident_bytes
 
 GIB = 2**30
+# Parts of a traceback that are shown, from its end.
+TRACED = 8
 
 
 class GpuWorker:
@@ -34,6 +36,11 @@ class GpuWorker:
         self.own: dict[str, tuple[int, int]] = {}
         # When the last steps ended, but for what they had put off.
         self.ended = 0.0
+
+    def ready(self) -> bool:
+        """Everything is imported, and the GPU has been seen."""
+        self._synchronize()
+        return True
 
     def rates(self, dtype: str, toy: bool, folder: str | None) -> dict[str, Any]:
         rates, rows = bounds.measure(self.device, dtype, toy=toy, folder=folder)
@@ -105,7 +112,7 @@ class GpuWorker:
 
     def close(self, name: str) -> dict[str, Any]:
         """Give a system's memory back; what is still allocated then is a leak, or another's."""
-        trainee = self.trainees.pop(name)
+        trainee = self.trainees.pop(name, None)
         self.own.pop(name, None)
         engine = getattr(trainee, "engine", None)
         closing = getattr(engine, "close", None) or getattr(engine, "destroy", None)
@@ -148,14 +155,14 @@ class GpuWorker:
             return {"found": getattr(self, do)(**request)}
         except Exception as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            traceback.print_exc()
+            trace = "".join(traceback.format_exception(error)[-TRACED:])
             error.__traceback__ = None
         if do == "build" and request["name"] in self.trainees:
             # What could not take its first steps may not be able to close either: its memory goes with it.
             with suppress(Exception):
                 self.close(request["name"])
         self._clean()
-        return {"failed": reason}
+        return {"failed": reason, "trace": trace}
 
     # Inside.
 

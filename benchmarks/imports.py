@@ -141,7 +141,8 @@ def installed_bytes(package: str) -> int:
     """Bytes of a package's files, without what Python compiles from them."""
     if package == "wherry":
         folder = Path(importlib.util.find_spec("wherry").origin or "").parent  # type: ignore[union-attr]
-        files: Iterable[Path] = folder.rglob("*")
+        # The sources of the native library are in the source tree, and in no wheel.
+        files: Iterable[Path] = (file for file in folder.rglob("*") if folder / "native" / "src" not in file.parents)
     else:
         files = [Path(str(file.locate())) for file in metadata.files(package) or []]
     return sum(file.stat().st_size for file in files if file.suffix != ".pyc" and file.is_file())

@@ -1,9 +1,9 @@
 """Peak memory by placement, beside the published formulas: python benchmarks/memory.py [--quick].
 
 A batch so small that activations do not count: what is left above an empty process is the training states, and what
-an engine takes beside them. The formulas are those of the ZeRO papers, and say what the states must take. Peaks hardly
-differ between runs, so everything is measured once: on two cores that takes about five minutes, and with both dtypes or
-with one rank too twice as much.
+an engine takes beside them. The formulas are those of the ZeRO papers, and say what the states must take. On two cores
+a round takes about five minutes, and with both dtypes or with one rank too twice as much. What a GPU's memory holds
+beside the formula is among the figures of gpu.py.
 """
 
 from __future__ import annotations
@@ -56,19 +56,22 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
         for row in (row for row in rows if row["case"] == case):
             title = systems.TITLES[row["system"]]
             if row["reason"] is not None:
-                lines.append([title, *["-"] * 6])
+                lines.append([title, *["-"] * 7])
                 notes.append(f"{title}: {row['reason']}")
                 continue
-            figures = [f"{row['value'] / 1e6:,.0f}", f"{row['formula_bytes'] / 1e6:,.0f}", f"{row['of_limit']:.2f}"]
+            figures = [f"{row['value'] / 1e6:,.0f}", bench.spread_words(row), f"{row['formula_bytes'] / 1e6:,.0f}"]
+            figures.append(f"{row['of_limit']:.2f}")
             in_memory = [state for state in row["memory"] if state["tier"] != "disk"]
             stated, owed = (sum(state[key] for state in in_memory) for key in ("bytes_actual", "bytes_expected"))
             peer = f"deepspeed-{row['system'].partition('-')[2]}"
             figures += [f"{row['bytes_per_parameter']:.1f}", f"{stated / 1e6:,.0f}/{owed / 1e6:,.0f}" if owed else ""]
             lines.append([title, *figures, bench.ratio_words(row, peer) if "wherry" in row["system"] else ""])
-        title = f"{case['model']}, {case['dtype']}, {case['ranks']} ranks: above an empty process, all ranks together"
-        columns = ("", "peak MB", "formula MB", "of formula", "B/param", "held/due", "x DS")
+        ranked = f"{case['ranks']} rank{'s' * (case['ranks'] > 1)}"
+        title = f"{case['model']}, {case['dtype']}, {ranked}: above an empty process, all ranks together"
+        columns = ("", "peak MB", "spread", "formula", "of it", "B/param", "held/due", "x DS")
         bench.show(title, columns, lines, [*notes, ""])
-    print("held/due: MB of states in rank 0's memory as the engine counts them, and as its placement comes to.")
+    print("formula: MB of the states, and `of it` which part of the peak that is. held/due: MB of")
+    print("states in rank 0's memory as the engine counts them, and as its placement comes to.")
     print("x DS: how many times as much DeepSpeed takes.")
 
 
@@ -78,11 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtypes", type=bench.listed(DTYPES), default=["bf16"], help="fp32, bf16 (default: bf16)")
     parser.add_argument("--systems", type=bench.listed(SYSTEMS), default=list(SYSTEMS), help="with commas")
     parser.add_argument("--ranks", type=bench.positives, default=[2], help="numbers of ranks (default: 2)")
-    parser.add_argument("--rounds", type=bench.positive, default=1, help="times that everything is measured (1)")
+    parser.add_argument("--rounds", type=bench.positive, help="times that everything is measured (3; 1 with --quick)")
     parser.add_argument("--path", default=".", help="a folder on the disk for states there (the current one)")
     options = bench.parse(parser, argv)
     models = options.models or (["10m"] if options.quick else ["125m"])
-    rounds = options.rounds
+    rounds = options.rounds or (1 if options.quick else 3)
     os.environ[systems.DISK_FOLDER] = os.path.abspath(options.path)
     results = bench.Results("memory", options, {"rounds": rounds, "length": LENGTH, "models": models})
     for model in models:

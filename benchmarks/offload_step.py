@@ -1,7 +1,9 @@
 """Steps with optimizer and parameters on host and disk: python benchmarks/offload_step.py [--quick] [--path FOLDER].
 
 Beside the bound max(compute, down, up, host update, disk), each of them measured in the same run, and beside FSDP2's
-and DeepSpeed's own offload. Without a GPU the host is the device, and only the disk is further away.
+and DeepSpeed's own offload, with clipping and, for an update in the backward, without. Ranks share the machine and so
+its bound. Without a GPU the host is the device, and only the disk is further away. A run takes about forty minutes for
+each dtype on two cores; flags choose a part of it.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ DTYPES = ("fp32", "bf16")
 POLICIES = ("at_step", "before_use", "in_backward", "delayed")
 PLACES = tuple(place.name for place in systems.OFFLOADED)
 PEERS = ("fsdp2-cpu", *(f"deepspeed-{name}" for name in PLACES))
-# Clipping belongs to training; an update in the backward is measured without it, beside the others without it.
+# Clipping belongs to training; an update in the backward is measured without it, and peers beside it without it.
 CLIPS = {"at_step": 1.0, "before_use": 1.0, "in_backward": 0.0, "delayed": 1.0}
 
 
@@ -36,16 +38,19 @@ def entries_of(
     peers: Sequence[str],
     count: int,
     policies: Sequence[str] = POLICIES,
+    ranks: Sequence[int] = (1,),
 ) -> list[Entry]:
     recipe = replace(MODELS[model], dtype=dtype, clip=clip)
     found = [Entry(model, 1, steps.ORACLE, count, recipe=recipe)]
-    for place in places:
-        for policy in policies:
-            if clip and not CLIPS[policy]:
-                continue
-            label = f"wherry-{place} {policy}"
-            found.append(Entry(model, 1, f"wherry-{place}", count, recipe=replace(recipe, policy=policy), label=label))
-    return found + [Entry(model, 1, peer, count, recipe=recipe) for peer in peers]
+    for number in ranks:
+        for place in places:
+            for policy in policies:
+                if clip and not CLIPS[policy]:
+                    continue
+                system, own = f"wherry-{place}", replace(recipe, policy=policy)
+                found.append(Entry(model, number, system, count, recipe=own, label=f"{system} {policy}"))
+        found += [Entry(model, number, peer, count, recipe=recipe) for peer in peers]
+    return found
 
 
 def limits_of(entries: Sequence[Entry], rates: bounds.Rates) -> dict[str, tuple[float, str]]:
@@ -100,10 +105,17 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
                     bench.ratio_words(row, peer) if row["system"].startswith("wherry") else "",
                 ]
             )
-        title = f"{case['model']}, {case['dtype']}, clipping at {case['clip']:g}"
+        where = f"{case['ranks']} rank{'s' * (case['ranks'] > 1)}"
+        title = f"{case['model']}, {case['dtype']}, {where}, clipping at {case['clip']:g}"
         bench.show(title, ("", "ms/step", "spread", "of bound", "peak MB", "losses", "x DS"), lines, [*notes, ""])
     print("of bound: the fraction of the bound that was reached, and its longest term. losses: against plain PyTorch;")
     print("those of delayed updates are others, as they are made with gradients one step old.")
+
+
+def _part(models: Sequence[str], ranks: Sequence[int] | None) -> str:
+    """What a file of a part is named by: other models than the usual one, and ranks that were asked for."""
+    words = [] if list(models) == ["10m"] else list(models)
+    return "-".join([*words, f"{'-'.join(map(str, ranks))}-rank"] if ranks else words)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -113,17 +125,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--places", type=bench.listed(PLACES), default=list(PLACES), help=", ".join(PLACES))
     parser.add_argument("--policies", type=bench.listed(POLICIES), default=list(POLICIES), help=", ".join(POLICIES))
     parser.add_argument("--peers", type=bench.listed((*PEERS, "none")), default=list(PEERS), help=", ".join(PEERS))
+    parser.add_argument("--ranks", type=steps.ranks, help="numbers of ranks (default: 1,2; 1 with --quick)")
     parser.add_argument("--path", default=".", help="a folder on the disk for states there (the current one)")
-    parser.add_argument("--rounds", type=bench.positive, help="times that every system is measured")
+    parser.add_argument("--rounds", type=bench.positive, help="times that every system is measured (3)")
     parser.add_argument("--steps", type=bench.positive, help="steps in one measure")
     options = bench.parse(parser, argv)
-    rounds, count = options.rounds or (1 if options.quick else 5), options.steps or (3 if options.quick else 8)
+    rounds, count = options.rounds or (1 if options.quick else 3), options.steps or (3 if options.quick else 8)
+    ranks = options.ranks or ([1] if options.quick else [1, 2])
     os.environ[systems.DISK_FOLDER] = os.path.abspath(options.path)
     peers = [peer for peer in options.peers if peer != "none"]
-    settings = {"rounds": rounds, "steps": count, "warmup": steps.WARMUP}
-    results = bench.Results(
-        "offload_step", options, settings | {"models": {m: vars(MODELS[m]) for m in options.models}}
-    )
+    settings = {"rounds": rounds, "steps": count, "warmup": steps.WARMUP, "ranks": ranks}
+    settings |= {"models": {m: vars(MODELS[m]) for m in options.models}}
+    results = bench.Results("offload_step", options, settings, part=_part(options.models, options.ranks))
     for dtype in options.dtypes:
         quick = options.quick or options.models == ["tiny"]
         rates, rows = bounds.measure(systems.device_type(), dtype, toy=quick, folder=options.path)
@@ -131,10 +144,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for model in options.models:
             # Without clipping only where a policy asks for it.
             for clip in sorted({CLIPS[policy] for policy in options.policies}, reverse=True):
-                entries = entries_of(
-                    model, dtype, clip, options.places, peers if clip else [], count, options.policies
-                )
-                results.add(*measure(entries, rounds, rates, clip))
+                chosen = options.places, peers, count, options.policies, ranks
+                results.add(*measure(entries_of(model, dtype, clip, *chosen), rounds, rates, clip))
     table(results.rows)
     results.close()
     return 0

@@ -78,7 +78,9 @@ _GPU = (
     Column("TFLOPS", _of("tflops", lambda value: f"{value:.1f}")),
     _BOUND,
     Column("device", _of("peak_device_bytes", _gigabytes)),
+    Column("device by formula", _of("formula_device_bytes", _gigabytes)),
     Column("host", _of("resident_bytes", _gigabytes)),
+    Column("host by formula", _of("formula_host_bytes", _gigabytes)),
     Column("host B/param", _of("host_bytes_per_parameter", lambda value: f"{value:.1f}")),
     Column("layers", _of("layers", str)),
     Column("limited by", _of("limited_by", str)),
@@ -157,7 +159,7 @@ SECTIONS: dict[str, Section] = {
     ),
     "construction": Section(
         "Building and loading",
-        "Until an engine could step.",
+        "Until an engine could step, and until it has made a step of a few tokens.",
         "of time, the model alone without an engine; of memory, the states that stay",
     ),
     "tiling": Section(
@@ -169,13 +171,13 @@ SECTIONS: dict[str, Section] = {
     "checkpoint": Section(
         "Checkpoints",
         "Saving and loading. `stall` is how long training stood still for a save.",
-        "the same bytes written to one file and read from it, in the same run",
+        "the same bytes written to a file of each rank and read from it, in the same run",
         (Column("states", _states_a_second),),
     ),
     "activations": Section(
         "Activations",
         "What activations take, and what it costs to have less of them.",
-        "the step that keeps them all, on as many ranks",
+        "the step that keeps them all, on as many ranks; of what an allocator holds, what is used of it at once",
         (
             Column("activations", _of("peak_bytes", _megabytes)),
             Column("held", _of("reserved_bytes", _megabytes)),
@@ -209,6 +211,8 @@ SECTIONS: dict[str, Section] = {
         (*_GPU, Column("copies beside kernels", _of("trace", lambda seen: _part(seen.get("hidden"))))),
     ),
 }
+# Where a measure is asked for by another name than that of its files.
+_COMMANDS = {"cpu_adam": "adam"}
 _HEAD = """# Benchmarks
 
 Measured, never typed: `wherry bench report` makes this page from the files in
@@ -243,6 +247,11 @@ def page(results: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, str]]:
     """The text, and the plots by name."""
     titles = {name: section.title for name, section in SECTIONS.items()}
     parts, drawn = [_HEAD, summary.text(results, titles)], {}
+    there = {result["benchmark"] for result in results}
+    absent = {title: _COMMANDS.get(name, name) for name, title in titles.items() if name not in there}
+    if absent:
+        words = ", ".join(f"{title} (`wherry bench {command}`)" for title, command in absent.items())
+        parts.append(f"No file holds these yet: {words}.\n")
     before = None
     for result in results:
         section = SECTIONS[result["benchmark"]]

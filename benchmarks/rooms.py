@@ -54,7 +54,7 @@ class Room:
         self.ranks = ranks
         self._worker = worker
         self._environment = systems.environment(ranks) if environment is None else environment
-        self.threads = 1 if one_core else max(1, (os.cpu_count() or 1) // ranks)
+        self.threads = 1 if one_core else max(1, _cores() // ranks)
         self._one_core = one_core
         self._logs: list[IO[bytes]] = []
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -179,6 +179,11 @@ def _children(pid: int) -> list[psutil.Process]:
         return psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
         return []
+
+
+def _cores() -> int:
+    """Those that this process may use: of a machine's there may be more."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _free_port() -> int:

@@ -1,15 +1,16 @@
 """How cost grows: python benchmarks/scaling.py [--quick].
 
 With the model, from 10M to 1B parameters on this machine: a step of few tokens and the peak of memory, beside plain
-PyTorch. With the number of ranks, from 1 to 1,024: the engine's own step for one rank, run dry, its collectives, its
-bytes, its memory, and how long building and stepping it takes where nothing is computed. A run takes about seven
-minutes on two cores, half of it the model of 1B, which wants 18 GB.
+PyTorch, FSDP2 and DeepSpeed. With the number of ranks, from 1 to 1,024: the engine's own step for one rank, run dry,
+its collectives, its bytes, its memory, and how long building and stepping it takes where nothing is computed. On two
+cores a round takes about twelve minutes, half of it the model of 1B, which wants 18 GB. Rows are kept as they come.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ from wherry.observe import bench
 LENGTH = 32
 STAGES = (0, 1, 2, 3)
 RANKS = (1, 2, 4, 16, 64, 256, 1024)
-SYSTEMS = ("plain", "wherry-0", "wherry-3")
+SYSTEMS = ("plain", "fsdp2", "deepspeed-3", "wherry-0", "wherry-3")
+# What a process takes beside its states, as a part of them, when these fill the machine.
+BESIDE_STATES = 0.1
 
 
 def _sized(layers: int, hidden: int) -> Recipe:
@@ -56,10 +59,12 @@ EXCHANGED = {0: 1, 1: 2, 2: 2, 3: 3}
 DRY = "gpt2-1.5b"
 
 
-def by_size(names: Sequence[str], systems: Sequence[str], rounds: int, count: int) -> list[bench.Row]:
-    """A step and its peak of memory for each size, the sizes in turns too."""
-    entries = [Entry(name, 1, system, count, recipe=SIZES[name]) for name in names for system in systems]
-    rows = steps.measure(entries, rounds, "sizes")
+def by_size(name: str, systems: Sequence[str], rounds: int, count: int) -> list[bench.Row]:
+    """A step and its peak of memory with a model of one size."""
+    entries = [Entry(name, 1, system, count, recipe=SIZES[name]) for system in systems]
+    for entry in entries:
+        entry.reason = entry.reason or _too_large(entry)
+    rows = steps.measure(entries, rounds, name)
     for row in rows:
         row["parameters"] = SIZES[row["case"]["model"]].parameters
         if row["value"] is not None:
@@ -67,32 +72,40 @@ def by_size(names: Sequence[str], systems: Sequence[str], rounds: int, count: in
     return rows
 
 
-def by_ranks(stages: Sequence[int], counts: Sequence[int], model: str) -> list[bench.Row]:
-    """What one rank of many does in a step, from dry runs."""
+def _too_large(entry: Entry) -> str | None:
+    """Why a size is not tried here: what is out of memory is ended by the system, and others may be with it."""
+    states = bounds.states_bytes(entry.system, entry.recipe.parameters, entry.ranks, entry.recipe.dtype)
+    need, free = (1 + BESIDE_STATES) * states, bounds.free_host_memory()
+    return f"needs {need / 2**30:.0f} GiB of memory, {free / 2**30:.0f} GiB are free" if need > free else None
+
+
+def by_ranks(stage: int, counts: Sequence[int], model: str, rounds: int) -> list[bench.Row]:
+    """What one rank of many does in a step, from dry runs; what they count is the same in every round."""
     from wherry.dryrun import dry_run
     from wherry.sources import find
 
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": zero,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+    }
+    runs = {str(ranks): partial(dry_run, find(model), config, ranks=ranks, sequence=LENGTH) for ranks in counts}
     rows = []
-    for stage in stages:
-        for ranks in counts:
-            zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-            config = {
-                "train_micro_batch_size_per_gpu": 1,
-                "zero_optimization": zero,
-                "bf16": {"enabled": True},
-                "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-            }
-            found = dry_run(find(model), config, ranks=ranks, sequence=LENGTH)
-            case = {"model": model, "stage": stage, "ranks": ranks}
-            system = f"wherry-{stage}"
-            peak, sent = float(found.peak("device")), float(sum(found.bytes.values()))
-            memory = bench.row(case | {"measure": "peak of a rank"}, system, "B", [peak])
-            memory["of_limit"] = bounds.states_bytes(system, found.parameters, ranks, "bf16") / ranks / peak
-            traffic = bench.row(case | {"measure": "collectives of a step"}, system, "B", [max(sent, 1.0)])
-            if ranks > 1:
-                traffic["of_limit"] = EXCHANGED[stage] * bounds.WEIGHT_BYTES["bf16"] * found.parameters / sent
-            rows += [memory, traffic | {"calls": found.calls, "bytes": found.bytes}]
-            rows.append(bench.row(case | {"measure": "dry run"}, system, "s", [found.seconds]))
+    for ranks, taken in bench.interleave(runs, rounds, f"stage {stage} run dry").items():
+        found = taken[0]
+        case = {"model": model, "stage": stage, "ranks": int(ranks)}
+        system = f"wherry-{stage}"
+        peak, sent = float(found.peak("device")), float(sum(found.bytes.values()))
+        memory = bench.row(case | {"measure": "peak of a rank"}, system, "B", [peak])
+        states = bounds.states_bytes(system, found.parameters, int(ranks), "bf16")
+        memory["of_limit"] = states / int(ranks) / peak
+        traffic = bench.row(case | {"measure": "collectives of a step"}, system, "B", [max(sent, 1.0)])
+        if int(ranks) > 1:
+            traffic["of_limit"] = EXCHANGED[stage] * bounds.WEIGHT_BYTES["bf16"] * found.parameters / sent
+        rows += [memory, traffic | {"calls": found.calls, "bytes": found.bytes}]
+        rows.append(bench.row(case | {"measure": "dry run"}, system, "s", [run.seconds for run in taken]))
     return rows
 
 
@@ -104,12 +117,14 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
         for row in (row for row in sized if row["case"]["measure"] == measure):
             name = f"{row['case']['model']} {row['system']}"
             if row["reason"] is not None:
-                lines.append([name, *["-"] * 4])
+                lines.append([name, *["-"] * 5])
                 notes.append(f"{name}: {row['reason']}")
                 continue
             figures = [f"{scale * row['value']:,.1f}", bench.spread_words(row), f"{row['per_parameter'] * each:.2f}"]
-            lines.append([name, *figures, bench.ratio_words(row, "plain")])
-        bench.show(measure, ("", unit, "spread", "ns/param" if each > 1 else "B/param", "x plain"), lines, [*notes, ""])
+            beside = [bench.ratio_words(row, peer) for peer in ("plain", "deepspeed-3")]
+            lines.append([name, *figures, *beside])
+        columns = ("", unit, "spread", "ns/param" if each > 1 else "B/param", "x plain", "x DS")
+        bench.show(measure, columns, lines, [*notes, ""])
     dry = [row for row in rows if "stage" in row["case"]]
     lines = []
     for stage, ranks in dict.fromkeys((row["case"]["stage"], row["case"]["ranks"]) for row in dry):
@@ -128,18 +143,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--systems", type=bench.listed(SYSTEMS), default=list(SYSTEMS), help=", ".join(SYSTEMS))
     parser.add_argument("--ranks", type=bench.positives, help="numbers of ranks run dry (default: 1 to 1024)")
     parser.add_argument("--dry-model", default=DRY, help=f"the model that is run dry ({DRY})")
-    parser.add_argument("--rounds", type=bench.positive, default=1, help="times that every size is measured (1)")
+    parser.add_argument("--rounds", type=bench.positive, help="times that everything is measured (3; 1 with --quick)")
     parser.add_argument("--steps", type=bench.positive, help="steps in one measure")
     options = bench.parse(parser, argv)
     sizes = options.sizes or (["10m", "30m"] if options.quick else [name for name in SIZES if name != "1m"])
     ranks = options.ranks or ([1, 8, 1024] if options.quick else list(RANKS))
-    rounds, count = options.rounds, options.steps or (2 if options.quick else 5)
+    rounds, count = options.rounds or (1 if options.quick else 3), options.steps or (2 if options.quick else 5)
     stages = (3,) if options.quick else STAGES
     settings = {"rounds": rounds, "steps": count, "sizes": {name: vars(SIZES[name]) for name in sizes}}
     results = bench.Results("scaling", options, settings | {"ranks": ranks, "dry_model": options.dry_model})
-    results.add(*by_size(sizes, options.systems, rounds, count))
-    results.add(*by_ranks(stages, ranks, options.dry_model))
-    bench.compare(results.rows)
+    for name in sizes:
+        results.add(*by_size(name, options.systems, rounds, count))
+    for stage in stages:
+        results.add(*by_ranks(stage, ranks, options.dry_model, rounds))
     table(results.rows)
     results.close()
     return 0

@@ -234,7 +234,7 @@ def entries_of(models: Sequence[str], ranks: Sequence[int], names: Sequence[str]
     return entries
 
 
-def _ranks(text: str) -> list[int]:
+def ranks(text: str) -> list[int]:
     counts = [bench.positive(part.strip()) for part in text.split(",")]
     for count in counts:
         if any(recipe.batch % count for recipe in MODELS.values()):
@@ -249,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--systems", type=bench.listed(SYSTEMS), default=list(SYSTEMS), help="with commas between them"
     )
-    parser.add_argument("--ranks", type=_ranks, default=[1, 2], help="numbers of ranks, with commas (default: 1,2)")
+    parser.add_argument("--ranks", type=ranks, default=[1, 2], help="numbers of ranks, with commas (default: 1,2)")
     parser.add_argument("--rounds", type=bench.positive, help="times that every system is measured")
     parser.add_argument("--steps", type=bench.positive, help="steps in one measure")
     options = bench.parse(parser, argv)

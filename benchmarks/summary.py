@@ -58,7 +58,8 @@ def _ours_beside(row: Row, rows: Sequence[Row]) -> list[Row]:
     first = row["system"].split(" ")[0]
     beside = _BESIDE.get(first, first.partition("-")[2])
     same = [other for other in ours if beside and other["system"].split(" ")[0].partition("-")[2] == beside]
-    return whole or same or [other for other in ours if other["system"] == "wherry"] or ours
+    named = [other for other in same if other["system"].partition("-")[2] == row["system"].partition("-")[2]]
+    return whole or named or same or [other for other in ours if other["system"] == "wherry"] or ours
 
 
 def _ratio(ours: Row, peer: Row) -> float | None:

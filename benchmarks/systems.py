@@ -416,7 +416,8 @@ def gpu_environment() -> dict[str, str]:
     """For one rank with the GPU to itself, or without one on the CPU."""
     from sys import executable
 
-    return {"PATH": os.pathsep.join([os.path.dirname(executable), os.environ.get("PATH", "")])}
+    found = {"PATH": os.pathsep.join([os.path.dirname(executable), os.environ.get("PATH", "")])}
+    return found if device_type() == "cuda" else found | {"DS_ACCELERATOR": "cpu"}
 
 
 def environment(ranks: int) -> dict[str, str]:

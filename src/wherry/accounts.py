@@ -74,10 +74,8 @@ def _parameters(flats: list[Flat], tiering: Tiering) -> list[MemoryRow]:
     found = [MemoryRow("parameters", str(tier), owed[tier], held[tier]) for tier in Tier if tier in owed]
     if Tier.DISK in owed:
         on_disk = [flat for flat in flats if _tier_of(flat) is Tier.DISK]
-        # What is kept or read ahead, and so many as are updated at a time.
-        most = tiering.read_ahead + tiering.policy.depth * max(flat.shard_nbytes for flat in on_disk)
         cached = sum(flat.resting_nbytes for flat in on_disk)
-        found.append(MemoryRow("parameters read", str(Tier.HOST), min(most, owed[Tier.DISK]), cached))
+        found.append(MemoryRow("parameters read", str(Tier.HOST), tiering.weights_read(on_disk), cached))
     return found
 
 
@@ -90,7 +88,7 @@ def _gathered(units: list[Unit], gatherer: Gatherer) -> MemoryRow:
     ahead = min(room, max(largest, gatherer.look_ahead.limit))
     most = min(stay + largest + ahead, sum(flat.layout.numel for flat in travelling))
     width = max((flat.dtype.itemsize for flat in travelling), default=0)
-    whole = sum(flat.whole.untyped_storage().nbytes() for flat in travelling)
+    whole = sum(flat.elastic.nbytes for flat in travelling)
     return MemoryRow("gathered", str(Tier.DEVICE), most * width, whole)
 
 
@@ -116,11 +114,13 @@ def _gradients(gradients: Gradients, tiering: Tiering) -> list[MemoryRow]:
 def _optimizer(updater: Updater | None) -> list[MemoryRow]:
     if updater is None:
         return []
-    held, owed = updater.nbytes(), updater.expected_nbytes()
+    holdings, policy = updater.holdings, updater.policy
+    held, owed = holdings.nbytes(), holdings.expected_nbytes()
     found = [MemoryRow("optimizer", str(tier), owed[tier], held[tier]) for tier in Tier if tier in held]
     if Tier.DISK in held:
-        host, read, waiting = str(Tier.HOST), updater.host_bytes(), updater.expected_waiting_bytes()
-        found.append(MemoryRow("optimizer read", host, updater.expected_host_bytes(), read))
+        host, read = str(Tier.HOST), holdings.host_bytes()
+        found.append(MemoryRow("optimizer read", host, holdings.expected_host_bytes(policy.depth), read))
+        waiting = holdings.expected_waiting_bytes() if policy.when == "delayed" else 0
         if waiting:
-            found.append(MemoryRow("parameters to come", host, waiting, updater.waiting_bytes()))
+            found.append(MemoryRow("parameters to come", host, waiting, holdings.waiting_bytes()))
     return found

@@ -18,6 +18,7 @@ from wherry.sharding.watch import StateWatch
 
 if TYPE_CHECKING:
     from wherry.engine import Engine
+    from wherry.sharding.unit import Flat
 
 
 class Accumulation:
@@ -33,6 +34,9 @@ class Accumulation:
         self.engine = engine
         self.order = order
         self._watched = False
+        # Whether each micro-batch draws from a stream of its own: with the first window that is to be layer-major,
+        # which runs step-major itself, and so after a load as well as without.
+        self._apart = False
         # Whether no more micro-batches run together than fit, and how many do; None before that is known.
         self._bounded = order == "auto"
         self.together: int | None = None
@@ -52,9 +56,12 @@ class Accumulation:
             self._choose()
         if self.order == "layer_major" and self._low_precision and not hasattr(torch.Tensor, "grad_dtype"):
             self._give_up(f"torch {torch.__version__} sums gradients in the type of the weights, from 2.10 on in fp32")
-        if self.order == "step_major" or count == 1 or engine._window_begun():
+        if count == 1 or engine._window_begun() or not (self._apart or self.order == "layer_major"):
             return self._mean([self._step(engine._to_device(next(data))) for _ in range(count)])
+        self._apart = True
         batches = [engine._to_device(next(data)) for _ in range(count)]
+        if self.order == "step_major":
+            return self._mean([self._step(batch) for _, batch in self._streams(batches)])
         engine._hooks.take_turns()
         if not self._watched:
             return self._mean(self._watch(batches))
@@ -70,6 +77,16 @@ class Accumulation:
             else:
                 own = RandomStream.now(engine.device)
         return self._mean(losses)
+
+    def _streams(self, batches: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        """Micro-batches that run one after another: each draws from the stream that it has where all run together."""
+        own = RandomStream.now(self.engine.device)
+        for number, stream in enumerate(own.several(len(batches))):
+            stream.use()
+            yield number, batches[number]
+            if number == 0:
+                own = RandomStream.now(self.engine.device)
+        own.use()
 
     def resized(self) -> None:
         """Micro-batches are of another size from here on: what fits is found out anew, in the next window."""
@@ -129,11 +146,15 @@ class Accumulation:
     # Whether it can be done.
 
     def _choose(self) -> None:
-        """`auto`: layer-major where weights or gradients would travel once for every micro-batch."""
+        """`auto`: layer-major where every micro-batch would send weights or gradients over a wire, a bus or to a disk.
+
+        What only moves within the memory of one rank costs less than the activations of several micro-batches at once.
+        """
         engine = self.engine
-        travels = any(unit.travelling for unit in engine.units)
-        reduced = any(gradient.partitioned for gradient in engine._gradients.all)
-        self.order = "layer_major" if travels or reduced else "step_major"
+        apart = not engine._tiering.link.shared
+        weights = any(_comes_anew(flat, apart) for unit in engine.units for flat in unit.travelling)
+        gradients = any(g.partitioned and (apart or g.flat.layout.ranks > 1) for g in engine._gradients.all)
+        self.order = "layer_major" if weights or gradients else "step_major"
 
     def _watch(self, batches: Sequence[Any]) -> list[torch.Tensor]:
         """The first window: step-major, and every change of state of the model's modules is noted."""
@@ -142,7 +163,7 @@ class Accumulation:
         interleaver = engine._hooks.interleaver
         losses: list[torch.Tensor] = []
         room = Room(engine)
-        for batch in batches:
+        for _, batch in self._streams(batches):
             watch.begin()
             # What is changed and changed back shows at the units' boundaries only; one micro-batch is enough for that.
             interleaver.observer = None if losses else lambda unit: watch.look()
@@ -228,16 +249,23 @@ class Room:
                 if not is_strange(tensor) and (storage := tensor.untyped_storage())._cdata not in weights:
                     storages[storage._cdata] = storage.nbytes()
 
-            engine._hooks.notice = notice
+            engine._hooks.saved.notice = notice
             try:
                 yield
             finally:
-                engine._hooks.notice = None
+                engine._hooks.saved.notice = None
             saved = sum(storages.values())
         free = free_bytes(engine.topology)
         self.free = min(self.free, free) if self._measured else free
         self.saved = max(self.saved, saved)
         self._measured = True
+
+
+def _comes_anew(flat: Flat, apart: bool) -> bool:
+    """Whether each gather of it comes from other ranks, from a host that is not the device, or from a disk."""
+    if flat.layout.ranks > 1:
+        return True
+    return flat.home is not None and (apart or not flat.home.stays)
 
 
 def _has_statistics(model: torch.nn.Module) -> bool:

@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
 
 from wherry import config as configs
 from wherry.activations import build as activations
 from wherry.activations.manager import Activations
 from wherry.batches import make_dataloader
-from wherry.config import Config
 from wherry.engine import Engine, Parts
 from wherry.errors import ConfigError, WherryError
 from wherry.fake import is_fake
@@ -42,6 +42,9 @@ from wherry.update.clipping import sum_squares
 from wherry.update.loss_scale import LossScaler
 from wherry.update.optimizer import OptimizerSpec, ShardedOptimizer, describe, from_config
 from wherry.update.pipeline import Updater
+
+if TYPE_CHECKING:
+    from wherry.config import Config
 
 # Classes of torch that do with a model what an engine does, and the names that people know them by.
 _WRAPPERS = {
@@ -122,7 +125,10 @@ def _settled(
     from wherry.plan import runtime
 
     here = int(os.environ.get("LOCAL_WORLD_SIZE", topology.world_size))
-    return runtime.settle(model, config, topology.data, topology.device, ranks_here=here, data=data, collate=collate)
+    return runtime.settle(
+        model, config, topology.data, topology.device, ranks_here=here, data=data, collate=collate,
+        tensor=topology.tensor, pipe=topology.pipe,
+    )  # fmt: skip
 
 
 def _assemble(
@@ -141,6 +147,7 @@ def _assemble(
     refuse_taken(model)
     refuse_whole(model)
     _refuse_wrapped(model)
+    _refuse_lazy(model)
     if topology.data.size > 1 and topology.data.rank == 0:
         _warn_of_max_norm(model)
     placement = resolved.placement()
@@ -163,8 +170,9 @@ def _assemble(
     zero = resolved.zero_optimization
     trainable = sum(p.numel() for p in group_of)
     tiering = Tiering(resolved, placement, topology, spec, trainable)
+    gathers = Merging(zero.allgather_bucket_size)
     updater = (
-        Updater(spec.groups, topology.shards, tiering.link, tiering.policy, tiering.state_tier)
+        Updater(spec.groups, topology.shards, tiering.link, tiering.policy, tiering.state_tier, gathers)
         if spec is not None
         else None
     )
@@ -177,7 +185,7 @@ def _assemble(
         persistence_threshold=zero.stage3_param_persistence_threshold,
         persistence_limit=zero.stage3_model_persistence_threshold,
         home_of=tiering.home_of,
-        adopt=updater.adopt if updater is not None else lambda flat, master: None,
+        adopt=updater.holdings.adopt if updater is not None else lambda flat, master: None,
         tensor=topology.tensor,
         shards=topology.shards,
     )
@@ -195,7 +203,7 @@ def _assemble(
         live_limit=zero.stage3_max_live_parameters,
         look_ahead=_look_ahead(resolved, units, topology.device),
         read_ahead=tiering.read_ahead,
-        merging=Merging(zero.allgather_bucket_size),
+        merging=gathers,
         node=topology.node,
     )
     flats = [flat for unit in units for flat in unit.flats]
@@ -215,7 +223,6 @@ def _assemble(
         updater.attach(gradients.all)
         gradients.on_trim = updater.forget
         gatherer.settle = updater.settle
-        updater.merging = gatherer.merging
         if tiering.policy.when == "in_backward":
             gradients.on_complete = updater.landed
         if updater.reads_ahead:
@@ -235,7 +242,7 @@ def _assemble(
         )
 
     def make_activations(hooks: Hooks) -> Activations:
-        return activations.build(resolved, units, hooks, topology, gatherer.gather)
+        return activations.build(resolved, units, hooks.saved, topology, gatherer.gather)
 
     def make_optimizer(engine: Engine) -> ShardedOptimizer | None:
         return ShardedOptimizer(spec.instance, engine.update, engine.zero_grad_of_loop) if spec is not None else None
@@ -277,6 +284,15 @@ def _refuse_wrapped(model: nn.Module) -> None:
             )
 
 
+def _refuse_lazy(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise WherryError(
+                f"{name}: it has no shape before a lazy layer's first batch; run one through the model, under "
+                "torch.no_grad(), and make the optimizer and the engine then"
+            )
+
+
 def _warn_of_max_norm(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
@@ -298,7 +314,7 @@ def resolve_config(config: Any, config_params: Any, args: Any) -> Config:
             f"initialize: the config was given {len(given)} times, as {' and as '.join(given)}; give it once"
         )
     source = next(iter(given.values()), None)
-    return source if isinstance(source, Config) else configs.load(source)
+    return source if isinstance(source, configs.Config) else configs.load(source)
 
 
 def _check_possible(config: Config) -> None:

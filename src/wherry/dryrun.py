@@ -21,22 +21,19 @@ from wherry.assemble import initialize
 from wherry.config import Config
 from wherry.engine import Engine
 from wherry.errors import WherryError
-from wherry.fake import address_of
-from wherry.native.disk import SECTOR
 from wherry.observe.footprint import WORKING, Footprint
+from wherry.parallel import gloo
 from wherry.parallel.comm import Comm
+from wherry.parallel.sizes import ABREAST
 from wherry.parallel.topology import Topology
+from wherry.plan.imagined import HOST, FakeLink, FakePool, FakeStore
 from wherry.plan.trace import faked, loss_of, without_values
-from wherry.sources import Batch, Source
-from wherry.tiers.buffers import Block, HostPool
-from wherry.tiers.disk import DiskUsage
-from wherry.tiers.streams import Link
+from wherry.sources import Batch, Source, told_by
 from wherry.tiers.tickets import DONE, CallbackTicket, Ticket
 
 # Micro-batches of a window that are run. The ones between the first and the last do the same, and are run once.
 WINDOW = 3
 STATES = ("parameters", "gradients", "optimizer")
-HOST = "host"
 
 
 def held(*tensors: torch.Tensor, ticket: Ticket = DONE) -> Ticket:
@@ -49,13 +46,27 @@ def held(*tensors: torch.Tensor, ticket: Ticket = DONE) -> Ticket:
 
 
 class FakeComm(Comm):
-    """One rank of a group whose other ranks do not exist: everything arrives at once, and means nothing."""
+    """One rank of a group whose other ranks do not exist: everything arrives at once, and means nothing.
+
+    Unless devices are GPUs it answers and takes memory as ranks over gloo do.
+    """
+
+    def __init__(self, rank: int, size: int, *, gpu: bool = False) -> None:
+        super().__init__(rank, size)
+        self._gpu = gpu
+
+    def buffers(self, whole: torch.Tensor) -> bool:
+        return not self._gpu and gloo.buffers(whole)
+
+    def abreast(self, device: torch.device) -> int | None:
+        return None if self._gpu or self.size == 1 else ABREAST
 
     def _all_reduce(self, tensor: torch.Tensor, op: str) -> Ticket:
         return held(tensor)
 
     def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
-        return held(shard, whole)
+        received = (torch.empty_like(whole),) if self.buffers(whole) else ()
+        return held(shard, whole, *received)
 
     def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
         return held(whole, shard)
@@ -64,77 +75,13 @@ class FakeComm(Comm):
         return held(tensor)
 
     def _group(self, axis: str, members: list[int]) -> Comm:
-        return FakeComm(members.index(self.rank), len(members))
+        return FakeComm(members.index(self.rank), len(members), gpu=self._gpu)
 
     def _gather_objects(self, value: Any) -> list[Any]:
         return [value] * self.size
 
     def _barrier(self) -> None:
         return None
-
-
-class FakePool(HostPool):
-    """Host buffers without memory, counted as such."""
-
-    def __init__(self, mode: FakeTensorMode, footprint: Footprint) -> None:
-        super().__init__()
-        self._mode = mode
-        self._footprint = footprint
-
-    def _allocate(self, size: int) -> Block:
-        # Threads that update take buffers too, and modes are a thread's own.
-        with self._mode:
-            tensor = torch.empty(size, dtype=torch.uint8)
-        self._footprint.label(HOST, [tensor])
-        return Block(tensor, address_of(tensor), size)
-
-    def _free(self, block: Block) -> None:
-        return None
-
-
-class FakeLink(Link):
-    """Between a device and a host, apart or one: copies are asked for, and made of nothing."""
-
-    def __init__(self, host: FakePool, *, shared: bool) -> None:
-        self.device = torch.device("cpu")
-        self.host = host
-        self.shared = shared
-
-
-class FakeStore:
-    """A disk that keeps count of what is reserved on it."""
-
-    def __init__(self, paths: Any, **_: Any) -> None:
-        self.paths = tuple(paths)
-        self.reserved = 0
-
-    def reserve(self, name: str, nbytes: int) -> FakeRecord:
-        self.reserved += -(-nbytes // SECTOR) * SECTOR
-        return FakeRecord(name, nbytes)
-
-    def read(self, record: FakeRecord, buffer: torch.Tensor, offset: int = 0, nbytes: int | None = None) -> Ticket:
-        return DONE
-
-    def write(self, record: FakeRecord, buffer: torch.Tensor, offset: int = 0, nbytes: int | None = None) -> Ticket:
-        return DONE
-
-    def attach(self, pool: HostPool) -> None:
-        return None
-
-    def usage(self) -> DiskUsage:
-        return DiskUsage(self.reserved, tuple((str(path), self.reserved // len(self.paths), 0) for path in self.paths))
-
-    def drain(self) -> None:
-        return None
-
-    def close(self) -> None:
-        return None
-
-
-@dataclass(frozen=True)
-class FakeRecord:
-    name: str
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -163,6 +110,8 @@ class DryRun:
     bytes: dict[str, int]
     memory: tuple[Line, ...]
     seconds: float
+    # What an engine may do otherwise than it is counted here.
+    notes: tuple[str, ...] = ()
 
     def peak(self, tier: str) -> int:
         """The highest sum of all tensors' bytes on a tier."""
@@ -187,7 +136,8 @@ def dry_run(
     resolved = config if isinstance(config, Config) else configs.load(config)
     micro = resolved.batch(ranks).micro
     begun = time.perf_counter()
-    with _understood(source.name), FakeTensorMode(allow_non_fake_inputs=True) as fake, Footprint() as footprint:
+    failing, faking = told_by(f"{source.name}: a step of it fails"), FakeTensorMode(allow_non_fake_inputs=True)
+    with failing, _understood(source.name), faking as fake, Footprint() as footprint:
         model, batch = source.make(micro, sequence or source.sequence)
         model = without_values(fake, model)
         if batch is None:
@@ -196,7 +146,7 @@ def dry_run(
                 "its inputs, as a tuple"
             )
         batch = Batch(tuple(faked(fake, a) for a in batch.args), {k: faked(fake, v) for k, v in batch.kwargs.items()})
-        comm = FakeComm(rank, ranks)
+        comm = FakeComm(rank, ranks, gpu=gpu)
         topology = Topology(
             comm,
             torch.device("cpu"),
@@ -218,6 +168,7 @@ def dry_run(
         calls, nbytes = make_step(engine, batch, accumulation)
         memory = tuple(memory_lines(engine, footprint))
         placement = engine.placement.name
+        notes = tuple(_order_notes(engine))
         engine.close()
     return DryRun(
         model=source.name,
@@ -231,7 +182,20 @@ def dry_run(
         bytes=dict(nbytes),
         memory=memory,
         seconds=time.perf_counter() - begun,
+        notes=notes,
     )
+
+
+def _order_notes(engine: Engine) -> Iterator[str]:
+    """Where the engine is to choose the order of a window: what it would choose."""
+    order = engine._accumulation
+    if order.order == "auto" and engine.gradient_accumulation_steps() > 1:
+        order._choose()
+        if order.order == "layer_major":
+            yield (
+                "micro-batches are counted one after another; engine.train_batch runs as many together as there is "
+                "room for, and together they send what one of them does"
+            )
 
 
 @contextmanager
@@ -272,6 +236,8 @@ def memory_lines(engine: Engine, footprint: Footprint) -> Iterator[Line]:
 
 def make_step(engine: Engine, batch: Batch, accumulation: int) -> tuple[Counter[str], Counter[str]]:
     """One accumulation window and its update; the collectives of all its micro-batches."""
+    if accumulation > 1 and engine._accumulation.order == "layer_major":
+        return _make_step_together(engine, batch, accumulation)
     calls: Counter[str] = Counter()
     nbytes: Counter[str] = Counter()
     run = list(range(accumulation)) if accumulation <= WINDOW else [0, 1, accumulation - 1]
@@ -291,6 +257,16 @@ def make_step(engine: Engine, batch: Batch, accumulation: int) -> tuple[Counter[
                 total[operation] += repeats * count
     engine.set_gradient_accumulation_boundary(None)
     return calls, nbytes
+
+
+def _make_step_together(engine: Engine, batch: Batch, accumulation: int) -> tuple[Counter[str], Counter[str]]:
+    """The same where all micro-batches go together, as the config asks for: none of them can be left out."""
+    for _, traffic in engine.topology.traffic():
+        traffic.clear()
+    engine._loss_of = lambda batch: loss_of(engine(*batch.args, **batch.kwargs))  # type: ignore[method-assign]
+    engine.train_batch(iter([batch] * accumulation))
+    engine.settle()
+    return _sent(engine)
 
 
 def _sent(engine: Engine) -> tuple[Counter[str], Counter[str]]:

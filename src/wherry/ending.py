@@ -56,7 +56,7 @@ def unwrap(engine: Engine) -> nn.Module:
     module = engine.module
     whole: dict[nn.Parameter, torch.Tensor] = {}
     for unit in engine.units:
-        with engine._access.gathered(unit.travelling, None):
+        with engine._access.gathered(unit.travelling, None, "unwrap()"):
             for flat in unit.travelling:
                 whole.update({p: p.detach().to("cpu", copy=True) for p in flat.parameters})
     engine.close()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,8 +18,6 @@ from wherry.accumulation import Accumulation
 from wherry.activations.manager import Activations
 from wherry.checkpoint.keeper import Checkpoints
 from wherry.checkpoint.session import Counts, Session, Window
-from wherry.config import Config
-from wherry.config.batch import BatchSizes
 from wherry.errors import DivergenceError, WherryError
 from wherry.fake import host_value
 from wherry.observe.log import get_logger
@@ -29,9 +27,10 @@ from wherry.parallel.topology import Topology
 from wherry.parallel.world import world_of
 from wherry.placement import Placement
 from wherry.sharding.access import Access
+from wherry.sharding.autograd import tensors_in, with_tensors
 from wherry.sharding.compiling import refuse_engine, refuse_whole
 from wherry.sharding.gradients import Gradients
-from wherry.sharding.hooks import Hooks, tensors_in, with_tensors
+from wherry.sharding.hooks import Hooks
 from wherry.sharding.roster import Roster
 from wherry.sharding.schedule import Schedule
 from wherry.sharding.unit import Unit
@@ -43,6 +42,9 @@ from wherry.update.loss_scale import LossScaler
 from wherry.update.optimizer import ShardedOptimizer
 from wherry.update.pipeline import Updater
 from wherry.update.reach import ParameterStates
+
+if TYPE_CHECKING:
+    from wherry.config import BatchSizes, Config
 
 
 @dataclass
@@ -141,7 +143,7 @@ class Engine(Surface):
         self._activations = parts.activations(self._hooks)
         self.optimizer = parts.optimizer(self)
         self._checkpoints = Checkpoints(self._session, parts.config)
-        state_of = parts.updater.state_of if parts.updater is not None else {}
+        state_of = parts.updater.holdings.state_of if parts.updater is not None else {}
         self._access = Access(module, parts.units, parts.gatherer, self.comm, state_of.get, self._rest, self.settle)
 
     # Forward.
@@ -160,7 +162,7 @@ class Engine(Surface):
             # Of forwards that run together no single one has a time.
             together = self._hooks.interleaver.active
             phase = nullcontext() if together else self._reporter.phase("forward", self.global_steps + 1)
-            with phase, self._hooks.saving(), self._activations.forward():
+            with phase, self._hooks.saved.around(), self._activations.forward():
                 return module(*args, **kwargs)
         except BaseException as error:
             if not self._hooks.interleaver.stopping:  # else it is stopped because of another's error
@@ -231,7 +233,7 @@ class Engine(Surface):
         self._hooks.end_backward(reduces=makes_gradients)
         if not makes_gradients:
             if self._updater is not None:
-                self._updater.retract()
+                self._updater.early.retract()
             return  # gradients of inputs only, as of torch.autograd.grad: no micro-batch of the window
         self._gradients.finish()
         self._backwards_in_window += self._micro_batches
@@ -269,7 +271,7 @@ class Engine(Surface):
         if self._updater.policy.when != "delayed":
             self._updater.settle()
         if boundary and self._updater.policy.when == "in_backward":
-            self._updater.expects(self._groups(), self._gradient_scale())
+            self._updater.early.expect(self._groups(), self._gradient_scale())
 
     # Step.
 
@@ -378,23 +380,32 @@ class Engine(Surface):
         # Weights gathered by a forward whose backward never came are out of date now.
         self._gatherer.release_all()
 
-    def _abandon_window(self) -> None:
-        """Forget the window's gradients, after an exception or at the user's wish."""
+    def _drop_window(self) -> list[str]:
+        """Forget the window's gradients. What has been updated from them already, by name."""
         self._gatherer.hold = False
         self._hooks.end_backward()
-        if self._updater is not None:
-            self._updater.abandon()
+        changed = self._updater.abandon() if self._updater is not None else []
         self._gradients.drop()
         self._end_window()
         self._in_backward = False
         self._loss_is_scaled = False
+        return changed
+
+    def _abandon_window(self) -> None:
+        """As `_drop_window`, after an exception, or at the end."""
+        changed = self._drop_window()
+        if changed and self._updater is not None:
+            self._log.warning(
+                "gradients are dropped that no step has ended, and the update policy in_backward has updated %d of %d "
+                "parts of the model from them already: %s ...; to lose nothing go back to a checkpoint",
+                len(changed), len(self._updater.batches), changed[0],
+            )  # fmt: skip
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the window so far; its micro-batches are counted from the start again."""
         if not (self._backwards_in_window or self._hooks.backward_running):
             return
-        changed = self._updater.changed_early() if self._updater is not None else []
-        self._abandon_window()
+        changed = self._drop_window()
         if changed:
             raise WherryError(
                 f"zero_grad: the update policy in_backward has updated {len(changed)} parts of the model from these "
@@ -445,6 +456,7 @@ class Engine(Surface):
             self._updater.stop_reading()
         self._gatherer.stop_reading()
         self._gatherer.release_all()
+        self._gatherer.trim()
         self._gradients.rest()
 
     def _rest(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,11 +15,9 @@ from wherry.plan.estimate import estimate as estimate_profile
 from wherry.plan.grid import ALONE, Grid
 from wherry.plan.kept import KeptProfiles
 from wherry.plan.machine import Machine, known
-from wherry.plan.memory import states
-from wherry.plan.peaks import Setting
-from wherry.plan.probe import this_machine
+from wherry.plan.probe import disk_folder, this_machine
 from wherry.plan.profile import Line, Profile, Recompute
-from wherry.sources import Batch, Source, find
+from wherry.sources import Batch, Source, find, told_by
 
 if TYPE_CHECKING:
     import torch
@@ -69,15 +68,19 @@ class Forecaster:
 
     def quick(self, config: Config) -> Estimate:
         """From profiles of other micro-batches, for searching: never below the exact one up to a micro-batch of 32."""
-        return self._estimate(config, self._between)
+        return self._estimate(config, self._between, searching=True)
 
-    def _estimate(self, config: Config, profile_of: Callable[[Config, int, Grid], Profile]) -> Estimate:
+    def _estimate(
+        self, config: Config, profile_of: Callable[[Config, int, Grid], Profile], *, searching: bool = False
+    ) -> Estimate:
         micro = config.batch(self.data_ranks).micro
         subject = Subject(self.source.name, self.sequence, self._parameters())
         # The first stage has the embeddings and keeps the most activations, the last one has the head.
         stages = [replace(self.grid, stage=stage) for stage in sorted({0, self.grid.pipe - 1})]
         found = [
-            estimate_profile(subject, profile_of(config, micro, grid), config, self.machine, self.ranks, grid)
+            estimate_profile(
+                subject, profile_of(config, micro, grid), config, self.machine, self.ranks, grid, searching=searching
+            )
             for grid in stages
         ]
         fullest = max(found, key=lambda each: each.tightest.share)
@@ -88,6 +91,8 @@ class Forecaster:
         """Those of the whole model, where ranks share it."""
         if self.grid.size == 1:
             return None
+        if self.source.parameters is not None:
+            return self.source.parameters(self.sequence)
         if self._whole is None:
             import torch
 
@@ -103,7 +108,8 @@ class Forecaster:
 
     def profile(self, config: Config, micro: int, grid: Grid = ALONE) -> Profile:
         dtype = config.working_precision()
-        key = _Key(micro, dtype, tuple(config.wherry.unit_classes), Recompute.of(config), grid)
+        recompute = Recompute.of(config, gpu=self.machine.gpus > 0)
+        key = _Key(micro, dtype, tuple(config.wherry.unit_classes), recompute, grid)
         if key not in self._profiles:
             found = self._kept.read(self.sequence, *key)
             if found is None:
@@ -133,10 +139,18 @@ class Forecaster:
             return model, batch.args, batch.kwargs
 
         try:
-            return self._profiler.make(build, key.micro, dtype, key.unit_classes, key.recompute)
+            with told_by(f"{self.source.name}: a micro-batch of it fails"):
+                return self._profiler.make(build, key.micro, dtype, key.unit_classes, key.recompute)
         except WherryError:
             if not unknown:
                 raise
+        except RuntimeError as error:
+            if "overflowed" not in str(error):
+                raise
+            raise WherryError(
+                f"{self.source.name}: no tensor can be as large as a micro-batch of {key.micro:,} samples of "
+                f"{self.sequence:,} tokens makes it; give a smaller one"
+            ) from error
         with torch.device("meta"):
             model, _ = source.make(key.micro, self.sequence)
         return Profile.of_sizes(unit_sizes(model, key.unit_classes), key.micro)
@@ -170,14 +184,19 @@ def estimate(
         found = wherry.estimate("gpt2-1.5b", {"bf16": {"enabled": True}}, "4090")
         print(found.fits, found.tightest, found.seconds)
     """
-    where = machine if isinstance(machine, Machine) else this_machine() if machine is None else known(machine)
+    for name, value in (("ranks", ranks), ("sequence", sequence)):
+        if value is not None and value < 1:
+            raise WherryError(f"{name}: expected 1 or more, got {value}")
     resolved = config if isinstance(config, Config) else configs.load(config)
+    if machine is None:
+        where = this_machine(disk_folder(resolved))
+    else:
+        where = machine if isinstance(machine, Machine) else known(machine)
     ranks = ranks or where.ranks()
     where = where.holding(ranks)
     grid = Grid(tensor_parallel, pipeline_parallel)
     if isinstance(model_or_params, int | float):
-        count = int(model_or_params)
-        setting = Setting.of(resolved, grid.data_ranks(ranks), gpu=where.gpus > 0, grid=grid)
-        held = states(-(-count // grid.size), setting.placement, setting.shards, setting.cost)
-        return estimate_count(Subject(f"{count:,} parameters"), held, resolved, where, ranks, grid)
+        if not 1 <= model_or_params < math.inf:
+            raise WherryError(f"parameters: expected 1 or more, got {model_or_params}")
+        return estimate_count(int(model_or_params), resolved, where, ranks, grid)
     return Forecaster(find(model_or_params), where, ranks, sequence, grid).exact(resolved)

@@ -126,4 +126,4 @@ class Offstage:
             for gradient in self._gradients.all:
                 yield gradient.accumulated
         elif self._updater is not None:
-            yield from self._updater.device_memory()
+            yield from self._updater.holdings.device_memory()

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import importlib
 import inspect
 import json
+import os
 import sys
-from collections.abc import Callable, Mapping
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +62,8 @@ class Source:
     known: bool = False
     # The source of the part that one rank of a grid has, with activations of the given dtype, where that is known.
     part: Callable[[Grid, torch.dtype], Source] | None = None
+    # How many parameters there are with so many tokens a sample, where that is known without the model.
+    parameters: Callable[[int], int] | None = None
     # What tells this model from every other, where text can: its profiles may be kept. Code of one's own may change.
     key: str | None = None
 
@@ -127,7 +135,12 @@ def of_shape(name: str, shape: Shape) -> Source:
 
         return dataclasses.replace(source, make=make_part, inputs=None, part=None)
 
-    source = Source(name, make, sequence=shape.sequence, inputs=inputs, known=True, part=part, key=repr(shape))
+    def parameters(sequence: int) -> int:
+        return dataclasses.replace(shape, sequence=max(shape.sequence, sequence)).parameters
+
+    source = Source(
+        name, make, shape.sequence, inputs=inputs, known=True, part=part, parameters=parameters, key=repr(shape)
+    )
     return source
 
 
@@ -143,21 +156,31 @@ def _of_hugging_face(path: Path) -> Source:
     if not isinstance(values, dict) or "model_type" not in values:
         raise WherryError(f'MODEL: {file} has no "model_type", so it is not the config of a Hugging Face model')
     try:
-        import transformers
-    except ImportError as error:
+        release = metadata.version("transformers")
+    except metadata.PackageNotFoundError as error:
         raise WherryError(f"MODEL: the model of {file} needs transformers: pip install transformers") from error
-    key = f"{json.dumps(values, sort_keys=True)} of transformers {transformers.__version__}"
+    key = f"{json.dumps(values, sort_keys=True)} of transformers {release}"
     kind = values.pop("model_type")
-    try:
-        config = transformers.AutoConfig.for_model(kind, **values)
-    except (ValueError, KeyError, TypeError) as error:
-        raise WherryError(f"MODEL: transformers {transformers.__version__} does not take {file}: {error}") from error
-    cls = _class_of(config, transformers)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    longest = int(getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 2048)
+
+    # Nothing below asks for transformers, or for torch, before it makes the model: where its profile is kept, never.
+
+    @functools.cache
+    def config() -> Any:
+        import transformers
+
+        try:
+            return transformers.AutoConfig.for_model(kind, **values)
+        except Exception as error:  # each kind of model checks its config in its own way
+            why = str(error).partition(". Should contain one of")[0]  # of hundreds of names
+            raise WherryError(f"MODEL: transformers {release} does not take {file}: {why}") from error
+
+    def text() -> Any:
+        return config().get_text_config() if hasattr(config(), "get_text_config") else config()
 
     def make(micro_batch: int, sequence: int) -> tuple[nn.Module, Batch | None]:
-        model = cls.from_config(config) if hasattr(cls, "from_config") else cls(config)
+        cls = _class_of(config())
+        with told_by(f"MODEL: {file} fails"):
+            model = cls.from_config(config()) if hasattr(cls, "from_config") else cls(config())
         if hasattr(model.config, "use_cache"):
             model.config.use_cache = False
         model.train()
@@ -169,7 +192,7 @@ def _of_hugging_face(path: Path) -> Source:
 
         def make_part(micro_batch: int, sequence: int) -> tuple[nn.Module, Batch | None]:
             model, batch = make(micro_batch, sequence)
-            styles = getattr(text, "base_model_tp_plan", None)
+            styles = getattr(text(), "base_model_tp_plan", None)
             if not styles:
                 raise WherryError(f"--tensor-parallel: transformers has no plan of how ranks share a {kind}")
             from wherry.plan.cut import cut
@@ -180,11 +203,27 @@ def _of_hugging_face(path: Path) -> Source:
         return dataclasses.replace(source, make=make_part, part=None)
 
     name = f"{file.parent.resolve().name} ({kind})"
+    longest = _longest(values) or _longest_of(text())
     source = Source(name, make, sequence=min(longest, 2048), inputs=_text_batch, part=part, key=key)
     return source
 
 
-def _class_of(config: Any, transformers: Any) -> Any:
+def _longest(values: Mapping[str, Any]) -> int | None:
+    """The most tokens that a config says its model takes, if it says so itself."""
+    inside = values.get("text_config")
+    told = inside if isinstance(inside, dict) else values
+    found = told.get("max_position_embeddings") or told.get("n_positions")
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def _longest_of(config: Any) -> int:
+    """The same of what transformers makes of it, which knows other names and defaults."""
+    return int(getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 2048)
+
+
+def _class_of(config: Any) -> Any:
+    import transformers
+
     for name in config.architectures or ():
         if hasattr(transformers, name):
             return getattr(transformers, name)
@@ -199,7 +238,7 @@ def _text_batch(model: nn.Module, micro_batch: int, sequence: int) -> Batch | No
     import torch
 
     ids = torch.zeros(micro_batch, sequence, dtype=torch.int64)
-    is_language_model = "CausalLM" in type(model).__name__ or "LMHead" in type(model).__name__
+    is_language_model = any(word in type(model).__name__ for word in ("CausalLM", "LMHead", "ConditionalGeneration"))
     return Batch((), {"input_ids": ids} | ({"labels": ids} if "labels" in accepted and is_language_model else {}))
 
 
@@ -211,10 +250,13 @@ def _imported(text: str) -> Callable[..., Any]:
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
-        value: Any = importlib.import_module(module_name)
-        for part in path.split("."):
-            value = getattr(value, part)
-    except (ImportError, AttributeError) as error:
+        with told_by(f"MODEL: {text} cannot be imported"):
+            value: Any = importlib.import_module(module_name)
+            for part in path.split("."):
+                value = getattr(value, part)
+    except WherryError:
+        raise
+    except (ImportError, AttributeError, ValueError, SyntaxError) as error:
         raise WherryError(f"MODEL: {text} cannot be imported: {error}") from error
     if not callable(value):
         raise WherryError(f"MODEL: {text} is a {type(value).__name__}; expected a callable that returns a model")
@@ -224,11 +266,12 @@ def _imported(text: str) -> Callable[..., Any]:
 def _of_callable(name: str, call: Callable[..., Any]) -> Source:
     from torch import nn
 
-    accepted = set(inspect.signature(call).parameters)
+    accepted = _accepted(name, call)
 
     def make(micro_batch: int, sequence: int) -> tuple[nn.Module, Batch | None]:
         wanted = {"micro_batch": micro_batch, "sequence": sequence}
-        made = call(**{key: value for key, value in wanted.items() if key in accepted})
+        with told_by(f"MODEL: {name} fails"):
+            made = call(**{key: value for key, value in wanted.items() if key in accepted})
         model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
         if not isinstance(model, nn.Module):
             raise WherryError(
@@ -242,3 +285,51 @@ def _of_callable(name: str, call: Callable[..., Any]) -> Source:
         return model, Batch(tuple(batch) if isinstance(batch, list | tuple) else (batch,))
 
     return Source(name, make, scales="micro_batch" in accepted)
+
+
+ASKED = ("micro_batch", "sequence")
+
+
+def _accepted(name: str, call: Callable[..., Any]) -> set[str]:
+    """The names of what a callable takes. What it cannot do without, a plan must be able to give."""
+    try:
+        parameters = inspect.signature(call).parameters
+    except ValueError:  # some that are not written in Python do not tell
+        return set()
+    fixed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [
+        each for each, parameter in parameters.items()
+        if parameter.default is parameter.empty and parameter.kind not in fixed
+    ]  # fmt: skip
+    if beyond := [each for each in needed if each not in ASKED]:
+        raise WherryError(
+            f"MODEL: {name} needs {', '.join(beyond)}, and a plan gives {' and '.join(ASKED)} only: write a function "
+            "that needs nothing else and returns the model, or the model and its inputs"
+        )
+    return set(parameters)
+
+
+@contextmanager
+def told_by(what: str) -> Iterator[None]:
+    """What a model's own code raises is told as that, with its line. Any other error stays what it is."""
+    try:
+        yield
+    except WherryError:
+        raise
+    except Exception as error:
+        if (line := _line_of(error)) is None:
+            raise
+        raise WherryError(f"{what}: {type(error).__name__}: {error} ({line})") from error
+
+
+def _line_of(error: Exception) -> str | None:
+    """The innermost line on the way to an error that is neither Wherry's nor torch's nor Python's own."""
+    import torch
+
+    others = tuple(f"{Path(module).parent}{os.sep}" for module in (__file__, torch.__file__))
+    library = sysconfig.get_path("stdlib")
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        of_python = frame.filename.startswith((library, "<")) and "site-packages" not in frame.filename
+        if not of_python and not frame.filename.startswith(others):
+            return f"{frame.filename}:{frame.lineno}"
+    return None

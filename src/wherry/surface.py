@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable
 from functools import partial, update_wrapper
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,16 +16,14 @@ from wherry import accounts
 from wherry.accounts import MemoryRow
 from wherry.accumulation import Accumulation
 from wherry.checkpoint.keeper import Checkpoints
-from wherry.checkpoint.load import LoadOptions
 from wherry.checkpoint.session import Counts, Window
-from wherry.config import Config
-from wherry.config.batch import BatchSizes
 from wherry.errors import WherryError
 from wherry.observe.monitor import Monitor
 from wherry.observe.reporter import Reporter
 from wherry.offstage import Offstage
 from wherry.parallel.comm import Comm
 from wherry.parallel.topology import Topology
+from wherry.parallel.world import world_of
 from wherry.placement import Placement
 from wherry.sharding.compiling import compile_units
 from wherry.sharding.gradients import Gradients
@@ -37,6 +35,9 @@ from wherry.update.loss_scale import LossScaler
 from wherry.update.optimizer import ShardedOptimizer
 from wherry.update.pipeline import Updater
 from wherry.update.reach import ParameterStates
+
+if TYPE_CHECKING:
+    from wherry.config import BatchSizes, Config
 
 _PLAIN = frozenset((bool, int, float, type(None)))
 
@@ -144,7 +145,7 @@ class Surface(nn.Module):
             )
         if micro != self._batch.micro:
             self._accumulation.resized()
-        self._batch = BatchSizes(micro * accumulation * self.comm.size, micro, accumulation)
+        self._batch = type(self._batch)(micro * accumulation * self.comm.size, micro, accumulation)
         if (accumulation > 1) is not self._gradients.policy.accumulates:
             self._sum_gradients_for(accumulation)
 
@@ -175,6 +176,7 @@ class Surface(nn.Module):
         `tag` is `global_step<N>` unless given. `client_state` is kept beside it: numbers, strings, tensors, and lists
         and dicts of these. Whatever happens on the way, the checkpoint before stays whole.
         """
+        self._meet("save_checkpoint()")
         self._rest()
         self._checkpoints.save(save_dir, tag, client_state, save_latest, not exclude_frozen_parameters)
         return True
@@ -192,6 +194,9 @@ class Surface(nn.Module):
 
         It may have been written by any number of ranks, at any stage and tier. (None, None) where there is none.
         """
+        from wherry.checkpoint.load import LoadOptions
+
+        self._meet("load_checkpoint()")
         self.settle()
         states = load_optimizer_states and not load_module_only
         options = LoadOptions(load_module_strict, states, load_lr_scheduler_states and not load_module_only)
@@ -204,6 +209,10 @@ class Surface(nn.Module):
         if loaded.counts is not None and loaded.window is not None:
             self._go_on_from(loaded.counts, loaded.window)
         return str(loaded.path), loaded.client_state
+
+    def _meet(self, call: str) -> None:
+        self._check_open()
+        world_of(self.topology).meet(call)
 
     def wait_for_checkpoint(self) -> None:
         """Return when no checkpoint is being written behind training any more; every rank calls it."""
@@ -220,6 +229,7 @@ class Surface(nn.Module):
         Files are of 5 GB at most, with an index; a unit at a time is in memory. For a name that ends in .bin or .pt
         it is one file of torch.save's, for which rank 0 holds the whole model.
         """
+        self._meet("save_16bit_model()")
         self._rest()
         self._checkpoints.save_model(Path(save_dir), save_filename, exclude_frozen=exclude_frozen_parameters)
         return True
@@ -231,6 +241,7 @@ class Surface(nn.Module):
 
         Weights are the working ones, or in `dtype`; torch.float32 gives the masters.
         """
+        self._meet("consolidated_state_dict()")
         self._rest()
         return self._checkpoints.consolidated(dtype, exclude_frozen=exclude_frozen_parameters)
 
@@ -264,6 +275,17 @@ class Surface(nn.Module):
         """The norm of the last window's gradients, before clipping; None before the first update."""
         return self._norm
 
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> None:
+        """Always an error, that names the config's key: clipping is part of the update.
+
+        `torch.nn.utils.clip_grad_norm_` finds no `.grad` on an engine's parameters, and does nothing.
+        """
+        raise WherryError(
+            f'clip_grad_norm_: step() clips, to the "gradient_clipping" of the config, which is '
+            f"{self._config.gradient_clipping}; set that to {max_norm} and leave the call out. "
+            "engine.get_global_grad_norm() is the norm before it"
+        )
+
     def was_step_applied(self) -> bool:
         return self._applied
 
@@ -272,7 +294,7 @@ class Surface(nn.Module):
 
         Every rank must call it.
         """
-        return self._gradients.whole(name).float() * self._window_scale
+        return self._gradients.named.whole(name).float() * self._window_scale
 
     def gradient_norms(self) -> dict[str, float]:
         """The norm of the last window's gradients by unit, before clipping. Every rank must call it."""
@@ -357,6 +379,13 @@ class Surface(nn.Module):
 
     def steps_per_print(self) -> float | None:
         return self._config.steps_per_print
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise WherryError(
+            "an engine cannot be copied or pickled, as it holds what its process has open. Copy its model: with "
+            "wherry.gathered(engine.module): copy = copy.deepcopy(engine.module), on every rank; or save with "
+            "engine.save_checkpoint(folder)"
+        )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Surface:
         """`to`, `half`, `cuda` and the like: the placement says where weights rest, and the config in which dtype."""

@@ -6,27 +6,36 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from wherry import native
-from wherry.config import Config
 from wherry.errors import ConfigError, WherryError
 from wherry.parallel.partition import local
 from wherry.parallel.topology import Topology
-from wherry.placement import Placement, Resting, Tier
+from wherry.placement import Placement, Tier
+from wherry.plan.memory import SCALED, WORD, Cost
+from wherry.plan.peaks import Setting
+from wherry.plan.profile import Profile
+from wherry.plan.units import sizes_of
 from wherry.sharding.flat_gradient import GradientPolicy, Landing
 from wherry.sharding.grouping import UnitPlan
 from wherry.sharding.unit import Flat
 from wherry.tiers.budget import check_host, host_room
+from wherry.tiers.buffers import zeros_on_host
 from wherry.tiers.disk import DiskStore
 from wherry.tiers.disk_errors import DiskSpaceError, DiskUseError, human
 from wherry.tiers.homes import DiskHome, Home, MemoryHome, Shelf
 from wherry.tiers.streams import Link, link_to
+from wherry.update.holdings import StateTier
 from wherry.update.optimizer import OptimizerSpec
-from wherry.update.pipeline import StateTier, UpdatePolicy
+from wherry.update.pipeline import UpdatePolicy
 from wherry.update.rules import Rule
-from wherry.update.sizes import BATCH_NUMEL
+from wherry.update.sizes import weights_at_once
+
+if TYPE_CHECKING:
+    from wherry.config import Config
 
 # Gradients are summed on the device if their sums take at most this share of what is free there.
 ROOM_FOR_SUMS = 0.25
@@ -122,6 +131,13 @@ class Tiering:
         """Bytes of parameters that may be read from disk ahead of their use."""
         return 0 if self._weights_shelf is None else self._weights_shelf.keep
 
+    def weights_read(self, on_disk: Sequence[Flat]) -> int:
+        """The most bytes of host memory for the weights of these flats, which rest on disk."""
+        buffers = self.config.zero_optimization.offload_param.buffer_count
+        updated = [f for f in on_disk if f.trainable and self.spec is not None and not self.state_tier(f).apart]
+        at_once = min(self.policy.depth, len(updated))
+        return weights_at_once([f.shard_nbytes for f in on_disk], buffers, at_once, beside=self.policy.beside)
+
     def state_tier(self, flat: Flat) -> StateTier:
         """How the optimizer keeps its state of a flat."""
         given = self._given.get(flat)
@@ -171,9 +187,13 @@ class Tiering:
 
     def _make_home(self, tier: Tier, name: str, nbytes: int) -> Home:
         if tier is Tier.DEVICE:
-            return MemoryHome(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
+            if self.link.shared:
+                return MemoryHome(zeros_on_host(nbytes), zeros=True, lazy=True)
+            # What may leave the device for a while has a storage that can be resized.
+            return MemoryHome(torch.zeros(nbytes, dtype=torch.uint8, device=self.device), zeros=True)
         if tier is Tier.HOST:
-            return MemoryHome(self.link.host.take(nbytes), self.link.host.give)
+            pool = self.link.host
+            return MemoryHome(pool.take_zeros(nbytes), pool.give, zeros=True, lazy=not pool.pins)
         return DiskHome(self._for_records(), name, nbytes)
 
     @property
@@ -194,8 +214,7 @@ class Tiering:
             fitting = self._less_on_disk(needs, host_room(here, limit, needs.held))
             advice = "" if fitting is None else f"; what would fit: {fitting}"
             raise DiskSpaceError(f"{error}{advice}", error.missing, error.path) from None
-        if self.link.shared or limit is not None or self.placement.optimizer.tier is not Tier.DEVICE:
-            check_host(needs.on_host(self.placement), here, limit, needs.held, needs.remedies())
+        check_host(needs.on_host(self.placement), here, limit, needs.held, needs.remedies())
 
     def _check_disk(self, needs: _Needs, placement: Placement) -> None:
         wanted: dict[DiskStore, int] = {}
@@ -329,113 +348,66 @@ class Tiering:
 
 
 class _Needs:
-    """Bytes that the states of these units take on one rank, on the host and on disk, by placement."""
+    """Bytes that the states of these units take on one rank, on the host and on disk, by placement: as plans count."""
 
     def __init__(self, tiering: Tiering, plans: Sequence[UnitPlan]) -> None:
         config, spec = tiering.config, tiering.spec
         self.tiering = tiering
-        self.ranks = tiering.topology.shards.size
-        self.delayed = tiering.policy.when == "delayed"
-        accumulation = config.batch(tiering.topology.data.size).accumulation
-        self.brief = tiering.policy.when == "in_backward" and accumulation == 1
-        sizes = [sum(p.numel() for _, p in plan.parameters) for plan in plans]
         parameters = [p for plan in plans for _, p in plan.parameters]
-        trained = {id(p) for group in spec.groups for p in group["params"]} if spec is not None else set()
-        self.parameters, self.largest = sum(sizes), max(sizes, default=0)
-        self.depth = tiering.policy.depth
-        self.trained_of = [sum(p.numel() for _, p in plan.parameters if id(p) in trained) for plan in plans]
-        self.trained = sum(self.trained_of)
         # What of the model is in host memory already.
         self.held = sum(local(p).untyped_storage().nbytes() for p in parameters if p.device.type == "cpu")
-        working = config.working_dtype() or next((p.dtype for p in parameters), torch.float32)
-        self.working = working.itemsize
-        self.gradient = (config.grad_accum_dtype() or working).itemsize
-        split = config.wherry.master != "whole" and working is torch.bfloat16
-        self.state = 0.0 if working.itemsize >= 4 else 2 if split else 4
-        if spec is not None:
-            rule = spec.make_rule(on_host=True)
-            fields = rule.fields(spec.groups[0], 1 << 20)
-            moments = sum(field.payload for field in fields) / (1 << 20)
-            self.state += moments if rule.splits else 8
+        floating = (p.dtype for p in parameters if p.is_floating_point())
+        self.working = config.working_dtype() or next(floating, torch.float32)
+        self.gradient = (config.grad_accum_dtype() or self.working).itemsize
+        self.wire = (config.communication_dtype() or self.working).itemsize
+        trained = {p for group in spec.groups for p in group["params"]} if spec is not None else set()
+        self.profile = Profile.of_sizes(sizes_of(plans, trained), 1)
+        # Moments: those of the host's kernels, or a guess at those of another optimizer.
+        wide = max(4, self.working.itemsize)
+        self.moments, self.coded, self.splits = [wide, wide], False, False
+        rule = spec.make_rule(on_host=True) if spec is not None else None
+        if rule is not None and rule.splits and wide == 4:
+            assert spec is not None
+            fields = rule.fields(spec.groups[0], SCALED)
+            self.moments, self.splits = [field.dtype.itemsize for field in fields], True
+            self.coded = any(field.coded for field in fields)
 
-    def _share(self, resting: Resting, elements: int) -> int:
-        return -(-elements // self.ranks) if resting.partitioned else elements
+    def _cost(self, on_host: bool) -> Cost:
+        working = self.working.itemsize
+        split = on_host and self.splits and self.working is torch.bfloat16
+        split = split and self.tiering.config.wherry.master != "whole"
+        return Cost(
+            parameters=working,
+            gradients=self.gradient,
+            master=0 if working >= WORD else WORD - working if split else WORD,
+            moments=sum(self.moments),
+            words=len(self.moments),
+            coded=self.coded,
+        )
 
-    def _kept(self, placement: Placement) -> dict[str, tuple[Tier, int]]:
-        """By state, its tier and its bytes."""
-        shared = self.tiering.link.shared
-        beyond = not shared and placement.optimizer.tier is not Tier.DEVICE and placement.parameters.tier is Tier.DEVICE
-        apart = beyond or self.delayed
-        ratio = self.tiering.config.zero_optimization.offload_optimizer.ratio
-        width = self.state + (self.working if apart else 0)
-        optimizer = self._share(placement.optimizer, self.trained) * width
-        offloaded = placement.optimizer.tier is not Tier.DEVICE
-        away = optimizer * (ratio if offloaded else 1)
-        # Gradients that are updated as they come wait for at most so many updates, and for one that is being filled.
-        held = self._records(placement.optimizer, 2 * self.depth + 1) if self.brief else None
-        gradients = (self._share(placement.gradients, self.trained) if held is None else held) * self.gradient
-        # What a delayed update reads while the next gradients come, and what it has written until that is published.
-        mine = self._share(placement.optimizer, self.trained) if self.delayed else 0
-        published = self.working if placement.optimizer.tier is Tier.DISK else 0  # else it is the record's
-        resting = self._share(placement.parameters, self.parameters) * self.working
-        return {
-            "parameters": (placement.parameters.tier, resting),
-            "gathered": (Tier.DEVICE, self.largest * self.working if placement.parameters.partitioned else 0),
-            "gradients": (Tier.HOST if offloaded else Tier.DEVICE, gradients),
-            "delayed": (Tier.HOST, mine * (self.gradient + published)),
-            "optimizer": (placement.optimizer.tier, int(away)),
-            "optimizer kept": (Tier.DEVICE, int(optimizer - away)),
-            "optimizer read": (Tier.HOST, self._read(placement, away, width)),
-            "parameters read": (Tier.HOST, self._weights_read(placement)),
-        }
-
-    def _records(self, resting: Resting, count: int) -> int:
-        """Elements of the largest so many records: small units share one."""
-        records = [0]
-        for elements in (self._share(resting, trained) for trained in self.trained_of):
-            if records[-1] + elements > BATCH_NUMEL:
-                records.append(0)
-            records[-1] += elements
-        return sum(sorted(records)[-count:])
-
-    def _read(self, placement: Placement, away: float, width: float) -> int:
-        """Of optimizer state on disk, what is in host memory at a time."""
-        if placement.optimizer.tier is not Tier.DISK:
-            return 0
-        return int(min(away, self._records(placement.optimizer, self.depth) * width))
-
-    def _on_disk(self, placement: Placement) -> int:
-        """Elements of parameters on disk; the others of such a placement are in host memory for good."""
-        if placement.parameters.tier is not Tier.DISK:
-            return 0
-        resting = self._share(placement.parameters, self.parameters)
-        return max(0, resting - self.tiering.config.zero_optimization.offload_param.max_in_cpu)
-
-    def _weights_read(self, placement: Placement) -> int:
-        count = self.tiering.config.zero_optimization.offload_param.buffer_count
-        largest = self._share(placement.parameters, self.largest)
-        return min(self._on_disk(placement), count * largest) * self.working
+    def _setting(self, placement: Placement) -> Setting:
+        tiering = self.tiering
+        data, gpu = tiering.topology.data.size, not tiering.link.shared
+        setting = Setting.with_cost(tiering.config, placement, data, self._cost, self.wire, gpu=gpu)
+        return replace(setting, shards=tiering.topology.shards.size)
 
     def on_host(self, placement: Placement) -> int:
-        tiers = {Tier.HOST, Tier.DEVICE} if self.tiering.link.shared else {Tier.HOST}
-        kept = self._kept(placement)
-        cached = 0
-        if placement.parameters.tier is Tier.DISK:
-            cached = kept["parameters"][1] - self._on_disk(placement) * self.working
-        return cached + sum(nbytes for tier, nbytes in kept.values() if tier in tiers)
+        return self._setting(placement).host_needs(self.profile)
 
     def on_disk(self, placement: Placement, state: str) -> int:
-        if state == "parameters":
-            return self._on_disk(placement) * self.working
-        tier, nbytes = self._kept(placement)[state]
-        return nbytes if tier is Tier.DISK else 0
+        rows = self._setting(placement).rows(self.profile)
+        return sum(nbytes for name, tier, nbytes in rows if name == state and tier is Tier.DISK)
 
     def remedies(self) -> Iterator[tuple[str, int]]:
         """Other placements, by the keys that choose them, and what they need of host memory."""
+        if not self.splits:
+            return  # state on disk is for optimizers that the host's kernels know
         mine = self.tiering.placement
         on_disk = replace(mine, optimizer=replace(mine.optimizer, tier=Tier.DISK))
         if mine.optimizer.tier is not Tier.DISK:
             yield '"offload_optimizer": {"device": "nvme", "nvme_path": ...}', self.on_host(on_disk)
         if mine.parameters.partitioned and mine.parameters.tier is not Tier.DISK:
             all_on_disk = replace(on_disk, parameters=replace(mine.parameters, tier=Tier.DISK))
-            yield "that and the same for offload_param, with max_in_cpu 0", self.on_host(all_on_disk)
+            setting = replace(self._setting(all_on_disk), in_memory=0)
+            words = "that and the same for offload_param, with max_in_cpu 0"
+            yield words, setting.host_needs(self.profile)

@@ -17,7 +17,8 @@ def test_both_orders_train_the_same_model(tmp_path: Path, capsys) -> None:
     assert accumulation.main([*arguments, "--json", str(path)]) == 0
     rows = json.loads(path.read_text())["rows"]
     seen = {(row["system"], row["case"]["measure"]): row for row in rows}
-    ours = {(f"wherry-3 {order} k=3", m) for order in accumulation.ORDERS for m in ("step", "read")}
+    labels = ["wherry-3 k=3", *(f"wherry-3 {order} k=3" for order in accumulation.ORDERS)]
+    ours = {(label, measure) for label in labels for measure in ("step", "read")}
     assert set(seen) == {*ours, ("plain k=3", "step")}
     assert all(row["reason"] is None for row in rows)
     plain = seen["plain k=3", "step"]

@@ -81,6 +81,8 @@ def test_files_tell_machine_versions_date_and_load(tmp_path, monkeypatch, capsys
     results.add(bench.row({}, "a", "s", [1.0]))
     (file,) = (tmp_path / "results").iterdir()
     assert json.loads(file.read_text())["complete"] is False  # what was measured outlives a run that is ended
+    results.add(bench.row({}, "b", "s", [3.0]))
+    assert json.loads(file.read_text())["rows"][0]["ratio"] == {"b": 3.0}  # and is compared already
     results.close()
     assert file.name == f"name-2-rank-{machine.slug(machine.describe())}.json"
     found = json.loads(file.read_text())

@@ -45,11 +45,20 @@ def test_the_least_work_of_a_step_by_placement():
     assert infinity == Work(1.0, host_update=26e9, up=4e9, down=2e9, disk_read=14e9, disk_write=12e9)
 
 
+def test_the_states_of_a_rank_by_the_tier_where_they_rest():
+    of = bounds.states_by_tier
+    assert of("wherry-2-cpu", 10, "bf16") == {"device": 20, "host": 140, "disk": 0}
+    assert of("wherry-3-cpu", 10, "bf16") == {"device": 0, "host": 160, "disk": 0}
+    assert of("wherry-3-nvme", 10, "bf16") == {"device": 0, "host": 20, "disk": 140}
+    assert of("deepspeed-2", 10, "bf16") == {"device": 160, "host": 0, "disk": 0}
+    assert of("fsdp2-cpu", 10, "bf16") == {"device": 0, "host": 160, "disk": 0}
+
+
 def test_policies_and_peers_side_by_side(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(gpu, "POLICIES", {1.0: ("at_step", "no such policy")})
     path = tmp_path / "gpu.json"
     peers = "fsdp2-cpu,deepspeed-3-reflow"
-    assert gpu.main([*SMALLEST, "--stages", "side", "--peers", peers, "--json", str(path)]) == 0
+    assert gpu.main([*SMALLEST, "--stages", "policies,peers", "--peers", peers, "--json", str(path)]) == 0
     found = json.loads(path.read_text())
     beside = {row["system"]: row for row in found["rows"] if row["case"].get("measure") == "beside others"}
     assert list(beside) == ["fsdp2-cpu", "deepspeed-3-reflow", "wherry-2-cpu at_step"]
@@ -70,13 +79,20 @@ def test_sizes_tokens_fragments_and_the_largest_model(tmp_path, capsys, monkeypa
     monkeypatch.setattr(gpu, "CAPS", (8, 32))
     monkeypatch.setattr(gpu, "TOY", {"1b": gpu.TOY["1b"]})
     path = tmp_path / "gpu.json"
-    assert gpu.main([*SMALLEST, "--stages", "tokens,fragments,small,largest", "--json", str(path)]) == 0
+    chosen = ["--stages", "tokens,fragments,small,largest", "--peers", "fsdp2-cpu"]
+    assert gpu.main([*SMALLEST, *chosen, "--json", str(path)]) == 0
     rows = [row for row in json.loads(path.read_text())["rows"] if "measure" in row["case"]]
     unused = [row for row in rows if row["case"]["measure"] == "fragments"]
     assert [row["system"] for row in unused] == list(gpu.UNUSED) == list(fragments.SYSTEMS)
     assert all(row["case"]["allocator"] == "simulated" and row["excess_bytes"] > 0 for row in unused)
     rows = [row for row in rows if row not in unused]
-    assert [row["case"]["tokens"] for row in rows if row["case"]["measure"] == "tokens in a step"] == [32, 64, 128]
+    many = [row for row in rows if row["case"]["measure"] == "tokens in a step"]
+    assert [(row["system"], row["case"]["tokens"]) for row in many] == [
+        (system, count) for count in (32, 64, 128) for system in ("fsdp2-cpu", "wherry-2-cpu")
+    ]
+    assert all(len(row["ratio"]) == 1 for row in many)
+    ours = many[-1]
+    assert ours["formula_host_bytes"] == 14 * ours["parameters"] and ours["formula_device_bytes"] is None
     capped = [row["case"]["cap_gib"] for row in rows if row["case"]["measure"] == "published sizes"]
     assert capped == [32, None]
     largest = [row for row in rows if row["case"]["measure"] == "largest model"]
@@ -85,7 +101,7 @@ def test_sizes_tokens_fragments_and_the_largest_model(tmp_path, capsys, monkeypa
     assert {row["limited_by"] for row in largest} <= {"device", "host"}
     assert all(row["reason"] is None and row["loss"] > 0 for row in rows)
     page, plots = report.page([json.loads(path.read_text()) | {"file": "gpu-x.json"}])
-    assert "| tokens/s | TFLOPS | bound by | host | host B/param | layers | limited by |" in page
+    assert "| TFLOPS | bound by | host | host by formula | host B/param | layers | limited by |" in page
     assert "part of the bound of offloaded steps of 8k tokens and more on a GPU | 0.85 | not measured" in page  # fewer
     assert "gpu-x.svg" in plots
     assert "fragments of the allocator (simulated)" in capsys.readouterr().out
@@ -97,7 +113,10 @@ class Answers:
     def __init__(self, **answers):
         self.answers, self.asked, self.closed = answers, [], False
 
-    def ask(self, timeout, do, request):
+    def ask(self, timeout, do, request=None):
+        if do == "ready":
+            return [True]
+        self.timeout = timeout
         self.asked.append((request["do"], request.get("name"), request.get("gib")))
         answer = self.answers.get(f"{request['do']}_{request.get('name')}", self.answers[request["do"]])
         if isinstance(answer, Exception):
@@ -138,11 +157,26 @@ def test_a_system_that_fails_while_it_is_timed_costs_the_others_nothing(tmp_path
 
 
 def test_a_process_that_ends_is_named_with_who_was_in_it(tmp_path, monkeypatch):
-    found = session(tmp_path, monkeypatch, build=BUILT, time=TIMED, build_two=RoomFailed("ended by signal 11"))
+    found = session(tmp_path, monkeypatch, build=BUILT, time=TIMED, time_two=RoomFailed("ended by signal 11"))
     gpu._in_turns(found, {}, SUBJECTS)
     rows = rows_of(found)
-    assert rows["one"]["reason"] == "ended with two: ended by signal 11"
-    assert rows["two"]["reason"] == "ended by signal 11" and rows["three"]["rounds"] == 2
+    assert rows["three"]["reason"] == "ended with two: ended by signal 11"
+    assert rows["two"]["reason"] == "ended by signal 11" and rows["one"]["rounds"] == 1
+
+
+def test_a_peer_that_ends_the_process_while_it_is_built_is_not_tried_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu.systems, "cannot_run", lambda system: None)
+    dies = {"build_deepspeed-2": RoomFailed("ended by signal 11")}
+    found = session(tmp_path, monkeypatch, build=BUILT, time=TIMED, **dies)
+    subjects = {name: (name, gpu.TOY["1b"]) for name in ("fsdp2", "deepspeed-2", "wherry-2")}
+    for _ in range(2):
+        gpu._in_turns(found, {}, subjects)
+        rows = rows_of(found)
+        # What it took along is built again.
+        assert rows["fsdp2"]["rounds"] == rows["wherry-2"]["rounds"] == 2
+        assert rows["deepspeed-2"]["reason"] == "ended by signal 11"
+        built = [name for do, name, _ in found._room.asked if do == "build"]
+        assert "deepspeed-2" not in built and set(built) == {"fsdp2", "wherry-2"}
 
 
 def test_steps_that_time_has_no_room_for_are_not_begun(tmp_path, monkeypatch):
@@ -156,12 +190,46 @@ def test_steps_that_time_has_no_room_for_are_not_begun(tmp_path, monkeypatch):
 def test_stages_share_the_time_and_pass_on_what_they_leave(tmp_path, monkeypatch):
     found = session(tmp_path, monkeypatch, deadline=10_000 + gpu.RESERVE)
     seen = []
-    for name in ("side", "small", "largest"):
+    for name in ("peers", "small", "largest"):
         monkeypatch.setitem(gpu.STAGES, name, lambda session: seen.append(session.left()))
-    gpu.run(found, ["side", "small", "largest"])
-    shares = [gpu.SHARES[name] for name in ("side", "small", "largest")]
+    gpu.run(found, ["peers", "small", "largest"])
+    shares = [gpu.SHARES[name] for name in ("peers", "small", "largest")]
     expected = [10_000 * share / sum(shares[index:]) for index, share in enumerate(shares)]
     assert seen == pytest.approx(expected, abs=100)  # they took next to nothing
+
+
+def test_what_a_stage_has_built_is_closed_when_its_time_is_over(tmp_path, monkeypatch):
+    found = session(tmp_path, monkeypatch)
+    found.ask(do="cap", gib=32)
+    found.share_out(0.0)
+    with pytest.raises(gpu.NoTime, match="left out"):
+        found.ask(do="cap", gib=8)
+    gpu.let_go(found, "it")
+    gpu.uncap(found)
+    assert found._room.asked == [("cap", None, 32), ("close", "it", None), ("cap", None, None)]
+
+
+def test_what_has_begun_is_not_given_up_with_the_share_of_its_stage(tmp_path, monkeypatch):
+    found = session(tmp_path, monkeypatch, deadline=1000)
+    found.share_out(0.0)
+    found._ends += 20.0
+    found.ask(do="cap", gib=8)
+    assert found._room.timeout == gpu.PATIENCE
+    found.share_out(0.5)
+    found.ask(do="cap", gib=8)
+    assert 400 < found._room.timeout < 500
+
+
+def test_a_fault_costs_its_stage_and_not_the_run(tmp_path, monkeypatch, capsys):
+    found = session(tmp_path, monkeypatch)
+    found.ask(do="cap", gib=32)
+    seen = []
+    monkeypatch.setitem(gpu.STAGES, "peers", lambda session: {}["nothing"])
+    monkeypatch.setitem(gpu.STAGES, "small", lambda session: seen.append(session.ended))
+    gpu.run(found, ["peers", "small"])
+    (row,) = found.results.rows
+    assert row["case"] == {"measure": "peers"} and row["reason"] == "KeyError: 'nothing'"
+    assert seen == [True] and "Traceback" in capsys.readouterr().err
 
 
 def test_a_batch_beyond_the_cap_is_told_and_taken_whole_without_it(tmp_path, monkeypatch):
@@ -224,9 +292,11 @@ def test_a_bound_is_that_of_offloaded_steps_of_many_tokens():
 
 def test_what_the_deadline_leaves_out_is_named(tmp_path):
     path = tmp_path / "gpu.json"
-    assert gpu.main([*SMALLEST[:-1], "1", "--stages", "tokens", "--json", str(path)]) == 0
+    chosen = ["--stages", "tokens,small", "--peers", "fsdp2-cpu"]
+    assert gpu.main([*SMALLEST[:-1], "1", *chosen, "--json", str(path)]) == 0
     rows = json.loads(path.read_text())["rows"]
-    assert [row["case"]["measure"] for row in rows] == ["rates", "tokens"]
+    measures = dict.fromkeys(row["case"]["measure"] for row in rows)
+    assert list(measures) == ["rates", "tokens in a step", "published sizes"]
     assert all("left out" in row["reason"] for row in rows)
 
 

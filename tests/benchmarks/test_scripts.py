@@ -148,9 +148,10 @@ def test_offloaded_steps_beside_their_bound(tmp_path, no_deepspeed, monkeypatch)
     monkeypatch.setattr(offload_step, "CLIPS", {"at_step": 1.0, "delayed": 1.0})
     path = tmp_path / "offload.json"
     smallest = ["--quick", "--models", "tiny", "--dtypes", "fp32", "--rounds", "1", "--steps", "2", "--json", str(path)]
-    chosen = ["--places", "2-cpu", "--peers", "deepspeed-2-cpu", "--path", str(tmp_path)]
+    chosen = ["--places", "2-cpu", "--peers", "deepspeed-2-cpu", "--ranks", "2", "--path", str(tmp_path)]
     assert offload_step.main([*smallest, *chosen]) == 0
-    rows = _rows(path, measure="step")
+    assert list(_rows(path, measure="step", ranks=1)) == ["plain"]
+    rows = _rows(path, measure="step", ranks=2)
     ours = rows["wherry-2-cpu at_step"]
     assert ours["of_limit"] == pytest.approx(ours["bound_s"] / ours["value"])
     assert ours["bound_by"] in ("compute", "host_update")  # whichever rate was the lower when both were measured
@@ -162,6 +163,20 @@ def test_offloaded_steps_beside_their_bound(tmp_path, no_deepspeed, monkeypatch)
         row["case"].get("rate") for row in json.loads(path.read_text())["rows"]
     }
     assert str(tmp_path) not in path.read_text()
+
+
+def test_what_is_asked_for_makes_the_entries_and_the_name_of_the_file():
+    def named(clip, ranks):
+        policies = ("at_step", "in_backward")
+        found = offload_step.entries_of("tiny", "fp32", clip, ("3-cpu",), ("deepspeed-3-cpu",), 1, policies, ranks)
+        return [(entry.ranks, entry.label, entry.recipe.clip) for entry in found]
+
+    # An update in the backward has no clipping, and peers beside it none either.
+    clipped = ["wherry-3-cpu at_step", "deepspeed-3-cpu"]
+    assert named(1.0, [1, 2]) == [(1, "plain", 1.0), *((n, label, 1.0) for n in (1, 2) for label in clipped)]
+    unclipped = ["plain", "wherry-3-cpu at_step", "wherry-3-cpu in_backward", "deepspeed-3-cpu"]
+    assert named(0.0, [1]) == [(1, label, 0.0) for label in unclipped]
+    assert offload_step._part(["10m"], None) == "" and offload_step._part(["125m"], [2]) == "125m-2-rank"
 
 
 def test_memory_beside_the_formula(tmp_path):
@@ -213,6 +228,12 @@ def test_scaling_with_sizes_and_ranks(tmp_path):
     assert scaling.SIZES["1b"].parameters == pytest.approx(1e9, rel=0.05)
 
 
+def test_a_size_that_memory_has_no_room_for_is_not_tried(monkeypatch):
+    monkeypatch.setattr(bounds, "free_host_memory", lambda: 2**30)
+    step, memory = scaling.by_size("1b", ["wherry-3"], 1, 1)
+    assert step["reason"] == memory["reason"] == "needs 16 GiB of memory, 1 GiB are free"
+
+
 SCRIPTS = [
     *("overhead", "steps", "imports", "gpu", "gpu_offload", "offload_step", "memory", "construction", "scaling"),
     *("accumulation", "checkpoint", "activations", "tiling"),
@@ -260,12 +281,12 @@ def test_a_layer_beyond_the_budget(tmp_path, capsys):
 def test_saving_beside_the_same_bytes_in_one_file(tmp_path, capsys):
     path = tmp_path / "checkpoint.json"
     chosen = f"{checkpoint.LIMIT},wherry"
-    smallest = ["--quick", "--models", "tiny", "--folder", str(tmp_path), "--json", str(path)]
+    smallest = ["--quick", "--models", "tiny", "--ranks", "2", "--folder", str(tmp_path), "--json", str(path)]
     assert checkpoint.main([*smallest, "--systems", chosen]) == 0
     for measure in checkpoint.MEASURES:
         bare, ours = _rows(path, measure=measure).values()
         assert ours["of_limit"] == pytest.approx(bare["value"] / ours["value"]) and bare["of_limit"] is None
-    # Three times the weights, and no more than that.
+    # Three times the weights, and no more than that, of both ranks together.
     assert bare["written_bytes"] == bare["states_bytes"] == 3 * 4 * steps.MODELS["tiny"].parameters
     assert "save MB/s" in capsys.readouterr().out
 
@@ -275,6 +296,7 @@ def test_forecast(tmp_path, capsys, monkeypatch):
 
     host = described(known("h100"), gpus=0, matrix=1e11, stream=20 * 10**9)
     monkeypatch.setattr(forecast.probe, "this_machine", lambda *_, **__: host)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = tmp_path / "forecast.json"
     smallest = ["--quick", "--models", "tiny", "--dtypes", "fp32", "--ranks", "2", "--places", "2,3", "--steps", "2"]
     assert forecast.main([*smallest, "--path", str(tmp_path), "--json", str(path)]) == 0

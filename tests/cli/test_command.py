@@ -11,10 +11,27 @@ from wherry.cli.doctor import NOTE, OK, PROBLEM, _release, examine, numa_nodes
 from .programs import environment, wherry
 
 HEAVY = ("torch", "numpy", "rich", "pydantic", "psutil", "hjson")
+UNUSED_BY_AN_ENGINE = {
+    *("pydantic", "hjson", "rich", "psutil", "greenlet", "safetensors", "sympy"),
+    *("torch._dynamo", "torch.distributed.tensor"),
+    *("wherry.config.schema", "wherry.checkpoint.save", "wherry.checkpoint.load", "wherry.plan.choose"),
+}
+TRAINS = """
+import torch, wherry
+with wherry.Init(meta=True):
+    model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4))
+config = {"optimizer": {"type": "AdamW", "params": {}}, "zero_optimization": {"stage": 3}, "gradient_clipping": 1}
+engine, *_ = wherry.initialize(model=model, config=config)
+for _ in range(2):
+    engine.backward(engine(torch.arange(3)).sum())
+    engine.step()
+engine.close()
+"""
 
 
-def _modules_after(code):
-    program = f"import sys\n{code}\nprint('LOADED', *sorted(m for m in sys.modules if '.' not in m))"
+def _modules_after(code, every=False):
+    chosen = "sys.modules" if every else "(m for m in sys.modules if '.' not in m)"
+    program = f"import sys\n{code}\nprint('LOADED', *sorted({chosen}))"
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, check=True
     )
@@ -28,6 +45,16 @@ def test_help_loads_nothing_heavy():
 
 def test_importing_wherry_adds_nothing_heavy():
     assert not _modules_after("import wherry") & set(HEAVY)
+
+
+def test_an_engine_loads_what_it_uses_and_nothing_more():
+    """Not the schema of configs before there is one, nor checkpoints and displays; nor torch's compiler, a second."""
+    imported = _modules_after("import wherry; wherry.initialize, wherry.Init", every=True)
+    assert {"wherry.engine", "wherry.sharding.hooks"} <= imported
+    assert not imported & UNUSED_BY_AN_ENGINE
+    training = _modules_after(TRAINS, every=True)
+    assert {"wherry.engine", "pydantic"} <= training
+    assert not training & (UNUSED_BY_AN_ENGINE - {"pydantic", "psutil", "wherry.config.schema"})
 
 
 def test_flags_of_train_are_told_without_torch():
@@ -150,7 +177,10 @@ def test_doctor_says_what_updates_states_on_the_host(monkeypatch):
 
 
 def test_bench_names_what_it_can_measure(capsys):
+    assert main(["bench"]) == 0
+    listed = capsys.readouterr().out
+    assert "adam" in listed and "offload_step" in listed and max(map(len, listed.splitlines())) <= 80
     with pytest.raises(SystemExit) as refused:
-        main(["bench", "wind"])
+        main(["bench", "step"])
     assert refused.value.code == 2
-    assert "adam" in capsys.readouterr().err
+    assert "no measure 'step', did you mean \"steps\"?; expected one of adam, disk" in capsys.readouterr().err

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import resource
 import shutil
+import sys
+import tomllib
 from collections import namedtuple
 from importlib import metadata
 from pathlib import Path
@@ -69,7 +71,7 @@ def test_versions_that_are_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(metadata, "version", version)
     found = {finding.name: finding for finding in doctor._integrations()}
-    assert told(found["transformers"])[1:] == (NOTE, "4.50 or newer is known to work: pip install -U transformers")
+    assert told(found["transformers"])[1:] == (NOTE, "5.0 or newer is known to work: pip install -U transformers")
     assert found["accelerate"].verdict == OK and found["not installed"].found == "trl; none is needed"
 
 
@@ -92,3 +94,19 @@ def test_gpus_that_lack_something(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b, reach=reach: reach)
         finding = doctor._nccl()
         assert (finding.found, finding.verdict) == ("2.27.5", verdict)
+
+
+def test_the_oldest_versions_are_those_of_the_extras() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    asked = [each for name in ("transformers", "lightning", "tensorboard", "wandb")
+             for each in project["optional-dependencies"][name]]  # fmt: skip
+    least = {name: doctor._release(version) for name, _, version in (each.partition(">=") for each in asked)}
+    assert least == doctor._INTEGRATIONS
+
+
+def test_a_machine_without_torch_is_looked_at_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    findings = {finding.name: finding for finding in doctor.examine()}
+    assert findings["torch"].verdict == PROBLEM and "pip install torch" in findings["torch"].advice
+    assert findings["accelerators"].verdict == NOTE and "torch" in findings["accelerators"].advice
+    assert {"host memory", "disk space here", "locked memory"} <= findings.keys()

@@ -28,9 +28,10 @@ NAMES = {
     "runtime.zero.partition_parameters": "zero_wrapper_for_fp_tensor_constructor _orig_torch_arange get_accelerator "
     "ZeroParamStatus Init GatheredParameters",
     "runtime.zero.stage_1_and_2": "estimate_zero2_model_states_mem_needs_all_live "
-    "estimate_zero2_model_states_mem_needs_all_cold DeepSpeedZeroOptimizer",
+    "estimate_zero2_model_states_mem_needs_all_cold estimate_zero2_model_states_mem_needs DeepSpeedZeroOptimizer",
     "runtime.zero.stage3": "estimate_zero3_model_states_mem_needs_all_live "
-    "estimate_zero3_model_states_mem_needs_all_cold DeepSpeedZeroOptimizer_Stage3",
+    "estimate_zero3_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs "
+    "DeepSpeedZeroOptimizer_Stage3",
     "runtime.zero.offload_config": "OffloadDeviceEnum OffloadStateTypeEnum",
     "runtime.utils": "see_memory_usage clip_grad_norm_",
     "runtime.lr_schedules": "VALID_LR_SCHEDULES WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest",

@@ -202,6 +202,14 @@ def test_a_mistake_brings_no_second_one_with_it():
     assert only.path == "scheduler.params.total_num_steps"
 
 
+def test_a_folder_may_be_given_to_a_planner_that_chooses_the_device():
+    config = load({ZERO: {"offload_optimizer": {"device": "auto", "nvme_path": "/a", "buffer_count": 2}}})
+    assert config.auto == (f"{ZERO}.offload_optimizer.device",)
+    assert config.notes == [f"auto, so left at their defaults: {ZERO}.offload_optimizer.device"]
+    with pytest.raises(ConfigError, match=r"offload_param\.device: is not given"):
+        load({ZERO: {"offload_optimizer": {"device": "auto"}, "offload_param": {"nvme_path": "/a"}}})
+
+
 @pytest.mark.parametrize(
     ("tree", "path", "words"),
     [

@@ -18,8 +18,8 @@ def test_rows_and_the_table(tmp_path):
     lines: list[str] = []
     rows = disk_bench.run_bench(str(tmp_path), quick=True, size=16 << 20, peers=(), say=lines.append)
     best = probe(str(tmp_path)).backend
-    swept = [row["case"] for row in rows if row["backend"] == best]
-    assert [(case["queue_depth"], case["work"]) for case in swept] == [(d, w) for d in (8, 32) for w in disk_bench.WORK]
+    swept = [(row["case"]["queue_depth"], row["case"]["work"]) for row in rows if row["backend"] == best]
+    assert swept == [(depth, work) for depth in (8, 32) for work in disk_bench.WORK]
     assert all(row["value"] > 0 and row["system"].startswith("wherry") for row in rows)
     assert {row["backend"] for row in rows} >= {best, "buffered"}
     assert len(lines) >= 1 + len(rows)
@@ -49,6 +49,24 @@ def test_peers_that_cannot_run_are_named_with_the_reason(tmp_path, monkeypatch):
     assert absent == [(peer, work, f"no {peer} here") for peer in disk_bench.PEERS for work in disk_bench.WORK]
     assert lines[-2:] == [f"{peer}: no {peer} here" for peer in disk_bench.PEERS]
     assert max(map(len, lines)) <= 80
+
+
+def test_a_way_to_the_disk_that_is_refused_is_a_row_with_the_reason(tmp_path, monkeypatch):
+    refused = "buffered" if probe(str(tmp_path)).backend == "threads" else "threads"
+    store = disk_bench.DiskStore
+
+    def opened(path, *, backend, **options):
+        if backend == refused:
+            raise disk_bench.DiskUseError(f"disk path {path!r}: no {backend}")
+        return store(path, backend=backend, **options)
+
+    monkeypatch.setattr(disk_bench, "DiskStore", opened)
+    lines: list[str] = []
+    rows = disk_bench.run_bench(str(tmp_path), quick=True, size=8 << 20, peers=(), say=lines.append)
+    absent = [(row["system"], row["case"]["work"], row["reason"]) for row in rows if row["reason"]]
+    why = f"disk path 'the folder': no {refused}"
+    assert absent == [(f"wherry {refused}", work, why) for work in disk_bench.WORK]
+    assert lines[-1] == f"wherry {refused}: {why}" and lines.count(lines[-1]) == 1
 
 
 def test_the_command(tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import re
@@ -9,7 +10,7 @@ import re
 import pytest
 import torch
 
-from wherry.tiers.buffers import DevicePool, HostPool, PoolError
+from wherry.tiers.buffers import PAGE, DevicePool, HostPool, PoolError, zeros_on_host
 
 
 class Recorder:
@@ -117,6 +118,36 @@ def test_large_buffers_ask_for_huge_pages_and_small_ones_do_not():
             pytest.skip("this kernel does not tell the flags of mappings")
         assert "hg" in mapping(large.data_ptr())["VmFlags"].split()
         assert "hg" not in mapping(small.data_ptr())["VmFlags"].split()
+
+
+def touched(buffer: torch.Tensor) -> int:
+    """Pages of its memory that the system has given."""
+    first, pages = buffer.data_ptr(), -(-buffer.numel() // PAGE)
+    seen = (ctypes.c_ubyte * pages)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mincore(ctypes.c_void_p(first), ctypes.c_size_t(buffer.numel()), seen) == 0, ctypes.get_errno()
+    return sum(page & 1 for page in seen)
+
+
+def test_zeros_take_no_memory_before_they_are_written_to():
+    with HostPool() as pool:
+        for nbytes in (5000, 5 << 20):
+            buffer = pool.take_zeros(nbytes)
+            assert touched(buffer) == 0
+            assert not buffer.any()
+            pool.give(buffer.fill_(7))
+            again = pool.take_zeros(nbytes)
+            assert again.data_ptr() == buffer.data_ptr() and not again.any(), "what was lent before is cleared"
+            pool.give(again)
+    alone = zeros_on_host(5 << 20)
+    assert touched(alone) == 0
+    alone[-1] = 1
+    assert touched(alone) > 0 and int(alone.sum()) == 1
+
+
+def test_memory_that_cannot_be_had_is_an_error_of_ours():
+    with HostPool() as pool, pytest.raises(PoolError, match=r"a host buffer of \d+ bytes could not be had: .*ulimit"):
+        pool.take(1 << 50)
 
 
 def test_misuse():

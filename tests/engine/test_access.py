@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from tests.engine.harness import TinyLM, adamw, make_model, settings, token_batc
 from torch import nn
 
 import wherry
-from wherry.errors import WherryError
+from wherry.errors import DivergenceError, PeerError, WherryError
 from wherry.parallel.comm import Comm
 from wherry.parallel.threads import run_ranks
 
@@ -79,7 +81,7 @@ def test_an_edit_reaches_the_fp32_master_and_reading_does_not(stage: int) -> Non
     def use(engine: Any, comm: Comm) -> tuple[torch.Tensor, torch.Tensor]:
         def masters() -> dict[str, torch.Tensor]:
             copies = {}
-            for state in engine._updater.states:
+            for state in engine._updater.holdings.state_of.values():
                 with state.opened() as segments:
                     copies[state.flat.name] = torch.cat([segment["master"] for segment in segments]).clone()
             return copies
@@ -246,3 +248,33 @@ def test_flats_that_are_updated_together_are_edited_each_by_itself(stage: int, m
             assert torch.equal(engine.states.full(name, "master").to(parameter.dtype), wanted[name]), name
 
     on_ranks(stage, use, more={"bf16": {"enabled": True}, "wherry": {"master": master}})
+
+
+CALLS: dict[str, Callable[[Any, Path], Any]] = {
+    "state_dict": lambda engine, folder: engine.module.state_dict(),
+    "load_state_dict": lambda engine, folder: engine.module.load_state_dict({}),
+    "gathered": lambda engine, folder: wherry.gathered(engine.module.norm).__enter__(),
+    "gathered_for_generation": lambda engine, folder: wherry.gathered_for_generation(engine).__enter__(),
+    "unwrap": lambda engine, folder: engine.unwrap(),
+    "save_checkpoint": lambda engine, folder: engine.save_checkpoint(folder),
+    "load_checkpoint": lambda engine, folder: engine.load_checkpoint(folder),
+    "save_16bit_model": lambda engine, folder: engine.save_16bit_model(folder),
+    "consolidated_state_dict": lambda engine, folder: engine.consolidated_state_dict(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_that_one_rank_makes_alone_is_named_on_every_rank(call: str, tmp_path: Path) -> None:
+    def use(engine: Any, comm: Comm) -> str:
+        engine.backward(engine(*token_batch(0, 0, comm.rank)))
+        engine.step()
+        with pytest.raises((DivergenceError, PeerError)) as told:
+            if comm.rank == 0:
+                CALLS[call](engine, tmp_path)
+            else:
+                engine(*token_batch(1, 0, comm.rank))
+        return str(told.value)
+
+    for text in on_ranks(3, use):
+        assert f"rank 0 wants {call}() " in text and "rank 1 all_gather of " in text
+    assert not list(tmp_path.iterdir())

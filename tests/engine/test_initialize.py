@@ -196,7 +196,10 @@ def test_parameters_and_optimizers_in_every_form(form: str, maker: str) -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_does_not_fit_is_told(given: dict[str, Any], message: str) -> None:
+def test_what_does_not_fit_is_told(
+    given: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a disk's folder among the cases is relative
     model = given.get("model") or net()
     with pytest.raises(WherryError, match=message):
         wherry.initialize(**{"model": model, "config": CONFIG, **given})
@@ -218,6 +221,15 @@ def test_a_model_that_something_else_shards_or_reduces_is_refused() -> None:
     ):
         with pytest.raises(WherryError, match=told):
             wherry.initialize(model=model, config=CONFIG)
+
+
+def test_lazy_layers_are_told_what_they_wait_for() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(2))
+    with pytest.raises(WherryError, match=r"1\.weight: it has no shape before a lazy layer's first batch; run one"):
+        wherry.initialize(model=model, config=CONFIG)
+    with torch.no_grad():
+        model(torch.zeros(1, 4))
+    wherry.initialize(model=model, config=CONFIG)[0].close()
 
 
 def test_an_embedding_that_rescales_itself_is_told_of_where_ranks_would_differ(

@@ -26,7 +26,7 @@ from torch import nn
 import wherry
 from wherry.parallel.comm import Comm
 from wherry.parallel.threads import run_ranks
-from wherry.update import pipeline
+from wherry.update import holdings
 
 
 def merged(stage: int, bucket: int = 10**6) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def test_an_error_leaves_nothing_waiting() -> None:
 @pytest.mark.parametrize("limit", [600, 700, 1000, 1500])
 def test_every_rank_updates_the_same_flats_together(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a rank's part is mostly padding: a batch that others close later would gather in another order."""
-    monkeypatch.setattr(pipeline, "BATCH_NUMEL", limit)
+    monkeypatch.setattr(holdings, "BATCH_NUMEL", limit)
     model = nn.Sequential(*[nn.Linear(9, 9) for _ in range(12)])
 
     def body(comm: Comm) -> list[list[str]]:

@@ -309,6 +309,35 @@ class EmptyParts(Stack):
         self.register_buffer("expanded", torch.ones(1).expand(4))
 
 
+class ChannelsLast(nn.Module):
+    """Images, whose statistics each rank has of its own, in a memory format that flats do not keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parts = (nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 3, 1))
+        self.blocks = nn.ModuleList([nn.Sequential(*parts)])
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        images = x.view(-1, 3, 2, 2).to(memory_format=torch.channels_last)
+        out = self.blocks[0](images)
+        assert out.is_contiguous(memory_format=torch.channels_last)
+        return F.mse_loss(out, y.view(-1, 3, 2, 2))
+
+
+class Recurrent(Stack):
+    """cuDNN's layers keep lists of their weights."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.lstm = nn.LSTM(D, D, num_layers=2, bidirectional=True)
+        self.cell = nn.GRUCell(2 * D, D)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, _ = self.lstm(super().run(x)[:, None])
+        return self.cell(hidden[:, 0], self.cell(hidden[:, 0]))
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "stack": Stack,
     "tied": TiedTwice,
@@ -330,6 +359,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "adapters": Adapted,
     "adapters beside": AdaptedAtTheEnd,
     "convolutions": ConvNet,
+    "channels last": ChannelsLast,
+    "recurrent": Recurrent,
     "attention": WithAttention,
     "empty parts": EmptyParts,
 }

@@ -16,9 +16,15 @@ import torch.distributed as dist
 from tests.cli.programs import free_port
 from tests.engine.harness import Run, adamw, assert_close, assert_equal, make_model, settings, token_batch, train_plain
 from tests.forks import ENGINE
+from tests.plan import measured
+from tests.plan.test_dryrun import ALONE, config
+from tests.plan.test_peaks import predicted, profiled
 
 import wherry
+from wherry.dryrun import Line
 from wherry.errors import PeerError, WherryError
+from wherry.parallel import gloo
+from wherry.parallel.comm import ProcessGroupComm
 
 RANKS = 2
 # Weights that every rank holds are gathered beside the forward, each after its update.
@@ -137,6 +143,66 @@ def test_a_device_mesh(pool: Pool) -> None:
     assert_equal(pool.run(train, 3, 1, {}, True)[0], pool.run(train, 3, 1, {})[0])
 
 
+def exchange(rank: int) -> None:
+    """Tensors below and above the sizes from which a gather is made of broadcasts, and a sum in place."""
+    comm = ProcessGroupComm()
+    for numel in (64, gloo.LARGE, gloo.EXCHANGED // 4):
+        expected = torch.cat([torch.arange(float(numel)), torch.arange(float(numel)) + 1])
+        own = slice(rank * numel, (rank + 1) * numel)
+        whole = torch.full((2 * numel,), float("nan"))
+        comm.all_gather(whole, torch.arange(float(numel)) + rank).wait()
+        assert torch.equal(whole, expected)
+        whole = torch.full((2 * numel,), float("nan"))
+        whole[own] = expected[own]
+        comm.all_gather(whole, whole[own]).wait()
+        assert torch.equal(whole, expected)
+        shard = torch.empty(numel)
+        ticket = comm.reduce_scatter(shard, whole * (rank + 1))
+        ticket.wait()
+        ticket.wait()
+        assert torch.equal(shard, 3 * expected[own])
+        comm.reduce_scatter(whole[own], whole).wait()
+        assert torch.equal(whole[own], 2 * expected[own])
+    assert comm.traffic.calls == {"all_gather": 6, "reduce_scatter": 6}
+    assert not comm.under_way
+    comm.close()
+
+
+def test_large_tensors_travel_without_copies(pool: Pool) -> None:
+    pool.run(exchange)
+
+
+def train_in_broadcasts(rank: int) -> Run:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gloo, "LARGE", 0)
+        return train(rank, 3, 2, {})
+
+
+def test_gathers_of_broadcasts_train_alike(pool: Pool) -> None:
+    for run, expected in zip(pool.run(train_in_broadcasts), pool.run(train, 3, 2, {}), strict=True):
+        assert_equal(run, expected)
+
+
+def observe_thrice(rank: int, given: dict[str, Any]) -> list[list[Line]]:
+    """The same each time, but that gloo's threads may hold a tensor a moment longer than a wait."""
+    model, args = measured.make()
+    return [measured.observed(given, ProcessGroupComm(), copy.deepcopy(model), args)[0] for _ in range(3)]
+
+
+@pytest.mark.parametrize("buckets", [{}, ALONE], ids=["together", "alone"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_plans_count_what_ranks_over_gloo_take(pool: Pool, stage: int, buckets: dict[str, int]) -> None:
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **buckets}
+    given, found = config(stage, zero_optimization=zero), profiled()
+    for rank, runs in enumerate(pool.run(observe_thrice, given)):
+        told = predicted(given, RANKS, found, rank)
+        for lines in zip(*runs, strict=True):
+            highest = min(line.highest for line in lines)
+            assert told[lines[0].category] == pytest.approx(highest, rel=0.03, abs=2048), lines[0].category
+        at_peak = min(sum(line.at_peak for line in lines) for lines in runs)
+        assert told["peak"] == pytest.approx(at_peak, rel=0.03)
+
+
 def uneven(rank: int) -> tuple[float, ...]:
     """Data for the loader, shared out over the ranks."""
     model = torch.nn.Linear(1, 1)
@@ -168,8 +234,8 @@ def look_alone(rank: int) -> dict[str, torch.Tensor]:
             engine.step()
     weights = {}
     for engine in engines:
-        beside = engine._updater._beside
-        assert beside.starter is engines[0]._updater._beside.starter
+        beside = engine._updater._departures.beside
+        assert beside.starter is engines[0]._updater._departures.beside.starter
         if rank == 1:
             with torch.no_grad():
                 engine(*token_batch(9, 0, 0))

@@ -376,3 +376,20 @@ def test_windows_that_grow_run_no_more_together_than_fit(monkeypatch: pytest.Mon
         return together[:-1]
 
     assert run_ranks(2, body) == [[[], [2], [2, 2, 1], [], [2, 2, 1]]] * 2
+
+
+def test_clipping_by_hand_is_told_of_the_key() -> None:
+    model = make_model()
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(1, 1, 0.25))
+    with pytest.raises(WherryError, match=r'"gradient_clipping" of the config, which is 0\.25; set that to 1\.5 and'):
+        engine.clip_grad_norm_(1.5)
+    engine.close()
+
+
+def test_an_engine_that_is_copied_or_pickled_says_what_to_do() -> None:
+    model = make_model()
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(1))
+    for attempt in (copy.deepcopy, pickle.dumps, lambda engine: torch.save(engine, io.BytesIO())):
+        with pytest.raises(WherryError, match=r"Copy its model: with wherry.gathered\(engine.module\)"):
+            attempt(engine)
+    engine.close()

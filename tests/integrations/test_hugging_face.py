@@ -11,7 +11,7 @@ from tests.forks import ENGINE, Forks
 PACKAGES = ("transformers", "accelerate", "peft", "trl")
 # They are looked for, and not imported: that takes long, and every test worker reads this file.
 if absent := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
-    pytest.skip(f"{absent[0]} comes with `pip install wherry[transformers]`", allow_module_level=True)
+    pytest.skip(f"{absent[0]} comes with `pip install '.[transformers]'`", allow_module_level=True)
 
 PROGRAM = Path(__file__).with_name("hugging_face.py")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune_lora.py"

@@ -9,7 +9,7 @@ from tests.forks import ENGINE, Forks
 
 # It is looked for, and not imported: that takes long, and every test worker reads this file.
 if importlib.util.find_spec("lightning") is None:
-    pytest.skip("lightning comes with `pip install wherry[lightning]`", allow_module_level=True)
+    pytest.skip("lightning comes with `pip install '.[lightning]'`", allow_module_level=True)
 
 PROGRAM = Path(__file__).with_name("lightning_modules.py")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_module.py"

@@ -130,6 +130,7 @@ def test_one_wheel_serves_every_python(tmp_path):
         assert "Root-Is-Purelib: false" in archive.read(record).decode()
     assert "wherry/native/libwherry.so" in names
     assert {"wherry/__init__.py", "wherry/cli/__init__.py", "wherry/native/loading.py"} <= set(names)
+    assert "wherry/plan/profiles.zip" in names
     assert not [name for name in names if name.startswith("wherry/native/src") or name.endswith((".cpp", ".h", ".o"))]
     site = install(wheel, tmp_path / "site")
     library = site / "wherry" / "native" / "libwherry.so"

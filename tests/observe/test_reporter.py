@@ -54,7 +54,7 @@ def test_the_config_s_sinks_get_every_update_from_rank_zero_only(tmp_path):
 def test_tensorboard_files_hold_the_curve(tmp_path):
     import pytest
 
-    pytest.importorskip("tensorboard", reason="it comes with `pip install wherry[tensorboard]`")
+    pytest.importorskip("tensorboard", reason="it comes with `pip install '.[tensorboard]'`")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     model = make_model()

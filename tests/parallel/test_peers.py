@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import re
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.cli.programs import environment, free_port
 from tests.engine.harness import adamw, make_model, settings, token_batch
 from tests.forks import ENGINE, Child, Forks
 
 import wherry
 from wherry.errors import DivergenceError, PeerError
+from wherry.parallel import peers as peers_room
 from wherry.parallel.comm import Comm
 from wherry.parallel.peers import Peers
 from wherry.parallel.threads import ThreadComm, run_ranks
@@ -219,6 +223,43 @@ def test_a_group_beside_begins_anew_after_a_failure_and_its_thread_ends_with_its
     assert run_ranks(2, body) == [[0.0, 1.0]] * 2
 
 
+def test_what_was_past_when_a_group_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure is past if its rank had it before it made the group itself, whichever rank made it first."""
+    store = dist.HashStore()
+    monkeypatch.setattr(peers_room, "_store", lambda group: store)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+
+    everybody: list[Peers] = []
+
+    def made_by(rank: int) -> Peers:
+        monkeypatch.setattr(dist, "get_rank", lambda: rank)
+        everybody.append(Peers(None, [], 60.0))
+        return everybody[-1]
+
+    asked = (0, "all_reduce", 8, "")
+    before, _ = made_by(1), made_by(0)
+    before.fail(0, "in the group before")
+    waiting = made_by(0)
+    assert waiting._news(asked) is None  # rank 1 is expected here
+    made_by(1)
+    assert waiting._news(asked) is None
+    made_by(1)
+    before.fail(0, "after it has made the next")
+    late = made_by(0)
+    for peers in (late, waiting):
+        news = peers._news(asked)
+        assert news is not None and news.message == "after it has made the next"
+    before.fail(0, "while another waits for the third")
+    third = made_by(0)
+    before.fail(0, "and once more")
+    news = third._news(asked)
+    assert news is not None and news.message == "and once more"
+    made_by(1)
+    assert third._news(asked) is None
+    for peers in everybody:
+        peers.close()
+
+
 # Ranks as processes.
 
 
@@ -227,7 +268,7 @@ import os, sys, threading, time
 import torch, wherry
 import torch.distributed as dist
 from wherry.errors import PeerError, DivergenceError
-from wherry.parallel import topology
+from wherry.parallel import gloo, topology
 
 torch.set_num_threads(1)
 mode = sys.argv[1]
@@ -260,6 +301,12 @@ try:
             print("they know:", others_have_told(), flush=True)
         else:
             wait()
+    elif mode == "fails in a reduce-scatter":
+        if comm.rank == 1:
+            comm.tell(OSError("no space left"))
+            print("they know:", others_have_told(), flush=True)
+        else:
+            comm.reduce_scatter(torch.ones(4), torch.ones(8), label="blocks.5").wait()
     elif mode == "alike":
         for _ in range(3):
             comm.fail("a bad batch")
@@ -280,13 +327,15 @@ try:
             os._exit(3)
         comm.reduce_scatter(torch.ones(4), torch.ones(8), label="blocks.5").wait()
     elif mode == "no memory":
+        gloo.EXCHANGED = 1 << 30  # so that sums receive as much as they add up
         whole, shard = torch.zeros(1 << 24), torch.zeros(1 << 23)
         if comm.rank == 1:
             import resource
             held = int(open("/proc/self/status").read().split("VmData:")[1].split()[0]) << 10
             resource.setrlimit(resource.RLIMIT_DATA, (held + (1 << 24), resource.RLIM_INFINITY))
+        comm.all_gather(whole, shard, label="blocks.4").wait()
         try:
-            comm.all_gather(whole, shard, label="blocks.5").wait()
+            comm.reduce_scatter(shard, whole, label="blocks.5").wait()
         except MemoryError as error:
             resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
             print("MemoryError", error, flush=True)
@@ -326,6 +375,40 @@ try:
             group.all_reduce(tensor).wait()
             print("sum", float(tensor), flush=True)
             group.close()
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            def made(rank):
+                return torch.randn(4 * 999, generator=torch.Generator().manual_seed(rank)).to(dtype)
+            whole, total = made(comm.rank), made(0)
+            for rank in range(1, 4):
+                total += made(rank)
+            shard = whole[comm.rank * 999 : (comm.rank + 1) * 999]
+            comm.reduce_scatter(shard, whole).wait()
+            print("same", torch.equal(shard, total[comm.rank * 999 : (comm.rank + 1) * 999]), flush=True)
+            comm.all_gather(whole, shard).wait()
+            print("same", torch.equal(whole, total), flush=True)
+            again = torch.zeros_like(whole)
+            comm.all_gather(again, shard.clone()).wait()
+            print("same", torch.equal(again, total), flush=True)
+    elif mode == "alone":
+        comm.meet("state_dict()") if comm.rank == 0 else wait()
+    elif mode in ("closes", "ends"):
+        if comm.rank == 0:
+            comm.meet("state_dict()")
+    elif mode in ("closes early", "ends early"):
+        if comm.rank == 0:
+            wait()
+        elif mode == "closes early":
+            comm.peers.close()
+            others_have_told()
+    elif mode == "meets":
+        for turn in range(4):
+            if turn % 2 == comm.rank:
+                time.sleep(0.02)
+            comm.meet("save_checkpoint()")
+            if turn == 2:
+                wait()
+        print("met", flush=True)
+        comm.meet("state_dict()" if comm.rank else "save_checkpoint()")
     print("ended well", flush=True)
 except (PeerError, DivergenceError) as error:
     print(type(error).__name__, error, flush=True)
@@ -335,14 +418,16 @@ except (PeerError, DivergenceError) as error:
         others_have_told()  # its process holds the store
     os._exit(0)
 tell()
-comm.close()
+if mode not in ("ends", "ends early"):
+    comm.close()
 """
 
 
 # And how many ranks take part in it.
 MODES = {
     "fails": 3, "alike": 2, "uncaught": 2, "dies": 3, "dies in the middle": 2, "late": 3, "other": 2, "groups": 4,
-    "beside": 2, "no memory": 2,
+    "beside": 2, "no memory": 2, "alone": 2, "closes": 2, "ends": 2, "meets": 2,
+    "fails in a reduce-scatter": 2, "closes early": 2, "ends early": 2,
 }  # fmt: skip
 Outputs = Callable[[str], list[str]]
 
@@ -390,14 +475,21 @@ def test_processes_learn_of_a_failure(outputs: Outputs) -> None:
     assert "they know: True" in printed[1]  # before the failed rank's process has ended
 
 
+def test_a_rank_in_a_reduce_scatter_learns_of_a_failure(outputs: Outputs) -> None:
+    """Though the rank that has failed lives on, and its connection with it."""
+    printed = outputs("fails in a reduce-scatter")
+    assert re.search("PeerError rank 1 has failed.* reduce_scatter of blocks.5 .*no space left", printed[0]), printed
+    assert "they know: True" in printed[1]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit on memory, and what is held, are as Linux has them")
 def test_processes_learn_that_one_has_no_memory_left_in_a_collective(outputs: Outputs) -> None:
-    """gloo gathers through a copy. The rank that cannot have it is in the collective already, and lives on."""
+    """A reduce-scatter receives what the others have; a gather has all it needs. The rank lives on."""
     printed = outputs("no memory")
-    assert "MemoryError rank 1: no memory was left for all_gather of blocks.5" in printed[1], printed[1]
+    assert "MemoryError rank 1: no memory was left for reduce_scatter of blocks.5" in printed[1], printed[1]
     assert "they know: True" in printed[1]
     assert "PeerError rank 1 has failed" in printed[0], printed[0]
-    assert "no memory was left for all_gather of blocks.5" in printed[0]
+    assert "no memory was left for reduce_scatter of blocks.5" in printed[0]
     assert seconds(printed[0]) < 20
 
 
@@ -420,7 +512,7 @@ def test_processes_name_the_rank_that_died(outputs: Outputs) -> None:
 
 
 def test_a_reduce_scatter_whose_rank_died(outputs: Outputs) -> None:
-    """gloo never calls it completed, and says at once that its connection is gone."""
+    """gloo says at once that its connection is gone."""
     output = outputs("dies in the middle")[0]
     assert "reduce_scatter of blocks.5" in output and "rank 1 is gone" in output, output
     assert seconds(output) < 20
@@ -447,6 +539,12 @@ def test_groups_of_processes(outputs: Outputs) -> None:
     assert sums == [[1, 2], [1, 4], [5, 2], [5, 4]], printed
 
 
+def test_sums_and_gathers_of_processes_are_those_in_rank_order(outputs: Outputs) -> None:
+    """As those of ranks that are threads; a shard may be a part of the whole."""
+    for output in outputs("groups"):
+        assert output.count("same True") == 9 and "same False" not in output, output
+
+
 def test_collectives_beside_others_come_in_any_order(outputs: Outputs) -> None:
     """And one of them that does not come is told of like any other."""
     printed = outputs("beside")
@@ -454,6 +552,45 @@ def test_collectives_beside_others_come_in_any_order(outputs: Outputs) -> None:
     assert "PeerError rank 1 has failed" in printed[0], printed[0]
     assert "all_gather of blocks.2" in printed[0]
     assert "OSError: its update failed" in printed[0]
+
+
+@pytest.mark.parametrize(
+    ("mode", "why"),
+    [
+        ("alone", r"rank 1 has gone on, and waits for all_reduce of blocks\.5 \(16 bytes, collective \d+\)"),
+        ("closes", "rank 1 has ended, or has closed its engine"),
+        ("ends", "rank 1 has ended, or has closed its engine"),
+    ],
+)
+def test_a_rank_that_makes_a_call_alone_is_told(outputs: Outputs, mode: str, why: str) -> None:
+    """Before any collective, so that it takes part in none of the others by mistake."""
+    printed = outputs(mode)
+    assert re.search(rf"DivergenceError rank 0 is in state_dict\(\), and {why}\. Every rank must", printed[0]), printed
+    assert seconds(printed[0]) < 20
+    if mode == "alone":
+        assert re.search(r"PeerError rank 0 has failed, while rank 1 waited for .*state_dict\(\)", printed[1]), printed
+    else:
+        assert printed[1] == "ended well\n"
+
+
+@pytest.mark.parametrize("mode", ["closes early", "ends early"])
+def test_a_rank_that_ran_fewer_steps_is_told_of(outputs: Outputs, mode: str) -> None:
+    printed = outputs(mode)
+    # Where the process ends too, its connection may be seen to close before its word is read.
+    fate = "has ended, or has closed its" + ("|is gone" if mode == "ends early" else "")
+    assert re.search(rf"PeerError rank 0 .* all_reduce of blocks\.5.*rank 1 ({fate})", printed[0]), printed
+    assert seconds(printed[0]) < 20
+    assert printed[1] == "ended well\n"
+
+
+def test_ranks_meet_as_often_as_they_like_and_for_the_same_call(outputs: Outputs) -> None:
+    printed = outputs("meets")
+    for rank, (mine, other) in enumerate([("save_checkpoint", "state_dict"), ("state_dict", "save_checkpoint")]):
+        assert printed[rank].startswith("met\n"), printed[rank]
+        told = printed[rank].removeprefix("met\n")
+        alone = f"DivergenceError rank {rank} is in {mine}(), and rank {1 - rank} is in {other}()"
+        assert told.startswith((alone, f"PeerError rank {1 - rank} has failed")), told
+    assert any("DivergenceError" in output for output in printed)
 
 
 class _EndsLate:
@@ -470,6 +607,13 @@ class _EndsLate:
 
     def is_completed(self) -> bool:
         return True
+
+
+def test_a_forked_child_that_ends_is_not_its_rank() -> None:
+    store = dist.HashStore()
+    for owner in (os.getpid() + 1, os.getpid()):
+        peers_room._last_words(owner, store, "world/1", 0, 2, deque())
+        assert store.check([peers_room._left("world/1", 0)]) == (owner == os.getpid())
 
 
 @pytest.mark.parametrize("error", [None, "Connection closed by peer"])

@@ -18,7 +18,9 @@ from wherry import dryrun
 from wherry.dryrun import Line
 from wherry.engine import Engine
 from wherry.observe.footprint import Footprint
+from wherry.parallel import gloo
 from wherry.parallel.comm import Comm
+from wherry.parallel.sizes import ABREAST
 from wherry.parallel.threads import ThreadComm, run_ranks
 from wherry.parallel.topology import Topology
 from wherry.sharding.flat_gradient import Landing
@@ -71,24 +73,44 @@ def make(micro_batch: int = MICRO, sequence: int = LENGTH) -> tuple[nn.Module, A
 
 
 class Unseen(ThreadComm):
-    """A rank whose collectives make no tensor that counts, as those of a process group do not."""
+    """A rank whose collectives make no tensor that counts, but for what those of a process group over gloo do.
+
+    The others are given copies: they may hold them a moment longer than this rank does.
+    """
+
+    over_gloo: bool = False
+
+    def buffers(self, whole: torch.Tensor) -> bool:
+        return self.over_gloo and gloo.buffers(whole)
+
+    def abreast(self, device: torch.device) -> int | None:
+        return ABREAST if self.over_gloo else None
 
     def _all_reduce(self, tensor: torch.Tensor, op: str) -> Ticket:
         with _disable_current_modes():
-            return dryrun.held(tensor, ticket=super()._all_reduce(tensor, op))
+            mine = tensor.clone()
+            super()._all_reduce(mine, op).wait()
+            tensor.copy_(mine)
+            return dryrun.held(tensor)
 
     def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
+        received = (torch.empty_like(whole),) if self.buffers(whole) else ()
         with _disable_current_modes():
-            return dryrun.held(shard, whole, ticket=super()._reduce_scatter(shard, whole))
+            return dryrun.held(shard, whole, *received, ticket=super()._reduce_scatter(shard, whole.clone()))
 
     def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
         with _disable_current_modes():
-            return dryrun.held(whole, shard, ticket=super()._all_gather(whole, shard))
+            return dryrun.held(whole, shard, ticket=super()._all_gather(whole, shard.clone()))
 
     def _group(self, axis: str, members: list[int]) -> Comm:
-        group = super()._group(axis, members)
-        group.__class__ = Unseen
-        return group
+        return unseen(super()._group(axis, members), over_gloo=self.over_gloo)
+
+
+def unseen(comm: Comm, *, over_gloo: bool) -> Comm:
+    comm.__class__ = Unseen
+    assert isinstance(comm, Unseen)
+    comm.over_gloo = over_gloo
+    return comm
 
 
 Measured = tuple[list[Line], dict[str, int], dict[str, int]]
@@ -116,43 +138,54 @@ class SeenLink(Link):
         self.shared = not gpu
 
 
-def measure(
+Optimizer = Callable[[Any], torch.optim.Optimizer]
+
+
+def observed(
     config: dict[str, Any],
-    ranks: int,
+    comm: Comm,
+    model: nn.Module,
+    args: Any,
     *,
     gpu: bool = False,
-    optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
+    optimizer: Optimizer = torch.optim.AdamW,
+) -> Measured:
+    """On one rank: lines, and calls and bytes of a step's collectives."""
+    with Footprint() as footprint:
+        topology = Topology(
+            comm,
+            torch.device("cpu"),
+            comm.rank,
+            comm.rank,
+            comm.size,
+            link=lambda pin: SeenLink(footprint, gpu),
+        )
+        engine, *_ = wherry.initialize(model=model, config=config, mesh=topology, optimizer=optimizer)
+        for gradient in engine._gradients.all:
+            if gradient.way is Landing.LOOSE:
+                gradient.way = Landing.STAYS  # a dry run lays gradients out, as most placements do
+        dryrun.observe(engine, footprint)
+        batch = Batch(args)
+        accumulation = engine.gradient_accumulation_steps()
+        dryrun.make_step(engine, batch, accumulation)
+        comm.barrier()  # until then another rank may hold what it reads of this one's
+        footprint.label_rest("resting")
+        footprint.reset()
+        calls, nbytes = dryrun.make_step(engine, batch, accumulation)
+        lines = list(dryrun.memory_lines(engine, footprint))
+        engine.close()
+    return lines, dict(calls), dict(nbytes)
+
+
+def measure(
+    config: dict[str, Any], ranks: int, *, gpu: bool = False, optimizer: Optimizer = torch.optim.AdamW
 ) -> list[Measured]:
-    """By rank: lines, and calls and bytes of a step's collectives."""
+    """By rank."""
     model, args = make()
 
     def body(comm: Comm) -> Measured:
-        comm.__class__ = Unseen
         mine = copy.deepcopy(model)
-        with Footprint() as footprint:
-            topology = Topology(
-                comm,
-                torch.device("cpu"),
-                comm.rank,
-                comm.rank,
-                comm.size,
-                link=lambda pin: SeenLink(footprint, gpu),
-            )
-            engine, *_ = wherry.initialize(model=mine, config=config, mesh=topology, optimizer=optimizer)
-            for gradient in engine._gradients.all:
-                if gradient.way is Landing.LOOSE:
-                    gradient.way = Landing.STAYS  # a dry run lays gradients out, as most placements do
-            dryrun.observe(engine, footprint)
-            batch = Batch(args)
-            accumulation = engine.gradient_accumulation_steps()
-            dryrun.make_step(engine, batch, accumulation)
-            comm.barrier()  # until then another rank may hold what it reads of this one's
-            footprint.label_rest("resting")
-            footprint.reset()
-            calls, nbytes = dryrun.make_step(engine, batch, accumulation)
-            lines = list(dryrun.memory_lines(engine, footprint))
-            engine.close()
-        return lines, dict(calls), dict(nbytes)
+        return observed(config, unseen(comm, over_gloo=not gpu), mine, args, gpu=gpu, optimizer=optimizer)
 
     return run_ranks(ranks, body)
 

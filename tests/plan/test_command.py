@@ -130,8 +130,11 @@ def test_the_infinity_table(capsys: pytest.CaptureFixture[str]) -> None:
         "101.47 315 160K 1024 1845.70 88.59 3.08 400.00 18.00",
     ):
         assert expected.split() in lines
+    text = " ".join(out.split())
     for convention in ("K = 1024", "TB = 2^40", "20 bytes a parameter", "Batch 32 on a node of 16 GPUs", "512 GPUs"):
-        assert convention in " ".join(out.split())
+        assert convention in text
+    places = [text.index(words) for words in ("Memory of GPT", "K = 1024", "Bandwidth that", "512 GPUs")]
+    assert places == sorted(places)  # each under its table
 
 
 def test_the_infinity_table_as_json_for_one_shape(capsys: pytest.CaptureFixture[str]) -> None:

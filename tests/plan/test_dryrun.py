@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.cli.programs import environment
 from tests.plan.measured import make, measure
 
 from wherry.dryrun import dry_run
@@ -55,6 +60,19 @@ def test_accumulation_is_scaled_from_three_micro_batches(stage: int) -> None:
     assert_same(config(stage, accumulation=5), 2)
 
 
+def test_a_window_whose_micro_batches_go_together() -> None:
+    assert_same(config(3, accumulation=3, wherry={"accumulation": "layer_major"}), 2)
+
+
+def test_where_an_engine_may_run_them_together_it_is_said() -> None:
+    def notes(accumulation: int, ranks: int, **more: Any) -> tuple[str, ...]:
+        return dry_run(find(make), config(3, accumulation, **more), ranks=ranks, sequence=24).notes
+
+    (note,) = notes(2, 2)
+    assert "are counted one after another" in note
+    assert not notes(1, 2) and not notes(2, 1) and not notes(2, 2, wherry={"accumulation": "step_major"})
+
+
 @pytest.mark.parametrize("block", [{"policy": "recompute"}, {"every": 2}, {"save_operations": ["matmul"]}])
 def test_recomputation(block: dict[str, Any]) -> None:
     again = config(3, activation_checkpointing=block)
@@ -89,6 +107,32 @@ def test_a_thousand_ranks_hold_a_thousandth() -> None:
     units = 2 + 1  # two blocks, and the root with both embeddings; blocks gather twice, the root once
     assert told.calls["reduce_scatter"] == units
     assert told.calls["all_gather"] <= 2 * units
+
+
+def test_a_trillion_parameters_over_a_thousand_ranks(tmp_path: Path) -> None:
+    (tmp_path / "zero3.json").write_text('{"bf16": {"enabled": true}, "zero_optimization": {"stage": 3}}')
+    program = (
+        "import sys, time\n"
+        "from wherry.cli import main\n"
+        "assert main(sys.argv[1:]) == 0\n"
+        "held = open('/proc/self/status').read().split('VmHWM:')[1].split()[0]\n"
+        "print(int(held) * 1024, time.process_time(), file=sys.stderr)\n"
+    )
+    flags = ("gpt-1t", "--dry-run", "--ranks", "1024", "--gpus", "0", "--config", "zero3.json", "--json")
+    done = subprocess.run(
+        [sys.executable, "-c", program, "plan", *flags],
+        cwd=tmp_path,
+        env=environment(OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=True,
+    )
+    told = json.loads(done.stdout)
+    held, worked = map(float, done.stderr.splitlines()[-1].split())
+    assert told["parameters"] > 1e12 and told["ranks"] == 1024
+    assert held < 8e9
+    assert worked < 120
 
 
 def test_nothing_is_allocated() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.cli.programs import environment
+from tests.plan import shipped
 from tests.plan.measured import make
 
 from wherry import config as configs
@@ -20,7 +22,7 @@ from wherry.plan import kept
 from wherry.plan.kept import KeptProfiles
 from wherry.plan.machine import known
 from wherry.plan.profile import Profile
-from wherry.sources import Source, find, of_shape
+from wherry.sources import SHAPES, Source, find, of_shape
 from wherry.train.presets import Shape
 
 SHAPE = Shape(layers=2, hidden=64, heads=2, sequence=32)
@@ -97,13 +99,8 @@ def test_a_folder_that_cannot_be_written_is_done_without(folder: Path) -> None:
     assert profiled(of_shape("small", SHAPE)).parameters == SHAPE.parameters
 
 
-def test_a_second_plan_needs_no_torch(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    plan = ("gpt2-10m", "--set", "bf16.enabled=true")
-    commands = [["plan", *plan, "--machine", "h100"], ["plan", *plan, "--machine", "4090", "--auto"]]
-    assert all(main(command) == 0 for command in commands)
-    first = capsys.readouterr().out
+def loaded_by(commands: list[list[str]]) -> tuple[str, list[str]]:
+    """What a process of their own prints, and the modules that it has imported at its end."""
     program = (
         "import sys\nfrom wherry.cli import main\n"
         f"for command in {commands!r}: main(command)\n"
@@ -113,5 +110,61 @@ def test_a_second_plan_needs_no_torch(
         [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, check=True
     )
     told, _, loaded = done.stdout.partition("LOADED")
-    assert told == first
-    assert "wherry.plan.peaks" in loaded.split() and "torch" not in loaded.split()
+    assert "wherry.plan.peaks" in loaded.split()
+    return told, loaded.split()
+
+
+def test_the_first_plan_of_a_preset_needs_no_torch(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = ("gpt2-10m", "--set", "bf16.enabled=true")
+    commands = [["plan", *plan, "--machine", "h100"], ["plan", *plan, "--machine", "4090", "--auto"]]
+    told, loaded = loaded_by(commands)
+    assert "torch" not in loaded and not files(folder)
+    # They say what a plan says that has nothing to read.
+    monkeypatch.setattr(kept, "shipped", lambda model, name: None)
+    assert all(main(command) == 0 for command in commands)
+    assert files(folder) and told == capsys.readouterr().out
+
+
+def test_a_second_plan_needs_neither_torch_nor_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers", reason="models of Hugging Face need transformers")
+    shape = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 100, "n_positions": 32}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    shared = ["plan", "gpt2-10m", "--machine", "h100", "--tensor-parallel", "2", "--pipeline-parallel", "2"]
+    commands = [["plan", str(tmp_path), "--machine", "4090"], shared]
+    assert all(main(command) == 0 for command in commands)
+    told, loaded = loaded_by(commands)
+    assert told == capsys.readouterr().out
+    assert "torch" not in loaded and "transformers" not in loaded
+
+
+# What comes with Wherry.
+
+
+def test_a_profile_that_comes_with_wherry_is_what_is_made_of_the_preset() -> None:
+    wanted = list(shipped.settings("gpt2-10m"))
+    assert len(wanted) == 3 * 2 * 11
+    # Each precision with and without recomputation, each with another micro-batch.
+    chosen = wanted[::13]
+    for preset, settings in (("gpt2-10m", chosen), ("gpt2-124m", [({}, 1)])):
+        made = shipped.profiles(preset, iter(settings))
+        assert len(made) == len(settings)
+        for name, profile in made.items():
+            found = kept.shipped(repr(SHAPES[preset]), name)
+            if kept.torch_release() == kept.release_of_shipped():
+                assert found is not None and found.same(profile), "python -m tests.plan.shipped --update"
+            else:
+                assert found is None
+
+
+def test_all_presets_are_there_for_the_torch_that_made_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for preset, shape in SHAPES.items():
+        names = set(shipped.profiles(preset, shipped.settings(preset), named=True))
+        assert names == kept._shipped_of(repr(shape)).keys()
+        monkeypatch.setattr(kept, "torch_release", kept.release_of_shipped)
+        found = kept.shipped(repr(shape), min(names))
+        assert found is not None and found.parameters == shape.parameters
+        assert kept.shipped(repr(shape), "another") is None and kept.shipped("another", min(names)) is None
+        monkeypatch.setattr(kept, "torch_release", lambda: "0.1")
+        assert kept.shipped(repr(shape), min(names)) is None

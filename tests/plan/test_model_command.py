@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import html
 import json
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.plan.measured import make
 
+import wherry
 from wherry import config as configs
 from wherry.cli import main
+from wherry.errors import WherryError
 from wherry.plan.machine import Machine, described, known
 
 SMALL = ("gpt2-10m", "--machine", "4090")
@@ -103,7 +108,7 @@ def test_gpus_of_no_known_size_are_asked_about(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = described(known("4090"), gpus=0)
-    monkeypatch.setattr("wherry.plan.probe.this_machine", lambda **_: here)
+    monkeypatch.setattr("wherry.plan.probe.this_machine", lambda *_, **__: here)
     assert "add --gpu-memory, like 24GB" in error(capsys, "gpt2-10m", "--gpus", "2")
     assert found(capsys, "gpt2-10m", "--gpus", "2", "--gpu-memory", "24GB")["ranks"] == 2
 
@@ -113,7 +118,7 @@ def test_a_machine_that_was_busy_is_measured_again(
 ) -> None:
     asked = []
 
-    def this_machine(*, again: bool) -> Machine:
+    def this_machine(_: Path | None, *, again: bool) -> Machine:
         asked.append(again)
         return known("4090")
 
@@ -121,6 +126,30 @@ def test_a_machine_that_was_busy_is_measured_again(
     for flags in ((), ("--again",)):
         run(capsys, "gpt2-10m", *flags)
     assert asked == [False, True]
+
+
+def test_a_machine_of_which_all_is_said_is_not_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def this_machine(*_: Any, **__: Any) -> Machine:
+        raise WherryError("measured")
+
+    monkeypatch.setattr("wherry.plan.probe.gpu_names", lambda: [])
+    monkeypatch.setattr("wherry.plan.probe.this_machine", this_machine)
+    sizes = ("--gpu-memory", "24GB", "--host-memory", "64GB", "--disk", "1TB", "--pcie", "20GB", "--stream", "50GB")
+    flags = ("--gpus", "2", "--nodes", "3", *sizes, "--disk-bandwidth", "3GB")
+    told = found(capsys, "gpt2-10m", *flags)
+    asked = {"gpus": 2, "nodes": 3, "gpu_memory": 24 * 10**9, "host_memory": 64 * 10**9, "disk": 10**12}
+    asked |= {"pcie": 20 * 10**9, "stream": 50 * 10**9, "disk_read": 3 * 10**9, "disk_write": 3 * 10**9}
+    assert told["ranks"] == 6 and asked.items() <= told["machine"].items()
+    assert error(capsys, "gpt2-10m", *flags[:-2]) == "wherry: measured\n"
+
+
+def test_gpus_that_compute_bf16_slowly_are_told_of_fp16(capsys: pytest.CaptureFixture[str]) -> None:
+    told = found(capsys, "gpt2-1.5b", "--machine", "v100", "--set", "zero_optimization.stage=1")
+    assert told["change"]["values"] == {"fp16.enabled": True} and not told["notes"]
+    (note,) = found(capsys, "gpt2-10m", "--machine", "v100", "--set", "bf16.enabled=true")["notes"]
+    assert "compute bf16 slowly" in note
 
 
 def test_a_model_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,8 +174,14 @@ def test_a_hugging_face_config(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert told["sequence"] == 32
         assert told["parameters"] == 2 * (12 * 64**2 + 13 * 64) + (100 + 32 + 2) * 64
         assert told["step"]["seconds"] > 0
-    (tmp_path / "config.json").write_text("{}")
-    assert "model_type" in error(capsys, str(tmp_path), "--machine", "4090")
+    for wrong, message in (
+        ("{}", 'no "model_type"'),
+        ('{"model_type": "gptx"}', "config.json: Unrecognized model identifier: gptx\n"),
+        ('{"model_type": "gpt2", "n_embd": "wide"}', "config.json: Validation error for field 'n_embd'"),
+        ('{"model_type": "gpt2", "n_embd": 65, "n_head": 4}', "fails: ValueError: `embed_dim` must be divisible"),
+    ):
+        (tmp_path / "config.json").write_text(wrong)
+        assert message in error(capsys, str(tmp_path), "--machine", "4090")
 
 
 def test_auto_writes_a_config_that_loads_fits_and_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,6 +228,24 @@ def test_what_is_left_open_without_auto_is_told(capsys: pytest.CaptureFixture[st
     assert "counted at the furthest look ahead" in note
 
 
+def test_activations_that_are_left_to_auto_are_told_of_and_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    key, micro = "activation_checkpointing.policy", ("--set", "train_micro_batch_size_per_gpu=32")
+    fixed: tuple[str, ...] = (*SMALL, "--sequence", "128", *micro, "--set", "bf16.enabled=true")
+    for device in ("offload_optimizer", "offload_param"):
+        fixed = (*fixed, "--set", f"zero_optimization.{device}.device=none")
+    auto, needed = ("--set", f"{key}=auto"), dict[str, int]()
+    for policy in ("none", "recompute", "auto"):
+        told = found(capsys, *fixed, "--set", f"{key}={policy}")
+        needed[policy] = told["uses"][0]["needed"]
+        assert any("counted as if every unit were recomputed" in note for note in told["notes"]) == (policy == "auto")
+    assert needed["auto"] == needed["recompute"] < needed["none"]
+    between = (needed["none"] + needed["recompute"]) / 2 / 0.92
+    for memory, policy in (("24GB", "none"), (f"{between:.0f}", "recompute")):
+        told = found(capsys, *fixed, *auto, "--gpu-memory", memory, "--auto")
+        assert told["values"][key] == policy and told["estimate"]["fits"]
+        assert ("again" in told["reasons"][key]) == (policy == "recompute")
+
+
 def test_auto_leaves_what_was_given(capsys: pytest.CaptureFixture[str]) -> None:
     fixed = ("--set", "zero_optimization.stage=2", "--set", "train_micro_batch_size_per_gpu=2")
     told = found(capsys, "gpt2-10m", "--machine", "h100", *fixed, "--auto")
@@ -235,6 +288,8 @@ def test_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert "rank 7 of 64" in out and "reduce_scatter" in out and "peak" in out
     told = found(capsys, "gpt2-10m", "--dry-run", "--ranks", "64", *zero)
     assert told["calls"]["reduce_scatter"] == 7
+    nodes = found(capsys, "gpt2-10m", "--dry-run", "--machine", "h100", "--nodes", "8", *zero)
+    assert nodes["ranks"] == 64 and nodes["calls"] == told["calls"]
     assert {line["category"] for line in told["memory"]} >= {"parameters", "gathered", "activations"}
 
 
@@ -260,12 +315,105 @@ def test_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
         (("gpt2-10m", "--machine", "4090", "--set", "zero_optimization.stag=3"), "stage"),
         (("gpt2-10m", "--machine", "4090", "--config", "no.json"), "no.json"),
         (("gpt2-10m", "--dry-run", "--ranks", "2", "--rank", "2"), "rank: expected 0 to 1"),
+        (("gpt2-10m", "--dry-run", "--gpu-memory", "24GB"), "--gpu-memory: a dry run asks nobody for room"),
+        ((*SMALL, "--sequence", "100000000000000000"), "no tensor can be as large"),
+        (("gpt2-10m", "--dry-run", "--nodes", "0"), "--nodes: expected 1 or more"),
     ],
 )
 def test_mistakes_are_told_without_a_traceback(
     arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert message in error(capsys, *arguments)
+
+
+MINE = """
+import torch
+from torch import nn
+
+class Wide(nn.Linear):
+    def forward(self, x):
+        return super().forward(x)  # line 7
+
+def wrong_inputs(micro_batch=1):
+    return Wide(3, 4), torch.zeros(micro_batch, 5)
+
+def breaks():
+    raise KeyError("vocabulary")  # line 13
+
+def asks(path, sequence):
+    return Wide(3, 4)
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("mine:wrong_inputs", "mine:wrong_inputs: a micro-batch of it fails: RuntimeError: "),
+        ("mine:wrong_inputs", "mine.py:7)"),
+        ("mine:breaks", "MODEL: mine:breaks fails: KeyError: 'vocabulary' ("),
+        ("mine:breaks", "mine.py:13)"),
+        ("mine:asks", "MODEL: mine:asks needs path, and a plan gives micro_batch and sequence only"),
+        ("mine:nothing", "has no attribute 'nothing'"),
+        ("broken:make", "broken:make cannot be imported: NameError: name 'undefined' is not defined ("),
+        ("unread:make", "unread:make cannot be imported: "),
+        (":make", "cannot be imported"),
+    ],
+)
+def test_what_ones_own_code_raises_is_told_with_its_line(
+    model: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in (("mine", MINE), ("broken", "undefined"), ("unread", "def make(:")):
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert message in error(capsys, model, "--machine", "4090")
+
+
+def test_an_error_of_wherry_itself_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wherry.plan.trace.plan_units", None)
+    with pytest.raises(TypeError, match="not callable"):
+        wherry.estimate(make, machine="4090")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((float("nan"),), "parameters: expected 1 or more, got nan"),
+        ((0,), "parameters: expected 1 or more, got 0"),
+        ((1e9, {"ranks": 0}), "ranks: expected 1 or more, got 0"),
+        ((1e9, {"ranks": -2}), "ranks: expected 1 or more, got -2"),
+        (("gpt2-10m", {"sequence": 0}), "sequence: expected 1 or more, got 0"),
+        ((1e9, {"tensor_parallel": 0}), "tensor-parallel: expected 1 or more, got 0"),
+        ((1e9, {"machine": "4091"}), "did you mean 4090?"),
+        (("gpt2-10b5", {}), "did you mean gpt2-10b?"),
+    ],
+)
+def test_mistakes_of_programs(given: tuple[Any, ...], message: str) -> None:
+    model, more = given if len(given) == 2 else (given[0], {})
+    with pytest.raises(WherryError, match=re.escape(message)):
+        wherry.estimate(model, **{"machine": "4090", **more})
+
+
+def test_the_disk_that_is_measured_is_the_one_that_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def this_machine(folder: Path | None = None, *, again: bool = False) -> Machine:
+        asked.append(folder)
+        return known("4090")
+
+    monkeypatch.setattr("wherry.plan.probe.this_machine", this_machine)
+    monkeypatch.setattr("wherry.forecast.this_machine", this_machine)
+    zero = "zero_optimization.offload_optimizer"
+    path = tmp_path / "not" / "made"
+    flags = ("--set", f"{zero}.device=nvme", "--set", f"{zero}.nvme_path={path}")
+    run(capsys, "gpt2-10m", *flags)
+    run(capsys, "gpt2-10m", "--auto", "--disk-path", str(tmp_path))
+    run(capsys, "gpt2-10m")
+    offload = {"device": "nvme", "nvme_path": [str(path)]}
+    wherry.estimate("gpt2-10m", {"zero_optimization": {"offload_optimizer": offload}})
+    assert asked == [tmp_path, tmp_path, None, tmp_path]
 
 
 def test_a_browser_shows_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

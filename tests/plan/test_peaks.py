@@ -98,6 +98,12 @@ def test_accumulation_in_fp32(stage: int) -> None:
     assert_predicted(config(stage, accumulation=3, data_types={"grad_accum_dtype": "fp32"}), 2)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_micro_batches_that_go_together(precision: str) -> None:
+    given = config(3, accumulation=4, precision=precision, wherry={"accumulation": "layer_major"})
+    assert_predicted(given, 2, precision)
+
+
 @pytest.mark.parametrize("block", [{"policy": "recompute"}, {"every": 2}, {"save_operations": ["matmul"]}])
 def test_recomputation(block: dict[str, Any]) -> None:
     assert_predicted(config(3, activation_checkpointing=block), 4)

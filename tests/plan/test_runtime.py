@@ -16,13 +16,14 @@ from torch.utils.data import TensorDataset
 
 import wherry
 from wherry import config as configs
+from wherry.dryrun import FakeComm
 from wherry.errors import WherryError
 from wherry.forecast import Forecaster
 from wherry.observe.memory import HostMemory
-from wherry.parallel.comm import Comm
+from wherry.parallel.comm import Comm, SoloComm
 from wherry.parallel.threads import run_ranks
+from wherry.plan import choose, peaks, probe, rates, runtime
 from wherry.plan import machine as machines
-from wherry.plan import probe, rates, runtime
 from wherry.plan.roofline import StepTime
 from wherry.sources import of_shape
 from wherry.train.presets import Shape
@@ -99,7 +100,7 @@ def test_no_auto_no_planner(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_with_data_the_micro_batch_is_chosen_too(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = replace(machines.KNOWN["4090"], gpus=0, host_memory=2 * 10**9, overhead=1e-6)
-    monkeypatch.setattr(runtime, "this_machine", lambda: machine)
+    monkeypatch.setattr(runtime, "this_machine", lambda _: machine)
     data = TensorDataset(torch.zeros(64, 6, dtype=torch.int64), torch.zeros(64, 6, dtype=torch.int64))
     config = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
     model = make_model()
@@ -109,6 +110,113 @@ def test_with_data_the_micro_batch_is_chosen_too(monkeypatch: pytest.MonkeyPatch
     assert micro * accumulation * 2 == 16
     assert micro > 1
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+class Pairs(torch.nn.Module):
+    """Every sample meets every other: what is saved grows with the square of the micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.embed(x)
+        return torch.nn.functional.cross_entropy(y @ y.t(), torch.arange(len(x), device=x.device))
+
+
+def test_a_micro_batch_that_is_chosen_fits_by_a_profile_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search goes by a straight line from small micro-batches, far below what a large one keeps here."""
+    monkeypatch.setattr(machines, "PROCESS", 0)
+    machine = replace(machines.KNOWN["4090"], gpus=0, host_memory=3 * 10**6, overhead=1e-3)
+    monkeypatch.setattr(runtime, "this_machine", lambda folder: machine)
+    data, asked = TensorDataset(torch.zeros(4, 64)), list[int]()
+
+    def exact(profiles: runtime._ByBatches, micro: int) -> Any:
+        asked.append(micro)
+        return profile_of(profiles, micro)
+
+    profile_of = runtime._ByBatches.exact
+    monkeypatch.setattr(runtime._ByBatches, "exact", exact)
+    config = configs.load({choose.MICRO: "auto"})
+    found = runtime.settle(Pairs(), config, SoloComm(), torch.device("cpu"), ranks_here=1, data=data)
+    chosen = found.batch(1).micro
+
+    def fits(micro: int) -> bool:
+        given = {choose.MICRO: micro}
+        return wherry.estimate(lambda: (Pairs(), (torch.zeros(micro, 64),)), given, machine).fits
+
+    assert fits(chosen) and not fits(2 * chosen)
+    # The line told of at least one that is larger, and does not fit.
+    assert max(asked) >= 2 * chosen >= 32
+
+
+def test_ranks_that_share_the_model_need_room_on_the_node_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four data-parallel ranks beside four others with the other half of each matrix: eight in one memory."""
+    model = make_model(lambda: TinyLM(blocks=4, width=64))
+    config = configs.load({"zero_optimization": AUTO | {"reduce_bucket_size": 0, "allgather_bucket_size": 0}})
+
+    def stage(memory: int, tensor: int) -> int:
+        free_memory(monkeypatch, memory)
+        found = runtime.settle(
+            model, config, FakeComm(0, 4), torch.device("cpu"), ranks_here=4 * tensor, tensor=FakeComm(0, tensor)
+        )
+        return found.zero_optimization.stage
+
+    sizes = [each << 18 for each in (32, 8)]
+    shared = [stage(8 * size, 2) for size in sizes]
+    assert shared == [stage(4 * size, 1) for size in sizes]
+    assert shared != [stage(8 * size, 1) for size in sizes]
+
+
+def test_a_ratio_is_chosen_where_a_step_can_be_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's update takes longest by far: as little of the state as planners try is left to it."""
+    data = TensorDataset(torch.zeros(64, 6, dtype=torch.int64), torch.zeros(64, 6, dtype=torch.int64))
+    given = {"offload_optimizer": {"device": "cpu", "ratio": "auto"}}
+
+    def settled(stream: float, data: Any) -> configs.Config:
+        monkeypatch.setattr(runtime, "this_machine", lambda folder: replace(machines.KNOWN["4090"], stream=stream))
+        config = configs.load({"zero_optimization": given, "gradient_clipping": 1.0})
+        return runtime.settle(make_model(), config, SoloComm(), torch.device("cpu"), ranks_here=1, data=data)
+
+    slow, fast, untimed = settled(1e6, data), settled(1e15, data), settled(1e6, None)
+    assert slow.zero_optimization.offload_optimizer.ratio == 0.25
+    assert any("ratio: auto, chosen to be 0.25: the other 75% of the state is updated" in note for note in slow.notes)
+    assert fast.zero_optimization.offload_optimizer.ratio == 1.0 == untimed.zero_optimization.offload_optimizer.ratio
+    assert slow.auto == fast.auto == () and untimed.auto == ("zero_optimization.offload_optimizer.ratio",)
+
+
+def test_the_disk_is_chosen_where_memory_is_short_and_a_folder_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peaks, "BATCH_NUMEL", 1)
+    model = make_model(lambda: TinyLM(blocks=8, width=64))
+    offload = {"device": "auto", "buffer_count": 1}
+    zero = {"stage": "auto", "offload_optimizer": offload | {"nvme_path": str(tmp_path)}, "offload_param": offload}
+    parameters = sum(p.numel() for p in model.parameters())
+    devices = {}
+    for width in (40, 16):  # bytes of a parameter that there is room for
+        free_memory(monkeypatch, int(width * parameters / runtime.FOR_STATES))
+        found = engine_config(1, {"zero_optimization": zero}, model)[0]["zero_optimization"]
+        devices[width] = found["offload_optimizer"]["device"], found["offload_param"]["device"]
+    assert devices == {40: ("none", "none"), 16: ("nvme", "none")}
+    # Without a folder there is no disk to choose.
+    with pytest.raises(WherryError, match="nothing fits"):
+        engine_config(1, {"zero_optimization": zero | {"offload_optimizer": offload}}, model)
+
+
+def test_everything_that_is_chosen_may_be_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = replace(machines.KNOWN["4090"], gpus=0, host_memory=2 * 10**9, overhead=1e-6)
+    monkeypatch.setattr(runtime, "this_machine", lambda folder: machine)
+    data = TensorDataset(torch.zeros(64, 6, dtype=torch.int64), torch.zeros(64, 6, dtype=torch.int64))
+    config: dict[str, Any] = {}
+    for key in choose.CHOSEN:
+        config[key] = "auto"
+    config |= {choose.OPTIMIZER_PATH: str(tmp_path), choose.RECOMPUTE: "auto", "train_batch_size": 32}
+    found = engine_config(2, config, data=data)
+    assert found[0] == found[1]
+    chosen = configs.load(found[0])
+    assert chosen.auto == () and chosen.batch(2).train == 32 and chosen.batch(2).micro > 1
+    assert chosen.activation_checkpointing.policy == "auto"  # measured in the first steps
 
 
 def test_a_note_says_what_was_chosen_and_why(monkeypatch: pytest.MonkeyPatch) -> None:

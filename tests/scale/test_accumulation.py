@@ -6,6 +6,7 @@ import copy
 import logging
 import math
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -558,3 +559,50 @@ def test_on_two_ranks_an_error_of_one_ends_both() -> None:
 
     with pytest.raises(ValueError, match="an empty batch"):
         run_ranks(2, body)
+
+
+class Drops(Stack):
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = F.dropout(block(x), 0.3)
+        return self.out(x)
+
+
+class Counts(Drops):
+    """Its forward changes what micro-batches that run together would share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().run(x)
+
+
+@pytest.mark.parametrize("kind", [Drops, Counts])
+def test_masks_after_a_load_are_those_without(kind: type[Drops], tmp_path: Path) -> None:
+    """A first window runs one micro-batch after another, and each draws what it draws where they run together."""
+    model = make_model(kind)
+    config = settings(3, 3, more={"wherry": {"accumulation": "layer_major"}})
+
+    def begin() -> Any:
+        mine = copy.deepcopy(model)
+        return wherry.initialize(model=mine, optimizer=sgd(mine.parameters()), config=config)[0]
+
+    def windows(engine: Any, steps: range) -> list[float]:
+        return [float(engine.train_batch(iter([vectors(step, micro, 0) for micro in range(3)]))) for step in steps]
+
+    torch.manual_seed(5)
+    engine = begin()
+    windows(engine, range(2))
+    engine.save_checkpoint(tmp_path)
+    losses = windows(engine, range(2, 5))
+    after = torch.get_rng_state()
+    engine.close()
+    torch.manual_seed(6)
+    engine = begin()
+    engine.load_checkpoint(tmp_path)
+    assert windows(engine, range(2, 5)) == pytest.approx(losses, rel=1e-6)
+    assert torch.equal(torch.get_rng_state(), after)
+    engine.close()

@@ -117,3 +117,41 @@ def test_a_window_copies_and_communicates_once(ranks: int, free: int | None) -> 
             assert many["all_gather"] > 7 * one["all_gather"]
     for name, value in runs["step_major", 8][0][1].items():
         torch.testing.assert_close(runs["layer_major", 8][0][1][name], value, rtol=0, atol=1e-5)
+
+
+IN_MEMORY, ON_DISK = {"device": "cpu"}, {"device": "nvme", "max_in_cpu": 10**9}
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks", "weights", "apart", "order"),
+    [
+        (3, 1, None, False, "step_major"),
+        (1, 2, None, False, "step_major"),
+        (2, 2, None, False, "layer_major"),
+        (3, 2, None, False, "layer_major"),
+        (3, 1, None, True, "step_major"),
+        (3, 1, IN_MEMORY, False, "step_major"),
+        (3, 1, IN_MEMORY, True, "layer_major"),
+        (3, 1, ON_DISK, False, "step_major"),
+        (3, 1, ON_DISK | {"max_in_cpu": 0}, False, "layer_major"),
+        (3, 1, ON_DISK, True, "layer_major"),
+    ],
+)
+def test_auto_is_layer_major_where_every_micro_batch_would_travel(
+    tmp_path: Path, stage: int, ranks: int, weights: dict[str, Any] | None, apart: bool, order: str
+) -> None:
+    zero: dict[str, Any] = {"stage": stage}
+    if weights is not None:
+        zero["offload_param"] = {"nvme_path": str(tmp_path), "buffer_count": 1} | weights
+    model = make_model()
+
+    def body(comm: Comm) -> str:
+        mine = copy.deepcopy(model)
+        mesh = topology(comm, Chaos(comm.rank)) if apart else comm
+        config = settings(stage, 2, more={"zero_optimization": zero})
+        engine, *_ = wherry.initialize(model=mine, optimizer=adamw(mine.parameters()), config=config, mesh=mesh)
+        engine.train_batch(iter([token_batch(0, micro, comm.rank) for micro in range(2)]))
+        engine.close()
+        return engine._accumulation.order
+
+    assert set(run_ranks(ranks, body)) == {order}

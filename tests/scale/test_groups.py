@@ -205,7 +205,7 @@ def test_the_planner_counts_the_same_bytes(k: int) -> None:
 
     sent, crossed, elements, root = run_ranks(4, body)[0]
     setting = Setting.of(configs.load(given), 4)
-    within, across = collective_bytes(setting, elements, elements, elements)
+    within, across, _ = collective_bytes(setting, elements, elements, elements)
     # The formula gathers the root unit for the backward as well.
     assert sent / 2 == within - k * root / 2
     assert crossed / 2 == across

@@ -144,7 +144,7 @@ def test_ranks_hold_parts_of_the_first_ones_values(ranks: int, precision: dict[s
         engine, *_ = wherry.initialize(
             model=model, optimizer=optimizer, config=settings(3, more=precision), mesh=comm
         )
-        for state in engine._updater.states:
+        for state in engine._updater.holdings.state_of.values():
             with state.opened() as segments:
                 lowest = state.flat.layout.shard_range(state.flat.rank)[0]
                 for segment, spans in zip(segments, state.segments, strict=True):
@@ -374,6 +374,20 @@ def test_edits_by_a_rank_of_what_an_outer_context_holds() -> None:
     run_ranks(2, body)
 
 
+def test_a_rank_by_itself_keeps_the_memory_that_was_built() -> None:
+    """Nothing is copied, unless somebody else holds the memory: that is theirs."""
+    with wherry.Init(STAGE3):
+        mine, other = nn.Linear(8, 8), nn.Linear(8, 8)
+        address, held = mine.weight.data_ptr(), other.weight.data
+        values = held.clone()
+    kept, copied = part_of(mine.weight), part_of(other.weight)
+    assert kept is not None and kept.shard.data_ptr() == address
+    assert copied is not None and copied.shard.data_ptr() != held.data_ptr()
+    held.fill_(7)
+    with wherry.gathered(other):
+        assert torch.equal(other.weight, values)
+
+
 def test_parts_rest_in_files_where_parameters_are_on_disk(tmp_path: Any) -> None:
     config = settings(3)
     config["zero_optimization"]["offload_param"] = {"device": "nvme", "nvme_path": str(tmp_path)}
@@ -390,6 +404,34 @@ def test_parts_rest_in_files_where_parameters_are_on_disk(tmp_path: Any) -> None
 
 
 # Models on the meta device.
+
+
+def test_shapes_alone_are_built_without_a_draw() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(9, 8)
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+            self.apply(lambda m: nn.init.trunc_normal_(m.weight) if isinstance(m, nn.Linear) else None)
+            self.embed.weight.data.uniform_()
+
+    state = torch.get_rng_state()
+    with wherry.Init(config=STAGE3, meta=True):
+        model = Model()
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state) and not torch.empty(0).is_meta
+    with torch.device("meta"):
+        other = Model()
+    found = []
+    for each in (model, other):
+        torch.manual_seed(5)
+        engine, *_ = wherry.initialize(model=each, config=STAGE3)
+        found.append(whole(each))
+        engine.close()
+    assert_same(*found)
+    with wherry.Init(meta=True, enabled=False):
+        assert not nn.Linear(2, 2).weight.is_meta
+    assert_nothing_is_left()
 
 
 def test_a_model_on_the_meta_device_is_materialised_by_its_own_code() -> None:

@@ -89,7 +89,7 @@ def test_masters_have_the_precision_of_the_file(tmp_path: Path) -> None:
         )  # fmt: skip
         wherry.load_pretrained(engine, tmp_path / "model.safetensors")
         compared = 0
-        for state in engine._updater.states:
+        for state in engine._updater.holdings.state_of.values():
             low = state.flat.layout.shard_range(state.flat.rank)[0]
             with state.opened() as opened, state.flat.opened() as shard:
                 for segment, held in zip(state.segments, opened, strict=True):

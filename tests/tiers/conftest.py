@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from wherry.update import pipeline
+from wherry.update import holdings
 
 
 @pytest.fixture
 def every_flat_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small flats are updated together; with this each by itself, as large ones are."""
-    monkeypatch.setattr(pipeline, "BATCH_NUMEL", 1)
+    monkeypatch.setattr(holdings, "BATCH_NUMEL", 1)

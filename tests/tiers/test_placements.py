@@ -19,7 +19,7 @@ import wherry
 from wherry.errors import WherryError
 from wherry.parallel.comm import Comm
 from wherry.parallel.threads import run_ranks
-from wherry.update import pipeline
+from wherry.update import holdings
 
 EXACT = ("at_step", "before_use", "in_backward")
 STEPS = 4
@@ -111,8 +111,8 @@ def test_every_placement_and_policy_gives_the_same_bits(
     row: str, ranks: int, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = ROWS[row][0]
-    for seed, together in ((None, pipeline.BATCH_NUMEL), (1, 1)):
-        monkeypatch.setattr(pipeline, "BATCH_NUMEL", together)  # flats in one update, and each in its own
+    for seed, together in ((None, holdings.BATCH_NUMEL), (1, 1)):
+        monkeypatch.setattr(holdings, "BATCH_NUMEL", together)  # flats in one update, and each in its own
         oracle = plain(row, ranks, precision, seed=seed)
         for policy in EXACT:
             run = train(offload(row, tmp_path, policy, precision), stage=stage, ranks=ranks, seed=seed)
@@ -167,10 +167,11 @@ def test_part_of_the_state_stays_on_the_device(ratio: float, policy: str, ranks:
 
     def tiers(engine: Any, link: Any) -> dict[str, int]:
         numel = dict.fromkeys(("device", "host"), 0)
-        for batch, tier in engine._updater.tiers.items():
+        for batch, tier in engine._updater.holdings.tiers.items():
             numel[str(tier)] += batch.numel
         # Gradients of the first units come last, so that theirs is the update that is best not sent anywhere.
-        order = [str(engine._updater.tiers[state.batch]) for state in engine._updater.states]
+        held = engine._updater.holdings
+        order = [str(held.tiers[state.batch]) for state in held.state_of.values()]
         assert order == sorted(order)
         return numel
 
@@ -227,7 +228,7 @@ def test_optimizers_of_torch_with_groups_a_schedule_and_frozen_weights(name: str
         return OTHERS[name]([matrices, rest])
 
     def look(engine: Any, link: Any) -> Any:
-        tiers = {str(tier) for tier in engine._updater.tiers.values()}
+        tiers = {str(tier) for tier in engine._updater.holdings.tiers.values()}
         return engine.skipped_steps, engine.get_lr(), tiers
 
     fp16 = {"fp16": {"enabled": True, "initial_scale_power": 18, "hysteresis": 1}}

@@ -5,18 +5,23 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
-from tests.engine.harness import TinyLM, adamw, make_model, settings
+from tests.engine.harness import TinyLM, adamw, make_model, settings, token_batch
 from tests.forks import ENGINE, Forks
 from tests.tiers.test_placements import offload
 
 import wherry
-from wherry import tiering
 from wherry.errors import WherryError
-from wherry.tiers import disk
+from wherry.plan import peaks
+from wherry.sharding.grouping import plan_units
+from wherry.sharding.layout import FlatLayout, lay_out
+from wherry.tiers import budget, disk
 from wherry.tiers.budget import HostMemoryError, check_host
 from wherry.tiers.disk_errors import DiskSpaceError
 
@@ -26,36 +31,52 @@ def start(config: dict[str, Any], blocks: int = 3) -> None:
     wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(3, more=config))[0].close()
 
 
+def layouts_of(blocks: int = 3) -> list[FlatLayout]:
+    """The flats of one rank."""
+    plans = plan_units(make_model(lambda: TinyLM(blocks)))
+    return [lay_out([(name, p.shape, 0) for name, p in plan.parameters], 1) for plan in plans]
+
+
+def updated(layout: FlatLayout) -> int:
+    """Elements of its optimizer state: those between the first parameter and the last one's end."""
+    return sum(span.stop - span.start for span in layout.segments(0))
+
+
 def test_too_little_host_memory_is_found_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiering, "BATCH_NUMEL", 1)
+    monkeypatch.setattr(peaks, "BATCH_NUMEL", 1)
     limit = 200_000
     with pytest.raises(HostMemoryError) as caught:
         start({"wherry": {"host_memory": limit}}, blocks=12)
     message = str(caught.value)
     assert "host_memory allows 195.31 KiB" in message
-    # Weights, gradients and moments in fp32, and the largest unit gathered.
-    model = make_model(lambda: TinyLM(blocks=12))
-    block = sum(p.numel() for p in model.blocks[0].parameters())
-    parameters = sum(p.numel() for p in model.parameters())
-    assert caught.value.missing == 16 * parameters + 4 * block - limit
-    # On disk: moments of four blocks at a time.
-    needed = 8 * parameters + 4 * block + 4 * 8 * block
+    # Weights, gradients and moments in fp32.
+    root, *blocks = layouts_of(12)
+    block, numel = blocks[0], sum(layout.numel for layout in (root, *blocks))
+    state = 8 * updated(block)
+    assert caught.value.missing == 8 * numel + 8 * updated(root) + 12 * state - limit
+    # On disk: moments of four blocks at a time, and gradients of nine, which wait for their updates.
+    needed = 4 * numel + 9 * 4 * block.numel + 4 * state
     assert f'"offload_optimizer": {{"device": "nvme", "nvme_path": ...}} (then {needed / 1024:.2f} KiB)' in message
     # What is advised works.
-    own = {"wherry": {"host_memory": limit, "update_policy": "before_use"}}
-    advised = offload("disk-3", tmp_path, "before_use") | own
+    advised = offload("disk-3", tmp_path, "auto")
+    advised["wherry"]["host_memory"] = needed
     advised["zero_optimization"]["offload_optimizer"]["buffer_count"] = 4
     start(advised, blocks=12)
-    # Gradients that are updated as they come are there for so many updates, and for the one that is next.
+    advised["wherry"]["host_memory"] = needed - 1
+    with pytest.raises(HostMemoryError, match="1 byte"):
+        start(advised, blocks=12)
+    # With fewer buffers fewer gradients wait, too.
     with pytest.raises(HostMemoryError) as caught:
         start(offload("disk-3", tmp_path, "in_backward") | {"wherry": {"host_memory": 1}}, blocks=12)
-    assert caught.value.missing == 4 * parameters + 4 * block + 2 * 8 * block + 5 * 4 * block - 1
-    # State that is not offloaded is in memory all the while.
+    assert caught.value.missing == 4 * numel + 2 * state + 5 * 4 * block.numel - 1
+    # State that is not offloaded is in memory all the while: the root's, and that of the blocks that fill the half.
     kept = offload("disk-3", tmp_path, "before_use", optimizer={"ratio": 0.5})
     kept["wherry"]["host_memory"] = 1
     with pytest.raises(HostMemoryError) as caught:
         start(kept, blocks=12)
-    assert caught.value.missing == 8 * parameters + 4 * block + 4 * parameters + 2 * 8 * block - 1
+    half = sum(layout.payload for layout in (root, *blocks)) // 2
+    stay = 8 * updated(root) + (half - root.payload) // block.payload * state
+    assert caught.value.missing == 8 * numel + stay + 2 * state - 1
 
 
 def test_weights_that_stay_in_memory_need_no_room_on_the_disk(
@@ -74,9 +95,9 @@ def test_the_copies_of_delayed_updates_are_counted() -> None:
     """Beside 16 bytes a parameter: the gradients that a late update reads, and the weights that it has written."""
     with pytest.raises(HostMemoryError) as caught:
         start({"wherry": {"host_memory": 50_000, "update_policy": "delayed"}})
-    model = make_model()
-    block = sum(p.numel() for p in model.blocks[0].parameters())
-    assert caught.value.missing == 24 * sum(p.numel() for p in model.parameters()) + 4 * block - 50_000
+    layouts = layouts_of()
+    numel, state = sum(layout.numel for layout in layouts), sum(map(updated, layouts))
+    assert caught.value.missing == 12 * numel + 12 * state - 50_000
 
 
 def test_states_on_one_disk_have_to_fit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +106,8 @@ def test_states_on_one_disk_have_to_fit_together(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(disk, "_free", lambda folder: 9 * parameters)
     with pytest.raises(DiskSpaceError, match=r"the disk tier needs .* are missing") as caught:
         start(offload("infinity", tmp_path, "at_step"))
-    assert caught.value.missing == -(-12 * parameters // 4096) * 4096 - 9 * parameters
+    needed = sum(4 * layout.numel + 8 * updated(layout) for layout in layouts_of())
+    assert caught.value.missing == -(-needed // 4096) * 4096 - 9 * parameters
     assert '; what would fit: "offload_param": {"device": "cpu"} (then' in str(caught.value)
     monkeypatch.setattr(disk, "_free", lambda folder: 0)
     with pytest.raises(DiskSpaceError, match=r'fit: "offload_optimizer": .* and "offload_param": '):
@@ -117,6 +139,24 @@ def test_policies_that_cannot_be_say_why(tmp_path: Path) -> None:
         policy = "in_backward" if why else "delayed"
         with pytest.raises(WherryError, match=why or "delayed is for state that is all offloaded"):
             start(offload("offload-3", tmp_path, policy, **more))
+
+
+def test_what_is_promised_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moments are zeros that nobody has touched when an engine is built: another engine does not get their memory."""
+    monkeypatch.setattr(budget, "_promised", weakref.WeakKeyDictionary())  # without what other tests have left
+    model = make_model()
+    config = {"optimizer": {"type": "AdamW", "params": {}}}
+    engine, *_ = wherry.initialize(model=model, config=settings(3, more=config))
+    moments = 8 * sum(p.numel() for p in model.parameters())
+    assert moments <= budget.promised() < 2 * moments
+    memory = SimpleNamespace(available=10 * moments)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    assert budget.rooms()[0].free == memory.available - budget.promised()
+    engine.backward(engine(*token_batch(0, 0, 0)))
+    engine.step()
+    engine.settle()
+    assert budget.promised() == 0
+    engine.close()
 
 
 SMALL = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,13 +14,15 @@ from wherry.activations.manager import Activations, Groups, Settings
 from wherry.activations.recompute import operations
 from wherry.activations.saving import Beneath
 from wherry.activations.stores import Allocate, DiskActivations, HostStore, Store, allocator
-from wherry.config import Config
-from wherry.config.runtime import ActivationCheckpointing
 from wherry.observe.log import say
 from wherry.observe.memory import host_memory
 from wherry.parallel.topology import Topology
 from wherry.sharding.unit import Unit
 from wherry.tiers.streams import link_to
+
+if TYPE_CHECKING:
+    from wherry.config import Config
+    from wherry.config.runtime import ActivationCheckpointing
 
 # A checkpoint that is smaller is not worth a gather.
 SMALLEST_CUT = 4096

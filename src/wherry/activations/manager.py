@@ -22,6 +22,7 @@ from wherry.activations.stores import BlockStore, Keep, Store
 from wherry.observe.log import get_logger
 from wherry.observe.spans import Spans
 from wherry.parallel.comm import Comm
+from wherry.sharding.autograd import NO_TASK, backward_task
 from wherry.sharding.unit import Unit
 
 T = TypeVar("T")
@@ -257,7 +258,7 @@ class Activations:
             return unit.inner
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            if torch._C._current_graph_task_id() != -1:
+            if backward_task() != NO_TASK:
                 return unit.inner(*args, **kwargs)
             given = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and not is_strange(t)]
             with meter.watching(unit.place, sum(t.numel() * t.element_size() for t in given)):

@@ -160,7 +160,7 @@ def parted(session: Session, flat: Flat, cut: FlatCut) -> tuple[FlatCut, FlatCut
 def _state_on_device(session: Session, flat: Flat) -> bool:
     if session.updater is None or flat not in session.states:
         return False
-    return session.updater.tiers[session.states[flat].batch] is Tier.DEVICE
+    return session.updater.holdings.tiers[session.states[flat].batch] is Tier.DEVICE
 
 
 def sums_on_device(session: Session, flat: Flat) -> bool:

@@ -54,7 +54,7 @@ def _on_disk(batch: Batch) -> bool:
 def _is_apart(session: Session, batch: Batch, shares: Mapping[Flat, tuple[int, int]]) -> bool:
     """Whether this rank writes all of a record in host memory: what it has a part of is copied in that part alone."""
     assert session.updater is not None
-    if session.updater.tiers[batch] is Tier.DEVICE and not session.link.shared:
+    if session.updater.holdings.tiers[batch] is Tier.DEVICE and not session.link.shared:
         return False
     return all(shares[state.flat] == (0, state.flat.layout.shard_numel) for state in batch.states)
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from wherry.checkpoint.errors import on_first, together
-from wherry.checkpoint.folder import step_tag
-from wherry.checkpoint.load import Loaded, LoadOptions, load
-from wherry.checkpoint.save import Saved, SaveOptions, save
 from wherry.checkpoint.session import Session
 from wherry.errors import WherryError
+
+if TYPE_CHECKING:  # imported with the first save or load
+    from wherry.checkpoint.load import Loaded, LoadOptions
+    from wherry.checkpoint.save import Saved
 
 
 class Checkpoints:
@@ -29,6 +30,9 @@ class Checkpoints:
     def save(
         self, folder: str | os.PathLike[str], tag: Any, client_state: dict[str, Any] | None, latest: bool, frozen: bool
     ) -> Saved:
+        from wherry.checkpoint.folder import step_tag
+        from wherry.checkpoint.save import SaveOptions, save
+
         self.wait()
         session = self._session()
         own = self._config.wherry.checkpoint
@@ -46,6 +50,8 @@ class Checkpoints:
         return self.last
 
     def load(self, folder: str | os.PathLike[str], tag: Any, options: LoadOptions) -> Loaded | None:
+        from wherry.checkpoint.load import load
+
         self.wait()
         with torch.inference_mode(False):  # what a load makes is trained on
             return load(self._session(), Path(folder), None if tag is None else str(tag), options)

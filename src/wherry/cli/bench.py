@@ -6,6 +6,8 @@ import argparse
 import importlib
 import importlib.util
 import sys
+import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 
 import wherry
@@ -38,21 +40,38 @@ _SCRIPTS = {
 
 def main(argv: list[str]) -> int:
     meanings = {name: meaning for name, (_, meaning) in _BENCHES.items()} | _SCRIPTS
-    lines = "\n".join(f"  {name:13} {meaning}" for name, meaning in meanings.items())
     parser = argparse.ArgumentParser(
         prog="wherry bench",
-        description="Measure this machine.",
-        epilog=f"what to measure:\n{lines}\n\n`wherry bench WHAT --help` lists its flags.",
+        usage="wherry bench WHAT [flags]",
+        description="Measure this machine, and Wherry on it.",
+        epilog=f"what to measure:\n{_listed(meanings)}\n\n`wherry bench WHAT --help` lists its flags.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("what", choices=tuple(meanings), metavar="WHAT", help=", ".join(meanings))
-    what: str = parser.parse_args(argv[:1]).what
+    parser.add_argument("what", metavar="WHAT", nargs="?", help="one of the measures below; without it they are listed")
+    what: str | None = parser.parse_args(argv[:1]).what
+    if what is None:
+        parser.print_help()
+        return 0
+    if what not in meanings:
+        from wherry.config.problems import did_you_mean
+
+        hint = did_you_mean(what, meanings)
+        parser.error(f"there is no measure {what!r}{hint}; expected one of {', '.join(meanings)}")
     if what in _SCRIPTS:
         return _run_script(what, argv[1:])
     module = _BENCHES[what][0]
     if importlib.util.find_spec(module) is None:
         raise WherryError(f"bench {what}: this install has no {module}; install Wherry again")
     return int(importlib.import_module(module).main(argv[1:]) or 0)
+
+
+def _listed(meanings: Mapping[str, str]) -> str:
+    """A measure in each line, which is broken where a terminal of 80 columns would."""
+    wide = max(map(len, meanings)) + 4
+    return "\n".join(
+        textwrap.fill(meaning, 80, initial_indent=f"  {name}".ljust(wide), subsequent_indent=" " * wide)
+        for name, meaning in meanings.items()
+    )
 
 
 def _run_script(name: str, arguments: list[str]) -> int:

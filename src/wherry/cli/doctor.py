@@ -17,15 +17,16 @@ from wherry.observe.memory import format_bytes
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 _GIB = 2**30
-# What integrates, and the oldest version that is known to work. The alias stands where deepspeed would.
+# What integrates, and the oldest version that is known to work: that of the extras. The alias stands where deepspeed
+# would.
 _INTEGRATIONS = {
-    "transformers": (4, 50),
-    "accelerate": (1, 0),
-    "trl": (0, 15),
-    "peft": (0, 14),
-    "lightning": (2, 4),
-    "tensorboard": (2, 10),
-    "wandb": (0, 15),
+    "transformers": (5, 0),
+    "accelerate": (1, 10),
+    "trl": (1, 0),
+    "peft": (0, 18),
+    "lightning": (2, 5),
+    "tensorboard": (2, 15),
+    "wandb": (0, 19),
 }
 _NODES = Path("/sys/devices/system/node")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -52,7 +53,7 @@ def main(*, as_json: bool = False) -> int:
 
 
 def examine() -> Iterator[Finding]:
-    """Every finding, one after the other. A check that meets a user's mistake reports it as its finding."""
+    """Every finding, one after the other. What a check meets instead of an answer is its finding."""
     checks: tuple[Callable[[], Finding], ...] = (
         *(_python, _torch, _accelerators, _cuda, _backends, _nccl, _cores, _threads, _numa, _memory, _shared_memory),
         *(_locked_memory, _open_files, _huge_pages, _native, _disk_backend, _disk_space),
@@ -61,8 +62,14 @@ def examine() -> Iterator[Finding]:
         try:
             yield check()
         except WherryError as error:
-            yield Finding(check.__name__.strip("_").replace("_", " "), "failed", PROBLEM, str(error))
+            yield Finding(_name(check), "failed", PROBLEM, str(error))
+        except (ImportError, OSError) as error:
+            yield Finding(_name(check), "not known", NOTE, str(error))
     yield from _integrations()
+
+
+def _name(check: Callable[[], Finding]) -> str:
+    return check.__name__.strip("_").replace("_", " ")
 
 
 def _python() -> Finding:
@@ -72,7 +79,7 @@ def _python() -> Finding:
 def _torch() -> Finding:
     try:
         import torch
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         return Finding("torch", "cannot be imported", PROBLEM, f"{error}; run `pip install torch`")
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     if (2, 9) <= (major, minor) <= (2, 14):

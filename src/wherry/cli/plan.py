@@ -6,7 +6,9 @@ import argparse
 from collections.abc import Sequence
 
 from wherry.errors import WherryError
+from wherry.plan.machine import KNOWN
 from wherry.plan.memory import STATE_WORDS, WORKING_BYTES
+from wherry.sources import SHAPES
 
 _BY_PARAMS = ("device_memory", "precision", "optimizer")
 _BY_SHAPE = (
@@ -45,12 +47,13 @@ def build_parser() -> argparse.ArgumentParser:
         prog="wherry plan",
         description="Say what training keeps in memory, moves and takes, before you run it.",
         epilog="examples: wherry plan gpt2-1.5b --config ds.json --machine 4090; wherry plan gpt2-1.5b --auto -o "
-        "config.json; wherry plan --params 7.5e9 --ranks 1,4,16,64 --device-memory 32GB",
+        "config.json; wherry plan --params 7.5e9 --ranks 1,4,16,64 --device-memory 32GB. The exit status is 1 where a "
+        "model does not fit, and 2 after a mistake.",
     )
     parser.add_argument(
         "model", nargs="?", metavar="MODEL",
-        help="a preset, a Hugging Face config.json or its folder, or module:callable, which returns a model, or a "
-        "model and the inputs of a micro-batch",
+        help=f"a preset ({', '.join(SHAPES)}), a Hugging Face config.json or its folder, or module:callable, which "
+        "returns a model, or a model and the inputs of a micro-batch",
     )  # fmt: skip
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--params", metavar="COUNT", help="parameters, like 7.5e9 or 7.5B; several with commas")
@@ -97,7 +100,7 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--rank", type=int, metavar="N", help="with --dry-run: which data-parallel rank (default 0)")
     model.add_argument("--stage", type=int, metavar="N", help="with --dry-run: which stage of a pipeline (default 0)")
     machine = parser.add_argument_group("with MODEL: the machine; without these, this one, which is measured once")
-    machine.add_argument("--machine", metavar="NAME", help="a kind of machine: v100-dgx2, a100, h100, h200, 4090, ...")
+    machine.add_argument("--machine", metavar="NAME", help=f"a kind of machine: {', '.join(KNOWN)}")
     machine.add_argument(
         "--again", action="store_true", default=None, help="measure this machine anew, as after it was busy"
     )

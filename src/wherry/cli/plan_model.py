@@ -13,8 +13,8 @@ from wherry import config as configs
 from wherry.config import Config
 from wherry.errors import WherryError
 from wherry.placement import place_name
-from wherry.plan.machine import Machine, described, known
-from wherry.plan.quantities import parse_bytes, parse_count, size
+from wherry.plan.machine import Machine, described, kept_free, known
+from wherry.plan.quantities import parse_bytes, parse_count, seconds, size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from wherry.sources import Source
 
 WIDTH = 80
+STATES = ("parameters", "gradients", "optimizer")
+SIZES = ("gpu_memory", "host_memory", "disk", "pcie", "stream", "disk_bandwidth")
 BAR = 24
 
 
@@ -45,7 +47,7 @@ def main(arguments: argparse.Namespace) -> int:
         return _dry_run(arguments, source, config, grid)
     from wherry.forecast import Forecaster
 
-    machine = _machine(arguments)
+    machine = _machine(arguments, config)
     ranks = _ranks(arguments) or machine.ranks()
     if arguments.nodes is not None and machine.gpus and ranks > machine.ranks():
         raise WherryError(
@@ -89,6 +91,12 @@ def _check_flags(arguments: argparse.Namespace) -> None:
         raise WherryError("--dry-run: runs one config; give --auto -o FILE first, then --config FILE --dry-run")
     if arguments.html and arguments.dry_run:
         raise WherryError("--html: shows an estimate; leave --dry-run out")
+    for name in SIZES:
+        if arguments.dry_run and getattr(arguments, name) is not None:
+            raise WherryError(f"--{name.replace('_', '-')}: a dry run asks nobody for room or rates; leave it out")
+    for flag, value, least in (("--gpus", arguments.gpus, 0), ("--nodes", arguments.nodes, 1)):
+        if value is not None and value < least:
+            raise WherryError(f"{flag}: expected {least} or more, got {value}")
     if arguments.again and (arguments.machine or arguments.dry_run):
         other = "--machine" if arguments.machine else "--dry-run"
         raise WherryError(f"--again: measures this machine, which {other} does not ask about; leave one of them out")
@@ -109,32 +117,29 @@ def _grid(arguments: argparse.Namespace) -> Grid:
     from wherry.plan.grid import Grid
 
     given = {"tensor": arguments.tensor_parallel, "pipe": arguments.pipeline_parallel, "stage": arguments.stage}
-    for flag, value, least in (
-        ("--tensor-parallel", given["tensor"], 1),
-        ("--pipeline-parallel", given["pipe"], 1),
-        ("--stage", given["stage"], 0),
-    ):
-        if value is not None and value < least:
-            raise WherryError(f"{flag}: expected {least} or more, got {value}")
-    if given["stage"] is not None and given["stage"] >= (given["pipe"] or 1):
-        raise WherryError(f"--stage: expected 0 to {(given['pipe'] or 1) - 1}, got {given['stage']}")
-    return Grid(**{name: value for name, value in given.items() if value is not None})
+    try:
+        return Grid(**{name: value for name, value in given.items() if value is not None})
+    except WherryError as error:
+        raise WherryError(f"--{error}") from error
 
 
-def _machine(arguments: argparse.Namespace) -> Machine:
+def _base(arguments: argparse.Namespace, config: Config) -> Machine:
+    """The machine that is asked about, without what is said of it in numbers."""
     if arguments.machine:
-        base = known(arguments.machine)
-    else:
-        from wherry.plan.probe import this_machine
+        return known(arguments.machine)
+    from wherry.plan import probe
 
-        base = this_machine(again=bool(arguments.again))
-    for flag in ("gpus", "nodes"):
-        value = getattr(arguments, flag)
-        if value is not None and value < (0 if flag == "gpus" else 1):
-            raise WherryError(f"--{flag}: expected {'0' if flag == 'gpus' else '1'} or more, got {value}")
+    if arguments.gpus and all(getattr(arguments, name) is not None for name in SIZES) and not probe.gpu_names():
+        # All is said, and this machine has no GPU whose rates could be meant: nothing needs to be measured.
+        return replace(known("a100"), name="a machine of A100s")
+    return probe.this_machine(probe.disk_folder(config, arguments.disk_path), again=bool(arguments.again))
+
+
+def _machine(arguments: argparse.Namespace, config: Config) -> Machine:
+    base = _base(arguments, config)
     sizes = {
         name: parse_bytes(text, f"--{name.replace('_', '-')}")
-        for name in ("gpu_memory", "host_memory", "disk", "pcie", "stream", "disk_bandwidth")
+        for name in SIZES
         if (text := getattr(arguments, name)) is not None
     }
     machine = described(base, gpus=arguments.gpus, nodes=arguments.nodes, **sizes)
@@ -149,12 +154,8 @@ def _machine(arguments: argparse.Namespace) -> Machine:
 def _change(config: Config, now: Estimate, forecaster: Forecaster) -> Change | None:
     from wherry.plan.choose import nearest_change
 
-    change = nearest_change(config, now, forecaster.quick)
-    if change is None:
-        return None
     # The search goes by straight lines between two profiles; what is said is of the very micro-batch.
-    exact = forecaster.exact(configs.load(config, overrides=change.values))
-    return replace(change, estimate=exact) if exact.fits else None
+    return nearest_change(config, now, forecaster.quick, confirm=forecaster.exact)
 
 
 def _change_as_json(change: Change | None) -> dict[str, Any] | None:
@@ -195,14 +196,17 @@ def _show(now: Estimate) -> None:
     table = _plain_table()
     for header, justify in (("bytes of a rank", "left"), ("rest on", "left"), ("", "right")):
         table.add_column(header, justify=justify, no_wrap=True, min_width=14)  # type: ignore[arg-type]
+    resting = {row.category for row in now.rows if row.bytes}
     for row in now.rows:
-        if row.bytes or row.category in ("parameters", "gradients", "optimizer"):
+        # A state of which nothing rests anywhere is told too.
+        if row.bytes or (row.category in STATES and row.category not in resting):
             table.add_row(row.category, place_name(row.tier, gpu=now.machine.gpus > 0), size(row.bytes))
     console.print(table)
     console.print()
     for use in now.uses:
         if use.needed:
             console.print(_use_line(use, now))
+    console.print(kept_free(now.machine), style="dim")
     console.print()
     for line in _time_lines(now):
         console.print(line, markup=False)
@@ -242,7 +246,7 @@ def _use_line(use: Use, now: Estimate) -> str:
     bar = f"[{colour}]{'█' * filled}[/][dim]{'░' * (BAR - filled)}[/]"
     spare = use.usable - use.needed
     verdict = f"fits, {size(spare)} to spare" if use.fits else f"[bold red]{size(-spare)} too much[/]"
-    return f"{bar} {whose}: {size(use.needed)} of {size(use.usable)}\n{' ' * BAR} {verdict}"
+    return f"{bar} {whose}: {size(use.needed)} of {size(use.usable)} usable\n{' ' * BAR} {verdict}"
 
 
 def _time_lines(now: Estimate) -> Iterator[str]:
@@ -257,10 +261,6 @@ def _time_lines(now: Estimate) -> Iterator[str]:
     for name, value in sorted(now.time.terms.items(), key=lambda item: -item[1]):
         if value > 0:
             yield f"  {WORDS[name]:<22}{seconds(value):>10}"
-
-
-def seconds(value: float) -> str:
-    return f"{value:,.1f} s" if value >= 10 else f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
 def _change_line(now: Estimate, change: Change | None) -> str:
@@ -284,7 +284,7 @@ def _dry_run(arguments: argparse.Namespace, source: Source, config: Config, grid
     found = dry_run(
         source.share(grid, config.working_dtype()),
         config,
-        ranks=grid.data_ranks(_ranks(arguments) or grid.size),
+        ranks=grid.data_ranks(_ranks(arguments) or _ranks_to_run(arguments, grid)),
         rank=arguments.rank or 0,
         sequence=arguments.sequence,
         gpu=gpu,
@@ -294,6 +294,13 @@ def _dry_run(arguments: argparse.Namespace, source: Source, config: Config, grid
     else:
         _show_dry_run(found, gpu=gpu)
     return 0
+
+
+def _ranks_to_run(arguments: argparse.Namespace, grid: Grid) -> int:
+    """Those of the machine that is meant; where none is, as few as hold the model together."""
+    gpus = known(arguments.machine).gpus if arguments.machine else 0
+    gpus = gpus if arguments.gpus is None else arguments.gpus
+    return max(grid.size, max(1, gpus) * (arguments.nodes or 1))
 
 
 def _has_gpus(arguments: argparse.Namespace) -> bool:
@@ -332,6 +339,8 @@ def _show_dry_run(found: DryRun, *, gpu: bool) -> None:
     for place, peak in _peaks(found, gpu).items():
         table.add_row("[bold]peak[/]", place, f"[bold]{size(peak)}[/]", "")
     console.print(table)
+    for note in found.notes:
+        console.print(f"Note: {note}", style="dim", markup=False)
 
 
 def _by_place(found: DryRun, gpu: bool) -> dict[tuple[str, str], tuple[int, int]]:
@@ -379,7 +388,7 @@ def _auto(arguments: argparse.Namespace, config: Config, forecaster: Forecaster)
     if choice.estimate.precision == "fp32" and choice.estimate.machine.gpus:
         # Not chosen, as it is not the same training.
         _console().print(
-            "Weights are fp32, as the config has them; --set bf16.enabled=true computes in bf16, which is faster."
+            f"Weights are fp32, as the config has them; --set {choice.estimate.machine.half}.enabled=true is faster."
         )
     print()
     if arguments.output:

@@ -45,7 +45,8 @@ def by_params(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(_states_as_json(tables, precision, optimizer, limit), indent=2))
     else:
-        _print([_states_table(count, rows, limit) for count, rows in tables.items()], _states_notes(cost, limit))
+        notes = _states_notes(cost, limit)
+        _print([(_states_table(count, rows, limit), notes) for count, rows in tables.items()])
     return 0
 
 
@@ -116,8 +117,8 @@ def by_shape(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(_infinity_as_json(demands, needs, work, peak, targets), indent=2))
     else:
-        tables = [_demand_table(demands), _needs_table(needs, targets)]
-        _print(tables, [*_demand_notes(work), *_needs_notes(work, peak)])
+        memory = _demand_table(demands), _demand_notes(work)
+        _print([memory, (_needs_table(needs, targets), _needs_notes(work, peak))])
     return 0
 
 
@@ -184,7 +185,7 @@ def _demand_table(demands: Sequence[gpt.Demand]) -> Table:
 def _demand_notes(work: gpt.Work) -> list[str]:
     every = "each layer" if work.interval == 1 else f"each {work.interval} layers"
     return [
-        "Memory: K = 1024, GB = 2^30 and TB = 2^40 bytes; params in 10^12, 12 layers hidden^2 of them.",
+        "K = 1024, GB = 2^30 and TB = 2^40 bytes; params in 10^12, 12 layers hidden^2 of them.",
         f"States: {gpt.STATE_BYTES} bytes a parameter, which counts gradients in fp32 too.",
         f"Batch {work.batch} on a node of {work.gpus_per_node} GPUs, sequence {work.sequence}.",
         "Activations: 16 hidden + 2 heads sequence values of 2 bytes, a token and layer. "
@@ -239,7 +240,7 @@ def _rate(rate: float) -> str:
 
 def _needs_notes(work: gpt.Work, peak: float) -> list[str]:
     return [
-        f"Bandwidth: GB = 10^9 bytes, for each of {work.gpus} GPUs of {peak / 1e12:g} TFLOP/s, or for all together. "
+        f"GB = 10^9 bytes, for each of {work.gpus} GPUs of {peak / 1e12:g} TFLOP/s, or for all together. "
         "What rests on host or disk is partitioned over them.",
         "Efficiency = ait bw / (ait bw + peak), ait the operations for each byte: weights and gradients "
         "sequence batch; optimizer state sequence batch / 4; checkpoints 24 hidden interval "
@@ -277,15 +278,19 @@ def _table(title: str) -> Table:
     return Table(title=title, title_style="bold", title_justify="left", box=None, pad_edge=False, header_style="dim")
 
 
-def _print(tables: Sequence[Table], notes: Sequence[str]) -> None:
+def _print(parts: Sequence[tuple[Table, Sequence[str]]]) -> None:
+    """Each table, and what it goes by under it; what several go by alike stands under the last of them."""
     from rich.console import Console
 
     console = Console(highlight=False)
     # A table too wide for the terminal runs over its edge: a digit left out would be worse.
     unlimited = console.options.update(width=10 * _WIDTH)
-    console.width = max(min(console.width, _WIDTH), *(console.measure(t, options=unlimited).maximum for t in tables))
-    for table in tables:
+    console.width = max(min(console.width, _WIDTH), *(console.measure(t, options=unlimited).maximum for t, _ in parts))
+    for number, (table, notes) in enumerate(parts, 1):
         console.print(table)
         console.print()
-    for note in notes:
-        console.print(note, style="dim", markup=False)
+        if number == len(parts) or notes != parts[number][1]:
+            for note in notes:
+                console.print(note, style="dim", markup=False)
+            if number < len(parts):
+                console.print()

@@ -66,10 +66,15 @@ def _offload(config: Config, draft: Draft) -> Iterator[Finding]:
             yield (ZERO, name, "nvme_path"), (
                 'is required, as the device is nvme; give a folder on a fast disk, like "/mnt/nvme"'
             )
-        if offload.nvme_path is not None and "device" not in offload.model_fields_set:
+        if not _is_auto(draft, name) and offload.nvme_path is not None and "device" not in offload.model_fields_set:
             yield (ZERO, name, "device"), (
                 'is not given, so nvme_path would do nothing; add "device": "nvme", or remove nvme_path'
             )
+
+
+def _is_auto(draft: Draft, name: str) -> bool:
+    """Whether it is left to the planner where something rests."""
+    return f"{ZERO}.{name}.device" in draft.autos
 
 
 def _groups(config: Config, draft: Draft) -> Iterator[Finding]:
@@ -134,6 +139,8 @@ def _idle(config: Config, draft: Draft) -> Iterator[Finding]:
     zero, own = config.zero_optimization, config.wherry
     for name in ("offload_optimizer", "offload_param"):
         offload = getattr(zero, name)
+        if _is_auto(draft, name):
+            continue
         if offload.model_fields_set and "device" not in offload.model_fields_set:
             yield (ZERO, name), "nothing is offloaded, as the device is none; set it to cpu or nvme"
         elif offload.device != "nvme" and offload.nvme_path is not None:

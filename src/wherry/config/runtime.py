@@ -201,8 +201,8 @@ class Own(Block):
         "Order of gradient accumulation: all micro-batches through a unit before the next unit, which gathers and "
         "reduces each unit once, or one micro-batch after another. Acts in engine.train_batch; layer_major holds the "
         "activations of all micro-batches of a window at once. auto: layer_major where weights or gradients would "
-        "travel once for every micro-batch, and the model allows it; in groups of as many micro-batches as there is "
-        "room for, as measured in the first window.",
+        "travel once for every micro-batch (between ranks, between host and device, or from a disk), and the model "
+        "allows it; in groups of as many micro-batches as there is room for, as measured in the first window.",
     )
     tile_linear: Flag = key(
         False,
@@ -221,7 +221,7 @@ class Own(Block):
     host_memory: Bytes | None = key(
         None,
         'Host memory that training states may take on this machine, all its ranks together: bytes, or like "3GB". Not '
-        "given: what is free.",
+        "given: what is free. Plans keep to it, too.",
         gt=0,
     )
     checkpoint: Checkpoints = block(Checkpoints, "How checkpoints are kept and written.")

@@ -73,9 +73,15 @@ class Config(Block):
         exclude=True,
     )
 
-    train_batch_size: Integer | None = key(None, "Samples in one update, over all ranks.", ge=1)
-    train_micro_batch_size_per_gpu: Integer | None = key(None, "Samples in one forward on one rank.", ge=1)
-    gradient_accumulation_steps: Integer | None = key(None, "Micro-batches in one update.", ge=1)
+    train_batch_size: Integer | None = key(
+        None, "Samples in one update, over all ranks. auto: what follows from the others.", ge=1
+    )
+    train_micro_batch_size_per_gpu: Integer | None = key(
+        None, "Samples in one forward on one rank. auto: the planner chooses, given training_data to tell it by.", ge=1
+    )
+    gradient_accumulation_steps: Integer | None = key(
+        None, "Micro-batches in one update. auto: as train_micro_batch_size_per_gpu.", ge=1
+    )
     managed_gradient_accumulation: Flag = key(
         True, "Let the engine find the boundary. false is refused: set the boundary yourself instead."
     )

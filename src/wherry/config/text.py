@@ -7,8 +7,6 @@ import json
 import re
 from typing import Any
 
-import hjson
-
 KeyPath = tuple[str, ...]
 
 _SPACE_AND_COMMENTS = re.compile(r"(?:\s+|#[^\n]*|//[^\n]*|/\*.*?\*/)*", re.DOTALL)
@@ -130,7 +128,11 @@ class _Scanner:
         if self._peek() not in ('"', "'"):
             return self._skip(_BARE_KEY)
         quoted = self._skip(_QUOTED)
-        return str(hjson.loads(quoted)) if "\\" in quoted else quoted[1:-1]
+        if "\\" not in quoted:
+            return quoted[1:-1]
+        import hjson
+
+        return str(hjson.loads(quoted))
 
 
 def parse(text: str) -> tuple[Any, Lines]:
@@ -150,6 +152,8 @@ def _parse_json(text: str) -> tuple[Any, Lines]:
 
 
 def _parse_hjson(text: str) -> tuple[Any, Lines]:
+    import hjson  # most configs are dicts or JSON
+
     try:
         # hjson looks for the line break before a multi-line string, and runs off a text that has none.
         value = hjson.loads("\n" + text)

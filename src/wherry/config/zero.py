@@ -42,11 +42,15 @@ def _stage(value: Any) -> Any:
 class OffloadParam(Block):
     device: Device = key(
         "none",
-        "Where parameters rest between uses: none (the device), cpu or nvme. Needs stage 3.",
+        "Where parameters rest between uses: none (the device), cpu or nvme. Needs stage 3. auto: the planner chooses, "
+        "nvme only with an nvme_path.",
     )
     nvme_path: Folders | None = key(None, "Folder, or list of folders, for parameters on disk.")
     buffer_count: Integer = key(
-        5, "Units of parameters in host memory at once: read ahead from disk, in use, or kept.", ge=1
+        5,
+        "Units of parameters in host memory at once: read ahead from disk, in use, or kept. What updates write beside "
+        "a forward comes on top.",
+        ge=1,
     )
     buffer_size: Size = key(100_000_000, "Elements of one such buffer.", inert=_POOLED, ge=1)
     max_in_cpu: Size = key(
@@ -59,7 +63,9 @@ class OffloadParam(Block):
 
 class OffloadOptimizer(Block):
     device: Device = key(
-        "none", "Where optimizer state rests: none (the device), cpu or nvme. The latter two update on the host."
+        "none",
+        "Where optimizer state rests: none (the device), cpu or nvme. The latter two update on the host. auto: the "
+        "planner chooses, nvme only with an nvme_path.",
     )
     nvme_path: Folders | None = key(None, "Folder, or list of folders, for optimizer state on disk.")
     buffer_count: Integer = key(
@@ -75,7 +81,8 @@ class OffloadOptimizer(Block):
     fast_init: Flag = key(False, "Initialise states on disk faster.", inert="states on disk are preallocated")
     ratio: Number = key(
         1.0,
-        "Share of the optimizer state that is offloaded; that of the first units stays on the device.",
+        "Share of the optimizer state that is offloaded; that of the first units stays on the device. auto: the share "
+        "with the fastest step, where initialize() is given training_data to tell it by; else 1.",
         ge=0,
         le=1,
     )
@@ -98,7 +105,8 @@ class LeafModule(Block):
 class ZeroOptimization(Block):
     stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_stage)] = key(
         0,
-        "What is partitioned over the ranks: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.",
+        "What is partitioned over the ranks: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters. auto: "
+        "the planner chooses, for the model and what is free.",
     )
     offload_optimizer: OffloadOptimizer = block(OffloadOptimizer, "Optimizer state outside the device.")
     offload_param: OffloadParam = block(OffloadParam, "Parameters outside the device (stage 3).")

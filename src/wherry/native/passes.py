@@ -40,10 +40,11 @@ def _check(function: str, **tensors: tuple[Tensor, tuple[torch.dtype, ...]]) -> 
 
 
 def _threads(chosen: Engine, pool: Pool | None, numel: int, inline: int = INLINE_RUN) -> int | None:
-    """The library's pool for a pass of this size, or None for the calling thread."""
+    """The library's pool for a pass of this size, or None for the calling thread, which waits for it."""
     if chosen.library is None or numel <= inline:
         return None
-    return (pool or default_pool()).handle(chosen.library)
+    pool = pool or default_pool()
+    return pool.handle(chosen.library) if pool.threads > 1 else None
 
 
 def accumulate(

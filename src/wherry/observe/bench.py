@@ -227,8 +227,10 @@ class Results:
         }
 
     def add(self, *rows: Row) -> None:
-        """Keep rows, and write what there is so far."""
+        """Keep rows, compare them with those of the same cases, and write what there is so far."""
         self.rows += rows
+        cases = [one["case"] for one in rows]
+        compare([one for one in self.rows if one["case"] in cases], self._limit)
         self._write(complete=False, load={"others_before": self._load.before, "idle": None})
 
     def close(self) -> None:

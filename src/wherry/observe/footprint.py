@@ -51,7 +51,7 @@ class Footprint(TorchDispatchMode):
             for item in result:
                 self._see(item)
 
-    def _add(self, tensor: torch.Tensor) -> None:
+    def _add(self, tensor: torch.Tensor, category: str = WORKING) -> None:
         tensor = _own(tensor)
         if tensor.layout is not torch.strided:
             return
@@ -62,8 +62,8 @@ class Footprint(TorchDispatchMode):
         nbytes = storage.nbytes()
         if not nbytes:
             return
-        self._entries[key] = (WORKING, nbytes, weakref.ref(storage, lambda _: self._free(key)))
-        self.live[WORKING] += nbytes
+        self._entries[key] = (category, nbytes, weakref.ref(storage, lambda _: self._free(key)))
+        self.live[category] = self.live.get(category, 0) + nbytes
         self.sample()
 
     def _free(self, key: int) -> None:
@@ -91,7 +91,7 @@ class Footprint(TorchDispatchMode):
     def label(self, category: str, tensors: Iterable[torch.Tensor]) -> None:
         """These tensors count as `category` from now on; those made before the footprint was entered begin to."""
         for tensor in tensors:
-            self._add(tensor)
+            self._add(tensor, category)
             self._move(_own(tensor).untyped_storage()._cdata, category)
 
     def label_rest(self, category: str) -> None:

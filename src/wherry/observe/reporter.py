@@ -6,18 +6,20 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from wherry.config import Config
 from wherry.observe.flops import FlopCount
 from wherry.observe.log import RankLogger
 from wherry.observe.memory import format_bytes
 from wherry.observe.monitor import Monitor
 from wherry.observe.spans import Spans
 from wherry.parallel.comm import Traffic
+
+if TYPE_CHECKING:
+    from wherry.config import Config
 
 # How often summaries of time and communication are logged where `steps_per_print` does not say.
 STEPS_BETWEEN_SUMMARIES = 10

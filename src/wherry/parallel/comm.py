@@ -20,9 +20,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from wherry.errors import PeerError
+from wherry.errors import DivergenceError, PeerError
 from wherry.fake import address_of
+from wherry.parallel import gloo
 from wherry.parallel.peers import Asked, Peers
+from wherry.parallel.sizes import ABREAST
 from wherry.parallel.starter import Starter
 from wherry.tiers.tickets import DONE, CallbackTicket, Ticket
 
@@ -92,7 +94,10 @@ class Comm:
         return self._all_reduce(tensor, op)
 
     def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, label: str = "") -> Ticket:
-        """Sum `whole` over the ranks; this rank's 1/N of the sum goes to `shard`, which may be a part of `whole`."""
+        """Sum `whole` over the ranks; this rank's 1/N of the sum goes to `shard`, which may be a part of `whole`.
+
+        What `whole` holds afterwards is not said.
+        """
         assert shard.numel() * self.size == whole.numel(), (shard.numel(), self.size, whole.numel())
         if self.size == 1:
             _copy_unless_same(shard, whole)
@@ -129,6 +134,20 @@ class Comm:
         if self.size > 1:
             self._barrier()
 
+    def meet(self, what: str) -> None:
+        """Return once every rank has come to `what`, a call that all of them must make; raise when one does not.
+
+        It is no collective: a rank that has gone on to another one does not take part in this by mistake. It comes
+        before the collectives of what is rare, as saving is, and where a program may have left out ranks.
+        """
+        if self.size == 1:
+            return
+        try:
+            self._meet(what)
+        except DivergenceError as error:
+            self.tell(error)
+            raise
+
     def read(self, tensor: torch.Tensor) -> list[float]:
         """The numbers in a small tensor, on the host. Where that waits for collectives, peers are watched."""
         return tensor.tolist()
@@ -147,6 +166,14 @@ class Comm:
         if len(members) == self.size:
             return self
         return SoloComm() if len(members) == 1 else self._group(axis, members)
+
+    def buffers(self, whole: torch.Tensor) -> bool:
+        """Whether a reduce-scatter of `whole` takes as much memory again until it is waited for."""
+        return False
+
+    def abreast(self, device: torch.device) -> int | None:
+        """How many large gathers to tensors there are worth having under way at once; None for any number."""
+        return None
 
     def beside(self, device: torch.device) -> Comm | None:
         """The same ranks as a group of their own, whose collectives its `starter` begins beside those of this one.
@@ -200,6 +227,9 @@ class Comm:
 
     def _barrier(self) -> None:
         raise AssertionError(f"{type(self).__name__} has {self.size} ranks and no barrier")
+
+    def _meet(self, what: str) -> None:
+        """Nothing, for ranks that are imagined; what others do tells on them in the collectives that follow."""
 
 
 def _copy_unless_same(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -309,6 +339,8 @@ class ProcessGroupComm(Comm):
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
         self.group = group
         self.timeout = timeout
+        # Whether it is gloo that communicates what is on the host.
+        self._over_gloo = "cpu:gloo" in dist.distributed_c10d.get_backend_config(group)
         self.peers = Peers(group, self.recent, timeout)
         self._shares_default_group = group is None and _default_group.join()
         # Collectives that were begun and not waited for.
@@ -347,15 +379,22 @@ class ProcessGroupComm(Comm):
         reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
         return self._ticket(lambda: dist.all_reduce(tensor, reduce_op, group=self.group, async_op=True), tensor)
 
+    def buffers(self, whole: torch.Tensor) -> bool:
+        return whole.device.type == "cpu" and self._over_gloo and gloo.buffers(whole)
+
     def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
+        if whole.device.type == "cpu" and self._over_gloo:
+            return self._ticket(lambda: gloo.reduce_scatter(shard, whole, self._process_group), shard, whole)
         return self._ticket(
             lambda: _reduce_scatter_single(shard, whole, group=self.group, async_op=True), shard, whole
         )
 
     def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
-        return self._ticket(
-            lambda: _all_gather_single(whole, shard, group=self.group, async_op=True), whole, shard
-        )
+        by_parts = self.size <= gloo.FEW and whole.nbytes >= gloo.LARGE
+        if by_parts and whole.device.type == "cpu" and self._over_gloo:
+            _copy_unless_same(whole.view(self.size, -1)[self.rank], shard.view(-1))
+            return self._ticket(lambda: gloo.all_gather(whole, self._process_group), whole)
+        return self._ticket(lambda: _all_gather_single(whole, shard, group=self.group, async_op=True), whole, shard)
 
     def _broadcast(self, tensor: torch.Tensor, source: int) -> Ticket:
         return self._ticket(lambda: dist.broadcast(tensor, group=self.group, group_src=source, async_op=True), tensor)
@@ -385,10 +424,18 @@ class ProcessGroupComm(Comm):
         self.asked += 1
         self._all_gather(whole, part).wait()
 
+    @property
+    def _process_group(self) -> dist.ProcessGroup:
+        return self.group or dist.distributed_c10d._get_default_group()
+
     def _object_device(self) -> torch.device:
-        group = self.group or dist.distributed_c10d._get_default_group()
-        kinds = {device.type for device in group._device_types}
+        kinds = {device.type for device in self._process_group._device_types}
         return torch.device("cpu" if "cpu" in kinds or not kinds else next(iter(kinds)))
+
+    def _meet(self, what: str) -> None:
+        if self.peers.failed:
+            self.peers.take_back()
+        self.peers.meet(self.asked, what)
 
     def read(self, tensor: torch.Tensor) -> list[float]:
         if tensor.device.type != "cuda":
@@ -410,8 +457,11 @@ class ProcessGroupComm(Comm):
         """The ranks of this group, by their numbers in the world."""
         return tuple(dist.get_process_group_ranks(self.group) if self.group else range(dist.get_world_size()))
 
+    def abreast(self, device: torch.device) -> int | None:
+        return ABREAST if device.type == "cpu" and self._over_gloo else None
+
     def beside(self, device: torch.device) -> Comm | None:
-        if device.type != "cpu" or "cpu:gloo" not in dist.distributed_c10d.get_backend_config(self.group):
+        if device.type != "cpu" or not self._over_gloo:
             return None
         everybody = self._everybody()
         for turn in itertools.count():

@@ -7,13 +7,15 @@ they wait for. As long as nobody waits long, the store is not touched.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import sys
 import time
 import weakref
-from collections.abc import Callable, Collection
+from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -33,6 +35,13 @@ BELIEVED = 0.5
 # Seconds in which ranks that lost their connections can say that they are still there, and a failed rank waits for the
 # others to read its message.
 ROLL_CALL = 1.5
+# Seconds after which a rank that waits for the others to make the same call says so, and its shortest pause.
+SAYS_SO = 10.0
+BRIEF = 0.0005
+# What is said of a rank that will not come, though nothing has failed.
+ENDED = "has ended, or has closed its engine: every rank must run as many steps, and so needs as many batches"
+# Where a rank is that has given up a meeting.
+NOWHERE = (-1, 0, "")
 # More often than any rank fails and goes on.
 MANY = 1 << 30
 # What torch says when a wait has ended before the work.
@@ -62,7 +71,7 @@ class Failure(NamedTuple):
 class Peers:
     """One rank's view of the others in a group, and what it tells them. Ranks go by their number in the world."""
 
-    def __init__(self, group: dist.ProcessGroup | None, recent: Collection[Asked], timeout: float) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, recent: deque[Asked], timeout: float) -> None:
         self.rank = dist.get_rank()
         self.ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
         self.timeout = timeout
@@ -72,14 +81,21 @@ class Peers:
         # How often this rank had failed when it last did.
         self._times = 0
         self._store = _store(group)
-        # Who makes a group has gone on from what failed before, and so have the others: they make it together.
+        # Who makes a group has gone on from what failed before, and so will the others: they make it together.
         self._past = self._store.add("failures", 0) if self._store is not None else 0
         # Several engines may share a group: the ranks make them in one order, so that their numbers agree.
         self._name = ""
         if self._store is not None:
             name = "world" if group is None else group.group_name
             self._name = f"{name}/{self._store.add(f'{name}/made/{self.rank}', 1)}"
-        self._at_exit = weakref.finalize(self, _last_words, self._store, self.rank, len(self.ranks))
+            # What this rank fails with from here on is news to the others, whenever they come to make it.
+            self._store.set(self._since(self.rank), str(self._store.add(f"times/{self.rank}", 0)))
+        # The last meeting: how many collectives had been asked for, and how often ranks had met there before.
+        self._met = -1, 0
+        self._counted: str | None = None
+        self._at_exit = weakref.finalize(
+            self, _last_words, os.getpid(), self._store, self._name, self.rank, len(self.ranks), recent
+        )
 
     # What this rank says.
 
@@ -93,6 +109,10 @@ class Peers:
             except RuntimeError as error:  # the store's process is gone, and with it whoever could read
                 logger.debug("the other ranks could not be told of the failure: %s", error)
 
+    def _since(self, rank: int) -> str:
+        """The key under which a rank that has made this group says how often it had failed before."""
+        return f"{self._name}/since/{rank}"
+
     def take_back(self) -> None:
         """This rank goes on nevertheless."""
         self.failed = False
@@ -101,8 +121,88 @@ class Peers:
             self._store.set(f"back/{self.rank}", str(self._store.add(f"times/{self.rank}", 0)))
 
     def close(self) -> None:
-        self._at_exit.detach()
+        if self._at_exit.detach() is not None and self._store is not None:
+            _leave(self._store, self._name, self.rank, self._recent)
         self._store = None
+
+    # Meeting.
+
+    def meet(self, asked: int, what: str) -> None:
+        """Return once every rank is here for `what`, having asked for as many collectives; raise if one will not be."""
+        if self._store is None:
+            return
+        turn = self._met[1] + 1 if self._met[0] == asked else 0
+        try:
+            self._wait_for_all(self._store, (asked, turn, what))
+        except (dist.DistError, RuntimeError) as error:
+            if isinstance(error, PeerError):
+                raise
+            raise PeerError(
+                f"rank {self.rank} is in {what}, and the process that holds the group's store is gone"
+            ) from error
+        self._met = asked, turn
+
+    def _wait_for_all(self, store: dist.Store, here: tuple[int, int, str]) -> None:
+        store.set(self._place(self.rank), json.dumps(here))
+        here_by_now = f"{self._name}/met/{'/'.join(map(str, here))}"
+        begun, pause, looks, says = time.monotonic(), BRIEF, PATIENCE, SAYS_SO
+        arrived = store.add(here_by_now, 1)
+        try:
+            while arrived < len(self.ranks):
+                time.sleep(pause)
+                pause = min(1.5 * pause, BRIEF * 50)
+                waited = time.monotonic() - begun
+                arrived = store.add(here_by_now, 0)
+                if waited < looks or arrived == len(self.ranks):
+                    continue
+                looks = waited + PAUSES[0 if waited < PAUSES[1] else 1]
+                self._raise_if_failed((here[0], here[2], 0, ""))
+                late = self._late(here)
+                gone = [reason for _, reason in late if reason is not None]
+                arrived = store.add(here_by_now, 0)  # who has been here and gone on is not late
+                if arrived == len(self.ranks) or not late:
+                    continue
+                if gone:
+                    raise DivergenceError(_alone(self.rank, here[2], "; ".join(gone[:8])))
+                names = f"{'ranks' if len(late) > 1 else 'rank'} {', '.join(str(rank) for rank, _ in late[:8])}"
+                told = _alone(self.rank, here[2], f"{names} did not come to it in {waited:.0f} s")
+                if waited > self.timeout:
+                    raise DivergenceError(f'{told}. If it is only slow, raise "wherry": {{"timeout_s": ...}}')
+                if waited > says:
+                    says = self.timeout
+                    logger.warning("%s", told)
+        except (DivergenceError, PeerError):
+            store.set(self._place(self.rank), json.dumps(NOWHERE))
+            store.add(here_by_now, -1)
+            raise
+        # Everybody is here, and so nobody reads the count of the meeting before this one any more.
+        before, self._counted = self._counted, here_by_now
+        if before is not None and self.rank == self.ranks[0]:
+            store.delete_key(before)
+
+    def _place(self, rank: int) -> str:
+        return f"{self._name}/at/{rank}"
+
+    def _late(self, here: tuple[int, int, str]) -> list[tuple[int, str | None]]:
+        """The ranks that are not here, and what says that they will not come; None where nothing does."""
+        assert self._store is not None
+        waiting = self._others()
+        late: list[tuple[int, str | None]] = []
+        for rank in self.ranks:
+            at = None
+            if self._store.check([self._place(rank)]):
+                at = tuple(json.loads(self._store.get(self._place(rank))))
+            if at == here:
+                continue
+            reason = None
+            if at is not None and at[:2] == here[:2]:
+                reason = f"rank {rank} is in {at[2]}"
+            elif rank in waiting and waiting[rank][0][0] >= here[0]:
+                reason = f"rank {rank} has gone on, and waits for {describe(waiting[rank][0])}"
+            elif self._store.check([_left(self._name, rank)]):
+                reason = f"rank {rank} has ended, or has closed its engine"
+            late.append((rank, reason))
+        return late
 
     # Waiting.
 
@@ -120,7 +220,7 @@ class Peers:
             try:
                 work.wait(timedelta(seconds=seconds))
             except RuntimeError as error:
-                # By its words: gloo's reduce-scatter never calls itself completed, also where its connection is gone.
+                # By its words: a work whose connection is gone has another error, and may not call itself completed.
                 if _TIMED_OUT not in str(error):
                     raise
                 if not work.is_completed():
@@ -152,6 +252,9 @@ class Peers:
                 self._tell(asked)
             self._raise_if_failed(asked)
             others = self._others()
+            ended = [rank for rank in self.ranks if rank != self.rank and self._has_ended(rank, asked)]
+            if ended:
+                raise PeerError(f"rank {self.rank} waits for {describe(asked)}, and rank {ended[0]} {ENDED}")
         except (dist.DistError, RuntimeError) as error:
             if isinstance(error, PeerError):
                 raise
@@ -183,6 +286,12 @@ class Peers:
                 others[rank] = (tuple(waits), recent)
         return others
 
+    def _has_ended(self, rank: int, asked: Asked) -> bool:
+        """Whether a rank has ended in order, and without having asked for a collective."""
+        assert self._store is not None
+        key = _left(self._name, rank)
+        return self._store.check([key]) and int(self._store.get(key)) <= asked[0]
+
     def _absent(self, asked: Asked, others: dict[int, tuple[Asked, list[Asked]]], waited: float) -> str:
         late = []
         for rank in self.ranks:
@@ -206,7 +315,7 @@ class Peers:
         if failure is None:
             return
         time.sleep(BELIEVED)
-        if self._taken_back(failure):
+        if self._gone_on(failure):
             return
         assert self._store is not None
         self._store.add(f"read/{failure.rank}", 1)
@@ -223,19 +332,22 @@ class Peers:
             self._failures.append(Failure(*json.loads(self._store.get(f"failure/{number}"))))
         times = self._store.add(f"times/{self.rank}", 0)
         for number, failure in enumerate(self._failures, 1):
-            if number <= self._past and failure.times < MANY and failure.comm != self._name:
-                continue
+            past = number <= self._past and failure.times < MANY and failure.comm != self._name
+            if past and not self._store.check([self._since(failure.rank)]):
+                continue  # the rank has yet to make the group
             # What this rank has met as well, every rank has met; and what the failed rank had asked for will complete.
             met = failure.times <= times
             takes_part = asked is not None and failure.comm == self._name and failure.asked > asked[0]
-            if failure.rank != self.rank and not met and not takes_part and not self._taken_back(failure):
+            if failure.rank != self.rank and not met and not takes_part and not self._gone_on(failure):
                 return failure
         return None
 
-    def _taken_back(self, failure: Failure) -> bool:
-        assert self._store is not None
-        key = f"back/{failure.rank}"
-        return self._store.check([key]) and int(self._store.get(key)) >= failure.times
+    def _gone_on(self, failure: Failure) -> bool:
+        """Whether the rank has taken part in a collective since, or has made this group."""
+        store = self._store
+        assert store is not None
+        keys = f"back/{failure.rank}", self._since(failure.rank)
+        return any(store.check([key]) and int(store.get(key)) >= failure.times for key in keys)
 
     def explain(self, error: RuntimeError | MemoryError, asked: Asked) -> Exception:
         """What a backend's error comes from: too little memory here, a rank that failed, or one that is gone."""
@@ -254,9 +366,10 @@ class Peers:
                 here = {rank for rank, (waits, _) in self._others().items() if waits[0] >= asked[0]} | {self.rank}
                 gone = [rank for rank in self.ranks if rank not in here]
                 if len(gone) == 1:
+                    fate = ENDED if self._has_ended(gone[0], asked) else f"is gone ({text})"
                     # The ranks that do not speak with it directly wait still.
-                    _publish(self._store, Failure(gone[0], MANY, 0, self._name, f"it is gone ({text})"))
-                    text = f"rank {gone[0]} is gone ({text})"
+                    _publish(self._store, Failure(gone[0], MANY, 0, self._name, f"it {fate}"))
+                    text = f"rank {gone[0]} {fate}"
                 elif gone:
                     text = f"one of the ranks {', '.join(map(str, gone[:8]))} is gone ({text})"
                 if len(gone) != 1:
@@ -307,10 +420,33 @@ def _publish(store: dist.Store, failure: Failure) -> None:
     store.set(f"failure/{number}", json.dumps(failure))
 
 
-def _last_words(store: dist.Store | None, rank: int, size: int) -> None:
+def _alone(rank: int, what: str, others: str) -> str:
+    return (
+        f"rank {rank} is in {what}, and {others}. Every rank must make this call, as each has its part in it: take it "
+        'out of the "if rank == 0:", which may stay around what is done with the result'
+    )
+
+
+def _left(name: str, rank: int) -> str:
+    return f"{name}/left/{rank}"
+
+
+def _leave(store: dist.Store, name: str, rank: int, recent: deque[Asked]) -> None:
+    """The others may learn that this rank takes part in nothing any more, and in how many collectives it has."""
+    with contextlib.suppress(RuntimeError):  # the store's process is gone, and with it whoever could read
+        store.set(_left(name, rank), str(recent[-1][0] + 1 if recent else 0))
+
+
+def _last_words(
+    owner: int, store: dist.Store | None, name: str, rank: int, size: int, recent: deque[Asked]
+) -> None:
     """When the process ends for an error that nobody caught, the others learn which; the store's holder lets them."""
     error = getattr(sys, "last_value", None)
-    if store is None or error is None or isinstance(error, PeerError | KeyboardInterrupt | SystemExit):
+    # A child that was forked is not the rank.
+    if store is None or os.getpid() != owner or isinstance(error, PeerError):
+        return
+    if error is None or isinstance(error, KeyboardInterrupt | SystemExit):
+        _leave(store, name, rank, recent)
         return
     try:
         _publish(store, Failure(rank, MANY, 0, "", f"{type(error).__name__}: {error}"))

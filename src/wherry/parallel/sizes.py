@@ -1,7 +1,13 @@
-"""Which tensors travel together, by their elements: what a plan must know of it without torch."""
+"""Which tensors travel together, by their elements, and how over gloo: what a plan must know of it without torch."""
 
 SMALL = 1 << 19
 """A tensor of up to so many is small."""
 
 TOGETHER = 1 << 22
 """At most so many travel together."""
+
+EXCHANGED = 1 << 24
+"""Over gloo an exchange receives as much as is summed: of more bytes a reduce-scatter is an all-reduce in place."""
+
+ABREAST = 2
+"""gloo has so many threads: of more gathers at once none is there sooner."""

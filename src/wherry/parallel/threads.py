@@ -194,6 +194,10 @@ class ThreadComm(Comm):
         self._ask_aside("barrier")
         self._agree(None, len)
 
+    def _meet(self, what: str) -> None:
+        self._meeting.go_on(self.rank, self.starter is not None)
+        self._meeting.exchange(self.rank, (self.asked, what, 0, ""), None, len)
+
     def _ask_aside(self, operation: str) -> None:
         self.recent.append((self.asked, operation, 0, ""))
         self.asked += 1

@@ -28,6 +28,10 @@ class World(Comm):
     def _barrier(self) -> None:
         self._gather_objects(None)
 
+    def _meet(self, what: str) -> None:
+        for axis in self._axes:
+            axis.meet(what)
+
 
 def world_of(topology: Topology) -> Comm:
     """The group of all ranks: the data axis itself, where there is no other."""

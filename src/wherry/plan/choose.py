@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from wherry import config as configs
 from wherry.config import Config
 from wherry.errors import ConfigError, WherryError
 from wherry.plan.estimate import Estimate
+from wherry.plan.memory import STATE_WORDS
+from wherry.plan.peaks import optimizer_of
 
 STAGE = "zero_optimization.stage"
 OPTIMIZER = "zero_optimization.offload_optimizer.device"
@@ -23,7 +25,7 @@ TRAIN = "train_batch_size"
 RECOMPUTE = "activation_checkpointing.policy"
 
 # What may be left to the planner in a config, as "auto".
-CHOSEN = (STAGE, OPTIMIZER, PARAM, MICRO, ACCUMULATION, TRAIN)
+CHOSEN = (STAGE, OPTIMIZER, PARAM, RATIO, MICRO, ACCUMULATION, TRAIN)
 
 LARGEST_MICRO = 1024
 # Shares of the optimizer state to offload, beside all of it; they are tried of so many configs, the fastest.
@@ -66,9 +68,12 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config | None:
 
 
 def free_keys(config: Config) -> frozenset[str]:
-    """The keys that a choice may set: those that the config says nothing of, or "auto"."""
+    """The keys that a choice may set: those that the config says nothing of, or "auto".
+
+    Activations are left open by "auto" too, although an engine measures for itself what becomes of them then.
+    """
     zero = config.zero_optimization
-    blocks: dict[str, tuple[Any, str]] = {
+    places: dict[str, tuple[Any, str]] = {
         STAGE: (zero, "stage"),
         OPTIMIZER: (zero.offload_optimizer, "device"),
         PARAM: (zero.offload_param, "device"),
@@ -77,8 +82,9 @@ def free_keys(config: Config) -> frozenset[str]:
         ACCUMULATION: (config, ACCUMULATION),
         TRAIN: (config, TRAIN),
     }
-    free = {key for key, (block, name) in blocks.items() if name not in block.model_fields_set}
-    if not config.activation_checkpointing.model_fields_set:
+    free = {key for key, (given, name) in places.items() if name not in given.model_fields_set}
+    block = config.activation_checkpointing
+    if not block.model_fields_set or block.policy == "auto":
         free.add(RECOMPUTE)
     return frozenset(free)
 
@@ -105,10 +111,11 @@ def choose(
 ) -> Choice:
     """The config that fits and trains the most samples a second, with the values of `free` keys chosen.
 
-    `disk` is the folder for what may rest on disk; without one nothing does. `confirm` answers once more, exactly, for
-    what is about to be chosen. Raises if nothing fits.
+    `disk` is the folder for what may rest on disk and has none in the config; without one it does not. `confirm`
+    answers once more, exactly, for what is about to be chosen. Raises if nothing fits.
     """
     fitting: list[_Tried] = []
+    crowded: list[_Tried] = []  # what would fit if the host had less to hold
     smallest: Estimate | None = None
     tried = 0
     for group in _candidates(config, ranks, free, disk):
@@ -119,9 +126,12 @@ def choose(
                 smallest = found
             if found.fits:
                 fitting.append(_Tried(candidate, changed, found))
-            elif candidate.values.get(ACCUMULATION, 1) == 1:
+                continue
+            if found.machine.gpus and all(use.fits for use in found.uses if use.place != "host"):
+                crowded.append(_Tried(candidate, changed, found))
+            if candidate.values.get(ACCUMULATION, 1) == 1:
                 break  # a larger micro-batch needs more still; less only where it saves an accumulation
-    for candidate, changed in _shares(fitting, free):
+    for candidate, changed in [*_shares(fitting, free), *_shares(crowded, free)]:
         found = answer(changed)
         tried += 1
         if found.fits:
@@ -135,8 +145,9 @@ def choose(
                 best = other
         exact = confirm(best.config) if confirm is not None else best.estimate
         if exact.fits:
-            told = reasons(best.candidate, exact)
-            return Choice(best.candidate.values, exact, told, tried=tried, fitting=count)
+            whole = {RATIO: 1.0} if RATIO in free and RATIO in config.auto else {}
+            told, values = reasons(best.candidate, exact), whole | best.candidate.values
+            return Choice(values, exact, told, tried=tried, fitting=count)
         fitting.remove(best)
     raise _nothing_fits(smallest)
 
@@ -145,18 +156,21 @@ def _candidates(
     config: Config, ranks: int, free: frozenset[str], disk: str | None
 ) -> Iterator[Iterator[tuple[Candidate, Config]]]:
     """In groups that are the same but for the micro-batch, the smallest first."""
-    recomputes: tuple[dict[str, Any], ...] = ({}, {RECOMPUTE: "recompute"}) if RECOMPUTE in free else ({},)
+    recomputes: tuple[dict[str, Any], ...] = ({},)
+    if RECOMPUTE in free:
+        kept = {RECOMPUTE: "none"} if config.activation_checkpointing.policy == "auto" else {}
+        recomputes = (kept, {RECOMPUTE: "recompute"})
     for placed in _placements(config, ranks, free, disk):
         for recompute in recomputes:
             yield _of_each_size(config, ranks, free, placed | recompute)
 
 
-def _shares(fitting: Sequence[_Tried], free: frozenset[str]) -> list[tuple[Candidate, Config]]:
-    """The fastest configs that offload the optimizer state, with a share of it left on the device."""
+def _shares(found: Sequence[_Tried], free: frozenset[str]) -> list[tuple[Candidate, Config]]:
+    """The fastest of these configs that offload the optimizer state, with a share of it left on the device."""
     if RATIO not in free:
         return []
-    away = [tried for tried in fitting if tried.config.zero_optimization.offload_optimizer.device != "none"]
-    found = []
+    away = [tried for tried in found if tried.config.zero_optimization.offload_optimizer.device != "none"]
+    shares = []
     for tried in sorted(away, key=lambda tried: tried.rate)[-FASTEST:]:
         if tried.config.wherry.update_policy == "delayed":
             continue  # it is of all the state
@@ -164,8 +178,8 @@ def _shares(fitting: Sequence[_Tried], free: frozenset[str]) -> list[tuple[Candi
             values = tried.candidate.values | {RATIO: ratio}
             changed = with_values(tried.config, {RATIO: ratio})
             if changed is not None:
-                found.append((Candidate(values), changed))
-    return found
+                shares.append((Candidate(values), changed))
+    return shares
 
 
 def _of_each_size(
@@ -201,9 +215,12 @@ def _placements(config: Config, ranks: int, free: frozenset[str], disk: str | No
     """Values for stage and devices, the simplest first."""
     zero = config.zero_optimization
     stages = (0, 1, 2, 3) if STAGE in free else (zero.stage,)
-    devices = ("none", "cpu", *(("nvme",) if disk else ()))
-    for optimizer in devices if OPTIMIZER in free else (zero.offload_optimizer.device,):
-        for param in devices if PARAM in free else (zero.offload_param.device,):
+    folders = {OPTIMIZER: zero.offload_optimizer.nvme_path or disk, PARAM: zero.offload_param.nvme_path or disk}
+    if optimizer_of(config) not in (None, *STATE_WORDS):
+        folders[OPTIMIZER] = None  # state on disk is for optimizers that the host's kernels know
+    devices = {key: ("none", "cpu", *(("nvme",) if folder else ())) for key, folder in folders.items()}
+    for optimizer in devices[OPTIMIZER] if OPTIMIZER in free else (zero.offload_optimizer.device,):
+        for param in devices[PARAM] if PARAM in free else (zero.offload_param.device,):
             for stage in stages:
                 # One rank partitions nothing: a stage is only a name then, which offloaded parameters need.
                 if STAGE in free and ranks == 1 and stage != (3 if param != "none" else 0):
@@ -214,11 +231,11 @@ def _placements(config: Config, ranks: int, free: frozenset[str], disk: str | No
                 if OPTIMIZER in free:
                     values[OPTIMIZER] = optimizer
                     if optimizer == "nvme":
-                        values[OPTIMIZER_PATH] = disk
+                        values[OPTIMIZER_PATH] = folders[OPTIMIZER]
                 if PARAM in free:
                     values[PARAM] = param
                     if param == "nvme":
-                        values[PARAM_PATH] = disk
+                        values[PARAM_PATH] = folders[PARAM]
                 yield values
 
 
@@ -262,7 +279,8 @@ def reasons(candidate: Candidate, found: Estimate) -> dict[str, str]:
             where = _where(value, found)
             told[key] = f"weights rest {where}: {_bytes_of(found, 'parameters')} a rank"
         elif key == RECOMPUTE:
-            told[key] = f"units compute their activations again in backward: {_bytes_of(found, 'activations')} at most"
+            how = "units compute their activations again in" if value == "recompute" else "activations are kept for"
+            told[key] = f"{how} backward: {_bytes_of(found, 'activations')} at most"
         elif key == MICRO:
             told[key] = f"{limit}; {room}"
         elif key == ACCUMULATION:
@@ -303,13 +321,16 @@ class Change:
     estimate: Estimate
 
 
-def nearest_change(config: Config, now: Estimate, answer: Answer) -> Change | None:
-    """The smallest change that would make `now` fit, or, if it fits, the one that would make it faster."""
+def nearest_change(config: Config, now: Estimate, answer: Answer, confirm: Answer | None = None) -> Change | None:
+    """The smallest change that would make `now` fit, or, if it fits, the one that would make it faster.
+
+    `confirm` answers once more, exactly, for what is about to be named; what does not hold then is passed over.
+    """
     single = list(_changes(config, now))
     if now.fits:
         found = [change for change in _answered(config, now.data_ranks, single, answer) if change.estimate.fits]
-        found = [change for change in found if _rate(change.estimate) > WORTH * _rate(now)]
-        return max(found, key=lambda change: _rate(change.estimate), default=None)
+        faster = [change for change in found if _rate(change.estimate) > WORTH * _rate(now)]
+        return _confirmed(config, faster, confirm, more_than=WORTH * _rate(now))
     pairs = [
         Candidate(a.values | b.values, f"{a.words}, and {b.words}")
         for i, a in enumerate(single)
@@ -318,8 +339,23 @@ def nearest_change(config: Config, now: Estimate, answer: Answer) -> Change | No
     ]
     for group in (single, pairs):
         found = [change for change in _answered(config, now.data_ranks, group, answer) if change.estimate.fits]
-        if found:
-            return max(found, key=lambda change: _rate(change.estimate))
+        if change := _confirmed(config, found, confirm):
+            return change
+    return None
+
+
+def _confirmed(
+    config: Config, found: Sequence[Change], confirm: Answer | None, *, more_than: float = -1.0
+) -> Change | None:
+    """The fastest of these that fits, and trains so many samples a second, by the exact answer as well."""
+    for change in sorted(found, key=lambda change: _rate(change.estimate), reverse=True):
+        if confirm is None:
+            return change
+        changed = with_values(config, change.values)
+        assert changed is not None, change.values
+        exact = confirm(changed)
+        if exact.fits and _rate(exact) > more_than:
+            return replace(change, estimate=exact)
     return None
 
 
@@ -354,7 +390,8 @@ def _changes(config: Config, now: Estimate) -> Iterator[Candidate]:
     other = "none" if now.recompute else "recompute"
     yield Candidate({RECOMPUTE: other}, f'"activation_checkpointing": {{"policy": "{other}"}}')
     if now.precision == "fp32":
-        yield Candidate({"bf16.enabled": True}, '"bf16": {"enabled": true}')
+        half = now.machine.half
+        yield Candidate({f"{half}.enabled": True}, f'"{half}": {{"enabled": true}}')
     for micro in (now.micro_batch // 2, now.micro_batch * 2):
         if micro:
             sizes = {MICRO: micro}

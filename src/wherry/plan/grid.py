@@ -19,6 +19,13 @@ class Grid:
     pipe: int = 1
     stage: int = 0
 
+    def __post_init__(self) -> None:
+        for name, value in (("tensor-parallel", self.tensor), ("pipeline-parallel", self.pipe)):
+            if value < 1:
+                raise WherryError(f"{name}: expected 1 or more, got {value}")
+        if not 0 <= self.stage < self.pipe:
+            raise WherryError(f"stage: expected 0 to {self.pipe - 1}, got {self.stage}")
+
     @property
     def size(self) -> int:
         """Ranks that hold the model together."""

@@ -1,22 +1,26 @@
-"""Profiles that were made before, in files: who plans the same model again needs neither torch nor the model.
+"""Profiles that were made before, in files: who plans with one needs neither torch nor the model.
 
-A profile is what code made of a model, so each file is of one state of both: of Wherry's own files, and of torch.
+Those of the presets come with Wherry, for the torch that made them. All others are kept in a folder of the user's: a
+profile is what code made of a model, so each file there is of one state of both: of Wherry's own files, and of torch.
 """
 
 from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import json
 import os
 import tempfile
 import zlib
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_LZMA, ZipFile, ZipInfo
 
 import numpy as np
 
@@ -26,6 +30,9 @@ from wherry.plan.profile import Moment, Operations, Profile
 
 MOST = 128
 """So many files are kept; the oldest go."""
+
+SHIPPED = Path(__file__).with_name("profiles.zip")
+"""The presets' profiles. `python -m tests.plan.shipped --update` makes them, and a test compares."""
 
 
 def cache_folder() -> Path:
@@ -43,6 +50,9 @@ class KeptProfiles:
         """The profile of this key, if there is one."""
         if self._model is None:
             return None
+        found = shipped(self._model, self.name(*key))
+        if found is not None:
+            return found
         try:
             return _from_json(json.loads(gzip.decompress(self._file(key).read_bytes())))
         except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError, AttributeError):
@@ -63,9 +73,57 @@ class KeptProfiles:
         except OSError as error:
             logger.debug("the profile of %s is not kept: %s", self._model, error)
 
+    def name(self, *key: object) -> str:
+        """What stands for the model and the key."""
+        return _digest(self._model, *key)
+
     def _file(self, key: tuple[object, ...]) -> Path:
-        name = hashlib.sha256(repr((_code(), self._model, *key)).encode()).hexdigest()[:24]
-        return cache_folder() / "profiles" / f"{name}.json.gz"
+        return cache_folder() / "profiles" / f"{_digest(_code(), self._model, *key)}.json.gz"
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
+
+
+def shipped(model: str, name: str) -> Profile | None:
+    """The profile of this name that came with Wherry, if one did for the torch that is here."""
+    text = _shipped_of(model).get(name)
+    return None if text is None or release_of_shipped() != torch_release() else _from_json(json.loads(text))
+
+
+def ship(profiles: Mapping[str, Mapping[str, Profile]], path: Path = SHIPPED) -> None:
+    """Write what is to come with Wherry: by model, profiles by name, made by the torch that is here."""
+    with ZipFile(path, "w") as archive:
+        archive.comment = torch_release().encode()
+        for model, found in profiles.items():
+            lines = (f"{name} {json.dumps(_as_json(profile))}" for name, profile in found.items())
+            # Together, as one tells much of what is in the next: an eighth of what they take one by one.
+            archive.writestr(ZipInfo(_digest(model)), "\n".join(lines), ZIP_LZMA)
+
+
+def release_of_shipped() -> str:
+    """The release of torch that made what came with Wherry."""
+    return _archive().comment.decode()
+
+
+def torch_release() -> str:
+    """The first two numbers of torch's version: what operators a model comes to does not depend on the others."""
+    return ".".join(metadata.version("torch").split(".")[:2])
+
+
+@lru_cache(maxsize=1)
+def _archive() -> ZipFile:
+    return ZipFile(io.BytesIO(SHIPPED.read_bytes()))
+
+
+@lru_cache(maxsize=1)
+def _shipped_of(model: str) -> dict[str, str]:
+    """The profiles of one model that came with Wherry, as JSON by name."""
+    try:
+        lines = _archive().read(_digest(model)).decode().splitlines()
+    except (KeyError, RuntimeError):
+        return {}  # of another model, or for a Python that was built without lzma
+    return dict(line.split(" ", 1) for line in lines)
 
 
 @lru_cache(maxsize=1)

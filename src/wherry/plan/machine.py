@@ -74,6 +74,8 @@ class Machine:
     # Seconds of a core that the disk takes for a byte.
     disk_work: float = 0.0
     measured: bool = False
+    # What computes fast in half precision.
+    half: str = "bf16"
 
     def ranks(self) -> int:
         """One for each GPU; on the host, one for each node."""
@@ -98,14 +100,23 @@ class Machine:
         return max(0, int(self.host_memory * (1 - HOST_SLACK)) - PROCESS * processes)
 
 
+def kept_free(machine: Machine) -> str:
+    """What `capacity` leaves out, in words."""
+    gpu = f"{DEVICE_SLACK:.0%} of a GPU, " if machine.gpus else ""
+    host = f"{HOST_SLACK:.0%} of the host and {PROCESS / 1e9:g} GB for each process"
+    return f"Usable is all but {gpu}{host}, {DISK_SLACK:.0%} of the disk."
+
+
 def _gpu_node(
     name: str, gpus: int, memory: int, host: int, *, matrix: float, fp32: float, hbm: float, stream: float,
     pcie: float, link: float, network: float = 25, disk: int = 8, read: float = 10, write: float = 5,
+    half: str = "bf16",
 ) -> Machine:  # fmt: skip
     """Memory in GB, disk in TB, rates in GB/s and TFLOP/s."""
     return Machine(
         name, gpus, memory * GB, host * GB, disk * TERA, matrix * TERA, fp32 * TERA, hbm * GB, hbm * GB / 8,
         stream * GB, pcie * GB, read * GB, write * GB, link * GB, network * GB,
+        half=half,
     )  # fmt: skip
 
 
@@ -116,9 +127,12 @@ KNOWN = {
     for machine in (
         _gpu_node(
             "v100-dgx2", 16, 32, 1500, matrix=70, fp32=13, hbm=780, stream=190, pcie=12, link=120, network=12,
-            disk=30, read=25, write=16,
+            disk=30, read=25, write=16, half="fp16",
         ),
-        _gpu_node("v100", 8, 32, 512, matrix=70, fp32=13, hbm=780, stream=150, pcie=12, link=100, network=12),
+        _gpu_node(
+            "v100", 8, 32, 512, matrix=70, fp32=13, hbm=780, stream=150, pcie=12, link=100, network=12,
+            half="fp16",
+        ),
         _gpu_node("a100", 8, 80, 1000, matrix=220, fp32=75, hbm=1700, stream=300, pcie=24, link=230),
         _gpu_node("h100", 8, 80, 2000, matrix=620, fp32=280, hbm=2900, stream=440, pcie=50, link=350, network=45),
         _gpu_node("h200", 8, 141, 2000, matrix=620, fp32=280, hbm=4100, stream=440, pcie=50, link=350, network=45),
@@ -194,6 +208,7 @@ def described(
             sharing=0.0,
             cached=(),
             measured=False,
+            half="bf16",
         )
     changes: dict[str, Any] = {
         "gpu_memory": gpu_memory, "host_memory": host_memory, "disk": disk, "gpus": gpus, "nodes": nodes,

@@ -7,7 +7,7 @@ from html import escape
 
 from wherry.placement import Tier
 from wherry.plan.estimate import Estimate, Row, Use
-from wherry.plan.quantities import size
+from wherry.plan.quantities import seconds, size
 from wherry.plan.roofline import WORDS
 
 COLOURS = {
@@ -17,6 +17,9 @@ COLOURS = {
     "gathered": "#7fb3e0",
     "activations": "#e0a030",
     "buffers": "#b0a090",
+    "parameters read": "#1f4a80",
+    "optimizer read": "#5e3c85",
+    "parameters to come": "#9dc3e6",
 }
 
 STYLE = """
@@ -99,16 +102,16 @@ def _step(found: Estimate) -> str:
         return ""
     longest = max(found.time.terms.values(), default=0.0) or 1.0
     rows = "".join(
-        f'<tr><td>{escape(WORDS[name])}</td><td class="number">{value:.4g} s</td><td class="wide">'
+        f'<tr><td>{escape(WORDS[name])}</td><td class="number">{seconds(value)}</td><td class="wide">'
         f'<span class="{"limit" if name == found.time.limit else "term"}" style="width:{100 * value / longest:.2f}%">'
         "</span></td></tr>"
-        for name, value in found.time.terms.items()
+        for name, value in sorted(found.time.terms.items(), key=lambda item: -item[1])
         if value > 0
     )
     rate = found.tokens_per_second or 0.0
     what = "tokens" if found.sequence > 1 else "samples"
     return (
         "<h2>A step</h2>"
-        f"<p>About {found.time.total:.3g} s, {rate:,.0f} {what} a second, limited by "
+        f"<p>About {seconds(found.time.total)}, {rate:,.0f} {what} a second, limited by "
         f"{escape(found.time.limited_by)}.</p><table>{rows}</table>"
     )

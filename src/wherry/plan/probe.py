@@ -13,12 +13,13 @@ from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 
+from wherry.config import Config
 from wherry.observe.log import logger
 from wherry.observe.memory import host_memory
 from wherry.plan.kept import cache_folder
 from wherry.plan.machine import Machine
 
-VERSION = 5
+VERSION = 6
 # Cores that others may keep busy while rates are measured that are to be kept, of eight; of fewer, as many.
 BUSY = 0.5
 # Where Linux shows that it has a driver of a GPU.
@@ -32,7 +33,7 @@ def this_machine(folder: str | os.PathLike[str] | None = None, *, again: bool = 
 
     `folder` is on the disk that would hold states. Measuring takes some seconds.
     """
-    where, gpus = Path(folder or os.getcwd()), _gpus()
+    where, gpus = Path(folder or os.getcwd()), gpu_names()
     file = cache_folder() / f"machine-{_fingerprint(where, gpus)}.json"
     if not again:
         try:
@@ -61,6 +62,24 @@ def this_machine(folder: str | os.PathLike[str] | None = None, *, again: bool = 
     return _now(machine, where, gpus)
 
 
+def disk_folder(config: Config, path: str | None = None) -> Path | None:
+    """Where something is to rest on disk: at `path`, or at the first folder that a config names. None if nowhere.
+
+    One that is not made yet is on the disk of the folder that it would be made in.
+    """
+    zero = config.zero_optimization
+    for block in (zero.offload_optimizer, zero.offload_param):
+        if path is None and block.device == "nvme" and block.nvme_path:
+            path = block.nvme_path if isinstance(block.nvme_path, str) else block.nvme_path[0]
+    activations = config.activation_checkpointing.nvme_path
+    if path is None and activations:
+        path = activations if isinstance(activations, str) else activations[0]
+    if path is None:
+        return None
+    folder = Path(path).absolute()
+    return next(each for each in (folder, *folder.parents) if each.is_dir())
+
+
 def _others_worked() -> float:
     """Seconds that cores have worked for other processes, and for other machines that share them."""
     import psutil
@@ -84,7 +103,7 @@ def _fingerprint(folder: Path, gpus: list[str]) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
-def _gpus() -> list[str]:
+def gpu_names() -> list[str]:
     """The names of torch's GPUs. Where there can be none, torch is not asked: to import it takes longer than a plan."""
     if sys.platform == "linux" and not any(any(Path("/dev").glob(name)) for name in _GPU_FILES):
         return []

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from wherry.config import Config
+from wherry.placement import Tier
 from wherry.plan.memory import UnitSizes
+
+if TYPE_CHECKING:
+    from wherry.config import Config
 
 Operation = tuple[float, int, int, bool, int]
 """Floating-point operations, bytes read and written, elements through slow functions; in the backward; its kind."""
@@ -50,14 +53,33 @@ class Recompute:
     every: int = 1
     save_operations: tuple[str, ...] = ()
 
-    @classmethod
-    def of(cls, config: Config) -> Recompute | None:
-        """What a config asks for. What it puts away elsewhere takes no more of the device than what is recomputed."""
+    @staticmethod
+    def of(config: Config, *, gpu: bool = False) -> Recompute | None:
+        """What a config asks for; `gpu` says that the device is not the host, where all else is kept anyway.
+
+        With the policy "auto" a first step recomputes everything.
+        """
         block = config.activation_checkpointing
         policy = block.resolved_policy()
-        if policy == "none":
+        tier = Tier.DISK if block.nvme_path else Tier.HOST if block.cpu_checkpointing and gpu else None
+        if policy == "none" or (policy == "offload" and tier is None):
             return None
-        return cls(block.every if policy == "recompute" else 1, tuple(block.save_operations))
+        every, saved = block.every if policy == "recompute" else 1, tuple(block.save_operations)
+        if tier is None:
+            return Recompute(every, saved)
+        return PutAway(every, saved, tier, block.offload_min_bytes, policy == "offload")
+
+
+@dataclass(frozen=True)
+class PutAway(Recompute):
+    """Units that put what they save away to a tier until the backward: their inputs, or, if `whole`, everything.
+
+    Then nothing is computed again. What is smaller than `smallest` bytes stays.
+    """
+
+    tier: Tier = Tier.HOST
+    smallest: int = 1
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,6 +130,10 @@ class Profile:
     # Bytes of activations that are kept between forward and backward, and those that tensor-parallel ranks sum.
     kept: int = 0
     joined: int = 0
+    # What is put away: the most on the host and on disk, and the bytes that go there and come back.
+    on_host: int = 0
+    on_disk: int = 0
+    sent: int = 0
 
     def same(self, other: Profile) -> bool:
         return replace(self, operations=other.operations) == other and self.operations.same(other.operations)
@@ -173,4 +199,7 @@ class Line:
             micro_batch,
             line(one.kept, two.kept),
             line(one.joined, two.joined),
+            line(one.on_host, two.on_host),
+            line(one.on_disk, two.on_disk),
+            line(one.sent, two.sent),
         )

@@ -86,3 +86,12 @@ def size(count: int) -> str:
     ('12.50 MB', '2.50 GB')
     """
     return f"{count / 1e9:,.2f} GB" if count >= 1e8 else f"{count / 1e6:,.2f} MB"
+
+
+def seconds(value: float) -> str:
+    """A time in seconds, or in milliseconds below one.
+
+    >>> seconds(12.34), seconds(1.5), seconds(0.01016)
+    ('12.3 s', '1.50 s', '10.2 ms')
+    """
+    return f"{value:,.1f} s" if value >= 10 else f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 import statistics
 import tempfile
@@ -24,11 +25,15 @@ from torch.nn import functional as F
 from wherry import config as configs
 from wherry.observe.log import logger
 from wherry.observe.memory import host_memory
+from wherry.parallel.gloo import all_gather, reduce_scatter
 from wherry.plan.machine import GB, HOST_NETWORK, Machine
 from wherry.plan.peaks import Setting
 from wherry.plan.probe import cores, processor
 from wherry.plan.roofline import step_time
 from wherry.plan.trace import profile
+
+# What a disk that cannot be measured is taken to do: bytes a second read, written, and both, and no time of a core.
+UNKNOWN_DISK = 1.0 * GB, 0.5 * GB, 0.5 * GB, 0.0
 
 
 def measure(folder: Path) -> Machine:
@@ -44,7 +49,7 @@ def _measure(folder: Path, gpus: int) -> Machine:
     stream = _stream(torch.device("cpu"))
     read, write, both, work = _disk(folder)
     name = f"{gpus} x {torch.cuda.get_device_name(0)}" if gpus else f"{processor() or 'CPU'}, {cores()} cores"
-    half = torch.bfloat16
+    half = torch.float16 if gpus and torch.cuda.get_device_capability(device) < (8, 0) else torch.bfloat16
     overhead, slow = _overhead(device), _slow(device)
     matrix, matrix_fp32 = _matrix(device, half), _matrix(device, torch.float32)
     machine = Machine(
@@ -73,6 +78,7 @@ def _measure(folder: Path, gpus: int) -> Machine:
         sharing=0.0 if gpus else _sharing(overhead),
         cached=() if gpus else _cached(overhead),
         measured=True,
+        half="fp16" if half is torch.float16 else "bf16",
     )
     if gpus:
         return machine
@@ -200,20 +206,24 @@ def _meeting(stream: float) -> float:
     """Bytes a second that two ranks on a host send together, where each scatters its sums and gathers its weights."""
     if not (dist.is_available() and dist.is_gloo_available()):
         return stream / 4  # a copy in and a copy out, for each of two
-    store, numel, ranks = dist.HashStore(), 1 << 22, 2
+    # What is reduced is as large as a unit of a small model.
+    store, numel, ranks = dist.HashStore(), 1 << 20, 2
     gloo: Any = dist.ProcessGroupGloo
 
+    threads = torch.get_num_threads()
+
     def rank(number: int) -> float:
+        torch.set_num_threads(max(1, threads // ranks))  # as ranks share the cores
         group = gloo(store, number, ranks, timedelta(seconds=20))
         whole, part = torch.ones(ranks * numel), torch.ones(numel)
 
         def travel() -> None:
-            group._reduce_scatter_base(part, whole).wait()
-            group._allgather_base(whole, part).wait()
+            reduce_scatter(part, whole, group).wait()
+            all_gather(whole, group).wait()
 
         travel()
         # As often on each rank: the time of one says nothing to the other.
-        return min(timeit.repeat(travel, number=1, repeat=5))
+        return min(timeit.repeat(travel, number=1, repeat=20))
 
     try:
         with ThreadPoolExecutor(ranks) as pool:
@@ -221,6 +231,8 @@ def _meeting(stream: float) -> float:
     except RuntimeError as error:
         logger.warning("ranks on this machine cannot meet by gloo (%s): their rate is guessed from the memory's", error)
         return stream / 4
+    finally:
+        torch.set_num_threads(threads)
     # Each way a rank sends what is another's: its half.
     return ranks * 2 * 4 * numel / seconds
 
@@ -272,8 +284,13 @@ def _disk(folder: Path) -> tuple[float, float, float, float]:
     from wherry.tiers.disk import DiskStore
 
     size = 64 << 20
-    if shutil.disk_usage(folder).free < 16 * size:
-        return 1.0 * GB, 0.5 * GB, 0.5 * GB, 0.0
+    if shutil.disk_usage(folder).free < 16 * size or not os.access(folder, os.W_OK):
+        logger.warning(
+            "the disk of %s is not measured, as it has no room, or may not be written: it is taken to read 1 GB a "
+            "second and to write half of that",
+            folder,
+        )
+        return UNKNOWN_DISK
     count = 4
     with tempfile.TemporaryDirectory(dir=folder) as inside, HostPool() as pool, DiskStore(inside) as store:
         buffers = [pool.take(size) for _ in range(count)]

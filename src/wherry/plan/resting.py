@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from wherry.config import Config
 from wherry.placement import Placement, Tier
+
+if TYPE_CHECKING:
+    from wherry.config import Config
 
 
 class Landing(enum.Enum):
@@ -30,16 +33,15 @@ class Resting:
     brief: bool
     # An update is late on the host, and leaves the weights alone until it has ended.
     late: bool
-    # Whether the master of a record is the lower half.
-    split: bool
+    # Whether the host's kernels may update it.
+    on_host: bool
 
     @classmethod
-    def of(cls, config: Config, ranks: int, *, gpu: bool, precision: str, native: bool, stays: bool = False) -> Resting:
-        """`native` says that the host's kernels know the optimizer, `stays` that its state is not offloaded.
+    def of(cls, config: Config, placement: Placement, ranks: int, *, gpu: bool, stays: bool = False) -> Resting:
+        """Of states placed so, perhaps elsewhere than the config says; `stays`: the optimizer's are not offloaded.
 
         That is so of a share of the flats, by the offload's `ratio`; when they are updated is the same for all.
         """
-        placement = config.placement()
         offloaded, parameters = (
             Tier.DEVICE if tier is Tier.HOST and not gpu else tier
             for tier in (placement.optimizer.tier, placement.parameters.tier)
@@ -58,7 +60,7 @@ class Resting:
             _landing(placement, ranks, accumulation, stays=not gpu or optimizer is Tier.DEVICE),
             brief,
             policy == "delayed" and on_host,
-            split=on_host and native and precision == "bf16" and config.wherry.master != "whole",
+            on_host,
         )
 
     @property

@@ -67,8 +67,10 @@ def step_time(profile: Profile, setting: Setting, machine: Machine) -> StepTime:
         "disk": 0.0,
     }
     state, weights = _disk_travel(setting, machine, work, together)
-    terms["disk"] = state.seconds + weights.seconds
-    handled = machine.disk_work * (state.bytes + weights.bytes) / machine.cores
+    sent = times * profile.sent
+    activations = _Travel.of(machine, sent * together, sent * together) if profile.on_disk else _Travel()
+    terms["disk"] = state.seconds + weights.seconds + activations.seconds
+    handled = machine.disk_work * (state.bytes + weights.bytes + activations.bytes) / machine.cores
     if machine.gpus and setting.placement.optimizer.tier is not Tier.DEVICE:
         offloaded = work.updated(cost, work.offloaded) / (machine.stream / together)
         terms["update"] = max(terms["update"], offloaded)  # the device's part goes on beside the host's
@@ -77,9 +79,12 @@ def step_time(profile: Profile, setting: Setting, machine: Machine) -> StepTime:
     else:
         terms["update"] += _passes(machine) * work.updated(cost, work.offloaded) / (machine.device_stream / share)
     if machine.gpus and setting.placement.parameters.tier is not Tier.DEVICE:
-        terms["up"] += 2 * times * work.everything * cost.parameters / setting.shards / machine.pcie
+        terms["up"] += 2 * setting.passes * work.everything * cost.parameters / setting.shards / machine.pcie
+    if machine.gpus:
+        terms["down"] += sent / machine.pcie
+        terms["up"] += sent / machine.pcie
     forward, backward = times * forward, times * backward
-    total = _total(terms, forward, backward, weights.seconds, handled, machine, setting)
+    total = _total(terms, forward, backward, weights.seconds + activations.seconds, handled, machine, setting)
     return StepTime(forward, backward, terms, total)
 
 
@@ -182,31 +187,44 @@ def _collective_seconds(profile: Profile, setting: Setting, machine: Machine, wo
     link = machine.link if inside else min(machine.link, machine.network)
     near = machine.link if inside or tensor <= max(1, machine.gpus) else link
     seconds = 0.0
+
+    def rate(ranks: int) -> float:
+        return (machine.link if inside or ranks * tensor <= max(1, machine.gpus) else link) / share
+
     if setting.ranks > 1:
-        within, across = collective_bytes(setting, work.trained, work.everything, work.travelling)
-        small = setting.shards * tensor <= max(1, machine.gpus)
-        seconds += within / ((machine.link if inside or small else link) / share) + across / (link / share)
+        sent = collective_bytes(setting, work.trained, work.everything, work.travelling)
+        seconds += sent.within / rate(setting.shards) + sent.across / (link / share) + sent.near / rate(setting.node)
     if tensor > 1:
         seconds += 2 * (tensor - 1) / tensor * profile.joined * setting.accumulation / (near / share)
     return seconds
 
 
-def collective_bytes(setting: Setting, trained: int, everything: int, travelling: int) -> tuple[float, float]:
-    """Bytes that a rank sends within its group of data-parallel ranks, and across the groups, if there are several.
+class Sent(NamedTuple):
+    """Bytes that a rank sends within its group of data-parallel ranks, across the groups, and to those of its node."""
 
-    Gathers in forward and backward, reductions, and the gather after an update; across, sums of gradients.
+    within: float
+    across: float = 0.0
+    near: float = 0.0
+
+
+def collective_bytes(setting: Setting, trained: int, everything: int, travelling: int) -> Sent:
+    """What a rank sends for gathers in forward and backward, reductions, and the gather after an update.
+
+    Across groups go sums of gradients; near, the gathers in backward of weights that a node has a second time.
     """
-    placement, cost, times = setting.placement, setting.cost, setting.accumulation
+    placement, cost, times = setting.placement, setting.cost, setting.passes
     ranks = setting.shards if placement.optimizer.partitioned else setting.ranks
     replicas = setting.ranks // ranks
     part = (ranks - 1) / ranks
-    gathers = 2 * times * travelling * cost.parameters
+    gather, beside = times * travelling * cost.parameters, setting.node > 1
+    gathers = gather if beside else 2 * gather
     reductions = trained * setting.wire * (times if placement.gradients.partitioned else 1)
     if not placement.optimizer.partitioned:
-        return part * (gathers + 2 * reductions), 0.0
+        return Sent(part * (gathers + 2 * reductions))
     refresh = (everything - travelling) * cost.parameters
     crossing = trained / ranks * setting.wire * (1 if setting.resting.sums_on_device else times)
-    return part * (gathers + reductions + refresh), 2 * (replicas - 1) / replicas * crossing
+    near = (setting.node - 1) / setting.node * gather if beside else 0.0
+    return Sent(part * (gathers + reductions + refresh), 2 * (replicas - 1) / replicas * crossing, near)
 
 
 class _Travel(NamedTuple):
@@ -224,14 +242,14 @@ class _Travel(NamedTuple):
 
 
 def _disk_travel(setting: Setting, machine: Machine, work: _Work, together: int) -> tuple[_Travel, _Travel]:
-    """Of optimizer state, and of weights, which are read twice for each micro-batch and written once."""
+    """Of optimizer state, and of weights, which are read twice for each pass of a window and written once."""
     state = weights = _Travel()
     if setting.placement.optimizer.tier is Tier.DISK:
         nbytes = work.offloaded * setting.cost.optimizer * together
         state = _Travel.of(machine, nbytes, nbytes)
     if work.on_disk:
         nbytes = work.on_disk * setting.cost.parameters / setting.shards * together
-        weights = _Travel.of(machine, 2 * setting.accumulation * nbytes, nbytes)
+        weights = _Travel.of(machine, 2 * setting.passes * nbytes, nbytes)
     return state, weights
 
 
@@ -239,20 +257,20 @@ def _total(
     terms: dict[str, float],
     forward: float,
     backward: float,
-    weights: float,
+    others: float,
     handled: float,
     machine: Machine,
     setting: Setting,
 ) -> float:
     """The terms as the engine overlaps them.
 
-    `weights` is what of the disk's time is theirs, and not the update's; `handled` what it takes of the host's cores.
+    `others` is what of the disk's time is not the update's; `handled` what it takes of the host's cores.
     """
     policy = setting.resting.policy
     # What an update may go on beside: it ends before the unit's next forward, and begins in the backward at best.
     beside = {"at_step": 0.0, "before_use": forward, "in_backward": forward + backward, "delayed": forward + backward}
     hidden = beside[policy]
-    state = terms["disk"] - weights
+    state = terms["disk"] - others
     if not machine.gpus:
         # The cores that compute are those that copy and update. The disk works beside them, and asks a little of them.
         busy = handled + sum(value for name, value in terms.items() if name not in ("disk", "up", "down"))

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,16 +22,18 @@ from wherry.errors import WherryError
 from wherry.fake import is_fake
 from wherry.observe.memory import device_memory, host_memory
 from wherry.parallel.comm import Comm
-from wherry.plan.choose import ACCUMULATION, MICRO, OPTIMIZER, PARAM, STAGE, TRAIN, choose
+from wherry.plan.choose import ACCUMULATION, MICRO, OPTIMIZER, PARAM, RATIO, STAGE, TRAIN, choose
 from wherry.plan.estimate import Estimate, Subject, estimate
+from wherry.plan.grid import Grid
 from wherry.plan.machine import Machine
-from wherry.plan.probe import this_machine
+from wherry.plan.probe import disk_folder, this_machine
 from wherry.plan.profile import Line, Profile, Recompute
 from wherry.plan.trace import Profiler
 from wherry.plan.units import unit_sizes
 
 PLACING = (STAGE, OPTIMIZER, PARAM)
-SIZES = (MICRO, ACCUMULATION, TRAIN)
+# What is chosen by the time of a step.
+TIMED = (RATIO, MICRO, ACCUMULATION, TRAIN)
 # What is left to activations where nobody knows them.
 FOR_STATES = 0.6
 FAR = 8
@@ -42,22 +48,29 @@ def settle(
     ranks_here: int,
     data: Dataset[Any] | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
+    tensor: Comm | None = None,
+    pipe: Comm | None = None,
 ) -> Config:
-    """The config with its "auto" stage, tiers and batch sizes chosen, by rank 0 for all.
+    """The config with its "auto" stage, tiers, ratio and batch sizes chosen, by rank 0 of `comm` for all.
 
     With `data` a micro-batch is profiled on fake tensors, and the micro-batch is chosen too. Without it the states are
-    placed so that they leave room for activations, and batch sizes keep their defaults.
+    placed so that they leave room for activations, and ratio and batch sizes keep their defaults. `comm` are the ranks
+    that share the data, and the model is the part of it that they have; the ranks that share the model with this one,
+    along `tensor` and `pipe`, need room beside it where they are on its node.
     """
-    wanted = frozenset(key for key in (*PLACING, *(SIZES if data is not None else ())) if key in config.auto)
+    wanted = frozenset(key for key in (*PLACING, *(TIMED if data is not None else ())) if key in config.auto)
     if not wanted:
         return config
+    grid = _grid(tensor, pipe)
     chosen: tuple[dict[str, Any], dict[str, str]] | str = "rank 0 chooses"
     if comm.rank == 0:
         try:
-            chosen = _choose(model, config, comm.size, device, wanted, ranks_here, data, collate)
+            chosen = _choose(model, config, comm.size, grid, device, wanted, ranks_here, data, collate)
         except WherryError as error:
             chosen = str(error)
     told = comm.gather_objects(chosen)[0]
+    if tensor is not None:
+        told = tensor.gather_objects(told)[0]  # parts of the same weights are placed alike
     if isinstance(told, str):
         raise WherryError(told)
     values, reasons = told
@@ -69,32 +82,59 @@ def settle(
     return settled
 
 
+def _grid(tensor: Comm | None, pipe: Comm | None) -> Grid:
+    if pipe is None:
+        return Grid(tensor.size if tensor is not None else 1)
+    return Grid(tensor.size if tensor is not None else 1, pipe.size, pipe.rank)
+
+
 def _choose(
     model: nn.Module,
     config: Config,
     ranks: int,
+    grid: Grid,
     device: torch.device,
     wanted: frozenset[str],
     ranks_here: int,
     data: Dataset[Any] | None,
     collate: Callable[[list[Any]], Any] | None,
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    nodes = max(1, ranks // ranks_here)
+    everywhere = ranks * grid.size
+    nodes, folders = -(-everywhere // ranks_here), _folders(config)
     if data is None:
-        machine, profiles = _room(device, ranks_here, nodes), _by_weights(model, config)
+        machine = _room(device, ranks_here, nodes, _free(config, folders))
+        profiles: _Profiles = _ByWeights(model, config)
     else:
-        machine = replace(this_machine(), nodes=nodes)
-        profiles = _by_batches(model, config, data, collate or default_collate)
+        machine = replace(this_machine(disk_folder(config, next(iter(folders), None))), nodes=nodes)
+        machine = replace(machine, disk=_free(config, folders)) if folders else machine
+        profiles = _ByBatches(model, config, data, collate or default_collate, gpu=machine.gpus > 0)
 
-    def answer(candidate: Config) -> Estimate:
-        found = profiles(candidate.batch(ranks).micro)
-        return estimate(Subject(type(model).__name__), found, candidate, machine, ranks)
+    def answer(candidate: Config, profile_of: Callable[[int], Profile]) -> Estimate:
+        found = profile_of(candidate.batch(ranks).micro)
+        return estimate(Subject(type(model).__name__), found, candidate, machine, everywhere, grid, searching=True)
 
-    choice = choose(config, answer, ranks, free=wanted)
+    quick, exact = (partial(answer, profile_of=each) for each in (profiles.quick, profiles.exact))
+    choice = choose(config, quick, ranks, free=wanted, confirm=exact)
     return choice.values, choice.reasons
 
 
-def _room(device: torch.device, ranks_here: int, nodes: int) -> Machine:
+def _folders(config: Config) -> list[str]:
+    """Where the config lets states rest on disk."""
+    zero = config.zero_optimization
+    given = (zero.offload_optimizer.nvme_path, zero.offload_param.nvme_path)
+    paths = ([each] if isinstance(each, str) else each for each in given if each is not None)
+    return [folder for folders in paths for folder in folders]
+
+
+def _free(config: Config, folders: Sequence[str]) -> int:
+    """Bytes that are free for what is spread evenly over them."""
+    places = [place for folder in folders if (place := disk_folder(config, folder)) is not None]
+    disks = Counter(os.stat(place).st_dev for place in places)
+    free = (shutil.disk_usage(place).free * len(places) // disks[os.stat(place).st_dev] for place in places)
+    return min(free, default=0)
+
+
+def _room(device: torch.device, ranks_here: int, nodes: int, disk: int) -> Machine:
     """This machine by what is free on it for states. No rate is asked for where no step is timed."""
     on_device = device_memory(device)
     names = ("matrix", "matrix_fp32", "device_stream", "slow", "stream", "pcie", "disk_read", "disk_write")
@@ -104,44 +144,66 @@ def _room(device: torch.device, ranks_here: int, nodes: int) -> Machine:
         gpus=ranks_here if on_device is not None else 0,
         gpu_memory=int(FOR_STATES * on_device.free) if on_device is not None else 0,
         host_memory=int((1.0 if on_device is not None else FOR_STATES) * host_memory().available),
-        disk=0,
+        disk=disk,
         nodes=nodes,
         **rates,  # type: ignore[arg-type]
     )
 
 
-def _by_weights(model: nn.Module, config: Config) -> Callable[[int], Profile]:
-    units = unit_sizes(model, config.wherry.unit_classes)
-    return lambda micro: Profile.of_sizes(units, micro)
+class _Profiles(Protocol):
+    """Profiles of micro-batches: exact ones, and quick ones to search with."""
+
+    def exact(self, micro: int) -> Profile: ...
+
+    def quick(self, micro: int) -> Profile: ...
 
 
-def _by_batches(
-    model: nn.Module, config: Config, data: Dataset[Any], collate: Callable[[list[Any]], Any]
-) -> Callable[[int], Profile]:
-    """Profiles of micro-batches of the first sample, on copies of the model without values."""
-    sample = data[0]
+class _ByWeights:
+    """Nothing is known but the weights."""
 
-    def build(micro: int) -> tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]:
+    def __init__(self, model: nn.Module, config: Config) -> None:
+        self._units = unit_sizes(model, config.wherry.unit_classes)
+
+    def exact(self, micro: int) -> Profile:
+        return Profile.of_sizes(self._units, micro)
+
+    quick = exact
+
+
+class _ByBatches:
+    """Of micro-batches of the first sample, on copies of the model without values."""
+
+    def __init__(
+        self, model: nn.Module, config: Config, data: Dataset[Any], collate: Callable[[list[Any]], Any], *, gpu: bool
+    ) -> None:
+        self._model = model
+        self._config = config
+        self._sample = data[0]
+        self._collate = collate
+        self._gpu = gpu
+        self._profiler = Profiler(known=False)
+        self._made: dict[int, Profile] = {}
+
+    def exact(self, micro: int) -> Profile:
+        if micro not in self._made:
+            config = self._config
+            classes, recompute = tuple(config.wherry.unit_classes), Recompute.of(config, gpu=self._gpu)
+            self._made[micro] = self._profiler.make(self._build, micro, config.working_dtype(), classes, recompute)
+        return self._made[micro]
+
+    def quick(self, micro: int) -> Profile:
+        """On the line through two. Beyond them it may be below the truth: peaks grow faster where batches are large."""
+        return self.exact(micro) if micro in (1, FAR) else Line(self.exact(1), self.exact(FAR)).at(micro)
+
+    def _build(self, micro: int) -> tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]:
         mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
         assert isinstance(mode, FakeTensorMode)
         with FakeCopyMode(mode):
-            mine = copy.deepcopy(model)
-        batch = _faked(mode, collate([sample] * micro))
+            mine = copy.deepcopy(self._model)
+        batch = _faked(mode, self._collate([self._sample] * micro))
         if isinstance(batch, Mapping):
             return mine, (), batch
         return mine, tuple(batch) if isinstance(batch, list | tuple) else (batch,), {}
-
-    made: dict[int, Profile] = {}
-    profiler = Profiler(known=False)
-
-    def of(micro: int) -> Profile:
-        if micro not in made:
-            made[micro] = profiler.make(
-                build, micro, config.working_dtype(), tuple(config.wherry.unit_classes), Recompute.of(config)
-            )
-        return made[micro]
-
-    return lambda micro: of(micro) if micro in (1, FAR) else Line(of(1), of(FAR)).at(micro)
 
 
 def _faked(mode: FakeTensorMode, value: Any) -> Any:

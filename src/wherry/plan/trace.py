@@ -24,16 +24,32 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from wherry.activations.recompute import operations, recomputed, selective
+from wherry.activations.saving import Saver
+from wherry.activations.stores import DiskActivations, HostStore, allocator
 from wherry.errors import WherryError
 from wherry.fake import is_fake
 from wherry.observe.footprint import WORKING, Footprint
 from wherry.observe.log import logger
+from wherry.placement import Tier
 from wherry.plan.blocks import Differs, Gap, filled, thinned
 from wherry.plan.cut import CutLinear, joined_bytes
-from wherry.plan.profile import ATTENTION, PLAIN, TANH, Interval, Moment, Operation, Operations, Profile, Recompute
+from wherry.plan.imagined import FakeLink, FakePool, FakeStore
+from wherry.plan.profile import (
+    ATTENTION,
+    PLAIN,
+    TANH,
+    Interval,
+    Moment,
+    Operation,
+    Operations,
+    Profile,
+    PutAway,
+    Recompute,
+)
 from wherry.plan.units import sizes_of
+from wherry.sharding.autograd import NO_TASK, backward_task, tensors_in
 from wherry.sharding.grouping import UnitPlan, plan_units
-from wherry.sharding.hooks import NO_TASK, backward_task, tensors_in
+from wherry.tiers.tickets import DONE, Ticket
 
 aten = torch.ops.aten
 
@@ -44,8 +60,9 @@ Few = AbstractContextManager[tuple[list[UnitPlan], list[Gap]]]
 
 
 @contextmanager
-def _installed(recompute: Recompute, plans: Sequence[UnitPlan]) -> Iterator[None]:
-    """Units that compute their activations again, as the engine's do."""
+def _installed(recompute: Recompute, plans: Sequence[UnitPlan], saver: Saver | None) -> Iterator[None]:
+    """Units that compute their activations again, or put them away, as the engine's do."""
+    whole = isinstance(recompute, PutAway) and recompute.whole
     saved = operations(recompute.save_operations)
     units = [plan for plan in plans if not plan.root]
     with ExitStack() as undone:
@@ -53,15 +70,59 @@ def _installed(recompute: Recompute, plans: Sequence[UnitPlan]) -> Iterator[None
             if place % recompute.every == 0:
                 for module in plan.modules:
                     undone.callback(_put_back, module, vars(module).get("forward"))
-                    module.forward = partial(_forward, module.forward, saved)
+                    module.forward = partial(_forward, module.forward, saved, saver, whole)
         yield
 
 
-def _forward(forward: Callable[..., Any], saved: frozenset[Any], *args: Any, **kwargs: Any) -> Any:
+def _forward(
+    forward: Callable[..., Any], saved: frozenset[Any], saver: Saver | None, whole: bool, *args: Any, **kwargs: Any
+) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
+    saving = None if saver is None else saver.hooks()
+    if whole:
+        with saving or nullcontext():
+            return forward(*args, **kwargs)
     contexts = partial(selective, saved) if saved else None
-    return recomputed(forward, args, kwargs, contexts=contexts)
+    return recomputed(forward, args, kwargs, contexts=contexts, saving=saving)
+
+
+class _AsItIs:
+    """Of what autograd saves only the engine's own weights need more."""
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def unpack(self, saved: torch.Tensor) -> torch.Tensor:
+        return saved
+
+
+class _Way(FakeLink):
+    """Copies that go on beside what is computed: they are none of its operations."""
+
+    def up(self, target: torch.Tensor, source: torch.Tensor, *, after: Ticket = DONE) -> Ticket:
+        return DONE
+
+    def down(self, target: torch.Tensor, source: torch.Tensor) -> Ticket:
+        return DONE
+
+
+class _Away:
+    """Where activations are put: the engine's own stores, on a host and a disk that are imagined."""
+
+    def __init__(self, how: PutAway, model: nn.Module, mode: FakeTensorMode, footprint: Footprint) -> None:
+        self._pool, self._disk = FakePool(mode, footprint), FakeStore(())
+        link, allocate = _Way(self._pool, shared=False), allocator(torch.device("cpu"), None)
+        disk: Any = self._disk
+        store = DiskActivations(disk, link, allocate) if how.tier is Tier.DISK else HostStore(link, allocate)
+        self.saver = Saver(
+            store, _AsItIs(), smallest=how.smallest, weights=lambda: (*model.parameters(), *model.buffers())
+        )
+        self.saver.begin()
+
+    def figures(self) -> dict[str, int]:
+        """By the profile's names."""
+        return {"on_host": self._pool.counters.allocated, "on_disk": self._disk.reserved, "sent": self.saver.nbytes}
 
 
 def _put_back(module: nn.Module, forward: Callable[..., Any] | None) -> None:
@@ -236,9 +297,11 @@ def profile(
 ) -> Profile:
     """Run one micro-batch of the model that `build` makes, with its weights in `dtype`, and leave it as it was.
 
-    Of many equal blocks in a row only the first and the last few run, unless `whole`: the answer is the same. `mode` is
-    that of a model which `build` has made before.
+    Of many equal blocks in a row only the first and the last few run, unless `whole`: the answer is the same. But how
+    much comes back ahead of its use depends on all that was put away. `mode` is that of a model which `build` has made
+    before.
     """
+    whole = whole or isinstance(recompute, PutAway)
     try:
         with mode or FakeTensorMode(allow_non_fake_inputs=True) as mode:
             found = None if whole else _profile(mode, build, micro_batch, dtype, unit_classes, recompute, whole=False)
@@ -266,7 +329,7 @@ class Profiler:
 
     def make(self, build: Build, *settings: Any) -> Profile:
         """As `profile` of these settings."""
-        if self._few is not None:
+        if self._few is not None or any(isinstance(setting, PutAway) for setting in settings):
             return profile(build, *settings, whole=not self._few, mode=self._mode)
         whole = profile(build, *settings, whole=True, mode=self._mode)
         self._few = whole.same(profile(build, *settings, mode=self._mode))
@@ -292,10 +355,12 @@ def _profile(
     units, buffers = sizes_of(plans), _tensor_bytes(list(model.buffers()))
     inputs = list({id(t): t for t in (*tensors_in(args), *tensors_in(kwargs))}.values())
     every = recompute.every if recompute is not None else 1
+    recorder = _Recorder()
     few: Few = nullcontext((plans, [])) if whole else thinned(model, plans, every)
     with few as (kept_plans, gaps):
         try:
-            intervals, kept = _run(model, kept_plans, args, kwargs, inputs, dtype, recompute)
+            away = _Away(recompute, model, mode, recorder) if isinstance(recompute, PutAway) else None
+            intervals, kept = _run(model, kept_plans, args, kwargs, inputs, dtype, recompute, recorder, away)
         except Exception as error:
             if not gaps:
                 raise
@@ -317,6 +382,7 @@ def _profile(
         micro_batch=micro_batch,
         kept=kept,
         joined=sum(each.joined for each in intervals),
+        **(away.figures() if away is not None else {}),
     )
 
 
@@ -328,9 +394,10 @@ def _run(
     inputs: Sequence[torch.Tensor],
     dtype: torch.dtype | None,
     recompute: Recompute | None,
+    recorder: _Recorder,
+    away: _Away | None,
 ) -> tuple[list[Interval], int]:
     """A forward and backward, event by event, and the bytes of activations that are kept between the two."""
-    recorder = _Recorder()
     watch = _Watch(model, plans, recorder)
     with ExitStack() as undone:
         undone.callback(watch.remove)
@@ -340,7 +407,7 @@ def _run(
                 undone.callback(setattr, parameter, "data", parameter.data)
                 parameter.data = parameter.data.to(dtype)
         if recompute is not None:
-            undone.enter_context(_installed(recompute, plans))
+            undone.enter_context(_installed(recompute, plans, away.saver if away is not None else None))
         undone.enter_context(recorder)
         recorder.label("weights", model.parameters())
         recorder.label("buffers", (*model.buffers(), *inputs))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import nn
 
+from wherry.parallel.partition import is_dtensor, local
 from wherry.plan.memory import UnitSizes
 from wherry.sharding.grouping import UnitPlan, plan_units
 
@@ -18,16 +19,22 @@ def unit_sizes(model: nn.Module, unit_classes: Sequence[str] = ()) -> list[UnitS
     return sizes_of(plan_units(model, unit_classes))
 
 
-def sizes_of(plans: Sequence[UnitPlan]) -> list[UnitSizes]:
+def sizes_of(plans: Sequence[UnitPlan], trained: Collection[nn.Parameter] | None = None) -> list[UnitSizes]:
+    """Of this rank's parts; `trained` are the parameters that an optimizer was given, where one is known."""
     sizes = []
     for plan in plans:
         floating = [parameter for _, parameter in plan.parameters if parameter.is_floating_point()]
+        updated = [p.requires_grad and (trained is None or p in trained) for p in floating]
         sizes.append(
             UnitSizes(
                 plan.name,
-                trained=tuple(p.numel() for p in floating if p.requires_grad),
-                frozen=tuple(p.numel() for p in floating if not p.requires_grad),
+                trained=tuple(_numel(p) for p, is_updated in zip(floating, updated, strict=True) if is_updated),
+                frozen=tuple(_numel(p) for p, is_updated in zip(floating, updated, strict=True) if not is_updated),
                 root=plan.root,
             )
         )
     return sizes
+
+
+def _numel(parameter: nn.Parameter) -> int:
+    return (local(parameter) if is_dtensor(parameter) else parameter).numel()

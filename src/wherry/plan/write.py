@@ -9,6 +9,7 @@ from typing import Any
 from wherry.config import Config
 from wherry.config.source import nested
 from wherry.plan.choose import Choice
+from wherry.plan.quantities import seconds
 
 
 def as_text(config: Config, choice: Choice) -> str:
@@ -37,7 +38,7 @@ def _preamble(choice: Choice) -> Iterator[str]:
     for use in found.uses:
         yield f"{use.place}: {use.needed / 1e9:.2f} GB of {use.usable / 1e9:.2f} GB usable."
     if found.time is not None:
-        yield f"A step takes about {found.time.total:.3g} s, limited by {found.time.limited_by}."
+        yield f"A step takes about {seconds(found.time.total)}, limited by {found.time.limited_by}."
 
 
 def _put(tree: dict[str, Any], path: list[str], value: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
@@ -83,13 +83,24 @@ class Access:
         self.unit_of.clear()
 
     @contextmanager
-    def gathered(self, flats: Iterable[Flat], modifier_rank: int | None) -> Iterator[None]:
+    def gathered(self, flats: Iterable[Flat], modifier_rank: int | None, what: str = "gathered()") -> Iterator[None]:
         """The flats whole; what was edited is written back to shards and masters at the end.
 
         An edit stands: where a delayed update has made new weights that are not published, it is one of these too.
         """
-        self.rest()
         flats = list(flats)
+        self.meet(what, flats)
+        self.rest()
+        with self._gathered(flats, modifier_rank):
+            yield
+
+    def meet(self, what: str, flats: Iterable[Flat]) -> None:
+        """Before flats are gathered: all ranks have come here to do so, or whoever is here alone is told."""
+        if any(flat.weights is Weights.RELEASED for flat in flats):
+            self.gatherer.comm.meet(what)
+
+    @contextmanager
+    def _gathered(self, flats: Sequence[Flat], modifier_rank: int | None) -> Iterator[None]:
         with ExitStack() as stack:
             for flat in flats:
                 stack.enter_context(self._whole(flat))
@@ -137,6 +148,8 @@ class Access:
 
     def _before_state_dict(self, module: nn.Module, *_: Any) -> None:
         if self._reading.enter(module):
+            inside = set(module.parameters())
+            self.meet("state_dict()", (flat for flat in self.unit_of if not inside.isdisjoint(flat.parameters)))
             self.rest()
 
     def _fill_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -149,7 +162,7 @@ class Access:
             names.setdefault(parameter, []).append(prefix + name)
         for unit in self.units:
             wanted = [flat for flat in unit.travelling if any(p in names for p in flat.parameters)]
-            with self.gathered(wanted, None):
+            with self._gathered(wanted, None):
                 for flat in wanted:
                     for parameter in flat.parameters:
                         if parameter not in names:
@@ -164,10 +177,11 @@ class Access:
     def _before_load(self, module: nn.Module, *_: Any) -> None:
         if self._writing.enter(module):
             self._loading.close()
-            self.settle()
             inside = set(module.parameters())
-            flats = [flat for flat in self.unit_of if any(p in inside for p in flat.parameters)]
-            self._loading.enter_context(self.gathered(flats, None))
+            flats = [flat for flat in self.unit_of if not inside.isdisjoint(flat.parameters)]
+            self.meet("load_state_dict()", flats)
+            self.settle()
+            self._loading.enter_context(self._gathered(flats, None))
 
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
         if self._writing.leave(module):
@@ -249,5 +263,7 @@ def gathered(
             # One order on every rank, whatever order the parameters were given in.
             ordered = sorted(flats, key=lambda flat: (access.unit_of[flat].index, flat.name))
             stack.enter_context(access.gathered(ordered, modifier_rank))
+        for comm in dict.fromkeys(part.comm for part in parts if not part.whole):
+            comm.meet("gathered()")
         stack.enter_context(parts_gathered(parts, modifier_rank))
         yield

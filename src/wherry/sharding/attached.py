@@ -6,8 +6,10 @@ plain dictionary. Weights that are not whole cannot be copied: that is an error,
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +23,19 @@ def nothing(*args: Any, **kwargs: Any) -> None:
 
 
 class Hook:
-    """A hook on a module. Hooks look at what torch.compile cannot: storages, collectives, the state of a backward."""
+    """A hook on a module. Hooks look at what torch.compile cannot: storages, collectives, the state of a backward.
+
+    What keeps it out of a graph loads torch's compiler with its first call, a second that is left to who compiles.
+    """
 
     def __init__(self, call: Callable[..., Any], *, compiles: bool = False) -> None:
-        self._call = call if compiles else torch.compiler.disable(call)
+        self._call = call
+        self._outside = None if compiles else torch._disable_dynamo(partial(call))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # The first is true inside of a graph, where the second cannot be asked.
+        if self._outside is not None and (torch.compiler.is_compiling() or "torch._dynamo" in sys.modules):
+            return self._outside(*args, **kwargs)
         return self._call(*args, **kwargs)
 
     def __reduce__(self) -> Any:

@@ -17,6 +17,7 @@ from wherry.sharding.layout import lay_out
 from wherry.sharding.meta import Materialiser
 from wherry.sharding.parts import own_parts, taken
 from wherry.sharding.unit import Flat, Unit, Weights
+from wherry.tiers.elastic import Frames
 from wherry.tiers.homes import Home
 
 
@@ -62,6 +63,8 @@ class Builder:
         self.persistence_left = float("inf") if persistence_limit is None else persistence_limit
         # Called with every flat that is trained, and with the fp32 shard it was made from, if that is more precise.
         self.adopt = adopt
+        # What units have gathered into is handed on among them.
+        self._frames = Frames()
 
     def build(self, plans: Sequence[UnitPlan], model: nn.Module) -> list[Unit]:
         check_same_model([item for plan in plans for item in plan.parameters], self.comm)
@@ -105,9 +108,7 @@ class Builder:
         members = sorted(members, key=lambda item: (self.group_of.get(item[1], ungrouped), item[0] not in parts))
         cut = self.placement.parameters.partitioned or (trainable and self.placement.optimizer.partitioned)
         ranks = self.shards.size if cut else 1
-        layout = lay_out(
-            [(n, local(p).shape, self.group_of.get(p, ungrouped)) for n, p in members], ranks, parts=parts
-        )
+        layout = lay_out([(n, local(p).shape, self.group_of.get(p, ungrouped)) for n, p in members], ranks, parts=parts)
         originals = [Original(parameter) for _, parameter in members]
         for _, parameter in members:
             retype(parameter, dtype, self.device)
@@ -127,6 +128,7 @@ class Builder:
             device=self.device,
             resident=resident,
             home=home,
+            frames=self._frames,
         )
         self._fill(flat, originals)
         return flat
@@ -158,9 +160,9 @@ class Builder:
         if flat.home is not None:
             flat.home.leave()
         flat.show_blanks()
-        flat.whole.untyped_storage().resize_(0)
+        flat.elastic.shrink()
+        flat.elastic.trim()  # until the first step nobody wants it
         flat.weights = Weights.RELEASED
-
 
     def _adopt(self, flat: Flat, precise: torch.Tensor | None) -> None:
         if flat.trainable:

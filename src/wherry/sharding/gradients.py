@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -20,7 +19,7 @@ from wherry.parallel.topology import Topology
 from wherry.placement import Resting
 from wherry.sharding.descent import Descent
 from wherry.sharding.flat_gradient import FlatGradient, GradientPolicy, Landing
-from wherry.sharding.layout import Slot
+from wherry.sharding.named_gradients import NamedGradients
 from wherry.sharding.norm import Norm, SumSquares
 from wherry.sharding.replicas import IN_FLIGHT, Crossings, Travelling
 from wherry.sharding.unit import Flat
@@ -67,7 +66,6 @@ class Gradients:
         self.norm = Norm(topology, self._replicas, sum_squares, partitioned=optimizer.partitioned)
         # Small reductions whose turn has come, and which wait to travel together.
         self._waiting: list[_Reduction] = []
-        self._tensor = topology.tensor
         self.policy = policy
         self._optimizer_partitioned = optimizer.partitioned
         self._partitioned = gradients.partitioned and self._shards.size > 1
@@ -77,6 +75,7 @@ class Gradients:
             for flat in flats
             if flat.trainable
         ]
+        self.named = NamedGradients(self.all, self._shards, topology.tensor)
         # Told of every flat whose gradient is complete at the boundary, `landing` apart.
         self.on_complete: Callable[[FlatGradient], None] | None = None
         # Told in the boundary's backward when half of all flats have their gradients.
@@ -178,7 +177,6 @@ class Gradients:
             elif gradient.partitioned or gradient.reduced:
                 self._summed(gradient)
             else:
-                self._drain(IN_FLIGHT - 1)
                 self._reduce_accumulated(gradient)
         self._send_waiting()
         self._drain(0)
@@ -237,46 +235,6 @@ class Gradients:
                 self._summed(gradient)
         self._tell_of_held()
 
-    def whole(self, name: str) -> torch.Tensor:
-        """The window's summed gradient of one parameter, from all ranks' parts."""
-        gradient, slot = self._place_of(name)
-        gradient.landing.wait()
-        layout, device = gradient.flat.layout, gradient.flat.whole.device
-        if layout.ranks == 1:
-            return self._join(gradient.of_parameter(layout.slots.index(slot)).to(device), slot)
-        owned = gradient.owned.to(device)
-        whole = torch.empty(layout.numel, dtype=owned.dtype, device=device)
-        self._shards.all_gather(whole, owned.contiguous()).wait()
-        return self._join(whole[slot.start : slot.stop].view(slot.shape), slot)
-
-    def _join(self, local: torch.Tensor, slot: Slot) -> torch.Tensor:
-        """The logical gradient, from the parts of all tensor-parallel ranks."""
-        if slot.part is None or slot.part.global_shape is None or slot.part.offsets is None:
-            return local
-        joined = local.new_empty(slot.part.global_shape)
-        for offsets, part in self._tensor.gather_objects((slot.part.offsets, local.cpu())):
-            joined[tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))] = part.to(local.device)
-        return joined
-
-    def replace(self, name: str, value: torch.Tensor) -> None:
-        """Put `value` in the place of the window's summed gradient of one parameter, once it is reduced."""
-        gradient, slot = self._place_of(name)
-        layout = gradient.flat.layout
-        part = layout.overlap(slot, gradient.flat.rank)
-        gradient.landing.wait()
-        if part is not None:
-            start, stop, place = part
-            gradient.owned[place : place + stop - start].copy_(value.flatten()[start:stop])
-        gradient.sum_squares = None
-
-    def _place_of(self, name: str) -> tuple[FlatGradient, Slot]:
-        slots = {slot.name: (gradient, slot) for gradient in self.all for slot in gradient.flat.layout.slots}
-        if name not in slots:
-            close = difflib.get_close_matches(name, slots, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise WherryError(f"gradients: no trainable parameter is named {name!r}{hint}")
-        return slots[name]
-
     def _forget(self) -> None:
         for gradient in self.all:
             gradient.close()
@@ -308,7 +266,6 @@ class Gradients:
         elif gradient.reduced:
             self._reduce_more(gradient)
         elif self.boundary:
-            self._drain(IN_FLIGHT - 1)
             self._reduce_accumulated(gradient)
 
     def _reduce_shard(self, gradient: FlatGradient) -> None:
@@ -402,10 +359,14 @@ class Gradients:
             self._summed(gradient)
             return
         whole, owned = gradient.accumulated, gradient.own_sum
+        cast = gradient.dtype != gradient.wire_dtype
+        buffered = cast or self._merging.takes(whole) or (self._optimizer_partitioned and self.comm.buffers(whole))
+        if buffered or self._replicas.size > 1 or self.on_complete is not None:
+            # Buffers are to be few, and what follows a sum is to begin soon. Else nothing is gained by waiting here.
+            self._drain(IN_FLIGHT - 1)
         if self.policy.predivide != 1.0:
             whole.div_(self.policy.predivide)
         conclude = self._summed if self._replicas.size == 1 else self._conclude
-        cast = gradient.dtype != gradient.wire_dtype
         if cast:
             whole = self._pool(gradient).take(whole.numel(), gradient.wire_dtype).copy_(whole)
             owned = whole[slice(*gradient.flat.layout.shard_range(gradient.flat.rank))]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,46 +14,18 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from wherry.errors import WherryError
-from wherry.parallel.partition import is_dtensor
 from wherry.sharding.attached import Hook, WatchedParameters
+from wherry.sharding.autograd import NO_TASK, accumulates, backward_task, tensors_in
+from wherry.sharding.frozen import FrozenCalls
 from wherry.sharding.gradients import FlatGradient, Gradients
 from wherry.sharding.interleave import Interleaver
+from wherry.sharding.saved import SavedWeights
 from wherry.sharding.schedule import Pass, Schedule
 from wherry.sharding.thread_state import RandomStream
-from wherry.sharding.unit import Flat, Unit, Weights
+from wherry.sharding.unit import Unit
 from wherry.sharding.weights import Gatherer
 
 T = TypeVar("T")
-
-NO_TASK = -1
-backward_task = torch._C._current_graph_task_id  # NO_TASK outside a backward
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a module's inputs or outputs: nested lists, tuples, mappings and dataclasses are looked into."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple | set):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for name in value.__dataclass_fields__:
-            yield from tensors_in(getattr(value, name))
-
-
-def with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`value` with all tensors in it changed: dicts, lists and tuples are made anew, anything else is left as it is."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: with_tensors(item, change) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        items = [with_tensors(item, change) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
 
 
 def _arrival(hooks: weakref.ref[Hooks], place: int, index: int) -> Callable[[nn.Parameter], None]:
@@ -99,16 +70,7 @@ def _uncounted(hooks: weakref.ref[Hooks]) -> Callable[[nn.Parameter], None]:
     return arrived
 
 
-def _accumulates(parameter: nn.Parameter) -> bool:
-    """Whether the backward that runs makes this parameter's gradient."""
-    with torch.enable_grad():
-        node = parameter.view_as(parameter).grad_fn
-    accumulate = node.next_functions[0][0] if node is not None else None
-    assert accumulate is not None
-    return torch._C._will_engine_execute_node(accumulate)
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Phases:
     """What the engine wants to be told."""
 
@@ -143,15 +105,14 @@ class Hooks:
         self.interleaver = interleaver
         # How many forwards of each unit's modules are running, nested ones and recursion included.
         self.running = [0] * len(units)
-        # In forwards that run together: how often a unit ran without a graph, to be recomputed in the backward.
-        self._ungraphed: dict[Unit, int] = {}
+        self.saved = SavedWeights(units, gatherer)
+        self._frozen = FrozenCalls(gatherer, interleaver)
         self.task = NO_TASK
         self.backward_running = False
         self._handles: list[RemovableHandle] = []
         self._arrivals: list[RemovableHandle] = []
         self._takes_turns = False
         self._unit_of: dict[nn.Parameter, Unit] = {}
-        self._frozen_calls: dict[Unit, int] = {}
         unit_of = {flat: unit for unit in units for flat in unit.flats}
         self._home = [unit_of[gradient.flat] for gradient in gradients.all]
         self._places: dict[Unit, list[int]] = {}
@@ -165,15 +126,13 @@ class Hooks:
         self.version = 0
         # Whether the backward that runs makes gradients of weights; None as long as nobody has asked.
         self._reduces: bool | None = None
-        self._flat_of = {flat.whole.untyped_storage()._cdata: flat for unit in units for flat in unit.travelling}
-        # Told of every tensor that autograd saves in the model's forwards, as long as somebody asks.
-        self.notice: Callable[[torch.Tensor], None] | None = None
+        # Whether any weights do not stay whole.
+        self.travels = any(unit.travelling for unit in units)
         self._install()
 
     # Installation.
 
     def _install(self) -> None:
-        travels = any(unit.travelling for unit in self.units)
         # Root hooks come first in the forward and last after it, whatever else is on the module.
         self._keep(self.model.register_forward_pre_hook(Hook(self._root_pre_forward, compiles=True), prepend=True))
         for unit in self.units:
@@ -181,7 +140,7 @@ class Hooks:
                 self._install_unit(unit)
         self._keep(self.model.register_forward_hook(Hook(self._root_post_forward, compiles=True), always_call=True))
         self.watch_arrivals()
-        if travels or self.updates_beside:
+        if self.travels or self.updates_beside:
             self._watch_parameters()
 
     def watch_arrivals(self) -> None:
@@ -255,33 +214,6 @@ class Hooks:
 
     # Forward.
 
-    def saving(self) -> AbstractContextManager[Any]:
-        """Around a forward: a weight that autograd saves is gathered again when the backward wants it.
-
-        Units are gathered for their backward by hooks on their outputs. This is for the ways past those: outputs in
-        objects of the user's own, losses kept on a module, weights used detached.
-        """
-        if not (self._flat_of or self.notice is not None) or not torch.is_grad_enabled():
-            return nullcontext()
-        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
-
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, Flat]:
-        """What autograd keeps of a tensor: itself, or with the flat that it is a view of."""
-        inner = tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
-        if self.notice is not None:
-            self.notice(inner)
-        flat = self._flat_of.get(inner.untyped_storage()._cdata) if self._flat_of else None
-        return tensor if flat is None else (tensor, flat)
-
-    def unpack(self, saved: torch.Tensor | tuple[torch.Tensor, Flat]) -> torch.Tensor:
-        """The tensor again, its flat gathered."""
-        if isinstance(saved, torch.Tensor):
-            return saved
-        tensor, flat = saved
-        if flat.weights is not Weights.WHOLE:
-            self.gatherer.gather_flat(flat)
-        return tensor
-
     def _root_pre_forward(self, module: nn.Module, args: Any) -> None:
         root = self.root
         if not self.interleaver.active and self.running[root.index] == 0 and backward_task() == NO_TASK:
@@ -317,7 +249,7 @@ class Hooks:
             return False
         first = self.interleaver.reach(unit)
         if self.interleaver.active and not torch.is_grad_enabled():
-            self._ungraphed[unit] = self._ungraphed.get(unit, 0) + 1
+            self._frozen.ran_without_graph(unit)
         return first
 
     def _pre_forward(self, unit: Unit, module: nn.Module, args: Any) -> None:
@@ -372,7 +304,7 @@ class Hooks:
         """Whether the backward that runs is one for weights, and not for inputs only, as of torch.autograd.grad."""
         if self._reduces is None:
             parameters = (p for gradient in self.gradients.all for p in gradient.flat.parameters)
-            self._reduces = self.gradients.arrivals > 0 or any(map(_accumulates, parameters))
+            self._reduces = self.gradients.arrivals > 0 or any(map(accumulates, parameters))
         return self._reduces
 
     def _post_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
@@ -393,7 +325,7 @@ class Hooks:
     def _post_forward_with_inputs(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """As `_post_forward`, for a unit with frozen weights: its inputs' gradients tell when they are done with."""
         if torch.is_grad_enabled() and self.running[unit.index] == 1:
-            self._watch_inputs(unit, args, kwargs, output)
+            self._frozen.watch(unit, args, kwargs, output)
         self._post_forward(unit, module, args, output)
 
     def _hook_outputs(self, output: Any, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> bool:
@@ -422,16 +354,11 @@ class Hooks:
 
     # Other methods.
 
-    @property
-    def travels(self) -> bool:
-        """Whether any weights do not stay whole."""
-        return bool(self._flat_of)
-
     def call(self, method: Callable[..., T], args: Any, kwargs: Any) -> T:
         """A method of the model other than its forward: weights that it reads by itself are gathered for it."""
         self._calling += 1
         try:
-            with self.saving():
+            with self.saved.around():
                 output = method(*args, **kwargs)
         finally:
             self._calling -= 1
@@ -452,11 +379,10 @@ class Hooks:
         Each draws its random numbers from a stream of its own, and the first of these becomes the thread's.
         """
         self._begin_forward()
-        self._ungraphed, self._frozen_calls = {}, {}
+        self._frozen.forget()
         try:
             results = self.interleaver.run(forwards, self._enter, streams)
         except BaseException:
-            self._ungraphed = {}
             self.end_backward()
             raise
         finally:
@@ -467,8 +393,7 @@ class Hooks:
             # come than in the backward before, the flat is collected at the end; if more, once more.
             per_forward = gradient.nested // self.gradients.micro_batches
             gradient.expected = max(1, per_forward * len(forwards))
-        for unit, calls in self._ungraphed.items():
-            self._frozen_calls[unit] = self._frozen_calls.get(unit, 0) + calls
+        self._frozen.await_recomputations()
         return results
 
     def _enter(self, running: list[int]) -> None:
@@ -500,8 +425,7 @@ class Hooks:
         del self._awaited[:1]
         self.backward_running = False
         self.task = NO_TASK
-        self._frozen_calls = {}
-        self._ungraphed = {}
+        self._frozen.forget()
         self.gatherer.release_all()
 
     def _inside_backward(self) -> bool:
@@ -550,40 +474,3 @@ class Hooks:
         # Every operation that used these weights has run: each needed them to make a gradient that has arrived.
         if not self._home[place].shared:
             self.gatherer.release_flat(gradient.flat)
-
-    def _watch_inputs(self, unit: Unit, args: Any, kwargs: Any, output: Any) -> None:
-        """Release the unit's frozen flats once the gradients of this call's inputs are complete."""
-        inputs = [t for t in (*tensors_in(args), *tensors_in(kwargs)) if t.requires_grad]
-        outputs = [t for t in tensors_in(output) if t.requires_grad]
-        if not inputs or not outputs or unit.shared:
-            return
-        begun = False
-
-        def count(change: int) -> int:
-            self._frozen_calls[unit] = self._frozen_calls.get(unit, 0) + change
-            return self._frozen_calls[unit]
-
-        def begins(grad: torch.Tensor) -> None:
-            nonlocal begun
-            if not begun:
-                begun = True
-                count(1)
-
-        def ends(grads: Any) -> None:
-            if count(-1) == 0 and not unit.shared:
-                for flat in unit.travelling:
-                    if not flat.trainable:
-                        self.gatherer.release_flat(flat)
-
-        if self.interleaver.active:
-            # All of these forwards get their backward, the last first: the flats are needed until the first has had it.
-            count(1)
-        elif backward_task() != NO_TASK:
-            if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-                return  # a non-reentrant checkpoint recomputes: its backward runs on the graph of the first forward
-            if unit not in self._ungraphed:  # else counted when the forwards ran
-                count(1)
-        else:
-            for tensor in outputs:
-                tensor.register_hook(begins)
-        torch.autograd.graph.register_multi_grad_hook(inputs, ends)

@@ -8,7 +8,7 @@ import threading
 import weakref
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,12 +18,14 @@ from torch.utils._pytree import tree_iter
 from torch.utils.hooks import RemovableHandle
 
 from wherry import config as configs
-from wherry.config import Config
 from wherry.observe.log import say
 from wherry.parallel import topology as topologies
 from wherry.parallel.comm import Comm
 from wherry.placement import Tier
 from wherry.sharding.parts import PART, Lease, Part, part_of, source_of
+
+if TYPE_CHECKING:
+    from wherry.config import Config
 
 # What may be asked of a placeholder: it has the parameter's shape and type.
 _METADATA = frozenset(
@@ -39,6 +41,12 @@ _METADATA = frozenset(
                  "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__len__", "ndimension")
     if hasattr(torch.Tensor, name)
 )  # fmt: skip
+
+# Methods that fill a tensor with random numbers.
+_DRAWS = frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_")
+)
 
 # After so many bytes of parameters let go of, memory is given back to the system.
 TRIMMED = 1 << 23
@@ -61,6 +69,10 @@ class Init:
         engine, *_ = wherry.initialize(model=model, config="config.json")
 
     Where the config keeps whole parameters on every rank (stages 0 to 2), or with `enabled=False`, nothing changes.
+
+    With `meta=True` models have no values before `wherry.initialize`, at any stage: it lets modules draw their own, a
+    unit at a time, as for a model built under `torch.device("meta")`. Nothing is drawn here, which that device does
+    with code of torch's that takes a second to load.
     """
 
     def __init__(
@@ -69,11 +81,13 @@ class Init:
         *,
         mesh: Any = None,
         enabled: bool = True,
+        meta: bool = False,
     ) -> None:
-        self.enabled = enabled
+        self.enabled = enabled and not meta
+        self._shapes = _Shapes() if enabled and meta else None
         self._config: Config | None = None
-        if enabled and config is not None:
-            self._config = config if isinstance(config, Config) else configs.load(config)
+        if self.enabled and config is not None:
+            self._config = config if isinstance(config, configs.Config) else configs.load(config)
             if not self._config.placement().parameters.partitioned:
                 self.enabled = False
                 stage = self._config.zero_optimization.stage
@@ -88,6 +102,8 @@ class Init:
         self._freed = 0
 
     def __enter__(self) -> Init:
+        if self._shapes is not None:
+            self._shapes.__enter__()
         if not self.enabled:
             return self
         timeout = (self._config or configs.load(None)).wherry.timeout_s
@@ -112,6 +128,8 @@ class Init:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._shapes is not None:
+            self._shapes.__exit__(kind, error, trace)
         if not self.enabled:
             return
         self._touch.__exit__(kind, error, trace)
@@ -177,8 +195,7 @@ class Init:
         held = set() if aliased else self._held(list(parts.values()))
         for part in parts.values():
             if part not in held:
-                self._freed += part.shape.numel() * part.dtype.itemsize if part.whole else 0
-                part.release()
+                self._freed += part.release()
         if self._freed >= TRIMMED:
             self._freed = 0
             _trim()
@@ -234,6 +251,28 @@ class _Touch(TorchFunctionMode):
                     self.init.fill(parameter)
             if parts:
                 self.init.touch(parts)
+        return func(*args, **kwargs)
+
+
+class _Shapes(TorchFunctionMode):
+    """The meta device, on which nothing is drawn."""
+
+    def __enter__(self) -> _Shapes:
+        self._device = torch.device("meta")
+        self._device.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *ended: Any) -> None:
+        super().__exit__(*ended)
+        self._device.__exit__(*ended)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _DRAWS or getattr(func, "__module__", None) == nn.init.__name__:
+            tensor = args[0] if args else kwargs.get("tensor")
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                return tensor
         return func(*args, **kwargs)
 
 

@@ -80,14 +80,14 @@ class Materialiser:
         old = {name: p for name, p in module._parameters.items() if p is not None and not p.is_meta}
         for parameter in module._parameters.values():
             if parameter is not None and parameter.is_meta:
-                given = torch.full_like(parameter, float("nan"), device=self.device)
+                given = _filled_like(parameter, float("nan"), self.device)
                 with _attributes_of(parameter):
                     torch.utils.swap_tensors(parameter, nn.Parameter(given, requires_grad=parameter.requires_grad))
         buffers = []
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 unknown = float("nan") if buffer.is_floating_point() else 0
-                module._buffers[name] = torch.full_like(buffer, unknown, device=self.device)
+                module._buffers[name] = _filled_like(buffer, unknown, self.device)
                 buffers.append(name)
         # Tied to a module that had its turn: those values stay.
         with _scratch(module, old, self.device):
@@ -108,6 +108,13 @@ class Materialiser:
                 f"{where}: reset_parameters() of {type(module).__name__} has left {', '.join(unset)} without values, "
                 "which were on the meta device; let it set them too, or build the model under wherry.Init() instead"
             )
+
+
+def _filled_like(tensor: torch.Tensor, value: float, device: torch.device) -> torch.Tensor:
+    # Of one on the meta device torch works out the strides by code that takes half a second to load.
+    if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.is_contiguous():
+        return torch.full(tensor.shape, value, dtype=tensor.dtype, device=device)
+    return torch.full_like(tensor, value, device=device)
 
 
 def _is_unset(tensor: torch.Tensor) -> bool:

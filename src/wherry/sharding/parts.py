@@ -20,15 +20,15 @@ PART = "_wherry_part"
 # On the memory of a placeholder: whose it is, as long as that lives.
 OWNER = "_wherry_placeholder_of"
 
-# Bytes of a parameter that travel at a time on the host. gloo gathers through a copy, in threads whose heaps keep what
-# they have freed: of a large embedding that would be another one.
+# Bytes of a parameter that travel at a time on the host. Among more than a few ranks gloo gathers through a copy, in
+# threads whose heaps keep what they have freed: of a large embedding that would be another one.
 PIECE = 1 << 20
 
 
 def allocate(numel: int, dtype: torch.dtype, device: torch.device, folder: str | None) -> torch.Tensor:
-    """Memory for a shard: on `device`, or in a file of `folder` that is gone when the tensor is."""
+    """Memory for a shard, of undefined contents: on `device`, or in a file of `folder` that is gone with the tensor."""
     if folder is None:
-        return torch.zeros(numel, dtype=dtype, device=device)
+        return torch.empty(numel, dtype=dtype, device=device)
     os.makedirs(folder, exist_ok=True)
     handle, path = tempfile.mkstemp(prefix="wherry-init-", dir=folder)
     try:
@@ -65,14 +65,16 @@ class Part:
         parameter.__dict__["__deepcopy__"] = partial(_copied, parameter)
         self.shape = parameter.shape
         self.dtype = parameter.dtype
-        self.shard = allocate(self._shard_numel(parameter.numel()), parameter.dtype, rests_on, folder)
+        self.rests_on = rests_on
+        # There is one as soon as the parameter has been released.
+        self.shard = torch.empty(0, dtype=parameter.dtype, device=rests_on)
         self._blank: torch.Tensor | None = None
         # The memory of that, which knows this part.
         self._marked: torch.UntypedStorage | None = None
 
     def like(self, parameter: nn.Parameter) -> Part:
         """A part of another parameter, held as this one is."""
-        part = Part(parameter, self.comm, self.device, self.shard.device, self.folder, self.lease)
+        part = Part(parameter, self.comm, self.device, self.rests_on, self.folder, self.lease)
         parameter.__dict__[PART] = part
         return part
 
@@ -80,23 +82,36 @@ class Part:
         return -(-numel // self.comm.size)
 
     @torch.no_grad()
-    def release(self, source: int = 0) -> None:
-        """Keep this rank's part of `source`'s values, and let go of the rest."""
+    def release(self, source: int = 0) -> int:
+        """Keep this rank's part of `source`'s values, and let go of the rest. Returns the bytes of memory let go of."""
         if not self.whole:
-            return
+            return 0
+        alone = self.comm.size == 1 and self.folder is None and not self.aliased()
         with torch._C.DisableTorchFunction():
             value = self.parameter.data
-            if value.shape != self.shape or value.dtype != self.dtype:
-                self.shape, self.dtype = value.shape, value.dtype
-                numel = self._shard_numel(value.numel())
-                self.shard = allocate(numel, value.dtype, self.shard.device, self.folder)
+            self.shape, self.dtype = value.shape, value.dtype
             self.whole_on = value.device
             flat = value.to(self.device).contiguous().view(-1)
             self.comm.broadcast(flat, source).wait()
-            start = self.comm.rank * self.shard.numel()
-            mine = flat[start : start + self.shard.numel()]
-            self.shard[: mine.numel()].copy_(mine)
+            own = flat.data_ptr() == value.data_ptr() and value.untyped_storage().nbytes() == value.nbytes
+            # A rank by itself keeps all of it, where it is.
+            kept = alone and own and value.device == self.rests_on
+            freed = self.shard.nbytes if kept else value.nbytes
+            if kept:
+                self.shard = flat
+            else:
+                self._take_part(flat)
         self._show_placeholder()
+        return freed
+
+    def _take_part(self, flat: torch.Tensor) -> None:
+        numel = self._shard_numel(flat.numel())
+        if (self.shard.numel(), self.shard.dtype) != (numel, flat.dtype):
+            self.shard = allocate(numel, flat.dtype, self.rests_on, self.folder)
+        start = self.comm.rank * numel
+        mine = flat[start : start + numel]
+        self.shard[: mine.numel()].copy_(mine)
+        self.shard[mine.numel() :].zero_()
 
     def _show_placeholder(self) -> None:
         with torch._C.DisableTorchFunction():
@@ -121,7 +136,7 @@ class Part:
                 return
             assert isinstance(parameter, nn.Parameter)
             part = self.like(parameter)
-            part.shard.copy_(self.shard)
+            part.shard = allocate(self.shard.numel(), self.dtype, self.rests_on, self.folder).copy_(self.shard)
             part._show_placeholder()
 
     @torch.no_grad()
@@ -149,6 +164,12 @@ class Part:
                 if room is not whole:
                     whole.view(ranks, numel)[:, begin : begin + size] = gathered.view(ranks, -1)
             return whole[: self.shape.numel()].view(self.shape)
+
+    def last(self) -> torch.Tensor:
+        """The whole parameter, for somebody who copies it and has no more use for the part. Every rank must call it."""
+        if self.comm.size == 1 and self.shard.device == self.device:
+            return self.shard[: self.shape.numel()].view(self.shape)
+        return self.value()
 
     def gather(self) -> None:
         """Make the parameter whole, where its user built it."""
@@ -221,7 +242,7 @@ def taken(parameter: nn.Parameter) -> Callable[[], torch.Tensor]:
     del parameter.__dict__[PART], parameter.__dict__["__deepcopy__"]
     if part.whole:
         part.release()
-    return part.value
+    return part.last
 
 
 @contextmanager

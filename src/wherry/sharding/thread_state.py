@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 _A = torch._C._autograd
 _C = torch._C
@@ -87,6 +89,11 @@ def _put(state: ThreadState, device_type: str) -> None:
         frames.set_eval_frame(state.eval_frame)
 
 
+def _without_modes() -> AbstractContextManager[None]:
+    """A generator's state has values, also where a mode makes tensors that have none."""
+    return _disable_current_modes() if _C._len_torch_dispatch_stack() else nullcontext()
+
+
 class RandomStream:
     """The state of torch's generators: each forward draws from a stream of its own.
 
@@ -101,12 +108,14 @@ class RandomStream:
 
     @classmethod
     def now(cls, device: torch.device) -> RandomStream:
-        on_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-        return cls(device, torch.get_rng_state(), on_device)
+        with _without_modes():
+            on_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+            return cls(device, torch.get_rng_state(), on_device)
 
     def several(self, count: int) -> list[RandomStream]:
         """Streams for so many forwards: this one, and others that it gives by their number."""
-        return [self, *(self.derived(number) for number in range(1, count))]
+        with _without_modes():
+            return [self, *(self.derived(number) for number in range(1, count))]
 
     def derived(self, number: int) -> RandomStream:
         """Another stream, given by this one and a number: the same again for the same two."""

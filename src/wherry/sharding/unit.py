@@ -12,6 +12,7 @@ from torch import nn
 
 from wherry.parallel.partition import is_dtensor, point_at
 from wherry.sharding.layout import FlatLayout
+from wherry.tiers.elastic import Elastic, Frames
 from wherry.tiers.homes import Home, Kept, KeptPart, MemoryHome, opened
 from wherry.tiers.tickets import DONE, Ticket
 
@@ -42,6 +43,7 @@ class Flat:
         device: torch.device,
         resident: bool,
         home: Home | None = None,
+        frames: Frames | None = None,
     ) -> None:
         assert len(layout.slots) == len(parameters), (name, len(layout.slots), len(parameters))
         self.name = name
@@ -53,7 +55,10 @@ class Flat:
         self.trainable = parameters[0].requires_grad
         # Whether there are DTensors among the parameters.
         self.distributed = any(is_dtensor(parameter) for parameter in parameters)
-        self.whole = torch.zeros(layout.numel, dtype=self.dtype, device=device)
+        # The memory of `whole`.
+        make = Elastic if resident or frames is None else frames.elastic
+        self.elastic = make(layout.numel, self.dtype, device)
+        self.whole = self.elastic.tensor
         start, stop = layout.shard_range(rank)
         # Where the shard rests, if that is not the device's memory.
         self.home = home
@@ -150,6 +155,7 @@ class Flat:
     def close(self) -> None:
         """Free the weights of a flat that travels; its parameters stay placeholders."""
         assert not self.resident and self.weights is Weights.RELEASED, self
+        self.elastic.trim()
         if self.home is not None:
             self.home.close()
         self._shard = self.home = None

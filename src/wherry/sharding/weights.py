@@ -19,6 +19,7 @@ from wherry.tiers.streams import Link
 from wherry.tiers.tickets import CallbackTicket, Ticket, TicketGroup
 
 JOURNAL = 1_000_003
+EVERY = 1 << 30
 
 
 class Gatherer:
@@ -49,6 +50,9 @@ class Gatherer:
         self.merging = merging or Merging(0)
         travelling = (flat for unit in units for flat in unit.travelling)
         self._small = {flat for flat in travelling if flat.home is None and self.merging.takes(flat.whole)}
+        # How many large flats are worth having on their way at once, and how many are on it.
+        self._abreast = comm.abreast(link.device) or EVERY
+        self._carried = 0
         # The ranks among which weights are shared a second time, so that backward gathers from near.
         self.node = node if node is not None and node.size > 1 else None
         if self.node is not None:
@@ -134,7 +138,7 @@ class Gatherer:
             self._read_ahead()
 
     def _gather_ahead(self, settle: bool) -> None:
-        ahead, under_way, large, wanted = 0, False, False, list[Unit]()
+        ahead, begun, under_way, large, wanted = 0, 0, False, False, list[Unit]()
         for follower in self.schedule.ahead():
             released = [flat for flat in follower.travelling if flat.weights is Weights.RELEASED]
             if not settle and any(flat.ungathered for flat in released):
@@ -147,6 +151,10 @@ class Gatherer:
             too_far = ahead + size > self.look_ahead.limit and (large or (small and ahead > 0))
             if self.live + ahead + size > self.live_limit or too_far:
                 break
+            more = 0 if small else len(released)
+            if more and self._carried + begun >= self._abreast:
+                break
+            begun += more
             ahead += size
             large = large or not small
             if released:
@@ -190,15 +198,22 @@ class Gatherer:
         for unit in self._travelling:
             self.release(unit)
 
+    def trim(self) -> None:
+        """Keep no memory for gathers to come."""
+        for unit in self._travelling:
+            for flat in unit.travelling:
+                flat.elastic.trim()
+
     def release_flat(self, flat: Flat) -> None:
         """Free the memory of a whole flat. Its parameters keep shape and dtype, and read as NaN."""
         if flat.resident or flat.weights is Weights.RELEASED or flat.pins or self.hold:
             return
         if flat.weights is Weights.GATHERING:
             flat.ticket.wait()
+            self._carried -= flat not in self._small
         self._keep_near(flat)
         flat.show_blanks()
-        flat.whole.untyped_storage().resize_(0)
+        flat.elastic.shrink()
         flat.weights = Weights.RELEASED
         self.live -= flat.layout.numel
 
@@ -210,7 +225,7 @@ class Gatherer:
             if flat.home is not None and not self._is_near(flat):
                 self._fetch(flat, flat.home)
             # The same storage grows again: views that autograd saved in forward become valid, at an unchanged version.
-            flat.whole.untyped_storage().resize_(flat.nbytes)
+            flat.elastic.grow()
         wholes = tuple(flat.whole for flat in flats)
         with torch.autograd._unsafe_preserve_version_counter(wholes):
             ticket = self._bring(flats)
@@ -221,6 +236,7 @@ class Gatherer:
             flat.weights = Weights.GATHERING
             self.journal = (self.journal * 31 + self._number[flat] + 1) % JOURNAL
             self.live += flat.layout.numel
+            self._carried += flat not in self._small
         self.peak_live = max(self.peak_live, self.live)
 
     def _fetch(self, flat: Flat, home: Home) -> None:
@@ -271,5 +287,6 @@ class Gatherer:
             self.look_ahead.wait(flat.ticket)
         else:
             flat.ticket.wait()
+        self._carried -= flat not in self._small
         flat.show_whole()
         flat.weights = Weights.WHOLE

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,29 @@ class HostMemoryError(WherryError):
         self.missing = missing
 
 
+# Memory that this process was given and has not touched: for the system it is free still. By whose it is, in bytes.
+_promised: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def promise(holder: object, nbytes: int) -> None:
+    """`holder` has so many bytes that nobody has touched; until `keep`, or as long as it lives."""
+    with _lock:
+        _promised[holder] = nbytes
+
+
+def keep(holder: object) -> None:
+    """What was promised to `holder` is about to be touched: the system knows of it from now on."""
+    with _lock:
+        _promised.pop(holder, None)
+
+
+def promised() -> int:
+    """Bytes that this process will take without asking again."""
+    with _lock:
+        return sum(_promised.values())
+
+
 @dataclass(frozen=True)
 class Room:
     """Host memory that processes share: `key` is the same for all that do, and for no others; `name` is for people."""
@@ -35,19 +60,20 @@ def rooms() -> list[Room]:
     import psutil
 
     here, host = machine(), socket.gethostname()
-    found = [Room(here, f"on {host}", int(psutil.virtual_memory().available))]
+    taken = promised()
+    found = [Room(here, f"on {host}", max(0, int(psutil.virtual_memory().available) - taken))]
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
     ):
         try:
-            most, taken = Path(limit).read_text().strip(), int(Path(used).read_text())
+            most, held = Path(limit).read_text().strip(), int(Path(used).read_text())
             group = os.stat(limit)
         except (OSError, ValueError):  # no control groups of this version here
             continue
         if most.isdecimal():
             key = f"{here} {group.st_dev}:{group.st_ino}"
-            found.append(Room(key, f"in the container {host}", max(0, int(most) - taken)))
+            found.append(Room(key, f"in the container {host}", max(0, int(most) - held - taken)))
     return found
 
 
@@ -58,7 +84,8 @@ def free_host_memory() -> int:
 
 def host_room(ranks: int, limit: int | None, held: int) -> int:
     """Bytes of host memory for states of `ranks` ranks: the user's limit, or what is free and what the model has."""
-    return limit if limit is not None else free_host_memory() + held * ranks
+    # The other ranks of this machine have promised as much as this one, of which the system knows as little.
+    return limit if limit is not None else free_host_memory() - promised() * (ranks - 1) + held * ranks
 
 
 def check_host(
@@ -71,7 +98,7 @@ def check_host(
     """
     room = host_room(ranks, limit, held)
     missing = needed * ranks - room
-    if missing <= 0:
+    if not needed or missing <= 0:
         return
     whose = "wherry.host_memory allows" if limit is not None else "this machine has free"
     fitting = [f"{words} (then {human(bytes_)})" for words, bytes_ in remedies if bytes_ * ranks <= room]

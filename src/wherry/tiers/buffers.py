@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from wherry.errors import WherryError
-from wherry.fake import address_of
+from wherry.fake import address_of, faking
 
 if TYPE_CHECKING:
     import torch
@@ -80,6 +80,8 @@ class Block:
     tensor: torch.Tensor
     address: int
     size: int
+    # Whether somebody has had it before; else it is as the system has mapped it, which is zeros.
+    used: bool = False
 
 
 class _Pool:
@@ -109,6 +111,7 @@ class _Pool:
                     "it, or has it back already: give each buffer once, to its own pool, and from its beginning"
                 )
             self._counts["in_use"] -= block.size
+            block.used = True
             if self._closed:
                 self._drop(block)
             else:
@@ -195,6 +198,19 @@ class HostPool(_Pool):
         size = _host_class(nbytes)
         return self._take(size, size).tensor[:nbytes]
 
+    def take_zeros(self, nbytes: int) -> torch.Tensor:
+        """A buffer of zeros. One that nobody has had before is left as the system maps it: unless it is pinned, it
+        takes no memory before it is written to.
+        """
+        buffer = self.take(nbytes)
+        _, block = self._lent[address_of(buffer)]
+        return buffer.zero_() if block.used else buffer
+
+    @property
+    def pins(self) -> bool:
+        """Whether its memory is kept in place, and so is the machine's from the beginning."""
+        return self._pinning is not None
+
     def give(self, tensor: torch.Tensor) -> None:
         if self._poison:
             with self._lock:
@@ -240,19 +256,8 @@ class HostPool(_Pool):
         self.close()
 
     def _allocate(self, size: int) -> Block:
-        import torch
-
-        huge = size >= HUGE_PAGE
-        grain = HUGE_PAGE if huge else PAGE
-        # Mapped with room to begin at a huge page; room that is never touched takes no memory.
-        area = mmap.mmap(-1, size + (grain if huge else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        start = ctypes.addressof(ctypes.c_char.from_buffer(area))
-        skip = -start % grain
-        if huge and hasattr(mmap, "MADV_HUGEPAGE"):
-            _advise_huge(area, skip, size)
-        with torch.inference_mode(False):  # who takes it next may not be in an evaluation
-            tensor = torch.frombuffer(area, dtype=torch.uint8, count=size, offset=skip)
-        block = Block(tensor, start + skip, size)
+        tensor = _map(size)
+        block = Block(tensor, tensor.data_ptr(), size)
         if self._pinning is not None:
             self._pinning.pin(block.address, size)
         self._mapped[block.address] = size
@@ -315,13 +320,41 @@ def host_copy(source: torch.Tensor) -> torch.Tensor:
         return pool.take(source.nbytes).view(source.dtype).view(source.shape).copy_(source)
 
 
+def zeros_on_host(nbytes: int) -> torch.Tensor:
+    """Bytes in host memory, all zero: as of `HostPool.take_zeros`, and nobody's but the tensor's."""
+    import torch
+
+    return torch.zeros(nbytes, dtype=torch.uint8) if faking() else _map(nbytes)
+
+
+def _map(nbytes: int) -> torch.Tensor:
+    """New memory from the system, which is all zero, from a page on; a huge one where it has as much."""
+    import torch
+
+    huge = nbytes >= HUGE_PAGE
+    grain = HUGE_PAGE if huge else PAGE
+    try:
+        # Mapped with room to begin at a huge page; room that is never touched takes no memory.
+        area = mmap.mmap(-1, nbytes + (grain if huge else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise PoolError(
+            f"a host buffer of {nbytes} bytes could not be had: {error.strerror}; place less in host memory, or raise "
+            "the process's limits (`ulimit -v`, `ulimit -d`)"
+        ) from error
+    skip = -ctypes.addressof(ctypes.c_char.from_buffer(area)) % grain
+    if huge and hasattr(mmap, "MADV_HUGEPAGE"):
+        advise_huge(area, skip, nbytes)
+    with torch.inference_mode(False):  # who uses it next may not be in an evaluation
+        return torch.frombuffer(area, dtype=torch.uint8, count=nbytes, offset=skip)
+
+
 def _host_class(nbytes: int) -> int:
     """Whole pages, then 64 KiB, then huge pages: units of one shape share buffers, and an eighth is wasted at most."""
     grain = PAGE if nbytes <= 64 << 10 else 64 << 10 if nbytes < 8 * HUGE_PAGE else HUGE_PAGE
     return -(-nbytes // grain) * grain
 
 
-def _advise_huge(area: mmap.mmap, start: int, size: int) -> None:
+def advise_huge(area: mmap.mmap, start: int, size: int) -> None:
     try:
         area.madvise(mmap.MADV_HUGEPAGE, start, size)
     except OSError as error:

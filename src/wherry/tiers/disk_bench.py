@@ -78,17 +78,21 @@ def run_bench(
     with HostPool() as pool:
         for block in plan.blocks:
             for depth in plan.depths:
-                add(_point(path, None, block, depth, plan, pool, here, say))
+                add(_point(path, None, block, depth, plan, pool, here))
         best = best_settings(rows)
         for backend in ("threads", "buffered"):
             if rows[0]["backend"] != backend:
-                add(_point(path, backend, best["block_size"], best["queue_depth"], plan, pool, (), say))
-    add([bench.row(_case(work, **best), peer, "B/s", reason=reasons[peer]) for peer in reasons for work in WORK])
+                add(_point(path, backend, best["block_size"], best["queue_depth"], plan, pool, ()))
+    add([_absent(work, peer, reasons[peer], **best) for peer in reasons for work in WORK])
     for who, why in dict.fromkeys((row["system"], row["reason"]) for row in rows if row["reason"] is not None):
-        say(textwrap.fill(f"{who}: {why}", bench.WIDTH, subsequent_indent="  "))
+        say(_wrapped(f"{who}: {why}"))
     if "fio" in here and not _huge_pages_free(max(plan.blocks) * max(plan.depths)):
-        say("fio ran on 4 KiB pages where too few huge ones are reserved (vm.nr_hugepages)")
+        say(_wrapped("fio ran on 4 KiB pages where too few huge ones are reserved (vm.nr_hugepages)"))
     return rows
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, bench.WIDTH, subsequent_indent="  ")
 
 
 def _cannot_run(peer: str) -> str | None:
@@ -119,25 +123,23 @@ def _case(work: str, block_size: int, queue_depth: int) -> dict[str, Any]:
     return {"work": work, "block_size": block_size, "queue_depth": queue_depth}
 
 
+def _absent(work: str, who: str, why: str, block_size: int, queue_depth: int) -> bench.Row:
+    return bench.row(_case(work, block_size, queue_depth), who, "B/s", reason=why, more_is_better=True)
+
+
 def _point(
-    path: str,
-    backend: str | None,
-    block: int,
-    depth: int,
-    plan: Plan,
-    pool: HostPool,
-    peers: Sequence[str],
-    say: Say,
+    path: str, backend: str | None, block: int, depth: int, plan: Plan, pool: HostPool, peers: Sequence[str]
 ) -> list[bench.Row]:
     """One block size and depth: a row for each kind of work and each system."""
+    name = "wherry" if backend is None else f"wherry {backend}"
     try:
         store = DiskStore(path, name="bench", block_size=block, queue_depth=depth, backend=backend)
     except DiskUseError as error:
         if backend is None:
             raise
-        say(f"wherry {backend}: {error}")
-        return []
-    name = "wherry" if backend is None else f"wherry {backend}"
+        # The folder itself is nobody's business.
+        why = str(error).replace(os.path.abspath(path), "the folder")
+        return [_absent(work, name, why, block, depth) for work in WORK]
     seconds: dict[tuple[str, str], list[float]] = {}
     with store, ExitStack() as stack:
         store.attach(pool)
@@ -183,8 +185,7 @@ def _point(
         for (who, work), values in sorted(seconds.items(), key=lambda item: WORK.index(item[0][1]))
     ]
     if "deepspeed" in peers:
-        why = "it reads or writes, never both at once"
-        rows.append(bench.row(_case("both", block, depth), "deepspeed aio", "B/s", reason=why))
+        rows.append(_absent("both", "deepspeed aio", "it reads or writes, never both at once", block, depth))
     bench.compare(rows)
     return rows
 

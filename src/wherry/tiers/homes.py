@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from wherry.fake import is_fake
+from wherry.tiers import budget
 from wherry.tiers.buffers import host_copy
 from wherry.tiers.tickets import DONE, OnHost, Ticket, TicketGroup
 
@@ -34,8 +36,13 @@ class Home(Protocol):
     def in_memory(self) -> int:
         """Bytes of memory that it takes at the moment."""
 
-    def blank(self) -> torch.Tensor:
-        """Memory for what is about to be stored for the first time; as a `fetch` that reads nothing."""
+    @property
+    def stays(self) -> bool:
+        """Whether it is still in host memory when it is wanted again."""
+
+    def blank(self, *, zeros: bool = False) -> torch.Tensor:
+        """Memory for what is about to be stored for the first time, all of it zero or undefined; as a `fetch` that
+        reads nothing."""
 
     def fetch(self) -> Ticket: ...
 
@@ -183,13 +190,27 @@ class KeptPart:
 
 
 class MemoryHome:
-    """State that rests in memory, of the host or the device: it is always there."""
+    """State that rests in memory, of the host or the device: it is always there.
+
+    `zeros` says that it is new and all zero; `lazy`, that it takes none of the machine's memory before its first use.
+    """
 
     on_disk = False
 
-    def __init__(self, memory: torch.Tensor, give: Callable[[torch.Tensor], None] | None = None) -> None:
+    def __init__(
+        self,
+        memory: torch.Tensor,
+        give: Callable[[torch.Tensor], None] | None = None,
+        *,
+        zeros: bool = False,
+        lazy: bool = False,
+    ) -> None:
         self._memory: torch.Tensor | None = memory
         self._give = give
+        self._zeros = zeros
+        self._lazy = lazy and not is_fake(memory)
+        if self._lazy:
+            budget.promise(self, memory.nbytes)
         # Copies up are made in order: the last one is the last to read.
         self._after: Ticket = DONE
 
@@ -202,10 +223,17 @@ class MemoryHome:
     def in_memory(self) -> int:
         return 0 if self._memory is None else self._memory.nbytes
 
-    def blank(self) -> torch.Tensor:
-        return self.memory
+    @property
+    def stays(self) -> bool:
+        return True
+
+    def blank(self, *, zeros: bool = False) -> torch.Tensor:
+        return self.memory.zero_() if zeros and not self._zeros else self.memory
 
     def fetch(self) -> Ticket:
+        if self._lazy:
+            self._lazy = False
+            budget.keep(self)
         return DONE
 
     def store(self) -> Ticket:
@@ -243,6 +271,8 @@ class Shelf:
         self.held = 0
         self.kept = 0
         self.largest = 0
+        # And of all pieces, wherever they are.
+        self.all = 0
         # One lock for all homes on a shelf: fetching one may let go of another.
         self.lock = threading.RLock()
         self.idle: OrderedDict[DiskHome, None] = OrderedDict()
@@ -281,6 +311,7 @@ class DiskHome:
         self.nbytes = nbytes
         self.record: Record = shelf.store.reserve(name, nbytes)
         shelf.largest = max(shelf.largest, nbytes)
+        shelf.all += nbytes
         self._users = 0
         self._buffer: torch.Tensor | None = None
         self._reading: Ticket = DONE
@@ -297,12 +328,16 @@ class DiskHome:
     def in_memory(self) -> int:
         return 0 if self._buffer is None else self.nbytes
 
-    def blank(self) -> torch.Tensor:
+    @property
+    def stays(self) -> bool:
+        return self.shelf.all <= self.shelf.keep
+
+    def blank(self, *, zeros: bool = False) -> torch.Tensor:
         with self.shelf.lock:
             assert self._buffer is None and not self._users, self.record.name
             self._users = 1
             self._buffer = self.shelf.take(self.nbytes)
-            return self._buffer
+            return self._buffer.zero_() if zeros else self._buffer
 
     def fetch(self) -> Ticket:
         with self.shelf.lock:

@@ -133,6 +133,10 @@ class _Copy(Ticket):
         # Of the copy's own device: the thread that waits may have another as its current one.
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
+    def let_go(self) -> None:
+        """After `order`, on the stream that the source is of: its memory may be another's now."""
+        self._keeps = self._keeps[:1]
+
     def finish(self) -> None:
         self._event.synchronize()
 
@@ -192,6 +196,7 @@ class CudaLink(Link):
     def order(self, ticket: Ticket) -> None:
         if isinstance(ticket, _Copy):
             ticket.order()
+            ticket.let_go()
         else:
             ticket.wait()
 

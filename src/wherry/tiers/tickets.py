@@ -47,12 +47,13 @@ class CallbackTicket(Ticket):
                     self._wait()
                 except BaseException as error:
                     self._error = error
-                self._wait = None
+                self._wait = self._done = None
         if self._error is not None:
             raise self._error
 
     def done(self) -> bool:
-        return self._wait is None or (self._done is not None and self._done())
+        done = self._done
+        return self._wait is None or (done is not None and done())
 
 
 class TicketGroup(Ticket):

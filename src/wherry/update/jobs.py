@@ -123,38 +123,6 @@ class Job(Ticket):
             ) from self._error
 
 
-class Departure(Ticket):
-    """Collectives that begin in another thread, after an update. `wait()` is until they have, or raises why not."""
-
-    __slots__ = ("_error", "_event", "tickets")
-
-    def __init__(self) -> None:
-        # Of the collectives: until they have ended.
-        self.tickets: list[Ticket] = []
-        self._error: BaseException | None = None
-        self._event = threading.Event()
-
-    def leave(self, tickets: list[Ticket]) -> None:
-        self.tickets = tickets
-        self._event.set()
-
-    def fail(self, error: BaseException) -> None:
-        self._error = error
-        self._event.set()
-
-    def done(self) -> bool:
-        return self._event.is_set()
-
-    def come_to_an_end(self) -> None:
-        """Wait, and leave an error to `wait()`."""
-        self._event.wait()
-
-    def wait(self) -> None:
-        self._event.wait()
-        if self._error is not None:
-            raise self._error
-
-
 def drive(take: Callable[[float | None], Job | None], depth: int) -> None:
     """Run jobs, at most `depth` at a time, until none comes any more.
 

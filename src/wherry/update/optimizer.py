@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +47,9 @@ NATIVE_OF = {
     "CPUAdagrad": "adagrad",
     "CPULion": "lion",
 }
+
+# As it is without the decorator that keeps torch's compiler out of it, and loads that compiler, which takes a second.
+_ADD_GROUP = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 
 
 @dataclass(frozen=True)
@@ -125,10 +130,15 @@ def _native_can(group: dict[str, Any]) -> bool:
 def from_config(name: str, options: dict[str, Any], parameters: Iterable[Any]) -> torch.optim.Optimizer:
     """The optimizer that a config's `optimizer` block names, with its arguments as torch.optim has them."""
     cls: Any = Lion if name == "Lion" else getattr(torch.optim, name)
+    instance = cls.__new__(cls)
+    if cls.add_param_group is torch.optim.Optimizer.add_param_group:
+        instance.add_param_group = partial(_ADD_GROUP, instance)
     try:
-        return cls(parameters, **options)
+        instance.__init__(parameters, **options)
     except (TypeError, ValueError) as error:
         raise WherryError(f"optimizer.params: {name} does not take these: {error}") from error
+    vars(instance).pop("add_param_group", None)
+    return instance
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -181,7 +191,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "optimizer: a group cannot be added after wherry.initialize, as flats are laid out by group; "
                 "give every parameter to the optimizer first"
             )
-        super().add_param_group(param_group)
+        _ADD_GROUP(self, param_group)
 
 
 def _refuse_step(optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:

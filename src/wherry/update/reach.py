@@ -13,7 +13,8 @@ from wherry.sharding.access import gathered
 from wherry.sharding.gradients import Gradients
 from wherry.sharding.layout import Slot
 from wherry.sharding.unit import Unit
-from wherry.update.pipeline import FlatState, Updater
+from wherry.update.pipeline import Updater
+from wherry.update.state import FlatState
 
 MASTER = "master"
 
@@ -43,7 +44,7 @@ class ParameterStates:
             for parameter, slot in zip(flat.parameters, flat.layout.slots, strict=True)
         }
         self._places: dict[str, tuple[FlatState, Slot, torch.nn.Parameter]] = {}
-        for state in updater.states if updater is not None else ():
+        for state in updater.holdings.state_of.values() if updater is not None else ():
             for slot, parameter in zip(state.flat.layout.slots, state.flat.parameters, strict=True):
                 self._places[slot.name] = (state, slot, parameter)
 
@@ -105,7 +106,7 @@ class ParameterStates:
 
     def set_gradient(self, name: str, value: torch.Tensor) -> None:
         """Replace the window's mean gradient, between the boundary's backward and the step. On every rank."""
-        self._gradients.replace(name, value.float() / self._gradient_scale())
+        self._gradients.named.replace(name, value.float() / self._gradient_scale())
 
     def _place(self, name: str) -> tuple[FlatState, Slot, torch.nn.Parameter]:
         if name not in self._places:

@@ -59,6 +59,16 @@ class Segment:
         )
 
 
+def snapshot(groups: Groups) -> list[dict[str, Any]]:
+    """The options as they are now: a schedule may change them while an update runs."""
+    options = []
+    for group in groups:
+        copy = {key: value for key, value in group.items() if key != "params"}
+        copy.update({k: float(v) for k, v in copy.items() if isinstance(v, torch.Tensor) and v.numel() == 1})
+        options.append(copy)
+    return options
+
+
 class Rule(Protocol):
     """The update of a few segments."""
 

@@ -95,11 +95,6 @@ class Batch:
     def numel(self) -> int:
         return sum(span.stop - span.start for _, span in self.spans)
 
-    @property
-    def resident(self) -> bool:
-        """Whether ranks that share out its update hold some of its weights whole."""
-        return any(state.flat.resident and state.flat.layout.ranks > 1 for state in self.states)
-
     def add(self, state: FlatState) -> None:
         state.first = len(self.spans)
         self.states.append(state)
@@ -131,8 +126,7 @@ class Batch:
             return
         self._home = self.make_home(self.name, self._layout.nbytes)
         master_of = dict(zip(self.states, masters, strict=True))
-        memory = self._home.blank()
-        memory.zero_()
+        memory = self._home.blank(zeros=True)
         for (state, span), views in zip(self.spans, self._layout.views(memory), strict=True):
             self.rule.begin(groups[span.group], _moments(views))
             master = master_of[state]

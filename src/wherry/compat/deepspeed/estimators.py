@@ -8,6 +8,8 @@ from wherry.observe.memory import format_bytes
 from wherry.placement import Placement, Tier
 from wherry.plan.memory import Cost, states
 
+_COST = Cost.of("bf16", "adamw")
+
 
 def _live(model: nn.Module) -> tuple[int, int]:
     total = sum({p: p.numel() for p in model.parameters()}.values())
@@ -15,28 +17,73 @@ def _live(model: nn.Module) -> tuple[int, int]:
     return total, largest
 
 
+def _needs(
+    stage: int, parameters: int, gpus: int, nodes: int, buffer_factor: float, *, optimizer: Tier, weights: Tier
+) -> tuple[int, int]:
+    """Bytes on the host of a node, and on each GPU."""
+    placement = Placement.of_stage(stage, optimizer=optimizer, parameters=weights)
+    tiers = states(parameters, placement, gpus * nodes, _COST).by_tier(placement)
+    return int(tiers[Tier.HOST] * gpus * buffer_factor), tiers[Tier.DEVICE]
+
+
 def _table(stage: int, parameters: int, largest: int, gpus: int, nodes: int, buffer_factor: float) -> str:
-    ranks = gpus * nodes
-    cost = Cost.of("bf16", "adamw")
     head = f"{parameters / 1e6:,.0f}M parameters"
     head += f", {largest / 1e6:,.0f}M in the largest layer" if stage > 2 else ""
     lines = [
-        f"Memory of model states at ZeRO-{stage}, mixed precision and Adam, for {head},",
+        f"Memory of model states at ZeRO-{stage}, mixed precision and Adam,",
+        f"for {head},",
         f"on {nodes} node{'s' * (nodes > 1)} with {gpus} GPU{'s' * (gpus > 1)} each:",
         f"{'host, per node':>16} | {'per GPU':>12} | where states rest",
     ]
     choices = [(Tier.DEVICE, Tier.DEVICE), (Tier.HOST, Tier.DEVICE)] + ([(Tier.HOST, Tier.HOST)] if stage > 2 else [])
     for optimizer, weights in reversed(choices):
-        placement = Placement.of_stage(stage, optimizer=optimizer, parameters=weights)
-        tiers = states(parameters, placement, ranks, cost).by_tier(placement)
-        gathered = largest * cost.parameters if stage > 2 else 0
-        host = int(tiers[Tier.HOST] * gpus * buffer_factor)
+        host, device = _needs(stage, parameters, gpus, nodes, buffer_factor, optimizer=optimizer, weights=weights)
+        gathered = largest * _COST.parameters if stage > 2 else 0
         lines.append(
-            f"{format_bytes(host):>16} | {format_bytes(tiers[Tier.DEVICE] + gathered):>12} | "
+            f"{format_bytes(host):>16} | {format_bytes(device + gathered):>12} | "
             f"optimizer: {optimizer.value}, parameters: {weights.value}"
         )
     lines.append("(activations come on top: see `wherry plan`)")
     return "\n".join(lines)
+
+
+def estimate_zero2_model_states_mem_needs(
+    total_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    cpu_offload: bool = True,
+    additional_buffer_factor: float = 1.5,
+) -> tuple[int, int]:
+    """Bytes of states in the host memory of a node, and on each GPU."""
+    optimizer = Tier.HOST if cpu_offload else Tier.DEVICE
+    return _needs(
+        2, int(total_params), num_gpus_per_node, num_nodes, additional_buffer_factor,
+        optimizer=optimizer, weights=Tier.DEVICE,
+    )  # fmt: skip
+
+
+def estimate_zero3_model_states_mem_needs(
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    cpu_offload: bool = True,
+    cpu_offload_params: bool = True,
+    zero_init: bool = True,
+    additional_buffer_factor: float = 1.5,
+) -> tuple[int, int, int]:
+    """The same, and as the third the bytes of the largest layer, gathered: those of the GPU have it in them.
+
+    `zero_init` says how the model is built; what training then keeps does not depend on it.
+    """
+    optimizer = Tier.HOST if cpu_offload else Tier.DEVICE
+    weights = Tier.HOST if cpu_offload and cpu_offload_params else Tier.DEVICE
+    host, device = _needs(
+        3, int(total_params), num_gpus_per_node, num_nodes, additional_buffer_factor,
+        optimizer=optimizer, weights=weights,
+    )  # fmt: skip
+    gathered = int(largest_layer_params) * _COST.parameters
+    return host, device + gathered, gathered
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(

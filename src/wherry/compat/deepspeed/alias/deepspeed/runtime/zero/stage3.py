@@ -1,4 +1,5 @@
 from wherry.compat.deepspeed.estimators import (
+    estimate_zero3_model_states_mem_needs,
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )

@@ -1,0 +1,83 @@
+"""Collectives on the CPU that copy nothing twice.
+
+gloo's own all-gather goes through a copy of the whole, in memory that its threads then keep, and its reduce-scatter is
+an all-reduce of a copy. Of other operations of gloo's they are made without: a gather is a broadcast of every part,
+where it belongs, and a reduce-scatter an exchange of parts and their sum, in rank order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from wherry.parallel.sizes import EXCHANGED
+
+# A gather among so many ranks at most, of so many bytes at least, is made of broadcasts.
+FEW, LARGE = 4, 1 << 20
+
+
+class Works:
+    """Several operations of torch's as one, and what is made of what they have brought, once, by whoever waits."""
+
+    def __init__(self, works: Sequence[Any], then: Callable[[], object] | None = None) -> None:
+        self._works = works
+        self._then = then
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        until = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        for work in self._works:
+            if until is None:
+                work.wait()
+            else:
+                work.wait(timedelta(seconds=max(0.001, until - time.monotonic())))
+        then, self._then = self._then, None
+        if then is not None:
+            then()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+
+def all_gather(whole: torch.Tensor, group: dist.ProcessGroup) -> Works:
+    """Begin to bring every rank's part of `whole`, which each has in its place, to the others."""
+    return Works([_broadcast(part, rank, group) for rank, part in enumerate(whole.view(group.size(), -1).unbind())])
+
+
+def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank = source
+    return group.broadcast([tensor], options)
+
+
+def buffers(whole: torch.Tensor) -> bool:
+    """Whether a reduce-scatter of it is an exchange."""
+    return whole.nbytes <= EXCHANGED
+
+
+def reduce_scatter(shard: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> Works:
+    """Begin to bring what every rank has of this rank's part; the sum is there after the wait."""
+    if not buffers(whole):
+        mine = whole.view(group.size(), -1)[group.rank()]
+        return Works([group.allreduce([whole])], lambda: _unless_same(shard, mine))
+    received = torch.empty_like(whole)
+
+    def add_up() -> None:
+        first, second, *others = received.view(-1, shard.numel()).unbind()
+        torch.add(first, second, out=shard)
+        for other in others:
+            shard.add_(other)
+
+    return Works([group.alltoall_base(received, whole, [], [])], add_up)
+
+
+def _unless_same(shard: torch.Tensor, part: torch.Tensor) -> None:
+    if shard.data_ptr() != part.data_ptr():
+        shard.copy_(part)

@@ -1,0 +1,84 @@
+"""Host memory, a way to it and a disk that are imagined: the engine's own parts use them, on tensors without values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from wherry.fake import address_of
+from wherry.native.disk import SECTOR
+from wherry.observe.footprint import Footprint
+from wherry.tiers.buffers import Block, HostPool
+from wherry.tiers.disk import DiskUsage
+from wherry.tiers.streams import Link
+from wherry.tiers.tickets import DONE, Ticket
+
+HOST = "host"
+
+
+class FakePool(HostPool):
+    """Host buffers without memory, counted as such."""
+
+    def __init__(self, mode: FakeTensorMode, footprint: Footprint) -> None:
+        super().__init__()
+        self._mode = mode
+        self._footprint = footprint
+
+    def _allocate(self, size: int) -> Block:
+        # Threads that update take buffers too, and modes are a thread's own. To no other mode it is a new tensor.
+        with _disable_current_modes(), self._mode:
+            tensor = torch.empty(size, dtype=torch.uint8)
+        self._footprint.label(HOST, [tensor])
+        return Block(tensor, address_of(tensor), size)
+
+    def _free(self, block: Block) -> None:
+        return None
+
+
+class FakeLink(Link):
+    """Between a device and a host, apart or one: copies are asked for, and made of nothing."""
+
+    def __init__(self, host: FakePool, *, shared: bool) -> None:
+        self.device = torch.device("cpu")
+        self.host = host
+        self.shared = shared
+
+
+class FakeStore:
+    """A disk that keeps count of what is reserved on it."""
+
+    def __init__(self, paths: Any, **_: Any) -> None:
+        self.paths = tuple(paths)
+        self.reserved = 0
+
+    def reserve(self, name: str, nbytes: int) -> FakeRecord:
+        self.reserved += -(-nbytes // SECTOR) * SECTOR
+        return FakeRecord(name, nbytes)
+
+    def read(self, record: FakeRecord, buffer: torch.Tensor, offset: int = 0, nbytes: int | None = None) -> Ticket:
+        return DONE
+
+    def write(self, record: FakeRecord, buffer: torch.Tensor, offset: int = 0, nbytes: int | None = None) -> Ticket:
+        return DONE
+
+    def attach(self, pool: HostPool) -> None:
+        return None
+
+    def usage(self) -> DiskUsage:
+        return DiskUsage(self.reserved, tuple((str(path), self.reserved // len(self.paths), 0) for path in self.paths))
+
+    def drain(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class FakeRecord:
+    name: str
+    nbytes: int

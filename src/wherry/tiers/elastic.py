@@ -1,0 +1,170 @@
+"""Memory of a tensor that goes and comes again while the tensor stays, and all views of it."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import sys
+from collections import defaultdict
+from functools import cache
+
+import torch
+
+from wherry.fake import faking
+from wherry.tiers.buffers import HUGE_PAGE, PAGE, advise_huge
+
+# As Linux has them.
+_NO_ACCESS = 0
+_MAY_MOVE, _FIXED, _STAYS_MAPPED = 1, 2, 4
+
+
+class Elastic:
+    """Memory as torch allocates it, for any device. It begins with memory, all zeros; what it grows to is undefined.
+
+    >>> elastic = Elastic(1000, torch.float32, torch.device("cpu"))
+    >>> elastic.shrink()
+    >>> elastic.nbytes
+    0
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.tensor = torch.zeros(numel, dtype=dtype, device=device)
+        self._nbytes = numel * dtype.itemsize
+
+    def grow(self) -> None:
+        self.tensor.untyped_storage().resize_(self._nbytes)
+
+    def shrink(self) -> None:
+        """Nothing may still read it, or write to it."""
+        self.tensor.untyped_storage().resize_(0)
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.untyped_storage().nbytes()
+
+    def trim(self) -> None:
+        """Keep nothing of what it has shrunk by."""
+
+
+class Frames:
+    """Memory that tensors of one size hand on to each other: what one has shrunk by, another grows by.
+
+    Out of the heap each would take a place of its own: in a hole that aligned memory has left there is no room to align
+    memory of the same size. Here pages move from mapping to mapping, and are not cleared anew.
+    """
+
+    def __init__(self) -> None:
+        self._idle: defaultdict[int, list[Mapped]] = defaultdict(list)
+
+    def elastic(self, numel: int, dtype: torch.dtype, device: torch.device) -> Elastic:
+        """Mapped if it is large and on the host; else as torch allocates it."""
+        system = _system()
+        if system is None or device.type != "cpu" or numel * dtype.itemsize < HUGE_PAGE or faking():
+            return Elastic(numel, dtype, device)
+        return Mapped(numel, dtype, self, system)
+
+    def put(self, mapped: Mapped) -> None:
+        self._idle[mapped.span].append(mapped)
+
+    def take(self, wanted: Mapped) -> None:
+        idle = self._idle[wanted.span]
+        if wanted in idle:
+            idle.remove(wanted)
+        elif idle:
+            idle.pop().move_to(wanted)
+        else:
+            self._make_room(wanted.span)
+
+    def _make_room(self, nbytes: int) -> None:
+        """New memory takes the place of what lies idle in other sizes: no more is held than was in use at once."""
+        for idle in self._idle.values():
+            while idle and nbytes > 0:
+                oldest = idle.pop(0)
+                oldest.clear()
+                nbytes -= oldest.span
+
+    def drop(self, mapped: Mapped) -> None:
+        idle = self._idle[mapped.span]
+        if mapped in idle:
+            idle.remove(mapped)
+            mapped.clear()
+
+
+class Mapped(Elastic):
+    """Memory of a mapping of its own, on huge pages where there are any. Once it has shrunk nobody can read it."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, frames: Frames, system: ctypes.CDLL) -> None:
+        self._frames = frames
+        self._system = system
+        self._nbytes = numel * dtype.itemsize
+        self.span = -(-self._nbytes // PAGE) * PAGE
+        # With room to begin at a huge page.
+        area = mmap.mmap(-1, self.span + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(area))
+        skip = -start % HUGE_PAGE
+        self._address = start + skip
+        advise_huge(area, skip, self.span)
+        with torch.inference_mode(False):
+            self.tensor = torch.frombuffer(area, dtype=dtype, count=numel, offset=skip)
+        # That room is for nobody, and so in no limit on memory.
+        _check(system.mprotect(start, self.span + HUGE_PAGE, _NO_ACCESS))
+        self._grown = False
+        self.grow()
+        self.tensor.zero_()
+
+    def grow(self) -> None:
+        if not self._grown:
+            self._frames.take(self)
+            try:
+                self._allow(mmap.PROT_READ | mmap.PROT_WRITE)
+            except BaseException:
+                self._frames.put(self)
+                raise
+            self._grown = True
+
+    def shrink(self) -> None:
+        if self._grown:
+            self._allow(_NO_ACCESS)
+            self._grown = False
+            self._frames.put(self)
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes if self._grown else 0
+
+    def trim(self) -> None:
+        self._frames.drop(self)
+
+    def move_to(self, other: Mapped) -> None:
+        """Its pages become the other's. Both mappings stay where they are."""
+        flags = _MAY_MOVE | _FIXED | _STAYS_MAPPED
+        if self._system.mremap(self._address, self.span, self.span, flags, other._address) != other._address:
+            self.clear()  # before Linux 5.7: the other gets new ones
+
+    def clear(self) -> None:
+        _check(self._system.madvise(self._address, self.span, mmap.MADV_DONTNEED))
+
+    def _allow(self, access: int) -> None:
+        _check(self._system.mprotect(self._address, self.span, access))
+
+
+@cache
+def _system() -> ctypes.CDLL | None:
+    """The C library, where mappings are as Linux has them."""
+    if sys.platform != "linux":
+        return None
+    library = ctypes.CDLL(None, use_errno=True)
+    address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    library.mremap.argtypes, library.mremap.restype = [address, size, size, number, address], address
+    library.mprotect.argtypes = library.madvise.argtypes = [address, size, number]
+    return library
+
+
+def _check(code: int) -> None:
+    if not code:
+        return
+    number = ctypes.get_errno()
+    if number == errno.ENOMEM:
+        raise MemoryError("no memory is left to gather weights in")
+    raise OSError(number, "memory to gather weights in could not be mapped")
