@@ -66,6 +66,8 @@ class _Meeting:
             with self.changed:
                 here.left += 1
                 if here.left == self.size:
+                    # A rank that goes on finds nobody else holding what it brought.
+                    here.values.clear()
                     self.changed.notify_all()
                 else:
                     # Nobody overwrites a value that another rank is still reading.
