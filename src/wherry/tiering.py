@@ -16,8 +16,8 @@ from wherry.parallel.partition import local
 from wherry.parallel.topology import Topology
 from wherry.placement import Placement, Tier
 from wherry.plan.memory import SCALED, WORD, Cost
-from wherry.plan.peaks import Setting
 from wherry.plan.profile import Profile
+from wherry.plan.setting import Setting
 from wherry.plan.units import sizes_of
 from wherry.sharding.flat_gradient import GradientPolicy, Landing
 from wherry.sharding.grouping import UnitPlan

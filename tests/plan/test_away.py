@@ -18,8 +18,9 @@ from wherry.dryrun import Line, dry_run
 from wherry.plan.estimate import Estimate
 from wherry.plan.imagined import FakeStore
 from wherry.plan.machine import described, known
-from wherry.plan.peaks import Setting, peak
+from wherry.plan.peaks import peak
 from wherry.plan.profile import Profile, Recompute
+from wherry.plan.setting import Setting
 from wherry.sources import find
 
 # Between the bytes of a stream of the little model, and those of what is four times as wide.

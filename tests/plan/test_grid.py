@@ -22,7 +22,7 @@ from wherry.forecast import Forecaster
 from wherry.parallel import topology
 from wherry.plan.grid import Grid
 from wherry.plan.machine import known
-from wherry.plan.peaks import Setting
+from wherry.plan.setting import Setting
 from wherry.sources import find, of_shape
 from wherry.train import parallel
 from wherry.train.model import GPT, GPTConfig

@@ -27,10 +27,11 @@ from wherry.parallel.threads import run_ranks
 from wherry.parallel.topology import Topology
 from wherry.placement import Tier
 from wherry.plan import choose, machine, peaks
+from wherry.plan import setting as setting_room
 from wherry.plan.estimate import Estimate, Subject, estimate
 from wherry.plan.machine import Machine, known
-from wherry.plan.peaks import Setting
 from wherry.plan.profile import Profile
+from wherry.plan.setting import Setting
 from wherry.plan.units import unit_sizes
 from wherry.sharding.grouping import plan_units
 from wherry.tiering import Tiering, _Needs
@@ -130,7 +131,7 @@ def test_a_plan_asks_for_what_an_engine_asks_for_at_its_start(
     more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the host and of the disk, to the byte: in every placement, with a device of its own and without."""
-    monkeypatch.setattr(peaks, "BATCH_NUMEL", 5000)
+    monkeypatch.setattr(setting_room, "BATCH_NUMEL", 5000)
     model = on_meta(64, 12)
     found = Profile.of_sizes(unit_sizes(model), 1)
     for row, (_, optimizer, _) in ROWS.items():
@@ -215,7 +216,7 @@ def test_what_is_read_from_disk_takes_what_was_planned(
     policy: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within 3 % where updates are made in the step. Beside it they may be fewer at a time, and never more."""
-    for module in (peaks, holdings):
+    for module in (setting_room, holdings):
         monkeypatch.setattr(module, "BATCH_NUMEL", 1)
     for row in ON_DISK:
         if policy == "delayed" and ROWS[row][1] == "none":
@@ -275,7 +276,9 @@ def random_case(chance: random.Random) -> tuple[nn.Module, dict[str, Any], int, 
 def picked(chance: random.Random, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str | None:
     """Where the optimizer rests by what is picked, None if nothing fits; an engine is asked about all that is tried."""
     model, given, ranks, host = random_case(chance)
-    monkeypatch.setattr(peaks, "BATCH_NUMEL", chance.choice([1, 10_000, 1 << 18]))
+    together = chance.choice([1, 10_000, 1 << 18])
+    for module in (setting_room, peaks):
+        monkeypatch.setattr(module, "BATCH_NUMEL", together)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     monkeypatch.setattr(budget, "free_host_memory", partial(host.capacity, Tier.HOST, ranks))
     config, found = configs.load(given), Profile.of_sizes(unit_sizes(model), 1)

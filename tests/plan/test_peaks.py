@@ -11,8 +11,9 @@ from tests.plan.test_dryrun import config
 
 from wherry import config as configs
 from wherry.dryrun import dry_run
-from wherry.plan.peaks import Setting, buffers, peak
+from wherry.plan.peaks import buffers, peak
 from wherry.plan.profile import Line, Profile, Recompute
+from wherry.plan.setting import Setting
 from wherry.plan.trace import profile
 from wherry.sources import of_shape
 from wherry.train.presets import Shape

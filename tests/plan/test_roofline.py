@@ -17,9 +17,9 @@ from wherry.dryrun import dry_run
 from wherry.plan import estimate as estimates
 from wherry.plan.estimate import Estimate
 from wherry.plan.machine import known
-from wherry.plan.peaks import Setting
 from wherry.plan.quantities import seconds
 from wherry.plan.roofline import collective_bytes, step_time
+from wherry.plan.setting import Setting
 from wherry.sources import find
 
 

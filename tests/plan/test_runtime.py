@@ -24,6 +24,7 @@ from wherry.parallel.comm import Comm, SoloComm
 from wherry.parallel.threads import run_ranks
 from wherry.plan import choose, peaks, probe, rates, runtime
 from wherry.plan import machine as machines
+from wherry.plan import setting as setting_room
 from wherry.plan.roofline import StepTime
 from wherry.sources import of_shape
 from wherry.train.presets import Shape
@@ -188,7 +189,8 @@ def test_a_ratio_is_chosen_where_a_step_can_be_timed(monkeypatch: pytest.MonkeyP
 def test_the_disk_is_chosen_where_memory_is_short_and_a_folder_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peaks, "BATCH_NUMEL", 1)
+    for room in (setting_room, peaks):
+        monkeypatch.setattr(room, "BATCH_NUMEL", 1)
     model = make_model(lambda: TinyLM(blocks=8, width=64))
     offload = {"device": "auto", "buffer_count": 1}
     zero = {"stage": "auto", "offload_optimizer": offload | {"nvme_path": str(tmp_path)}, "offload_param": offload}

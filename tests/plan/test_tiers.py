@@ -19,7 +19,8 @@ from tests.tiers.rows import ROWS
 
 from wherry import config as configs
 from wherry.dryrun import Line, dry_run
-from wherry.plan.peaks import Setting, buffers, peak
+from wherry.plan.peaks import buffers, peak
+from wherry.plan.setting import Setting
 from wherry.sources import find
 
 # One of each kind: the others differ from these in how many ranks hold what, and not in where it rests.

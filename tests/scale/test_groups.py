@@ -29,8 +29,8 @@ from wherry import config as configs
 from wherry.errors import ConfigError
 from wherry.parallel.comm import Comm
 from wherry.parallel.threads import run_ranks
-from wherry.plan.peaks import Setting
 from wherry.plan.roofline import collective_bytes
+from wherry.plan.setting import Setting
 
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4}}

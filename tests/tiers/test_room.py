@@ -18,7 +18,7 @@ from tests.tiers.test_placements import offload
 
 import wherry
 from wherry.errors import WherryError
-from wherry.plan import peaks
+from wherry.plan import setting as setting_room
 from wherry.sharding.grouping import plan_units
 from wherry.sharding.layout import FlatLayout, lay_out
 from wherry.tiers import budget, disk
@@ -43,7 +43,7 @@ def updated(layout: FlatLayout) -> int:
 
 
 def test_too_little_host_memory_is_found_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peaks, "BATCH_NUMEL", 1)
+    monkeypatch.setattr(setting_room, "BATCH_NUMEL", 1)
     limit = 200_000
     with pytest.raises(HostMemoryError) as caught:
         start({"wherry": {"host_memory": limit}}, blocks=12)

@@ -11,7 +11,7 @@ from wherry.config import Config
 from wherry.errors import ConfigError, WherryError
 from wherry.plan.estimate import Estimate
 from wherry.plan.memory import STATE_WORDS
-from wherry.plan.peaks import optimizer_of
+from wherry.plan.setting import optimizer_of
 
 STAGE = "zero_optimization.stage"
 OPTIMIZER = "zero_optimization.offload_optimizer.device"

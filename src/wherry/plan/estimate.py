@@ -12,10 +12,11 @@ from wherry.placement import Placement, Tier
 from wherry.plan.grid import ALONE, Grid
 from wherry.plan.machine import Machine
 from wherry.plan.memory import states
-from wherry.plan.peaks import Setting, buffers, optimizer_of, peak, precision_of
+from wherry.plan.peaks import buffers, peak
 from wherry.plan.profile import Profile
 from wherry.plan.quantities import seconds
 from wherry.plan.roofline import StepTime, step_time
+from wherry.plan.setting import Setting, optimizer_of, precision_of
 
 # Of what is free, micro-batches that run together may take as much: what `wherry.activations.build` leaves them.
 SHARE_OF_FREE = 0.8

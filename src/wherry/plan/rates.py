@@ -27,9 +27,9 @@ from wherry.observe.log import logger
 from wherry.observe.memory import host_memory
 from wherry.parallel.gloo import all_gather, reduce_scatter
 from wherry.plan.machine import GB, HOST_NETWORK, Machine
-from wherry.plan.peaks import Setting
 from wherry.plan.probe import cores, processor
 from wherry.plan.roofline import step_time
+from wherry.plan.setting import Setting
 from wherry.plan.trace import profile
 
 # What a disk that cannot be measured is taken to do: bytes a second read, written, and both, and no time of a core.

@@ -10,8 +10,8 @@ import numpy as np
 from wherry.placement import Tier
 from wherry.plan.machine import Machine
 from wherry.plan.memory import Cost
-from wherry.plan.peaks import Setting
 from wherry.plan.profile import ATTENTION, TANH, Operations, Profile
+from wherry.plan.setting import Setting
 
 # Bytes up to which an operation is one core's: torch shares out 32,768 elements or more, here of a sum in fp32.
 ONE_CORE = 3 * 4 * 32768
