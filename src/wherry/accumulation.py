@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,10 +57,11 @@ class Accumulation:
             self._choose()
         if self.order == "layer_major" and self._low_precision and not hasattr(torch.Tensor, "grad_dtype"):
             self._give_up(f"torch {torch.__version__} sums gradients in the type of the weights, from 2.10 on in fp32")
+        given = _taken(data, count)
         if count == 1 or engine._window_begun() or not (self._apart or self.order == "layer_major"):
-            return self._mean([self._step(engine._to_device(next(data))) for _ in range(count)])
+            return self._mean([self._step(engine._to_device(batch)) for batch in given])
         self._apart = True
-        batches = [engine._to_device(next(data)) for _ in range(count)]
+        batches = [engine._to_device(batch) for batch in given]
         if self.order == "step_major":
             return self._mean([self._step(batch) for _, batch in self._streams(batches)])
         engine._hooks.take_turns()
@@ -215,6 +217,17 @@ class Accumulation:
     def _give_up(self, reason: str) -> None:
         self.order = "step_major"
         say("micro-batches run one after another (step_major): %s", reason)
+
+
+def _taken(data: Iterator[Any], count: int) -> list[Any]:
+    """A window's micro-batches. Of too few none is run: the window would go on with the data's next pass."""
+    batches = list(islice(data, count))
+    if len(batches) == count:
+        return batches
+    left_out = f" after {len(batches)} of a window's {count} micro-batches, which are left out" if batches else ""
+    raise StopIteration(
+        f"train_batch: the iterator has ended{left_out}; for another pass make a new one, as with data = iter(loader)"
+    )
 
 
 class Room:

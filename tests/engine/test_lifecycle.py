@@ -269,6 +269,24 @@ def test_train_batch_wants_an_iterator() -> None:
         engine.train_batch(loader)
 
 
+@pytest.mark.parametrize("accumulation", ["step_major", "layer_major"])
+def test_a_window_that_the_data_do_not_fill_is_left_out(accumulation: str) -> None:
+    model = make_model()
+    order = {"wherry": {"accumulation": accumulation}}
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(0, 3, more=order))
+    expected = train_plain(model, accumulation=3, steps=2)
+    losses = []
+    for step in range(2):
+        data = iter([token_batch(step, micro, 0) for micro in range(5)])
+        losses.append(float(engine.train_batch(data)))
+        with pytest.raises(StopIteration, match=r"after 2 of a window's 3 micro-batches, which are left out; .*iter"):
+            engine.train_batch(data)
+        with pytest.raises(StopIteration, match="the iterator has ended; for another pass"):
+            engine.train_batch(data)
+    assert losses == pytest.approx(expected.losses, rel=1e-5)
+    assert engine.global_steps == 2 and engine.is_gradient_accumulation_boundary() is False
+
+
 def test_the_loader_shuffles_anew_each_epoch() -> None:
     _, _, loader, _ = wherry.initialize(model=make_model(), config=settings(2), training_data=list(range(50)))
     epochs = [[int(x) for batch in loader for x in batch] for _ in range(2)]

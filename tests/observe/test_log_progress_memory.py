@@ -2,9 +2,12 @@ import io
 import itertools
 import logging
 import mmap
+import sys
 
 import pytest
 import torch
+from rich.console import Console
+from rich.live import Live
 
 from wherry.config import load
 from wherry.observe.log import follow, get_logger, say, show_on
@@ -99,6 +102,19 @@ def test_progress_is_a_bar_on_a_terminal(monkeypatch):
     assert "reading" in stream.getvalue() and "4/4" in stream.getvalue()
     monkeypatch.setenv("TERM", "dumb")
     assert not is_terminal(stream)
+
+
+def test_progress_is_lines_above_a_live_display(monkeypatch):
+    """A bar below it would overwrite it, and be overwritten."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    screen = Terminal()
+    with Live("panel", console=Console(file=screen, force_terminal=True), auto_refresh=False):
+        with _progress(None) as progress:
+            for _ in range(10):
+                progress.advance()
+        shown = sys.stderr.rich_proxied_file.getvalue()
+    assert shown == "" and "reading: 8/10 files (80%)" in screen.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,5 @@
+import os
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -34,7 +36,7 @@ def test_an_epoch_sees_every_window_once():
 
 
 @settings(max_examples=40)
-@given(length=st.integers(10, 400), sequence=st.integers(1, 9), seed=st.integers(0, 1000))
+@given(length=st.integers(10, 400), sequence=st.integers(1, 9), seed=st.integers(0, 2**64 - 1))
 def test_samples_stay_inside_the_text(length, sequence, seed):
     samples = Samples(np.arange(length) % 251, sequence, seed)
     ids, labels = samples.batch(np.arange(5))
@@ -98,6 +100,15 @@ def test_one_file_is_mapped_and_split(tmp_path):
     assert isinstance(text.train, np.memmap)
     assert bytes(text.train) + bytes(text.validation) == path.read_bytes()
     assert len(text.validation) == 80
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    for name in ("ours.txt", "theirs.txt"):
+        (tmp_path / name).write_text("words")
+    readable = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: "theirs" not in str(path) and readable(path, mode))
+    with pytest.raises(WherryError, match=r"theirs\.txt cannot be read"):
+        load_text(str(tmp_path), cache=tmp_path / "cache")
 
 
 def test_mistakes_are_told(tmp_path):

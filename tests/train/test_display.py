@@ -80,6 +80,13 @@ def test_plain_lines_may_be_thinned_but_not_the_ends():
     assert shown == ["step 1", "step 10", "step 20", "step 30", "step 40"]
 
 
+def test_a_resumed_run_begins_with_a_line():
+    display, out = _display(line_every=10)
+    display.step(_record(23))
+    display.step(_record(24))
+    assert out.getvalue().startswith("step 23/") and out.getvalue().count("step ") == 1
+
+
 def test_a_terminal_gets_a_panel_that_is_given_back():
     display, out = _display(terminal=True)
     display.begin(_header())

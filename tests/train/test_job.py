@@ -80,6 +80,27 @@ def test_ctrl_c_ends_with_a_summary(tmp_path, text):
     assert summary["ending"] == "interrupted" and summary["steps"] >= len(_losses(folder)) > 0
 
 
+def test_lines_come_as_often_as_they_are_asked_for(tmp_path, text, capsys):
+    assert _here(*TINY, *text, "--steps", 104, "--log-interval", 26, "--run-dir", tmp_path / "run") == 0
+    shown = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert shown == ["1/104", "26/104", "52/104", "78/104", "104/104"]
+
+
+def test_sigterm_saves_and_sums_up(tmp_path, text, monkeypatch):
+    step = Engine.train_batch
+
+    def told(engine, data):
+        if engine.global_steps == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(engine, data)
+
+    monkeypatch.setattr(Engine, "train_batch", told)
+    folder = tmp_path / "run"
+    assert _here(*TINY, *text, "--steps", 50, "--run-dir", folder, "--save-interval", 50) == 143
+    assert json.loads((folder / "summary.json").read_text())["ending"] == "interrupted"
+    assert (folder / "checkpoints" / "latest").read_text() == "global_step3"
+
+
 def test_the_tutorials_file_trains_as_printed(tmp_path, text, capsys):
     config = tmp_path / "config.json"
     config.write_text(TUTORIAL)

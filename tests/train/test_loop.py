@@ -111,22 +111,47 @@ def test_an_error_leaves_the_outcome_failed():
     assert loop.outcome.ending is Ending.FAILED and loop.outcome.ending.status == 1
 
 
-def test_ctrl_c_ends_after_the_step_under_way():
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_after_the_step_under_way(number):
     engine, notes = _engine(), Notes()
     step = engine.train_batch
 
     def interrupted(data):
         if len(notes.records) == 2:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
         return step(data)
 
     engine.train_batch = interrupted
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.getsignal(number)
     with Stop() as stop:
         outcome = _loop(engine, Plan(steps=50, tokens_per_step=64), stop=stop, notes=notes).run()
     assert outcome.ending is Ending.INTERRUPTED and outcome.ending.status == 130
+    assert stop.status == 128 + number
     assert outcome.steps == 3
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(number) is before
+
+
+def test_what_a_rank_meets_that_was_told_to_end_is_not_why_it_ends(monkeypatch):
+    ended = []
+    monkeypatch.setattr(os, "kill", lambda *told: ended.append(told))
+    with pytest.raises(RuntimeError), Stop() as stop:
+        stop.ask(signal.SIGTERM)
+        raise RuntimeError("a peer is gone")
+    assert ended == [(os.getpid(), signal.SIGTERM)]
+    with pytest.raises(RuntimeError), Stop() as stop:
+        stop.ask(signal.SIGINT)
+        raise RuntimeError("a peer is gone")
+    assert len(ended) == 1
+
+
+def test_no_step_is_finished_for_a_launcher_that_is_gone(monkeypatch):
+    monkeypatch.setenv("WHERRY_LAUNCHER_PID", "1")
+    stop = Stop()
+    stop.ask(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        stop.ask(signal.SIGTERM)
+    monkeypatch.setenv("WHERRY_LAUNCHER_PID", str(os.getppid()))
+    Stop().ask(signal.SIGTERM)
 
 
 def test_a_second_ctrl_c_ends_at_once_but_an_echo_of_the_first_does_not():

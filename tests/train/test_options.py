@@ -163,6 +163,8 @@ def test_counts_are_positive(capsys):
         (["--eval-interval", "-3"], "expected at least 0, got -3"),
         (["--max-restarts", "-1"], "expected at least 0, got -1"),
         (["--lr-warmup-iters", "-1"], "expected at least 0, got -1"),
+        (["--seed", "-1"], "expected at least 0, got -1"),
+        (["--seed", str(2**64)], "expected less than 2**64, got 18446744073709551616"),
     ):
         with pytest.raises(SystemExit):
             parse(flags)

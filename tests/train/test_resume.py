@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,37 @@ def test_auto_goes_on_exactly(tmp_path: Path, text: list[str]) -> None:
     for name, value in states(whole / "checkpoints").items():
         assert torch.equal(value, again[name]), name
     assert (run / "metrics.1.jsonl").exists(), "the lines of the first part are kept"
+
+
+def rates(run: Path) -> list[float]:
+    return [json.loads(line)["lr"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_flags_act_on_a_resumed_run_and_the_rest_is_kept(
+    tmp_path: Path, text: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    flags = [*SMALL, *text, "--run-dir", str(run), "--save-interval", "3", "--lr-warmup-iters", "2", "--nproc", "1"]
+    assert main([*flags, "--lr", "0.02", "--clip-grad", "0.5"]) == 0
+    kept = ["--resume", str(run / "checkpoints"), "--steps", "12"]
+    told = [*flags[: flags.index("--lr-warmup-iters")], *kept]
+    assert main([*told, "--weight-decay", "0.3"]) == 0
+    shown = capsys.readouterr().out
+    assert "changed optimizer.params.weight_decay 0.1 -> 0.3" in shown
+    assert "changed scheduler.params.total_num_steps 6 -> 12" in shown
+    config = json.loads((run / "config.json").read_text())
+    assert config["gradient_clipping"] == 0.5 and config["optimizer"]["params"]["lr"] == 0.02
+    assert config["scheduler"]["params"]["warmup_num_steps"] == 2
+    # The rates that a run of 12 steps would have had from its seventh on.
+    assert main([*flags, "--lr", "0.02", "--steps", "12", "--run-dir", str(tmp_path / "whole")]) == 0
+    assert rates(run) == rates(tmp_path / "whole")[6:]
+    shutil.rmtree(run / "checkpoints" / "global_step12")
+    (run / "checkpoints" / "latest").write_text("global_step6")
+    assert main([*told, "--lr", "0.01"]) == 0
+    assert rates(run) == pytest.approx([rate / 2 for rate in rates(tmp_path / "whole")[6:]], rel=1e-12)
+    with Source(find(run / "checkpoints")) as source:
+        (group,) = source.manifest.engine["optimizer"]["groups"]
+        assert source.value(group["options"])["weight_decay"] == 0.1
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, text: list[str]) -> None:

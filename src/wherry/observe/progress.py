@@ -13,10 +13,12 @@ if TYPE_CHECKING:
 
 
 def is_terminal(stream: Any) -> bool:
-    """Whether a person reads `stream` on a terminal that can redraw."""
+    """Whether a person reads `stream` on a terminal that can redraw, and that nobody redraws already."""
     import os
 
-    return bool(getattr(stream, "isatty", bool)()) and os.environ.get("TERM", "dumb") != "dumb"
+    # A live display of rich's stands in for the stream, and prints above itself what is written to it.
+    taken = hasattr(stream, "rich_proxied_file")
+    return bool(getattr(stream, "isatty", bool)()) and os.environ.get("TERM", "dumb") != "dumb" and not taken
 
 
 class Progress:

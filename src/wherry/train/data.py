@@ -82,13 +82,15 @@ def _text_files(folder: Path) -> list[Path]:
     for here, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
         paths = (Path(here, name) for name in names if not name.startswith("."))
-        found += [path for path in paths if path.is_file() and _is_text(path)]
+        found += [path for path in paths if path.is_file() and _is_text(path, folder)]
     if not found:
         raise WherryError(f"--data {folder}: the folder holds no text file")
     return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
 
 
-def _is_text(path: Path) -> bool:
+def _is_text(path: Path, folder: Path) -> bool:
+    if not os.access(path, os.R_OK):
+        raise WherryError(f"--data {folder}: {path} cannot be read; change its mode, or name a folder without it")
     with open(path, "rb") as file:
         head = file.read(8192)
     return bool(head) and b"\0" not in head
@@ -196,7 +198,7 @@ class Samples:
         starts = np.empty(len(numbers), dtype=np.int64)
         for epoch in np.unique(epochs):
             chosen = epochs == epoch
-            key = int(_mix(np.array([self.seed * 1_000_003 + int(epoch)], dtype=np.uint64))[0])
+            key = int(_mix(np.array([(self.seed * 1_000_003 + int(epoch)) % 2**64], dtype=np.uint64))[0])
             offset = key % (min(self.sequence, self.room) + 1)
             starts[chosen] = permute(places[chosen], self.windows, key) * self.sequence + offset
         return starts

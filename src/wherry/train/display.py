@@ -98,9 +98,10 @@ class Display:
         self._pace = pace if self._pace is None or self._records < 2 else 0.9 * self._pace + 0.1 * pace
         self._losses.append(record.loss)
         self._records += 1
+        validated = record.validation_loss is not None
         if self._live is not None:
             self._live.update(self._panel(record))
-        elif self._records % self.line_every == 0 or record.step in (1, self.steps) or record.validation_loss:
+        elif self._records == 1 or self._records % self.line_every == 0 or record.step == self.steps or validated:
             self.console.print(self.line(record), highlight=False, soft_wrap=True)
 
     def non_finite(self, step: int, loss: float, *, ended: bool) -> None:

@@ -71,9 +71,9 @@ def train(options: Options) -> int:
     from wherry.parallel import topology
     from wherry.train import parallel
     from wherry.train.data import Samples, Share, load_text
-    from wherry.train.loop import Loop, Plan, Stop
+    from wherry.train.loop import Ending, Loop, Plan, Stop
     from wherry.train.model import GPT, GPTConfig
-    from wherry.train.resume import choose_start, keep_batch, save_folder, saver
+    from wherry.train.resume import changes, choose_start, keep_batch, own_settings, save_folder, saver
 
     # Ranks of the whole run agree on what to train and when to stop; data is shared out along the data axis alone.
     world = topology.find()
@@ -81,9 +81,9 @@ def train(options: Options) -> int:
     chief = comm.rank == 0
     given = given_config(options)
     shape, why = comm.gather_objects(_choose(options, comm.size, given) if chief else None)[0]
-    config = build_config(options, shape.parameters, bf16=_has_bf16(device), given=given)
-    place, mesh = parallel.lay_out(world, options.tensor_parallel, options.pipeline_parallel)
     start = choose_start(options, comm)
+    config = build_config(options, shape.parameters, bf16=_has_bf16(device), given=given, earlier=start.config)
+    place, mesh = parallel.lay_out(world, options.tensor_parallel, options.pipeline_parallel)
     keep_batch(config, start, place.data.size, options.sizes_the_batch, place.pipe.size)
     resolved = load(config)
     torch.manual_seed(options.seed)
@@ -100,7 +100,8 @@ def train(options: Options) -> int:
     engine, optimizer, _, _ = wherry.initialize(model=model, mesh=place, config=load(config, overrides=NO_SINKS))
     assert optimizer is not None, "the config always has an optimizer here"
     if start.checkpoint is not None:
-        engine.load_checkpoint(start.checkpoint.parent, tag=start.checkpoint.name)
+        with own_settings(engine):
+            engine.load_checkpoint(start.checkpoint.parent, tag=start.checkpoint.name)
     micro, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
     text = load_text(options.data, rank=comm.rank)
     text.check_length(shape.sequence)
@@ -127,6 +128,7 @@ def train(options: Options) -> int:
         )
         if start.checkpoint is not None:
             facts += (("resumed", f"{start.checkpoint}, step {start.step}"),)
+            facts += tuple(("changed", line) for line in changes(start.config or {}, resolved.to_dict()))
         activations = shape.activation_bytes(
             micro, checkpointed=options.checkpoint_activations, itemsize=_itemsize(resolved.working_dtype())
         )
@@ -148,16 +150,19 @@ def train(options: Options) -> int:
         first=start.step,
         save=saver(engine, options, start, folder, batch) if folder is not None else None,
     )
-    try:
-        with stop:
+    with stop:
+        try:
             outcome = loop.run()
             engine.settle()
-    finally:
-        if report is not None:
-            report.end(loop.outcome)
+        except KeyboardInterrupt:
+            loop.outcome.ending = Ending.INTERRUPTED
+            raise
+        finally:
+            if report is not None:
+                report.end(loop.outcome)
     engine.close()
     comm.close()
-    return outcome.ending.status
+    return stop.status if outcome.ending is Ending.INTERRUPTED else outcome.ending.status
 
 
 NO_SINKS = {"tensorboard.enabled": False, "wandb.enabled": False, "csv_monitor.enabled": False, "wherry.run_dir": None}
@@ -189,7 +194,9 @@ class Report:
         _write_json(self.run_dir / "config.json", config)
         _write_json(self.run_dir / "run.json", _about(options, shape, engine))
         gpu = engine.device.type != "cpu"
-        self.display = Display(Console(), plan.steps, engine.memory, gpu=gpu, line_every=max(1, plan.steps // 50))
+        # Some fifty lines, where nobody has said how many.
+        thin = 1 if options.log_interval else max(1, plan.steps // plan.log_interval // 50)
+        self.display = Display(Console(), plan.steps, engine.memory, gpu=gpu, line_every=thin)
         self.display.begin(
             Header(
                 title=title,

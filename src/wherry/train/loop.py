@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+import os
 import signal
 import time
 from collections import deque
@@ -106,29 +107,47 @@ class Reporter(Protocol):
 
 
 class Stop:
-    """Ctrl-C asks for the end of the run after the step under way; a second one, a second later, ends it at once."""
+    """Ctrl-C or SIGTERM asks for the end of the run after the step under way; a second one, a second later, ends it
+    at once. So does the SIGTERM that comes when the launcher is gone, for which no step is to be finished.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._asked_at: float | None = None
-        self._before: Any = None
+        self._before: dict[int, Any] = {}
+        self._number = int(signal.SIGINT)
 
     @property
     def asked(self) -> bool:
         return self._asked_at is not None
 
-    def ask(self, _number: int = signal.SIGINT, _frame: FrameType | None = None) -> None:
+    @property
+    def status(self) -> int:
+        """The exit status of a run that was asked to end."""
+        return 128 + self._number
+
+    def ask(self, number: int = signal.SIGINT, _frame: FrameType | None = None) -> None:
         # A terminal and a launcher may both deliver the same Ctrl-C.
-        if self._asked_at is not None and self._clock() - self._asked_at > 1.0:
+        again = self._asked_at is not None and self._clock() - self._asked_at > 1.0
+        if again or (number == signal.SIGTERM and _launcher_is_gone()):
             raise KeyboardInterrupt
-        self._asked_at = self._clock() if self._asked_at is None else self._asked_at
+        if self._asked_at is None:
+            self._asked_at, self._number = self._clock(), int(number)
 
     def __enter__(self) -> Stop:
-        self._before = signal.signal(signal.SIGINT, self.ask)
+        self._before = {number: signal.signal(number, self.ask) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._before)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        if kind is not None and self.asked and self._number == signal.SIGTERM:
+            # A launcher ends the ranks that one has left alone so. What these meet meanwhile is not why the run ends.
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _launcher_is_gone() -> bool:
+    return os.environ.get("WHERRY_LAUNCHER_PID", str(os.getppid())) != str(os.getppid())
 
 
 class Loop:

@@ -125,7 +125,7 @@ def build_parser() -> argparse.ArgumentParser:
     train.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
     _add(train, "--config", "--deepspeed-config", metavar="FILE", help="config file with DeepSpeed's key names")
     _add(train, "--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="a key of the config")
-    _add(train, "--seed", type=int, default=1234, help="of the weights and of the order of the text")
+    _add(train, "--seed", type=_seed, default=1234, help="of the weights and of the order of the text")
     run = parser.add_argument_group("run")
     _add(run, "--data", metavar="PATH", help="a text file, or a folder of them")
     _add(run, "--run-dir", metavar="FOLDER", help="where metrics and config go (default: runs/<date>-<name>)")
@@ -178,6 +178,13 @@ def _at_least(least: int) -> Callable[[str], int]:
 
 
 _positive, _none_or_more = _at_least(1), _at_least(0)
+
+
+def _seed(text: str) -> int:
+    value = _none_or_more(text)
+    if value >= 2**64:  # torch's seeds are of 64 bits
+        raise argparse.ArgumentTypeError(f"expected less than 2**64, got {value}")
+    return value
 
 
 def parse(argv: list[str]) -> Options:
@@ -240,14 +247,24 @@ def peak_lr(parameters: int) -> float:
     return min(1e-3, round(1e-3 * (2e7 / parameters) ** (1 / 3), 6))
 
 
-def build_config(options: Options, parameters: int, *, bf16: bool, given: Mapping[str, Any] | None) -> dict[str, Any]:
+def build_config(
+    options: Options,
+    parameters: int,
+    *,
+    bf16: bool,
+    given: Mapping[str, Any] | None,
+    earlier: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """One config from our defaults, the user's file (`given`), the flags and `--set`, each over the one before it.
 
     A file is taken at its word: of our defaults it gets an optimizer where it has none, and what it leaves to "auto".
+    A resumed run has, instead of our optimizer and schedule, those of the `earlier` run.
     """
     config = _defaults(options, parameters, bf16=bf16 and options.precision is None)
     if given is not None:
         config = _under_file(config, given)
+    if earlier is not None:
+        _keep(config, earlier, given, options.steps)
     for flag in (_batch_flags, _precision_flags, _optimizer_flags):
         flag(options, config)
     if options.stage is not None:
@@ -257,6 +274,24 @@ def build_config(options: Options, parameters: int, *, bf16: bool, given: Mappin
     for setting in options.settings:
         _set(config, setting)
     return config
+
+
+def _keep(
+    config: dict[str, Any], earlier: Mapping[str, Any], given: Mapping[str, Any] | None, steps: int
+) -> None:
+    """What a resumed run goes on with where no file says it. A schedule that would end before the run is stretched."""
+    from wherry.config.source import nested
+
+    written = nested(given or {})
+    if written.get("optimizer") not in (None, "auto"):
+        return
+    kept = ["optimizer"]
+    kept += ["scheduler"] if written.get("scheduler") in (None, "auto") else []
+    kept += ["gradient_clipping"] if given is None else []
+    config.update({name: copy.deepcopy(earlier[name]) for name in kept if name in earlier})
+    schedule = (config.get("scheduler") or {}).get("params", {})
+    if schedule.get("total_num_steps") is not None:
+        schedule["total_num_steps"] = max(schedule["total_num_steps"], steps)
 
 
 def _offload_flags(options: Options, config: dict[str, Any]) -> None:
@@ -372,6 +407,14 @@ def _optimizer_flags(options: Options, config: dict[str, Any]) -> None:
             _block(config["optimizer"], "params")[name] = value
     if options.clip_grad is not None:
         config["gradient_clipping"] = options.clip_grad
+    if options.warmup is not None:
+        schedule = config.get("scheduler")
+        if not isinstance(schedule, dict):
+            raise WherryError(
+                f"--lr-warmup-iters {options.warmup}: the config has no schedule, so nothing would warm up; give it a "
+                'block "scheduler", or leave the flag out'
+            )
+        _block(schedule, "params")["warmup_num_steps"] = options.warmup
 
 
 def _checkpoint_flags(options: Options, config: dict[str, Any]) -> None:

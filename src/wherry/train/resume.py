@@ -1,8 +1,9 @@
-"""Where a run goes on: the checkpoint it resumes from, and the batch it keeps on another number of ranks."""
+"""Where a run goes on: the checkpoint it resumes from, and what of the run before it keeps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,13 @@ from wherry.train.options import Options
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins. `samples` have been trained on before it, `batch` in each step."""
+    """Where a run begins. `samples` have been trained on before it, `batch` in each step, by this config."""
 
     checkpoint: Path | None = None
     step: int = 0
     samples: int = 0
     batch: int | None = None
+    config: Mapping[str, Any] | None = None
 
 
 def save_folder(options: Options, run_dir: Path | None = None) -> Path | None:
@@ -65,7 +67,7 @@ def _start(options: Options) -> Start:
         raise WherryError(f"{path} was not written by `wherry train`")
     if manifest.step >= options.steps:
         raise WherryError(f"{path} is at step {manifest.step} already; give more with --steps")
-    return Start(path, manifest.step, int(told["samples"]), int(told["samples_per_step"]))
+    return Start(path, manifest.step, int(told["samples"]), int(told["samples_per_step"]), manifest.config)
 
 
 def keep_batch(config: dict[str, Any], start: Start, ranks: int, given: bool, stages: int = 1) -> None:
@@ -84,6 +86,44 @@ def keep_batch(config: dict[str, Any], start: Start, ranks: int, given: bool, st
     config["train_batch_size"] = start.batch
     config["train_micro_batch_size_per_gpu"] = micro
     config["gradient_accumulation_steps"] = share // micro
+
+
+# Of a schedule: how far it is. All else is its form.
+_PROGRESS = ("last_epoch", "_step_count", "_last_lr")
+
+
+@contextmanager
+def own_settings(engine: Any) -> Iterator[None]:
+    """Around a load: learning rates, other options and the form of the schedule stay those of this run's config."""
+    groups, schedule = engine.optimizer.param_groups, engine.lr_scheduler
+    options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    form = {name: value for name, value in getattr(schedule, "__dict__", {}).items() if name not in _PROGRESS}
+    yield
+    for group, own in zip(groups, options, strict=True):
+        group.update(own)
+    if schedule is not None:
+        vars(schedule).update(form)
+        rates = schedule.get_lr()
+        schedule._last_lr = list(rates)
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+
+
+def changes(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What a resumed run's config says otherwise of how weights are updated, a line for each key."""
+    found = []
+    for block in ("optimizer", "scheduler", "gradient_clipping"):
+        before, after = _flat(earlier.get(block), block), _flat(now.get(block), block)
+        for name in dict.fromkeys((*before, *after)):
+            if before.get(name) != after.get(name):
+                found.append(f"{name} {before.get(name)} -> {after.get(name)}")
+    return found
+
+
+def _flat(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        return {name: value}
+    return {key: leaf for inner, part in value.items() for key, leaf in _flat(part, f"{name}.{inner}").items()}
 
 
 def saver(engine: Any, options: Options, start: Start, folder: Path, batch: int) -> Callable[[int], None]:
