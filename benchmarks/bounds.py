@@ -126,6 +126,8 @@ def states_by_tier(system: str, parameters: int, dtype: str) -> dict[str, float]
 
 def _kept(system: str, dtype: str) -> tuple[int, int, int]:
     """Bytes of a parameter: working weight, gradient, and what the optimizer keeps beside them."""
+    if system == systems.COMPUTE:
+        return *STATES[dtype][:2], 0
     if system in ("plain", "ddp") or system.startswith("fsdp2"):
         return STATES["fp32"]  # in bf16 they compute by autocast, and keep fp32
     return STATES[dtype]
@@ -306,4 +308,3 @@ def measure(
     ]
     medians = {name: statistics.median(values) for name, values in found.items() if name not in _ASIDE}
     return Rates(**medians), rows
-

@@ -1,11 +1,12 @@
 """Everything that wants a GPU, in one command that ends in time: python benchmarks/gpu.py [--deadline SECONDS].
 
-Measured rates, and steps of GPT-2 beside the bound that they set: sizes of the published table with the device capped
-and not, update policies side by side, others' offload where it is installed, tokens in a step from 1k to 64k, what the
-allocator holds unused, and the largest model that takes a step under small caps. Every stage has its share of the time;
-rows are written as they come, and what time leaves out is named. DeepSpeed compiles parts of itself at their first use:
-`python benchmarks/peers.py` before, or its rows take that time. Without a GPU, `--toy` runs all of it on the CPU at a
-size that shows that it works, and nothing else.
+Measured rates, and steps of GPT-2 beside the bound that they set: update policies side by side, others' offload where
+it is installed, with clipping and without, and with it from 1k to 64k tokens in a step, the largest model that takes a
+step under small caps, sizes of the published table with the device capped and not, and what the allocator holds
+unused. Every stage has its share of the time; rows are written as they come, and what time leaves out is named: a part
+of the stages (`--stages`) has a file of its own, and all the time for itself. DeepSpeed compiles its host optimizer at
+its first use, which is before the peers have their turn; `python benchmarks/peers.py` does it once. Without a GPU,
+`--toy` runs all of it on the CPU at a size that shows that it works, and nothing else.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ if not __package__:  # run as a script: this folder is found as it is when impor
     sys.path[0] = str(Path(__file__).parents[1])
 
 from benchmarks import bounds, systems
+from benchmarks import peers as builders
 from benchmarks.rooms import Room, RoomFailed
 from benchmarks.systems import Recipe
 from wherry.observe import bench
@@ -36,18 +38,23 @@ CAPS = (8, 16, 24, 32)
 RESERVE = 12.0
 # And for what has begun, though the share of its stage be over.
 PATIENCE = 45.0
-# Peers beside whom the tokens of a step grow.
-TOKEN_PEERS = ("fsdp2-cpu", "deepspeed-2-cpu", "deepspeed-3-super")
+# Seconds for a compiler, at most.
+COMPILE = 150.0
+# Who takes other numbers of tokens too, beside ours, and how often.
+TOKEN_PEERS = (systems.COMPUTE, "fsdp2-cpu", "deepspeed-2-cpu", "deepspeed-3-super")
+TOKEN_ROUNDS = 2
 # The policy that stands beside others' offload first. An update in the backward cannot know the norm it would clip by.
 POLICIES = {1.0: ("before_use", "at_step", "delayed"), 0.0: ("in_backward", "before_use")}
 UNUSED = ("plain", "recompute", "recompute, contiguous")
-PEERS = ("fsdp2-cpu", "deepspeed-2-cpu", "deepspeed-3-cpu", "deepspeed-3-super", "deepspeed-3-reflow")
+PEERS = ("fsdp2-cpu", "deepspeed-2-cpu", "deepspeed-3-super", "deepspeed-3-cpu", "deepspeed-3-reflow")
 TOKENS = tuple(1024 * 2**power for power in range(7))
 # Bytes of host memory that a parameter's states take at most, gradients under way included.
 HOST_BYTES = {"wherry": 15.0, "fsdp2": 18.0, "deepspeed": 24.0}
+# What is left of the layers after a process that was out of host memory.
+FEWER = 0.85
 # Without clipping gradients are used as they come.
 HOST_BYTES_UNCLIPPED = 12.6
-# What a build takes, seconds and seconds for each billion of parameters; a guess that later ones correct.
+# What a build takes, seconds and seconds for each billion of parameters; a guess that the first one corrects.
 BUILD_S, BUILD_S_PER_BILLION = 5.0, 9.0
 
 
@@ -96,7 +103,7 @@ class Session:
         self.deadline = (time.monotonic() if begun is None else begun) + options.deadline - RESERVE
         self.sizes = TOY if options.toy else SIZES
         self.rates: bounds.Rates | None = None
-        self.build_pace = 1.0
+        self._build_paces: list[float] = []
         self._room: Room | None = None
         # Seconds of a sequence in a step, by the name of what was built.
         self._pace: dict[str, float] = {}
@@ -112,6 +119,20 @@ class Session:
     def left(self, *, whole: bool = False) -> float:
         """Seconds that are left of the stage's share, or of the whole."""
         return max(0.0, (self.deadline if whole else self._ends) - time.monotonic())
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is done meanwhile is no part of a stage's share."""
+        begun = time.monotonic()
+        try:
+            yield
+        finally:
+            self._ends = min(self.deadline, self._ends + time.monotonic() - begun)
+
+    @property
+    def build_pace(self) -> float:
+        """How many times as long as the guess builds take: the slowest so far."""
+        return min(3.0, max(self._build_paces, default=1.0))
 
     @property
     def ended(self) -> bool:
@@ -143,29 +164,41 @@ class Session:
         return answer["found"]
 
     def _start(self) -> None:
-        """Have a process. What its start takes is no part of a stage's share."""
+        """Have a process."""
         if self._room is not None:
             return
-        begun = time.monotonic()
-        self._room = Room(1, worker=WORKER, environment=systems.gpu_environment())
-        try:
-            self._room.ask(timeout=self.left(whole=True), do="ready")
-        except RoomFailed:
-            self.close()
-            raise
-        self._ends = min(self.deadline, self._ends + time.monotonic() - begun)
+        with self.aside():
+            self._room = Room(1, worker=WORKER, environment=systems.gpu_environment())
+            try:
+                self._room.ask(timeout=self.left(whole=True), do="ready")
+            except RoomFailed:
+                self.close()
+                raise
 
-    def build(
-        self, name: str, system: str, recipe: Recipe, warmup: int = 2, *, shrink: bool = False
-    ) -> dict[str, Any]:
+    def compile_peers(self) -> None:
+        """What DeepSpeed would compile for a minute while its first system is built, once for all of them."""
+        wanted = [peer for peer in self.options.peers if peer.startswith("deepspeed") and not self._reason(peer)]
+        if not wanted or builders.built("cpu_adam").is_file():
+            return
+        with self.aside():
+            reason = builders.build(builders.HOST_OPTIMIZER, timeout=min(COMPILE, self.left(whole=True)))
+        if reason is not None:
+            self._given_up |= dict.fromkeys(wanted, f"its host optimizer is not built: {reason}")
+
+    def _reason(self, system: str) -> str | None:
+        """Why a system cannot be tried here, or not again."""
+        return systems.cannot_run(system) or self._given_up.get(system)
+
+    def build(self, name: str, system: str, recipe: Recipe, warmup: int = 2, *, shrink: bool = False) -> dict[str, Any]:
         """Build a system if memory and time allow; the reason why not is an exception's.
 
         `shrink`: where its first step is out of memory, the batch is halved until it is not; the answer has the batch.
         """
-        reason = systems.cannot_run(system) or self._given_up.get(system) or self._too_large(system, recipe)
+        reason = self._reason(system) or self._too_large(system, recipe)
         if reason:
             raise RoomFailed(reason)
-        need = self.build_pace * (BUILD_S + BUILD_S_PER_BILLION * recipe.parameters / 1e9)
+        guess = BUILD_S + BUILD_S_PER_BILLION * recipe.parameters / 1e9
+        need = self.build_pace * guess
         ours = system.startswith("wherry")
         request = {"name": name, "system": system, "recipe": recipe, "warmup": warmup, "shrink": shrink}
         begun = time.monotonic()
@@ -179,14 +212,14 @@ class Session:
         taken = time.monotonic() - begun
         self._pace[name] = found["step_s"] / found["batch"]
         if recipe.parameters > 5e8 and ours:
-            self.build_pace = min(3.0, max(self.build_pace, 1.1 * self.build_pace * taken / need))
+            self._build_paces.append(1.1 * taken / guess)
         return found
 
-    def time(self, name: str, steps: int, batch: int, *, another: bool = False) -> dict[str, Any]:
+    def time(self, name: str, steps: int, batch: int, *, another: bool = False, whole: bool = False) -> dict[str, Any]:
         """A timed block of steps, if there is time for it. `another` batch is one that was not taken before."""
         need = (steps + 1) * batch * self._pace[name]  # one that is not counted comes first
         more = {"batch": batch} if another else {}
-        found: dict[str, Any] = self.ask(need, do="time", name=name, steps=steps, **more)
+        found: dict[str, Any] = self.ask(need, whole=whole, do="time", name=name, steps=steps, **more)
         self._pace[name] = found["seconds"] / batch
         return found
 
@@ -218,14 +251,16 @@ def step_row(
     place, seconds = systems.place_of(system), [answer["seconds"] for answer in answers]
     row = bench.row(case, system, "s", seconds, **facts)
     last, tokens = answers[-1], recipe.batch * recipe.length
-    work = bounds.work_of(
-        recipe.parameters,
-        recipe.flops,
-        recipe.dtype,
-        offload_optimizer=place.optimizer,
-        offload_param=place.parameters,
-        gpu=session.rates is not None and session.rates.up is not None,
-    )
+    work = bounds.Work(recipe.flops)
+    if system != systems.COMPUTE:
+        work = bounds.work_of(
+            recipe.parameters,
+            recipe.flops,
+            recipe.dtype,
+            offload_optimizer=place.optimizer,
+            offload_param=place.parameters,
+            gpu=session.rates is not None and session.rates.up is not None,
+        )
     if session.rates is not None:
         row["bound_s"], row["bound_by"] = bounds.bound(work, session.rates)
         row["of_limit"] = row["bound_s"] / row["value"]
@@ -245,8 +280,10 @@ def step_row(
     formula = bounds.states_by_tier(system, recipe.parameters, recipe.dtype)
     row["formula_host_bytes"] = formula["host"]
     row["formula_device_bytes"] = None if last["peak_device_bytes"] is None else formula["device"]
-    # What an engine does not tell is seen in its process.
-    row["host_bytes_per_parameter"] = (tiers.get("host", 0) if tiers else last["resident_bytes"]) / recipe.parameters
+    # What an engine does not tell is seen in its process, and in what the machine has left: memory that is pinned, or a
+    # child's, may be missing in the one, and what others gave back meanwhile in the other.
+    row["host_bytes"] = max(last["resident_bytes"], last["taken_bytes"])
+    row["host_bytes_per_parameter"] = (tiers.get("host", 0) if tiers else row["host_bytes"]) / recipe.parameters
     return row
 
 
@@ -305,12 +342,32 @@ def policies(session: Session) -> None:
 
 
 def peers(session: Session) -> None:
-    """Others' offload, clipping on and off, 8k tokens a step, beside the policy that suits it best."""
-    for clip in POLICIES:
-        case, recipe, ours = _with_clipping(session, clip)
-        # A peer that ends its process takes with it what was built before it.
-        beside = {peer: (peer, recipe) for peer in session.options.peers} | dict(list(ours.items())[:1])
-        _in_turns(session, {"measure": "beside others"} | case, beside)
+    """Others' offload with clipping, 8k tokens a step and then from 1k to 64k, beside the policy that suits it best."""
+    turns, case = _beside(session, 1.0)
+    turns.take(case)
+    size = session.sizes["1b"]
+    counts = TOKENS if not session.options.toy else tuple(size.length * 2**power for power in range(3))
+    names = [name for name in turns.subjects if name in TOKEN_PEERS or name.startswith("wherry")]
+    for count in counts:
+        if count != case["tokens"]:
+            turns.take(case | {"tokens": count}, count // size.length, names=names)
+    turns.close()
+
+
+def unclipped(session: Session) -> None:
+    """The same without clipping, 8k tokens a step, beside an update in the backward."""
+    turns, case = _beside(session, 0.0)
+    turns.take(case)
+    turns.close()
+
+
+def _beside(session: Session, clip: float) -> tuple[Turns, dict[str, Any]]:
+    """What computes alone, ours and others', built in this order: what time leaves out is a peer."""
+    session.compile_peers()
+    case, recipe, ours = _with_clipping(session, clip)
+    subjects = {systems.COMPUTE: (systems.COMPUTE, recipe)} | dict(list(ours.items())[:1])
+    subjects |= {peer: (peer, recipe) for peer in session.options.peers}
+    return Turns(session, subjects), {"measure": "beside others"} | case
 
 
 def _with_clipping(session: Session, clip: float) -> tuple[dict[str, Any], Recipe, Subjects]:
@@ -350,30 +407,39 @@ class Turns:
             for lost in self.built:
                 self.reasons.setdefault(lost, f"ended with {name}: {failure}")
 
-    def take(self, case: dict[str, Any], batch: int | None = None) -> None:
-        """The rows of some rounds. `batch` is one that was not taken before."""
-        session, steps = self.session, self.session.options.steps
-        answers: dict[str, list[dict[str, Any]]] = {name: [] for name in self.built if name not in self.reasons}
+    def take(self, case: dict[str, Any], batch: int | None = None, *, names: Sequence[str] | None = None) -> None:
+        """The rows of some rounds, kept as they come. `batch` is one that was not taken before, by some `names`."""
+        session, options = self.session, self.session.options
+        subjects = {name: found for name, found in self.subjects.items() if names is None or name in names}
+        answers: dict[str, list[dict[str, Any]]] = {name: [] for name in subjects}
         failed: dict[str, str] = {}
-        for turn in range(session.options.rounds):
-            for name in answers:
+        here = [name for name in subjects if name in self.built]
+
+        def keep() -> None:
+            rows = []
+            for name, (system, recipe) in subjects.items():
+                taken, reason = replace(recipe, batch=batch or recipe.batch), failed.get(name) or self.reasons.get(name)
+                if answers[name]:
+                    rows.append(step_row(session, case, system, taken, answers[name]) | {"system": name})
+                elif reason:
+                    rows.append(bench.row(case, name, "s", reason=reason))
+            session.results.put(*rows)
+
+        for turn in range(options.rounds if batch is None else min(options.rounds, TOKEN_ROUNDS)):
+            start = turn % max(1, len(here))
+            for name in here[start:] + here[:start]:
                 if name in failed or name in self.reasons:
                     continue
-                count = batch or self.subjects[name][1].batch
+                count = batch or subjects[name][1].batch
+                # What was built is timed once in any case: for that it has the time of all.
+                more = {"another": batch is not None and not turn, "whole": batch is None and not turn}
                 try:
-                    answer = session.time(name, steps, count, another=batch is not None and not turn)
-                    answers[name].append(answer)
+                    answers[name].append(session.time(name, options.steps, count, **more))
                 except (RoomFailed, NoTime) as failure:
                     failed[name] = str(failure)
                     self._if_ended(name, failure)
-        rows = []
-        for name, (system, recipe) in self.subjects.items():
-            taken = replace(recipe, batch=batch or recipe.batch)
-            if answers.get(name):
-                rows.append(step_row(session, case, system, taken, answers[name]) | {"system": name})
-            else:
-                rows.append(bench.row(case, name, "s", reason=failed.get(name) or self.reasons[name]))
-        session.results.add(*rows)
+                keep()
+        keep()
 
     def close(self) -> None:
         for name in self.built:
@@ -383,19 +449,6 @@ class Turns:
 def _in_turns(session: Session, case: dict[str, Any], subjects: Subjects) -> None:
     turns = Turns(session, subjects)
     turns.take(case)
-    turns.close()
-
-
-def tokens(session: Session) -> None:
-    """Tokens in a step from 1k to 64k: one engine for all of them, beside peers in the same process."""
-    size = session.sizes["1b"]
-    counts = TOKENS if not session.options.toy else tuple(size.length * 2**power for power in range(3))
-    recipe = replace(size, batch=counts[0] // size.length)
-    beside = [peer for peer in TOKEN_PEERS if peer in session.options.peers]
-    turns = Turns(session, {name: (name, recipe) for name in (*beside, "wherry-2-cpu")})
-    for count in counts:
-        case = {"measure": "tokens in a step", "model": "1b", "tokens": count}
-        turns.take(case, count // size.length if count != counts[0] else None)
     turns.close()
 
 
@@ -449,14 +502,14 @@ def largest(session: Session) -> None:
     except (RoomFailed, NoTime) as failure:
         few = more = None
         reason = f"the dry run failed: {failure}"
-    free, done = bounds.free_host_memory(), None
+    free, done, most = bounds.free_host_memory(), None, sys.maxsize
     for cap in CAPS:
         case = {"measure": "largest model", "cap_gib": cap}
         if few is None or more is None:
             session.results.add(bench.row(case, system, "s", reason=reason))
             continue
         predicted, tier = _layers_within(few, more, layers, {"device": 0.9 * cap * GIB, "host": 0.92 * free}, base)
-        recipe = replace(base, layers=min(predicted, 3) if session.options.toy else predicted)
+        recipe = replace(base, layers=min(predicted, 3 if session.options.toy else most))
         facts = {"layers": recipe.layers, "predicted_by": "dry run", "limited_by": tier, "host_free_bytes": free}
         try:
             if done != recipe:
@@ -470,8 +523,8 @@ def largest(session: Session) -> None:
             found = blocks(session, "largest", 1, 1, recipe.batch)
         except (RoomFailed, NoTime) as failure:
             session.results.add(bench.row(case, system, "s", reason=str(failure), **facts))
-            if session.ended:
-                done = None
+            if session.ended:  # the system ends what takes more host memory than there is
+                done, most = None, max(1, int(FEWER * recipe.layers))
             continue
         session.results.add(step_row(session, case, system, recipe, found, **facts))
     let_go(session, "largest")
@@ -515,19 +568,28 @@ STAGES: dict[str, Callable[[Session], None]] = {
     "rates": rates,
     "policies": policies,
     "peers": peers,
-    "tokens": tokens,
-    "fragments": fragments,
-    "small": lambda session: sizes(session, [name for name in ("1b", "2b", "4b") if name in session.sizes]),
+    "unclipped": unclipped,
     "largest": largest,
+    "small": lambda session: sizes(session, [name for name in ("1b", "4b", "2b") if name in session.sizes]),
     "large": lambda session: sizes(
         session, [name for name in ("8b", "10b", "6b", "11b", "12b", "13b") if name in session.sizes]
     ),
+    "fragments": fragments,
 }
 
 
 # Parts of the time; what a stage leaves is for those after it. Without rates there is no bound, and they come with the
 # start of a process and of the GPU.
-SHARES = {"rates": 10, "policies": 5, "peers": 8, "tokens": 4, "fragments": 2, "small": 5, "largest": 5, "large": 6}
+SHARES = {
+    "rates": 10,
+    "policies": 7,
+    "peers": 13,
+    "unclipped": 6,
+    "largest": 7,
+    "small": 6,
+    "large": 5,
+    "fragments": 2,
+}
 
 
 def run(session: Session, names: Sequence[str]) -> None:
@@ -594,6 +656,11 @@ def _figures(row: bench.Row) -> list[str]:
     ]
 
 
+def _part(stages: Sequence[str]) -> str:
+    """What a file of some stages is named by: those of the whole stay as they are."""
+    return "" if set(stages) == set(STAGES) else "-".join(stages[1:]) or stages[0]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     begun = time.monotonic()
     parser = bench.parser("gpu", __doc__ or "")
@@ -608,16 +675,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not options.toy and systems.device_type() != "cuda":
         parser.error("no GPU is seen by torch here; --toy shows on the CPU that everything works")
     options.rounds = options.rounds or (2 if options.quick else 3)
-    stages = options.stages if options.stages[0] == "rates" else ["rates", *options.stages]
+    stages = ["rates", *(name for name in options.stages if name != "rates")]
     settings = {"deadline_s": options.deadline, "rounds": options.rounds, "steps": options.steps, "toy": options.toy}
     settings |= {"stages": stages, "sizes": {name: asdict(recipe) for name, recipe in SIZES.items()}}
-    results = bench.Results("gpu", options, settings)
+    results = bench.Results("gpu", options, settings, part=_part(stages))
     session = Session(options, results, begun)
     try:
         run(session, stages)
+        results.close()  # before a process that has pinned much is waited for
     finally:
         session.close()
-    results.close()
     table(results.rows)
     return 0
 

@@ -39,7 +39,7 @@ def measure(session: Session, wanted: str, trace: Path) -> None:
             row = _measured(session, model, recipe)
             session.results.add(row)  # before the trace, which may fail
             if row["reason"] is None:
-                row["trace"] = _traced(session, model, trace)
+                session.results.put(row | {"trace": _traced(session, model, trace)})
                 return
             gpu.let_go(session, model)  # or its memory is missing for the next
             if "of host memory" not in row["reason"]:

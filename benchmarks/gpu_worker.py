@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from benchmarks import bounds, systems
 from benchmarks.systems import SYSTEMS, Recipe, Trainee
@@ -32,8 +35,12 @@ class GpuWorker:
         self.trainees: dict[str, Trainee] = {}
         self.recipes: dict[str, Recipe] = {}
         self.steps: dict[str, int] = {}
-        # Bytes of the host and of the device that each took while it was built.
-        self.own: dict[str, tuple[int, int]] = {}
+        # Bytes of the process, of the device and of the whole machine that each took while it was built.
+        self.own: dict[str, tuple[int, int, int]] = {}
+        # DeepSpeed's super_offload leaves the process a fifth of the cores, and has the others for a process of its
+        # own: that is how it works, and nothing that its neighbours asked for.
+        self.cores: dict[str, set[int]] = {}
+        self.children: dict[str, list[psutil.Process]] = {}
         # When the last steps ended, but for what they had put off.
         self.ended = 0.0
 
@@ -65,16 +72,18 @@ class GpuWorker:
         `shrink`: a batch that the device has no memory for is halved.
         """
         self._reset_peaks()
-        resident, allocated = resident_bytes(), self._allocated()
+        resident, allocated, free = resident_bytes(), self._allocated(), bounds.free_host_memory()
         begun = time.perf_counter()
         self.recipes[name] = Recipe(**recipe)
-        self.trainees[name] = SYSTEMS[system](self.recipes[name], 1)
         self.steps[name] = 0
-        self._synchronize()
-        built = time.perf_counter() - begun
+        with self._apart(name):
+            self.trainees[name] = SYSTEMS[system](self.recipes[name], 1)
+            self._synchronize()
+            built = time.perf_counter() - begun
         seconds, losses = self._warm_up(name, warmup, shrink)
         gc.collect()
-        self.own[name] = max(0, resident_bytes() - resident), max(0, self._allocated() - allocated)
+        taken = max(0, free - bounds.free_host_memory())
+        self.own[name] = max(0, resident_bytes() - resident), max(0, self._allocated() - allocated), taken
         found = {"built_s": built, "step_s": seconds, "batch": self.recipes[name].batch, "losses": losses}
         return found | self._memory(name, (resident, allocated), peaks=False)
 
@@ -84,7 +93,7 @@ class GpuWorker:
         if batch is not None:
             self.recipes[name] = Recipe(**vars(self.recipes[name]) | {"batch": batch})
         # What the other systems of this process hold is not this one's.
-        resident, allocated = self.own[name]
+        resident, allocated, _ = self.own[name]
         others = max(0, resident_bytes() - resident), max(0, self._allocated() - allocated)
         begun, peaks = 0.0, False
 
@@ -119,6 +128,11 @@ class GpuWorker:
         if closing is not None:
             closing()
         del trainee, engine, closing
+        self.cores.pop(name, None)
+        for child in self.children.pop(name, ()):
+            with suppress(psutil.NoSuchProcess):
+                child.kill()  # it has the moments, and would keep them
+                child.wait()
         self._clean()
         return {"left_bytes": self._allocated()}
 
@@ -157,7 +171,7 @@ class GpuWorker:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             trace = "".join(traceback.format_exception(error)[-TRACED:])
             error.__traceback__ = None
-        if do == "build" and request["name"] in self.trainees:
+        if do == "build":
             # What could not take its first steps may not be able to close either: its memory goes with it.
             with suppress(Exception):
                 self.close(request["name"])
@@ -165,6 +179,19 @@ class GpuWorker:
         return {"failed": reason, "trace": trace}
 
     # Inside.
+
+    @contextmanager
+    def _apart(self, name: str) -> Iterator[None]:
+        """Let a system be built with all cores, and keep those that it leaves this process, and what it starts."""
+        before = {child.pid for child in psutil.Process().children()}
+        with _cores(None) as every:
+            try:
+                yield
+            finally:
+                now = _allowed()
+                if now != every:
+                    self.cores[name] = now
+                self.children[name] = [child for child in psutil.Process().children() if child.pid not in before]
 
     def _warm_up(self, name: str, steps: int, shrink: bool) -> tuple[float, list[float]]:
         """Seconds of the last of the first steps, and the losses of all."""
@@ -187,13 +214,14 @@ class GpuWorker:
         first = self.steps[name]
         self.steps[name] += steps
         losses: list[Any] = []
-        for batch in [recipe.batch_of(first + step, 0, 1) for step in range(steps)]:
-            losses.append(trainee.step(*batch))
-            if len(losses) == 1:
-                first_done()
-        self._synchronize()
-        self.ended = time.perf_counter()
-        self._settle(name)
+        with _cores(self.cores.get(name)):
+            for batch in [recipe.batch_of(first + step, 0, 1) for step in range(steps)]:
+                losses.append(trainee.step(*batch))
+                if len(losses) == 1:
+                    first_done()
+            self._synchronize()
+            self.ended = time.perf_counter()
+            self._settle(name)
         found = [float(loss) for loss in losses]
         if not all(math.isfinite(loss) for loss in found):
             raise RuntimeError(f"{name}: the loss is not finite: {found}")
@@ -240,7 +268,26 @@ class GpuWorker:
             "peak_device_bytes": device,
             "peak_reserved_bytes": reserved,
             "resident_bytes": max(0, resident),
+            # Memory that a driver has pinned, or a child has, is not the process's own, and missing for all.
+            "taken_bytes": self.own[name][2],
         }
+
+
+def _allowed() -> set[int]:
+    return set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set()
+
+
+@contextmanager
+def _cores(wanted: set[int] | None) -> Iterator[set[int]]:
+    """While entered this thread, and what it starts, has these cores; afterwards those that it had before."""
+    before = _allowed()
+    if wanted:
+        os.sched_setaffinity(0, wanted)
+    try:
+        yield before
+    finally:
+        if _allowed() != before:
+            os.sched_setaffinity(0, before)
 
 
 if __name__ == "__main__":

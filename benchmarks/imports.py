@@ -1,7 +1,7 @@
 """What having an engine costs before any training: python benchmarks/imports.py [--quick].
 
-Seconds to import it above torch, seconds until its command has shown its help, and bytes on disk. Every measure is a
-Python of its own.
+Seconds to import it above torch, seconds until its command has shown its help, and bytes on disk, as pip installs it
+and with what a package compiles at its first use. Every measure of time is a Python of its own.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 if not __package__:  # run as a script: this folder is found as it is when imported
     sys.path[0] = str(Path(__file__).parents[1])
 
+from benchmarks.peers import built
 from wherry.observe import bench
 
 # The system, the module that must be there, and what is run after `import torch`.
@@ -40,6 +41,9 @@ COMMANDS = {
     "deepspeed": ("deepspeed", ["-m", "deepspeed.launcher.runner", "--help"]),
 }
 PACKAGES = ("wherry", "deepspeed")
+# What Wherry's library does, which pip installs, DeepSpeed compiles at its first use: the host optimizer and the disk's
+# reads and writes.
+COMPILED = {"deepspeed": ("cpu_adam", "async_io")}
 _TIMED = """
 import sys, time
 begun = time.perf_counter()
@@ -100,6 +104,20 @@ def _rows(
 
 
 # Bytes on disk.
+
+
+def size_rows(package: str) -> list[bench.Row]:
+    """As it is installed, and with what it compiles."""
+    installed = size_row(package)
+    case = {"measure": "size, compiled"}
+    if installed["reason"] is not None:
+        return [installed, bench.row(case, package, "B", reason=installed["reason"])]
+    own = [built(operator) for operator in COMPILED.get(package, ())]
+    if not all(file.is_file() for file in own):
+        reason = "its host optimizer and aio are not compiled here (python benchmarks/peers.py compiles them)"
+        return [installed, bench.row(case, package, "B", reason=reason)]
+    compiled = sum(file.stat().st_size for file in own)
+    return [installed, bench.row(case, package, "B", [installed["value"] + compiled], compiled=compiled)]
 
 
 def size_row(package: str) -> bench.Row:
@@ -169,6 +187,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
         "import": ("import, after torch", ("", "ms", "spread", "modules", "Wherry takes")),
         "command": ("a command's help", ("", "ms", "spread", "Wherry takes")),
         "size": ("on disk, beside torch and what torch needs", ("", "MB", "own MB", "packages", "Wherry takes")),
+        "size, compiled": ("the same with what is compiled at first use", ("", "MB", "compiled MB", "Wherry takes")),
     }
     for what, (title, columns) in heads.items():
         lines, notes = [], []
@@ -179,6 +198,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
             elif what == "size":
                 figures = [f"{row['value'] / 1e6:.1f}", f"{row['own'] / 1e6:.1f}", f"{row['packages']}"]
                 lines.append([row["system"], *figures, _wherry_takes(row, rows)])
+            elif what == "size, compiled":
+                figures = [f"{row['value'] / 1e6:.1f}", f"{row['compiled'] / 1e6:.1f}", _wherry_takes(row, rows)]
+                lines.append([row["system"], *figures])
             else:
                 figures = [f"{1000 * row['value']:.0f}", bench.spread_words(row)]
                 figures += [f"{row['modules']}"] if what == "import" else []
@@ -206,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = bench.Results("imports", options, {"rounds": rounds})
     results.add(*_rows("import", IMPORTS, import_once, rounds))
     results.add(*_rows("command", COMMANDS, command_once, rounds))
-    results.add(*(size_row(package) for package in PACKAGES))
+    results.add(*(row for package in PACKAGES for row in size_rows(package)))
     bench.compare(results.rows)
     for row in results.rows:
         # A Python that does nothing is what no command can be sooner than.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,7 +20,8 @@ if not __package__:  # run as a script: this folder is found as it is when impor
 
 from benchmarks import systems
 
-OPERATORS = ("CPUAdamBuilder", "AsyncIOBuilder")
+HOST_OPTIMIZER = "CPUAdamBuilder"
+OPERATORS = (HOST_OPTIMIZER, "AsyncIOBuilder")
 # What ranks of one machine communicate by, where there is no GPU.
 ON_THE_CPU = ("ShareMemCommBuilder",)
 _BUILD = """
@@ -28,22 +30,44 @@ get_accelerator().create_op_builder("{name}").load(verbose=False)
 """
 
 
+def build(name: str, timeout: float | None = None) -> str | None:
+    """Compile an operator, if it is not yet; why it could not be."""
+    # The compiler is found by the ninja of this environment.
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
+    environment = {**os.environ, "PATH": path}
+    if systems.device_type() == "cpu":
+        environment["DS_ACCELERATOR"] = "cpu"  # or it looks for a GPU, and says that there is none
+    with subprocess.Popen(
+        [sys.executable, "-c", _BUILD.format(name=name)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    ) as process:
+        try:
+            said = process.communicate(timeout=timeout)[1]
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # compilers that it started, too
+            return f"it was not compiled within {timeout:.0f} s"
+    return None if process.returncode == 0 else (said.strip().splitlines() or ["it printed nothing"])[-1]
+
+
+def built(operator: str) -> Path:
+    """Where an operator is when it has been compiled."""
+    from torch.utils import cpp_extension
+
+    return Path(cpp_extension._get_build_directory(operator, False)) / f"{operator}.so"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     argparse.ArgumentParser(prog="wherry bench peers", description=__doc__).parse_args(argv)
     if importlib.util.find_spec("deepspeed") is None:
         print("deepspeed is not installed (pip install '.[bench]'): its rows will say so")
         return 0
-    # The compiler is found by the ninja of this environment.
-    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
-    environment, operators = {**os.environ, "PATH": path}, OPERATORS
-    if systems.device_type() == "cpu":
-        environment["DS_ACCELERATOR"] = "cpu"  # or it looks for a GPU, and says that there is none
-        operators += ON_THE_CPU
-    for name in operators:
-        command = [sys.executable, "-c", _BUILD.format(name=name)]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
-        print(f"{name}: {'built' if done.returncode == 0 else f'not built: {last}'}", flush=True)
+    for name in (*OPERATORS, *(ON_THE_CPU if systems.device_type() == "cpu" else ())):
+        reason = build(name)
+        print(f"{name}: {'built' if reason is None else f'not built: {reason}'}", flush=True)
     return 0
 
 

@@ -79,7 +79,7 @@ _GPU = (
     _BOUND,
     Column("device", _of("peak_device_bytes", _gigabytes)),
     Column("device by formula", _of("formula_device_bytes", _gigabytes)),
-    Column("host", _of("resident_bytes", _gigabytes)),
+    Column("host", _of("host_bytes", _gigabytes)),
     Column("host by formula", _of("formula_host_bytes", _gigabytes)),
     Column("host B/param", _of("host_bytes_per_parameter", lambda value: f"{value:.1f}")),
     Column("layers", _of("layers", str)),
@@ -194,13 +194,15 @@ SECTIONS: dict[str, Section] = {
     "imports": Section(
         "Imports and size",
         "Seconds to import above torch, to the command's help, and bytes on disk. Wherry imports its engine at first "
-        "use, and it is this import that is compared.",
+        "use, and it is this import that is compared. `size` is what pip installs; DeepSpeed's host optimizer and aio, "
+        "which it compiles at first use, are counted in `size, compiled`.",
         "a Python that does nothing",
         (Column("modules", _of("modules", _count)),),
     ),
     "gpu": Section(
         "On a GPU",
-        "GPT-2 in bf16 with activations recomputed. Sizes are those of the published table of ZeRO-Offload.",
+        "GPT-2 in bf16 with activations recomputed. Sizes are those of the published table of ZeRO-Offload. `compute` "
+        "is forward and backward alone, with weights on the device: no step can be sooner, wherever states rest.",
         "the bound max(compute, down, up, host update, disk), each measured in the same run",
         _GPU,
     ),

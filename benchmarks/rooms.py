@@ -11,6 +11,7 @@ import os
 import re
 import selectors
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -130,7 +131,10 @@ class Room:
 
     def _reason(self, rank: int) -> str:
         """Why a rank has ended: the error at the end of what it printed."""
-        status = self._processes[rank].wait(timeout=30)
+        try:
+            status = self._processes[rank].wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            return "it answers no more, and does not end"
         self._logs[rank].seek(0)
         return reason_in(self._logs[rank].read().decode(errors="replace"), status)
 
@@ -170,6 +174,8 @@ def reason_in(log: str, status: int) -> str:
     )
     if errors:
         return " ".join(errors[-1].split())[:200]
+    if status == -signal.SIGKILL:
+        return "ended by signal 9, which is how the system ends what it has no memory for"
     return f"ended by signal {-status}" if status < 0 else f"ended with status {status}"
 
 

@@ -17,6 +17,15 @@ _BESIDE |= {f"deepspeed-3-{mode}": "3-cpu" for mode in ("super", "reflow")}
 _OTHER_WORK = ("delayed", "buffered")
 # An import that puts off its work is not one beside those that do it.
 _WHOLE_IMPORT = "wherry, engine"
+# Why Wherry is behind where no noise and no limit tells: by benchmark, measure and peer.
+_CAUSES = {
+    (
+        "imports",
+        "size",
+        "deepspeed",
+    ): "what pip brings with Wherry, most of it rich with pygments, and greenlet, is more "
+    "than what it brings with DeepSpeed, and the parts that DeepSpeed compiles at its first use are not in this row",
+}
 
 
 def is_wherry(system: str) -> bool:
@@ -159,10 +168,12 @@ def text(results: Sequence[Result], titles: Mapping[str, str]) -> str:
 
 def _aims(results: Sequence[Result]) -> str:
     lines = ["| aim | at least | reached | rows that reach it | file |", "|---|--:|--:|--:|---|"]
+    notes: list[str] = []
     for aim in AIMS:
         least = f"{aim.least:g}{aim.unit}"
         files = [result for result in results if result["benchmark"] == aim.benchmark]
-        found = [f for result in files for row in result["rows"] if (f := aim.figure(row, result["rows"])) is not None]
+        reached_by = [(row, aim.figure(row, result["rows"])) for result in files for row in result["rows"]]
+        found = [figure for _, figure in reached_by if figure is not None]
         if not found:
             lines.append(f"| {aim.words} | {least} | not measured | | |")
             continue
@@ -171,7 +182,23 @@ def _aims(results: Sequence[Result]) -> str:
         count = sum(figure >= aim.least for figure in found)
         named = ", ".join(_link(result) for result in files)
         lines.append(f"| {aim.words} | {least} | {reached} | {count} of {len(found)} | {named} |")
-    return "\n".join(lines)
+        notes += _no_room(aim, [row for row, figure in reached_by if figure is not None and figure < aim.least])
+    return "\n".join([*lines, *(["", *notes] if notes else [])])
+
+
+def _no_room(aim: Aim, short: Sequence[Row]) -> list[str]:
+    """Of rows that fall short, those in which the peer is so near to the limit that nobody can be ahead by so much."""
+    near = [row["of_limit"] for row in short if aim.unit and row["of_limit"] and 1 / row["of_limit"] < aim.least]
+    if not near:
+        return []
+    parts, left = _range(min(near), max(near)), _range(1 / max(near), 1 / min(near), "×")
+    rows = "the row that falls" if len(short) == 1 else f"{len(near)} of the {len(short)} rows that fall"
+    return [f"- {aim.words}: in {rows} short DeepSpeed is at {parts} of the limit itself, which leaves {left} at most."]
+
+
+def _range(low: float, high: float, unit: str = "") -> str:
+    first, last = f"{low:.2f}{unit}", f"{high:.2f}{unit}"
+    return first if first == last else f"{first} to {last}"
 
 
 def _ahead(results: Sequence[Result], titles: Mapping[str, str]) -> str:
@@ -180,11 +207,7 @@ def _ahead(results: Sequence[Result], titles: Mapping[str, str]) -> str:
     absent: dict[str, None] = {}
     for result in results:
         found = list(_comparisons(result))
-        absent |= dict.fromkeys(
-            f"`{row['system']}`: {row['reason']}"
-            for row in result["rows"]
-            if row["reason"] is not None and is_peer(row["system"])
-        )
+        absent |= dict.fromkeys(_absent(result))
         if not found:
             continue
         ratios = sorted(ratio for _, ratio in found)
@@ -192,12 +215,35 @@ def _ahead(results: Sequence[Result], titles: Mapping[str, str]) -> str:
         title = titles[result["benchmark"]]
         middle = times_words(ratios[len(ratios) // 2])
         lines.append(f"| {title} | {len(ratios)} | {count} | {middle} | {_link(result)} |")
-        behind += _behind(title, found)
+        behind += _behind(title, result["benchmark"], found)
     shown = ["\n".join(lines)]
     shown.append("Behind in:\n\n" + "\n".join(behind) if behind else "Behind in none of them.")
+    beside_ddp = sorted(ratio for result in results for ratio in _of_ddp(result))
+    if beside_ddp:
+        count, middle = sum(ratio >= 1 for ratio in beside_ddp), times_words(beside_ddp[len(beside_ddp) // 2])
+        shown.append(
+            "DDP has everything on every rank and partitions nothing. Beside it stage 0, which does the same, is ahead "
+            f"in {count} of {len(beside_ddp)} rows, with a median of {middle}."
+        )
     if absent:
         shown.append("Rows that peers do not have:\n\n" + "\n".join(f"- {words}" for words in absent))
     return "\n\n".join(shown)
+
+
+# Cases in which a peer that ran in others could not are named, if they are so few.
+_FEW = 3
+
+
+def _absent(result: Result) -> Iterator[str]:
+    """Peers that could not run, and why; with the cases where they could in others."""
+    cases: dict[tuple[str, str], list[str]] = {}
+    ran = {row["system"] for row in result["rows"] if row["reason"] is None}
+    for row in result["rows"]:
+        if row["reason"] is not None and is_peer(row["system"]):
+            cases.setdefault((row["system"], row["reason"]), []).append(case_words(row["case"]))
+    for (system, reason), names in cases.items():
+        where = f" in {'; '.join(names)}" if system in ran and len(names) <= _FEW else ""
+        yield f"`{system}`{where}: {reason}"
 
 
 def _comparisons(result: Result) -> Iterator[tuple[Row, float]]:
@@ -207,14 +253,31 @@ def _comparisons(result: Result) -> Iterator[tuple[Row, float]]:
             yield row, ratio
 
 
-def _behind(title: str, found: Sequence[tuple[Row, float]]) -> list[str]:
-    """A line for each peer, with the cases in which it is better, and the widest spread of its own there."""
+def _of_ddp(result: Result) -> Iterator[float]:
+    for row in result["rows"]:
+        ratio = times(row, result["rows"]) if row["system"].split(" ")[0] == "ddp" else None
+        if ratio is not None:
+            yield ratio
+
+
+def _behind(title: str, benchmark: str, found: Sequence[tuple[Row, float]]) -> list[str]:
+    """A line for each peer, with the cases in which it is better, and whether that is more than its own spread."""
     cases: dict[str, list[str]] = {}
+    causes: dict[str, dict[str, None]] = {}
     for row, ratio in found:
         if ratio < 1:
-            spread = f", spread {100 * row['spread']:.0f}%" if row["rounds"] > 1 and row["spread"] else ""
-            cases.setdefault(row["system"], []).append(f"{case_words(row['case'])} ({times_words(ratio)}{spread})")
-    return [f"- {title}, `{system}`: {'; '.join(words)}" for system, words in cases.items()]
+            spread = row["spread"] if row["rounds"] > 1 else 0
+            words = (
+                f", {'within its' if 1 - ratio <= spread else 'its'} spread of {100 * spread:.0f}%" if spread else ""
+            )
+            cases.setdefault(row["system"], []).append(f"{case_words(row['case'])} ({times_words(ratio)}{words})")
+            cause = _CAUSES.get((benchmark, row["case"].get("measure", ""), row["system"]))
+            if cause:
+                causes.setdefault(row["system"], {})[cause] = None
+    return [
+        f"- {title}, `{system}`: {'; '.join(words)}" + "".join(f": {cause}" for cause in causes.get(system, ()))
+        for system, words in cases.items()
+    ]
 
 
 def _link(result: Result) -> str:

@@ -30,6 +30,8 @@ SAME_LOSS = 1e-4
 LOCK_SECONDS = 30.0
 # The folder for states on disk; unset, the system's for temporary files.
 DISK_FOLDER = "BENCHMARK_DISK"
+# What trains nothing: the forward and backward that no step can be sooner than.
+COMPUTE = "compute"
 
 
 class Trainee(Protocol):
@@ -162,6 +164,19 @@ class Torch:
         return mean(losses)
 
 
+class Computing:
+    """Forward and backward of a module that is whole on the device, in the dtype of its weights; these never change."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
+        self.model = model.bfloat16() if recipe.dtype == "bf16" else model
+
+    def step(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = self.model(ids, labels)
+        loss.backward()
+        self.model.zero_grad()
+        return loss.detach()
+
+
 class Engine:
     """An engine with `backward` and `step` of its own: Wherry's and DeepSpeed's are called alike."""
 
@@ -193,6 +208,10 @@ def _plain(recipe: Recipe, ranks: int) -> Trainee:
 
 def _plain_default(recipe: Recipe, ranks: int) -> Trainee:
     return Torch(recipe.model(), recipe, fused=False)
+
+
+def _compute(recipe: Recipe, ranks: int) -> Trainee:
+    return Computing(recipe.model(), recipe)
 
 
 def _ddp(recipe: Recipe, ranks: int) -> Trainee:
@@ -342,6 +361,7 @@ PLACES = {place.name: place for place in (*RESIDENT, *OFFLOADED, *MODES)}
 SYSTEMS: dict[str, Callable[[Recipe, int], Trainee]] = {
     "plain": _plain,
     "plain-default": _plain_default,
+    COMPUTE: _compute,
     "ddp": _ddp,
     "fsdp2": _fsdp2(offload=False),
     "fsdp2-cpu": _fsdp2(offload=True),
@@ -361,6 +381,7 @@ def place_of(system: str) -> Row:
 TITLES = {
     "plain": "plain, fused",
     "plain-default": "plain, AdamW()",
+    COMPUTE: "forward and backward",
     "ddp": "DDP",
     "fsdp2": "FSDP2",
     "fsdp2-cpu": "FSDP2 host",

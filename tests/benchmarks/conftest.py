@@ -25,4 +25,4 @@ def forked_rooms(monkeypatch: pytest.MonkeyPatch, forks: Forks) -> None:
         _, *arguments = command
         return forks.start(arguments, **options)
 
-    monkeypatch.setattr(rooms, "subprocess", SimpleNamespace(PIPE=subprocess.PIPE, Popen=popen))
+    monkeypatch.setattr(rooms, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": popen}))

@@ -81,8 +81,10 @@ def test_files_tell_machine_versions_date_and_load(tmp_path, monkeypatch, capsys
     results.add(bench.row({}, "a", "s", [1.0]))
     (file,) = (tmp_path / "results").iterdir()
     assert json.loads(file.read_text())["complete"] is False  # what was measured outlives a run that is ended
-    results.add(bench.row({}, "b", "s", [3.0]))
+    results.add(bench.row({}, "b", "s", [2.0]))
+    results.put(bench.row({}, "b", "s", [3.0, 3.0]))  # measured further
     assert json.loads(file.read_text())["rows"][0]["ratio"] == {"b": 3.0}  # and is compared already
+    assert [(row["system"], row["rounds"]) for row in results.rows] == [("a", 1), ("b", 2)]
     results.close()
     assert file.name == f"name-2-rank-{machine.slug(machine.describe())}.json"
     found = json.loads(file.read_text())
@@ -131,7 +133,7 @@ def test_the_reason_is_the_last_error_of_a_log():
     log = "Traceback:\n  File x\nOSError: one\n\nTraceback:\nai.parts.BuildError: no   ninja\nbye\n"
     assert reason_in(log, 1) == "ai.parts.BuildError: no ninja"
     assert reason_in("[rank1]: RuntimeError: gone", 1) == "RuntimeError: gone"
-    assert reason_in("Killed", -9) == "ended by signal 9"
+    assert reason_in("Killed", -9).startswith("ended by signal 9, ") and reason_in("", -11) == "ended by signal 11"
     assert reason_in("", 3) == "ended with status 3"
 
 

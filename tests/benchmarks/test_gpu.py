@@ -2,12 +2,15 @@
 
 import gzip
 import json
+import os
+import subprocess
+import sys
 from dataclasses import asdict, replace
 
 import pytest
 import torch
 
-from benchmarks import bounds, fragments, gpu, gpu_offload, report, summary, trace
+from benchmarks import bounds, fragments, gpu, gpu_offload, gpu_worker, peers, report, summary, systems, trace
 from benchmarks.bounds import Rates, Work
 from benchmarks.gpu_worker import GIB, GpuWorker
 from benchmarks.rooms import RoomFailed
@@ -52,18 +55,29 @@ def test_the_states_of_a_rank_by_the_tier_where_they_rest():
     assert of("wherry-3-nvme", 10, "bf16") == {"device": 0, "host": 20, "disk": 140}
     assert of("deepspeed-2", 10, "bf16") == {"device": 160, "host": 0, "disk": 0}
     assert of("fsdp2-cpu", 10, "bf16") == {"device": 0, "host": 160, "disk": 0}
+    assert of("compute", 10, "bf16") == {"device": 40, "host": 0, "disk": 0}
 
 
 def test_policies_and_peers_side_by_side(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(gpu, "POLICIES", {1.0: ("at_step", "no such policy")})
     path = tmp_path / "gpu.json"
-    peers = "fsdp2-cpu,deepspeed-3-reflow"
-    assert gpu.main([*SMALLEST, "--stages", "policies,peers", "--peers", peers, "--json", str(path)]) == 0
+    others = "fsdp2-cpu,deepspeed-3-reflow"
+    assert gpu.main([*SMALLEST, "--stages", "policies,peers", "--peers", others, "--json", str(path)]) == 0
     found = json.loads(path.read_text())
-    beside = {row["system"]: row for row in found["rows"] if row["case"].get("measure") == "beside others"}
-    assert list(beside) == ["fsdp2-cpu", "deepspeed-3-reflow", "wherry-2-cpu at_step"]
-    assert set(beside["wherry-2-cpu at_step"]["ratio"]) == {"fsdp2-cpu"} and beside["fsdp2-cpu"]["value"] > 0
+    rows = [row for row in found["rows"] if row["case"].get("measure") == "beside others"]
+    beside = {row["system"]: row for row in rows if row["case"]["tokens"] == 64}
+    ours = beside["wherry-2-cpu at_step"]
+    assert list(beside) == ["compute", "wherry-2-cpu at_step", "fsdp2-cpu", "deepspeed-3-reflow"]
+    assert set(ours["ratio"]) == {"compute", "fsdp2-cpu"} and beside["fsdp2-cpu"]["value"] > 0
     assert beside["deepspeed-3-reflow"]["reason"].endswith(("has no reflow", "(pip install '.[bench]')"))
+    # The same engines take other numbers of tokens.
+    assert [(row["case"]["tokens"], row["system"]) for row in rows if row["case"]["tokens"] != 64] == [
+        (count, system) for count in (32, 128) for system in ("compute", "wherry-2-cpu at_step", "fsdp2-cpu")
+    ]
+    assert ours["formula_host_bytes"] == 14 * ours["parameters"] and ours["formula_device_bytes"] is None
+    alone = beside["compute"]
+    assert alone["bound_by"] == "compute" and alone["bound_s"] < ours["bound_s"]
+    assert alone["host_bytes"] >= alone["resident_bytes"]
     by_name = {row["system"]: row for row in found["rows"] if row["case"].get("measure") == "policies"}
     ours = by_name["wherry-2-cpu at_step"]
     assert ours["value"] > 0 and ours["of_limit"] == pytest.approx(ours["bound_s"] / ours["value"])
@@ -75,24 +89,16 @@ def test_policies_and_peers_side_by_side(tmp_path, capsys, monkeypatch):
     assert "of bound" in capsys.readouterr().out
 
 
-def test_sizes_tokens_fragments_and_the_largest_model(tmp_path, capsys, monkeypatch):
+def test_sizes_fragments_and_the_largest_model(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(gpu, "CAPS", (8, 32))
     monkeypatch.setattr(gpu, "TOY", {"1b": gpu.TOY["1b"]})
     path = tmp_path / "gpu.json"
-    chosen = ["--stages", "tokens,fragments,small,largest", "--peers", "fsdp2-cpu"]
-    assert gpu.main([*SMALLEST, *chosen, "--json", str(path)]) == 0
+    assert gpu.main([*SMALLEST, "--stages", "fragments,small,largest", "--json", str(path)]) == 0
     rows = [row for row in json.loads(path.read_text())["rows"] if "measure" in row["case"]]
     unused = [row for row in rows if row["case"]["measure"] == "fragments"]
     assert [row["system"] for row in unused] == list(gpu.UNUSED) == list(fragments.SYSTEMS)
     assert all(row["case"]["allocator"] == "simulated" and row["excess_bytes"] > 0 for row in unused)
     rows = [row for row in rows if row not in unused]
-    many = [row for row in rows if row["case"]["measure"] == "tokens in a step"]
-    assert [(row["system"], row["case"]["tokens"]) for row in many] == [
-        (system, count) for count in (32, 64, 128) for system in ("fsdp2-cpu", "wherry-2-cpu")
-    ]
-    assert all(len(row["ratio"]) == 1 for row in many)
-    ours = many[-1]
-    assert ours["formula_host_bytes"] == 14 * ours["parameters"] and ours["formula_device_bytes"] is None
     capped = [row["case"]["cap_gib"] for row in rows if row["case"]["measure"] == "published sizes"]
     assert capped == [32, None]
     largest = [row for row in rows if row["case"]["measure"] == "largest model"]
@@ -119,7 +125,7 @@ class Answers:
         self.timeout = timeout
         self.asked.append((request["do"], request.get("name"), request.get("gib")))
         answer = self.answers.get(f"{request['do']}_{request.get('name')}", self.answers[request["do"]])
-        if isinstance(answer, Exception):
+        if isinstance(answer, BaseException):
             raise answer
         return [answer if "failed" in answer else {"found": answer}]
 
@@ -128,7 +134,7 @@ class Answers:
 
 
 TIMED = {"seconds": 0.1, "losses": [1.0], "memory": []}
-TIMED |= {"peak_device_bytes": 1, "peak_reserved_bytes": 1, "resident_bytes": 1}
+TIMED |= {"peak_device_bytes": 1, "peak_reserved_bytes": 1, "resident_bytes": 1, "taken_bytes": 2}
 BUILT = TIMED | {"step_s": 0.1, "batch": 1, "built_s": 1.0}
 
 
@@ -162,6 +168,50 @@ def test_a_process_that_ends_is_named_with_who_was_in_it(tmp_path, monkeypatch):
     rows = rows_of(found)
     assert rows["three"]["reason"] == "ended with two: ended by signal 11"
     assert rows["two"]["reason"] == "ended by signal 11" and rows["one"]["rounds"] == 1
+
+
+def test_a_run_that_is_ended_keeps_every_measure(tmp_path, monkeypatch):
+    found = session(tmp_path, monkeypatch, build=BUILT, time=TIMED, time_three=KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        gpu._in_turns(found, {}, SUBJECTS)
+    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    assert [(row["system"], row["rounds"], set(row["ratio"])) for row in rows] == [
+        ("one", 1, {"two"}),
+        ("two", 1, {"one"}),
+    ]
+    assert rows[0]["host_bytes"] == 2
+
+
+def test_ours_is_built_before_the_peers_and_is_timed_whatever_its_share(tmp_path, monkeypatch):
+    found = session(tmp_path, monkeypatch, build=BUILT, time=TIMED)
+    built = []
+    monkeypatch.setattr(gpu.Session, "build", lambda self, name, *_: built.append(name) or self.share_out(0.0))
+    found._pace = dict.fromkeys(("compute", "wherry-2-cpu in_backward", "fsdp2-cpu"), 0.1)
+    gpu.unclipped(found)
+    assert built == list(found._pace)
+    assert [(row["case"]["clip"], row["rounds"]) for row in found.results.rows] == [(0.0, 1)] * 3
+
+
+def test_what_cannot_be_compiled_is_told_once_and_not_waited_for(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(gpu.systems, "cannot_run", lambda system: None)
+    monkeypatch.setattr(gpu.builders, "built", lambda operator: tmp_path / "absent.so")
+    monkeypatch.setattr(gpu.builders, "build", lambda name, timeout: asked.append(name) or "no compiler")
+    found = session(tmp_path, monkeypatch, build=BUILT, time=TIMED)
+    found.options.peers = ["deepspeed-2-cpu", "deepspeed-3-super"]
+    for _ in range(2):
+        gpu.unclipped(found)
+    rows = rows_of(found)
+    assert asked == ["CPUAdamBuilder"] and rows["compute"]["value"] > 0
+    assert {rows[peer]["reason"] for peer in found.options.peers} == {"its host optimizer is not built: no compiler"}
+    assert not any(name in found.options.peers for _, name, _ in found._room.asked)
+
+
+def test_a_compiler_that_fails_or_does_not_end_is_told_of(monkeypatch):
+    monkeypatch.setattr(peers, "_BUILD", "raise SystemExit('no {name}')")
+    assert peers.build("Builder") == "no Builder"
+    monkeypatch.setattr(peers, "_BUILD", "import time; time.sleep(600)")
+    assert peers.build("Builder", timeout=0.1) == "it was not compiled within 0 s"
 
 
 def test_a_peer_that_ends_the_process_while_it_is_built_is_not_tried_again(tmp_path, monkeypatch):
@@ -290,13 +340,63 @@ def test_a_bound_is_that_of_offloaded_steps_of_many_tokens():
     assert figure("wherry-2-cpu delayed", 8192) is None
 
 
+def test_a_system_keeps_the_cores_that_it_has_chosen_to_itself(monkeypatch):
+    """DeepSpeed's super_offload gives most of them to a process of its own, which lives on after its engine."""
+    every, seen = os.sched_getaffinity(0), []
+    children = []
+
+    class Greedy:
+        def __init__(self, recipe, ranks):
+            os.sched_setaffinity(0, {min(every)})
+            children.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
+
+        def step(self, ids, labels):
+            seen.append(os.sched_getaffinity(0))
+            return torch.tensor(1.0)
+
+    monkeypatch.setitem(gpu_worker.SYSTEMS, "greedy", Greedy)
+    worker = GpuWorker()
+    recipe = asdict(gpu.TOY["1b"])
+    assert "found" in worker.answer({"do": "build", "name": "it", "system": "greedy", "recipe": recipe})
+    assert os.sched_getaffinity(0) == every
+    assert "found" in worker.answer({"do": "time", "name": "it", "steps": 1})
+    assert seen == [{min(every)}] * 4 and os.sched_getaffinity(0) == every
+    assert children[0].poll() is None
+    assert worker.answer({"do": "close", "name": "it"}) == {"found": {"left_bytes": 0}}
+    assert children[0].poll() is not None
+
+
+def test_computing_alone_trains_nothing():
+    computing = systems.SYSTEMS[systems.COMPUTE](gpu.TOY["1b"], 1)
+    batch = gpu.TOY["1b"].batch_of(0, 0, 1)
+    assert float(computing.step(*batch)) == float(computing.step(*batch)) > 0
+    assert {p.dtype for p in computing.model.parameters()} == {torch.bfloat16}
+    assert all(p.grad is None for p in computing.model.parameters())
+
+
+def test_what_is_out_of_host_memory_is_tried_smaller(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu.bounds, "free_host_memory", lambda: 100 * GIB)
+    fits = {"device": GIB, "host": 26 * GIB}
+    found = session(tmp_path, monkeypatch, deadline=1000, fits=fits, build=RoomFailed("ended by signal 9"))
+    found.options.toy, found.sizes = False, gpu.SIZES
+    gpu.largest(found)
+    layers = [row["layers"] for row in found.results.rows]
+    assert layers[1:] == [int(gpu.FEWER * before) for before in layers[:-1]]
+    assert {row["reason"] for row in found.results.rows} == {"ended by signal 9"}
+
+
+def test_a_part_of_the_stages_has_a_file_of_its_own():
+    assert gpu._part(["rates", "small", "largest"]) == "small-largest" and gpu._part(["rates"]) == "rates"
+    assert gpu._part(["rates", *gpu.STAGES]) == "" and list(gpu.SHARES) == list(gpu.STAGES)
+
+
 def test_what_the_deadline_leaves_out_is_named(tmp_path):
     path = tmp_path / "gpu.json"
-    chosen = ["--stages", "tokens,small", "--peers", "fsdp2-cpu"]
+    chosen = ["--stages", "peers,small", "--peers", "fsdp2-cpu"]
     assert gpu.main([*SMALLEST[:-1], "1", *chosen, "--json", str(path)]) == 0
     rows = json.loads(path.read_text())["rows"]
     measures = dict.fromkeys(row["case"]["measure"] for row in rows)
-    assert list(measures) == ["rates", "tokens in a step", "published sizes"]
+    assert list(measures) == ["rates", "beside others", "published sizes"]
     assert all("left out" in row["reason"] for row in rows)
 
 

@@ -222,6 +222,31 @@ def test_the_first_minute_tells_what_is_reached_and_what_is_not(tmp_path):
     assert "- `deepspeed-3`: not here" in text
 
 
+def test_the_first_minute_tells_why_wherry_is_behind():
+    def text_of(benchmark, case, ours, theirs, limit=None, peer="deepspeed"):
+        rows = [bench.row(case, "wherry", "s", ours), bench.row(case, peer, "s", theirs)]
+        if limit is not None:
+            rows.append(bench.row(case, "limit", "s", limit))
+        result = result_of(benchmark, rows)
+        bench.compare(rows, "limit" if limit is not None else None)
+        return summary.text([result], {benchmark: "A title"})
+
+    # A peer that is itself at the limit leaves no room to be ahead by much.
+    adam = text_of("cpu_adam", {"family": "fp32"}, [1.0], [1.05], [1.0])
+    assert "- fp32 host optimizer, beside DeepSpeed's: in the row that falls short DeepSpeed is at 0.95 of" in adam
+    assert "which leaves 1.05× at most." in adam
+    few = [bench.row({"model": "10m"}, "fsdp2", "s", [1.0])]
+    few.append(bench.row({"model": "1b"}, "fsdp2", "s", reason="no memory"))
+    assert "- `fsdp2` in 1b: no memory" in summary.text([result_of("scaling", few)], {"scaling": "Scaling"})
+    assert "of the limit itself" not in text_of("cpu_adam", {"family": "fp32"}, [1.0], [1.05], [0.5])
+    assert "(0.91×, within its spread of 20%)" in text_of("steps", {}, [1.1] * 3, [0.8, 1.0, 1.2])
+    assert "(0.50×, its spread of 20%)" in text_of("steps", {}, [2.0] * 3, [0.8, 1.0, 1.2])
+    size = text_of("imports", {"measure": "size"}, [2.0], [1.0])
+    assert "size (0.50×): what pip brings with Wherry" in size
+    ddp = text_of("steps", {}, [2.0], [1.0], peer="ddp")
+    assert "is ahead in 0 of 1 rows, with a median of 0.50×" in ddp and "Behind in none" in ddp
+
+
 def test_every_aim_meets_rows_of_its_benchmark():
     """Names of systems and cases that change would leave an aim without rows: those on this machine have them."""
     newest = summary.latest(report.load())

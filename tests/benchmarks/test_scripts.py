@@ -134,7 +134,8 @@ def test_imports(tmp_path, capsys, monkeypatch, torch_alone):
     found = {(row["case"]["measure"], row["system"]): row for row in json.loads(path.read_text())["rows"]}
     assert found["import", "wherry"]["modules"] < found["import", "wherry, engine"]["modules"]
     assert all(row["value"] > 0 for row in found.values() if row["reason"] is None)
-    assert found["size", "deepspeed"]["reason"] == "absent"
+    assert found["size", "deepspeed"]["reason"] == found["size, compiled", "deepspeed"]["reason"] == "absent"
+    assert found["size, compiled", "wherry"]["value"] == found["size", "wherry"]["value"]
     assert found["command", "wherry"]["of_limit"] == found["command", "wherry"]["ratio"]["python"]
     size = found["size", "wherry"]
     assert size["value"] == size["own"] + sum(size["beside_torch"].values())
