@@ -2,13 +2,20 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-# How long an example takes says how busy the machine is.
-settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# How long an example takes says how busy the machine is; and a change is not held up by what another run would not
+# have found. `pytest --hypothesis-profile search` looks for new examples.
+patient = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("search", max_examples=1000, **patient)
+settings.register_profile("tests", derandomize=True, **patient)
 settings.load_profile("tests")
 
 # Files that take longest, in that order. They begin first, so that no worker is left alone with one at the end.
@@ -69,3 +76,22 @@ def pytest_collection_finish() -> None:
     # Else every full collection looks at all that was imported, hundreds of times.
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_setup() -> None:
+    # What a test draws does not depend on the tests before it, which are others on each worker.
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What is kept of machines, profiles and texts: one folder for all workers of a run, and none of the user's."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.cli.programs import free_port
 from tests.forks import ENGINE, Child, Forks
 
 from benchmarks import rooms
@@ -17,6 +18,12 @@ from benchmarks import rooms
 def forks() -> Iterator[Forks]:
     with Forks("benchmarks.systems", "psutil", *ENGINE) as forks:
         yield forks
+
+
+@pytest.fixture(autouse=True)
+def ports_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None that the system may give to a connection of another test before the ranks meet there."""
+    monkeypatch.setattr(rooms, "_free_port", free_port)
 
 
 @pytest.fixture

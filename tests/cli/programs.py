@@ -1,5 +1,6 @@
 """Programs that the launcher's tests start, and how they start them."""
 
+import atexit
 import contextlib
 import functools
 import itertools
@@ -7,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -31,6 +33,35 @@ def wherry(*arguments, cwd=None, timeout=90, **extra):
         [sys.executable, "-m", "wherry.cli", *map(str, arguments)],
         cwd=cwd, env=environment(**extra), capture_output=True, text=True, timeout=timeout,
     )  # fmt: skip
+
+
+@functools.cache
+def _launchers():
+    from tests.forks import ENGINE, Forks
+
+    forks = Forks(*ENGINE, "torch.distributed.run", "torch.distributed.launcher.api", "wherry.cli.launch")
+    atexit.register(forks.close)
+    return forks
+
+
+def launched(*arguments, cwd=None, timeout=90, **extra):
+    """As `wherry`, by a launcher that is a fork: one of its own would first import torch, which takes longer than what
+    most tests have it do. The ranks are processes of their own."""
+    command = ["-c", "import sys; from wherry.cli import main; sys.exit(main())", *map(str, arguments)]
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+        launcher = _launchers().start(
+            command, stdout=out, stderr=errors, env=environment(**extra), folder=cwd or Path.cwd()
+        )
+        try:
+            launcher.wait(timeout)
+        finally:
+            launcher.kill()
+        return subprocess.CompletedProcess(command, launcher.wait(), *map(_text_of, (out, errors)))
+
+
+def _text_of(file):
+    file.seek(0)
+    return file.read().decode()
 
 
 def start(*arguments, cwd=None, **extra):

@@ -55,7 +55,7 @@ def test_a_failure_on_one_host_ends_the_others_and_comes_last(tmp_path, fleet):
 
 def test_ctrl_c_reaches_every_host(tmp_path, fleet):
     body = (
-        WRITE_PID + "try:\n    time.sleep(600)\nexcept KeyboardInterrupt:\n"
+        "try:\n    " + WRITE_PID + "    time.sleep(600)\nexcept KeyboardInterrupt:\n"
         "    (HERE / f\"told.{os.environ['RANK']}\").touch()\n"
     )
     launcher = start("run", *fleet, script(tmp_path, body), cwd=tmp_path)

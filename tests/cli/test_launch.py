@@ -1,11 +1,11 @@
-"""The launcher with real processes. Each test pays for one import of torch in the launcher."""
+"""The launcher with real processes."""
 
 import re
 import signal
 
 import pytest
 
-from .programs import WRITE_PID, gone, pids_in, script, start, wait_for, wherry
+from .programs import WRITE_PID, gone, launched, pids_in, script, start, wait_for, wherry
 
 BLOCK = "while len(list(HERE.glob('pid.*'))) < 2: time.sleep(0.01)\n"
 # Rank 1 fails inside its forward; rank 0 waits for it in a collective, is told, and fails of that before rank 1 ends.
@@ -81,7 +81,7 @@ def test_engines_one_after_another_meet_again(tmp_path):
 
 
 def test_a_dying_rank_ends_all_and_its_traceback_is_last(tmp_path):
-    done = wherry("run", "--nproc", 2, script(tmp_path, FAILS_IN_TRAINING))
+    done = launched("run", "--nproc", 2, script(tmp_path, FAILS_IN_TRAINING))
     assert done.returncode == 1, done.stderr
     assert (tmp_path / "told.0").read_text().startswith("PeerError: rank 1 has failed, while rank 0 waited for ")
     lines = done.stderr.rstrip().splitlines()
@@ -95,7 +95,7 @@ def test_a_dying_rank_ends_all_and_its_traceback_is_last(tmp_path):
 
 def test_a_killed_rank_is_named_with_its_signal(tmp_path):
     body = WRITE_PID + BLOCK + "if os.environ['RANK'] == '1':\n    os.kill(os.getpid(), 9)\ntime.sleep(600)\n"
-    done = wherry("run", "--nproc", 2, script(tmp_path, body))
+    done = launched("run", "--nproc", 2, script(tmp_path, body))
     assert done.returncode == 128 + 9
     assert "rank 1 was ended by SIGKILL" in done.stderr.splitlines()[-1]
     assert gone(pids_in(tmp_path))
@@ -107,7 +107,7 @@ def test_a_crash_in_native_code_shows_the_python_stack(tmp_path):
         + BLOCK
         + "def crash():\n    os.kill(os.getpid(), 11)\nif os.environ['RANK'] == '0': crash()\ntime.sleep(600)\n"
     )
-    done = wherry("run", "--nproc", 2, script(tmp_path, body))
+    done = launched("run", "--nproc", 2, script(tmp_path, body))
     assert done.returncode == 128 + 11
     last = done.stderr[done.stderr.index("wherry: rank 0 was ended by SIGSEGV") :]
     assert re.search(r"script\.py\", line \d+ in crash", last)
@@ -139,7 +139,7 @@ def test_a_module_with_local_rank_and_shared_cores(tmp_path):
         "(HERE / f\"{os.environ['RANK']}.out\").write_text(' '.join(seen))\n"
     )
     script(tmp_path, body, "some_module.py")
-    done = wherry("run", "--nproc-per-node", 2, "--local_rank_arg", "--module", "some_module", "x", cwd=tmp_path)
+    done = launched("run", "--nproc-per-node", 2, "--local_rank_arg", "--module", "some_module", "x", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
         name, threads, *arguments = (tmp_path / f"{rank}.out").read_text().split()
@@ -159,7 +159,7 @@ def test_a_script_is_the_true_main(tmp_path):
         "        assert pool.map(double, [21]) == [42]\n"
         "    sys.exit(7)\n"
     )
-    done = wherry("run", "--nproc", 1, script(tmp_path, body))
+    done = launched("run", "--nproc", 1, script(tmp_path, body))
     assert done.returncode == 7, done.stderr
     assert done.stderr.splitlines()[-1] == "wherry: rank 0 exited with status 7, and all ranks have ended."
 
@@ -203,7 +203,7 @@ sys.exit(int(sys.argv[1]))
 
 @pytest.mark.parametrize("status", [0, 3])
 def test_a_thread_in_native_code_does_not_abort_a_rank_at_its_end(tmp_path, status):
-    done = wherry("run", script(tmp_path, AT_EXIT), status)
+    done = launched("run", script(tmp_path, AT_EXIT), status)
     assert "terminate called" not in done.stderr
     assert done.stdout.endswith("not flushed; thread\nat exit\n")
     assert done.returncode == status, done.stderr

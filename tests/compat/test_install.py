@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from tests.cli.programs import environment, free_port, script, wherry
+from tests.cli.programs import environment, free_port, launched, script
 from tests.forks import Forks
 
 from wherry.compat import deepspeed as alias
@@ -127,12 +127,12 @@ def test_forked_children_inherit_the_hook(tmp_path):
 
 def test_the_launcher_gives_it_to_every_rank(tmp_path):
     path = script(tmp_path, LOOK + "print('rank', os.environ['RANK'], 'sees it')\n")
-    done = wherry("run", "--as-deepspeed", "--nproc", 2, path)
+    done = launched("run", "--as-deepspeed", "--nproc", 2, path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("sees it") == 2
     assert done.stderr.count("import deepspeed gives Wherry") == 1
     without = script(tmp_path, "import wherry.compat.deepspeed as c\nassert not c.installed()\n", "without.py")
-    assert wherry("run", without).returncode == 0
+    assert launched("run", without).returncode == 0
 
 
 def test_the_command_of_the_alias_takes_the_flags_of_the_other_launcher(tmp_path):

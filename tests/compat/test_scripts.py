@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tests.cli.programs import script, wherry
+from tests.cli.programs import launched, script
 from tests.compat.scripts import MEGATRON, SURFACE, TUTORIAL
 from tests.forks import ENGINE, Forks
 
@@ -32,7 +32,7 @@ def test_a_megatron_style_launch_line(tmp_path):
     (tmp_path / "ds_config.json").write_text(json.dumps(config))
     line = "--num-layers 2 --hidden-size 16 --checkpoint-activations --deepspeed-activation-checkpointing --deepspeed"
     path = script(tmp_path, MEGATRON)
-    done = wherry(
+    done = launched(
         "run", "--as-deepspeed", "--local_rank_arg", "--nproc", 2, path, *line.split(),
         "--deepspeed_config", tmp_path / "ds_config.json", timeout=200,
     )  # fmt: skip

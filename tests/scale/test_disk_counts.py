@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,13 @@ from wherry.tiers.tickets import DONE, Ticket
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_window_reads_the_disk_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     reads: Counter[str] = Counter()
+    one_at_a_time = threading.Lock()  # ranks that are threads count together
     original = disk.DiskStore._submit
 
     def counted(self: Any, write: bool, record: Any, buffer: Any, offset: int, nbytes: int | None) -> Any:
-        reads["writes" if write else "reads"] += 1
-        reads["bytes written" if write else "bytes read"] += buffer.nbytes if nbytes is None else nbytes
+        with one_at_a_time:
+            reads["writes" if write else "reads"] += 1
+            reads["bytes written" if write else "bytes read"] += buffer.nbytes if nbytes is None else nbytes
         return original(self, write, record, buffer, offset, nbytes)
 
     monkeypatch.setattr(disk.DiskStore, "_submit", counted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,9 +100,18 @@ def train(
 
 def plain(row: str, ranks: int, precision: str, *, seed: int | None = None, **how: Any) -> Run:
     """The same stage without offload. Where the optimizer stays on a device that is not the host, so does its."""
-    config = {} if precision == "fp32" else {precision: {"enabled": True}}
     stage, optimizer, _ = ROWS[row]
-    return train(config, stage=stage, ranks=ranks, seed=seed if optimizer == "none" else None, **how)
+    seed = seed if optimizer == "none" else None
+    if how.keys() <= {"steps"}:
+        return plain_once(precision, stage, ranks, seed, how.get("steps", STEPS), holdings.BATCH_NUMEL)
+    config = {} if precision == "fp32" else {precision: {"enabled": True}}
+    return train(config, stage=stage, ranks=ranks, seed=seed, **how)
+
+
+@functools.cache
+def plain_once(precision: str, stage: int, ranks: int, seed: int | None, steps: int, together: int) -> Run:
+    config = {} if precision == "fp32" else {precision: {"enabled": True}}
+    return train(config, stage=stage, ranks=ranks, seed=seed, steps=steps)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -6,7 +6,7 @@ import os
 import signal
 
 import pytest
-from tests.cli.programs import start, wait_for, wherry
+from tests.cli.programs import launched, start, wait_for
 
 from wherry.engine import Engine
 from wherry.errors import WherryError
@@ -61,7 +61,7 @@ def test_one_rank_writes_all_it_promises(tmp_path, text, capsys):
 def test_two_ranks_read_and_learn_what_one_does(tmp_path, text):
     flags = (*TINY, *text, "--steps", 8)
     assert _here(*flags, "--batch-size", 8, "--stage", 0, "--run-dir", tmp_path / "one") == 0
-    done = wherry("train", *flags, "--batch-size", 4, "--nproc", 2, "--run-dir", tmp_path / "two", cwd=tmp_path)
+    done = launched("train", *flags, "--batch-size", 4, "--nproc", 2, "--run-dir", tmp_path / "two", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "on 2 ranks" in done.stdout and done.stdout.count("Finished.") == 1
     assert _losses(tmp_path / "two") == pytest.approx(_losses(tmp_path / "one"), rel=1e-4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -30,14 +31,23 @@ class Footprint(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.live: dict[str, int] = {WORKING: 0}
         self.peak = 0
         # Bytes by category when the sum was highest, and the highest of each category by itself.
         self.at_peak: dict[str, int] = {}
         self.peaks: dict[str, int] = {}
+        self._live: dict[str, int] = {WORKING: 0}
         self._entries: dict[int, tuple[str, int, weakref.ref[Any]]] = {}
+        # Of storages that are gone. Any thread may have let go of them, and one alone counts.
+        self._gone: deque[tuple[str, int]] = deque()
         self._meters: dict[str, Callable[[], int]] = {}
         self._metered: set[int] = set()
+
+    @property
+    def live(self) -> dict[str, int]:
+        while self._gone:
+            category, nbytes = self._gone.popleft()
+            self._live[category] -= nbytes
+        return self._live
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -63,12 +73,13 @@ class Footprint(TorchDispatchMode):
         if not nbytes:
             return
         self._entries[key] = (category, nbytes, weakref.ref(storage, lambda _: self._free(key)))
-        self.live[category] = self.live.get(category, 0) + nbytes
+        live = self.live
+        live[category] = live.get(category, 0) + nbytes
         self.sample()
 
     def _free(self, key: int) -> None:
         category, nbytes, _ = self._entries.pop(key)
-        self.live[category] -= nbytes
+        self._gone.append((category, nbytes))
 
     def sample(self) -> None:
         """Look at all bytes there are now. New tensors do this by themselves; resized ones do not."""
@@ -114,8 +125,9 @@ class Footprint(TorchDispatchMode):
             return
         name, nbytes, reference = self._entries[key]
         self._entries[key] = (category, nbytes, reference)
-        self.live[name] -= nbytes
-        self.live[category] = self.live.get(category, 0) + nbytes
+        live = self.live
+        live[name] -= nbytes
+        live[category] = live.get(category, 0) + nbytes
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
