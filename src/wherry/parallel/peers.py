@@ -15,7 +15,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -125,6 +125,18 @@ class Peers:
             _leave(self._store, self._name, self.rank, self._recent)
         self._store = None
 
+    @contextlib.contextmanager
+    def _store_is_there(self, doing: str) -> Iterator[None]:
+        """The other ranks' words cannot be read once the process that holds them has ended: that is a peer's error."""
+        try:
+            yield
+        except PeerError:
+            raise
+        except (dist.DistError, RuntimeError) as error:
+            raise PeerError(
+                f"rank {self.rank} {doing}, and the process that holds the group's store is gone"
+            ) from error
+
     # Meeting.
 
     def meet(self, asked: int, what: str) -> None:
@@ -132,14 +144,8 @@ class Peers:
         if self._store is None:
             return
         turn = self._met[1] + 1 if self._met[0] == asked else 0
-        try:
+        with self._store_is_there(f"is in {what}"):
             self._wait_for_all(self._store, (asked, turn, what))
-        except (dist.DistError, RuntimeError) as error:
-            if isinstance(error, PeerError):
-                raise
-            raise PeerError(
-                f"rank {self.rank} is in {what}, and the process that holds the group's store is gone"
-            ) from error
         self._met = asked, turn
 
     def _wait_for_all(self, store: dist.Store, here: tuple[int, int, str]) -> None:
@@ -247,7 +253,7 @@ class Peers:
             if waited > self.timeout:
                 raise PeerError(f"rank {self.rank} has waited {waited:.0f} s for {describe(asked)}")
             return
-        try:
+        with self._store_is_there(f"waits for {describe(asked)}"):
             if tell:
                 self._tell(asked)
             self._raise_if_failed(asked)
@@ -255,12 +261,6 @@ class Peers:
             ended = [rank for rank in self.ranks if rank != self.rank and self._has_ended(rank, asked)]
             if ended:
                 raise PeerError(f"rank {self.rank} waits for {describe(asked)}, and rank {ended[0]} {ENDED}")
-        except (dist.DistError, RuntimeError) as error:
-            if isinstance(error, PeerError):
-                raise
-            raise PeerError(
-                f"rank {self.rank} waits for {describe(asked)}, and the process that holds the group's store is gone"
-            ) from error
         for rank, (_, recent) in others.items():
             theirs = next((other for other in recent if other[0] == asked[0]), asked)
             if tuple(theirs) != asked:
