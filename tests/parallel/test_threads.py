@@ -1,16 +1,216 @@
-"""Ranks as threads: what they leave behind where they meet."""
+"""Ranks as threads: one fails, stalls or goes another way, and the others say who; what is left where they meet."""
 
 from __future__ import annotations
 
+import copy
+import re
 import sys
+import threading
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from tests.engine.harness import adamw, make_model, settings, token_batch
 
+import wherry
+from wherry.errors import DivergenceError, PeerError
 from wherry.parallel.comm import Comm
-from wherry.parallel.threads import run_ranks
+from wherry.parallel.threads import ThreadComm, run_ranks
+
+
+def outcomes(size: int, body: Callable[[Comm], Any], timeout: float = 60.0) -> list[Any]:
+    """What each rank returned or raised."""
+
+    def caught(comm: Comm) -> Any:
+        try:
+            return body(comm)
+        except Exception as error:
+            comm.tell(error)
+            return error
+
+    return run_ranks(size, caught, timeout=timeout)
+
+
+def all_reduce(comm: Comm, label: str = "") -> float:
+    tensor = torch.ones(2)
+    comm.all_reduce(tensor, label=label).wait()
+    return float(tensor[0])
+
+
+def test_a_failure_reaches_the_ranks_that_wait() -> None:
+    def body(comm: Comm) -> float:
+        if comm.rank == 1:
+            raise OSError("no space left")
+        return all_reduce(comm, "blocks.3")
+
+    first, failed, third = outcomes(3, body)
+    assert isinstance(failed, OSError)
+    for error in (first, third):
+        assert isinstance(error, PeerError)
+        assert "rank 1 has failed" in str(error)
+        assert "all_reduce of blocks.3" in str(error)
+        assert "OSError: no space left" in str(error)
+
+
+def test_ranks_that_fail_alike_and_go_on_are_healthy() -> None:
+    def body(comm: Comm) -> list[float]:
+        sums = []
+        for _ in range(20):
+            comm.fail("a bad batch, on every rank")
+            sums.append(all_reduce(comm))
+        return sums
+
+    assert outcomes(3, body) == [[3.0] * 20] * 3
+
+
+def test_a_failure_taken_back_in_time_is_none() -> None:
+    def body(comm: Comm) -> float:
+        if comm.rank == 1:
+            comm.fail("skipped a batch")
+            all_reduce(comm)
+        else:
+            time.sleep(0.05)
+            all_reduce(comm)
+        return all_reduce(comm)
+
+    assert outcomes(2, body) == [2.0, 2.0]
+
+
+def test_ranks_that_want_different_collectives() -> None:
+    def body(comm: Comm) -> None:
+        if comm.rank == 0:
+            comm.all_gather(torch.empty(4), torch.ones(2), "blocks.0").wait()
+        else:
+            comm.reduce_scatter(torch.empty(2), torch.ones(4), "blocks.1").wait()
+
+    errors = outcomes(2, body)
+    told = next(error for error in errors if isinstance(error, DivergenceError))
+    assert "rank 0 wants all_gather of blocks.0" in str(told)
+    assert "rank 1 reduce_scatter of blocks.1" in str(told)
+
+
+def test_a_rank_that_does_not_arrive() -> None:
+    def body(comm: Comm) -> Any:
+        return all_reduce(comm, "blocks.2") if comm.rank else None
+
+    errors = outcomes(3, body, timeout=0.2)
+    assert errors[0] is None
+    assert any("all_reduce of blocks.2" in str(error) and "rank 0 did not arrive" in str(error) for error in errors[1:])
+
+
+def test_groups_of_ranks() -> None:
+    def body(comm: Comm) -> tuple[float, ...]:
+        inside, across = comm.within(2), comm.across(2)
+        rows = []
+        for group in (inside, across, comm.within(4), comm.within(1)):
+            tensor = torch.tensor([float(comm.rank)])
+            group.all_reduce(tensor).wait()
+            rows.append(float(tensor))
+        return (inside.rank, across.rank, *rows)
+
+    assert run_ranks(4, body) == [(0, 0, 1, 2, 6, 0), (1, 0, 1, 4, 6, 1), (0, 1, 5, 2, 6, 2), (1, 1, 5, 4, 6, 3)]
+
+
+def test_a_failure_reaches_groups_of_ranks() -> None:
+    def body(comm: Comm) -> float:
+        group = comm.across(2)
+        if comm.rank == 3:
+            comm.fail("full disk")
+            return 0.0
+        return all_reduce(group)
+
+    first, second, third, _ = outcomes(4, body)
+    assert first == third == 2.0
+    assert "rank 3 has failed, while rank 1 waited" in str(second)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("where", ["forward", "backward", "update"])
+def test_an_engine_whose_peer_fails(where: str, stage: int) -> None:
+    def stumble(*_: Any) -> None:
+        raise OSError("the disk is gone")
+
+    def body(comm: Comm) -> None:
+        mine = copy.deepcopy(model)
+        engine, *_ = wherry.initialize(
+            model=mine, optimizer=adamw(mine.parameters()), config=settings(stage), mesh=comm
+        )
+        for step in range(3):
+            if step == 1 and comm.rank == 1:
+                if where == "forward":
+                    mine.blocks[1].register_forward_pre_hook(stumble)
+                elif where == "backward":
+                    mine.blocks[1].register_full_backward_hook(stumble)
+                else:
+                    engine._updater.step = stumble
+            engine.backward(engine(*token_batch(step, 0, comm.rank)))
+            engine.step()
+
+    model = make_model()
+    errors = outcomes(3, body)
+    assert isinstance(errors[1], OSError)
+    for error in (errors[0], errors[2]):
+        assert isinstance(error, PeerError), error
+        assert "rank 1 has failed" in str(error)
+        assert "OSError: the disk is gone" in str(error)
+
+
+def test_a_starter_that_is_busy_takes_nothing_back() -> None:
+    """A rank fails while its starter has a collective to begin: who waits for the one after that learns of it."""
+    told = threading.Event()
+
+    def body(comm: Comm) -> None:
+        beside = comm.beside(torch.device("cpu"))
+        assert isinstance(beside, ThreadComm)
+
+        def gather(label: str) -> None:
+            beside.all_gather(torch.empty(4), torch.ones(2), label).wait()
+
+        if comm.rank == 1:
+            comm.tell(OSError("no batch is left"))
+            told.set()
+            gather("blocks.0")
+            return
+        assert told.wait(50)
+        while 1 not in beside._meeting._round.values:
+            time.sleep(0.001)
+        gather("blocks.0")
+        gather("blocks.1")
+
+    error, _ = outcomes(2, body, timeout=30.0)
+    assert isinstance(error, PeerError)
+    assert re.search("rank 1 has failed.* all_gather of blocks.1 .*OSError: no batch is left", str(error)), error
+
+
+def test_a_group_beside_begins_anew_after_a_failure_and_its_thread_ends_with_its_users() -> None:
+    cpu = torch.device("cpu")
+
+    def body(comm: Comm) -> list[float]:
+        first, second = comm.beside(cpu), comm.beside(cpu)
+        assert isinstance(first, ThreadComm) and isinstance(second, ThreadComm) and first.starter is not None
+        assert first.starter is second.starter
+        ran = threading.Event()
+        first.starter.add(ran.set)
+        assert ran.wait(50)
+        assert first.starter._thread is not None
+        _, thread = first.starter._thread
+        if comm.rank == 1:
+            first.starter.stopped = OSError("its update failed")
+        third = comm.beside(cpu)
+        assert isinstance(third, ThreadComm)
+        assert third.starter is not first.starter and third._meeting is not first._meeting
+        whole = torch.empty(2)
+        third.all_gather(whole, torch.full((1,), float(comm.rank))).wait()
+        first.close()
+        assert thread.is_alive()
+        second.close()
+        assert not thread.is_alive()
+        return whole.tolist()
+
+    assert run_ranks(2, body) == [[0.0, 1.0]] * 2
 
 
 @pytest.fixture
