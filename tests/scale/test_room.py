@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.engine.harness import TinyLM, adamw, assert_close, assert_equal, make_model, settings, token_batch
 from tests.engine.test_models import CalledTwice, SometimesUnused, Stack, UsedOutside, sgd, vectors
-from tests.scale.test_accumulation import Reentrant
+from tests.scale.test_accumulation import Picky, Reentrant
 from tests.scale.windows import train_windows
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -192,12 +192,6 @@ def test_what_a_micro_batch_draws_does_not_depend_on_its_group() -> None:
 
 
 def test_an_exception_in_a_later_group_forgets_the_window() -> None:
-    class Picky(TinyLM):
-        def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            if not len(ids):
-                raise ValueError("an empty batch")
-            return super().forward(ids, targets)
-
     model = make_model(Picky)
     plain = train_windows(model, stage=3, order="step_major", accumulation=4, steps=3)
     config = settings(3, 4, more={"wherry": {"accumulation": "layer_major"}})
