@@ -187,6 +187,17 @@ def words():
     return names, PreTrainedTokenizerFast(tokenizer_object=inner, **special)
 
 
+def of_trl(trainer):
+    """The class of a trainer of TRL's, what its arguments are given more, and what it is given itself."""
+    if MODE == "alias":
+        return trainer, {"deepspeed": {key: value for key, value in AUTO.items() if key != "optimizer"}}, {}
+    if MODE == "own":
+        from wherry.integrations.transformers import WherryMixin
+
+        return type("Own", (WherryMixin, trainer), {}), {}, {"wherry_config": {"zero_optimization": ZERO}}
+    return trainer, {}, {}
+
+
 def with_sft(resume=None):
     """LoRA through TRL, with gradient checkpointing."""
     from datasets import Dataset as Table
@@ -194,14 +205,7 @@ def with_sft(resume=None):
     from trl import SFTConfig, SFTTrainer
 
     start_anew()
-    more, extra, cls = {}, {}, SFTTrainer
-    if MODE == "alias":
-        more["deepspeed"] = {key: value for key, value in AUTO.items() if key != "optimizer"}
-    if MODE == "own":
-        from wherry.integrations.transformers import WherryMixin
-
-        cls = type("SFT", (WherryMixin, SFTTrainer), {})
-        extra["wherry_config"] = {"zero_optimization": ZERO}
+    cls, more, extra = of_trl(SFTTrainer)
     names, tokenizer = words()
     generator = torch.Generator().manual_seed(0)
     texts = [" ".join(names[3 + i] for i in torch.randint(0, 50, (10,), generator=generator)) for _ in range(32)]
@@ -236,14 +240,7 @@ def with_dpo():
     from trl import DPOConfig, DPOTrainer
 
     start_anew()
-    more, extra, cls = {}, {}, DPOTrainer
-    if MODE == "alias":
-        more["deepspeed"] = {key: value for key, value in AUTO.items() if key != "optimizer"}
-    if MODE == "own":
-        from wherry.integrations.transformers import WherryMixin
-
-        cls = type("DPO", (WherryMixin, DPOTrainer), {})
-        extra["wherry_config"] = {"zero_optimization": ZERO}
+    cls, more, extra = of_trl(DPOTrainer)
     names, tokenizer = words()
     generator = torch.Generator().manual_seed(0)
     text = lambda: " ".join(names[3 + i] for i in torch.randint(0, 50, (4,), generator=generator))  # noqa: E731
