@@ -20,6 +20,7 @@ import wherry
 from wherry.checkpoint import copies, manifest, save
 from wherry.checkpoint.collect import Piece
 from wherry.checkpoint.held import Held
+from wherry.checkpoint.rank_files import RankFiles
 from wherry.checkpoint.slices import Run
 from wherry.checkpoint.source import Source
 from wherry.parallel.comm import Comm
@@ -294,7 +295,7 @@ def test_a_save_that_fails_leaves_nothing_under_way(tmp_path: Path, monkeypatch:
         engine, link = engine_apart(comm, 1, {})
         train(engine, comm, 1)
         lent = link.aside_pool.counters.in_use
-        monkeypatch.setattr(save.RankFiles, "put", full)
+        monkeypatch.setattr(RankFiles, "put", full)
         engine.save_checkpoint(tmp_path)
         assert link.aside_pool.counters.in_use > lent
         gate.open.set()
@@ -343,7 +344,7 @@ def test_what_copies_need_is_known_before_they_are_made(
 
     def counted(item: Any) -> Any:
         found = take(item)
-        if isinstance(found, save.Piece):
+        if isinstance(found, Piece):
             made.append(found.values.nbytes + (0 if found.scales is None else found.scales.nbytes))
         return found
 

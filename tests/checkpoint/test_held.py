@@ -12,9 +12,11 @@ import pytest
 import torch
 from tests.checkpoint.harness import Shape, assert_same, load_into, on, state_of, train
 
-from wherry.checkpoint import copies, save
+from wherry.checkpoint import copies
+from wherry.checkpoint.collect import Piece
 from wherry.checkpoint.errors import CheckpointError
 from wherry.checkpoint.held import Held
+from wherry.checkpoint.rank_files import RankFiles
 from wherry.parallel.comm import Comm
 from wherry.tiers import disk
 from wherry.tiers.homes import KeptRecord
@@ -41,14 +43,14 @@ class Slow:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.002) -> None:
         self.copied = 0
         self.waited: list[float] = []
-        put, copied, pieces = save.RankFiles.put, copies.copied, Held.pieces
+        put, copied, pieces = RankFiles.put, copies.copied, Held.pieces
 
         def slowly(files: Any, name: str, tensor: torch.Tensor) -> str:
             time.sleep(seconds)
             return put(files, name, tensor)
 
         def counted(item: Any) -> Any:
-            self.copied += item.values.nbytes if isinstance(item, save.Piece) else 0
+            self.copied += item.values.nbytes if isinstance(item, Piece) else 0
             return copied(item)
 
         def late(held: Held) -> Any:
@@ -62,7 +64,7 @@ class Slow:
             yield from pieces(held)
 
         monkeypatch.setattr(Held, "pieces", late)
-        monkeypatch.setattr(save.RankFiles, "put", slowly)
+        monkeypatch.setattr(RankFiles, "put", slowly)
         monkeypatch.setattr(copies, "copied", counted)
 
     def run(self, engine: Any, comm: Comm, folder: Path) -> Any:
@@ -129,7 +131,7 @@ def test_updates_go_on_when_a_save_fails(tmp_path: Path, monkeypatch: pytest.Mon
         time.sleep(0.1)
         raise OSError(28, "No space left on device", str(files.partial))
 
-    monkeypatch.setattr(save.RankFiles, "put", fails)
+    monkeypatch.setattr(RankFiles, "put", fails)
 
     def body(engine: Any, comm: Comm) -> Any:
         train(engine, comm, 2)

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from tests.checkpoint.harness import Shape, assert_same, load_into, on, save_from, train
 
-from wherry.checkpoint import meeting, save
+from wherry.checkpoint import meeting
 from wherry.checkpoint.errors import CheckpointError
 from wherry.checkpoint.meeting import Meeting
+from wherry.checkpoint.rank_files import RankFiles
 from wherry.parallel.comm import Comm
 
 # Longer than a test may take: what ends sooner has not waited for it.
@@ -88,7 +89,7 @@ def test_a_failure_after_the_folder_is_gone(tmp_path: Path) -> None:
 def test_a_disk_that_takes_nothing_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     """From some moment on, rank 1 can create no file any more: not even one to say so."""
     states = save_from(Shape(3, 2), tmp_path)
-    put, write_text = save.RankFiles.put, meeting.write_text
+    put, write_text = RankFiles.put, meeting.write_text
 
     def no_room(self: Any, name: str, tensor: Any) -> str:
         if self.rank == 1 and when == "states":
@@ -106,7 +107,7 @@ def test_a_disk_that_takes_nothing_new(tmp_path: Path, monkeypatch: pytest.Monke
             engine.save_checkpoint(tmp_path)
             engine.wait_for_checkpoint()
 
-    monkeypatch.setattr(save.RankFiles, "put", no_room)
+    monkeypatch.setattr(RankFiles, "put", no_room)
     monkeypatch.setattr(meeting, "write_text", no_file)
     on(Shape(3, 2, more={"wherry": {"timeout_s": LONG, "checkpoint": {"async_save": True}}}), body)
     assert {path.name for path in tmp_path.iterdir()} == {"global_step2", "latest"}
@@ -115,7 +116,7 @@ def test_a_disk_that_takes_nothing_new(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_rank_that_never_finishes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1's writing stands still until rank 0 has given up."""
-    put, gather = save.RankFiles.put, Meeting.gather
+    put, gather = RankFiles.put, Meeting.gather
     given_up = threading.Event()
 
     def stuck(self: Any, name: str, tensor: Any) -> str:
@@ -134,7 +135,7 @@ def test_a_rank_that_never_finishes_is_named(tmp_path: Path, monkeypatch: pytest
             engine.save_checkpoint(tmp_path)
             engine.wait_for_checkpoint()
 
-    monkeypatch.setattr(save.RankFiles, "put", stuck)
+    monkeypatch.setattr(RankFiles, "put", stuck)
     monkeypatch.setattr(Meeting, "gather", gathered)
     on(Shape(2, 2, more={"wherry": {"timeout_s": 0.2, "checkpoint": {"async_save": True}}}), body)
     assert not list(tmp_path.iterdir())

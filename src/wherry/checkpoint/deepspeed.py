@@ -21,7 +21,8 @@ from wherry.checkpoint import folder as folders
 from wherry.checkpoint.collect import Piece
 from wherry.checkpoint.errors import CheckpointError
 from wherry.checkpoint.manifest import WEIGHT, Entry, Manifest
-from wherry.checkpoint.save import RankFiles, versions
+from wherry.checkpoint.rank_files import RankFiles
+from wherry.checkpoint.save import versions
 from wherry.checkpoint.slices import Run
 from wherry.checkpoint.values import encode
 from wherry.observe.progress import Progress
