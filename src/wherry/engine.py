@@ -156,6 +156,8 @@ class Engine(Surface):
             refuse_engine()
         if module._compiled_call_impl is not None:
             refuse_whole(module)
+        if self._hooks.running[0]:
+            self._hooks.break_off()  # by Ctrl-C, in a call of the model itself
         if self._input_dtype is not None:
             args, kwargs = with_tensors((args, kwargs), partial(_cast, self._input_dtype))
         try:
@@ -165,6 +167,7 @@ class Engine(Surface):
             with phase, self._hooks.saved.around(), self._activations.forward():
                 return module(*args, **kwargs)
         except BaseException as error:
+            self._hooks.break_off()
             if not self._hooks.interleaver.stopping:  # else it is stopped because of another's error
                 self.comm.tell(error)
             raise

@@ -430,6 +430,20 @@ def fail_forward(engine: Any, step: int, comm: Comm) -> None:
     handle.remove()
 
 
+def interrupt(engine: Any, step: int, comm: Comm) -> None:
+    """Ctrl-C in a notebook, whose next cell goes on: torch calls no hooks for what is no Exception."""
+
+    def stumble(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = engine.module.blocks[1].linear.register_forward_hook(stumble)
+    inputs = vectors(step, 1, comm.rank)
+    calls = (lambda: engine(*inputs), lambda: engine.module(*inputs), lambda: engine.run(inputs[0]))
+    with pytest.raises(KeyboardInterrupt):
+        calls[step % 3]()
+    handle.remove()
+
+
 def fail_backward(engine: Any, step: int, comm: Comm) -> None:
     def stumble(*_: Any) -> None:
         raise Hiccup
@@ -448,7 +462,7 @@ def discard(engine: Any, step: int, comm: Comm) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("use", [evaluate, fail_forward, fail_backward, discard])
+@pytest.mark.parametrize("use", [evaluate, fail_forward, interrupt, fail_backward, discard])
 def test_what_happens_between_steps_changes_nothing(use: Callable[..., None], stage: int) -> None:
     model = make_model(Stack)
     assert_equal(run_with(model, use, stage), run_with(model, nothing, stage))

@@ -240,6 +240,14 @@ class Hooks:
                 if unit.shared:
                     self.gatherer.release(unit)
 
+    def break_off(self) -> None:
+        """A forward has ended by what torch tells no hook of, as it does of an Exception: Ctrl-C is none."""
+        if self.interleaver.active or backward_task() != NO_TASK or not any(self.running):
+            return
+        self.running = [0] * len(self.units)
+        self.schedule.abandon()
+        self.gatherer.release_all()
+
     def _pre_forward_of_resident(self, unit: Unit, module: nn.Module, args: Any) -> None:
         self._reach(unit)
 
@@ -360,6 +368,10 @@ class Hooks:
         try:
             with self.saved.around():
                 output = method(*args, **kwargs)
+        except BaseException:
+            if self._calling == 1:
+                self.break_off()
+            raise
         finally:
             self._calling -= 1
             outermost = not (self._calling or self.running[self.root.index] or backward_task() != NO_TASK)
