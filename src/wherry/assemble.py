@@ -393,6 +393,11 @@ def _optimizer(
 ) -> OptimizerSpec | None:
     given = _listed(model_parameters)
     parameters = given or [p for p in model.parameters() if p.requires_grad]
+    if not parameters and not isinstance(optimizer, torch.optim.Optimizer) and (optimizer or config.optimizer):
+        raise WherryError(
+            "optimizer: no parameter of the model requires a gradient, so there is nothing to train; call "
+            "requires_grad_() on what is to be trained, or leave the optimizer out for an engine that only evaluates"
+        )
     if optimizer is not None and config.optimizer is not None:
         say("optimizer: the config's %s is not used, as initialize was given one", config.optimizer.type)
     if optimizer is None:

@@ -207,6 +207,14 @@ def test_what_does_not_fit_is_told(
     wherry.initialize(model=model, config=CONFIG)[0].close()
 
 
+def test_a_model_without_anything_to_train_is_told() -> None:
+    model = net().requires_grad_(False)
+    for given in ({"config": CONFIG}, {"config": {}, "optimizer": torch.optim.SGD}):
+        with pytest.raises(WherryError, match="no parameter of the model requires a gradient, so there is nothing to"):
+            wherry.initialize(model=model, **given)
+    wherry.initialize(model=model, config={})[0].close()
+
+
 def test_a_model_that_something_else_shards_or_reduces_is_refused() -> None:
     from torch.distributed.fsdp import FSDPModule
 

@@ -131,6 +131,20 @@ def test_settings_are_json_or_strings():
     )
 
 
+def test_a_setting_of_auto_is_what_there_would_be_without_it():
+    for name in ("optimizer", "scheduler"):
+        assert _config("--set", f"{name}=auto") == _config()
+    with pytest.raises(WherryError, match="nothing is trained without one"):
+        _config("--set", "optimizer=null")
+
+
+def test_one_precision_at_a_time(capsys):
+    for flags in (["--bf16", "--fp16"], ["--bf16", "--precision", "fp32"]):
+        with pytest.raises(SystemExit):
+            parse(flags)
+        assert "not allowed with argument --bf16" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("setting", ["novalue", "=1", "a..b=1"])
 def test_a_setting_without_a_key_or_a_value_is_told(setting):
     with pytest.raises(WherryError, match="expected KEY=VALUE"):

@@ -113,9 +113,10 @@ def build_parser() -> argparse.ArgumentParser:
     _add(train, "--weight-decay", type=float, help="of AdamW (default: 0.1)")
     _add(train, "--clip-grad", type=float, help="gradients are clipped to this norm (default: 1.0; 0: not at all)")
     _add(train, "--lr-warmup-iters", dest="warmup", type=_none_or_more, help="steps until the peak (default: a tenth)")
-    _add(train, "--precision", choices=("fp32", "bf16", "fp16"), help="default: bf16 on a GPU that has it, else fp32")
+    types = train.add_mutually_exclusive_group()
+    _add(types, "--precision", choices=("fp32", "bf16", "fp16"), help="default: bf16 on a GPU that has it, else fp32")
     for dtype in ("bf16", "fp16"):
-        _add(train, f"--{dtype}", dest="precision", action="store_const", const=dtype, help=f"--precision {dtype}")
+        _add(types, f"--{dtype}", dest="precision", action="store_const", const=dtype, help=f"--precision {dtype}")
     _add(train, "--stage", type=int, choices=(0, 1, 2, 3), help="ZeRO stage (default: 3)")
     _add(train, "--offload-optimizer", choices=("none", "cpu", "nvme"), help="where optimizer state rests")
     _add(train, "--offload-param", choices=("none", "cpu", "nvme"), help="where parameters rest, at stage 3")
@@ -271,8 +272,13 @@ def build_config(
         _block(config, "zero_optimization")["stage"] = options.stage
     _offload_flags(options, config)
     _checkpoint_flags(options, config)
+    own = {name: copy.deepcopy(config.get(name)) for name in ("optimizer", "scheduler")}
     for setting in options.settings:
         _set(config, setting)
+    # As in a file, "auto" is what there would be without it.
+    config.update({name: block for name, block in own.items() if config.get(name) == "auto"})
+    if config["optimizer"] is None:
+        raise WherryError("optimizer: it is null, and nothing is trained without one; leave it out for AdamW")
     return config
 
 
