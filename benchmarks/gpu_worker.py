@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import multiprocessing
 import os
 import time
 import traceback
@@ -12,8 +13,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from benchmarks import bounds, systems
 from benchmarks.systems import SYSTEMS, Recipe, Trainee
@@ -40,7 +39,7 @@ class GpuWorker:
         # DeepSpeed's super_offload leaves the process a fifth of the cores, and has the others for a process of its
         # own: that is how it works, and nothing that its neighbours asked for.
         self.cores: dict[str, set[int]] = {}
-        self.children: dict[str, list[psutil.Process]] = {}
+        self.children: dict[str, list[Any]] = {}
         # When the last steps ended, but for what they had put off.
         self.ended = 0.0
 
@@ -130,9 +129,8 @@ class GpuWorker:
         del trainee, engine, closing
         self.cores.pop(name, None)
         for child in self.children.pop(name, ()):
-            with suppress(psutil.NoSuchProcess):
-                child.kill()  # it has the moments, and would keep them
-                child.wait()
+            child.kill()  # it has the moments, and would keep them
+            child.join()
         self._clean()
         return {"left_bytes": self._allocated()}
 
@@ -183,7 +181,7 @@ class GpuWorker:
     @contextmanager
     def _apart(self, name: str) -> Iterator[None]:
         """Let a system be built with all cores, and keep those that it leaves this process, and what it starts."""
-        before = {child.pid for child in psutil.Process().children()}
+        before = multiprocessing.active_children()
         with _cores(None) as every:
             try:
                 yield
@@ -191,7 +189,7 @@ class GpuWorker:
                 now = _allowed()
                 if now != every:
                     self.cores[name] = now
-                self.children[name] = [child for child in psutil.Process().children() if child.pid not in before]
+                self.children[name] = [child for child in multiprocessing.active_children() if child not in before]
 
     def _warm_up(self, name: str, steps: int, shrink: bool) -> tuple[float, list[float]]:
         """Seconds of the last of the first steps, and the losses of all."""
