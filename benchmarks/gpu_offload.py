@@ -19,7 +19,8 @@ if not __package__:  # run as a script: this folder is found as it is when impor
     sys.path[0] = str(Path(__file__).parents[1])
 
 from benchmarks import gpu, systems
-from benchmarks.gpu import CAP, NoTime, Session
+from benchmarks.gpu import CAP
+from benchmarks.gpu_session import SIZES, TOY, NoTime, Session, blocks, let_go, step_row
 from benchmarks.rooms import RoomFailed
 from benchmarks.systems import Recipe
 from wherry.observe import bench
@@ -41,7 +42,7 @@ def measure(session: Session, wanted: str, trace: Path) -> None:
             if row["reason"] is None:
                 session.results.put(row | {"trace": _traced(session, model, trace)})
                 return
-            gpu.let_go(session, model)  # or its memory is missing for the next
+            let_go(session, model)  # or its memory is missing for the next
             if "of host memory" not in row["reason"]:
                 break
 
@@ -53,11 +54,11 @@ def _measured(session: Session, model: str, recipe: Recipe) -> bench.Row:
         session.ask(do="cap", gib=CAP)
         built = session.build(model, system, recipe, warmup=1, shrink=True)
         taken = replace(recipe, batch=built["batch"])
-        found = gpu.blocks(session, model, options.rounds, options.steps, taken.batch)
+        found = blocks(session, model, options.rounds, options.steps, taken.batch)
     except (RoomFailed, NoTime) as failure:
         return bench.row(case | {"tokens": recipe.batch * recipe.length}, system, "s", reason=str(failure))
     facts = {"built_s": built["built_s"], "batch_of_table": recipe.batch}
-    return gpu.step_row(session, case | {"tokens": taken.batch * taken.length}, system, taken, found, **facts)
+    return step_row(session, case | {"tokens": taken.batch * taken.length}, system, taken, found, **facts)
 
 
 def _traced(session: Session, model: str, path: Path) -> dict[str, Any]:
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not options.toy and systems.device_type() != "cuda":
         parser.error("no GPU is seen by torch here; --toy shows on the CPU that everything works")
     options.rounds = options.rounds or (2 if options.quick else 5)
-    sizes = gpu.TOY if options.toy else gpu.SIZES
+    sizes = TOY if options.toy else SIZES
     wanted = "1b" if options.toy else options.model
     settings = {"deadline_s": options.deadline, "rounds": options.rounds, "steps": options.steps, "toy": options.toy}
     results = bench.Results("gpu_offload", options, settings | {"recipe": asdict(sizes[wanted])})

@@ -10,7 +10,19 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from benchmarks import bounds, fragments, gpu, gpu_offload, gpu_worker, peers, report, summary, systems, trace
+from benchmarks import (
+    bounds,
+    fragments,
+    gpu,
+    gpu_offload,
+    gpu_session,
+    gpu_worker,
+    peers,
+    report,
+    summary,
+    systems,
+    trace,
+)
 from benchmarks.bounds import Rates, Work
 from benchmarks.gpu_worker import GIB, GpuWorker
 from benchmarks.rooms import RoomFailed
@@ -91,7 +103,7 @@ def test_policies_and_peers_side_by_side(tmp_path, capsys, monkeypatch):
 
 def test_sizes_fragments_and_the_largest_model(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(gpu, "CAPS", (8, 32))
-    monkeypatch.setattr(gpu, "TOY", {"1b": gpu.TOY["1b"]})
+    monkeypatch.setattr(gpu_session, "TOY", {"1b": gpu_session.TOY["1b"]})
     path = tmp_path / "gpu.json"
     assert gpu.main([*SMALLEST, "--stages", "fragments,small,largest", "--json", str(path)]) == 0
     rows = [row for row in json.loads(path.read_text())["rows"] if "measure" in row["case"]]
@@ -142,15 +154,15 @@ def session(tmp_path, monkeypatch, deadline=100, **answers):
     arguments = ["--quick", "--json", str(tmp_path / "gpu.json")]
     options = bench.parse(bench.parser("gpu", ""), arguments)
     vars(options).update(deadline=deadline, toy=True, rounds=2, steps=1, path=None, peers=["fsdp2-cpu"])
-    monkeypatch.setattr(gpu, "Room", lambda *_, **__: Answers(close={}, cap={}, **answers))
-    return gpu.Session(options, bench.Results("gpu", options, {}))
+    monkeypatch.setattr(gpu_session, "Room", lambda *_, **__: Answers(close={}, cap={}, **answers))
+    return gpu_session.Session(options, bench.Results("gpu", options, {}))
 
 
 def rows_of(found):
     return {row["system"]: row for row in found.results.rows}
 
 
-SUBJECTS = {name: ("wherry-2", gpu.TOY["1b"]) for name in ("one", "two", "three")}
+SUBJECTS = {name: ("wherry-2", gpu_session.TOY["1b"]) for name in ("one", "two", "three")}
 
 
 def test_a_system_that_fails_while_it_is_timed_costs_the_others_nothing(tmp_path, monkeypatch):
@@ -185,7 +197,7 @@ def test_a_run_that_is_ended_keeps_every_measure(tmp_path, monkeypatch):
 def test_ours_is_built_before_the_peers_and_is_timed_whatever_its_share(tmp_path, monkeypatch):
     found = session(tmp_path, monkeypatch, build=BUILT, time=TIMED)
     built = []
-    monkeypatch.setattr(gpu.Session, "build", lambda self, name, *_: built.append(name) or self.share_out(0.0))
+    monkeypatch.setattr(gpu_session.Session, "build", lambda self, name, *_: built.append(name) or self.share_out(0.0))
     found._pace = dict.fromkeys(("compute", "wherry-2-cpu in_backward", "fsdp2-cpu"), 0.1)
     gpu.unclipped(found)
     assert built == list(found._pace)
@@ -194,9 +206,9 @@ def test_ours_is_built_before_the_peers_and_is_timed_whatever_its_share(tmp_path
 
 def test_what_cannot_be_compiled_is_told_once_and_not_waited_for(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(gpu.systems, "cannot_run", lambda system: None)
-    monkeypatch.setattr(gpu.builders, "built", lambda operator: tmp_path / "absent.so")
-    monkeypatch.setattr(gpu.builders, "build", lambda name, timeout: asked.append(name) or "no compiler")
+    monkeypatch.setattr(gpu_session.systems, "cannot_run", lambda system: None)
+    monkeypatch.setattr(gpu_session.builders, "built", lambda operator: tmp_path / "absent.so")
+    monkeypatch.setattr(gpu_session.builders, "build", lambda name, timeout: asked.append(name) or "no compiler")
     found = session(tmp_path, monkeypatch, build=BUILT, time=TIMED)
     found.options.peers = ["deepspeed-2-cpu", "deepspeed-3-super"]
     for _ in range(2):
@@ -215,10 +227,10 @@ def test_a_compiler_that_fails_or_does_not_end_is_told_of(monkeypatch):
 
 
 def test_a_peer_that_ends_the_process_while_it_is_built_is_not_tried_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu.systems, "cannot_run", lambda system: None)
+    monkeypatch.setattr(gpu_session.systems, "cannot_run", lambda system: None)
     dies = {"build_deepspeed-2": RoomFailed("ended by signal 11")}
     found = session(tmp_path, monkeypatch, build=BUILT, time=TIMED, **dies)
-    subjects = {name: (name, gpu.TOY["1b"]) for name in ("fsdp2", "deepspeed-2", "wherry-2")}
+    subjects = {name: (name, gpu_session.TOY["1b"]) for name in ("fsdp2", "deepspeed-2", "wherry-2")}
     for _ in range(2):
         gpu._in_turns(found, {}, subjects)
         rows = rows_of(found)
@@ -238,7 +250,7 @@ def test_steps_that_time_has_no_room_for_are_not_begun(tmp_path, monkeypatch):
 
 
 def test_stages_share_the_time_and_pass_on_what_they_leave(tmp_path, monkeypatch):
-    found = session(tmp_path, monkeypatch, deadline=10_000 + gpu.RESERVE)
+    found = session(tmp_path, monkeypatch, deadline=10_000 + gpu_session.RESERVE)
     seen = []
     for name in ("peers", "small", "largest"):
         monkeypatch.setitem(gpu.STAGES, name, lambda session: seen.append(session.left()))
@@ -252,10 +264,10 @@ def test_what_a_stage_has_built_is_closed_when_its_time_is_over(tmp_path, monkey
     found = session(tmp_path, monkeypatch)
     found.ask(do="cap", gib=32)
     found.share_out(0.0)
-    with pytest.raises(gpu.NoTime, match="left out"):
+    with pytest.raises(gpu_session.NoTime, match="left out"):
         found.ask(do="cap", gib=8)
-    gpu.let_go(found, "it")
-    gpu.uncap(found)
+    gpu_session.let_go(found, "it")
+    gpu_session.uncap(found)
     assert found._room.asked == [("cap", None, 32), ("close", "it", None), ("cap", None, None)]
 
 
@@ -264,7 +276,7 @@ def test_what_has_begun_is_not_given_up_with_the_share_of_its_stage(tmp_path, mo
     found.share_out(0.0)
     found._ends += 20.0
     found.ask(do="cap", gib=8)
-    assert found._room.timeout == gpu.PATIENCE
+    assert found._room.timeout == gpu_session.PATIENCE
     found.share_out(0.5)
     found.ask(do="cap", gib=8)
     assert 400 < found._room.timeout < 500
@@ -305,7 +317,7 @@ def test_a_batch_is_halved_until_it_fits(monkeypatch):
 
     monkeypatch.setattr(MLP, "forward", forward)
     worker = GpuWorker()
-    asked = {"name": "it", "system": "wherry-3-cpu", "recipe": asdict(replace(gpu.TOY["1b"], batch=4))}
+    asked = {"name": "it", "system": "wherry-3-cpu", "recipe": asdict(replace(gpu_session.TOY["1b"], batch=4))}
     found = worker.answer({"do": "build", "shrink": True, **asked})["found"]
     assert found["batch"] == 1 and len(found["losses"]) == 2 and worker.recipes["it"].batch == 1
     assert worker.answer({"do": "close", "name": "it"}) == {"found": {"left_bytes": 0}}
@@ -314,7 +326,7 @@ def test_a_batch_is_halved_until_it_fits(monkeypatch):
 
 def test_what_fails_in_the_worker_is_an_answer_and_leaves_nothing():
     worker = GpuWorker()
-    recipe = asdict(replace(gpu.TOY["1b"], policy="none such"))
+    recipe = asdict(replace(gpu_session.TOY["1b"], policy="none such"))
     asked = {"do": "build", "name": "it", "system": "wherry-2", "recipe": recipe}
     assert "none such" in worker.answer(asked)["failed"]
     assert worker.answer({"do": "time", "name": "it", "steps": 1})["failed"].startswith("KeyError")
@@ -322,7 +334,7 @@ def test_what_fails_in_the_worker_is_an_answer_and_leaves_nothing():
 
 
 def test_layers_are_those_that_every_tier_has_room_for():
-    base = gpu._gpt2(1, 4096, 1)
+    base = gpu_session.gpt2(1, 4096, 1)
     few, more = {"device": 4 * GIB, "host": 24 * GIB}, {"device": 5 * GIB, "host": 48 * GIB}
     assert gpu._layers_within(few, more, (8, 16), {"device": 6 * GIB, "host": 1000 * GIB}, base) == (24, "device")
     assert gpu._layers_within(few, more, (8, 16), {"device": 6 * GIB, "host": 60 * GIB}, base) == (20, "host")
@@ -357,7 +369,7 @@ def test_a_system_keeps_the_cores_that_it_has_chosen_to_itself(monkeypatch):
 
     monkeypatch.setitem(gpu_worker.SYSTEMS, "greedy", Greedy)
     worker = GpuWorker()
-    recipe = asdict(gpu.TOY["1b"])
+    recipe = asdict(gpu_session.TOY["1b"])
     assert "found" in worker.answer({"do": "build", "name": "it", "system": "greedy", "recipe": recipe})
     assert os.sched_getaffinity(0) == every
     assert "found" in worker.answer({"do": "time", "name": "it", "steps": 1})
@@ -368,8 +380,8 @@ def test_a_system_keeps_the_cores_that_it_has_chosen_to_itself(monkeypatch):
 
 
 def test_computing_alone_trains_nothing():
-    computing = systems.SYSTEMS[systems.COMPUTE](gpu.TOY["1b"], 1)
-    batch = gpu.TOY["1b"].batch_of(0, 0, 1)
+    computing = systems.SYSTEMS[systems.COMPUTE](gpu_session.TOY["1b"], 1)
+    batch = gpu_session.TOY["1b"].batch_of(0, 0, 1)
     assert float(computing.step(*batch)) == float(computing.step(*batch)) > 0
     assert {p.dtype for p in computing.model.parameters()} == {torch.bfloat16}
     assert all(p.grad is None for p in computing.model.parameters())
@@ -379,7 +391,7 @@ def test_what_is_out_of_host_memory_is_tried_smaller(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu.bounds, "free_host_memory", lambda: 100 * GIB)
     fits = {"device": GIB, "host": 26 * GIB}
     found = session(tmp_path, monkeypatch, deadline=1000, fits=fits, build=RoomFailed("ended by signal 9"))
-    found.options.toy, found.sizes = False, gpu.SIZES
+    found.options.toy, found.sizes = False, gpu_session.SIZES
     gpu.largest(found)
     layers = [row["layers"] for row in found.results.rows]
     assert layers[1:] == [int(gpu.FEWER * before) for before in layers[:-1]]
@@ -406,7 +418,7 @@ def test_the_size_of_the_published_run(tmp_path, capsys):
     assert gpu_offload.main([*SMALLEST, "--json", str(path)]) == 0
     (row,) = [row for row in json.loads(path.read_text())["rows"] if "measure" in row["case"]]
     assert row["case"]["cap_gib"] == 32 and row["tokens_per_s"] > 0 and row["trace"]["steps"] == gpu_offload.STEPS
-    assert gpu.SIZES["10b"].parameters == pytest.approx(10.3e9, rel=0.01)
+    assert gpu_session.SIZES["10b"].parameters == pytest.approx(10.3e9, rel=0.01)
 
 
 def test_the_overlap_is_read_from_the_trace(tmp_path):
