@@ -236,6 +236,35 @@ def test_what_had_no_gradient_in_a_window_that_goes_on_is_left_alone(tmp_path: P
     assert_same(on(Shape(2, stage, 3), go_on, model=model)[0], expected)
 
 
+def test_what_had_no_gradient_is_known_between_a_backward_and_its_step(tmp_path: Path) -> None:
+    """Where nothing is shared out, the sums have told whether any rank misses a gradient; a checkpoint's have not."""
+
+    def first(engine: Any, comm: Comm) -> Any:
+        x = torch.ones(2, 4)
+        for uses in ([0, 1, 2], [0, 1] if comm.rank else [0]):
+            before = state_of(engine)
+            engine.backward(engine(x, uses))
+            if len(uses) == 3:
+                engine.step()
+        engine.save_checkpoint(tmp_path)
+        asked = comm.asked
+        engine.step()
+        assert comm.asked == asked + 1  # which are missing on every rank; that some are is known
+        after = state_of(engine)
+        same = {name.split(":")[0] for name, value in before.items() if torch.equal(value, after[name])}
+        assert same == {"blocks.2.weight", "blocks.2.bias"}
+        return after
+
+    def go_on(engine: Any, comm: Comm) -> Any:
+        engine.load_checkpoint(tmp_path)
+        engine.step()
+        return state_of(engine)
+
+    model = make_model(Seldom)
+    expected = on(Shape(2, 0, 1), first, model=model)[0]
+    assert_same(on(Shape(2, 0, 1), go_on, model=model)[0], expected)
+
+
 def test_who_writes_is_told_by_its_machine_and_not_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -66,7 +66,7 @@ def measure(
 
 
 NORM = 16  # two float64 scalars: the square, and whether gradients are missing
-MISSING = 4  # at stage 0, where no norm travels, that alone
+MISSING = 4  # at stage 0, where no norm travels, that alone: an element of a sum that small flats share
 DIGEST = 32  # at stage 3 four more: what the rank has gathered, and which units it ran
 ALL_TOGETHER = 10**6
 
@@ -94,13 +94,14 @@ def test_collectives_of_a_step_equal_the_formulas(
     word = PRECISIONS[precision][0]
     psi, count = word * sum(units.values()), len(units)
     k, flats = accumulation, 1 if bucket else count
+    told, missing = (0, word) if bucket else (1, MISSING)
     # Weights in forward and in backward, the root unit once for both: 2 psi less one of the root. Together: the root
     # unit, and of either pass the block that is waited for and those ahead of it.
     gathers = 5 if bucket else 2 * count - 1
     gathered = 2 * psi - word * units["root"]
     calls, nbytes, volume = {
         # Gradients once a window, all-reduced: 2 psi.
-        0: ({"all_reduce": flats + 1}, {"all_reduce": psi + MISSING}, 2 * (psi + MISSING)),
+        0: ({"all_reduce": flats + told}, {"all_reduce": psi + missing}, 2 * (psi + missing)),
         # Gradients once a window, reduce-scattered, and updated weights gathered: 2 psi.
         1: (
             {"reduce_scatter": flats, "all_gather": flats, "all_reduce": 1},

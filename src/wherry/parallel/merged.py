@@ -36,7 +36,8 @@ class Named(Protocol):
 
 
 def name_of(parts: Sequence[Named]) -> str:
-    return parts[0].name if len(parts) == 1 else f"{parts[0].name} to {parts[-1].name}"
+    first, last = parts[0].name, parts[-1].name
+    return first if first == last else f"{first} to {last}"
 
 
 def all_gather(comm: Comm, wholes: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], label: str) -> Ticket:

@@ -31,7 +31,7 @@ from wherry.tiers.streams import Link
 class _Reduction:
     """What is to be reduced, where this rank's part of the sum goes, and what is done with it then."""
 
-    gradient: FlatGradient
+    name: str
     owned: torch.Tensor
     whole: torch.Tensor
     finish: Callable[[], None]
@@ -153,14 +153,15 @@ class Gradients:
             if not gradient.waits:  # else it travels nowhere, and is measured with all others in one pass
                 self._launch(gradient)
         self._next = len(self._order)
+        for gradient in self.all:
+            if not gradient.waits:  # else who was absent is known since they were taken
+                gradient.note_arrivals()
+        self._tell_of_missing()
         self._send_waiting()
         self._drain(0)
         self._collect_late()
         if self._held:
             self._tell_of_held()
-        for gradient in self.all:
-            if not gradient.waits:  # else who was absent is known since they were taken
-                gradient.note_arrivals()
         self._agree_on_order()
 
     def complete_window(self) -> None:
@@ -178,6 +179,7 @@ class Gradients:
                 self._summed(gradient)
             else:
                 self._reduce_accumulated(gradient)
+        self._tell_of_missing()
         self._send_waiting()
         self._drain(0)
         self._tell_of_held()
@@ -217,17 +219,20 @@ class Gradients:
         """Forget the window's gradients, those on their way included."""
         self._travelling_wait_quietly()
         self._held.clear()
+        self.norm.missing = None
         for gradient in self.all:
             gradient.drop()
 
     def end_window(self) -> None:
         """The update has used the gradients; the next micro-batch starts a new window."""
+        self.norm.missing = None
         for gradient in self.all:
             gradient.end_window()
 
     def resume(self, *, boundary: bool) -> None:
         """The sums of a window have been put back from a checkpoint; `boundary`: no micro-batch of it is to come."""
         self.boundary = boundary
+        self.norm.missing = None
         for gradient in self.all:
             gradient.absent = ()  # which were missing is not in a checkpoint: their zeros count
             if boundary:
@@ -297,7 +302,7 @@ class Gradients:
             else:
                 add()
 
-        self._send(_Reduction(gradient, shard, whole, finish))
+        self._send(_Reduction(gradient.flat.name, shard, whole, finish))
 
     def _send(self, reduction: _Reduction) -> None:
         """Set a reduction going; a small one may wait for others."""
@@ -313,8 +318,30 @@ class Gradients:
         if waiting:
             self._travel(waiting)
 
+    def _tell_of_missing(self) -> None:
+        """At a boundary whose sums are whole on every rank one number more travels with the last of them.
+
+        Shared out, they leave a norm to be added up, and that has it. Nothing is told twice in a window: what is missing
+        now may come in another backward, but nothing goes missing there.
+        """
+        if self._optimizer_partitioned or self.comm.size == 1 or not self.boundary or self.norm.missing is not None:
+            return
+        last = self._waiting[-1] if self._waiting else None
+        self.norm.missing = missing = torch.full(
+            (1,),
+            float(any(gradient.absent for gradient in self.all)),
+            dtype=last.whole.dtype if last else torch.float32,
+            device=self.norm.device,
+        )
+        # However full they are who wait.
+        reduction = _Reduction(last.name if last else "missing gradients", missing, missing, lambda: None)
+        if last:
+            self._waiting.append(reduction)
+        else:
+            self._travel([reduction])
+
     def _travel(self, reductions: list[_Reduction]) -> None:
-        label = merged.name_of([reduction.gradient.flat for reduction in reductions])
+        label = merged.name_of(reductions)
         wholes = [reduction.whole for reduction in reductions]
         with span("reduce", label):
             if self._optimizer_partitioned:
@@ -379,7 +406,7 @@ class Gradients:
                 gradient.reduced = self._replicas.size == 1
                 conclude(gradient)
 
-        self._send(_Reduction(gradient, owned, whole, finish))
+        self._send(_Reduction(gradient.flat.name, owned, whole, finish))
 
     def _drain(self, keep: int) -> None:
         while len(self._travelling) > keep:

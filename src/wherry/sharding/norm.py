@@ -25,7 +25,7 @@ class Norm:
 
     def __init__(self, topology: Topology, replicas: Comm, sum_squares: SumSquares, *, partitioned: bool) -> None:
         self.comm = topology.data
-        self._device = topology.device
+        self.device = topology.device
         self._shards, self._replicas = topology.shards, replicas
         self._tensor, self._pipe = topology.tensor, topology.pipe
         self._sum_squares = sum_squares
@@ -33,6 +33,8 @@ class Norm:
         # After `total`: whether all ranks ran the same units, and whether any rank misses any gradient.
         self.one_path = True
         self._any_absent = False
+        # Above 0 where any rank misses any gradient, as the sums have told; None where they have not.
+        self.missing: torch.Tensor | None = None
 
     def measure(self, gradient: FlatGradient, owned: torch.Tensor) -> float | torch.Tensor:
         """The sum of squares of what counts for the norm: all of it, or what tensor-parallel ranks have cut.
@@ -58,7 +60,7 @@ class Norm:
     def by_flat(self, gradients: Sequence[FlatGradient]) -> dict[Flat, float]:
         """The squared norm by flat, over the ranks that share it out."""
         squares = [float(self.squares_of(gradient)) for gradient in gradients]
-        values = torch.tensor(squares, dtype=torch.float64, device=self._device)
+        values = torch.tensor(squares, dtype=torch.float64, device=self.device)
         if self._partitioned:
             self._shards.all_reduce(values).wait()
         self._tensor.all_reduce(values).wait()
@@ -80,7 +82,7 @@ class Norm:
         # Replicas hold the same sums: those of the first of them count.
         counted = host_value(total) if self._replicas.rank == 0 else 0.0
         mine = [counted, float(self._any_absent), *powers]
-        sums = torch.tensor(mine, dtype=torch.float64, device=self._device)
+        sums = torch.tensor(mine, dtype=torch.float64, device=self.device)
         if partitioned:
             self.comm.all_reduce(sums, label="the gradients' norm").wait()
         for axis in (self._tensor, self._pipe):
@@ -119,9 +121,12 @@ class Norm:
     def absent(self, gradients: Sequence[FlatGradient]) -> dict[Flat, list[int]]:
         """The parameters, by flat and place, that no rank has a gradient for in this window. After `total`."""
         if self.comm.size > 1 and not self._partitioned:
-            seen = torch.tensor([float(self._any_absent)], device=self._device)
-            self.comm.all_reduce(seen, "max", "missing gradients").wait()
-            self._any_absent = self.comm.read(seen)[0] > 0
+            told, self.missing = self.missing, None
+            if told is None:  # the sums are those of a checkpoint
+                told = torch.full((1,), float(self._any_absent), device=self.device)
+                self.comm.all_reduce(told, "max", "missing gradients").wait()
+            if not is_fake(told):
+                self._any_absent = self.comm.read(told)[0] > 0
         if not self._any_absent:
             return {}
         there = torch.ones(sum(len(gradient.flat.parameters) for gradient in gradients))
@@ -130,7 +135,7 @@ class Norm:
             for index in gradient.absent:
                 there[first + index] = 0
             first += len(gradient.flat.parameters)
-        there = there.to(self._device)
+        there = there.to(self.device)
         self.comm.all_reduce(there, "max", "missing gradients").wait()
         flags, first = self.comm.read(there), 0
         missing: dict[Flat, list[int]] = {}
