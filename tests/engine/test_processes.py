@@ -27,6 +27,7 @@ from wherry.parallel import gloo
 from wherry.parallel.comm import ProcessGroupComm
 
 RANKS = 2
+ALL_REDUCE = dist.all_reduce
 # Weights that every rank holds are gathered beside the forward, each after its update.
 BESIDE = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "wherry": {"update_policy": "before_use"}}
 
@@ -170,6 +171,37 @@ def exchange(rank: int) -> None:
 
 def test_large_tensors_travel_without_copies(pool: Pool) -> None:
     pool.run(exchange)
+
+
+def swap(rank: int) -> None:
+    """Sums of two ranks up to the size from which they are made in place."""
+    comm = ProcessGroupComm()
+    with pytest.MonkeyPatch.context() as patch:
+        for numel in (1, 7, gloo.SWAPPED // 4, gloo.SWAPPED // 4 + 1):
+            tensor = torch.arange(float(numel)).view(-1, 1) / 3 + rank
+            assert comm.swaps(tensor) == (numel <= gloo.SWAPPED // 4)
+            patch.setattr(dist, "all_reduce", None if comm.swaps(tensor) else ALL_REDUCE)
+            ticket = comm.all_reduce(tensor)
+            ticket.wait()
+            ticket.wait()
+            addends = [torch.arange(float(numel)).view(-1, 1) / 3 + other for other in range(2)]
+            assert torch.equal(tensor, addends[0] + addends[1])
+        for dtype in (torch.float16, torch.bfloat16, torch.float64):
+            tensor = torch.linspace(-3, 5, 1000, dtype=dtype) * (rank + 1) / 7
+            ours, theirs = tensor.clone(), tensor.clone()
+            comm.all_reduce(ours).wait()
+            ALL_REDUCE(theirs)
+            assert torch.equal(ours, theirs)
+        patch.setattr(dist, "all_reduce", ALL_REDUCE)
+        most = torch.tensor([float(rank)])
+        comm.all_reduce(most, "max").wait()
+        assert most == 1
+    assert not comm.under_way
+    comm.close()
+
+
+def test_small_sums_of_two_ranks_are_exchanged(pool: Pool) -> None:
+    pool.run(swap)
 
 
 def train_in_broadcasts(rank: int) -> Run:

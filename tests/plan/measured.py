@@ -83,15 +83,19 @@ class Unseen(ThreadComm):
     def buffers(self, whole: torch.Tensor) -> bool:
         return self.over_gloo and gloo.buffers(whole)
 
+    def swaps(self, tensor: torch.Tensor) -> bool:
+        return self.over_gloo and gloo.swaps(tensor, self.size)
+
     def abreast(self, device: torch.device) -> int | None:
         return ABREAST if self.over_gloo else None
 
     def _all_reduce(self, tensor: torch.Tensor, op: str) -> Ticket:
+        received = (torch.empty_like(tensor),) if op == "sum" and self.swaps(tensor) else ()
         with _disable_current_modes():
             mine = tensor.clone()
             super()._all_reduce(mine, op).wait()
             tensor.copy_(mine)
-            return dryrun.held(tensor)
+            return dryrun.held(tensor, *received)
 
     def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
         received = (torch.empty_like(whole),) if self.buffers(whole) else ()

@@ -171,6 +171,10 @@ class Comm:
         """Whether a reduce-scatter of `whole` takes as much memory again until it is waited for."""
         return False
 
+    def swaps(self, tensor: torch.Tensor) -> bool:
+        """Whether a sum of `tensor`, an all-reduce, takes as much memory again until it is waited for."""
+        return False
+
     def abreast(self, device: torch.device) -> int | None:
         """How many large gathers to tensors there are worth having under way at once; None for any number."""
         return None
@@ -376,8 +380,13 @@ class ProcessGroupComm(Comm):
         return not all(work.is_completed() and work.is_success() for work in tuple(self._begun))
 
     def _all_reduce(self, tensor: torch.Tensor, op: str) -> Ticket:
+        if op == "sum" and self.swaps(tensor):
+            return self._ticket(lambda: gloo.all_reduce(tensor, self._process_group), tensor)
         reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
         return self._ticket(lambda: dist.all_reduce(tensor, reduce_op, group=self.group, async_op=True), tensor)
+
+    def swaps(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == "cpu" and self._over_gloo and gloo.swaps(tensor, self.size)
 
     def buffers(self, whole: torch.Tensor) -> bool:
         return whole.device.type == "cpu" and self._over_gloo and gloo.buffers(whole)

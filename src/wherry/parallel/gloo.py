@@ -2,7 +2,8 @@
 
 gloo's own all-gather goes through a copy of the whole, in memory that its threads then keep, and its reduce-scatter is
 an all-reduce of a copy. Of other operations of gloo's they are made without: a gather is a broadcast of every part,
-where it belongs, and a reduce-scatter an exchange of parts and their sum, in rank order.
+where it belongs, and a reduce-scatter an exchange of parts and their sum, in rank order. A small sum of two ranks is an
+exchange as well.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from wherry.parallel.sizes import EXCHANGED
+from wherry.parallel.sizes import EXCHANGED, SWAPPED
 
 # A gather among so many ranks at most, of so many bytes at least, is made of broadcasts.
 FEW, LARGE = 4, 1 << 20
@@ -55,6 +56,22 @@ def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> A
     options = dist.BroadcastOptions()
     options.rootRank = source
     return group.broadcast([tensor], options)
+
+
+def swaps(tensor: torch.Tensor, ranks: int) -> bool:
+    """Whether a sum over so many ranks is an exchange of the whole tensor."""
+    return ranks == 2 and tensor.nbytes <= SWAPPED
+
+
+def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> Works:
+    """Begin to bring what the other of two ranks has; the sum is there after the wait.
+
+    gloo's own goes to and fro in steps, in each of which either rank waits for a turn of the other's thread.
+    """
+    received = torch.empty_like(tensor)
+    flat, theirs = tensor.view(-1), received.view(-1)
+    sizes = [flat.numel() * (rank != group.rank()) for rank in range(2)]
+    return Works([group.alltoall_base(theirs, flat, sizes, sizes)], lambda: tensor.add_(received))
 
 
 def buffers(whole: torch.Tensor) -> bool:

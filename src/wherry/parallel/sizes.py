@@ -9,5 +9,8 @@ TOGETHER = 1 << 22
 EXCHANGED = 1 << 24
 """Over gloo an exchange receives as much as is summed: of more bytes a reduce-scatter is an all-reduce in place."""
 
+SWAPPED = 1 << 21
+"""Over gloo two ranks sum so many bytes by an exchange, which receives as much; of more in place."""
+
 ABREAST = 2
 """gloo has so many threads: of more gathers at once none is there sooner."""

@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from wherry.parallel.sizes import EXCHANGED, SMALL
+from wherry.parallel.sizes import EXCHANGED, SMALL, SWAPPED
 from wherry.plan.resting import Landing
 from wherry.plan.setting import Placed, Setting
 from wherry.update.sizes import records_waiting
@@ -111,7 +111,9 @@ class Reductions:
 
     def end(self) -> None:
         """The backward has ended."""
-        self._send_waiting()
+        setting = self.setting
+        # Where sums are whole on every rank one number more travels with the last of them.
+        self._send_waiting(joined=self.boundary and setting.ranks > 1 and not setting.placement.optimizer.partitioned)
         self._drain(0)
         while self._descending:
             self.pool.give(self._descending.popleft())
@@ -135,15 +137,15 @@ class Reductions:
             whole.append(self.pool.take(layout.numel * setting.wire))
         return _Reduction(each, whole, shard)
 
-    def _send_waiting(self) -> None:
+    def _send_waiting(self, *, joined: bool = False) -> None:
         waiting, self._waiting = self._waiting, []
         if waiting:
-            self._travel(waiting)
+            self._travel(waiting, joined=joined)
 
-    def _travel(self, reductions: list[_Reduction]) -> None:
+    def _travel(self, reductions: list[_Reduction], *, joined: bool = False) -> None:
         numel = sum(reduction.each.layout.numel for reduction in reductions)
         nbytes = self._received(numel)
-        if len(reductions) > 1:
+        if len(reductions) > 1 or joined:
             own = numel // self.setting.shards if self.setting.placement.optimizer.partitioned else 0
             nbytes += (numel + own) * self.setting.wire
         if nbytes:
@@ -153,11 +155,14 @@ class Reductions:
         self._travelling += reductions
 
     def _received(self, numel: int) -> int:
-        """Bytes of what a reduce-scatter receives beside what it sums, where it is an exchange."""
+        """Bytes of what a sum receives beside what it sums, where it is an exchange."""
         setting = self.setting
-        exchanged = setting.over_gloo and setting.placement.optimizer.partitioned and setting.shards > 1
         nbytes = numel * setting.wire
-        return nbytes if exchanged and nbytes <= EXCHANGED else 0
+        if not setting.over_gloo:
+            return 0
+        if setting.placement.optimizer.partitioned:
+            return nbytes if setting.shards > 1 and nbytes <= EXCHANGED else 0
+        return nbytes if setting.ranks == 2 and nbytes <= SWAPPED else 0
 
     def _drain(self, keep: int) -> None:
         crossing: list[_Reduction] = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -21,20 +20,10 @@ from wherry.sharding.descent import Descent
 from wherry.sharding.flat_gradient import FlatGradient, GradientPolicy, Landing
 from wherry.sharding.named_gradients import NamedGradients
 from wherry.sharding.norm import Norm, SumSquares
-from wherry.sharding.replicas import IN_FLIGHT, Crossings, Travelling
+from wherry.sharding.replicas import IN_FLIGHT, Crossings, Reduction, Travelling
 from wherry.sharding.unit import Flat
 from wherry.tiers.buffers import DevicePool
 from wherry.tiers.streams import Link
-
-
-@dataclass
-class _Reduction:
-    """What is to be reduced, where this rank's part of the sum goes, and what is done with it then."""
-
-    name: str
-    owned: torch.Tensor
-    whole: torch.Tensor
-    finish: Callable[[], None]
 
 
 class Gradients:
@@ -65,9 +54,11 @@ class Gradients:
         self._descent = Descent(link)
         self.norm = Norm(topology, self._replicas, sum_squares, partitioned=optimizer.partitioned)
         # Small reductions whose turn has come, and which wait to travel together.
-        self._waiting: list[_Reduction] = []
+        self._waiting: list[Reduction] = []
         self.policy = policy
         self._optimizer_partitioned = optimizer.partitioned
+        # Whether the sums tell what is missing; shared out, they leave a norm to be added up, which does.
+        self._tells = self.comm.size > 1 and not optimizer.partitioned
         self._partitioned = gradients.partitioned and self._shards.size > 1
         self.link = link
         self.all = [
@@ -156,7 +147,8 @@ class Gradients:
         for gradient in self.all:
             if not gradient.waits:  # else who was absent is known since they were taken
                 gradient.note_arrivals()
-        self._tell_of_missing()
+        if self.boundary and self._tells:
+            self._tell_of_missing()
         self._send_waiting()
         self._drain(0)
         self._collect_late()
@@ -179,7 +171,8 @@ class Gradients:
                 self._summed(gradient)
             else:
                 self._reduce_accumulated(gradient)
-        self._tell_of_missing()
+        if self._tells:
+            self._tell_of_missing()
         self._send_waiting()
         self._drain(0)
         self._tell_of_held()
@@ -302,9 +295,9 @@ class Gradients:
             else:
                 add()
 
-        self._send(_Reduction(gradient.flat.name, shard, whole, finish))
+        self._send(Reduction(gradient.flat.name, shard, whole, finish))
 
-    def _send(self, reduction: _Reduction) -> None:
+    def _send(self, reduction: Reduction) -> None:
         """Set a reduction going; a small one may wait for others."""
         if self.comm.size == 1 or not self._merging.takes(reduction.whole):
             self._travel([reduction])
@@ -319,28 +312,18 @@ class Gradients:
             self._travel(waiting)
 
     def _tell_of_missing(self) -> None:
-        """At a boundary whose sums are whole on every rank one number more travels with the last of them.
-
-        Shared out, they leave a norm to be added up, and that has it. Nothing is told twice in a window: what is missing
-        now may come in another backward, but nothing goes missing there.
-        """
-        if self._optimizer_partitioned or self.comm.size == 1 or not self.boundary or self.norm.missing is not None:
-            return
+        """One number more travels with a window's last sums, however full the buffer is that they share."""
         last = self._waiting[-1] if self._waiting else None
-        self.norm.missing = missing = torch.full(
-            (1,),
-            float(any(gradient.absent for gradient in self.all)),
-            dtype=last.whole.dtype if last else torch.float32,
-            device=self.norm.device,
-        )
-        # However full they are who wait.
-        reduction = _Reduction(last.name if last else "missing gradients", missing, missing, lambda: None)
+        told = self.norm.to_tell(self.all, last.whole.dtype if last else torch.float32)
+        if told is None:
+            return
         if last:
-            self._waiting.append(reduction)
+            self._waiting.append(Reduction(last.name, told, told, _nothing))
         else:
-            self._travel([reduction])
+            ticket = self.comm.all_reduce(told, label="missing gradients")
+            self._travelling.append(Travelling(ticket, _nothing))
 
-    def _travel(self, reductions: list[_Reduction]) -> None:
+    def _travel(self, reductions: list[Reduction]) -> None:
         label = merged.name_of(reductions)
         wholes = [reduction.whole for reduction in reductions]
         with span("reduce", label):
@@ -387,7 +370,8 @@ class Gradients:
             return
         whole, owned = gradient.accumulated, gradient.own_sum
         cast = gradient.dtype != gradient.wire_dtype
-        buffered = cast or self._merging.takes(whole) or (self._optimizer_partitioned and self.comm.buffers(whole))
+        received = self.comm.buffers(whole) if self._optimizer_partitioned else self.comm.swaps(whole)
+        buffered = cast or self._merging.takes(whole) or received
         if buffered or self._replicas.size > 1 or self.on_complete is not None:
             # Buffers are to be few, and what follows a sum is to begin soon. Else nothing is gained by waiting here.
             self._drain(IN_FLIGHT - 1)
@@ -406,7 +390,7 @@ class Gradients:
                 gradient.reduced = self._replicas.size == 1
                 conclude(gradient)
 
-        self._send(_Reduction(gradient.flat.name, owned, whole, finish))
+        self._send(Reduction(gradient.flat.name, owned, whole, finish))
 
     def _drain(self, keep: int) -> None:
         while len(self._travelling) > keep:
@@ -525,3 +509,7 @@ class Gradients:
         for gradient in self.all:
             with suppress(Exception):
                 gradient.landing.wait()
+
+
+def _nothing() -> None:
+    """What is done with a sum that is read where it lies."""

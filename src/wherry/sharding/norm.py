@@ -25,7 +25,7 @@ class Norm:
 
     def __init__(self, topology: Topology, replicas: Comm, sum_squares: SumSquares, *, partitioned: bool) -> None:
         self.comm = topology.data
-        self.device = topology.device
+        self._device = topology.device
         self._shards, self._replicas = topology.shards, replicas
         self._tensor, self._pipe = topology.tensor, topology.pipe
         self._sum_squares = sum_squares
@@ -33,7 +33,7 @@ class Norm:
         # After `total`: whether all ranks ran the same units, and whether any rank misses any gradient.
         self.one_path = True
         self._any_absent = False
-        # Above 0 where any rank misses any gradient, as the sums have told; None where they have not.
+        # Above 0 where any rank misses any gradient, once the sums are there that have told; None where none do.
         self.missing: torch.Tensor | None = None
 
     def measure(self, gradient: FlatGradient, owned: torch.Tensor) -> float | torch.Tensor:
@@ -60,7 +60,7 @@ class Norm:
     def by_flat(self, gradients: Sequence[FlatGradient]) -> dict[Flat, float]:
         """The squared norm by flat, over the ranks that share it out."""
         squares = [float(self.squares_of(gradient)) for gradient in gradients]
-        values = torch.tensor(squares, dtype=torch.float64, device=self.device)
+        values = torch.tensor(squares, dtype=torch.float64, device=self._device)
         if self._partitioned:
             self._shards.all_reduce(values).wait()
         self._tensor.all_reduce(values).wait()
@@ -82,7 +82,7 @@ class Norm:
         # Replicas hold the same sums: those of the first of them count.
         counted = host_value(total) if self._replicas.rank == 0 else 0.0
         mine = [counted, float(self._any_absent), *powers]
-        sums = torch.tensor(mine, dtype=torch.float64, device=self.device)
+        sums = torch.tensor(mine, dtype=torch.float64, device=self._device)
         if partitioned:
             self.comm.all_reduce(sums, label="the gradients' norm").wait()
         for axis in (self._tensor, self._pipe):
@@ -118,12 +118,23 @@ class Norm:
                 total = total + self.squares_of(gradient)
         return total + native.sum_squares_of(one_by_one) if one_by_one else total
 
+    def to_tell(self, gradients: Sequence[FlatGradient], dtype: torch.dtype) -> torch.Tensor | None:
+        """Whether this rank misses any gradient, to be summed with the window's last sums; None once that is told.
+
+        What is missing now may come in another backward of the window, but nothing goes missing there.
+        """
+        if self.missing is not None:
+            return None
+        missing = any([gradient.absent for gradient in gradients])
+        self.missing = torch.full((1,), float(missing), dtype=dtype, device=self._device)
+        return self.missing
+
     def absent(self, gradients: Sequence[FlatGradient]) -> dict[Flat, list[int]]:
         """The parameters, by flat and place, that no rank has a gradient for in this window. After `total`."""
         if self.comm.size > 1 and not self._partitioned:
             told, self.missing = self.missing, None
             if told is None:  # the sums are those of a checkpoint
-                told = torch.full((1,), float(self._any_absent), device=self.device)
+                told = torch.full((1,), float(self._any_absent), device=self._device)
                 self.comm.all_reduce(told, "max", "missing gradients").wait()
             if not is_fake(told):
                 self._any_absent = self.comm.read(told)[0] > 0
@@ -135,7 +146,7 @@ class Norm:
             for index in gradient.absent:
                 there[first + index] = 0
             first += len(gradient.flat.parameters)
-        there = there.to(self.device)
+        there = there.to(self._device)
         self.comm.all_reduce(there, "max", "missing gradients").wait()
         flags, first = self.comm.read(there), 0
         missing: dict[Flat, list[int]] = {}

@@ -22,6 +22,16 @@ IN_FLIGHT = 2
 
 
 @dataclass
+class Reduction:
+    """What is to be reduced, where this rank's part of the sum goes, and what is done with it then."""
+
+    name: str
+    owned: torch.Tensor
+    whole: torch.Tensor
+    finish: Callable[[], None]
+
+
+@dataclass
 class Travelling:
     """A reduction under way, and what is done with its result."""
 
