@@ -224,7 +224,8 @@ Every value is the median of repeats that were interleaved with those of the oth
 the middle half, as a part of the median. Of what was measured once the repeats are the steps of that measure, which
 follow each other; *once* stands where it had no steps. *Wherry is* says how many times as good Wherry is as that system
 in the same case and place: above 1, Wherry is better; ∞ where it adds nothing that could be measured. *of limit* is the
-part that is reached of what bounds it.
+part that is reached of what bounds it, and empty where nothing does: an import, a size on disk, a dry run, what a
+system adds to the limit, and the limit itself.
 """
 
 
