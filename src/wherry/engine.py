@@ -475,6 +475,8 @@ class Engine(Surface):
         """
         self._check_open()
         if self._updater is not None:
+            if self._updater.policy.when == "delayed" and self._updater.publishes:
+                self._updater.comm.meet("settle()")
             self._updater.complete()
 
     # What a checkpoint holds of the step.

@@ -40,6 +40,8 @@ def load_pretrained(
         wherry.load_pretrained(engine, "Llama-3.1-8B/")
     """
     engine = engine_or_model if isinstance(engine_or_model, Engine) else None
+    if engine is not None:
+        engine._meet("load_pretrained()")
     model = engine.module if engine is not None else engine_or_model
     if engine is None:
         _refuse_held(model)

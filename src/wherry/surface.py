@@ -126,7 +126,7 @@ class Surface(nn.Module):
                 f"set_train_batch_size: expected a multiple of {share} (micro-batch {self._batch.micro} x "
                 f"{self.comm.size} ranks), got {train_batch_size}"
             )
-        self._set_batch(self._batch.micro, train_batch_size // share)
+        self._set_batch(self._batch.micro, train_batch_size // share, "set_train_batch_size()")
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Say that micro-batches are of another size from here on, with as many of them in a window.
@@ -135,14 +135,17 @@ class Surface(nn.Module):
         """
         if micro_batch_size < 1:
             raise WherryError(f"set_train_micro_batch_size: expected 1 or more, got {micro_batch_size}")
-        self._set_batch(micro_batch_size, self._batch.accumulation)
+        self._set_batch(micro_batch_size, self._batch.accumulation, "set_train_micro_batch_size()")
 
-    def _set_batch(self, micro: int, accumulation: int) -> None:
+    def _set_batch(self, micro: int, accumulation: int, call: str) -> None:
         if self._backwards_in_window or self._steps_in_window:
             raise WherryError(
                 f"the batch size cannot change within an accumulation window, of which {self._backwards_in_window} of "
                 f"{self._batch.accumulation} micro-batches have run; change it after the update"
             )
+        if (micro, accumulation) == (self._batch.micro, self._batch.accumulation):
+            return
+        world_of(self.topology).meet(call)
         if micro != self._batch.micro:
             self._accumulation.resized()
         self._batch = type(self._batch)(micro * accumulation * self.comm.size, micro, accumulation)
@@ -216,6 +219,8 @@ class Surface(nn.Module):
 
     def wait_for_checkpoint(self) -> None:
         """Return when no checkpoint is being written behind training any more; every rank calls it."""
+        if self._checkpoints.behind:
+            world_of(self.topology).meet("wait_for_checkpoint()")
         self._checkpoints.wait()
 
     def save_16bit_model(

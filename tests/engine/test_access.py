@@ -260,6 +260,15 @@ CALLS: dict[str, Callable[[Any, Path], Any]] = {
     "load_checkpoint": lambda engine, folder: engine.load_checkpoint(folder),
     "save_16bit_model": lambda engine, folder: engine.save_16bit_model(folder),
     "consolidated_state_dict": lambda engine, folder: engine.consolidated_state_dict(),
+    "gradients": lambda engine, folder: engine.gradients("norm.weight"),
+    "gradient_norms": lambda engine, folder: engine.gradient_norms(),
+    "states.full": lambda engine, folder: engine.states.full("norm.weight", "exp_avg"),
+    "states.set_local": lambda engine, folder: engine.states.set_local(
+        "norm.weight", "master", engine.states.local("norm.weight", "master")
+    ),
+    "load_pretrained": lambda engine, folder: wherry.load_pretrained(engine, folder),
+    "set_train_batch_size": lambda engine, folder: engine.set_train_batch_size(2 * engine.train_batch_size()),
+    "set_train_micro_batch_size": lambda engine, folder: engine.set_train_micro_batch_size(5),
 }
 
 
@@ -278,3 +287,42 @@ def test_a_call_that_one_rank_makes_alone_is_named_on_every_rank(call: str, tmp_
     for text in on_ranks(3, use):
         assert f"rank 0 wants {call}() " in text and "rank 1 all_gather of " in text
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("call", ["gathered", "settle", "wait_for_checkpoint"])
+def test_so_is_one_of_weights_that_every_rank_holds(call: str, tmp_path: Path) -> None:
+    """An edit travels to the others, a late update as well; and a save behind training ends on all ranks."""
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    own = {"update_policy": "delayed", "delayed_update_warmup": 1, "checkpoint": {"async_save": True}}
+
+    def use(engine: Any, comm: Comm) -> str:
+        engine.backward(engine(*token_batch(0, 0, comm.rank)))
+        engine.step()
+        if call == "wait_for_checkpoint":
+            engine.save_checkpoint(tmp_path)
+        with pytest.raises((DivergenceError, PeerError)) as told:
+            if comm.rank > 0:
+                engine.backward(engine(*token_batch(1, 0, comm.rank)))
+            elif call == "gathered":
+                wherry.gathered(engine.module.norm, modifier_rank=0).__enter__()
+            else:
+                getattr(engine, call)()
+        return str(told.value)
+
+    for text in on_ranks(2, use, more={"zero_optimization": zero, "wherry": own}):
+        assert f"rank 0 wants {call}() " in text and "rank 1 reduce_scatter of " in text
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_rank_looks_at_its_own_part_of_a_gradient_alone(stage: int) -> None:
+    def use(engine: Any, comm: Comm) -> None:
+        engine.backward(engine(*token_batch(0, 0, comm.rank)))
+        name = "blocks.1.up.weight"
+        start, stop = engine.states.local_range(name)
+        comm.barrier()
+        mine = [engine.states.local_gradient(name)] if comm.rank == 0 else []
+        comm.barrier()
+        mine = mine or [engine.states.local_gradient(name)]
+        assert torch.equal(mine[0], engine.gradients(name).flatten()[start:stop])
+
+    on_ranks(stage, use)

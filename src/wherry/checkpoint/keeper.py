@@ -74,12 +74,17 @@ class Checkpoints:
 
         return export.consolidated(self._session(), dtype=dtype, exclude_frozen=exclude_frozen)
 
+    @property
+    def behind(self) -> bool:
+        """Whether a save was left to be written behind training, and nobody has waited for it."""
+        return self.last is not None and self.last.behind
+
     def wait(self) -> None:
         """Return when no save is under way any more; raises what went wrong with the last one, on every rank."""
-        last, self.last = self.last, None
+        last = self.last
         if last is None or not last.behind:
-            self.last = last
             return
+        self.last = None
         together(self._session().comm, f"saving {last.path}", last.wait)
         self.last = last
 

@@ -89,7 +89,10 @@ class Access:
         An edit stands: where a delayed update has made new weights that are not published, it is one of these too.
         """
         flats = list(flats)
-        self.meet(what, flats)
+        if modifier_rank is None:
+            self.meet(what, flats)
+        elif flats:
+            self.comm.meet(what)  # what was edited travels, of weights that every rank holds as well
         self.rest()
         with self._gathered(flats, modifier_rank):
             yield
@@ -263,7 +266,7 @@ def gathered(
             # One order on every rank, whatever order the parameters were given in.
             ordered = sorted(flats, key=lambda flat: (access.unit_of[flat].index, flat.name))
             stack.enter_context(access.gathered(ordered, modifier_rank))
-        for comm in dict.fromkeys(part.comm for part in parts if not part.whole):
+        for comm in dict.fromkeys(part.comm for part in parts if modifier_rank is not None or not part.whole):
             comm.meet("gathered()")
         stack.enter_context(parts_gathered(parts, modifier_rank))
         yield

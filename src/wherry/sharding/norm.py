@@ -59,6 +59,8 @@ class Norm:
 
     def by_flat(self, gradients: Sequence[FlatGradient]) -> dict[Flat, float]:
         """The squared norm by flat, over the ranks that share it out."""
+        for comm in (*((self._shards,) if self._partitioned else ()), self._tensor):
+            comm.meet("gradient_norms()")
         squares = [float(self.squares_of(gradient)) for gradient in gradients]
         values = torch.tensor(squares, dtype=torch.float64, device=self._device)
         if self._partitioned:

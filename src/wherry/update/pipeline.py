@@ -342,6 +342,8 @@ class Updater:
         try:
             update.wait()
         except BaseException as error:
+            if not isinstance(error, Exception) and not update.done():
+                raise  # Ctrl-C: the update goes on, and who waited for it does not
             self._broken = self._broken or error
             self.comm.tell(error)  # before any hook takes part in another collective
             raise
@@ -355,6 +357,11 @@ class Updater:
             )
 
     # Delayed updates.
+
+    @property
+    def publishes(self) -> bool:
+        """Whether to complete delayed updates takes all ranks: new weights that every rank holds whole travel then."""
+        return any(map(self._departures.travels, self._pending))
 
     def behind(self, flat: Flat) -> bool:
         """Whether a flat's weights are one update older than its master, between two steps of delayed updates."""

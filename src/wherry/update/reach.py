@@ -66,6 +66,8 @@ class ParameterStates:
     def full(self, name: str, kind: str) -> torch.Tensor:
         """The whole, in fp32; a copy. Every rank must call it."""
         state, slot, _ = self._place(name)
+        if state.flat.layout.ranks > 1:
+            self._comm.meet("states.full()")
         start, stop = self.local_range(name)
         whole = torch.zeros(slot.numel, dtype=torch.float32, device=state.flat.whole.device)
         with self._part(name, kind, write=False) as part:
@@ -82,10 +84,11 @@ class ParameterStates:
                 f"{name}: expected {stop - start} elements for this rank's part of {kind}, got {tuple(value.shape)}"
             )
         if kind == MASTER:
-            _, slot, parameter = self._place(name)
+            state, slot, parameter = self._place(name)
             whole = torch.zeros(slot.numel, dtype=torch.float32, device=parameter.device)
             whole[start:stop].copy_(value.flatten())
-            if self._place(name)[0].flat.layout.ranks > 1:
+            if state.flat.layout.ranks > 1:
+                self._comm.meet("states.set_local()")
                 self._comm.all_reduce(whole).wait()
             self.set_full(name, kind, whole.view(slot.shape))
             return
@@ -103,6 +106,10 @@ class ParameterStates:
         start, stop = self.local_range(name)
         with self._part(name, kind, write=True) as part:
             part.copy_(value.flatten()[start:stop])
+
+    def local_gradient(self, name: str) -> torch.Tensor:
+        """This rank's part of the window's mean gradient, flat, in fp32; a copy."""
+        return self._gradients.named.local(name).to(torch.float32, copy=True) * self._gradient_scale()
 
     def set_gradient(self, name: str, value: torch.Tensor) -> None:
         """Replace the window's mean gradient, between the boundary's backward and the step. On every rank."""

@@ -87,8 +87,7 @@ def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
     found = _engine(param)
     if found is None or not param.requires_grad or not found[0].has_gradients():
         return None
-    start, stop = found[0].states.local_range(found[1])
-    return found[0].gradients(found[1]).flatten()[start:stop]
+    return found[0].states.local_gradient(found[1])
 
 
 def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
