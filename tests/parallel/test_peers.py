@@ -6,8 +6,10 @@ import itertools
 import os
 import re
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -384,6 +386,24 @@ def test_what_was_past_when_a_group_was_made(monkeypatch: pytest.MonkeyPatch) ->
     assert third._news(asked) is None
     for peers in everybody:
         peers.close()
+
+
+def test_ctrl_c_in_a_meeting_leaves_nobody_counted_who_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the same rank would be two when it comes again, and go on alone."""
+    store = dist.HashStore()
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(peers_room, "_store", lambda group: store)
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(peers_room, "time", SimpleNamespace(sleep=interrupt, monotonic=time.monotonic))
+    peers = Peers(None, deque(), timeout=1.0)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            peers.meet(0, "state_dict()")
+    peers.close()
 
 
 class _EndsLate:

@@ -1,11 +1,17 @@
 """Updates that run beside each other in a crew's thread."""
 
 import threading
+from typing import Any
 
+import pytest
 import torch
 
-from wherry.tiers.tickets import DONE, Ticket
-from wherry.update.jobs import READY, WRITE, Crew, Job, Steps
+from wherry.parallel.comm import SoloComm
+from wherry.parallel.merged import Merging
+from wherry.tiers.streams import link_to
+from wherry.tiers.tickets import DONE, CallbackTicket, Ticket
+from wherry.update.jobs import READY, WRITE, Crew, Job, Steps, drive_all
+from wherry.update.pipeline import UpdatePolicy, Updater
 
 
 class SlowWrite(Ticket):
@@ -39,3 +45,57 @@ def test_a_job_that_comes_while_another_one_writes_begins_at_once() -> None:
     write.ends.set()
     crew.close()
     assert first.done()
+
+
+def test_ctrl_c_in_an_update_is_no_error_of_the_update() -> None:
+    def interrupted() -> Steps:
+        raise KeyboardInterrupt
+        yield READY, DONE
+
+    job = Job("first", interrupted())
+    drive_all([job], depth=2)
+    for wait in (job.wait, job.finish):
+        with pytest.raises(KeyboardInterrupt):
+            wait()
+
+
+def test_ctrl_c_in_a_wait_leaves_what_is_waited_for_as_it_is() -> None:
+    waits = iter([KeyboardInterrupt(), None])
+
+    def wait() -> None:
+        error = next(waits)
+        if error is not None:
+            raise error
+
+    ticket = CallbackTicket(wait, lambda: False)
+    with pytest.raises(KeyboardInterrupt):
+        ticket.wait()
+    assert not ticket.done()
+    ticket.wait()
+    assert ticket.done()
+
+
+class _Interrupted(Ticket):
+    """Something that is waited for when Ctrl-C comes."""
+
+    def __init__(self, done: bool) -> None:
+        self._done = done
+
+    def wait(self) -> None:
+        raise KeyboardInterrupt
+
+    def done(self) -> bool:
+        return self._done
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_ctrl_c_breaks_an_engine_where_an_update_is_left_unfinished(done: bool) -> None:
+    """One that goes on in the crew's thread comes to its end."""
+    link = link_to(torch.device("cpu"))
+    nowhere: Any = None
+    updater = Updater([], SoloComm(), link, UpdatePolicy(), nowhere, Merging(0))
+    with pytest.raises(KeyboardInterrupt):
+        updater._wait(_Interrupted(done))  # type: ignore[arg-type]
+    assert (updater._broken is not None) == done
+    updater.close()
+    link.close()

@@ -177,9 +177,10 @@ class Peers:
                 if waited > says:
                     says = self.timeout
                     logger.warning("%s", told)
-        except (DivergenceError, PeerError):
-            store.set(self._place(self.rank), json.dumps(NOWHERE))
-            store.add(here_by_now, -1)
+        except BaseException:  # also of Ctrl-C: whoever counts as here lets the others go on
+            with contextlib.suppress(RuntimeError):  # the store's process is gone, and with it whoever could read
+                store.set(self._place(self.rank), json.dumps(NOWHERE))
+                store.add(here_by_now, -1)
             raise
         # Everybody is here, and so nobody reads the count of the meeting before this one any more.
         before, self._counted = self._counted, here_by_now

@@ -29,14 +29,17 @@ DONE = Ticket()
 
 
 class CallbackTicket(Ticket):
-    """A ticket around a wait function, called once; an error is raised again at every later `wait()`."""
+    """A ticket around a wait function, called once; an error is raised again at every later `wait()`.
+
+    Ctrl-C is no error of what is under way: who waits after it, waits for that.
+    """
 
     __slots__ = ("_done", "_error", "_lock", "_wait")
 
     def __init__(self, wait: Callable[[], object], done: Callable[[], bool] | None = None) -> None:
         self._wait: Callable[[], object] | None = wait
         self._done = done
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
         # Several threads may wait: none returns before it is over.
         self._lock = threading.RLock()
 
@@ -45,7 +48,7 @@ class CallbackTicket(Ticket):
             if self._wait is not None:
                 try:
                     self._wait()
-                except BaseException as error:
+                except Exception as error:
                     self._error = error
                 self._wait = self._done = None
         if self._error is not None:

@@ -117,6 +117,8 @@ class Job(Ticket):
     def wait(self) -> None:
         self._event.wait()
         if self._error is not None:
+            if not isinstance(self._error, Exception):
+                raise self._error  # Ctrl-C ends the program, whatever of this was left unfinished
             raise WherryError(
                 f"the update of {self.name} failed: {self._error}; weights and optimizer state are not those of one "
                 "step any more: end the run, mend the cause, and go on from a checkpoint"
