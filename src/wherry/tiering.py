@@ -185,15 +185,15 @@ class Tiering:
             self._pool.throttle(offload.cpuadam_cores_perc)
         return self._pool
 
-    def _make_home(self, tier: Tier, name: str, nbytes: int) -> Home:
+    def _make_home(self, tier: Tier, name: str, nbytes: int, untouched: int) -> Home:
         if tier is Tier.DEVICE:
             if self.link.shared:
-                return MemoryHome(zeros_on_host(nbytes), zeros=True, lazy=True)
+                return MemoryHome(zeros_on_host(nbytes), zeros=True, lazy=untouched)
             # What may leave the device for a while has a storage that can be resized.
             return MemoryHome(torch.zeros(nbytes, dtype=torch.uint8, device=self.device), zeros=True)
         if tier is Tier.HOST:
             pool = self.link.host
-            return MemoryHome(pool.take_zeros(nbytes), pool.give, zeros=True, lazy=not pool.pins)
+            return MemoryHome(pool.take_zeros(nbytes), pool.give, zeros=True, lazy=0 if pool.pins else untouched)
         return DiskHome(self._for_records(), name, nbytes)
 
     @property

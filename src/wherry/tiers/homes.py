@@ -192,7 +192,8 @@ class KeptPart:
 class MemoryHome:
     """State that rests in memory, of the host or the device: it is always there.
 
-    `zeros` says that it is new and all zero; `lazy`, that it takes none of the machine's memory before its first use.
+    `zeros` says that it is new and all zero; `lazy`, of how many bytes it takes none of the machine's memory before its
+    first use.
     """
 
     on_disk = False
@@ -203,14 +204,14 @@ class MemoryHome:
         give: Callable[[torch.Tensor], None] | None = None,
         *,
         zeros: bool = False,
-        lazy: bool = False,
+        lazy: int = 0,
     ) -> None:
         self._memory: torch.Tensor | None = memory
         self._give = give
         self._zeros = zeros
-        self._lazy = lazy and not is_fake(memory)
+        self._lazy = lazy > 0 and not is_fake(memory)
         if self._lazy:
-            budget.promise(self, memory.nbytes)
+            budget.promise(self, lazy)
         # Copies up are made in order: the last one is the last to read.
         self._after: Ticket = DONE
 
@@ -232,9 +233,12 @@ class MemoryHome:
 
     def fetch(self) -> Ticket:
         if self._lazy:
-            self._lazy = False
-            budget.keep(self)
+            self._keep_promise()
         return DONE
+
+    def _keep_promise(self) -> None:
+        self._lazy = False
+        budget.keep(self)
 
     def store(self) -> Ticket:
         return DONE
@@ -251,6 +255,7 @@ class MemoryHome:
         return KeptMemory(self.memory)
 
     def close(self) -> None:
+        self._keep_promise()
         memory, self._memory = self._memory, None
         if self._give is not None and memory is not None:
             self._give(memory)

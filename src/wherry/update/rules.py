@@ -78,6 +78,9 @@ class Rule(Protocol):
     def fields(self, group: Group, numel: int) -> list[Field]:
         """What it keeps for a segment, apart from weights; empty where it keeps its state itself."""
 
+    def begins_with_zeros(self, group: Group) -> bool:
+        """Whether new state stays the zeros that it is."""
+
     def begin(self, group: Group, state: dict[str, State]) -> None:
         """Give new state, which is zeros, its first values."""
 
@@ -204,10 +207,13 @@ class NativeRule:
             fields.append(Field(name, torch.uint8 if coded and name in UNSIGNED else dtype, numel, coded))
         return fields
 
+    def begins_with_zeros(self, group: Group) -> bool:
+        return not self.family.initial(group)
+
     def begin(self, group: Group, state: dict[str, State]) -> None:
-        first = self.family.initial(group)
-        if not first:
+        if self.begins_with_zeros(group):
             return
+        first = self.family.initial(group)
         for value in state.values():
             if isinstance(value, native.Blocks8):
                 native.quantize(torch.full((value.numel(),), first), value)
@@ -289,6 +295,9 @@ class TorchRule:
 
     def fields(self, group: Group, numel: int) -> list[Field]:
         return []
+
+    def begins_with_zeros(self, group: Group) -> bool:
+        return True
 
     def begin(self, group: Group, state: dict[str, State]) -> None:
         return None

@@ -22,7 +22,8 @@ from wherry.update.rules import Groups, Rule, Segment
 # What an update of an element reads besides its moments, by name.
 WEIGHTS = ("working", "low", "master")
 
-MakeHome = Callable[[str, int], Home]
+# By its name, its bytes, and how many of them stay the zeros that they are until the first update.
+MakeHome = Callable[[str, int, int], Home]
 
 
 class FlatState:
@@ -124,7 +125,7 @@ class Batch:
         self._layout = self.layout(groups)
         if not self._layout.nbytes:
             return
-        self._home = self.make_home(self.name, self._layout.nbytes)
+        self._home = self.make_home(self.name, self._layout.nbytes, self._untouched(groups))
         master_of = dict(zip(self.states, masters, strict=True))
         memory = self._home.blank(zeros=True)
         for (state, span), views in zip(self.spans, self._layout.views(memory), strict=True):
@@ -135,6 +136,17 @@ class Batch:
                 _set_master(views, own, own if master is None else master[span.start : span.stop])
         self._home.store().wait()
         self._home.leave()
+
+    def _untouched(self, groups: Groups) -> int:
+        """Bytes of the new record that nothing is written to: moments that begin as zeros."""
+        assert self._layout is not None
+        return sum(
+            field.nbytes
+            for (_, span), fields in zip(self.spans, self._layout.fields, strict=True)
+            if self.rule.begins_with_zeros(groups[span.group])
+            for field, _ in fields
+            if field.name not in WEIGHTS
+        )
 
     def fetch(self) -> Ticket | None:
         return self._home.fetch() if self._home is not None else None
