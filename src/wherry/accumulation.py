@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -20,6 +20,8 @@ from wherry.sharding.watch import StateWatch
 if TYPE_CHECKING:
     from wherry.engine import Engine
     from wherry.sharding.unit import Flat
+
+T = TypeVar("T")
 
 
 class Accumulation:
@@ -156,7 +158,15 @@ class Accumulation:
         apart = not engine._tiering.link.shared
         weights = any(_comes_anew(flat, apart) for unit in engine.units for flat in unit.travelling)
         gradients = any(g.partitioned and (apart or g.flat.layout.ranks > 1) for g in engine._gradients.all)
-        self.order = "layer_major" if weights or gradients else "step_major"
+        # Ranks that have cut weights unevenly may find room for them in different places.
+        self.order = "layer_major" if any(self._of_all(weights or gradients)) else "step_major"
+
+    def _of_all(self, mine: T) -> list[T]:
+        """What every rank says whose forwards communicate with those of this one."""
+        found = [mine]
+        for comm in (self.engine.comm, self.engine.topology.tensor):
+            found = [each for part in comm.gather_objects(found) for each in part]
+        return found
 
     def _watch(self, batches: Sequence[Any]) -> list[torch.Tensor]:
         """The first window: step-major, and every change of state of the model's modules is noted."""
@@ -182,7 +192,7 @@ class Accumulation:
         watch.end()
         self._watched = True
         first = next(iter(watch.changed), None)
-        reasons = [reason for reason in engine.comm.gather_objects(first) if reason is not None]
+        reasons = [reason for reason in self._of_all(first) if reason is not None]
         if reasons:
             self._give_up(f"the forward changes {reasons[0]!r}, which micro-batches running together would share")
         elif self._bounded:
@@ -191,9 +201,7 @@ class Accumulation:
 
     def _bound(self, room: Room, count: int) -> None:
         """No more together than fit on any rank."""
-        most = room.fits()
-        for comm in (self.engine.comm, self.engine.topology.tensor):
-            most = min(comm.gather_objects(most))
+        most = min(self._of_all(room.fits()))
         here = f"each saves {format_bytes(room.saved)}, and {format_bytes(room.free)} are free beside one"
         if most < 2:
             self._give_up(f"on some rank there is no room for the activations of two; on this one {here}")
