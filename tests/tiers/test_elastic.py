@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import errno
+import mmap
 import sys
 from typing import Any
 
@@ -93,6 +95,67 @@ def test_a_system_that_cannot_move_pages_gives_new_ones(monkeypatch: pytest.Monk
     monkeypatch.setattr(elastic, "_FIXED", 1 << 30)  # no such flag
     second.grow()
     assert resident(first) == 0 and not second.tensor.any()
+
+
+class Refusing:
+    """The system, but that it has no room to move pages, and has then let go of where they were to go already."""
+
+    def __init__(self, system: ctypes.CDLL) -> None:
+        self._system = system
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._system, name)
+
+    def mremap(self, address: int, old: int, new: int, flags: int, target: int) -> int:
+        # What is there now can neither be read nor written. A hole might be taken by another thread.
+        with open(__file__, "rb") as file:
+            shared_here = mmap.MAP_SHARED | elastic._AT_ITS_PLACE
+            assert self._system.mmap(target, new, 0, shared_here, file.fileno(), 0) == target
+        ctypes.set_errno(errno.ENOMEM)
+        return -1
+
+
+def test_a_mapping_that_was_let_go_of_for_pages_that_did_not_come_is_made_anew() -> None:
+    frames = Frames()
+    first, second = (frames.elastic(NUMEL, torch.float32, CPU) for _ in range(2))
+    assert isinstance(first, Mapped) and isinstance(second, Mapped)
+    second.shrink()
+    second.trim()
+    first.tensor.fill_(1.0)
+    first.shrink()
+    second._system = first._system = Refusing(first._system)  # type: ignore[assignment]
+    second.grow()
+    assert resident(first) == 0 and not second.tensor.any()
+    second.tensor.fill_(2.0)
+    second._system = first._system = first._system._system  # type: ignore[attr-defined]
+    second.shrink()
+    first.grow()
+    assert first.tensor.eq(2.0).all() and resident(second) == 0
+
+
+def test_pages_that_could_not_be_moved_are_still_there_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    frames = Frames()
+    first, second = (frames.elastic(NUMEL, torch.float32, CPU) for _ in range(2))
+    assert isinstance(first, Mapped)
+    second.shrink()
+    second.trim()
+    first.tensor.fill_(1.0)
+    first.shrink()
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr(Mapped, "move_to", fail)
+        second.grow()
+    second.grow()
+    assert second.tensor.eq(1.0).all() and resident(first) == 0
+
+
+def test_where_what_is_mapped_counts_as_used_memory_is_as_torch_allocates_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mappings that lie empty would add up to the whole model."""
+    monkeypatch.setattr(elastic, "_counts_what_is_mapped", lambda: True)
+    assert type(Frames().elastic(NUMEL, torch.float32, CPU)) is Elastic
 
 
 def kept(flats: list[Any]) -> int:

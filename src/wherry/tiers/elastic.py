@@ -8,6 +8,8 @@ import mmap
 import sys
 from collections import defaultdict
 from functools import cache
+from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -17,6 +19,7 @@ from wherry.tiers.buffers import HUGE_PAGE, PAGE, advise_huge
 # As Linux has them.
 _NO_ACCESS = 0
 _MAY_MOVE, _FIXED, _STAYS_MAPPED = 1, 2, 4
+_AT_ITS_PLACE = 0x10
 
 
 class Elastic:
@@ -60,7 +63,8 @@ class Frames:
     def elastic(self, numel: int, dtype: torch.dtype, device: torch.device) -> Elastic:
         """Mapped if it is large and on the host; else as torch allocates it."""
         system = _system()
-        if system is None or device.type != "cpu" or numel * dtype.itemsize < HUGE_PAGE or faking():
+        small = numel * dtype.itemsize < HUGE_PAGE
+        if system is None or device.type != "cpu" or small or faking() or _counts_what_is_mapped():
             return Elastic(numel, dtype, device)
         return Mapped(numel, dtype, self, system)
 
@@ -72,7 +76,8 @@ class Frames:
         if wanted in idle:
             idle.remove(wanted)
         elif idle:
-            idle.pop().move_to(wanted)
+            idle[-1].move_to(wanted)
+            idle.pop()
         else:
             self._make_room(wanted.span)
 
@@ -139,8 +144,19 @@ class Mapped(Elastic):
     def move_to(self, other: Mapped) -> None:
         """Its pages become the other's. Both mappings stay where they are."""
         flags = _MAY_MOVE | _FIXED | _STAYS_MAPPED
-        if self._system.mremap(self._address, self.span, self.span, flags, other._address) != other._address:
-            self.clear()  # before Linux 5.7: the other gets new ones
+        if self._system.mremap(self._address, self.span, self.span, flags, other._address) == other._address:
+            return
+        if ctypes.get_errno() != errno.EINVAL:
+            other._map_again()
+        self.clear()  # before Linux 5.7, or where there is no room for both mappings: the other gets new ones
+
+    def _map_again(self) -> None:
+        """The system may have let go of the mapping before it found that it could not move pages there."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _AT_ITS_PLACE
+        if self._system.mmap(self._address, self.span, _NO_ACCESS, flags, -1, 0) != self._address:
+            _raise_last()
+        # As it was before; where there are no huge pages, that changes nothing.
+        self._system.madvise(self._address, self.span, mmap.MADV_HUGEPAGE)
 
     def clear(self) -> None:
         _check(self._system.madvise(self._address, self.span, mmap.MADV_DONTNEED))
@@ -156,14 +172,27 @@ def _system() -> ctypes.CDLL | None:
         return None
     library = ctypes.CDLL(None, use_errno=True)
     address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    library.mmap.argtypes, library.mmap.restype = [address, size, number, number, number, ctypes.c_long], address
     library.mremap.argtypes, library.mremap.restype = [address, size, size, number, address], address
     library.mprotect.argtypes = library.madvise.argtypes = [address, size, number]
     return library
 
 
+@cache
+def _counts_what_is_mapped() -> bool:
+    """Whether the system allows no more to be mapped than there is: then mappings that lie empty count as used."""
+    try:
+        return Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2"
+    except OSError:  # it does not say
+        return False
+
+
 def _check(code: int) -> None:
-    if not code:
-        return
+    if code:
+        _raise_last()
+
+
+def _raise_last() -> NoReturn:
     number = ctypes.get_errno()
     if number == errno.ENOMEM:
         raise MemoryError("no memory is left to gather weights in")
