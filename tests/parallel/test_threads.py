@@ -236,3 +236,45 @@ def test_nobody_holds_what_a_rank_has_brought(hasty: None) -> None:
         return held
 
     assert run_ranks(2, body) == [0, 0]
+
+
+def test_a_rank_that_has_ended_is_missed_in_groups_that_are_made_later() -> None:
+    def body(comm: Comm) -> str:
+        if comm.rank == 1:
+            raise OSError("it fell over")
+        if comm.rank > 1:
+            return ""
+        with pytest.raises(PeerError):
+            comm.barrier()
+        with pytest.raises(PeerError) as told:
+            comm.within(2).barrier()
+        told_by_rank_0.append(str(told.value))
+        return ""
+
+    told_by_rank_0: list[str] = []
+    with pytest.raises(OSError, match="it fell over"):
+        run_ranks(4, body, timeout=5.0)
+    assert "rank 1 has failed" in told_by_rank_0[0] and "it fell over" in told_by_rank_0[0]
+
+
+def test_a_rank_that_has_ended_is_missed_by_one_that_had_failed_before() -> None:
+    """And had gone on, as the first failure of both."""
+
+    def body(comm: Comm) -> None:
+        assert isinstance(comm, ThreadComm)
+        if comm.rank == 0:
+            comm.tell(ValueError("not the end"))
+        else:
+            while 0 not in comm._meeting._round.asked:
+                time.sleep(0.001)
+        comm.barrier()
+        if comm.rank == 1:
+            raise OSError("it fell over")
+        with pytest.raises(PeerError) as told:
+            comm.barrier()
+        told_by_rank_0.append(str(told.value))
+
+    told_by_rank_0: list[str] = []
+    with pytest.raises(OSError, match="it fell over"):
+        run_ranks(2, body, timeout=5.0)
+    assert "rank 1 has failed" in told_by_rank_0[0]

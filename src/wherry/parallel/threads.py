@@ -46,6 +46,8 @@ class _Meeting:
         # has told of it.
         self._counts = [0] * self.size
         self._failed: dict[tuple[int, bool], str] = {}
+        # Of the whole group: the ranks whose program has failed, and with what. They come to no meeting any more.
+        self.ended: dict[int, str] = {}
         self._parts: dict[tuple[str, tuple[int, ...]], _Meeting] = {}
         # Of each rank what begins its collectives here, where that is not the rank itself.
         self._starters: dict[int, Starter] = {}
@@ -88,9 +90,8 @@ class _Meeting:
     def _wait(self, here: _Round, rank: int, arrived: Callable[[], bool]) -> None:
         deadline = time.monotonic() + self.timeout
         while not arrived():
-            for (other, _), message in self._failed.items():
-                # What this rank has met as well, every rank has met: the other goes on, as this one has.
-                if other not in here.values and self._counts[other] > self._counts[rank]:
+            for other, message in self._lost(rank) if self._failed or self.whole.ended else ():
+                if other not in here.values:
                     mine = here.asked.pop(rank)
                     del here.values[rank]
                     raise PeerError(
@@ -105,6 +106,23 @@ class _Meeting:
                     f"{'ranks' if len(late) > 1 else 'rank'} {', '.join(late) or 'none'} did not arrive"
                 )
             self.changed.wait(left)
+
+    def _lost(self, rank: int) -> Iterator[tuple[int, str]]:
+        """The ranks that will not come, as far as this one can tell, and what they have failed with."""
+        for other, name in enumerate(self.members):
+            if name in self.whole.ended:
+                yield other, self.whole.ended[name]
+        for (other, _), message in self._failed.items():
+            # What this rank has met as well, every rank has met: the other goes on, as this one has.
+            if self._counts[other] > self._counts[rank]:
+                yield other, message
+
+    def end(self, rank: int, message: str) -> None:
+        """The rank's program has failed: it comes to nothing any more, nor to meetings that others have yet to make."""
+        self.whole.ended[self.members[rank]] = message
+        for meeting, _ in self._everywhere(rank):
+            with meeting.changed:
+                meeting.changed.notify_all()
 
     def fail(self, rank: int, message: str, beside: bool = False) -> None:
         """Told in every meeting that the rank takes part in; `beside`: by its starter."""
@@ -258,7 +276,7 @@ def run_ranks(size: int, body: Callable[[Comm], T], *, timeout: float = 60.0) ->
                 results[rank] = body(ThreadComm(rank, meeting))
         except BaseException as error:
             errors.append(error)
-            meeting.fail(rank, f"{type(error).__name__}: {error}")
+            meeting.end(rank, f"{type(error).__name__}: {error}")
 
     threads = [threading.Thread(target=rank_main, args=(rank,), name=f"rank{rank}") for rank in range(size)]
     with _no_collections() if size > 1 else nullcontext():
