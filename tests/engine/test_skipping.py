@@ -247,3 +247,34 @@ def test_what_one_rank_does_alone_changes_no_gather_of_all(alone: str, live: int
         return losses
 
     assert run_ranks(2, partial(body, policy="before_use")) == run_ranks(2, partial(body, policy="at_step"))
+
+
+class CheckpointedByOne(Stack):
+    checkpoints = False
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        first, *others = self.blocks
+        x = checkpoint(first, x.clone().requires_grad_(), use_reentrant=True) if self.checkpoints else first(x)
+        for block in others:
+            x = block(x)
+        return self.out(x)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_reentrant_checkpoint_that_one_rank_alone_has(stage: int) -> None:
+    """Its backward within the backward may bring late gradients: all ranks look for them, or none."""
+
+    def body(comm: Comm) -> dict[str, torch.Tensor]:
+        mine = copy.deepcopy(model)
+        mine.checkpoints = comm.rank == 1  # type: ignore[assignment]
+        engine, *_ = wherry.initialize(model=mine, optimizer=sgd(mine.parameters()), config=settings(stage), mesh=comm)
+        for step in range(2):
+            engine.backward(engine(*vectors(step, 0, comm.rank)))
+            engine.step()
+        return engine.module.state_dict()
+
+    model = make_model(CheckpointedByOne)
+    plain = train_plain(model, ranks=2, steps=2, batch=vectors, optimizer=sgd)
+    for state in run_ranks(2, body):
+        for name, weight in plain.weights.items():
+            torch.testing.assert_close(state[name], weight, rtol=0, atol=1e-5)

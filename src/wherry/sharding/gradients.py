@@ -151,10 +151,10 @@ class Gradients:
             self._tell_of_missing()
         self._send_waiting()
         self._drain(0)
+        self._agree()
         self._collect_late()
         if self._held:
             self._tell_of_held()
-        self._agree_on_order()
 
     def complete_window(self) -> None:
         """Reduce what the last backward has not, because it was not known to be the window's last."""
@@ -479,12 +479,17 @@ class Gradients:
         if self.boundary:
             self._summed(gradient)
 
-    def _agree_on_order(self) -> None:
-        """After the first backward: the order in which rank 0 saw flats complete is everybody's from now on."""
+    def _agree(self) -> None:
+        """After the first backward: the order in which rank 0 saw flats complete is everybody's from now on.
+
+        And where a backward within a backward was one rank's alone, all look for late gradients together.
+        """
         if self._order_agreed:
             return
         self._order_agreed = True
-        agreed = self.comm.gather_objects(self._completed)[0]
+        told = self.comm.gather_objects((self._completed, self.nested))
+        self.nested = any(nested for _, nested in told)
+        agreed, _ = told[0]
         known = set(agreed)
         self._order = agreed + [index for index in self._order if index not in known]
 
