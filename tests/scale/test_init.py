@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +24,7 @@ from wherry.parallel.comm import Comm
 from wherry.parallel.threads import run_ranks
 from wherry.sharding import parts
 from wherry.sharding.parts import part_of
+from wherry.tiers.disk_errors import DiskError
 
 STAGE3 = settings(3)
 
@@ -438,3 +441,17 @@ def test_a_model_that_does_not_fit_is_built_within_its_limit() -> None:
     assert "memory" in seen["plain"], seen
     assert seen["took"] <= 1.15 * seen["owed"], seen
     assert seen["small took"] <= 1.15 * seen["small owed"], seen
+
+
+def test_a_disk_that_is_full_is_told_of_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written to a file with holes, the first byte too many would end the process by a signal."""
+
+    def full(handle: int, start: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(DiskError, match=r"Init: there is no room for 4\.00 KiB under .*No space left.*free some space"):
+        parts.allocate(1024, torch.float32, torch.device("cpu"), str(tmp_path))
+    assert not list(tmp_path.iterdir())

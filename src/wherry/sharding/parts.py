@@ -15,6 +15,7 @@ from torch import nn
 
 from wherry.parallel.comm import Comm
 from wherry.parallel.partition import local
+from wherry.tiers.disk_errors import DiskError, hint, human
 
 PART = "_wherry_part"
 # On the memory of a placeholder: whose it is, as long as that lives.
@@ -31,9 +32,14 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device, folder: str |
         return torch.empty(numel, dtype=dtype, device=device)
     os.makedirs(folder, exist_ok=True)
     handle, path = tempfile.mkstemp(prefix="wherry-init-", dir=folder)
+    nbytes = max(1, numel * dtype.itemsize)
     try:
-        os.truncate(handle, max(1, numel * dtype.itemsize))
+        # Allocated now: whoever writes to a hole of a mapped file, and the disk is full, is killed without a word.
+        os.posix_fallocate(handle, 0, nbytes)
         return torch.from_file(path, shared=True, size=numel, dtype=dtype)
+    except OSError as error:
+        message = f"Init: there is no room for {human(nbytes)} under {folder}: {error.strerror}; {hint(error.errno)}"
+        raise DiskError(message, error.errno, folder, 0, nbytes, "Init") from error
     finally:
         os.close(handle)
         os.unlink(path)
