@@ -27,6 +27,7 @@ def _parts(engine: Engine) -> list[Callable[[], object]]:
     return [
         partial(_settle, engine),
         engine._checkpoints.close,
+        engine._gatherer.give_up,
         engine._abandon_window,
         engine._reporter.close,
         engine._hooks.remove,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,9 +14,11 @@ from tests.engine.harness import TinyLM, adamw, make_model, settings, token_batc
 from torch import nn
 
 import wherry
-from wherry.errors import WherryError
+from wherry.errors import PeerError, WherryError
 from wherry.parallel.comm import Comm
 from wherry.parallel.threads import run_ranks
+from wherry.sharding.unit import Weights
+from wherry.tiers.tickets import CallbackTicket
 
 
 def train(engine: Any, steps: int, rank: int = 0, offset: int = 0) -> list[float]:
@@ -354,3 +357,24 @@ def test_deepcopy_of_the_config_and_no_change_to_it() -> None:
     engine, *_ = wherry.initialize(model=make_model(), config=config)
     assert config == before
     assert copy.deepcopy(engine.config) == engine.config
+
+
+def test_an_engine_whose_gather_has_failed_gives_everything_back(tmp_path: Path) -> None:
+    model = make_model()
+    disk = {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 0}
+    config = settings(3, more={"zero_optimization": {"stage": 3, "offload_param": disk}})
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+    flats = [flat for unit in engine.units for flat in unit.travelling]
+
+    def fail() -> None:
+        raise PeerError("rank 1 is gone")
+
+    engine._gatherer.start(engine.units[1])
+    failed = engine.units[1].travelling[0]
+    failed.ticket = CallbackTicket(fail)
+    gatherer = engine._gatherer
+    engine.close()
+    assert not gatherer.live and all(flat.weights is Weights.RELEASED for flat in flats)
+    assert all(parameter.isnan().all() for flat in flats for parameter in flat.parameters)
+    for module in model.modules():
+        assert not (module._state_dict_hooks or module._load_state_dict_pre_hooks or module._forward_hooks)

@@ -198,6 +198,21 @@ class Gatherer:
         for unit in self._travelling:
             self.release(unit)
 
+    def give_up(self) -> None:
+        """Nobody wants weights any more, nor to know what has become of gathers that are under way."""
+        for unit in self._travelling:
+            for flat in unit.travelling:
+                if flat.weights is not Weights.GATHERING:
+                    continue
+                try:
+                    flat.ticket.wait()
+                except Exception:
+                    # What has failed may still write to its memory: that goes with the tensor, and to no other before.
+                    self._carried -= flat not in self._small
+                    flat.show_blanks()
+                    flat.weights = Weights.RELEASED
+                    self.live -= flat.layout.numel
+
     def trim(self) -> None:
         """Keep no memory for gathers to come."""
         for unit in self._travelling:
