@@ -170,6 +170,8 @@ def _of_hugging_face(path: Path) -> Source:
 
         try:
             return transformers.AutoConfig.for_model(kind, **values)
+        except ImportError as error:  # transformers imports the code of each kind when it is asked for
+            raise WherryError(f"MODEL: transformers {release} cannot import what {file} needs: {error}") from error
         except Exception as error:  # each kind of model checks its config in its own way
             why = str(error).partition(". Should contain one of")[0]  # of hundreds of names
             raise WherryError(f"MODEL: transformers {release} does not take {file}: {why}") from error
@@ -178,8 +180,8 @@ def _of_hugging_face(path: Path) -> Source:
         return config().get_text_config() if hasattr(config(), "get_text_config") else config()
 
     def make(micro_batch: int, sequence: int) -> tuple[nn.Module, Batch | None]:
-        cls = _class_of(config())
         with told_by(f"MODEL: {file} fails"):
+            cls = _class_of(config())
             model = cls.from_config(config()) if hasattr(cls, "from_config") else cls(config())
         if hasattr(model.config, "use_cache"):
             model.config.use_cache = False

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -367,6 +368,20 @@ def test_what_ones_own_code_raises_is_told_with_its_line(
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert message in error(capsys, model, "--machine", "4090")
+
+
+def test_what_transformers_cannot_import_is_no_mistake_of_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def for_model(kind: str) -> None:
+        raise ModuleNotFoundError("No module named 'kernels'")
+
+    fake = SimpleNamespace(AutoConfig=SimpleNamespace(for_model=for_model))
+    monkeypatch.setitem(sys.modules, "transformers", fake)  # type: ignore[arg-type]
+    monkeypatch.setattr("wherry.sources.metadata.version", lambda name: "5.0")
+    (tmp_path / "config.json").write_text('{"model_type": "mine"}')
+    with pytest.raises(WherryError, match=r"transformers 5\.0 cannot import what .*: No module named 'kernels'"):
+        wherry.estimate(str(tmp_path), machine="4090")
 
 
 def test_an_error_of_wherry_itself_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,7 +174,8 @@ class ZeroOptimization(Block):
     )
     stage3_prefetch_bucket_size: Size = key(
         50_000_000,
-        "Elements gathered ahead of use. auto: as many as the first windows turn out to wait less for.",
+        "Elements gathered ahead of use; over gloo, whatever this says, two large gathers are under way at most. "
+        "auto: as many as the first windows turn out to wait less for.",
         ge=0,
     )
     stage3_param_persistence_threshold: Size = key(
