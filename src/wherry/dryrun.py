@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,70 +23,17 @@ from wherry.config import Config
 from wherry.engine import Engine
 from wherry.errors import WherryError
 from wherry.observe.footprint import WORKING, Footprint
-from wherry.parallel import gloo
-from wherry.parallel.comm import Comm
-from wherry.parallel.sizes import ABREAST
 from wherry.parallel.topology import Topology
-from wherry.plan.imagined import HOST, FakeLink, FakePool, FakeStore
+from wherry.plan.imagined import HOST, FakeComm, FakeLink, FakePool, FakeStore
 from wherry.plan.trace import faked, loss_of, without_values
+from wherry.sharding.flat_gradient import FlatGradient, Landing
 from wherry.sources import Batch, Source, told_by
-from wherry.tiers.tickets import DONE, CallbackTicket, Ticket
 
 # Micro-batches of a window that are run. The ones between the first and the last do the same, and are run once.
 WINDOW = 3
 STATES = ("parameters", "gradients", "optimizer")
-
-
-def held(*tensors: torch.Tensor, ticket: Ticket = DONE) -> Ticket:
-    """A ticket that keeps tensors alive until it is waited for, as that of a process group does."""
-
-    def wait(_tensors: tuple[torch.Tensor, ...] = tensors) -> None:
-        ticket.wait()
-
-    return CallbackTicket(wait, ticket.done)
-
-
-class FakeComm(Comm):
-    """One rank of a group whose other ranks do not exist: everything arrives at once, and means nothing.
-
-    Unless devices are GPUs it answers and takes memory as ranks over gloo do.
-    """
-
-    def __init__(self, rank: int, size: int, *, gpu: bool = False) -> None:
-        super().__init__(rank, size)
-        self._gpu = gpu
-
-    def buffers(self, whole: torch.Tensor) -> bool:
-        return not self._gpu and gloo.buffers(whole)
-
-    def swaps(self, tensor: torch.Tensor) -> bool:
-        return not self._gpu and gloo.swaps(tensor, self.size)
-
-    def abreast(self, device: torch.device) -> int | None:
-        return None if self._gpu or self.size == 1 else ABREAST
-
-    def _all_reduce(self, tensor: torch.Tensor, op: str) -> Ticket:
-        received = (torch.empty_like(tensor),) if op == "sum" and self.swaps(tensor) else ()
-        return held(tensor, *received)
-
-    def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
-        received = (torch.empty_like(whole),) if self.buffers(whole) else ()
-        return held(shard, whole, *received)
-
-    def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
-        return held(whole, shard)
-
-    def _broadcast(self, tensor: torch.Tensor, source: int) -> Ticket:
-        return held(tensor)
-
-    def _group(self, axis: str, members: list[int]) -> Comm:
-        return FakeComm(members.index(self.rank), len(members), gpu=self._gpu)
-
-    def _gather_objects(self, value: Any) -> list[Any]:
-        return [value] * self.size
-
-    def _barrier(self) -> None:
-        return None
+# What a footprint calls the gradients that stay in autograd's own tensors until the next forward.
+LOOSE = "loose gradients"
 
 
 @dataclass(frozen=True)
@@ -214,21 +162,39 @@ def _understood(name: str) -> Iterator[None]:
 
 
 def observe(engine: Engine, footprint: Footprint) -> None:
-    """What there is now rests through the step: give it its names."""
+    """What there is now rests through the step: give it its names. Gradients that stay in autograd's tensors get theirs
+    when they come."""
     footprint.meter("gathered", [flat.whole.untyped_storage() for unit in engine.units for flat in unit.travelling])
     footprint.label_rest("resting")
     footprint.label("buffers", engine.module.buffers())
+    for gradient in _loose(engine):
+        for parameter in gradient.flat.parameters:
+            parameter.register_post_accumulate_grad_hook(partial(_came, footprint))
+
+
+def _loose(engine: Engine) -> list[FlatGradient]:
+    return [gradient for gradient in engine._gradients.all if gradient.way is Landing.LOOSE]
+
+
+def _came(footprint: Footprint, parameter: torch.Tensor) -> None:
+    if parameter.grad is not None:
+        footprint.label(LOOSE, [parameter.grad])
 
 
 def memory_lines(engine: Engine, footprint: Footprint) -> Iterator[Line]:
     """The footprint by category and tier. What rests is told apart by the engine's own account of it."""
-    stated = {tier: 0 for tier in ("device", "host")}
-    for row in engine.memory():
-        if row.state in STATES:
-            yield Line(row.state, row.tier, row.bytes_actual, row.bytes_actual)
-            if row.tier in stated:
-                stated[row.tier] += row.bytes_actual
     peak = footprint.at_peak
+    stated = {tier: 0 for tier in ("device", "host")}
+    loose = sum(gradient.device_nbytes for gradient in _loose(engine))
+    for row in engine.memory():
+        if row.state not in STATES:
+            continue
+        resting, come, most = row.bytes_actual, 0, 0
+        if loose and (row.state, row.tier) == ("gradients", "device"):
+            resting, come, most = resting - loose, peak.get(LOOSE, 0), footprint.peaks.get(LOOSE, 0)
+        yield Line(row.state, row.tier, resting + come, resting + most)
+        if row.tier in stated:
+            stated[row.tier] += resting
     extra = peak.get("resting", 0) - stated["device"] + peak.get("buffers", 0)
     yield Line("buffers", "device", extra, extra)
     if peak.get(HOST):

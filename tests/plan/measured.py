@@ -19,11 +19,11 @@ from wherry.dryrun import Line
 from wherry.engine import Engine
 from wherry.observe.footprint import Footprint
 from wherry.parallel import gloo
-from wherry.parallel.comm import Comm
+from wherry.parallel.comm import Comm, SoloComm
 from wherry.parallel.sizes import ABREAST
 from wherry.parallel.threads import ThreadComm, run_ranks
 from wherry.parallel.topology import Topology
-from wherry.sharding.flat_gradient import Landing
+from wherry.plan.imagined import held
 from wherry.sources import Batch
 from wherry.tiers.buffers import Block, HostPool
 from wherry.tiers.streams import Link
@@ -95,16 +95,16 @@ class Unseen(ThreadComm):
             mine = tensor.clone()
             super()._all_reduce(mine, op).wait()
             tensor.copy_(mine)
-            return dryrun.held(tensor, *received)
+            return held(tensor, *received)
 
     def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
         received = (torch.empty_like(whole),) if self.buffers(whole) else ()
         with _disable_current_modes():
-            return dryrun.held(shard, whole, *received, ticket=super()._reduce_scatter(shard, whole.clone()))
+            return held(shard, whole, *received, ticket=super()._reduce_scatter(shard, whole.clone()))
 
     def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
         with _disable_current_modes():
-            return dryrun.held(whole, shard, ticket=super()._all_gather(whole, shard.clone()))
+            return held(whole, shard, ticket=super()._all_gather(whole, shard.clone()))
 
     def _group(self, axis: str, members: list[int]) -> Comm:
         return unseen(super()._group(axis, members), over_gloo=self.over_gloo)
@@ -153,21 +153,20 @@ def observed(
     *,
     gpu: bool = False,
     optimizer: Optimizer = torch.optim.AdamW,
+    tensor: bool = False,
 ) -> Measured:
-    """On one rank: lines, and calls and bytes of a step's collectives."""
+    """On one rank: lines, and calls and bytes of a step's collectives. `tensor`: ranks share the model, not data."""
     with Footprint() as footprint:
         topology = Topology(
-            comm,
+            SoloComm() if tensor else comm,
             torch.device("cpu"),
             comm.rank,
             comm.rank,
             comm.size,
+            comm if tensor else SoloComm(),
             link=lambda pin: SeenLink(footprint, gpu),
         )
         engine, *_ = wherry.initialize(model=model, config=config, mesh=topology, optimizer=optimizer)
-        for gradient in engine._gradients.all:
-            if gradient.way is Landing.LOOSE:
-                gradient.way = Landing.STAYS  # a dry run lays gradients out, as most placements do
         dryrun.observe(engine, footprint)
         batch = Batch(args)
         accumulation = engine.gradient_accumulation_steps()
@@ -182,14 +181,20 @@ def observed(
 
 
 def measure(
-    config: dict[str, Any], ranks: int, *, gpu: bool = False, optimizer: Optimizer = torch.optim.AdamW
+    config: dict[str, Any],
+    ranks: int,
+    *,
+    gpu: bool = False,
+    optimizer: Optimizer = torch.optim.AdamW,
+    tensor: bool = False,
+    build: Callable[[], tuple[nn.Module, Any]] = make,
 ) -> list[Measured]:
     """By rank."""
-    model, args = make()
+    model, args = build()
 
     def body(comm: Comm) -> Measured:
-        mine = copy.deepcopy(model)
-        return observed(config, unseen(comm, over_gloo=not gpu), mine, args, gpu=gpu, optimizer=optimizer)
+        mine, seen = copy.deepcopy(model), unseen(comm, over_gloo=not gpu)
+        return observed(config, seen, mine, args, gpu=gpu, optimizer=optimizer, tensor=tensor)
 
     return run_ranks(ranks, body)
 

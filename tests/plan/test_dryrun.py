@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.cli.programs import environment
+from tests.forks import ENGINE, Forks
 from tests.plan.measured import make, measure
 
 from wherry.dryrun import dry_run
@@ -119,15 +117,9 @@ def test_a_trillion_parameters_over_a_thousand_ranks(tmp_path: Path) -> None:
         "print(int(held) * 1024, time.process_time(), file=sys.stderr)\n"
     )
     flags = ("gpt-1t", "--dry-run", "--ranks", "1024", "--gpus", "0", "--config", "zero3.json", "--json")
-    done = subprocess.run(
-        [sys.executable, "-c", program, "plan", *flags],
-        cwd=tmp_path,
-        env=environment(OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=True,
-    )
+    with Forks(*ENGINE) as forks:
+        done = forks.run("-c", program, "plan", *flags, folder=tmp_path, launched=False, timeout=600.0)
+    assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     held, worked = map(float, done.stderr.splitlines()[-1].split())
     assert told["parameters"] > 1e12 and told["ranks"] == 1024

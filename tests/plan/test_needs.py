@@ -20,7 +20,6 @@ from torch import nn
 import wherry
 from wherry import config as configs
 from wherry.config import Config
-from wherry.dryrun import FakeComm, FakeLink, FakeStore
 from wherry.errors import WherryError
 from wherry.parallel.comm import Comm
 from wherry.parallel.threads import run_ranks
@@ -29,6 +28,7 @@ from wherry.placement import Tier
 from wherry.plan import choose, machine, peaks
 from wherry.plan import setting as setting_room
 from wherry.plan.estimate import Estimate, Subject, estimate
+from wherry.plan.imagined import FakeComm, FakeLink, FakeStore
 from wherry.plan.machine import Machine, known
 from wherry.plan.profile import Profile
 from wherry.plan.setting import Setting

@@ -30,8 +30,8 @@ class Bundle:
     def _look_at(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
         self.dtype = tensors[0].dtype
-        # As the library takes them: arrays of ctypes take five times as long to make.
-        self.addresses = array("Q", map(Tensor.data_ptr, tensors))
+        # As the library takes them: arrays of ctypes take five times as long to make. Without memory there are none.
+        self.addresses = array("Q", () if is_fake(tensors[0]) else map(Tensor.data_ptr, tensors))
         self.numels = array("q", map(Tensor.numel, tensors))
 
     @classmethod
@@ -47,7 +47,7 @@ class Bundle:
             and not gradient.requires_grad
             and gradient.is_contiguous()
         ]
-        if len(plain) < len(gradients) or is_fake(plain[0]):
+        if len(plain) < len(gradients):
             return None
         bundle = cls.__new__(cls)
         bundle._look_at(plain)

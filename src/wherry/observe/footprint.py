@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from wherry.fake import is_fake
 from wherry.parallel.partition import is_dtensor
 
+_DEVICE = torch.ops.prim.device.default
 WORKING = "activations"
 """Whatever a forward or backward makes that nobody has given another name."""
 
@@ -50,6 +52,8 @@ class Footprint(TorchDispatchMode):
         return self._live
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and is_fake(args[0]):
+            return args[0].fake_device  # autograd asks it of every tensor, and it makes nothing
         result = func(*args, **(kwargs or {}))
         self._see(result)
         return result

@@ -1,4 +1,5 @@
-"""Host memory, a way to it and a disk that are imagined: the engine's own parts use them, on tensors without values."""
+"""Ranks, host memory, a way to it and a disk that are imagined: the engine's own parts use them, on tensors without
+values."""
 
 from __future__ import annotations
 
@@ -12,12 +13,67 @@ from torch.utils._python_dispatch import _disable_current_modes
 from wherry.fake import address_of
 from wherry.native.disk import SECTOR
 from wherry.observe.footprint import Footprint
+from wherry.parallel import gloo
+from wherry.parallel.comm import Comm
+from wherry.parallel.sizes import ABREAST
 from wherry.tiers.buffers import Block, HostPool
 from wherry.tiers.disk import DiskUsage
 from wherry.tiers.streams import Link
-from wherry.tiers.tickets import DONE, Ticket
+from wherry.tiers.tickets import DONE, CallbackTicket, Ticket
 
 HOST = "host"
+
+
+def held(*tensors: torch.Tensor, ticket: Ticket = DONE) -> Ticket:
+    """A ticket that keeps tensors alive until it is waited for, as that of a process group does."""
+
+    def wait(_tensors: tuple[torch.Tensor, ...] = tensors) -> None:
+        ticket.wait()
+
+    return CallbackTicket(wait, ticket.done)
+
+
+class FakeComm(Comm):
+    """One rank of a group whose other ranks do not exist: everything arrives at once, and means nothing.
+
+    Unless devices are GPUs it answers and takes memory as ranks over gloo do.
+    """
+
+    def __init__(self, rank: int, size: int, *, gpu: bool = False) -> None:
+        super().__init__(rank, size)
+        self._gpu = gpu
+
+    def buffers(self, whole: torch.Tensor) -> bool:
+        return not self._gpu and gloo.buffers(whole)
+
+    def swaps(self, tensor: torch.Tensor) -> bool:
+        return not self._gpu and gloo.swaps(tensor, self.size)
+
+    def abreast(self, device: torch.device) -> int | None:
+        return None if self._gpu or self.size == 1 else ABREAST
+
+    def _all_reduce(self, tensor: torch.Tensor, op: str) -> Ticket:
+        received = (torch.empty_like(tensor),) if op == "sum" and self.swaps(tensor) else ()
+        return held(tensor, *received)
+
+    def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
+        received = (torch.empty_like(whole),) if self.buffers(whole) else ()
+        return held(shard, whole, *received)
+
+    def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
+        return held(whole, shard)
+
+    def _broadcast(self, tensor: torch.Tensor, source: int) -> Ticket:
+        return held(tensor)
+
+    def _group(self, axis: str, members: list[int]) -> Comm:
+        return FakeComm(members.index(self.rank), len(members), gpu=self._gpu)
+
+    def _gather_objects(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+    def _barrier(self) -> None:
+        return None
 
 
 class FakePool(HostPool):

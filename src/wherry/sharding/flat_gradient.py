@@ -10,7 +10,7 @@ import torch
 
 from wherry import native
 from wherry.errors import WherryError
-from wherry.fake import address_of, is_fake
+from wherry.fake import address_of
 from wherry.parallel.partition import local_gradient
 from wherry.sharding.unit import Flat
 from wherry.tiers.streams import Link
@@ -131,7 +131,7 @@ class FlatGradient:
         """
         if self.loose is not None:
             return self.loose
-        if self.way is not Landing.LOOSE or is_fake(self.flat.whole):
+        if self.way is not Landing.LOOSE:
             return None
         return native.Bundle(self._parts_of(self.accumulated))
 
