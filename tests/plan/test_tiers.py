@@ -16,12 +16,18 @@ from tests.plan.measured import make, measure, updates_begin_late
 from tests.plan.test_dryrun import ALONE, config
 from tests.plan.test_peaks import profiled
 from tests.tiers.rows import ROWS
+from torch import nn
 
 from wherry import config as configs
 from wherry.dryrun import Line, dry_run
+from wherry.placement import Tier
+from wherry.plan import setting as setting_room
 from wherry.plan.peaks import buffers, peak
+from wherry.plan.profile import Profile
 from wherry.plan.setting import Setting
+from wherry.plan.units import unit_sizes
 from wherry.sources import find
+from wherry.update import holdings
 
 # One of each kind: the others differ from these in how many ranks hold what, and not in where it rests.
 CHOSEN = (
@@ -93,7 +99,7 @@ def modelled(given: dict[str, Any], ranks: int, rank: int, gpu: bool) -> tuple[d
     return told, device
 
 
-# Rows of a plan bound it, within what buffers are rounded up to: of flats as small as these, a half.
+# Of flats as small as these, half is what buffers are rounded up to: it is compared with `Even` ones.
 STAGING = ("buffers", "host")
 
 
@@ -123,6 +129,39 @@ def test_the_memory_model_follows(
     given = placed(row, tmp_path, accumulation, clip)
     told = dry_run(find(make), given, ranks=4, rank=1, sequence=24, gpu=gpu)
     assert_follows(given, 4, 1, gpu, told.memory)
+
+
+class Even(nn.Module):
+    """Flats that come to whole pages in every type, shared out between two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("row", [row for row, (_, *tiers) in PLACED.items() if "nvme" in tiers])
+def test_what_is_read_to_host_memory_follows_real_engines(
+    row: str, gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (setting_room, holdings):
+        monkeypatch.setattr(module, "BATCH_NUMEL", 1)
+    given, found = placed(row, tmp_path, wherry={"update_policy": "at_step"}), Profile.of_sizes(unit_sizes(Even()), 2)
+    for block in ("offload_optimizer", "offload_param"):
+        given["zero_optimization"][block]["buffer_count"] = 2
+    setting = Setting.of(configs.load(given), 2, gpu=gpu)
+    inputs = torch.zeros(1, 256, dtype=torch.bfloat16)
+    for rank, (lines, _, _) in enumerate(measure(given, 2, gpu=gpu, build=lambda: (Even(), (inputs,)))):
+        told = sum(nbytes for _, tier, nbytes in setting.rows(found, rank) if tier is Tier.HOST)
+        assert told == pytest.approx(sum(line.highest for line in lines if line.tier == "host"), rel=0.03)
+        staged = next(line.highest for line in lines if (line.category, line.tier) == STAGING)
+        stated = sum(line.highest for line in lines if line.tier == "host" and line.category != "buffers")
+        assert told - stated == pytest.approx(staged, rel=0.03)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

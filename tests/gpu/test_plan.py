@@ -1,0 +1,107 @@
+"""On a GPU: what a plan says a step needs of the device, against the most that torch's allocator has handed out."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import wherry
+from wherry.plan.machine import described, known
+from wherry.train.model import GPT, GPTConfig
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none"),
+]
+
+# 110 million parameters: beside them the workspaces of torch's libraries, tens of MB, are small change.
+LAYERS, HIDDEN, HEADS, SEQUENCE, VOCABULARY, MICRO = 8, 1024, 16, 512, 8192, 8
+BF16 = {"bf16": {"enabled": True}}
+WARM, MEASURED = 2, 2
+
+
+def offload(stage: int, optimizer: str, param: str = "none", **more: Any) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": stage}
+    for name, device in (("offload_optimizer", optimizer), ("offload_param", param)):
+        zero[name] = {"device": device} | ({"nvme_path": "DISK"} if device == "nvme" else {})
+    if param == "nvme":
+        zero["offload_param"]["max_in_cpu"] = 0
+    zero["offload_optimizer"] |= more
+    return {"zero_optimization": zero}
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": BF16,
+    "fp16": {"fp16": {"enabled": True}},
+    "recomputed": BF16 | {"activation_checkpointing": {"policy": "recompute"}},
+    "activations on the host": BF16 | {"activation_checkpointing": {"policy": "offload", "cpu_checkpointing": True}},
+    "sums in fp32": BF16 | {"gradient_accumulation_steps": 3, "data_types": {"grad_accum_dtype": "fp32"}},
+    "together": BF16 | {"gradient_accumulation_steps": 2, "wherry": {"accumulation": "layer_major"}},
+    "optimizer on the host": BF16 | offload(2, "cpu"),
+    "half of it": BF16 | offload(2, "cpu", ratio=0.5),
+    "weights too": BF16 | offload(3, "cpu", "cpu"),
+    "updates after the norm": BF16 | offload(3, "cpu", "cpu") | {"gradient_clipping": 1.0},
+    "on disk": BF16 | offload(3, "nvme", "nvme"),
+}
+
+
+def make(micro_batch: int = MICRO, sequence: int = SEQUENCE) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    config = GPTConfig(layers=LAYERS, hidden=HIDDEN, heads=HEADS, sequence=sequence, vocabulary=VOCABULARY)
+    ids = torch.zeros(micro_batch, sequence, dtype=torch.int64)
+    return GPT(config), (ids, ids)
+
+
+def placed(value: Any, folder: Path) -> Any:
+    """A config with the folder that is there."""
+    if isinstance(value, dict):
+        return {key: placed(item, folder) for key, item in value.items()}
+    return str(folder) if value == "DISK" else value
+
+
+def highest(config: dict[str, Any]) -> int:
+    """The most bytes that the allocator has handed out in some steps, above what it had before the engine."""
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.manual_seed(0)
+    model, (ids, labels) = make()
+    engine, *_ = wherry.initialize(
+        model=model, config=config, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4)
+    )
+    ids, labels = ids.cuda(), labels.cuda()
+    together = config.get("wherry", {}).get("accumulation") == "layer_major"
+    for step in range(WARM + MEASURED):
+        if step == WARM:
+            engine.settle()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        if together:
+            engine.train_batch(iter([(ids, labels)] * engine.gradient_accumulation_steps()))
+            continue
+        for _ in range(engine.gradient_accumulation_steps()):
+            engine.backward(engine(ids, labels))
+            engine.step()
+    engine.settle()
+    torch.cuda.synchronize()
+    found = torch.cuda.max_memory_allocated() - before
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_plan_is_within_eight_percent_of_the_allocators_peak(name: str, tmp_path: Path) -> None:
+    config = placed(CONFIGS[name], tmp_path) | {"train_micro_batch_size_per_gpu": MICRO}
+    machine = described(known("a100"), gpus=1)
+    told = wherry.estimate(make, config, machine, ranks=1, sequence=SEQUENCE)
+    use = told.uses[0]
+    assert use.place == "GPU"
+    seen = highest(config)
+    rows = {(row.category, row.tier): row.bytes for row in told.rows}
+    assert seen == pytest.approx(use.needed, rel=0.08), rows
