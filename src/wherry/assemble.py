@@ -21,7 +21,7 @@ from wherry.batches import make_dataloader
 from wherry.engine import Engine, Parts
 from wherry.errors import ConfigError, WherryError
 from wherry.fake import is_fake
-from wherry.nn.tiled import tile
+from wherry.nn.tiled import larger_than, tile_beyond
 from wherry.observe.log import follow, logger, say
 from wherry.parallel import topology as topologies
 from wherry.parallel.merged import Merging
@@ -153,7 +153,7 @@ def _assemble(
     placement = resolved.placement()
     if placement.parameters.partitioned:
         live = resolved.zero_optimization.stage3_max_live_parameters
-        large = _larger_than(model, live)
+        large = larger_than(model, live)
         if resolved.wherry.tile_linear:
             optimizer, model_parameters = _tile(model, large, live, optimizer, model_parameters)
         elif large:
@@ -324,15 +324,6 @@ def _check_possible(config: Config) -> None:
         raise ConfigError("\n".join(beyond))
 
 
-def _larger_than(model: nn.Module, live: int) -> dict[str, nn.Parameter]:
-    """The weights of linear layers that the budget of live parameters does not allow whole; one of 0 allows a unit."""
-    if not live:
-        return {}
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    weights = {name: layer._parameters.get("weight") for name, layer in layers.items()}
-    return {name: weight for name, weight in weights.items() if weight is not None and weight.numel() > live}
-
-
 def _tile(
     model: nn.Module,
     large: dict[str, nn.Parameter],
@@ -341,12 +332,10 @@ def _tile(
     model_parameters: Iterable[Any] | None,
 ) -> tuple[OptimizerLike | None, list[Any] | None]:
     """Cut linear layers into tiles that the budget of live parameters allows, and tell the optimizer."""
-    replaced: dict[Any, list[nn.Parameter]] = {}
+    replaced: dict[Any, list[nn.Parameter]] = tile_beyond(model, live)
     for name, weight in large.items():
-        cut = tile(model, max_bytes=max(1, live // 2) * weight.element_size(), names=[name])
-        replaced.update(cut)
-        if cut:
-            say("%s has more than the %d elements that may be live: %d tiles instead", name, live, len(cut[weight]))
+        if tiles := replaced.get(weight):
+            say("%s has more than the %d elements that may be live: %d tiles instead", name, live, len(tiles))
 
     def renewed(parameters: Iterable[Any]) -> list[Any]:
         # Groups that are dicts have no hash.

@@ -22,6 +22,7 @@ from wherry.sources import Batch, Source, find, told_by
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
     from wherry.plan.trace import Profiler
 
@@ -38,6 +39,19 @@ class _Key(NamedTuple):
     unit_classes: tuple[str, ...]
     recompute: Recompute | None
     grid: Grid
+    # Elements that a linear layer may have before it is cut into tiles; 0 for any number.
+    tiled: int = 0
+
+    @property
+    def kept(self) -> tuple[Any, ...]:
+        """What files of profiles go by: where nothing is tiled, the same as if nothing ever were."""
+        return self if self.tiled else self[:-1]
+
+
+def _tiled(config: Config) -> int:
+    """As `assemble` cuts linear layers."""
+    tiled = config.wherry.tile_linear and config.placement().parameters.partitioned
+    return config.zero_optimization.stage3_max_live_parameters if tiled else 0
 
 
 class Forecaster:
@@ -59,8 +73,9 @@ class Forecaster:
         self._kept = KeptProfiles(source.key)
         self._whole: int | None = None
         # Models without values, each made once; their tensors belong to the profiler's one mode.
-        self._models: dict[Grid, nn.Module] = {}
+        self._models: dict[tuple[Grid, int], nn.Module] = {}
         self._profiler: Profiler | None = None
+        self._mode: FakeTensorMode | None = None
 
     def exact(self, config: Config) -> Estimate:
         """From a profile of this very micro-batch."""
@@ -108,13 +123,13 @@ class Forecaster:
 
     def profile(self, config: Config, micro: int, grid: Grid = ALONE) -> Profile:
         dtype = config.working_precision()
-        recompute = Recompute.of(config, gpu=self.machine.gpus > 0)
-        key = _Key(micro, dtype, tuple(config.wherry.unit_classes), recompute, grid)
+        recompute = Recompute.of(config, gpu=self.machine.gpus > 0, tensor=grid.tensor)
+        key = _Key(micro, dtype, tuple(config.wherry.unit_classes), recompute, grid, _tiled(config))
         if key not in self._profiles:
-            found = self._kept.read(self.sequence, *key)
+            found = self._kept.read(self.sequence, *key.kept)
             if found is None:
                 found = self._traced(key, config.working_dtype())
-                self._kept.write(found, self.sequence, *key)
+                self._kept.write(found, self.sequence, *key.kept)
             self._profiles[key] = found
         return self._profiles[key]
 
@@ -127,12 +142,14 @@ class Forecaster:
 
         unknown = False
         source = self.source.share(key.grid, dtype)
-        if self._profiler is None:
-            self._profiler = Profiler(self.source.known, FakeTensorMode(allow_non_fake_inputs=True))
+        if self._mode is None:
+            self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+            self._profiler = Profiler(self.source.known, self._mode)
+        assert self._profiler is not None
 
         def build(micro_batch: int) -> tuple[nn.Module, tuple[Any, ...], Any]:
             nonlocal unknown
-            model, batch = self._made(source, key.grid, micro_batch)
+            model, batch = self._made(source, key, micro_batch)
             if batch is None:
                 unknown = True
                 raise WherryError("the model's inputs are not known")
@@ -153,16 +170,31 @@ class Forecaster:
             ) from error
         with torch.device("meta"):
             model, _ = source.make(key.micro, self.sequence)
-        return Profile.of_sizes(unit_sizes(model, key.unit_classes), key.micro)
+        return Profile.of_sizes(unit_sizes(self._cut(model, key.tiled), key.unit_classes), key.micro)
 
-    def _made(self, source: Source, grid: Grid, micro: int) -> tuple[nn.Module, Batch | None]:
+    def _made(self, source: Source, key: _Key, micro: int) -> tuple[nn.Module, Batch | None]:
         """The model, which a profile leaves as it was, and a micro-batch."""
         if source.inputs is None:
-            return source.make(micro, self.sequence)
-        if grid not in self._models:
-            self._models[grid] = source.make(1, self.sequence)[0]
-        model = self._models[grid]
+            model, batch = source.make(micro, self.sequence)
+            return self._cut(model, key.tiled), batch
+        place = key.grid, key.tiled
+        if place not in self._models:
+            self._models[place] = self._cut(source.make(1, self.sequence)[0], key.tiled)
+        model = self._models[place]
         return model, source.inputs(model, micro, self.sequence)
+
+    def _cut(self, model: nn.Module, tiled: int) -> nn.Module:
+        """With layers in tiles that may not have so many elements: what the source has made is left as it is."""
+        if not tiled:
+            return model
+        from wherry.nn.tiled import tile_beyond
+        from wherry.plan.trace import without_values
+
+        assert self._mode is not None
+        with self._mode:
+            model = without_values(self._mode, model)
+            tile_beyond(model, tiled)
+        return model
 
 
 def estimate(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.plan.measured import make, measure
+from tests.plan.measured import LENGTH, MICRO, WIDTH, make, measure
 from tests.plan.test_dryrun import config
 from tests.plan.test_peaks import profiled
 from tests.plan.test_tiers import by_place
@@ -90,6 +90,39 @@ def test_a_host_that_is_the_device_keeps_what_would_be_put_there() -> None:
     assert found.same(planned(config(1), gpu=False)[0])
     for lines, _, _ in measure(given, 2):
         assert working == pytest.approx(highest(lines)["activations", "device"], rel=0.03)
+
+
+@pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("more", [{}, HOST["checkpoints"]], ids=["where they are", "on the host"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_of_checkpoints_that_ranks_share_out_each_has_a_part(ranks: int, more: dict[str, Any], gpu: bool) -> None:
+    given = config(0, activation_checkpointing=more | {"partition_activations": True})
+    given["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+    loaded = configs.load(given)
+    setting = Setting.of(loaded, 1, gpu=gpu)
+    found, whole = (profiled(recompute=Recompute.of(loaded, gpu=gpu, tensor=each)) for each in (ranks, 1))
+    working = peak(found, setting).highest_working
+    for lines, _, _ in measure(given, ranks, gpu=gpu, optimizer=torch.optim.SGD, tensor=True):
+        seen = highest(lines)
+        assert working == pytest.approx(seen["activations", "device"], rel=0.03)
+        assert found.on_host == seen.get(("buffers", "host"), 0)
+    # Inputs of four blocks, of which a part stays.
+    checkpoints = 4 * MICRO * LENGTH * WIDTH * 2
+    if not (more and gpu):
+        assert whole.kept - found.kept == checkpoints - checkpoints // ranks
+    # Gathered once each, which is half of what a sum sends.
+    assert found.joined - whole.joined == checkpoints // 2
+
+
+def test_ranks_that_share_the_model_share_out_its_checkpoints() -> None:
+    def told(more: dict[str, Any]) -> Estimate:
+        given = config(0, activation_checkpointing={"policy": "recompute"} | more)
+        return wherry.estimate("gpt2-10m", given, "h100", tensor_parallel=2)
+
+    whole, parts = told({}), told({"partition_activations": True})
+    assert on(parts, "device") < on(whole, "device") and not parts.notes
+    assert whole.time is not None and parts.time is not None
+    assert parts.time.terms["collectives"] > whole.time.terms["collectives"]
 
 
 def answer(block: dict[str, Any], **sizes: Any) -> Estimate:

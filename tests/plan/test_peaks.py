@@ -6,16 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from tests.plan.measured import make, measure
+from tests.plan.measured import LENGTH, MICRO, make, measure
 from tests.plan.test_dryrun import config
 
 from wherry import config as configs
 from wherry.dryrun import dry_run
+from wherry.forecast import Forecaster
+from wherry.plan.machine import described, known
 from wherry.plan.peaks import buffers, peak
 from wherry.plan.profile import Line, Profile, Recompute
 from wherry.plan.setting import Setting
 from wherry.plan.trace import profile
-from wherry.sources import of_shape
+from wherry.sources import find, of_shape
 from wherry.train.presets import Shape
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
@@ -125,6 +127,23 @@ def test_budgets_of_gathered_weights(live: int, ahead: int) -> None:
         **ALONE,
     }
     assert_predicted(config(3, zero_optimization=zero), 2)
+
+
+def test_layers_that_are_cut_into_tiles_are_gathered_tile_by_tile() -> None:
+    def given(tiled: bool) -> dict[str, Any]:
+        zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 10_000, **ALONE}
+        return config(3, zero_optimization=zero, wherry={"tile_linear": tiled})
+
+    cut = given(True)
+    forecaster = Forecaster(find(make), described(known("4090"), gpus=0), 2, sequence=LENGTH)
+    whole, tiles = (forecaster.profile(configs.load(given(tiled)), MICRO) for tiled in (False, True))
+    # Two layers of each block have 16,384 elements, and become four tiles of 4,096.
+    assert len(tiles.units) == len(whole.units) + 4 * 2 * 4 and tiles.parameters == whole.parameters
+    for rank, (lines, _, _) in enumerate(measure(cut, 2)):
+        told = predicted(cut, 2, tiles, rank)
+        for line in lines:
+            assert told[line.category] == pytest.approx(line.highest, rel=0.03, abs=2048), line.category
+    assert told["gathered"] < 0.5 * predicted(cut, 2, whole, 0)["gathered"]
 
 
 def test_a_look_ahead_that_is_to_be_found_is_counted_at_its_furthest() -> None:

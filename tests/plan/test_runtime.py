@@ -16,7 +16,6 @@ from torch.utils.data import TensorDataset
 
 import wherry
 from wherry import config as configs
-from wherry.dryrun import FakeComm
 from wherry.errors import WherryError
 from wherry.forecast import Forecaster
 from wherry.observe.memory import HostMemory
@@ -25,6 +24,7 @@ from wherry.parallel.threads import run_ranks
 from wherry.plan import choose, peaks, probe, rates, runtime
 from wherry.plan import machine as machines
 from wherry.plan import setting as setting_room
+from wherry.plan.imagined import FakeComm
 from wherry.plan.roofline import StepTime
 from wherry.sources import of_shape
 from wherry.train.presets import Shape
@@ -167,6 +167,19 @@ def test_ranks_that_share_the_model_need_room_on_the_node_as_well(monkeypatch: p
     shared = [stage(8 * size, 2) for size in sizes]
     assert shared == [stage(4 * size, 1) for size in sizes]
     assert shared != [stage(8 * size, 1) for size in sizes]
+
+
+def test_stages_of_a_pipeline_keep_the_batch_sizes_that_they_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has other layers, and most of them other inputs than the data: by themselves they would choose apart."""
+    free_memory(monkeypatch, 10**9)
+    data = TensorDataset(torch.zeros(64, 6, dtype=torch.int64), torch.zeros(64, 6, dtype=torch.int64))
+    config = configs.load({"zero_optimization": AUTO, choose.MICRO: "auto", choose.ACCUMULATION: "auto"})
+    for stage, blocks in enumerate((2, 3)):
+        model, pipe = make_model(lambda blocks=blocks: TinyLM(blocks)), FakeComm(stage, 2)
+        found = runtime.settle(model, config, FakeComm(0, 2), torch.device("cpu"), ranks_here=4, data=data, pipe=pipe)
+        assert found.zero_optimization.stage == 0
+        assert (found.batch(2).micro, found.batch(2).accumulation) == (1, 1)
+        assert set(found.auto) == {choose.MICRO, choose.ACCUMULATION}
 
 
 def test_a_ratio_is_chosen_where_a_step_can_be_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,6 +245,23 @@ def tile(
     return replaced
 
 
+def larger_than(model: nn.Module, live: int) -> dict[str, nn.Parameter]:
+    """The weights of linear layers that a budget of live parameters does not allow whole; one of 0 allows a unit."""
+    if not live:
+        return {}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    weights = {name: layer._parameters.get("weight") for name, layer in layers.items()}
+    return {name: weight for name, weight in weights.items() if weight is not None and weight.numel() > live}
+
+
+def tile_beyond(model: nn.Module, live: int) -> dict[nn.Parameter, list[nn.Parameter]]:
+    """`tile` for a budget of live parameters: layers that it does not allow, in tiles of at most half of it."""
+    replaced: dict[nn.Parameter, list[nn.Parameter]] = {}
+    for name, weight in larger_than(model, live).items():
+        replaced |= tile(model, max_bytes=max(1, live // 2) * weight.element_size(), names=[name])
+    return replaced
+
+
 def _why_whole(linear: nn.Linear, parent: nn.Module, users: dict[nn.Parameter, int]) -> str | None:
     if any(users[parameter] > 1 for parameter in linear.parameters()):
         return "its weight is used elsewhere too"

@@ -154,7 +154,7 @@ def estimate(
     """
     setting = Setting.of(config, grid.data_ranks(ranks), gpu=machine.gpus > 0, grid=grid)
     rows = tuple(_rows(profile, setting))
-    notes = [*config.beyond(), *_of_activations(config, machine, grid)]
+    notes = [*config.beyond(), *_of_activations(config, machine)]
     if setting.prefetch is None and setting.placement.parameters.partitioned:
         notes.append(
             'stage3_prefetch_bucket_size is "auto": gathered weights are counted at the furthest look ahead that the '
@@ -284,7 +284,7 @@ def _rows(profile: Profile, setting: Setting) -> list[Row]:
     ]
 
 
-def _of_activations(config: Config, machine: Machine, grid: Grid) -> Iterator[str]:
+def _of_activations(config: Config, machine: Machine) -> Iterator[str]:
     """How activations are counted where a step may have them otherwise."""
     block = config.activation_checkpointing
     policy, away = block.resolved_policy(), block.cpu_checkpointing or block.nvme_path is not None
@@ -294,8 +294,6 @@ def _of_activations(config: Config, machine: Machine, grid: Grid) -> Iterator[st
         yield "checkpoints that the model's own code asks for are counted on the device"
     if policy == "offload" and not (machine.gpus or block.nvme_path):
         yield "activations stay where they are, as the host, where they would be put, is the device"
-    if block.partition_activations and grid.tensor > 1:
-        yield "checkpoints are counted whole on each rank, and not as the part that partition_activations leaves it"
 
 
 def _uses(

@@ -54,10 +54,10 @@ class Recompute:
     save_operations: tuple[str, ...] = ()
 
     @staticmethod
-    def of(config: Config, *, gpu: bool = False) -> Recompute | None:
+    def of(config: Config, *, gpu: bool = False, tensor: int = 1) -> Recompute | None:
         """What a config asks for; `gpu` says that the device is not the host, where all else is kept anyway.
 
-        With the policy "auto" a first step recomputes everything.
+        `tensor` ranks may share out checkpoints. With the policy "auto" a first step recomputes everything.
         """
         block = config.activation_checkpointing
         policy = block.resolved_policy()
@@ -65,21 +65,25 @@ class Recompute:
         if policy == "none" or (policy == "offload" and tier is None):
             return None
         every, saved = block.every if policy == "recompute" else 1, tuple(block.save_operations)
-        if tier is None:
+        parts = tensor if block.partition_activations and policy != "offload" else 1
+        if tier is None and parts == 1:
             return Recompute(every, saved)
-        return PutAway(every, saved, tier, block.offload_min_bytes, policy == "offload")
+        smallest = 1 if tier is None else block.offload_min_bytes
+        return PutAway(every, saved, tier or Tier.DEVICE, smallest, policy == "offload", parts)
 
 
 @dataclass(frozen=True)
 class PutAway(Recompute):
     """Units that put what they save away to a tier until the backward: their inputs, or, if `whole`, everything.
 
-    Then nothing is computed again. What is smaller than `smallest` bytes stays.
+    Then nothing is computed again. What is smaller than `smallest` bytes stays. Of what is computed again from a
+    rank may keep one of `parts` of its inputs, perhaps where they are: on the device.
     """
 
     tier: Tier = Tier.HOST
     smallest: int = 1
     whole: bool = False
+    parts: int = 1
 
 
 @dataclass(frozen=True)

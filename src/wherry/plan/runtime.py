@@ -56,8 +56,11 @@ def settle(
     With `data` a micro-batch is profiled on fake tensors, and the micro-batch is chosen too. Without it the states are
     placed so that they leave room for activations, and ratio and batch sizes keep their defaults. `comm` are the ranks
     that share the data, and the model is the part of it that they have; the ranks that share the model with this one,
-    along `tensor` and `pipe`, need room beside it where they are on its node.
+    along `tensor` and `pipe`, need room beside it where they are on its node. Stages of a pipeline have one batch size
+    between them, and no stage has the inputs of the others: there `data` tells nothing.
     """
+    if pipe is not None and pipe.size > 1:
+        data = None
     wanted = frozenset(key for key in (*PLACING, *(TIMED if data is not None else ())) if key in config.auto)
     if not wanted:
         return config
@@ -107,7 +110,8 @@ def _choose(
     else:
         machine = replace(this_machine(disk_folder(config, next(iter(folders), None))), nodes=nodes)
         machine = replace(machine, disk=_free(config, folders)) if folders else machine
-        profiles = _ByBatches(model, config, data, collate or default_collate, gpu=machine.gpus > 0)
+        how = Recompute.of(config, gpu=machine.gpus > 0, tensor=grid.tensor)
+        profiles = _ByBatches(model, config, data, collate or default_collate, how)
 
     def answer(candidate: Config, profile_of: Callable[[int], Profile]) -> Estimate:
         found = profile_of(candidate.batch(ranks).micro)
@@ -174,21 +178,25 @@ class _ByBatches:
     """Of micro-batches of the first sample, on copies of the model without values."""
 
     def __init__(
-        self, model: nn.Module, config: Config, data: Dataset[Any], collate: Callable[[list[Any]], Any], *, gpu: bool
+        self,
+        model: nn.Module,
+        config: Config,
+        data: Dataset[Any],
+        collate: Callable[[list[Any]], Any],
+        recompute: Recompute | None,
     ) -> None:
         self._model = model
         self._config = config
         self._sample = data[0]
         self._collate = collate
-        self._gpu = gpu
+        self._recompute = recompute
         self._profiler = Profiler(known=False)
         self._made: dict[int, Profile] = {}
 
     def exact(self, micro: int) -> Profile:
         if micro not in self._made:
-            config = self._config
-            classes, recompute = tuple(config.wherry.unit_classes), Recompute.of(config, gpu=self._gpu)
-            self._made[micro] = self._profiler.make(self._build, micro, config.working_dtype(), classes, recompute)
+            dtype, classes = self._config.working_dtype(), tuple(self._config.wherry.unit_classes)
+            self._made[micro] = self._profiler.make(self._build, micro, dtype, classes, self._recompute)
         return self._made[micro]
 
     def quick(self, micro: int) -> Profile:

@@ -23,9 +23,11 @@ from torch._subclasses.fake_tensor import (
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
+from wherry.activations.build import SMALLEST_CUT
+from wherry.activations.cut import Cut
 from wherry.activations.recompute import operations, recomputed, selective
 from wherry.activations.saving import Saver
-from wherry.activations.stores import DiskActivations, HostStore, allocator
+from wherry.activations.stores import DiskActivations, HostStore, Keep, Store, allocator
 from wherry.errors import WherryError
 from wherry.fake import is_fake
 from wherry.observe.footprint import WORKING, Footprint
@@ -33,7 +35,7 @@ from wherry.observe.log import logger
 from wherry.placement import Tier
 from wherry.plan.blocks import Differs, Gap, filled, thinned
 from wherry.plan.cut import CutLinear, joined_bytes
-from wherry.plan.imagined import FakeLink, FakePool, FakeStore
+from wherry.plan.imagined import FakeComm, FakeLink, FakePool, FakeStore
 from wherry.plan.profile import (
     ATTENTION,
     PLAIN,
@@ -114,15 +116,31 @@ class _Away:
         self._pool, self._disk = FakePool(mode, footprint), FakeStore(())
         link, allocate = _Way(self._pool, shared=False), allocator(torch.device("cpu"), None)
         disk: Any = self._disk
-        store = DiskActivations(disk, link, allocate) if how.tier is Tier.DISK else HostStore(link, allocate)
+        stores: dict[Tier, Store] = {
+            Tier.DEVICE: Keep(),
+            Tier.HOST: HostStore(link, allocate),
+            Tier.DISK: DiskActivations(disk, link, allocate),
+        }
+        # The ranks with the other parts of what is kept.
+        self._others = FakeComm(0, how.parts)
+        self._stays = how.tier is Tier.DEVICE
         self.saver = Saver(
-            store, _AsItIs(), smallest=how.smallest, weights=lambda: (*model.parameters(), *model.buffers())
+            stores[how.tier],
+            _AsItIs(),
+            smallest=how.smallest,
+            cut=Cut(self._others, allocate, smallest=SMALLEST_CUT) if how.parts > 1 else None,
+            weights=lambda: (*model.parameters(), *model.buffers()),
         )
         self.saver.begin()
 
     def figures(self) -> dict[str, int]:
         """By the profile's names."""
-        return {"on_host": self._pool.counters.allocated, "on_disk": self._disk.reserved, "sent": self.saver.nbytes}
+        sent = 0 if self._stays else self.saver.nbytes
+        return {"on_host": self._pool.counters.allocated, "on_disk": self._disk.reserved, "sent": sent}
+
+    def joined(self) -> int:
+        """Bytes of which ranks gather the parts, as those of a sum, which sends them twice."""
+        return self._others.traffic.bytes["all_gather"] // 2
 
 
 def _put_back(module: nn.Module, forward: Callable[..., Any] | None) -> None:
@@ -381,7 +399,7 @@ def _profile(
         operations=Operations.of(intervals),
         micro_batch=micro_batch,
         kept=kept,
-        joined=sum(each.joined for each in intervals),
+        joined=sum(each.joined for each in intervals) + (away.joined() if away is not None else 0),
         **(away.figures() if away is not None else {}),
     )
 
