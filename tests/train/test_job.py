@@ -1,6 +1,7 @@
 """The whole job with the real engine: in this process on one rank, and through the launcher on two."""
 
 import csv
+import errno
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ from tests.cli.programs import launched, start, wait_for
 
 from wherry.engine import Engine
 from wherry.errors import WherryError
+from wherry.observe import metrics
 from wherry.train import job, presets
 from wherry.train.options import parse
 from wherry.update.pipeline import Updater
@@ -84,6 +86,32 @@ def test_lines_come_as_often_as_they_are_asked_for(tmp_path, text, capsys):
     assert _here(*TINY, *text, "--steps", 104, "--log-interval", 26, "--run-dir", tmp_path / "run") == 0
     shown = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert shown == ["1/104", "26/104", "52/104", "78/104", "104/104"]
+
+
+def test_a_disk_that_fills_up_ends_no_training(tmp_path, text, monkeypatch, capsys, caplog):
+    write = job._write_json
+
+    def full(path, value):
+        if path.name == "summary.json":
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        write(path, value)
+
+    monkeypatch.setattr(job, "_write_json", full)
+    monkeypatch.setattr(metrics.JSONLines.__init__, "__defaults__", ("/dev/full",))
+    assert _here(*TINY, *text, "--steps", 3, "--run-dir", tmp_path / "run") == 0
+    assert "Finished." in capsys.readouterr().out
+    lost = "the metrics of /dev/full are lost from step 1 on: No space left on device"
+    assert [record.getMessage() for record in caplog.records if "No space" in record.getMessage()] == [
+        lost,
+        "summary.json is not written: No space left on device",
+    ]
+    assert len((tmp_path / "run" / "metrics.csv").read_text().splitlines()) == 4
+
+
+def test_a_disk_that_is_full_is_told_before_training(tmp_path, text, monkeypatch):
+    monkeypatch.setattr(metrics.CSV.__init__, "__defaults__", ("/dev/full",))
+    with pytest.raises(WherryError, match=r"cannot be written \(No space left on device\); make room there"):
+        _here(*TINY, *text, "--steps", 3, "--run-dir", tmp_path / "run")
 
 
 def test_sigterm_saves_and_sums_up(tmp_path, text, monkeypatch):

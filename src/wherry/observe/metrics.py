@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from wherry.errors import WherryError
+from wherry.observe.log import logger
 
 Values = Mapping[str, float | int | str]
 
@@ -127,10 +128,14 @@ class WandB:
 
 
 class Sinks:
-    """Several sinks as one. If one cannot open, those already open are closed again."""
+    """Several sinks as one. If one cannot open, those already open are closed again.
+
+    One that can be written no more, as on a full disk, is told of and left out: training is worth more than numbers.
+    """
 
     def __init__(self, sinks: Iterable[Sink]) -> None:
         self.sinks = list(sinks)
+        self._lost: list[Sink] = []
 
     def open(self, folder: Path, config: Mapping[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -144,11 +149,24 @@ class Sinks:
 
     def log(self, step: int, values: Values) -> None:
         for sink in self.sinks:
-            sink.log(step, values)
+            if sink not in self._lost:
+                try:
+                    sink.log(step, values)
+                except OSError as error:
+                    self._lose(sink, f"from step {step} on", error)
 
     def close(self) -> None:
         for sink in self.sinks:
-            sink.close()
+            try:
+                sink.close()
+            except OSError as error:
+                if sink not in self._lost:
+                    self._lose(sink, "at their end", error)
+
+    def _lose(self, sink: Sink, when: str, error: OSError) -> None:
+        self._lost.append(sink)
+        name = getattr(sink, "name", type(sink).__name__)
+        logger.warning("the metrics of %s are lost %s: %s", name, when, error.strerror or error)
 
 
 def sinks_of(config: Mapping[str, Any], columns: Sequence[str]) -> Sinks:
@@ -181,6 +199,7 @@ class _Elsewhere:
     """A sink that writes in a folder of its own rather than the run's."""
 
     def __init__(self, sink: Sink, folder: Path) -> None:
+        self.name = f"{folder}/{getattr(sink, 'name', type(sink).__name__)}"
         self._sink = sink
         self._folder = folder
 

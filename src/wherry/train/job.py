@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from wherry.errors import WherryError
+from wherry.observe.log import logger
 from wherry.train.options import Options, build_config, check_axes, parse, shape_of
 from wherry.train.presets import PRESETS, Shape
 
@@ -190,9 +191,15 @@ class Report:
         self.engine = engine
         self.run_dir = _run_dir(options)
         self.sinks = sinks_of(config, COLUMNS)
-        self.sinks.open(self.run_dir, config)
-        _write_json(self.run_dir / "config.json", config)
-        _write_json(self.run_dir / "run.json", _about(options, shape, engine))
+        try:
+            self.sinks.open(self.run_dir, config)
+            _write_json(self.run_dir / "config.json", config)
+            _write_json(self.run_dir / "run.json", _about(options, shape, engine))
+        except OSError as error:
+            raise WherryError(
+                f"{error.filename or self.run_dir}: cannot be written ({error.strerror}); make room there, or give "
+                "another folder"
+            ) from error
         gpu = engine.device.type != "cpu"
         # Some fifty lines, where nobody has said how many.
         thin = 1 if options.log_interval else max(1, plan.steps // plan.log_interval // 50)
@@ -227,7 +234,10 @@ class Report:
         self.sinks.close()
         summary = asdict(outcome) | {"ending": outcome.ending.value, "last_loss": outcome.last_loss}
         del summary["last_losses"]
-        _write_json(self.run_dir / "summary.json", {k: None if v != v else v for k, v in summary.items()})
+        try:
+            _write_json(self.run_dir / "summary.json", {k: None if v != v else v for k, v in summary.items()})
+        except OSError as error:
+            logger.warning("summary.json is not written: %s", error.strerror)
         self.display.end(outcome, self.run_dir)
 
 
