@@ -79,7 +79,9 @@ def with_trainer(resume=None):
         output_dir=out, per_device_train_batch_size=4 // WORLD, gradient_accumulation_steps=2, max_steps=4,
         logging_steps=1, learning_rate=1e-2, warmup_steps=1, max_grad_norm=0.9, report_to=[],
         save_steps=2, use_cpu=MODE != "alias", disable_tqdm=True, eval_strategy="steps", eval_steps=2,
-        load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=True, **more,
+        load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=True,
+        label_smoothing_factor=0.1,  # a loss that depends on the class of the model inside
+        **more,
     )  # fmt: skip
     set_seed(0)
     if resume:  # weights that the checkpoint must replace

@@ -148,10 +148,16 @@ class WherryMixin:
     def _build_engine(self, config: Config, optimizer: torch.optim.Optimizer | None) -> Engine:
         engine, *_ = initialize(model=self.model, optimizer=optimizer, config=config)
         _generate_together(engine)
+        self.accelerator.unwrap_model = self._unwrap_model
         dynamo = self.accelerator.state.dynamo_plugin
         if dynamo.backend != DynamoBackend.NO:
             engine.compile(**dynamo.to_kwargs())
         return engine
+
+    def _unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Accelerate's own, which knows its own wrappers. A Trainer asks the model's class how to compute its loss."""
+        inner = model.module if isinstance(model, Engine) else model
+        return type(self.accelerator).unwrap_model(self.accelerator, inner, *args, **kwargs)
 
     # A step.
 
