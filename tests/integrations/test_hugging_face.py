@@ -74,6 +74,7 @@ def test_the_trainer_unchanged_gives_what_it_gives_without_wherry(plain, alias):
     rates = [[row[2] for row in found["trainer"]["log"]] for found in (alias, plain)]
     assert rates[0][:-1] == rates[1][1:]
     assert alias["trainer"]["evaluation"] == close(plain["trainer"]["evaluation"])
+    assert alias["trainer"]["smoothed"] == close(plain["trainer"]["smoothed"])
     assert alias["trainer"]["generated"] == plain["trainer"]["generated"]
 
 
@@ -123,6 +124,7 @@ def test_a_trainer_that_compiles_compiles_each_block(plain, alias, own):
 def test_the_trainer_of_wherry(plain, own):
     same_log(own["trainer"]["log"], plain["trainer"]["log"])
     assert own["trainer"]["before"] == close(plain["trainer"]["before"])
+    assert own["trainer"]["smoothed"] == close(plain["trainer"]["smoothed"])
     assert own["trainer"]["evaluation"] == close(plain["trainer"]["evaluation"])
     assert own["trainer"]["generated"] == plain["trainer"]["generated"]
 

@@ -33,6 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     parser = get_args_parser()
     parser.prog = "wherry run"
+    parser.usage = "%(prog)s [FLAG ...] SCRIPT [ARGUMENT ...]"
     parser.description = "Start a script on several processes, GPUs or machines. Every flag of torchrun is accepted."
     parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
