@@ -6,6 +6,7 @@ import random
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """What is kept of machines, profiles and texts: one folder for all workers of a run, and none of the user's."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
+    folder.mkdir(exist_ok=True)
+    users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    if (users / "torch_extensions").is_dir():
+        # What other engines have compiled, for comparisons with them: it takes minutes.
+        with suppress(FileExistsError):
+            (folder / "torch_extensions").symlink_to(users / "torch_extensions")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
         yield folder
