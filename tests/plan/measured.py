@@ -98,7 +98,7 @@ class Unseen(ThreadComm):
             return held(tensor, *received)
 
     def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
-        received = (torch.empty_like(whole),) if self.buffers(whole) else ()
+        received = (gloo.room_for(whole, self.size),) if self.buffers(whole) else ()
         with _disable_current_modes():
             return held(shard, whole, *received, ticket=super()._reduce_scatter(shard, whole.clone()))
 

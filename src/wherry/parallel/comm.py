@@ -168,7 +168,7 @@ class Comm:
         return SoloComm() if len(members) == 1 else self._group(axis, members)
 
     def buffers(self, whole: torch.Tensor) -> bool:
-        """Whether a reduce-scatter of `whole` takes as much memory again until it is waited for."""
+        """Whether a reduce-scatter of `whole` takes up to as much memory again until it is waited for."""
         return False
 
     def swaps(self, tensor: torch.Tensor) -> bool:

@@ -69,9 +69,13 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> Works:
     gloo's own goes to and fro in steps, in each of which either rank waits for a turn of the other's thread.
     """
     received = torch.empty_like(tensor)
-    flat, theirs = tensor.view(-1), received.view(-1)
-    sizes = [flat.numel() * (rank != group.rank()) for rank in range(2)]
-    return Works([group.alltoall_base(theirs, flat, sizes, sizes)], lambda: tensor.add_(received))
+    return Works([_swap(received, tensor, group)], lambda: tensor.add_(received))
+
+
+def _swap(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> Any:
+    """Begin to send the other of two ranks a tensor, and to receive one like it: the rank itself is sent nothing."""
+    sizes = [sent.numel() * (rank != group.rank()) for rank in range(2)]
+    return group.alltoall_base(received.view(-1), sent.view(-1), sizes, sizes)
 
 
 def buffers(whole: torch.Tensor) -> bool:
@@ -81,10 +85,14 @@ def buffers(whole: torch.Tensor) -> bool:
 
 def reduce_scatter(shard: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> Works:
     """Begin to bring what every rank has of this rank's part; the sum is there after the wait."""
+    parts = whole.view(group.size(), -1)
+    mine = parts[group.rank()]
     if not buffers(whole):
-        mine = whole.view(group.size(), -1)[group.rank()]
         return Works([group.allreduce([whole])], lambda: _unless_same(shard, mine))
-    received = torch.empty_like(whole)
+    received = room_for(whole, group.size())
+    if group.size() == 2:
+        theirs = parts[1 - group.rank()]
+        return Works([_swap(received, theirs, group)], lambda: torch.add(mine, received, out=shard.view(-1)))
 
     def add_up() -> None:
         first, second, *others = received.view(-1, shard.numel()).unbind()
@@ -93,6 +101,11 @@ def reduce_scatter(shard: torch.Tensor, whole: torch.Tensor, group: dist.Process
             shard.add_(other)
 
     return Works([group.alltoall_base(received, whole, [], [])], add_up)
+
+
+def room_for(whole: torch.Tensor, ranks: int) -> torch.Tensor:
+    """What an exchange receives: of two ranks the other's part alone, of more this rank's own among them."""
+    return whole.new_empty(whole.numel() // 2 if ranks == 2 else whole.numel())
 
 
 def _unless_same(shard: torch.Tensor, part: torch.Tensor) -> None:

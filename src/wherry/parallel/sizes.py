@@ -7,7 +7,7 @@ TOGETHER = 1 << 22
 """At most so many travel together."""
 
 EXCHANGED = 1 << 24
-"""Over gloo an exchange receives as much as is summed: of more bytes a reduce-scatter is an all-reduce in place."""
+"""Over gloo an exchange receives up to what is summed: of more bytes a reduce-scatter is an all-reduce in place."""
 
 SWAPPED = 1 << 21
 """Over gloo two ranks sum so many bytes by an exchange, which receives as much; of more in place."""

@@ -161,7 +161,8 @@ class Reductions:
         if not setting.over_gloo:
             return 0
         if setting.placement.optimizer.partitioned:
-            return nbytes if setting.shards > 1 and nbytes <= EXCHANGED else 0
+            received = nbytes // 2 if setting.shards == 2 else nbytes
+            return received if setting.shards > 1 and nbytes <= EXCHANGED else 0
         return nbytes if setting.ranks == 2 and nbytes <= SWAPPED else 0
 
     def _drain(self, keep: int) -> None:
