@@ -12,6 +12,7 @@ from tests.plan.test_dryrun import config
 from wherry import config as configs
 from wherry.dryrun import dry_run
 from wherry.forecast import Forecaster
+from wherry.plan.estimate import Subject, estimate
 from wherry.plan.machine import described, known
 from wherry.plan.peaks import buffers, peak
 from wherry.plan.profile import Line, Profile, Recompute
@@ -44,13 +45,25 @@ def predicted(given: dict[str, Any], ranks: int, found: Profile, rank: int) -> d
         "buffers": buffers(found, setting) + found.buffers + found.inputs,
         "gathered": highest.highest_gathered,
         "activations": highest.highest_working,
-        "peak": states.total
+        "peak": states.parameters
+        + states.optimizer
+        + (highest.loose if setting.loose else states.gradients)
         + buffers(found, setting)
         + found.buffers
         + highest.gathered
         + highest.activations
         + highest.merged,
     }
+
+
+LOOSE_OR_NOT: list[dict[str, Any]] = [
+    {},
+    {"activation_checkpointing": {"policy": "recompute"}},
+    {"accumulation": 2},
+    {"data_types": {"grad_accum_dtype": "fp32"}},
+    {"wherry": {"state_dtype": "int8"}},
+    {"wherry": {"update_policy": "before_use"}},
+]
 
 
 def assert_predicted(given: dict[str, Any], ranks: int, precision: str = "bf16") -> None:
@@ -75,6 +88,20 @@ def test_groups_of_ranks(stage: int, size: int, accumulated: str) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_stage(stage: int, ranks: int) -> None:
     assert_predicted(config(stage), ranks)
+
+
+@pytest.mark.parametrize("more", LOOSE_OR_NOT, ids=str)
+def test_one_rank(more: dict[str, Any]) -> None:
+    """Its gradients stay in autograd's tensors, which are gone before the next forward, unless they have to rest."""
+    given = config(0, **more)
+    assert_predicted(given, 1)
+    setting, found = Setting.of(configs.load(given), 1), profiled(recompute=Recompute.of(configs.load(given)))
+    highest, gradients = peak(found, setting), setting.states(found).gradients
+    assert setting.loose == (more in LOOSE_OR_NOT[:2])
+    assert highest.loose < gradients if setting.loose else highest.loose == 0
+    rows = estimate(Subject("model"), found, configs.load(given), described(known("4090"), gpus=0), 1).rows
+    told = next(row.bytes for row in rows if row.category == "gradients")
+    assert told == (highest.loose if setting.loose else gradients)
 
 
 @pytest.mark.parametrize("together", [90_000, 500_000_000], ids=["in twos", "all"])

@@ -275,8 +275,11 @@ def _rows(profile: Profile, setting: Setting) -> list[Row]:
     highest = peak(profile, setting)
     times = max(setting.in_flight, setting.together)
     away = (("host", times * profile.on_host), ("disk", times * profile.on_disk))
+    states = {(category, tier): nbytes for category, tier, nbytes in setting.rows(profile)}
+    if setting.loose:
+        states["gradients", Tier.DEVICE] = highest.loose
     return [
-        *(Row(category, str(tier), nbytes) for category, tier, nbytes in setting.rows(profile)),
+        *(Row(category, str(tier), nbytes) for (category, tier), nbytes in states.items()),
         Row("gathered", "device", highest.gathered),
         Row("activations", "device", highest.activations),
         *(Row("activations", tier, nbytes) for tier, nbytes in away if nbytes),

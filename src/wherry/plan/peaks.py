@@ -21,22 +21,24 @@ from wherry.update.sizes import BATCH_NUMEL
 
 @dataclass
 class Peak:
-    """Bytes where their sum is highest: of gathered weights, of activations, and of buffers for a while.
+    """Bytes where their sum is highest: of gathered weights, of activations, of buffers for a while, and of gradients
+    that stay loose.
 
-    The highest of the first by itself, and of the other two together, are beside them.
+    The highest of the first by itself, and of the next two together, are beside them.
     """
 
     gathered: int = 0
     activations: int = 0
     merged: int = 0
+    loose: int = 0
     highest_gathered: int = 0
     highest_working: int = 0
 
-    def see(self, gathered: int, activations: int, merged: int) -> None:
+    def see(self, gathered: int, activations: int, merged: int, loose: int = 0) -> None:
         self.highest_gathered = max(self.highest_gathered, gathered)
         self.highest_working = max(self.highest_working, activations + merged)
-        if gathered + activations + merged > self.gathered + self.activations + self.merged:
-            self.gathered, self.activations, self.merged = gathered, activations, merged
+        if gathered + activations + merged + loose > self.gathered + self.activations + self.merged + self.loose:
+            self.gathered, self.activations, self.merged, self.loose = gathered, activations, merged, loose
 
 
 class _Weights:
@@ -169,24 +171,28 @@ def peak(profile: Profile, setting: Setting) -> Peak:
     weights, reductions = _Weights(setting, profile, flats), Reductions(setting, all_of(flats))
     reduced: set[int] = set()
     highest = Peak()
-    highest.see(setting.least_gathered(profile, flats), 0, 0)
+    came = [sum(unit.trained) * setting.cost.gradients if setting.loose else 0 for unit in profile.units]
+    # As a start asks for it: what the last unit's backward gathers beside all others' gradients.
+    highest.see(setting.least_gathered(profile, flats), 0, 0, sum(came))
     others = (max(setting.in_flight, setting.together) - 1) * profile.kept
     sums = {"turn": setting.summed(profile, root=True)}
     sums |= dict.fromkeys(("want", "done"), setting.summed(profile, root=False))
+    loose = 0
     for moment in profile.moments:
         if moment.kind == "done":
             reduced.add(moment.unit)
+            loose += came[moment.unit]
             _reduce(reductions, flats[moment.unit], fresh=True)
         weights.follow(moment)
         merged = weights.buffers.look() + reductions.buffers.look()
         activations = moment.activations + others + sums.get(moment.kind, 0)
-        highest.see(weights.live * setting.cost.parameters, activations, merged)
+        highest.see(weights.live * setting.cost.parameters, activations, merged, loose)
     # The backward has ended, and has let go of all weights: what still waits is reduced. Then comes the update.
     for index in reversed(range(len(flats))):
         if index not in reduced:
             _reduce(reductions, flats[index], fresh=True)
     reductions.end()
-    highest.see(0, 0, reductions.buffers.look())
+    highest.see(0, 0, reductions.buffers.look(), sum(came))
     highest.see(0, 0, _refreshed(setting, all_of(flats)))
     highest.see(0, _converted(setting, all_of(flats)), 0)
     return highest

@@ -101,6 +101,8 @@ class Setting:
     in_flight: int
     # Micro-batches of a window that go through the model together, a unit at a time.
     together: int
+    # Whether gradients stay in autograd's own tensors, which have memory from their arrival to the next forward.
+    loose: bool = False
 
     @classmethod
     def of(
@@ -121,7 +123,11 @@ class Setting:
             return Cost.of(precision, counted, accumulated, state_dtype=config.state_dtype(), split=split)
 
         wire = {"fp32": 4, "bf16": 2, "fp16": 2}[config.communication_data_type or precision]
-        return cls.with_cost(config, config.placement(), ranks, cost, wire, gpu=gpu, grid=grid)
+        found = cls.with_cost(config, config.placement(), ranks, cost, wire, gpu=gpu, grid=grid)
+        by_parameter = name in STATE_WORDS and config.state_dtype() != "int8"
+        alone = ranks == grid.tensor == found.accumulation == 1 and not gpu
+        as_they_come = found.resting.policy == "at_step" and found.cost.gradients == found.cost.parameters
+        return replace(found, loose=by_parameter and alone and as_they_come)
 
     @classmethod
     def with_cost(
