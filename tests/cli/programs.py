@@ -44,11 +44,16 @@ def _launchers():
     return forks
 
 
-def launched(*arguments, cwd=None, timeout=90, **extra):
+def launched(*arguments, **how):
     """As `wherry`, by a launcher that is a fork: one of its own would first import torch, which takes longer than what
     most tests have it do. The ranks are processes of their own."""
-    command = ["-c", "import sys; from wherry.cli import main; sys.exit(main())", *map(str, arguments)]
+    return forked("-c", "import sys; from wherry.cli import main; sys.exit(main())", *arguments, **how)
+
+
+def forked(*command, cwd=None, timeout=90, **extra):
+    """Run a script, or the code after -c, in a fork of a process that has imported torch's launcher."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+        command = list(map(str, command))
         launcher = _launchers().start(
             command, stdout=out, stderr=errors, env=environment(**extra), folder=cwd or Path.cwd()
         )

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from tests.cli.programs import environment, free_port, launched, script
+from tests.cli.programs import environment, forked, free_port, launched, script
 from tests.forks import Forks
 
 from wherry.compat import deepspeed as alias
@@ -147,7 +147,8 @@ def test_the_command_of_the_alias_takes_the_flags_of_the_other_launcher(tmp_path
     done = deepspeed("--num_gpus", 1, "--master_port", free_port(), "--no_ssh", path, "--deepspeed_config", "c.json")
     assert done.returncode == 0, done.stderr
     assert "['--local_rank=0', '--deepspeed_config', 'c.json']" in done.stdout
-    done = deepspeed("--no_local_rank", script(tmp_path, "print(sys.argv[1:])\n", "without.py"))
+    without = script(tmp_path, "print(sys.argv[1:])\n", "without.py")
+    done = forked(alias.PROGRAMS / "deepspeed", "--no_local_rank", without)
     assert "[]" in done.stdout
     assert os.access(alias.PROGRAMS / "deepspeed", os.X_OK)
     done = deepspeed("--autotuning", "run", path)

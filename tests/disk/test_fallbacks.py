@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
 import torch
+from tests.forks import ENGINE, Forks
 
 from wherry import native
 from wherry.native import disk as engines
@@ -131,7 +130,8 @@ def test_a_kernel_that_forbids_io_uring(tmp_path):
             store.read(record, back).wait()
             print(store.backend, bool((out == back).all()), store.reasons[0])
     """)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    with Forks(*ENGINE) as forks:
+        done = forks.run("-c", script, folder=tmp_path, launched=False)
     if done.stderr.startswith("no filter: "):
         pytest.skip(f"this system has no filters of system calls: {done.stderr.strip()}")
     assert (done.returncode, done.stderr) == (0, "")

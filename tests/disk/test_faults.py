@@ -7,12 +7,12 @@ import os
 import pickle
 import signal
 import subprocess
-import sys
 import textwrap
 import threading
 
 import pytest
 import torch
+from tests.forks import ENGINE, Forks
 
 from wherry.tiers.disk import DiskError, DiskSpaceError, DiskStore, Fault
 
@@ -212,7 +212,8 @@ def test_a_limit_of_file_size_names_itself(tmp_path):
             except DiskError as error:
                 print(error)
     """)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    with Forks(*ENGINE) as forks:
+        done = forks.run("-c", script, folder=tmp_path, launched=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "layers.0" in done.stdout
     assert "ulimit -f" in done.stdout
