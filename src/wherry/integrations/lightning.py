@@ -89,11 +89,14 @@ class WherryStrategy(DDPStrategy):
 
     @property
     def precision_plugin(self) -> Precision:
-        return super().precision_plugin
+        return self._precision_plugin if self._precision_plugin is not None else WherryPrecision()
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        name = str(plugin.precision) if plugin is not None else "32-true"
+        if plugin is None:  # one of a strategy's own would go before the Trainer's `precision`
+            self._precision_plugin = None
+            return
+        name = str(plugin.precision)
         if name not in PRECISIONS:
             raise WherryError(f"precision {name!r}: expected one of {', '.join(PRECISIONS)}")
         self._precision_plugin = plugin if isinstance(plugin, WherryPrecision) else WherryPrecision(name)
@@ -120,6 +123,8 @@ class WherryStrategy(DDPStrategy):
             model=module, optimizer=optimizer, config=self._resolved(trainer, fitting)
         )
         self.model = self.engine
+        if fitting and self.engine._hooks.travels:
+            _refuse_averages(trainer)
         _engines[module] = weakref.ref(self.engine)
         # Lightning ends torch.distributed when the process ends; what the engine has open must be closed before that.
         atexit.register(_close, weakref.ref(self.engine))
@@ -263,6 +268,18 @@ class WherryStrategy(DDPStrategy):
             import shutil
 
             shutil.rmtree(filepath)
+
+
+def _refuse_averages(trainer: Trainer) -> None:
+    """Lightning's averages of weights are written over the model's, which are partitioned or rest elsewhere."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for name in (base.__name__ for base in type(callback).__mro__):
+            if name in ("StochasticWeightAveraging", "WeightAveraging"):
+                raise WherryError(
+                    f"{type(callback).__name__}: it writes over the model's weights, which are partitioned over the "
+                    "ranks or rest on another tier here; use stage 1 or 2, or average them in a callback of your own, "
+                    "inside wherry.gathered"
+                )
 
 
 def _register() -> None:
