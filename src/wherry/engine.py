@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -119,6 +120,8 @@ class Engine(Surface):
         self._window_scale = 1.0
         self._applied = False
         self._closed = False
+        # Threads, connections and files are of this process, and of none that is forked from it.
+        self._process = os.getpid()
         # Inside gathered_for_generation: weights are whole, and do not change.
         self._generating = False
         self._states: ParameterStates | None = None
@@ -533,11 +536,13 @@ class Engine(Surface):
         """Give everything back: hooks, gradients, optimizer state, gathered weights.
 
         Weights that are whole on every rank stay with the model, which is an ordinary module again. Partitioned ones
-        are gone: save or gather them before.
+        are gone: save or gather them before. In a fork there is nothing to give back: it is all of the first process.
         """
         if self._closed:
             return
         self._closed = True
+        if os.getpid() != self._process:
+            return
         self._states = None
         ending.close(self)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import os
+import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -25,6 +27,7 @@ from wherry.dryrun import Line
 from wherry.errors import PeerError, WherryError
 from wherry.parallel import gloo
 from wherry.parallel.comm import ProcessGroupComm
+from wherry.parallel.peers import _left
 
 RANKS = 2
 ALL_REDUCE = dist.all_reduce
@@ -284,6 +287,37 @@ def look_alone(rank: int) -> dict[str, torch.Tensor]:
 def test_a_rank_looks_at_its_weights_alone(pool: Pool) -> None:
     first, second = pool.run(look_alone)
     assert all(torch.equal(weight, second[name]) for name, weight in first.items())
+
+
+def close_in_a_fork(rank: int) -> None:
+    """A fork closes the engine while updates are under way in the first process, whose engine goes on."""
+    model = make_model()
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(1, 1, 0.5, BESIDE))
+    engine.backward(engine(*token_batch(0, 0, rank)))
+    engine.step()
+    assert engine._updater._departures.promised
+    child = os.fork()
+    if child == 0:
+        try:
+            engine.close()
+        finally:
+            os._exit(7 if sys.exc_info()[0] is None else 8)
+    until = time.monotonic() + 60
+    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+        if time.monotonic() > until:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.01)
+    assert os.waitstatus_to_exitcode(ended[1]) == 7
+    engine.backward(engine(*token_batch(1, 0, rank)))
+    engine.step()
+    # Nobody has been told that a rank has left.
+    peers = engine.comm.peers
+    assert not peers._store.check([_left(peers._name, rank)])
+    engine.close()
+
+
+def test_a_fork_closes_nothing_of_the_first_process(pool: Pool) -> None:
+    pool.run(close_in_a_fork)
 
 
 def begin_anew(rank: int) -> Run:
