@@ -17,10 +17,12 @@ import torch
 import torch.distributed as dist
 from tests.cli.programs import free_port
 from tests.engine.harness import Run, adamw, assert_close, assert_equal, make_model, settings, token_batch, train_plain
+from tests.engine.test_models import D, Stack, vectors
 from tests.forks import ENGINE
 from tests.plan import measured
 from tests.plan.test_dryrun import ALONE, config
 from tests.plan.test_peaks import predicted, profiled
+from torch import nn
 
 import wherry
 from wherry.dryrun import Line
@@ -170,6 +172,36 @@ def exchange(rank: int) -> None:
     assert comm.traffic.calls == {"all_gather": 6, "reduce_scatter": 6}
     assert not comm.under_way
     comm.close()
+
+
+class Narrow(Stack):
+    """Frozen weights of 8 bits, which no optimizer has and gloo does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        values = torch.linspace(-1, 1, D * D).view(D, D).to(torch.float8_e4m3fn)
+        self.blocks[0].narrow = nn.Parameter(values, requires_grad=False)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        return super().run(x + 0.1 * x @ self.blocks[0].narrow.float())
+
+
+def train_narrow(rank: int, stage: int) -> list[float]:
+    model = make_model(Narrow)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw(trained), config=settings(stage))
+    losses = []
+    for step in range(2):
+        loss = engine(*vectors(step, 0, rank))
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    engine.close()
+    return losses
+
+
+def test_frozen_weights_of_eight_bits(pool: Pool) -> None:
+    assert pool.run(train_narrow, 3) == pool.run(train_narrow, 0)
 
 
 def test_large_tensors_travel_without_copies(pool: Pool) -> None:

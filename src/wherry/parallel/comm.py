@@ -336,6 +336,11 @@ def _new_group(ranks: tuple[int, ...], timeout: float, backend: str | None = Non
     return dist.new_group(list(ranks), timeout=patience, backend=backend, use_local_synchronization=True)
 
 
+def _copyable(tensor: torch.Tensor) -> torch.Tensor:
+    """What is only copied travels as bytes where a backend may not know its type: gloo knows no floats of 8 bits."""
+    return tensor.view(torch.uint8) if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
+
+
 class ProcessGroupComm(Comm):
     """A torch.distributed process group. On CUDA a ticket's `wait()` orders streams and does not stop the host."""
 
@@ -399,6 +404,7 @@ class ProcessGroupComm(Comm):
         )
 
     def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
+        whole, shard = _copyable(whole), _copyable(shard)
         by_parts = self.size <= gloo.FEW and whole.nbytes >= gloo.LARGE
         if by_parts and whole.device.type == "cpu" and self._over_gloo:
             _copy_unless_same(whole.view(self.size, -1)[self.rank], shard.view(-1))
@@ -406,6 +412,7 @@ class ProcessGroupComm(Comm):
         return self._ticket(lambda: _all_gather_single(whole, shard, group=self.group, async_op=True), whole, shard)
 
     def _broadcast(self, tensor: torch.Tensor, source: int) -> Ticket:
+        tensor = _copyable(tensor)
         return self._ticket(lambda: dist.broadcast(tensor, group=self.group, group_src=source, async_op=True), tensor)
 
     def _gather_objects(self, value: Any) -> list[Any]:
