@@ -212,9 +212,10 @@ def swap(rank: int) -> None:
     """Sums of two ranks up to the size from which they are made in place."""
     comm = ProcessGroupComm()
     with pytest.MonkeyPatch.context() as patch:
-        for numel in (1, 7, gloo.SWAPPED // 4, gloo.SWAPPED // 4 + 1):
+        least, most = gloo.SWAPPED_FROM // 4, gloo.SWAPPED // 4
+        for numel in (1, least - 1, least, most, most + 1):
             tensor = torch.arange(float(numel)).view(-1, 1) / 3 + rank
-            assert comm.swaps(tensor) == (numel <= gloo.SWAPPED // 4)
+            assert comm.swaps(tensor) == (least <= numel <= most)
             patch.setattr(dist, "all_reduce", None if comm.swaps(tensor) else ALL_REDUCE)
             ticket = comm.all_reduce(tensor)
             ticket.wait()
@@ -222,15 +223,15 @@ def swap(rank: int) -> None:
             addends = [torch.arange(float(numel)).view(-1, 1) / 3 + other for other in range(2)]
             assert torch.equal(tensor, addends[0] + addends[1])
         for dtype in (torch.float16, torch.bfloat16, torch.float64):
-            tensor = torch.linspace(-3, 5, 1000, dtype=dtype) * (rank + 1) / 7
+            tensor = torch.linspace(-3, 5, 5000, dtype=dtype) * (rank + 1) / 7
             ours, theirs = tensor.clone(), tensor.clone()
             comm.all_reduce(ours).wait()
             ALL_REDUCE(theirs)
             assert torch.equal(ours, theirs)
         patch.setattr(dist, "all_reduce", ALL_REDUCE)
-        most = torch.tensor([float(rank)])
-        comm.all_reduce(most, "max").wait()
-        assert most == 1
+        highest = torch.full((least,), float(rank))
+        comm.all_reduce(highest, "max").wait()
+        assert torch.all(highest == 1)
     assert not comm.under_way
     comm.close()
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from wherry.parallel.sizes import EXCHANGED, SWAPPED
+from wherry.parallel.sizes import EXCHANGED, SWAPPED, SWAPPED_FROM
 
 # A gather among so many ranks at most, of so many bytes at least, is made of broadcasts.
 FEW, LARGE = 4, 1 << 20
@@ -60,7 +60,7 @@ def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> A
 
 def swaps(tensor: torch.Tensor, ranks: int) -> bool:
     """Whether a sum over so many ranks is an exchange of the whole tensor."""
-    return ranks == 2 and tensor.nbytes <= SWAPPED
+    return ranks == 2 and SWAPPED_FROM <= tensor.nbytes <= SWAPPED
 
 
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> Works:

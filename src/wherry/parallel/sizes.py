@@ -12,5 +12,9 @@ EXCHANGED = 1 << 24
 SWAPPED = 1 << 21
 """Over gloo two ranks sum so many bytes by an exchange, which receives as much; of more in place."""
 
+SWAPPED_FROM = 1 << 12
+"""Of less nothing is sooner there, and what is not of one kind meets no other: ranks apart, at a norm and at a unit's
+reduction, are told of it, where two exchanges of other sizes would end the process."""
+
 ABREAST = 2
 """gloo has so many threads: of more gathers at once none is there sooner."""

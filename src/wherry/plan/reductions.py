@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from wherry.parallel.sizes import EXCHANGED, SMALL, SWAPPED
+from wherry.parallel.sizes import EXCHANGED, SMALL, SWAPPED, SWAPPED_FROM
 from wherry.plan.resting import Landing
 from wherry.plan.setting import Placed, Setting
 from wherry.update.sizes import records_waiting
@@ -163,7 +163,7 @@ class Reductions:
         if setting.placement.optimizer.partitioned:
             received = nbytes // 2 if setting.shards == 2 else nbytes
             return received if setting.shards > 1 and nbytes <= EXCHANGED else 0
-        return nbytes if setting.ranks == 2 and nbytes <= SWAPPED else 0
+        return nbytes if setting.ranks == 2 and SWAPPED_FROM <= nbytes <= SWAPPED else 0
 
     def _drain(self, keep: int) -> None:
         crossing: list[_Reduction] = []
