@@ -81,6 +81,35 @@ def test_a_model_on_the_meta_device_is_materialised_by_its_own_code() -> None:
     assert losses[2] < losses[0]
 
 
+def test_recurrent_layers_know_their_weights() -> None:
+    """They refer to them weakly, and in a list of their own."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.LSTM(4, 8, num_layers=2, bidirectional=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x)[0].square().mean()
+
+    with wherry.Init(config=STAGE3, meta=True):
+        model = Model()
+    engine, *_ = wherry.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=STAGE3)
+    plain = Model()
+    plain.load_state_dict(whole(model))
+    optimizer = torch.optim.AdamW(plain.parameters())
+    x = torch.randn(5, 3, 4)
+    for _ in range(3):
+        loss, expected = engine(x), plain(x)
+        engine.backward(loss)
+        engine.step()
+        expected.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(loss, expected)
+    engine.close()
+
+
 def test_modules_that_cannot_be_materialised_are_named() -> None:
     class Bare(nn.Module):
         def __init__(self) -> None:

@@ -78,6 +78,8 @@ class Materialiser:
     def _fill(self, module: nn.Module) -> None:
         self._waiting.remove(module)
         old = {name: p for name, p in module._parameters.items() if p is not None and not p.is_meta}
+        if isinstance(module, nn.RNNBase):
+            module._flat_weight_refs = []  # a tensor with weak references cannot be swapped
         for parameter in module._parameters.values():
             if parameter is not None and parameter.is_meta:
                 given = _filled_like(parameter, float("nan"), self.device)
@@ -89,6 +91,8 @@ class Materialiser:
                 unknown = float("nan") if buffer.is_floating_point() else 0
                 module._buffers[name] = _filled_like(buffer, unknown, self.device)
                 buffers.append(name)
+        if isinstance(module, nn.RNNBase):
+            module._init_flat_weights()
         # Tied to a module that had its turn: those values stay.
         with _scratch(module, old, self.device):
             for way in self._ways(module):
