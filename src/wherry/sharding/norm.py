@@ -128,7 +128,7 @@ class Norm:
         if self.missing is not None:
             return None
         missing = any([gradient.absent for gradient in gradients])
-        self.missing = torch.full((1,), float(missing), dtype=dtype, device=self._device)
+        self.missing = torch.tensor([float(missing)], dtype=dtype, device=self._device)
         return self.missing
 
     def absent(self, gradients: Sequence[FlatGradient]) -> dict[Flat, list[int]]:
@@ -136,7 +136,7 @@ class Norm:
         if self.comm.size > 1 and not self._partitioned:
             told, self.missing = self.missing, None
             if told is None:  # the sums are those of a checkpoint
-                told = torch.full((1,), float(self._any_absent), device=self._device)
+                told = torch.tensor([float(self._any_absent)], device=self._device)
                 self.comm.all_reduce(told, "max", "missing gradients").wait()
             if not is_fake(told):
                 self._any_absent = self.comm.read(told)[0] > 0
