@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,8 @@ def main() -> None:
     seen["live export"] = peak_of(lambda: engine.save_16bit_model(folder / "live", "model.safetensors"))
     engine.close()
     del engine
-    seen["export"] = peak_of(lambda: export(folder / "one", folder / "out"))
+    # What the allocator keeps of other threads comes on top, and differs.
+    seen["export"] = min(peak_of(partial(export, folder / "one", folder / f"out{turn}")) for turn in range(4))
     (folder / "states").mkdir()
     tier = {"device": "nvme", "nvme_path": str(folder / "states")}
     engine = engine_of(

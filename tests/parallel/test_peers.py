@@ -9,6 +9,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -181,6 +182,24 @@ if mode not in ("ends", "ends early"):
 """
 
 
+# Groups one after another, of which the first rank, whose process holds the store, is the last to leave each.
+AGAIN = """
+import time
+import torch, torch.distributed as dist
+from wherry.parallel.topology import find
+
+for turn in range(3):
+    comm = find(timeout=60.0).data
+    total = torch.ones(1)
+    comm.all_reduce(total).wait()
+    assert total.item() == comm.size
+    if comm.rank == 0:
+        time.sleep(0.2)
+    comm.close()
+    assert not dist.is_initialized()
+print("ended well", flush=True)
+"""
+
 # And how many ranks take part in it.
 MODES = {
     "fails": 3, "alike": 2, "uncaught": 2, "dies": 3, "dies in the middle": 2, "late": 3, "other": 2, "groups": 4,
@@ -218,6 +237,22 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outputs]:
         finally:
             for child in itertools.chain(*children.values()):
                 child.kill()
+
+
+def test_a_rank_may_begin_the_next_group_before_another_has_left_the_last(tmp_path: Path) -> None:
+    script = tmp_path / "again.py"
+    script.write_text(AGAIN)
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    with Forks("wherry.parallel.topology", *ENGINE) as forks:
+        logs = [tmp_path / f"{rank}.log" for rank in range(2)]
+        children = []
+        for rank, log in enumerate(logs):
+            with log.open("w") as file:
+                place = environment(**shared, RANK=str(rank), LOCAL_RANK=str(rank))
+                children.append(forks.start([str(script)], stdout=file, stderr=file, env=place, folder=tmp_path))
+        for child in children:
+            child.wait(timeout=60)
+    assert all("ended well" in log.read_text() for log in logs), [log.read_text() for log in logs]
 
 
 def seconds(output: str) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import os
 import pickle
 import threading
 import weakref
@@ -248,6 +249,10 @@ class SoloComm(Comm):
         super().__init__(rank=0, size=1)
 
 
+# What says which ranks meet.
+_PLACE = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+
+
 class _DefaultGroup:
     """torch's default group is the process's: where Wherry started it, the last of its users ends it."""
 
@@ -255,6 +260,8 @@ class _DefaultGroup:
         self.users = 0
         self.started_here = False
         self._starts = 0
+        # Where ranks find each other: for which environment, the store, this rank, and how many there are.
+        self._store: tuple[tuple[int | str | None, ...], dist.Store, int, int] | None = None
         self._ends = False
         self._comms: weakref.WeakSet[ProcessGroupComm] = weakref.WeakSet()
         self._parts: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -265,14 +272,15 @@ class _DefaultGroup:
         # The backend gives up later than we do: its error names no rank.
         patience = timedelta(seconds=timeout + GRACE) if timeout else None
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-        if self._starts == 0:
-            dist.init_process_group(backend, timeout=patience)
-        else:
-            # A launcher's store outlives the group before, whose addresses are in it.
-            options: dict[str, Any] = {"timeout": patience} if patience else {}
-            store, rank, ranks = next(rendezvous("env://", **options))
-            store = dist.PrefixStore(f"wherry/{self._starts}", store)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=patience)
+        options: dict[str, Any] = {"timeout": patience} if patience else {}
+        where = (os.getpid(), *(os.environ.get(name) for name in _PLACE))
+        if self._store is None or self._store[0] != where:
+            self._store = where, *next(rendezvous("env://", **options))
+        # One store for all groups, one after another: had each its own, a rank might meet that of the group before,
+        # which another rank is about to end.
+        _, store, rank, ranks = self._store
+        store = dist.PrefixStore(f"wherry/{self._starts}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=patience)
         self._starts += 1
         self.started_here = True
 
