@@ -84,14 +84,19 @@ def test_no_more_is_held_than_was_in_use_at_once() -> None:
         part.shrink()
 
 
-def test_a_system_that_cannot_move_pages_gives_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_with_idle_pages_and_one_without() -> tuple[Mapped, Mapped]:
     frames = Frames()
     first, second = (frames.elastic(NUMEL, torch.float32, CPU) for _ in range(2))
-    assert isinstance(first, Mapped)
+    assert isinstance(first, Mapped) and isinstance(second, Mapped)
     second.shrink()
     second.trim()
     first.tensor.fill_(1.0)
     first.shrink()
+    return first, second
+
+
+def test_a_system_that_cannot_move_pages_gives_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = one_with_idle_pages_and_one_without()
     monkeypatch.setattr(elastic, "_FIXED", 1 << 30)  # no such flag
     second.grow()
     assert resident(first) == 0 and not second.tensor.any()
@@ -134,13 +139,7 @@ def test_a_mapping_that_was_let_go_of_for_pages_that_did_not_come_is_made_anew()
 
 
 def test_pages_that_could_not_be_moved_are_still_there_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    frames = Frames()
-    first, second = (frames.elastic(NUMEL, torch.float32, CPU) for _ in range(2))
-    assert isinstance(first, Mapped)
-    second.shrink()
-    second.trim()
-    first.tensor.fill_(1.0)
-    first.shrink()
+    first, second = one_with_idle_pages_and_one_without()
 
     def fail(*_: Any) -> None:
         raise MemoryError
