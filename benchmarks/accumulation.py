@@ -1,11 +1,13 @@
 """Accumulation by layer beside step by step: python benchmarks/accumulation.py [--quick] [--path FOLDER].
 
 Stage 3 with parameters and optimizer on disk: the time of a step and the bytes that it reads, for windows of 1 to 16
-micro-batches of one size, in one run; and DeepSpeed, where it is installed. Both have their defaults, which keep as
-many weights in host memory, and of Wherry each order by itself too; with one buffer it keeps none, and what is read in
-a window shows. The limit of a time is that of plain PyTorch with everything in memory, which computes and does nothing
-else; that of the bytes, with one buffer, weights twice and optimizer states once. Bytes are those that Wherry asks the
-disk for; of DeepSpeed, those that the system has counted, which its cache lessens.
+micro-batches of one size, and for some of few tokens, in one run; and DeepSpeed, where it is installed. Few tokens
+are what a window is for where activations have little room, and what shows how weights travel on a machine that
+computes slowly. Both have their defaults, which keep as many weights in host memory, and of Wherry each order by
+itself too; with one buffer it keeps none, and what is read in a window shows. The limit of a time is that of plain
+PyTorch with everything in memory, which computes and does nothing else; that of the bytes, with one buffer, weights
+twice and optimizer states once. Bytes are those that Wherry asks the disk for; of DeepSpeed, those that the system
+has counted, which its cache lessens.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from wherry.observe import bench
 # What a user has who says nothing of the order; and the two that there are.
 DEFAULT, ORDERS = "auto", ("layer_major", "step_major")
 WINDOWS = (1, 2, 4, 8, 16)
+# Tokens of a small micro-batch, and the windows of these.
+FEW_TOKENS, FEW_WINDOWS = 64, (1, 8)
 # Weights of one unit in memory at a time, where DeepSpeed ends in its swapper ("Not enough buffers").
 TIGHT, TIGHT_WINDOWS = ", one buffer", (1, 8)
 PEERS = ("deepspeed",)
@@ -36,27 +40,40 @@ PLAIN = "plain"
 PLACES = tuple(place.name for place in systems.PLACES.values() if place.stage == 3 and not place.mode)
 
 
-def entries_of(model: str, place: str, windows: Sequence[int], peers: Sequence[str], count: int) -> list[Entry]:
+def micro_batch(model: str, tokens: int | None) -> Recipe:
+    """The recipe of one micro-batch: the model's own, or one sequence of so many tokens."""
+    own = MODELS[model]
+    return own if tokens is None else replace(own, batch=1, length=min(tokens, own.length))
+
+
+def entries_of(
+    model: str, place: str, windows: Sequence[int], peers: Sequence[str], count: int, tokens: int | None = None
+) -> list[Entry]:
     found = []
     name = f"wherry-{place}"
+    one = micro_batch(model, tokens)
+    few = "" if tokens is None else f", {one.length} tokens"
     for window in windows:
+        k = f"k={window}{few}"
         # Micro-batches keep their size: a longer window is more samples.
-        recipe = replace(MODELS[model], accumulation=window, batch=MODELS[model].batch * window)
+        recipe = replace(one, accumulation=window, batch=one.batch * window)
         kinds = [(order, replace(recipe, order=order)) for order in ORDERS]
         if systems.PLACES[place].parameters == "nvme" and (window in TIGHT_WINDOWS or len(windows) == 1):
             kinds += [(f"{order}{TIGHT}", replace(kind, persistence=0, in_memory=0)) for order, kind in kinds]
-        found.append(Entry(model, 1, name, count, recipe=replace(recipe, order=DEFAULT), label=f"{name} k={window}"))
+        found.append(Entry(model, 1, name, count, recipe=replace(recipe, order=DEFAULT), label=f"{name} {k}"))
         for words, kind in kinds:
-            found.append(Entry(model, 1, name, count, recipe=kind, label=f"{name} {words} k={window}"))
-        found.append(Entry(model, 1, PLAIN, count, recipe=recipe, label=f"{PLAIN} k={window}"))
+            found.append(Entry(model, 1, name, count, recipe=kind, label=f"{name} {words} {k}"))
+        found.append(Entry(model, 1, PLAIN, count, recipe=recipe, label=f"{PLAIN} {k}"))
         for peer in (f"{name}-{place}" for name in peers if name != "none"):
-            found.append(Entry(model, 1, peer, count, recipe=recipe, label=f"{peer} k={window}"))
+            found.append(Entry(model, 1, peer, count, recipe=recipe, label=f"{peer} {k}"))
     return found
 
 
 def rows_of(entry: Entry, turns: Sequence[Turn]) -> list[bench.Row]:
     """A row for the time of a step, and one for the bytes read from the disk in one, if any are."""
-    case = {"model": entry.model, "dtype": entry.recipe.dtype, "window": entry.recipe.accumulation}
+    recipe = entry.recipe
+    tokens = recipe.batch // recipe.accumulation * recipe.length
+    case = {"model": entry.model, "dtype": recipe.dtype, "window": recipe.accumulation, "tokens": tokens}
     time, read = case | {"measure": "step"}, case | {"measure": "read"}
     if entry.reason is not None:
         rows = [
@@ -68,8 +85,8 @@ def rows_of(entry: Entry, turns: Sequence[Turn]) -> list[bench.Row]:
             bench.row(time, entry.label, "s", steps.repeats_of(turns), losses=turns[0].losses),
             bench.row(read, entry.label, "B", [turn.read_bytes / entry.steps for turn in turns]),
         ]
-        if entry.recipe.in_memory == 0 and rows[1]["value"]:
-            rows[1]["of_limit"] = least_read(entry.system, entry.recipe) / rows[1]["value"]
+        if recipe.in_memory == 0 and rows[1]["value"]:
+            rows[1]["of_limit"] = least_read(entry.system, recipe) / rows[1]["value"]
     return rows[:1] if entry.system == PLAIN else rows
 
 
@@ -83,11 +100,15 @@ def least_read(system: str, recipe: Recipe) -> float:
 
 def limit(rows: Sequence[bench.Row]) -> None:
     """What part of the speed of plain PyTorch each step has."""
-    plain = {row["case"]["window"]: row["value"] for row in rows if row["system"].startswith(f"{PLAIN} ")}
+    plain = {_window(row): row["value"] for row in rows if row["system"].startswith(f"{PLAIN} ")}
     for row in rows:
-        whole = plain.get(row["case"]["window"])
+        whole = plain.get(_window(row))
         if whole and row["value"] and row["case"]["measure"] == "step":
             row["of_limit"] = whole / row["value"]
+
+
+def _window(row: Mapping[str, Any]) -> tuple[int, int]:
+    return row["case"]["window"], row["case"]["tokens"]
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -112,6 +133,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--place", choices=PLACES, default="3-nvme", help="where states rest (default: 3-nvme)")
     parser.add_argument("--windows", type=bench.positives, default=list(WINDOWS), help="micro-batches in a window")
     parser.add_argument(
+        "--few-windows",
+        type=lambda text: [] if text == "none" else bench.positives(text),
+        default=list(FEW_WINDOWS),
+        help=f"micro-batches of {FEW_TOKENS} tokens in a window, or none (default: 1,8)",
+    )
+    parser.add_argument(
         "--peers", type=bench.listed((*PEERS, "none")), default=list(PEERS), help="deepspeed (default) or none"
     )
     parser.add_argument("--path", default=".", help="a folder on the disk for states there (the current one)")
@@ -124,6 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = bench.Results("accumulation", options, settings)
     for model in options.models:
         entries = entries_of(model, options.place, options.windows, options.peers, count)
+        entries += entries_of(model, options.place, options.few_windows, options.peers, count, FEW_TOKENS)
         turns = bench.interleave({str(entry): entry.take for entry in entries}, rounds, "accumulation windows")
         rows = []
         for entry in entries:
@@ -139,16 +167,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _check_losses(entries: Sequence[Entry], turns: Mapping[str, Sequence[Turn | None]]) -> None:
     """Both orders must have trained the same model."""
-    for window in dict.fromkeys(entry.recipe.accumulation for entry in entries):
+    for window, length in dict.fromkeys((entry.recipe.accumulation, entry.recipe.length) for entry in entries):
         seen = [
             statistics.fmean(turn.losses)
             for entry in entries
-            if entry.recipe.accumulation == window and entry.recipe.order and entry.system != PLAIN
+            if (entry.recipe.accumulation, entry.recipe.length) == (window, length)
+            and entry.recipe.order
+            and entry.system != PLAIN
             for turn in turns[str(entry)]
             if turn is not None
         ]
         if seen and max(seen) - min(seen) > systems.SAME_LOSS * abs(seen[0]):
-            raise SystemExit(f"accumulation: at k={window} the orders have different losses: {seen}")
+            raise SystemExit(
+                f"accumulation: at k={window} with {length} tokens a sequence "
+                f"the orders have different losses: {seen}"
+            )
 
 
 if __name__ == "__main__":
