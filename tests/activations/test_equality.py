@@ -41,7 +41,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "contiguous and offload": {
         "contiguous_memory_optimization": True, "cpu_checkpointing": True, "offload_min_bytes": 1
     },
-    "auto, scarce": {"policy": "auto", "memory": 20_000},
+    "auto, scarce": {"policy": "auto", "memory": "20000B"},
     "auto, nothing": {"policy": "auto", "memory": 0, "cpu_checkpointing": True, "offload_min_bytes": 1},
     "synchronized": {"policy": "recompute", "synchronize_checkpoint_boundary": True, "profile": True},
 }

@@ -281,7 +281,7 @@ def test_never_printing():
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("3GB", 3 * 10**9), ("512MiB", 512 * 2**20), ("1.5 KB", 1500), ("7", 7), (4e9, 4 * 10**9), ("2g", 2 * 10**9)],
+    [("3GB", 3 * 10**9), ("512MiB", 512 * 2**20), ("1.5 KB", 1500), ("7B", 7), (2e5, 200_000), ("2g", 2 * 10**9)],
 )
 def test_bytes(text, count):
     assert load({"wherry": {"host_memory": text}}).wherry.host_memory == count

@@ -186,6 +186,10 @@ def test_bytes_are_read() -> None:
     assert parse_bytes("24 GiB", "--device-memory") == 24 * 2**30
     with pytest.raises(WherryError, match=r"--device-memory: expected bytes.*got '3XB'"):
         parse_bytes("3XB", "--device-memory")
+    for few in ("5", " 24576 ", "99e3"):
+        with pytest.raises(WherryError, match=rf"--device-memory: expected bytes.* write {few.strip()}GB or .*MB"):
+            parse_bytes(few, "--device-memory")
+    assert [parse_bytes(text, "--disk") for text in ("5B", "0.5KB", "100000")] == [5, 500, 100_000]
 
 
 def test_numbers_are_printed_for_people() -> None:

@@ -68,11 +68,11 @@ def test_too_little_host_memory_is_found_before_training(tmp_path: Path, monkeyp
         start(advised, blocks=12)
     # With fewer buffers fewer gradients wait, too.
     with pytest.raises(HostMemoryError) as caught:
-        start(offload("disk-3", tmp_path, "in_backward") | {"wherry": {"host_memory": 1}}, blocks=12)
+        start(offload("disk-3", tmp_path, "in_backward") | {"wherry": {"host_memory": "1B"}}, blocks=12)
     assert caught.value.missing == 4 * numel + 2 * state + 5 * 4 * block.numel - 1
     # State that is not offloaded is in memory all the while: the root's, and that of the blocks that fill the half.
     kept = offload("disk-3", tmp_path, "before_use", optimizer={"ratio": 0.5})
-    kept["wherry"]["host_memory"] = 1
+    kept["wherry"]["host_memory"] = "1B"
     with pytest.raises(HostMemoryError) as caught:
         start(kept, blocks=12)
     half = sum(layout.payload for layout in (root, *blocks)) // 2
@@ -95,7 +95,7 @@ def test_weights_that_stay_in_memory_need_no_room_on_the_disk(
 def test_the_copies_of_delayed_updates_are_counted() -> None:
     """Beside 16 bytes a parameter: the gradients that a late update reads, and the weights that it has written."""
     with pytest.raises(HostMemoryError) as caught:
-        start({"wherry": {"host_memory": 50_000, "update_policy": "delayed"}})
+        start({"wherry": {"host_memory": "50000B", "update_policy": "delayed"}})
     layouts = layouts_of()
     numel, state = sum(layout.numel for layout in layouts), sum(map(updated, layouts))
     assert caught.value.missing == 12 * numel + 12 * state - 50_000
@@ -113,7 +113,7 @@ def test_states_on_one_disk_have_to_fit_together(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(disk, "_free", lambda folder: 0)
     with pytest.raises(DiskSpaceError, match=r'fit: "offload_optimizer": .* and "offload_param": '):
         start(offload("infinity", tmp_path, "at_step"))
-    own = {"wherry": {"host_memory": 1}}
+    own = {"wherry": {"host_memory": "1B"}}
     with pytest.raises(DiskSpaceError, match=r"place less on the disk$"):
         start(offload("infinity", tmp_path, "at_step") | own)
 

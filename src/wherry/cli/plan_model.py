@@ -97,8 +97,8 @@ def _check_flags(arguments: argparse.Namespace) -> None:
     for flag, value, least in (("--gpus", arguments.gpus, 0), ("--nodes", arguments.nodes, 1)):
         if value is not None and value < least:
             raise WherryError(f"{flag}: expected {least} or more, got {value}")
-    if arguments.again and (arguments.machine or arguments.dry_run):
-        other = "--machine" if arguments.machine else "--dry-run"
+    if arguments.again and (arguments.machine is not None or arguments.dry_run):
+        other = "--machine" if arguments.machine is not None else "--dry-run"
         raise WherryError(f"--again: measures this machine, which {other} does not ask about; leave one of them out")
     for flag, path in (("--html", arguments.html), ("-o", arguments.output)):
         if path is not None and not Path(path).parent.is_dir():
@@ -110,7 +110,7 @@ def _check_flags(arguments: argparse.Namespace) -> None:
 
 
 def _ranks(arguments: argparse.Namespace) -> int | None:
-    return parse_count(arguments.ranks, "--ranks") if arguments.ranks else None
+    return parse_count(arguments.ranks, "--ranks") if arguments.ranks is not None else None
 
 
 def _grid(arguments: argparse.Namespace) -> Grid:
@@ -125,7 +125,7 @@ def _grid(arguments: argparse.Namespace) -> Grid:
 
 def _base(arguments: argparse.Namespace, config: Config) -> Machine:
     """The machine that is asked about, without what is said of it in numbers."""
-    if arguments.machine:
+    if arguments.machine is not None:
         return known(arguments.machine)
     from wherry.plan import probe
 
@@ -298,7 +298,7 @@ def _dry_run(arguments: argparse.Namespace, source: Source, config: Config, grid
 
 def _ranks_to_run(arguments: argparse.Namespace, grid: Grid) -> int:
     """Those of the machine that is meant; where none is, as few as hold the model together."""
-    gpus = known(arguments.machine).gpus if arguments.machine else 0
+    gpus = known(arguments.machine).gpus if arguments.machine is not None else 0
     gpus = gpus if arguments.gpus is None else arguments.gpus
     return max(grid.size, max(1, gpus) * (arguments.nodes or 1))
 
@@ -307,7 +307,7 @@ def _has_gpus(arguments: argparse.Namespace) -> bool:
     """Whether the machine that is meant has a device apart from the host."""
     if arguments.gpus is not None:
         return bool(arguments.gpus)
-    if arguments.machine:
+    if arguments.machine is not None:
         return known(arguments.machine).gpus > 0
     import torch
 

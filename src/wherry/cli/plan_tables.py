@@ -36,8 +36,10 @@ def by_params(arguments: argparse.Namespace) -> int:
     precision, optimizer = arguments.precision or "bf16", arguments.optimizer or "adamw"
     cost = Cost.of(precision, optimizer)
     counts = _list(arguments.params, "--params", parse_count)
-    ranks = _list(arguments.ranks or RANKS, "--ranks", parse_count)
-    limit = parse_bytes(arguments.device_memory, "--device-memory") if arguments.device_memory else None
+    ranks = _list(RANKS if arguments.ranks is None else arguments.ranks, "--ranks", parse_count)
+    limit = None
+    if arguments.device_memory is not None:
+        limit = parse_bytes(arguments.device_memory, "--device-memory")
     tables = {
         count: {n: [states(count, Placement.of_stage(stage), n, cost) for stage in STAGES] for n in ranks}
         for count in counts

@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from pydantic.fields import FieldInfo
 
 from wherry.config.problems import shown
+from wherry.config.sizes import unit_missing
 
 
 class Block(BaseModel):
@@ -165,6 +166,13 @@ def _bytes(value: Any) -> int:
     raise ValueError(f'expected bytes, as a number or like "3GB" or "512MiB", got {shown(value)}')
 
 
+def _memory(value: Any) -> int:
+    count = _bytes(value)
+    if missing := unit_missing(count, value):
+        raise ValueError(f'expected bytes, as a number or like "3GB" or "512MiB", got {shown(value)}{missing}')
+    return count
+
+
 _DTYPES = {"half": "fp16", "float16": "fp16", "bfloat16": "bf16", "float": "fp32", "float32": "fp32"}
 
 
@@ -208,6 +216,7 @@ Text = Annotated[str, BeforeValidator(_text)]
 Bytes = Annotated[
     int, BeforeValidator(_bytes), WithJsonSchema({"anyOf": [{"type": "integer"}, {"type": "string"}]})
 ]
+Memory = Annotated[int, BeforeValidator(_memory), WithJsonSchema({"anyOf": [{"type": "integer"}, {"type": "string"}]})]
 Dtype = Annotated[Literal["fp16", "bf16", "fp32"], BeforeValidator(_dtype)]
 EverySteps = Annotated[int | None, BeforeValidator(_every_steps), WithJsonSchema({"type": "number"})]
 Folders = Annotated[

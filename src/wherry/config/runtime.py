@@ -12,6 +12,7 @@ from wherry.config.fields import (
     Flag,
     Folders,
     Integer,
+    Memory,
     Number,
     Text,
     block,
@@ -57,7 +58,7 @@ class ActivationCheckpointing(Block):
     cpu_checkpointing: Flag = key(False, "Keep activation checkpoints in host memory.")
     nvme_path: Folders | None = key(None, "Folder, or list of folders: keep activation checkpoints on disk.")
     offload_min_bytes: Bytes = key(1 << 20, "What is smaller stays on the device.", ge=1)
-    memory: Bytes | None = key(
+    memory: Memory | None = key(
         None, 'Device memory that `auto` may leave to activations: bytes, or like "3GB". Unset: what is free.', ge=0
     )
     contiguous_memory_optimization: Flag = key(
@@ -218,7 +219,7 @@ class Own(Block):
         "fp32", "The type of the optimizer's moments. bf16 and int8 lose precision."
     )
     timeout_s: Number = key(600.0, "Seconds after which a rank that did not arrive at a collective is an error.", gt=0)
-    host_memory: Bytes | None = key(
+    host_memory: Memory | None = key(
         None,
         'Host memory that training states may take on this machine, all its ranks together: bytes, or like "3GB". Not '
         "given: what is free. Plans keep to it, too.",

@@ -6,6 +6,7 @@ import re
 from decimal import Decimal
 from fractions import Fraction
 
+from wherry.config.sizes import unit_missing
 from wherry.errors import WherryError
 
 GB = 10**9
@@ -32,7 +33,11 @@ def parse_bytes(text: str, flag: str) -> int:
     >>> parse_bytes("32GiB", "--device-memory")
     34359738368
     """
-    return _parse(text, flag, _BYTES, "([KMGT]?I?)B?", "bytes, like 32GB or 24GiB")
+    expected = "bytes, like 32GB or 24GiB"
+    count = _parse(text, flag, _BYTES, "([KMGT]?I?)B?", expected)
+    if missing := unit_missing(count, text):
+        raise WherryError(f"{flag}: expected {expected}, got {text.strip()!r}{missing}")
+    return count
 
 
 def _parse(text: str, flag: str, units: dict[str, int], suffix: str, expected: str) -> int:

@@ -182,7 +182,7 @@ def _open(
 def _bytes(size: str | int | None) -> int:
     if size is None:
         return sys.maxsize
-    return parse_bytes(str(size), "max_shard_size")
+    return parse_bytes(f"{size}B" if isinstance(size, int) else size, "max_shard_size")
 
 
 def _shards(entries: dict[str, Entry], size: int) -> Iterator[list[str]]:
