@@ -15,6 +15,15 @@ using wherry::FloatEnvironment;
 using wherry::Job;
 using wherry::Pool;
 
+// Measured: docs/decisions.md, "The distance of prefetches is the processor's".
+const int64_t prefetch_ahead = [] {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_is("amd")) return 384;
+#endif
+  return 1024;
+}();
+
 namespace {
 
 // Python holds jobs through this; the pool holds them too while they run.

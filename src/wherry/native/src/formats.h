@@ -5,15 +5,15 @@
 
 namespace {
 
-constexpr int64_t AHEAD = 1024;  // bytes of prefetch on a 4-byte stream, half of it on a 2-byte one
-
 // One turn of a loop reads STEP elements: a line of a 2-byte stream, two of a 4-byte one.
 inline void prefetch_floats(const void* base, int64_t i) {
   const float* p = static_cast<const float*>(base) + i;
-  prefetch(p, AHEAD);
-  prefetch(p, AHEAD + 64);
+  prefetch(p, prefetch_ahead);
+  prefetch(p, prefetch_ahead + 64);
 }
-inline void prefetch_words(const void* base, int64_t i) { prefetch(static_cast<const uint16_t*>(base) + i, AHEAD / 2); }
+inline void prefetch_words(const void* base, int64_t i) {
+  prefetch(static_cast<const uint16_t*>(base) + i, prefetch_ahead / 2);
+}
 
 template <int KIND> struct Format;
 

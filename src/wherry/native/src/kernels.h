@@ -33,6 +33,9 @@ constexpr int64_t BLOCK = 256;
 // Elements of one turn of a kernel's loop, a multiple of every vector width: sums have this many lanes.
 constexpr int64_t STEP = 32;
 
+// How far ahead of its loop a kernel asks for memory: bytes of a 4-byte stream, half of it of a 2-byte one.
+extern const int64_t prefetch_ahead;
+
 // These two are filled in by Python: their layout is part of the interface.
 struct Segment {
   int64_t numel;
