@@ -27,7 +27,7 @@ from torch import nn
 import wherry
 from wherry.dryrun import Line
 from wherry.errors import PeerError, WherryError
-from wherry.parallel import gloo
+from wherry.parallel import gloo, merged
 from wherry.parallel.comm import ProcessGroupComm
 from wherry.parallel.peers import _left
 
@@ -172,6 +172,30 @@ def exchange(rank: int) -> None:
     assert comm.traffic.calls == {"all_gather": 6, "reduce_scatter": 6}
     assert not comm.under_way
     comm.close()
+
+
+def exchange_nothing(rank: int) -> None:
+    comm = ProcessGroupComm()
+    for numels in ((0,), (0, 0), (0, 4), (4, 0)):
+        wholes = [torch.arange(float(comm.size * numel)) for numel in numels]
+        shards = [torch.full((numel,), float("nan")) for numel in numels]
+        parts = [whole.view(comm.size, numel)[rank].clone() for whole, numel in zip(wholes, numels, strict=True)]
+        merged.reduce_scatter(comm, shards, [whole.clone() for whole in wholes], "").wait()
+        assert all(torch.equal(shard, comm.size * part) for shard, part in zip(shards, parts, strict=True))
+        gathered = [torch.full_like(whole, float("nan")) for whole in wholes]
+        merged.all_gather(comm, gathered, parts, "").wait()
+        assert all(map(torch.equal, gathered, wholes))
+    comm.close()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_is_empty_travels_too(pool: Pool, ranks: int) -> None:
+    several = pool if ranks == RANKS else Pool(ranks)
+    try:
+        several.run(exchange_nothing)
+    finally:
+        if several is not pool:
+            several.close()
 
 
 class Narrow(Stack):

@@ -85,7 +85,7 @@ def buffers(whole: torch.Tensor) -> bool:
 
 def reduce_scatter(shard: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> Works:
     """Begin to bring what every rank has of this rank's part; the sum is there after the wait."""
-    parts = whole.view(group.size(), -1)
+    parts = whole.view(group.size(), shard.numel())
     mine = parts[group.rank()]
     if not buffers(whole):
         return Works([group.allreduce([whole])], lambda: _unless_same(shard, mine))
@@ -95,7 +95,7 @@ def reduce_scatter(shard: torch.Tensor, whole: torch.Tensor, group: dist.Process
         return Works([_swap(received, theirs, group)], lambda: torch.add(mine, received, out=shard.view(-1)))
 
     def add_up() -> None:
-        first, second, *others = received.view(-1, shard.numel()).unbind()
+        first, second, *others = received.view(group.size(), shard.numel()).unbind()
         torch.add(first, second, out=shard)
         for other in others:
             shard.add_(other)

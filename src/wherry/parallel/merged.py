@@ -51,7 +51,7 @@ def all_gather(comm: Comm, wholes: Sequence[torch.Tensor], shards: Sequence[torc
     def finish() -> None:
         ticket.wait()
         for whole, column in zip(wholes, _columns(everything, wholes, comm.size), strict=True):
-            whole.view(comm.size, -1).copy_(column)
+            whole.view(column.shape).copy_(column)
 
     return CallbackTicket(finish, ticket.done)
 
@@ -62,7 +62,7 @@ def reduce_scatter(comm: Comm, shards: Sequence[torch.Tensor], wholes: Sequence[
         return comm.reduce_scatter(shards[0], wholes[0], label)
     everything = wholes[0].new_empty(sum(whole.numel() for whole in wholes))
     for whole, column in zip(wholes, _columns(everything, wholes, comm.size), strict=True):
-        column.copy_(whole.view(comm.size, -1))
+        column.copy_(whole.view(column.shape))
     mine = everything.new_empty(everything.numel() // comm.size)
     ticket = comm.reduce_scatter(mine, everything, label)
 
@@ -91,7 +91,7 @@ def all_reduce(comm: Comm, tensors: Sequence[torch.Tensor], label: str) -> Ticke
 
 def _columns(everything: torch.Tensor, wholes: Sequence[torch.Tensor], ranks: int) -> Iterator[torch.Tensor]:
     """Where each whole lies in a buffer that has first what is rank 0's of all of them, then what is rank 1's."""
-    table, start = everything.view(ranks, -1), 0
+    table, start = everything.view(ranks, everything.numel() // ranks), 0
     for whole in wholes:
         width = whole.numel() // ranks
         yield table[:, start : start + width]
