@@ -381,16 +381,16 @@ def test_gathers_that_were_begun_are_waited_for_when_an_update_fails(
     waited: list[Ticket] = []
     begun: list[Ticket] = []
 
-    def gathers(batch: Any, comm: Any) -> list[Ticket]:
+    def gathers(batch: Any, comm: Any, tickets: list[Ticket]) -> None:
         begun.append(Noted())
-        return begun[-1:]
+        tickets.append(begun[-1])
 
     def fail(*_: Any) -> Ticket:
         raise OSError("a bad kernel")
 
     engine, *_ = begin("offload-2", tmp_path, policy)
     updater = engine._updater
-    monkeypatch.setattr(updater._departures, "_gathers", gathers)
+    monkeypatch.setattr(updater._departures, "_begin", gathers)
     monkeypatch.setattr(updater.batches[2].rule, "update", fail)
     engine.backward(engine(*token_batch(0, 0, 0)))
     with pytest.raises(WherryError, match="a bad kernel"):

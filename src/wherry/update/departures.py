@@ -29,8 +29,7 @@ class Departure(Ticket):
         self._error: BaseException | None = None
         self._event = threading.Event()
 
-    def leave(self, tickets: list[Ticket]) -> None:
-        self.tickets = tickets
+    def leave(self) -> None:
         self._event.set()
 
     def fail(self, error: BaseException) -> None:
@@ -110,7 +109,8 @@ class Departures:
             if starter.stopped is not None:
                 raise starter.stopped
             with torch.no_grad():
-                departure.leave(self._gathers(batch, self.beside))
+                self._begin(batch, self.beside, departure.tickets)
+            departure.leave()
         except BaseException as error:
             if starter.stopped is None:
                 starter.stopped = error
@@ -120,7 +120,9 @@ class Departures:
     def set_out(self, batch: Batch) -> None:
         """The update of a batch has ended, and what was promised after it has been kept."""
         departure = self.promised.pop(batch, None)
-        self.arriving[batch] = self._gathers(batch, self._comm) if departure is None else departure.tickets
+        self.arriving[batch] = tickets = [] if departure is None else departure.tickets
+        if departure is None:
+            self._begin(batch, self._comm, tickets)
 
     def arrive(self, batch: Batch) -> None:
         """Its weights are whole on every rank."""
@@ -140,13 +142,11 @@ class Departures:
         with suppress(Exception):
             TicketGroup([ticket for tickets in begun for ticket in tickets]).wait()
 
-    def _gathers(self, batch: Batch, comm: Comm) -> list[Ticket]:
-        parcels = self._parcels[batch]
-        return [self._gather(flats, comm) for flats in parcels] if parcels else []
-
-    def _gather(self, flats: list[Flat], comm: Comm) -> Ticket:
-        wholes, shards = [flat.whole for flat in flats], [flat.shard_memory for flat in flats]
-        return merged.all_gather(comm, wholes, shards, merged.name_of(flats))
+    def _begin(self, batch: Batch, comm: Comm, tickets: list[Ticket]) -> None:
+        """Begin a batch's gathers. Where one cannot begin, those before it are among `tickets`, to be waited for."""
+        for flats in self._parcels[batch]:
+            wholes, shards = [flat.whole for flat in flats], [flat.shard_memory for flat in flats]
+            tickets.append(merged.all_gather(comm, wholes, shards, merged.name_of(flats)))
 
     def close(self) -> None:
         try:
