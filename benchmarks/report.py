@@ -53,10 +53,6 @@ def _seconds(value: float) -> str:
     return f"{1e3 * value:,.1f} ms" if abs(value) < 1 else f"{value:,.2f} s"
 
 
-def _losses(difference: float) -> str:
-    return "same" if difference <= systems.SAME_LOSS else f"{difference:.0e} off"
-
-
 def _per_parameter(row: Row) -> str:
     value = row.get("per_parameter")
     if value is None:
@@ -71,7 +67,7 @@ def _states_a_second(row: Row) -> str:
 
 
 _TOKENS = Column("tokens/s", _of("tokens_per_s", _count))
-_LOSSES = Column("losses", _of("loss_difference", _losses))
+_LOSSES = Column("losses", _of("loss_difference", systems.loss_words))
 _BOUND = Column("bound by", _of("bound_by", str))
 _GPU = (
     _TOKENS,
@@ -107,14 +103,18 @@ SECTIONS: dict[str, Section] = {
         "an update of the same streams without arithmetic, on the same threads in the same run",
         (Column("moves", _of("gbps", lambda value: f"{value:.1f} GB/s")),),
     ),
-    "disk": Section("Disk", "Bytes a second of reading, writing and both at once.", "fio's speed on the same file"),
+    "disk": Section(
+        "Disk",
+        "Bytes a second of reading, writing and both at once.",
+        "fio's speed on the same file, with its buffers on small pages where no huge ones are reserved",
+    ),
     "overhead": Section(
         "Overhead of an engine",
         "Four layers of width 64 on one core for each rank. `over plain` is what a system adds to a step of plain "
         "PyTorch with fused AdamW: what is above the limit.",
         "plain PyTorch with fused AdamW on the same core",
         (
-            Column("losses", _of("loss_difference", _losses)),
+            _LOSSES,
             Column("calls of Python above plain", _of("python_calls_over_plain", _count)),
         ),
     ),
@@ -136,6 +136,7 @@ SECTIONS: dict[str, Section] = {
     "forecast": Section(
         "Predicted and measured",
         "What `wherry plan` says a step takes, and what it takes.",
+        "of memory, an empty process and the states by the published formula",
         columns=(
             Column("predicted", _of("predicted_s", _seconds)),
             Column("off", _of("off", lambda value: f"{100 * value:+.0f}%")),
@@ -278,14 +279,15 @@ def _conditions(result: Mapping[str, Any], section: Section) -> str:
     named = ", ".join(f"{name} {version}" for name, version in versions.items() if version != "not installed")
     lines = [
         f"[{result['file']}](../benchmarks/results/{result['file']}), {result['date'][:10]}: {machine['cpu']}, "
-        f"{machine['cores']} cores, {memory}{gpu}; {named}."
+        f"{machine['cores']} cores, {memory}{gpu}{named and f'; {named}'}."
     ]
     if load.get("idle") is False:
         lines.append("**Others were at work on the machine: the figures are noisy.**")
     elif load.get("idle") is None:
         lines.append("Whether others were at work on the machine was not recorded.")
     if result.get("seconds"):
-        lines.append(f"It took {result['seconds'] / 60:.0f} minutes.")
+        minutes = max(1, round(result["seconds"] / 60))
+        lines.append(f"It took {minutes} minute{'s' * (minutes > 1)}.")
     if not result["complete"]:
         lines.append("**The run was ended before it was complete.**")
     if result["quick"]:

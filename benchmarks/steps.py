@@ -196,7 +196,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
                     bench.spread_words(row),
                     f"{row['tokens_per_s']:,.0f}",
                     f"{peaks[model, ranks, row['system']]['value'] / 1e6:,.0f}",
-                    loss_words(row["loss_difference"]),
+                    systems.loss_words(row["loss_difference"]),
                     bench.ratio_words(row, "ddp"),
                     bench.ratio_words(row, _peer(row["system"])),
                 ]
@@ -211,12 +211,6 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
 
 def _place(row: Mapping[str, Any]) -> tuple[str, int]:
     return row["case"]["model"], row["case"]["ranks"]
-
-
-def loss_words(difference: float | None) -> str:
-    if difference is None:
-        return "?"
-    return "same" if difference <= systems.SAME_LOSS else f"{difference:.0e} off"
 
 
 def _peer(system: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,8 @@ Result = Mapping[str, Any]
 
 # What a peer without a placement in its name stands beside.
 _BESIDE = {"plain": "0", "ddp": "0", "fsdp2": "3", "fsdp2-cpu": "3-cpu"}
-_BESIDE |= {f"deepspeed-3-{mode}": "3-cpu" for mode in ("super", "reflow")}
+# On one device their weights are whole there.
+_BESIDE |= {f"deepspeed-3-{mode}": "2-cpu" for mode in ("super", "reflow")}
 # Other work than the peers': gradients one step old, and the system's cache in the place of the disk.
 _OTHER_WORK = ("delayed", "buffered")
 # An import that puts off its work is not one beside those that do it.
@@ -210,17 +212,17 @@ def _ahead(results: Sequence[Result], titles: Mapping[str, str]) -> str:
         absent |= dict.fromkeys(_absent(result))
         if not found:
             continue
-        ratios = sorted(ratio for _, ratio in found)
+        ratios = [ratio for _, ratio in found]
         count = sum(ratio >= 1 for ratio in ratios)
         title = titles[result["benchmark"]]
-        middle = times_words(ratios[len(ratios) // 2])
+        middle = times_words(statistics.median(ratios))
         lines.append(f"| {title} | {len(ratios)} | {count} | {middle} | {_link(result)} |")
         behind += _behind(title, result["benchmark"], found)
     shown = ["\n".join(lines)]
     shown.append("Behind in:\n\n" + "\n".join(behind) if behind else "Behind in none of them.")
-    beside_ddp = sorted(ratio for result in results for ratio in _of_ddp(result))
+    beside_ddp = [ratio for result in results for ratio in _of_ddp(result)]
     if beside_ddp:
-        count, middle = sum(ratio >= 1 for ratio in beside_ddp), times_words(beside_ddp[len(beside_ddp) // 2])
+        count, middle = sum(ratio >= 1 for ratio in beside_ddp), times_words(statistics.median(beside_ddp))
         shown.append(
             "DDP has everything on every rank and partitions nothing. Beside it stage 0, which does the same, is ahead "
             f"in {count} of {len(beside_ddp)} rows, with a median of {middle}."

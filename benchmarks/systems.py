@@ -415,6 +415,13 @@ def _deepspeed_has(mode: str) -> bool:
     return options.is_file() and f"{mode}:" in options.read_text()
 
 
+def loss_words(difference: float | None) -> str:
+    """How losses compare with those of plain PyTorch."""
+    if difference is None:
+        return "?"
+    return "same" if difference <= SAME_LOSS else f"{difference:.0e} off"
+
+
 def remove_dead_locks() -> None:
     """DeepSpeed compiles at first use, under a lock that stays when its process is killed: all others then wait."""
     import psutil

@@ -179,7 +179,9 @@ def test_a_page_from_a_file():
     assert "- `fsdp2` could not run: it is not here" in text
     assert "No file holds these yet: Host optimizers (`wherry bench adam`), Disk (`wherry bench disk`), " in text
     assert "Training steps (`" not in text
-    assert "Others were at work" in text and "A CPU, 2 cores, 16 GiB; torch 2." in text and "took 4 minutes" in text
+    assert "Others were at work" in text and "A CPU, 2 cores, 16 GiB; torch 2." in text and "took 4 minutes." in text
+    short, _ = report.page([result_of("steps", rows, versions={}, seconds=70.0)])
+    assert "A CPU, 2 cores, 16 GiB. **Others" in short and "took 1 minute." in short
     (plot,) = drawn.values()
     assert plot.count("<rect") == 1 + 3 and "220.0 ms" in plot
     assert list(drawn) == ["steps-x.svg"]
@@ -197,6 +199,8 @@ def test_a_peer_stands_beside_what_does_the_same():
     assert times("fsdp2-cpu", ("wherry-2-cpu at_step", 0.1), ("wherry-3-cpu at_step", 0.5)) == 2.0
     offload = ("wherry-3-nvme at_step", 0.5), ("wherry-3-nvme before_use", 0.25), ("wherry-3-nvme delayed", 0.1)
     assert times("deepspeed-3-nvme", *offload) == 4.0  # late updates are not the same work
+    on_device = ("wherry-2-cpu before_use", 0.5), ("wherry-3-cpu before_use", 0.1)
+    assert times("deepspeed-3-super", *on_device) == 2.0  # its weights stay on the device
     assert times("deepspeed-3-nvme k=8", ("wherry-3-nvme layer_major k=8", 0.5), ("wherry-2 k=8", 0.1)) == 2.0
     assert times("fio", ("wherry", 0.5), ("wherry threads", 0.25), ("wherry buffered", 0.1)) == 2.0
     assert times("deepspeed", ("wherry", 0.001), ("wherry, engine", 0.5), measure="import") == 2.0
@@ -217,7 +221,7 @@ def test_the_first_minute_tells_what_is_reached_and_what_is_not(tmp_path):
     link = "[offload_step-x](../benchmarks/results/offload_step-x.json), noisy"
     assert f"beside DeepSpeed's | 2× | 1.25× to 2.50× | 1 of 2 | {link} |" in text and "old.json" not in text
     assert "| fp32 host optimizer, beside DeepSpeed's | 1.1× | not measured | | |" in text
-    assert f"| Steps with states on host and disk | 4 | 2 | 1.25× | {link} |" in text
+    assert f"| Steps with states on host and disk | 4 | 2 | 0.88× | {link} |" in text
     assert "`fsdp2-cpu`: step, 10m (0.50×); step, 125m (0.25×)" in text
     assert "- `deepspeed-3`: not here" in text
 
