@@ -26,10 +26,10 @@ FIRST_TOKENS = 16
 
 @dataclass(frozen=True)
 class Way:
-    """How an engine comes to be: the title people know it by, the package it needs, and what is done."""
+    """How an engine comes to be: the title people know it by, the module it is in, and what is done."""
 
     title: str
-    package: str
+    module: str
     build: Callable[[Recipe, str], Any]
     loads: bool = False
 
@@ -70,7 +70,7 @@ def _meta(recipe: Recipe, file: str) -> Any:
     return _wherry(model, recipe)
 
 
-def _fsdp2_meta(recipe: Recipe, file: str) -> Any:
+def _fsdp2_empty(recipe: Recipe) -> Any:
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -83,6 +83,11 @@ def _fsdp2_meta(recipe: Recipe, file: str) -> Any:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     model.to_empty(device="cpu")
+    return model
+
+
+def _fsdp2_meta(recipe: Recipe, file: str) -> Any:
+    model = _fsdp2_empty(recipe)
     for module in model.modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
@@ -113,12 +118,37 @@ def _deepspeed_init(recipe: Recipe, file: str) -> Any:
     return _deepspeed_engine(model, recipe)
 
 
-def _plain_load(recipe: Recipe, file: str) -> Any:
+def _loaded(recipe: Recipe, file: str) -> nn.Module:
+    """As transformers loads a model: on the meta device, which takes the tensors of the file as they are."""
+    import torch
     from safetensors.torch import load_file
 
-    model = recipe.model()
-    model.load_state_dict(load_file(file), strict=False)  # a tied head is in the file once
+    with torch.device("meta"):
+        model = recipe.model()
+    model.load_state_dict(load_file(file), strict=False, assign=True)  # a tied head is in the file once
+    model.head.weight = model.tokens.weight
+    return model
+
+
+def _plain_load(recipe: Recipe, file: str) -> Any:
+    model = _loaded(recipe, file)
     return model, systems.adamw(model.parameters())
+
+
+def _fsdp2_load(recipe: Recipe, file: str) -> Any:
+    from safetensors.torch import load_file
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    model = _fsdp2_empty(recipe)
+    set_model_state_dict(model, load_file(file), options=StateDictOptions(full_state_dict=True, strict=False))
+    return model, systems.adamw(model.parameters())
+
+
+def _deepspeed_load(recipe: Recipe, file: str) -> Any:
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo")
+    return _deepspeed_engine(_loaded(recipe, file), recipe)
 
 
 def _wherry_load(recipe: Recipe, file: str) -> Any:
@@ -131,34 +161,41 @@ def _wherry_load(recipe: Recipe, file: str) -> Any:
     return engine
 
 
-def _first_step(built: Any, recipe: Recipe) -> None:
+def _first_step(built: Any, recipe: Recipe) -> float:
+    """The loss of it."""
     import torch
 
     ids, labels = replace(recipe, batch=1, length=min(recipe.length, FIRST_TOKENS)).batch_of(0, 0, 1)
     if isinstance(built, tuple):
         model, optimizer = built
-        model(ids, labels).backward()
+        loss = model(ids, labels)
+        loss.backward()
         if recipe.clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
         optimizer.step()
         optimizer.zero_grad()
-        return
-    built.backward(built(ids, labels))
+        return float(loss.detach())
+    loss = built(ids, labels)
+    built.backward(loss)
     built.step()
     if hasattr(built, "settle"):
         built.settle()  # what the engine has put off belongs to the step
+    return float(loss.detach())
 
 
+_ENGINE, _FSDP2 = "wherry.assemble", "torch.distributed.fsdp"
 WAYS: dict[str, Way] = {
     "plain": Way("plain PyTorch", "torch", _plain),
-    "wherry": Way("Wherry, whole model first", "wherry", _whole),
-    "wherry-init": Way("Wherry, Init", "wherry", _init),
-    "wherry-meta": Way("Wherry, Init(meta=True)", "wherry", _meta),
-    "fsdp2-meta": Way("FSDP2, meta device", "torch", _fsdp2_meta),
+    "wherry": Way("Wherry, whole model first", _ENGINE, _whole),
+    "wherry-init": Way("Wherry, Init", _ENGINE, _init),
+    "wherry-meta": Way("Wherry, Init(meta=True)", _ENGINE, _meta),
+    "fsdp2-meta": Way("FSDP2, meta device", _FSDP2, _fsdp2_meta),
     "deepspeed": Way("DeepSpeed, whole first", "deepspeed", _deepspeed),
     "deepspeed-init": Way("DeepSpeed, zero.Init", "deepspeed", _deepspeed_init),
     "plain-load": Way("plain PyTorch", "torch", _plain_load, loads=True),
-    "wherry-load": Way("Wherry, load_pretrained", "wherry", _wherry_load, loads=True),
+    "wherry-load": Way("Wherry, load_pretrained", _ENGINE, _wherry_load, loads=True),
+    "fsdp2-load": Way("FSDP2, meta device", _FSDP2, _fsdp2_load, loads=True),
+    "deepspeed-load": Way("DeepSpeed", "deepspeed", _deepspeed_load, loads=True),
 }
 
 
@@ -177,7 +214,8 @@ class BuildWorker:
         import torch
 
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-        importlib.import_module(WAYS[way].package)
+        for module in (WAYS[way].module, "wherry.train.model"):
+            importlib.import_module(module)
         made = Recipe(**recipe)
         empty = resident_bytes()
         begun = time.perf_counter()
@@ -187,10 +225,10 @@ class BuildWorker:
         found = {"empty_bytes": empty}
         ready = {"seconds": seconds, "peak_bytes": peak_bytes(), "states_bytes": WEIGHTS * made.parameters}
         begun = time.perf_counter()
-        _first_step(built, made)
+        loss = _first_step(built, made)
         seconds += time.perf_counter() - begun
         states = WEIGHTS_AND_MOMENTS * made.parameters
-        stepped = {"seconds": seconds, "peak_bytes": peak_bytes(), "states_bytes": states}
+        stepped = {"seconds": seconds, "peak_bytes": peak_bytes(), "states_bytes": states, "loss": loss}
         return {"ready": found | ready, "stepped": found | stepped}
 
     def partition(self, recipe: dict[str, Any]) -> dict[str, int]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Keeping:
-    """One way to keep a state: the title people know it by, what it needs, what trains, and its calls."""
+    """One way to keep a state: the title people know it by, what it imports, what trains, and its calls."""
 
     title: str
     package: str
@@ -153,13 +153,14 @@ def _wherry_wait(trainee: Any) -> None:
     trainee.engine.wait_for_checkpoint()
 
 
+DCP = "torch.distributed.checkpoint.state_dict"
 # What no way to keep these bytes is sooner than.
 LIMIT = "limit: the same bytes"
 KEEPINGS: dict[str, Keeping] = {
     LIMIT: Keeping("the same bytes", "torch", "plain", _bytes_save, _bytes_load),
     "torch-save": Keeping("torch.save", "torch", "plain", _torch_save, _torch_load, one_rank=True),
-    "dcp": Keeping("torch DCP, FSDP2", "torch", "fsdp2", _dcp_save, _dcp_load),
-    "dcp-async": Keeping("torch DCP, async", "torch", "fsdp2", _dcp_begin, _dcp_load, _dcp_wait),
+    "dcp": Keeping("torch DCP, FSDP2", DCP, "fsdp2", _dcp_save, _dcp_load),
+    "dcp-async": Keeping("torch DCP, async", DCP, "fsdp2", _dcp_begin, _dcp_load, _dcp_wait),
     "deepspeed": Keeping("DeepSpeed 3", "deepspeed", "deepspeed-3", _deepspeed_save, _engine_load),
     "wherry": Keeping("Wherry 3", "wherry", "wherry-3", _engine_save, _engine_load),
     "wherry-async": Keeping("Wherry 3, async", "wherry", "wherry-3", _engine_save, _engine_load, _wherry_wait),

@@ -2,10 +2,11 @@
 
 Seconds until an engine can take its first step, and the peak of memory on the way, for the whole model built first, for
 `Init` and for the meta device, beside FSDP2 and DeepSpeed; and the same from a safetensors file. Then the same until a
-first step of a few tokens has been made: every system puts something off, moments at the least. The limit of time is
-the model alone, without an engine; that of memory is what stays: an empty process and the states, which are the
-weights, and after a step the moments too. What construction inside `Init` takes by itself is measured on two ranks,
-where the limit is a rank's shards and the largest module. A run takes about eight minutes on two cores.
+first step of a few tokens has been made: every system puts something off, moments at the least. Engine and model are
+imported before, which imports.py measures; what they import while they build is part of it. The limit of time is the
+model alone, without an engine; that of memory is what stays: an empty process and the states, which are the weights,
+and after a step the moments too. What construction inside `Init` takes by itself is measured on two ranks, where the
+limit is a rank's shards and the largest module. A run takes about eight minutes on two cores.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def measure(model: str, ways: Sequence[str], rounds: int, folder: Path) -> list[
                 rows += [bench.row({**case, "measure": of}, way, units[of], reason=building.reason) for of in units]
                 continue
             found = [turn[until] for turn in taken[way] if turn is not None]
-            rows.append(bench.row({**case, "measure": "time"}, way, "s", [turn["seconds"] for turn in found]))
+            facts = {"loss": found[0]["loss"]} if until == "stepped" else {}
+            rows.append(bench.row({**case, "measure": "time"}, way, "s", [turn["seconds"] for turn in found], **facts))
             peaks = [float(turn["peak_bytes"] - turn["empty_bytes"]) for turn in found]
             row = bench.row({**case, "measure": "memory"}, way, "B", peaks, states_bytes=found[0]["states_bytes"])
             row["of_limit"] = row["states_bytes"] / row["value"]

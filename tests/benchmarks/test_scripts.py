@@ -202,13 +202,20 @@ def test_formulas_by_placement():
 
 def test_building_and_loading(tmp_path, no_deepspeed):
     path = tmp_path / "construction.json"
-    chosen = "plain,wherry-init,plain-load,deepspeed"
+    chosen = "plain,wherry-init,plain-load,wherry-load,fsdp2-load,deepspeed,deepspeed-load"
     smallest = ["--quick", "--models", "tiny", "--rounds", "1", "--json", str(path)]
     assert construction.main([*smallest, "--systems", chosen]) == 0
     build, load = _rows(path, work="build", measure="time"), _rows(path, work="load", measure="memory")
     assert build["wherry-init"]["value"] > 0 and set(build["wherry-init"]["ratio"]) == {"plain"}
     assert build["deepspeed"]["reason"].startswith("deepspeed is not installed")
     assert load["plain-load"]["value"] > 0
+    assert set(load["wherry-load"]["ratio"]) == {"plain-load", "fsdp2-load"}
+    assert load["deepspeed-load"]["reason"].startswith("deepspeed is not installed")
+    # All of them have the weights of the file.
+    loaded = _rows(path, work="load and step", measure="time")
+    losses = {name: row["loss"] for name, row in loaded.items() if row["reason"] is None}
+    assert len(losses) == 3
+    assert losses == pytest.approx(dict.fromkeys(losses, losses["plain-load"]), rel=1e-5)
     assert build["wherry-init"]["of_limit"] == pytest.approx(build["plain"]["value"] / build["wherry-init"]["value"])
     within = _rows(path, work="build within Init", ranks=construction.RANKS)["wherry-init"]
     assert within["reason"] is None and within["owed_bytes"] > 0
