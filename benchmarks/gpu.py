@@ -46,6 +46,8 @@ TOKEN_PEERS = (systems.COMPUTE, "fsdp2-cpu", "deepspeed-2-cpu", "deepspeed-3-sup
 TOKEN_ROUNDS = 2
 # The policy that stands beside others' offload first. An update in the backward cannot know the norm it would clip by.
 POLICIES = {1.0: ("before_use", "at_step", "delayed"), 0.0: ("in_backward", "before_use")}
+# With weights on the host beside the optimizer.
+WEIGHTS_TOO = "wherry-3-cpu"
 UNUSED = ("plain", "recompute", "recompute, contiguous")
 PEERS = ("fsdp2-cpu", "deepspeed-2-cpu", "deepspeed-3-super", "deepspeed-3-cpu", "deepspeed-3-reflow")
 TOKENS = tuple(1024 * 2**power for power in range(7))
@@ -69,17 +71,17 @@ def policies(session: Session) -> None:
     for clip in POLICIES:
         case, recipe, ours = _with_clipping(session, clip)
         if clip:
-            ours |= {"wherry-3-cpu": ("wherry-3-cpu", recipe), "wherry-2": ("wherry-2", recipe)}
+            ours |= {WEIGHTS_TOO: (WEIGHTS_TOO, recipe), "wherry-2": ("wherry-2", recipe)}
         _in_turns(session, {"measure": "policies"} | case, ours)
 
 
 def peers(session: Session) -> None:
     """Others' offload with clipping, 8k tokens a step and then from 1k to 64k, beside the policy that suits it best."""
-    turns, case = _beside(session, 1.0)
+    turns, case = _beside(session, 1.0, whole_too=True)
     turns.take(case)
     size = session.sizes["1b"]
     counts = TOKENS if not session.options.toy else tuple(size.length * 2**power for power in range(3))
-    names = [name for name in turns.subjects if name in TOKEN_PEERS or name.startswith("wherry")]
+    names = [name for name in turns.subjects if name in TOKEN_PEERS or name.startswith("wherry-2")]
     for count in counts:
         if count != case["tokens"]:
             turns.take(case | {"tokens": count}, count // size.length, names=names)
@@ -93,11 +95,17 @@ def unclipped(session: Session) -> None:
     turns.close()
 
 
-def _beside(session: Session, clip: float) -> tuple[Turns, dict[str, Any]]:
-    """What computes alone, ours and others', built in this order: what time leaves out is a peer."""
+def _beside(session: Session, clip: float, *, whole_too: bool = False) -> tuple[Turns, dict[str, Any]]:
+    """What computes alone, ours and others', built in this order: what time leaves out is a peer.
+
+    `whole_too`: with weights on the host as well, for the peers that have them there.
+    """
     session.compile_peers()
     case, recipe, ours = _with_clipping(session, clip)
-    subjects = {systems.COMPUTE: (systems.COMPUTE, recipe)} | dict(list(ours.items())[:1])
+    name, (system, best) = next(iter(ours.items()))
+    subjects = {systems.COMPUTE: (systems.COMPUTE, recipe), name: (system, best)}
+    if whole_too:
+        subjects[name.replace(system, WEIGHTS_TOO)] = WEIGHTS_TOO, best
     subjects |= {peer: (peer, recipe) for peer in session.options.peers}
     return Turns(session, subjects), {"measure": "beside others"} | case
 
@@ -186,7 +194,7 @@ def _in_turns(session: Session, case: dict[str, Any], subjects: Subjects) -> Non
 
 def place_for(recipe: Recipe) -> str:
     """Weights and gradients rest on the device while they leave half of the cap for activations."""
-    return "wherry-2-cpu" if 4 * recipe.parameters < CAP * GIB / 2 else "wherry-3-cpu"
+    return "wherry-2-cpu" if 4 * recipe.parameters < CAP * GIB / 2 else WEIGHTS_TOO
 
 
 def sizes(session: Session, names: Sequence[str]) -> None:
@@ -226,7 +234,7 @@ def _size(session: Session, model: str) -> None:
 
 def largest(session: Session) -> None:
     """The largest model that takes a step under small caps: found by dry run, shown by one real step."""
-    system, layers = "wherry-3-cpu", LAYERS_TOY if session.options.toy else LAYERS
+    system, layers = WEIGHTS_TOO, LAYERS_TOY if session.options.toy else LAYERS
     # Built in parts: the device never holds the whole of it.
     base = replace(session.sizes["1b"] if session.options.toy else gpt2(1, 4096, 1), batch=1, in_parts=True)
     try:

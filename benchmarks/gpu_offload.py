@@ -100,8 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         seen = row.get("trace", {})
         if seen.get("hidden") is not None:
             print(f"{row['case']['model']}: {100 * seen['hidden']:.0f}% of the copying ran beside kernels")
-        elif "reason" in seen:
-            print(f"{row['case']['model']}: no trace: {seen['reason']}")
+        elif seen:
+            print(f"{row['case']['model']}: no trace: {seen.get('reason', 'the profiler saw no copies')}")
     return 0
 
 

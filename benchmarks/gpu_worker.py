@@ -122,15 +122,17 @@ class GpuWorker:
         """Give a system's memory back; what is still allocated then is a leak, or another's."""
         trainee = self.trainees.pop(name, None)
         self.own.pop(name, None)
+        self.cores.pop(name, None)
         engine = getattr(trainee, "engine", None)
         closing = getattr(engine, "close", None) or getattr(engine, "destroy", None)
-        if closing is not None:
-            closing()
+        try:
+            if closing is not None:
+                closing()
+        finally:
+            for child in self.children.pop(name, ()):
+                child.kill()  # it has the moments, and would keep them
+                child.join()
         del trainee, engine, closing
-        self.cores.pop(name, None)
-        for child in self.children.pop(name, ()):
-            child.kill()  # it has the moments, and would keep them
-            child.join()
         self._clean()
         return {"left_bytes": self._allocated()}
 
@@ -182,10 +184,14 @@ class GpuWorker:
     def _apart(self, name: str) -> Iterator[None]:
         """Let a system be built with all cores, and keep those that it leaves this process, and what it starts."""
         before = multiprocessing.active_children()
+        # A process that it starts has as many threads as it gives it cores, and not as many as this one has.
+        threads = os.environ.pop("OMP_NUM_THREADS", None)
         with _cores(None) as every:
             try:
                 yield
             finally:
+                if threads is not None:
+                    os.environ["OMP_NUM_THREADS"] = threads
                 now = _allowed()
                 if now != every:
                     self.cores[name] = now

@@ -30,6 +30,8 @@ SAME_LOSS = 1e-4
 LOCK_SECONDS = 30.0
 # The folder for states on disk; unset, the system's for temporary files.
 DISK_FOLDER = "BENCHMARK_DISK"
+# Elements that leave a GPU together, and are updated together, by DeepSpeed: the embedding of a billion is one bucket.
+BUCKET = 125_000_000
 # What trains nothing: the forward and backward that no step can be sooner than.
 COMPUTE = "compute"
 
@@ -299,6 +301,7 @@ def _deepspeed(place: Row) -> Callable[[Recipe, int], Trainee]:
         model = recipe.model()
         # Its default prints a line every ten steps.
         config = config_of(place, recipe, ranks) | {"steps_per_print": 2**31}
+        config["zero_optimization"] |= _beside_computing(place)
         given: dict[str, Any] = {}
         if place.optimizer == "none":
             given["optimizer"] = adamw(model.parameters())
@@ -311,6 +314,17 @@ def _deepspeed(place: Row) -> Callable[[Recipe, int], Trainee]:
         return Engine(deepspeed.initialize(model=model, config=config, **given)[0], recipe)
 
     return build
+
+
+def _beside_computing(place: Row) -> dict[str, Any]:
+    """What DeepSpeed must be told on a GPU so that copies and updates of states on the host run beside the backward.
+
+    At stage 2 gradients are copied on the stream that computes, unless communication overlaps; by default they leave in
+    buckets of 5e8 elements, for updates in groups of 1e9, which is the whole of a model of a billion.
+    """
+    if place.optimizer == "none" or device_type() == "cpu":
+        return {}
+    return {"overlap_comm": True, "reduce_bucket_size": BUCKET, "sub_group_size": BUCKET}
 
 
 def config_of(place: Row, recipe: Recipe, ranks: int) -> dict[str, Any]:

@@ -4,8 +4,10 @@ import gzip
 import json
 import multiprocessing
 import os
+import sys
 import time
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -79,8 +81,11 @@ def test_policies_and_peers_side_by_side(tmp_path, capsys, monkeypatch):
     rows = [row for row in found["rows"] if row["case"].get("measure") == "beside others"]
     beside = {row["system"]: row for row in rows if row["case"]["tokens"] == 64}
     ours = beside["wherry-2-cpu at_step"]
-    assert list(beside) == ["compute", "wherry-2-cpu at_step", "fsdp2-cpu", "deepspeed-3-reflow"]
-    assert set(ours["ratio"]) == {"compute", "fsdp2-cpu"} and beside["fsdp2-cpu"]["value"] > 0
+    # With weights on the host too, as FSDP2 has them.
+    whole = "wherry-3-cpu at_step"
+    assert list(beside) == ["compute", "wherry-2-cpu at_step", whole, "fsdp2-cpu", "deepspeed-3-reflow"]
+    assert set(ours["ratio"]) == {"compute", whole, "fsdp2-cpu"} and beside["fsdp2-cpu"]["value"] > 0
+    assert summary.times(beside["fsdp2-cpu"], rows) == beside[whole]["ratio"]["fsdp2-cpu"]
     assert beside["deepspeed-3-reflow"]["reason"].endswith(("has no reflow", "(pip install '.[bench]')"))
     # The same engines take other numbers of tokens.
     assert [(row["case"]["tokens"], row["system"]) for row in rows if row["case"]["tokens"] != 64] == [
@@ -356,9 +361,11 @@ def test_a_system_keeps_the_cores_that_it_has_chosen_to_itself(monkeypatch):
     """DeepSpeed's super_offload gives most of them to a process of its own, which lives on after its engine."""
     every, seen = os.sched_getaffinity(0), []
     children = []
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
 
     class Greedy:
         def __init__(self, recipe, ranks):
+            assert "OMP_NUM_THREADS" not in os.environ  # as many threads as cores, in what it starts
             os.sched_setaffinity(0, {min(every)})
             children.append(multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True))
             children[0].start()
@@ -371,12 +378,61 @@ def test_a_system_keeps_the_cores_that_it_has_chosen_to_itself(monkeypatch):
     worker = GpuWorker()
     recipe = asdict(gpu_session.TOY["1b"])
     assert "found" in worker.answer({"do": "build", "name": "it", "system": "greedy", "recipe": recipe})
-    assert os.sched_getaffinity(0) == every
+    assert os.sched_getaffinity(0) == every and os.environ["OMP_NUM_THREADS"] == "2"
     assert "found" in worker.answer({"do": "time", "name": "it", "steps": 1})
     assert seen == [{min(every)}] * 4 and os.sched_getaffinity(0) == every
     assert children[0].is_alive()
     assert worker.answer({"do": "close", "name": "it"}) == {"found": {"left_bytes": 0}}
     assert not children[0].is_alive()
+
+
+def test_what_a_system_has_started_ends_though_its_engine_cannot_close(monkeypatch):
+    class Fails:
+        def __init__(self, recipe, ranks):
+            self.engine = self
+            self.child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+            self.child.start()
+
+        def step(self, ids, labels):
+            return torch.tensor(1.0)
+
+        def close(self):
+            raise RuntimeError("it cannot")
+
+        def memory(self):
+            return []
+
+    monkeypatch.setitem(gpu_worker.SYSTEMS, "fails", Fails)
+    worker = GpuWorker()
+    asked = {"do": "build", "name": "it", "system": "fails", "recipe": asdict(gpu_session.TOY["1b"])}
+    assert "found" in worker.answer(asked)
+    child = worker.trainees["it"].child
+    assert worker.answer({"do": "close", "name": "it"})["failed"] == "RuntimeError: it cannot"
+    assert not child.is_alive()
+
+
+def test_deepspeed_is_told_to_work_beside_the_backward_on_a_gpu(monkeypatch):
+    configs = []
+    deepspeed = SimpleNamespace(
+        init_distributed=lambda **_: None, initialize=lambda *, config, **_: configs.append(config) or [None]
+    )
+    monkeypatch.setitem(sys.modules, "deepspeed", deepspeed)
+
+    def told(place, device):
+        monkeypatch.setattr(systems, "device_type", lambda: device)
+        systems.SYSTEMS[f"deepspeed-{place}"](replace(gpu_session.TOY["1b"], built_there=False), 1)
+        return configs[-1]["zero_optimization"]
+
+    size = gpu_session.SIZES["1b"]
+    for place in ("2-cpu", "3-cpu", "3-super"):
+        zero = told(place, "cuda")
+        # By default nothing overlaps at stage 2, and this whole model is one bucket or two, and updated as one.
+        assert zero["overlap_comm"] is True
+        for elements in (zero["reduce_bucket_size"], zero["sub_group_size"]):
+            assert size.vocabulary * size.hidden < elements < size.parameters / 8
+        assert "sub_group_size" not in told(place, "cpu")
+    assert zero["offload_optimizer"]["super_offload"] is True
+    assert "sub_group_size" not in told("2", "cuda")
 
 
 def test_computing_alone_trains_nothing():
