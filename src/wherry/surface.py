@@ -268,7 +268,7 @@ class Surface(nn.Module):
         self._rest()
         if self._states is None:
             self._states = ParameterStates(
-                self.units, self._updater, self._gradients, self._gatherer.comm, lambda: self._window_scale
+                self.units, self._updater, self._gradients, self._gatherer.comm, self.comm, lambda: self._window_scale
             )
         return self._states
 

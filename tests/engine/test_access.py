@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import TinyLM, adamw, make_model, settings, token_batch
+from tests.engine.harness import WIDTH, TinyLM, adamw, make_model, settings, token_batch
 from torch import nn
 
 import wherry
@@ -266,6 +266,8 @@ CALLS: dict[str, Callable[[Any, Path], Any]] = {
     "states.set_local": lambda engine, folder: engine.states.set_local(
         "norm.weight", "master", engine.states.local("norm.weight", "master")
     ),
+    "states.set_full": lambda engine, folder: engine.states.set_full("norm.weight", "exp_avg", torch.ones(WIDTH)),
+    "states.set_gradient": lambda engine, folder: engine.states.set_gradient("norm.weight", torch.ones(WIDTH)),
     "load_pretrained": lambda engine, folder: wherry.load_pretrained(engine, folder),
     "set_train_batch_size": lambda engine, folder: engine.set_train_batch_size(2 * engine.train_batch_size()),
     "set_train_micro_batch_size": lambda engine, folder: engine.set_train_micro_batch_size(5),

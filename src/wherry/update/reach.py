@@ -31,10 +31,13 @@ class ParameterStates:
         units: list[Unit],
         updater: Updater | None,
         gradients: Gradients,
-        comm: Comm,
+        shards: Comm,
+        everybody: Comm,
         gradient_scale: Callable[[], float],
     ) -> None:
-        self._comm = comm
+        self._comm = shards
+        # What is written has to be written by all, replicas too.
+        self._everybody = everybody
         self._gradients = gradients
         self._gradient_scale = gradient_scale
         self._names = {
@@ -90,16 +93,24 @@ class ParameterStates:
             if state.flat.layout.ranks > 1:
                 self._comm.meet("states.set_local()")
                 self._comm.all_reduce(whole).wait()
-            self.set_full(name, kind, whole.view(slot.shape))
+            self._write(name, kind, whole.view(slot.shape))
             return
         with self._part(name, kind, write=True) as part:
             part.copy_(value.flatten())
 
     def set_full(self, name: str, kind: str, value: torch.Tensor) -> None:
-        """Write the whole; the working weights follow the master. Every rank must call it, with the same value."""
-        _, slot, parameter = self._place(name)
+        """Write the whole; the working weights follow the master.
+
+        Every rank must call it, with the same value: each writes the part that it updates, and nobody compares them.
+        """
+        slot = self._place(name)[1]
         if tuple(value.shape) != slot.shape:
             raise WherryError(f"{name}: expected {kind} of shape {slot.shape}, got {tuple(value.shape)}")
+        self._everybody.meet("states.set_full()")
+        self._write(name, kind, value)
+
+    def _write(self, name: str, kind: str, value: torch.Tensor) -> None:
+        parameter = self._place(name)[2]
         if kind == MASTER:
             with gathered(parameter), torch.no_grad():
                 parameter.data.copy_(value)
@@ -112,7 +123,15 @@ class ParameterStates:
         return self._gradients.named.local(name).to(torch.float32, copy=True) * self._gradient_scale()
 
     def set_gradient(self, name: str, value: torch.Tensor) -> None:
-        """Replace the window's mean gradient, between the boundary's backward and the step. On every rank."""
+        """Replace the window's mean gradient, between the boundary's backward and the step.
+
+        Every rank must call it, with the same value: each writes the part that it updates, and nobody compares them.
+        """
+        self._everybody.meet("states.set_gradient()")
+        self.set_gradient_here(name, value)
+
+    def set_gradient_here(self, name: str, value: torch.Tensor) -> None:
+        """As `set_gradient`, of this rank's part alone; the rest of `value` is not looked at."""
         self._gradients.named.replace(name, value.float() / self._gradient_scale())
 
     def _place(self, name: str) -> tuple[FlatState, Slot, torch.nn.Parameter]:

@@ -110,4 +110,4 @@ def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
         )
     whole = value.new_zeros(param.numel())  # of which this rank keeps its own part
     whole[start:stop] = value.flatten()
-    engine.states.set_gradient(name, whole)
+    engine.states.set_gradient_here(name, whole)
