@@ -184,13 +184,24 @@ def _aims(results: Sequence[Result]) -> str:
         count = sum(figure >= aim.least for figure in found)
         named = ", ".join(_link(result) for result in files)
         lines.append(f"| {aim.words} | {least} | {reached} | {count} of {len(found)} | {named} |")
-        notes += _no_room(aim, [row for row, figure in reached_by if figure is not None and figure < aim.least])
+        notes += _no_room(aim, [(row, figure) for row, figure in reached_by if figure is not None and figure < aim.least])
     return "\n".join([*lines, *(["", *notes] if notes else [])])
 
 
-def _no_room(aim: Aim, short: Sequence[Row]) -> list[str]:
-    """Of rows that fall short, those in which the peer is so near to the limit that nobody can be ahead by so much."""
-    near = [row["of_limit"] for row in short if aim.unit and row["of_limit"] and 1 / row["of_limit"] < aim.least]
+# What is measured beside its limit may pass it by so much.
+_NOISE = 1.05
+
+
+def _no_room(aim: Aim, short: Sequence[tuple[Row, float]]) -> list[str]:
+    """Of rows that fall short, those in which the peer is so near to the limit that nobody can be ahead by so much.
+
+    A limit that Wherry has passed by more than noise is none.
+    """
+    near = [
+        row["of_limit"]
+        for row, figure in short
+        if aim.unit and row["of_limit"] and figure / _NOISE <= 1 / row["of_limit"] < aim.least
+    ]
     if not near:
         return []
     parts, left = _range(min(near), max(near)), _range(1 / max(near), 1 / min(near), "×")

@@ -239,6 +239,7 @@ def test_the_first_minute_tells_why_wherry_is_behind():
     adam = text_of("cpu_adam", {"family": "fp32"}, [1.0], [1.05], [1.0])
     assert "- fp32 host optimizer, beside DeepSpeed's: in the row that falls short DeepSpeed is at 0.95 of" in adam
     assert "which leaves 1.05× at most." in adam
+    assert "at most" not in text_of("cpu_adam", {"family": "fp32"}, [1.0], [1.08], [1.2])  # no limit: it was passed
     few = [bench.row({"model": "10m"}, "fsdp2", "s", [1.0])]
     few.append(bench.row({"model": "1b"}, "fsdp2", "s", reason="no memory"))
     assert "- `fsdp2` in 1b: no memory" in summary.text([result_of("scaling", few)], {"scaling": "Scaling"})
