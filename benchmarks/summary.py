@@ -184,7 +184,7 @@ def _aims(results: Sequence[Result]) -> str:
         count = sum(figure >= aim.least for figure in found)
         named = ", ".join(_link(result) for result in files)
         lines.append(f"| {aim.words} | {least} | {reached} | {count} of {len(found)} | {named} |")
-        notes += _no_room(aim, [(row, figure) for row, figure in reached_by if figure is not None and figure < aim.least])
+        notes += _no_room(aim, [(row, figure) for row, figure in reached_by if figure and figure < aim.least])
     return "\n".join([*lines, *(["", *notes] if notes else [])])
 
 

@@ -67,7 +67,7 @@ class Flat:
         if home is None:
             self._shard = self.whole[start:stop] if resident else torch.empty_like(self.whole[start:stop])
         self.views = [self.whole[s.start : s.stop].view(s.shape) for s in layout.slots]
-        # What a released parameter reads as: a stray read is loud, never stale. A view that somebody has made of it while
+        # What a released parameter reads as: a stray read is loud, never stale. A view that somebody made of it while
         # it was whole, and kept, is none of these: its memory is gone until the next gather, and to read it is a crash.
         nan = torch.full((), float("nan"), dtype=self.dtype, device=device)
         self.blanks = [nan.expand(slot.shape) for slot in layout.slots]
