@@ -77,6 +77,17 @@ def start(*arguments, cwd=None, **extra):
     )  # fmt: skip
 
 
+@contextlib.contextmanager
+def unread():
+    """A pipe whose reader has gone."""
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        yield write
+    finally:
+        os.close(write)
+
+
 def script(folder, body, name="script.py"):
     path = folder / name
     path.write_text("import os, sys, time\nfrom pathlib import Path\nHERE = Path(__file__).parent\n" + body)

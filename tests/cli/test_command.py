@@ -10,7 +10,7 @@ from wherry.cli.doctor import NOTE, OK, PROBLEM, _release, examine, numa_nodes
 from wherry.observe import memory
 from wherry.observe.memory import HostMemory
 
-from .programs import environment, wherry
+from .programs import environment, unread, wherry
 
 HEAVY = ("torch", "numpy", "rich", "pydantic", "psutil", "hjson")
 UNUSED_BY_AN_ENGINE = {
@@ -193,3 +193,19 @@ def test_bench_names_what_it_can_measure(capsys):
         main(["bench", "step"])
     assert refused.value.code == 2
     assert "no measure 'step', did you mean \"steps\"?; expected one of adam, disk" in capsys.readouterr().err
+
+
+# argparse is silent about help that it cannot write, where it is told at once.
+@pytest.mark.parametrize("at_once", [False, True], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize("command", ["version", "plan --params 1e9", "plan --help"])
+def test_output_that_cannot_be_written_is_no_traceback(command, at_once):
+    told = []
+    with unread() as pipe, open("/dev/full", "w") as full:
+        for out in (pipe, full):
+            words = [sys.executable, "-m", "wherry.cli", *command.split()]
+            unbuffered = environment(PYTHONUNBUFFERED="1" if at_once else "")
+            done = subprocess.run(words, env=unbuffered, stdout=out, stderr=subprocess.PIPE, text=True)
+            told.append((done.returncode, done.stderr))
+    line = "wherry: standard output cannot be written (No space left on device)\n"
+    silent = at_once and "--help" in command
+    assert told == ([(0, "")] * 2 if silent else [(141, ""), (2, line)])

@@ -1,13 +1,15 @@
 """Several hosts, reached by a command that stands in for ssh."""
 
 import signal
+import subprocess
+import sys
 
 import pytest
 
 from wherry.cli.nodes import Host, read_hostfile, select
 from wherry.errors import WherryError
 
-from .programs import WRITE_PID, free_port, gone, pids_in, script, start, wait_for, wherry
+from .programs import WRITE_PID, environment, free_port, gone, pids_in, script, start, wait_for, wherry
 
 HOSTS = [Host("a", (0, 1)), Host("b", (0, 1, 2, 3))]
 
@@ -65,6 +67,20 @@ def test_ctrl_c_reaches_every_host(tmp_path, fleet):
     assert launcher.returncode == 130
     assert {path.name for path in tmp_path.glob("told.*")} == {"told.0", "told.1"}
     assert gone(pids_in(tmp_path))
+
+
+def test_output_that_nobody_reads_ends_every_host(tmp_path, fleet):
+    body = WRITE_PID + "while True:\n    print('working', flush=True)\n    time.sleep(0.01)\n"
+    with open(tmp_path / "errors", "w") as errors:
+        words = [sys.executable, "-m", "wherry.cli", "run", *map(str, fleet), str(script(tmp_path, body))]
+        launcher = subprocess.Popen(
+            words, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+        assert "working" in launcher.stdout.readline()
+        launcher.stdout.close()
+        assert launcher.wait(60) == 141
+    assert "Traceback" not in (tmp_path / "errors").read_text()
+    wait_for(lambda: gone(pids_in(tmp_path)))
 
 
 def test_a_host_out_of_reach_is_named(tmp_path, fleet):

@@ -5,9 +5,12 @@ import errno
 import json
 import os
 import signal
+import subprocess
+import sys
 
+import psutil
 import pytest
-from tests.cli.programs import launched, start, wait_for
+from tests.cli.programs import environment, forked, gone, launched, start, wait_for
 
 from wherry.engine import Engine
 from wherry.errors import WherryError
@@ -112,6 +115,59 @@ def test_a_disk_that_is_full_is_told_before_training(tmp_path, text, monkeypatch
     monkeypatch.setattr(metrics.CSV.__init__, "__defaults__", ("/dev/full",))
     with pytest.raises(WherryError, match=r"cannot be written \(No space left on device\); make room there"):
         _here(*TINY, *text, "--steps", 3, "--run-dir", tmp_path / "run")
+
+
+def test_output_that_nobody_reads_ends_all_ranks_in_silence(tmp_path, text):
+    folder = tmp_path / "run"
+    flags = (*TINY, *text, "--steps", 100_000, "--log-interval", 1, "--nproc", 2, "--run-dir", folder)
+    with open(tmp_path / "errors", "w") as errors:
+        words = [sys.executable, "-m", "wherry.cli", "train", *map(str, flags)]
+        run = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=errors, text=True)
+        while not run.stdout.readline().startswith("step 2/"):
+            assert run.poll() is None
+        ranks = [child.pid for child in psutil.Process(run.pid).children()]
+        run.stdout.close()
+        assert run.wait(60) == 141
+    assert len(ranks) >= 2 and gone(ranks)
+    assert (tmp_path / "errors").read_text() == ""
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["ending"] == "interrupted" and summary["steps"] < 100_000
+
+
+def test_output_without_room_is_told_before_training(tmp_path, text):
+    flags = (*TINY, *text, "--steps", 100_000, "--nproc", 2, "--run-dir", tmp_path / "run")
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, "-m", "wherry.cli", "train", *map(str, flags)]
+        run = subprocess.run(words, env=environment(), stdout=full, stderr=subprocess.PIPE, text=True, timeout=90)
+    assert run.returncode == 2
+    assert run.stderr.startswith("wherry: standard output cannot be written (No space left on device); make room")
+    assert len(run.stderr.splitlines()) == 1
+
+
+FILLS_UP = """
+import os, sys
+from wherry.cli import main
+from wherry.train.job import Report
+
+step = Report.step
+
+def late(report, record):
+    if record.step == 2:
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+    step(report, record)
+
+Report.step = late
+sys.exit(main())
+"""
+
+
+def test_output_that_fills_up_ends_no_training(tmp_path, text):
+    flags = (*TINY, *text, "--steps", 4, "--nproc", 1, "--run-dir", tmp_path / "run")
+    done = forked("-c", FILLS_UP, "train", *flags, cwd=tmp_path)
+    assert (done.returncode, done.stdout.count("step 1/4"), done.stdout.count("step 2/4")) == (0, 1, 0)
+    assert done.stderr.count("nothing more is shown: standard output cannot be written (No space left on device)") == 1
+    assert "Traceback" not in done.stderr
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["ending"] == "finished"
 
 
 def test_sigterm_saves_and_sums_up(tmp_path, text, monkeypatch):

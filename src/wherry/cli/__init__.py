@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import sys
 from collections.abc import Callable, Sequence
 
 INTERRUPTED = 130
-CUT_OFF = 141
 USER_ERROR = 2
 
 # Their flags are not all ours to declare (torchrun's, a script's own), so they parse their arguments themselves.
@@ -27,6 +25,26 @@ _OWN_PARSERS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status. A user's mistake prints its message alone and returns 2."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    from wherry.observe import stdout
+
+    try:
+        try:
+            return _answer(arguments)
+        finally:
+            stdout.flush()
+    except BrokenPipeError:
+        # Whoever read the output has seen enough.
+        stdout.give_up()
+        return stdout.CUT_OFF
+    except OSError as error:
+        if not stdout.is_lost():
+            raise
+        stdout.give_up()
+        print(f"wherry: standard output cannot be written ({error.strerror})", file=sys.stderr)
+        return USER_ERROR
+
+
+def _answer(arguments: list[str]) -> int:
     from wherry.errors import WherryError
 
     try:
@@ -36,10 +54,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USER_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read the output has seen enough. Nothing more is to be written, at exit either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return CUT_OFF
 
 
 def _dispatch(arguments: list[str]) -> int:

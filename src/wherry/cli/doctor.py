@@ -313,9 +313,10 @@ def _release(version: str) -> tuple[int, int]:
 
 
 def _show(findings: list[Finding]) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from wherry.observe.screen import Screen
 
     table = Table(box=None, pad_edge=False, show_header=False)
     for finding in findings:
@@ -323,7 +324,7 @@ def _show(findings: list[Finding]) -> None:
         table.add_row(Text(mark, style=style), Text(finding.name), Text(finding.found))
         if finding.advice:
             table.add_row("", "", Text(finding.advice, style="dim"))
-    console = Console()
+    console = Screen()
     console.print(table)
     problems = sum(finding.verdict == PROBLEM for finding in findings)
     console.print(f"{problems} problem{'s' * (problems != 1)}." if problems else "All that training needs is here.")

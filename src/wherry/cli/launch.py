@@ -17,6 +17,7 @@ from typing import Any
 
 from wherry.cli.rank import FAULT_SUFFIX, INTERRUPTED, of_a_peer
 from wherry.errors import WherryError
+from wherry.observe.stdout import CUT_OFF
 
 FAILURE_LINE = "wherry-failure "
 """Begins the line that tells a failure to the launcher of several machines rather than to a person."""
@@ -91,6 +92,8 @@ def launch(arguments: argparse.Namespace, *, report: bool = False) -> int:
     except ChildFailedError as error:
         failure = root_cause(_failure(rank, found, arguments.log_dir) for rank, found in error.failures.items())
         _end_children_since(children_before)
+        if failure.exit_status == CUT_OFF and not failure.text:
+            return CUT_OFF  # whoever read the output of a rank has seen enough
         sys.stdout.flush()
         print(failure.to_line() if report else failure.describe(), file=sys.stderr, flush=True)
         return failure.exit_status

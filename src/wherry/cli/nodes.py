@@ -125,6 +125,8 @@ class _Node:
     host: Host
     process: subprocess.Popen[str]
     failures: list[Failure] = field(default_factory=list)
+    # Why what it says could not be passed on.
+    unheard: OSError | None = None
 
 
 class Fleet:
@@ -198,6 +200,13 @@ class Fleet:
         return socket.gethostname() if name in _LOCAL_NAMES and len(self.hosts) > 1 else name
 
     def _follow(self, node: _Node) -> None:
+        try:
+            self._pass_on(node)
+        except OSError as error:
+            node.unheard = error
+        self._ended.put(node)
+
+    def _pass_on(self, node: _Node) -> None:
         assert node.process.stdout is not None
         for line in node.process.stdout:
             if line.startswith(FAILURE_LINE):
@@ -206,13 +215,14 @@ class Fleet:
                 sys.stdout.write(f"[{node.host.name}] {line}")
                 sys.stdout.flush()
         node.process.wait()
-        self._ended.put(node)
 
     def _wait(self) -> int:
         for _ in self.nodes:
             # A wait without end would not let Ctrl-C through on every platform.
             node = self._next_to_end(float("inf"))
             assert node is not None
+            if node.unheard is not None:
+                raise node.unheard
             if node.process.returncode != 0:
                 return self._fail(node)
         return 0

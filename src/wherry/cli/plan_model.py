@@ -175,9 +175,9 @@ def _change_as_json(change: Change | None) -> dict[str, Any] | None:
 
 
 def _console() -> Console:
-    from rich.console import Console
+    from wherry.observe.screen import Screen
 
-    console = Console(highlight=False)
+    console = Screen(highlight=False)
     console.width = min(console.width, WIDTH)
     return console
 

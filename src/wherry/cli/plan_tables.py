@@ -282,9 +282,9 @@ def _table(title: str) -> Table:
 
 def _print(parts: Sequence[tuple[Table, Sequence[str]]]) -> None:
     """Each table, and what it goes by under it; what several go by alike stands under the last of them."""
-    from rich.console import Console
+    from wherry.observe.screen import Screen
 
-    console = Console(highlight=False)
+    console = Screen(highlight=False)
     # A table too wide for the terminal runs over its edge: a digit left out would be worse.
     unlimited = console.options.update(width=10 * _WIDTH)
     console.width = max(min(console.width, _WIDTH), *(console.measure(t, options=unlimited).maximum for t, _ in parts))

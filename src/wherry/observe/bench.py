@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rich.console import Console
 from rich.table import Table
 
 from wherry.observe import machine
 from wherry.observe.progress import Progress
+from wherry.observe.screen import Screen
 
 T = TypeVar("T")
 Row = dict[str, Any]
@@ -291,7 +291,7 @@ def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], note
         table.add_column(column, justify="right" if index else "left", overflow="fold", no_wrap=index > 0)
     for row in rows:
         table.add_row(*row)
-    console = Console(width=WIDTH, highlight=False, soft_wrap=False, file=sys.stdout)
+    console = Screen(width=WIDTH, highlight=False, soft_wrap=False, file=sys.stdout)
     console.print(table)
     for note in notes:
         console.print(note, markup=False)

@@ -7,12 +7,14 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from wherry.errors import WherryError
+from wherry.observe import stdout
 from wherry.observe.log import logger
 from wherry.train.options import Options, build_config, check_axes, parse, shape_of
 from wherry.train.presets import PRESETS, Shape
@@ -155,7 +157,7 @@ def train(options: Options) -> int:
         try:
             outcome = loop.run()
             engine.settle()
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):  # or nobody reads what is shown
             loop.outcome.ending = Ending.INTERRUPTED
             raise
         finally:
@@ -183,9 +185,8 @@ class Report:
         facts: tuple[tuple[str, str], ...],
         activations: int,
     ) -> None:
-        from rich.console import Console
-
         from wherry.observe.metrics import sinks_of
+        from wherry.observe.screen import Screen
         from wherry.train.display import Display, Header
 
         self.engine = engine
@@ -203,18 +204,23 @@ class Report:
         gpu = engine.device.type != "cpu"
         # Some fifty lines, where nobody has said how many.
         thin = 1 if options.log_interval else max(1, plan.steps // plan.log_interval // 50)
-        self.display = Display(Console(), plan.steps, engine.memory, gpu=gpu, line_every=thin)
-        self.display.begin(
-            Header(
-                title=title,
-                facts=facts,
-                placement_name=engine.placement.name,
-                placement=tuple(engine.placement.rows()),
-                memory=tuple(engine.memory()),
-                activations=activations,
-                run_dir=self.run_dir,
-            )
+        self.display = Display(Screen(), plan.steps, engine.memory, gpu=gpu, line_every=thin)
+        header = Header(
+            title=title,
+            facts=facts,
+            placement_name=engine.placement.name,
+            placement=tuple(engine.placement.rows()),
+            memory=tuple(engine.memory()),
+            activations=activations,
+            run_dir=self.run_dir,
         )
+        try:
+            self.display.begin(header)
+        except OSError as error:
+            stdout.give_up()
+            raise WherryError(
+                f"standard output cannot be written ({error.strerror}); make room there, or send it elsewhere"
+            ) from error
 
     def step(self, record: Any) -> None:
         from wherry.observe.memory import device_memory, host_memory
@@ -225,10 +231,10 @@ class Report:
         if device is not None:
             values["device_bytes"] = device.allocated
         self.sinks.log(record.step, values)
-        self.display.step(record)
+        self._show(self.display.step, record)
 
     def non_finite(self, step: int, loss: float, *, ended: bool) -> None:
-        self.display.non_finite(step, loss, ended=ended)
+        self._show(partial(self.display.non_finite, ended=ended), step, loss)
 
     def end(self, outcome: Any) -> None:
         self.sinks.close()
@@ -238,7 +244,16 @@ class Report:
             _write_json(self.run_dir / "summary.json", {k: None if v != v else v for k, v in summary.items()})
         except OSError as error:
             logger.warning("summary.json is not written: %s", error.strerror)
-        self.display.end(outcome, self.run_dir)
+        self._show(self.display.end, outcome, self.run_dir)
+
+    @staticmethod
+    def _show(show: Callable[..., None], *what: object) -> None:
+        """No training ends because a line of it has no room any more."""
+        try:
+            show(*what)
+        except OSError as error:
+            stdout.give_up()
+            logger.warning("nothing more is shown: standard output cannot be written (%s)", error.strerror)
 
 
 def _choose(options: Options, ranks: int, given: Mapping[str, Any] | None) -> tuple[Shape, str]:
