@@ -139,3 +139,20 @@ def test_a_rank_that_never_finishes_is_named(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(Meeting, "gather", gathered)
     on(Shape(2, 2, more={"wherry": {"timeout_s": 0.2, "checkpoint": {"async_save": True}}}), body)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_folder_may_be_moved_as_soon_as_the_last_record_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partial, whole = tmp_path / "partial", tmp_path / "whole"
+    partial.mkdir()
+    replace = os.replace
+
+    def seen_at_once(aside: Path, path: Path) -> None:
+        replace(aside, path)
+        partial.rename(whole)
+
+    monkeypatch.setattr(os, "replace", seen_at_once)
+    Meeting(partial, 1).report("what it wrote")
+    (record,) = whole.iterdir()
+    assert record.read_text() == "what it wrote"

@@ -374,12 +374,17 @@ def sync_folder(folder: Path) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write a small file so that it is there whole or not at all, and lasts."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Taken first: whoever was waiting for the file may move its folder as soon as it is there.
+    folder = os.open(path.parent, os.O_RDONLY)
     try:
-        with open(aside, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
+        try:
+            with open(aside, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(aside, path)
+        finally:
+            aside.unlink(missing_ok=True)
+        os.fsync(folder)
     finally:
-        aside.unlink(missing_ok=True)
-    sync_folder(path.parent)
+        os.close(folder)
