@@ -26,19 +26,23 @@ train: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
+# One that fails says so, and the others go on; Ctrl-C ends all.
 bench: $(PEERS)
-	$(BIN)/wherry bench adam --quick
-	$(BIN)/wherry bench disk --quick --path .
-	$(BIN)/wherry bench overhead --quick
-	$(BIN)/wherry bench steps --quick --ranks 2 --systems ddp,fsdp2,deepspeed-0,deepspeed-3,wherry-0,wherry-3
-	$(BIN)/wherry bench offload_step --quick --path . --dtypes bf16 --places 3-cpu,3-nvme --policies before_use --peers deepspeed-3-nvme
-	$(BIN)/wherry bench accumulation --quick --path . --windows 8 --steps 1
-	$(BIN)/wherry bench memory --quick --path . --dtypes fp32 --ranks 2 --systems ddp,fsdp2,deepspeed-3,wherry-0,wherry-3
-	$(BIN)/wherry bench construction --quick
-	$(BIN)/wherry bench checkpoint --quick --folder .
-	$(BIN)/wherry bench tiling --quick --path .
-	$(BIN)/wherry bench scaling --quick --systems plain,deepspeed-3,wherry-3
-	$(BIN)/wherry bench imports --quick
+	@ended=0; measure() { \
+	  echo "wherry bench $$*"; $(BIN)/wherry bench "$$@" || { ended=$$?; test $$ended -ne 130 || exit 130; }; }; \
+	measure adam --quick; \
+	measure disk --quick --path .; \
+	measure overhead --quick; \
+	measure steps --quick --ranks 2 --systems ddp,fsdp2,deepspeed-0,deepspeed-3,wherry-0,wherry-3; \
+	measure offload_step --quick --path . --dtypes bf16 --places 3-cpu,3-nvme --policies before_use --peers deepspeed-3-nvme; \
+	measure accumulation --quick --path . --windows 8 --steps 1; \
+	measure memory --quick --path . --dtypes fp32 --ranks 2 --systems ddp,fsdp2,deepspeed-3,wherry-0,wherry-3; \
+	measure construction --quick; \
+	measure checkpoint --quick --path .; \
+	measure tiling --quick --path .; \
+	measure scaling --quick --systems plain,deepspeed-3,wherry-3; \
+	measure imports --quick; \
+	exit $$ended
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--peers", type=bench.listed((*PEERS, "none")), default=list(PEERS), help="deepspeed (default) or none"
     )
-    parser.add_argument("--path", default=".", help="a folder on the disk for states there (the current one)")
+    parser.add_argument("--path", type=bench.folder, default=".", help="a folder on the disk for states (current)")
     parser.add_argument("--rounds", type=bench.positive, help="times that every system is measured")
     parser.add_argument("--steps", type=bench.positive, help="steps in one measure")
     options = bench.parse(parser, argv)

@@ -1,4 +1,4 @@
-"""Saving and loading the states of training: python benchmarks/checkpoint.py [--quick] [--models 10m,125m].
+"""Saving and loading the states of training: python benchmarks/checkpoint.py [--quick] [--path FOLDER].
 
 Seconds of a save until it is on the disk, of the training that stood still for it, and of a load, for weights and both
 moments of AdamW in fp32, beside torch.save, torch's distributed checkpoint and DeepSpeed. Every system's files are
@@ -144,11 +144,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=bench.positives, help="with commas (default: 1, and 2 for 10m)")
     parser.add_argument("--systems", type=bench.listed(tuple(KEEPINGS)), default=list(KEEPINGS), help="with commas")
     parser.add_argument("--rounds", type=bench.positive, help="times that everything is measured")
-    parser.add_argument("--folder", type=Path, help="on the disk to be measured (default: for temporary files)")
+    parser.add_argument("--path", type=bench.folder, default=".", help="a folder on the disk (current)")
     options = bench.parse(parser, argv)
     cases = cases_of(options)
     results = bench.Results("checkpoint", options, {"cases": [list(case) for case in cases]}, limit=LIMIT)
-    with tempfile.TemporaryDirectory(dir=options.folder or systems.disk_folder()) as folder:
+    with tempfile.TemporaryDirectory(dir=os.path.abspath(options.path)) as folder:
         for model, ranks, rounds in cases:
             results.add(*measure(model, ranks, options.systems, rounds, Path(folder, str(ranks))))
     table(results.rows)

@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtypes", type=bench.listed(DTYPES), default=list(DTYPES), help=", ".join(DTYPES))
     parser.add_argument("--places", type=bench.listed(PLACES), default=list(PLACES), help=", ".join(PLACES))
     parser.add_argument("--ranks", type=bench.listed(("1", "2", "4")), default=["1", "2"], help="numbers of ranks")
-    parser.add_argument("--path", default=".", help="a folder on the disk for states there (the current one)")
+    parser.add_argument("--path", type=bench.folder, default=".", help="a folder on the disk for states (current)")
     parser.add_argument("--again", action="store_true", help="measure the machine anew")
     parser.add_argument("--rounds", type=bench.positive, help="times that every placement is measured (3)")
     parser.add_argument("--steps", type=bench.positive, help="steps in one measure")

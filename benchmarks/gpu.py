@@ -409,7 +409,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=bench.positive, help="blocks of steps of each (3; 2 with --quick)")
     parser.add_argument("--steps", type=bench.positive, default=3, help="steps in a block")
     parser.add_argument("--peers", type=bench.listed(PEERS), default=list(PEERS), help=f"of {', '.join(PEERS)}")
-    parser.add_argument("--path", help="a folder on the disk whose rate is measured too")
+    parser.add_argument("--path", type=bench.folder, help="a folder on the disk whose rate is measured too")
     parser.add_argument("--toy", action="store_true", help="on the CPU, at a size that only shows that it works")
     options = bench.parse(parser, argv)
     if not options.toy and systems.device_type() != "cuda":

@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=bench.positive, help="blocks of steps (5; 2 with --quick)")
     parser.add_argument("--steps", type=bench.positive, default=2, help="steps in a block")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="keep the profiler's trace, for chrome://tracing")
-    parser.add_argument("--path", help="a folder on the disk whose rate is measured too")
+    parser.add_argument("--path", type=bench.folder, help="a folder on the disk whose rate is measured too")
     parser.add_argument("--toy", action="store_true", help="on the CPU, at a size that only shows that it works")
     options = bench.parse(parser, argv)
     if not options.toy and systems.device_type() != "cuda":

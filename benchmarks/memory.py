@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--systems", type=bench.listed(SYSTEMS), default=list(SYSTEMS), help="with commas")
     parser.add_argument("--ranks", type=bench.positives, default=[2], help="numbers of ranks (default: 2)")
     parser.add_argument("--rounds", type=bench.positive, help="times that everything is measured (3; 1 with --quick)")
-    parser.add_argument("--path", default=".", help="a folder on the disk for states there (the current one)")
+    parser.add_argument("--path", type=bench.folder, default=".", help="a folder on the disk for states (current)")
     options = bench.parse(parser, argv)
     models = options.models or (["10m"] if options.quick else ["125m"])
     rounds = options.rounds or (1 if options.quick else 3)

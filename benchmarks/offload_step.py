@@ -125,13 +125,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--places", type=bench.listed(PLACES), default=list(PLACES), help=", ".join(PLACES))
     parser.add_argument("--policies", type=bench.listed(POLICIES), default=list(POLICIES), help=", ".join(POLICIES))
     parser.add_argument("--peers", type=bench.listed((*PEERS, "none")), default=list(PEERS), help=", ".join(PEERS))
-    parser.add_argument("--ranks", type=steps.ranks, help="numbers of ranks (default: 1,2; 1 with --quick)")
-    parser.add_argument("--path", default=".", help="a folder on the disk for states there (the current one)")
+    parser.add_argument("--ranks", type=bench.positives, help="numbers of ranks (default: 1,2; 1 with --quick)")
+    parser.add_argument("--path", type=bench.folder, default=".", help="a folder on the disk for states (current)")
     parser.add_argument("--rounds", type=bench.positive, help="times that every system is measured (3)")
     parser.add_argument("--steps", type=bench.positive, help="steps in one measure")
     options = bench.parse(parser, argv)
     rounds, count = options.rounds or (1 if options.quick else 3), options.steps or (3 if options.quick else 8)
     ranks = options.ranks or ([1] if options.quick else [1, 2])
+    steps.check_ranks(parser, options.models, ranks)
     os.environ[systems.DISK_FOLDER] = os.path.abspath(options.path)
     peers = [peer for peer in options.peers if peer != "none"]
     settings = {"rounds": rounds, "steps": count, "warmup": steps.WARMUP, "ranks": ranks}

@@ -26,9 +26,11 @@ from typing import IO, Any
 import psutil
 
 from benchmarks import systems
-from wherry.observe.bench import ROOT
+from wherry.observe.bench import ROOT, without_folders
 
 TIMEOUT = 600.0
+# Letters of a reason.
+LONGEST = 300
 _WORKER = Path(__file__).parent / "worker.py"
 
 
@@ -173,7 +175,8 @@ def reason_in(log: str, status: int) -> str:
         r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)$", log, flags=re.MULTILINE
     )
     if errors:
-        return " ".join(errors[-1].split())[:200]
+        # What matters may come after a long path.
+        return without_folders(" ".join(errors[-1].split()))[:LONGEST]
     if status == -signal.SIGKILL:
         return "ended by signal 9, which is how the system ends what it has no memory for"
     return f"ended by signal {-status}" if status < 0 else f"ended with status {status}"

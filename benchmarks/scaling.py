@@ -132,7 +132,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
         peak, traffic, seconds = mine
         calls = sum(traffic["calls"].values())
         figures = [f"{peak['value'] / 1e6:,.0f}", f"{calls}", f"{traffic['value'] / 1e6:,.0f}"]
-        lines.append([f"stage {stage}, {ranks:,} ranks", *figures, f"{seconds['value']:.1f}"])
+        lines.append([f"stage {stage}, {ranks:,} rank{'s' * (ranks > 1)}", *figures, f"{seconds['value']:.1f}"])
     if lines:
         bench.show("one rank of many, run dry", ("", "peak MB", "calls", "MB in them", "dry run s"), lines)
 

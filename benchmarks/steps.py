@@ -228,12 +228,12 @@ def entries_of(models: Sequence[str], ranks: Sequence[int], names: Sequence[str]
     return entries
 
 
-def ranks(text: str) -> list[int]:
-    counts = [bench.positive(part.strip()) for part in text.split(",")]
-    for count in counts:
-        if any(recipe.batch % count for recipe in MODELS.values()):
-            raise argparse.ArgumentTypeError(f"the batch does not divide among {count} ranks")
-    return counts
+def check_ranks(parser: argparse.ArgumentParser, models: Sequence[str], ranks: Sequence[int]) -> None:
+    for model in models:
+        for count in ranks:
+            if MODELS[model].batch % count:
+                sequences = f"the {MODELS[model].batch} sequences of a step of {model}"
+                parser.error(f"--ranks {count}: {sequences} do not divide among them")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -243,11 +243,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--systems", type=bench.listed(SYSTEMS), default=list(SYSTEMS), help="with commas between them"
     )
-    parser.add_argument("--ranks", type=ranks, default=[1, 2], help="numbers of ranks, with commas (default: 1,2)")
+    parser.add_argument("--ranks", type=bench.positives, default=[1, 2], help="numbers of ranks (default: 1,2)")
     parser.add_argument("--rounds", type=bench.positive, help="times that every system is measured")
     parser.add_argument("--steps", type=bench.positive, help="steps in one measure")
     options = bench.parse(parser, argv)
     models = options.models or (["10m", "125m"] if options.full else ["10m"])
+    check_ranks(parser, models, options.ranks)
     rounds = options.rounds or (1 if options.quick else 5)
     steps = options.steps or (3 if options.quick else 8)
     settings = {"rounds": rounds, "steps": steps, "warmup": WARMUP, "models": {m: vars(MODELS[m]) for m in models}}

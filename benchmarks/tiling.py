@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--full", action="store_true", help="4 GB of weights within 600 MB")
     parser.add_argument("--ranks", type=bench.positive, default=2, help="processes (2)")
     parser.add_argument("--steps", type=bench.positive, help="steps of training (4, or 2 with --full)")
-    parser.add_argument("--path", default=".", help="a folder on the disk for the states (the current one)")
+    parser.add_argument("--path", type=bench.folder, default=".", help="a folder on the disk for states (current)")
     options = bench.parse(parser, argv)
     width, budget = QUICK if options.quick else FULL if options.full else USUAL
     steps = options.steps or (2 if options.full else 4)

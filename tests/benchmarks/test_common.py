@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import psutil
 import pytest
 from tests.cli.programs import wait_for
 
+from benchmarks import accumulation, checkpoint, forecast, gpu, gpu_offload, memory, offload_step, steps, tiling
 from benchmarks.rooms import Room, RoomFailed, reason_in
 from wherry.observe import bench, machine
 
@@ -102,6 +104,11 @@ def test_folders_of_this_machine_are_not_published(monkeypatch):
     parser.add_argument("--path")
     found = bench.parse(parser, ["--path", "/home/somebody/disk", "--quick"])
     assert found.arguments == ["--path", "disk", "--quick"] and found.path == "/home/somebody/disk"
+    for said, published in (
+        ("No such file: '/home/somebody/disk/swap.bin'", "No such file: 'swap.bin'"),
+        ("1 GB/s and/or a/b/c, https://a.b/c/d, ~/x/y", "1 GB/s and/or a/b/c, https://a.b/c/d, ~/x/y"),
+    ):
+        assert bench.row({}, "a", "s", reason=said)["reason"] == published
 
 
 def test_others_at_work_are_seen():
@@ -135,9 +142,38 @@ def test_choices_are_checked():
     assert bench.positives("1e6, 3") == [1_000_000, 3]
 
 
+def test_where_nothing_can_be_written_is_told_before_anything_is_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(machine, "_SAMPLE_S", 0.0)
+    missing = tmp_path / "missing"
+    for script in (accumulation, checkpoint, forecast, gpu, gpu_offload, memory, offload_step, tiling):
+        with pytest.raises(SystemExit) as refused:
+            script.main(["--quick", "--path", str(missing)])
+        assert refused.value.code == 2
+        assert f"argument --path: '{missing}' is not a folder" in capsys.readouterr().err
+    assert bench.folder(str(tmp_path)) == str(tmp_path)
+    monkeypatch.setattr(bench.os, "access", lambda path, mode: False)
+    with pytest.raises(argparse.ArgumentTypeError, match="nothing can be written in"):
+        bench.folder(str(tmp_path))
+    with pytest.raises(SystemExit):
+        bench.parse(bench.parser("name", ""), ["--json", str(tmp_path)])
+    assert "is a folder; expected the name of a file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", [steps, offload_step])
+def test_ranks_among_which_a_model_s_batch_does_not_divide_are_refused(script, monkeypatch, capsys):
+    monkeypatch.setattr(machine, "_SAMPLE_S", 0.0)
+    with pytest.raises(SystemExit):
+        script.main(["--quick", "--models", "125m", "--ranks", "1,4"])
+    expected = "--ranks 4: the 2 sequences of a step of 125m do not divide among them"
+    assert expected in capsys.readouterr().err
+    steps.check_ranks(argparse.ArgumentParser(), ["10m"], [4])
+
+
 def test_the_reason_is_the_last_error_of_a_log():
     log = "Traceback:\n  File x\nOSError: one\n\nTraceback:\nai.parts.BuildError: no   ninja\nbye\n"
     assert reason_in(log, 1) == "ai.parts.BuildError: no ninja"
+    path = "/home/somebody/disk/" + 20 * "very-long/" + "swap.bin"
+    assert reason_in(f"DiskError: {path}: no space is left", 1) == "DiskError: swap.bin: no space is left"
     assert reason_in("[rank1]: RuntimeError: gone", 1) == "RuntimeError: gone"
     assert reason_in("Killed", -9).startswith("ended by signal 9, ") and reason_in("", -11) == "ended by signal 11"
     assert reason_in("", 3) == "ended with status 3"
@@ -189,3 +225,19 @@ def _has_ended(process):
 def test_a_room_that_does_not_answer_is_given_up():
     with Room(ranks=1) as room, pytest.raises(RoomFailed, match="no answer in time"):
         room.ask(timeout=0.0, do="time", system="nothing", steps=1)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.parametrize(("fails", "status", "after"), [("none", 0, True), ("adam", 1, True), ("adam", 130, False)])
+def test_make_bench_goes_on_after_a_measure_that_fails_and_ends_when_it_is_interrupted(tmp_path, fails, status, after):
+    """In an environment that is there already, whose command writes down what it is asked for."""
+    wherry = tmp_path / "bin" / "wherry"
+    wherry.parent.mkdir()
+    wherry.write_text(f'#!/bin/sh\necho "$1 $2" >> {tmp_path}/asked\ntest "$2" != {fails} || exit {status}\n')
+    wherry.chmod(0o755)
+    for name in (".installed", ".peers"):
+        (tmp_path / name).touch()
+    done = subprocess.run(["make", "bench", f"VENV={tmp_path}"], cwd=bench.ROOT, capture_output=True, text=True)
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert (done.returncode == 0) is (status == 0), done.stderr
+    assert asked[0] == "bench adam" and (len(asked) > 10 and asked[-1] == "bench imports") is after

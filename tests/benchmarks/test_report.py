@@ -34,7 +34,7 @@ _WRITTEN = {
     ("tokens", 1.0): "tokens/s, tok/s, tokens a second, tokens per second, tokens/sec, tokens per s",
     ("operations", 1e-9): "GFLOPS, GFLOP/s", ("operations", 1e-12): "TFLOPS, TFLOP/s, TFLOPs, teraflops",
     ("operations", 1e-15): "PFLOPS, PFLOP/s",
-    ("ratio", 1.0): "x, ×, x faster, fold, times faster, times slower, times quicker, times less, times more, "
+    ("ratio", 1.0): "x, ×, x faster, fold, times, times faster, times slower, times quicker, times less, times more, "
     "times fewer, times larger, times smaller, times higher, times lower, times better, times longer, times shorter, "
     "times cheaper, times as fast, times as slow, times as much, times as many, times as large, times as small, "
     "times as long, times as high, times as good, times the speed, times the time, times the throughput, "
@@ -56,6 +56,7 @@ CLAIM = re.compile(
     r"\b(?:(?:twice|thrice|half|double|triple|\w+ times|\w+fold|an order of magnitude|a (?:third|quarter|tenth) of) "
     r"(?:as (?:fast|slow|much|many|large|small|long)|faster|slower|quicker|less|more|fewer|larger|smaller|higher|lower|"
     r"longer|shorter|cheaper|better|the (?:speed|time|memory|throughput|rate|bandwidth|cost|overhead))"
+    r"|(?:twice|thrice|half|double|triple|\w+ times) [A-Z]\w+'s"
     r"|(?:doubles|triples|halves) the (?:speed|time|memory|throughput|rate|cost|overhead)|factor of [\w.]+)\b"
 )
 FILE = re.compile(r"benchmarks/results/([\w.-]+\.json)")
@@ -129,7 +130,7 @@ def test_a_figure_without_its_file_is_found(tmp_path):
         "12.4 ms", "1.72 times as fast", "12.3 GB/s", "3x", "72% faster", "4,311 tok/s", "17 s a step", "12–13 ms",
         "12 to 13 ms", "4.4k tokens/s", "13 milliseconds", "12 seconds", "9 s", "3 minutes", "2 hours", "1.8-fold",
         "1.8 times higher", "1.8 times the throughput", "84%", "84 percent", "84 % of", "30% lower", "3.3 GB",
-        "3.2 GiB", "2.0 GiB/s", "900 GFLOPS", "16.1 bytes per parameter",
+        "3.2 GiB", "2.0 GiB/s", "900 GFLOPS", "16.1 bytes per parameter", "1.8 times",
     ):  # fmt: skip
         assert unsupported(f"It is {other} there, see benchmarks/results/a.json.", tmp_path) == [other]
     assert unsupported("It takes 12.3 ms.\n\nSee benchmarks/results/a.json.", tmp_path) == ["12.3 ms"]
@@ -138,6 +139,7 @@ def test_a_figure_without_its_file_is_found(tmp_path):
     for claim in (
         "twice as fast", "three times faster", "half the memory", "tenfold faster", "double the throughput",
         "halves the time", "an order of magnitude faster", "factor of two", "factor of 1.7", "a third of the time",
+        "twice DeepSpeed's",
     ):  # fmt: skip
         assert unsupported(f"It is {claim} here.") == [claim]
     for other in (

@@ -289,7 +289,7 @@ def test_a_layer_beyond_the_budget(tmp_path, capsys):
 def test_saving_beside_the_same_bytes_in_one_file(tmp_path, capsys):
     path = tmp_path / "checkpoint.json"
     chosen = f"{checkpoint.LIMIT},wherry"
-    smallest = ["--quick", "--models", "tiny", "--ranks", "2", "--folder", str(tmp_path), "--json", str(path)]
+    smallest = ["--quick", "--models", "tiny", "--ranks", "2", "--path", str(tmp_path), "--json", str(path)]
     assert checkpoint.main([*smallest, "--systems", chosen]) == 0
     for measure in checkpoint.MEASURES:
         bare, ours = _rows(path, measure=measure).values()

@@ -82,7 +82,7 @@ def test_the_command(tmp_path, capsys):
     assert str(tmp_path) not in result.read_text()
     with pytest.raises(SystemExit):
         disk_bench.main(["--path", str(tmp_path / "missing"), "--quick"])
-    assert "not a directory" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")

@@ -96,6 +96,16 @@ def test_deepspeed_is_measured_in_each_of_its_modes(monkeypatch, capsys):
     assert " ".join(capsys.readouterr().out.split()).count("as fast as three passes, with") == 2
 
 
+def test_a_peer_that_does_not_build_says_why_in_a_line(monkeypatch):
+    def fails(name):
+        raise RuntimeError("Error building extension\n\nc++: not found\n")
+
+    monkeypatch.setattr(adam_bench.importlib.util, "find_spec", lambda name: "found")
+    monkeypatch.setattr(adam_bench.importlib, "import_module", fails)
+    why = adam_bench._without_deepspeed.__wrapped__()
+    assert why == "installed, but its optimizer does not build here: c++: not found"
+
+
 def test_what_cannot_be_measured_says_so(monkeypatch):
     with pytest.raises(WherryError, match="--isa torch is not a native instruction set"):
         adam_bench.main(["--sizes", "64", "--isa", "torch", "--quick"])

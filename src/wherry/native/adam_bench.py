@@ -199,7 +199,8 @@ def _without_deepspeed() -> str:
         adam = importlib.import_module("deepspeed.ops.adam")
         adam.DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(1))])
     except (ImportError, OSError, RuntimeError, AssertionError, subprocess.SubprocessError) as error:
-        return f"installed, but its optimizer does not build here: {str(error).strip().splitlines()[-1:]}"
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        return f"installed, but its optimizer does not build here: {said[-1]}"
     return ""
 
 

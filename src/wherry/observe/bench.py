@@ -12,6 +12,7 @@ import datetime
 import json
 import math
 import os
+import re
 import statistics
 import sys
 import time
@@ -32,6 +33,8 @@ Row = dict[str, Any]
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "benchmarks" / "results"
 WIDTH = 80
+# Of the path of a file, what comes before its name.
+_FOLDERS = re.compile(r"(?<![\w.~:/])(?:/[\w.~@+-]+)+/(?=[\w.~@+-])")
 
 
 # Measuring.
@@ -100,11 +103,21 @@ def row(
     """What `system` did in `case`: `values` are the repeats. Without any there is a reason."""
     assert bool(values) != bool(reason), (system, values, reason)
     made: Row = {"case": dict(case), "system": system, "unit": unit, "more_is_better": more_is_better}
+    reason = reason and without_folders(reason)
     made |= {"reason": reason, "value": None, "spread": None, "rounds": 0, "ratio": {}, "of_limit": None}
     if values:
         summary = Summary.of(values)
         made |= {"value": summary.median, "spread": summary.spread, "rounds": summary.count, "values": list(values)}
     return made | facts
+
+
+def without_folders(text: str) -> str:
+    """A text as it may be published: folders of a machine are nobody's business.
+
+    >>> without_folders("No space left on device: '/home/somebody/disk/swap.bin'")
+    "No space left on device: 'swap.bin'"
+    """
+    return _FOLDERS.sub("", text)
 
 
 def compare(rows: Sequence[Row], limit: str | None = None) -> None:
@@ -141,7 +154,7 @@ def parser(name: str, description: str) -> argparse.ArgumentParser:
         prog=f"wherry bench {name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     found.add_argument("--quick", action="store_true", help="fewer repeats, for a first look; leaves no file behind")
-    found.add_argument("--json", metavar="PATH", type=Path, help="where the figures go (default: benchmarks/results)")
+    found.add_argument("--json", metavar="PATH", type=_file, help="where the figures go (default: benchmarks/results)")
     return found
 
 
@@ -159,8 +172,24 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
 
 
 def _harmless(word: str) -> str:
-    """An argument as it may be published: folders of a machine are nobody's business."""
+    """An argument as it may be published, as reasons are."""
     return os.path.basename(word.rstrip("/")) if os.sep in word else word
+
+
+def folder(text: str) -> str:
+    """An argparse type: a folder to write in. Without it a run would end in the middle."""
+    if not os.path.isdir(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a folder")
+    if not os.access(text, os.W_OK | os.X_OK):
+        raise argparse.ArgumentTypeError(f"nothing can be written in {text!r}")
+    return text
+
+
+def _file(text: str) -> Path:
+    """An argparse type: the name of a file, which need not be there."""
+    if os.path.isdir(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder; expected the name of a file")
+    return Path(text)
 
 
 def listed(choices: Sequence[str]) -> Callable[[str], list[str]]:

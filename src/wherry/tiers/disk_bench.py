@@ -310,14 +310,12 @@ def _file_system(path: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """The `wherry bench disk` command."""
     parser = bench.parser("disk", __doc__ or "")
-    parser.add_argument("--path", required=True, help="a folder on the drive to measure")
+    parser.add_argument("--path", type=bench.folder, required=True, help="a folder on the drive to measure")
     parser.add_argument("--size", type=bench.positive, help="bytes in each measure (1 GiB; 64 MiB with --quick)")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS, help="what to measure beside it (all)")
     options = bench.parse(parser, argv)
     if options.size is not None and options.size < 8 << 20:
         parser.error(f"--size {options.size}: expected {8 << 20} or more")
-    if not os.path.isdir(options.path):
-        parser.error(f"--path {options.path}: not a directory")
     plan = Plan.of(options.quick, options.size)
     results = bench.Results("disk", options, vars(plan) | drive_of(options.path))
     try:
