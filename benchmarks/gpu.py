@@ -125,6 +125,8 @@ class Turns:
         self.session, self.subjects = session, subjects
         self.built: list[str] = []
         self.reasons: dict[str, str] = {}
+        # Of the first steps, on the same tokens: they show that all of them train the same model.
+        self.losses: dict[str, list[float]] = {}
         for name in subjects:
             self._build(name)
         for lost in [name for name in self.built if name in self.reasons]:
@@ -134,7 +136,7 @@ class Turns:
 
     def _build(self, name: str) -> None:
         try:
-            self.session.build(name, *self.subjects[name])
+            self.losses[name] = self.session.build(name, *self.subjects[name])["losses"]
             self.built.append(name)
         except (RoomFailed, NoTime) as failure:
             self.reasons[name] = str(failure)
@@ -146,6 +148,14 @@ class Turns:
             self.reasons.setdefault(name, str(failure))
             for lost in self.built:
                 self.reasons.setdefault(lost, f"ended with {name}: {failure}")
+
+    def _off(self, name: str) -> float | None:
+        """How far the first losses are from those of the first system that trains; computing alone has but one."""
+        trains = [other for other in self.subjects if other in self.losses and other != systems.COMPUTE]
+        if not trains:
+            return None
+        pairs = list(zip(self.losses[name], self.losses[trains[0]], strict=True))
+        return max(abs(a - b) / abs(b) for a, b in pairs[: 1 if name == systems.COMPUTE else None])
 
     def take(self, case: dict[str, Any], batch: int | None = None, *, names: Sequence[str] | None = None) -> None:
         """The rows of some rounds, kept as they come. `batch` is one that was not taken before, by some `names`."""
@@ -160,7 +170,8 @@ class Turns:
             for name, (system, recipe) in subjects.items():
                 taken, reason = replace(recipe, batch=batch or recipe.batch), failed.get(name) or self.reasons.get(name)
                 if answers[name]:
-                    rows.append(step_row(session, case, system, taken, answers[name]) | {"system": name})
+                    row = step_row(session, case, system, taken, answers[name])
+                    rows.append(row | {"system": name, "loss_difference": self._off(name)})
                 elif reason:
                     rows.append(bench.row(case, name, "s", reason=reason))
             session.results.put(*rows)
@@ -372,6 +383,9 @@ def table(rows: Sequence[bench.Row]) -> None:
                 notes.append(f"{name}: {row['reason']}")
             else:
                 lines.append([name, *_figures(row)])
+                difference = row.get("loss_difference")
+                if difference is not None and difference > systems.SAME_BF16_LOSS:
+                    notes.append(f"{name}: NOT THE LOSSES OF THE OTHERS, {difference:.0e} off")
         bench.show(measure, ("", "s", "spread", "tokens/s", "TFLOPS", "of bound", "GiB"), lines, [*notes, ""])
 
 

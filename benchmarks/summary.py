@@ -47,6 +47,8 @@ def same_work(row: Row) -> bool:
 def times(row: Row, rows: Sequence[Row]) -> float | None:
     """How many times as good as this peer Wherry is at the same: with the same placement, or at its best.
 
+    Of update policies it is the one that Wherry chooses by itself for states that are offloaded.
+
     Infinity where Wherry has added nothing that could be measured, and the peer has.
     """
     if is_wherry(row["system"]) or row["reason"] is not None or not same_work(row):
@@ -70,7 +72,9 @@ def _ours_beside(row: Row, rows: Sequence[Row]) -> list[Row]:
     beside = _BESIDE.get(first, first.partition("-")[2])
     same = [other for other in ours if beside and other["system"].split(" ")[0].partition("-")[2] == beside]
     named = [other for other in same if other["system"].partition("-")[2] == row["system"].partition("-")[2]]
-    return whole or named or same or [other for other in ours if other["system"] == "wherry"] or ours
+    chosen = " before_use" if row["case"].get("clip") else " in_backward"
+    by_default = [other for other in same if other["system"].endswith(chosen)]
+    return whole or named or by_default or same or [other for other in ours if other["system"] == "wherry"] or ours
 
 
 def _ratio(ours: Row, peer: Row) -> float | None:

@@ -26,6 +26,8 @@ LEARNING_RATE = 3e-4
 WEIGHT_DECAY = 0.1
 # Relative, over some steps of fp32: other orders of summing stay far below it, another update does not.
 SAME_LOSS = 1e-4
+# In bf16, of the first steps: rounding stays below it, and an update that is missing does not.
+SAME_BF16_LOSS = 1e-2
 # A lock that is older, while nothing compiles, is nobody's.
 LOCK_SECONDS = 30.0
 # The folder for states on disk; unset, the system's for temporary files.

@@ -13,21 +13,27 @@ from benchmarks import accumulation
 @pytest.mark.usefixtures("forked_rooms")
 def test_both_orders_train_the_same_model(tmp_path: Path, capsys) -> None:
     path = tmp_path / "accumulation.json"
-    arguments = ["--quick", "--models", "tiny", "--windows", "3", "--peers", "none", "--place", "3", "--steps", "1"]
-    arguments += ["--few-windows", "2"]
+    arguments = ["--quick", "--models", "tiny", "--windows", "3", "--few-windows", "2", "--peers", "none"]
+    arguments += ["--steps", "1", "--path", str(tmp_path)]
     assert accumulation.main([*arguments, "--json", str(path)]) == 0
     rows = json.loads(path.read_text())["rows"]
     seen = {(row["system"], row["case"]["measure"]): row for row in rows}
     assert all(row["reason"] is None for row in rows)
+    kinds = ("", *(f" {order}{tight}" for order in accumulation.ORDERS for tight in ("", accumulation.TIGHT)))
     checked = 0
     for window, tokens in (("k=3", 64), ("k=2, 16 tokens", 16)):
         plain = seen[f"plain {window}", "step"]
-        for kind in ("", *(f" {order}" for order in accumulation.ORDERS)):
-            step, read = (seen[f"wherry-3{kind} {window}", measure] for measure in ("step", "read"))
+        for kind in kinds:
+            step, read = (seen[f"wherry-3-nvme{kind} {window}", measure] for measure in ("step", "read"))
             assert step["case"]["tokens"] == read["case"]["tokens"] == tokens
             assert step["of_limit"] == pytest.approx(plain["value"] / step["value"])
-            assert read["of_limit"] is None
+            assert (read["of_limit"] is not None) == kind.endswith(accumulation.TIGHT)
             assert plain["losses"] == pytest.approx(step["losses"], rel=1e-4)
             checked += 2
+        # What a window is for: weights are read as often as in a step of one micro-batch, and not with each of them.
+        layers, steps = (
+            seen[f"wherry-3-nvme {order}{accumulation.TIGHT} {window}", "read"] for order in accumulation.ORDERS
+        )
+        assert 0 < layers["value"] < steps["value"]
     assert len(seen) == checked + 2
     assert "layer_major k=3" in capsys.readouterr().out

@@ -86,6 +86,9 @@ def test_policies_and_peers_side_by_side(tmp_path, capsys, monkeypatch):
     assert list(beside) == ["compute", "wherry-2-cpu at_step", whole, "fsdp2-cpu", "deepspeed-3-reflow"]
     assert set(ours["ratio"]) == {"compute", whole, "fsdp2-cpu"} and beside["fsdp2-cpu"]["value"] > 0
     assert summary.times(beside["fsdp2-cpu"], rows) == beside[whole]["ratio"]["fsdp2-cpu"]
+    # All of them train the same model from the same start.
+    assert ours["loss_difference"] == 0
+    assert beside["compute"]["loss_difference"] == 0 <= beside["fsdp2-cpu"]["loss_difference"] < systems.SAME_BF16_LOSS
     assert beside["deepspeed-3-reflow"]["reason"].endswith(("has no reflow", "(pip install '.[bench]')"))
     # The same engines take other numbers of tokens.
     assert [(row["case"]["tokens"], row["system"]) for row in rows if row["case"]["tokens"] != 64] == [
@@ -179,6 +182,17 @@ def test_a_system_that_fails_while_it_is_timed_costs_the_others_nothing(tmp_path
     assert [name for do, name, _ in found._room.asked if do == "close"] == ["one", "two", "three"]
 
 
+def test_a_system_that_trains_another_model_is_told_of(tmp_path, monkeypatch, capsys):
+    others = {"build_two": BUILT | {"losses": [9.0, 7.7]}, "build_three": BUILT | {"losses": [9.0, 8.001]}}
+    found = session(tmp_path, monkeypatch, build=BUILT | {"losses": [9.0, 8.0]}, time=TIMED, **others)
+    case = {"measure": "policies"}
+    gpu._in_turns(found, case, SUBJECTS | {systems.COMPUTE: (systems.COMPUTE, gpu_session.TOY["1b"])})
+    off = {name: row["loss_difference"] for name, row in rows_of(found).items()}
+    assert off == {"one": 0, "two": pytest.approx(0.3 / 8), "three": pytest.approx(0.001 / 8), systems.COMPUTE: 0}
+    gpu.table(found.results.rows)
+    assert capsys.readouterr().out.count("NOT THE LOSSES OF THE OTHERS") == 1
+
+
 def test_a_process_that_ends_is_named_with_who_was_in_it(tmp_path, monkeypatch):
     found = session(tmp_path, monkeypatch, build=BUILT, time=TIMED, time_two=RoomFailed("ended by signal 11"))
     gpu._in_turns(found, {}, SUBJECTS)
@@ -202,7 +216,13 @@ def test_a_run_that_is_ended_keeps_every_measure(tmp_path, monkeypatch):
 def test_ours_is_built_before_the_peers_and_is_timed_whatever_its_share(tmp_path, monkeypatch):
     found = session(tmp_path, monkeypatch, build=BUILT, time=TIMED)
     built = []
-    monkeypatch.setattr(gpu_session.Session, "build", lambda self, name, *_: built.append(name) or self.share_out(0.0))
+
+    def slow(self, name, *_):
+        built.append(name)
+        self.share_out(0.0)
+        return BUILT
+
+    monkeypatch.setattr(gpu_session.Session, "build", slow)
     found._pace = dict.fromkeys(("compute", "wherry-2-cpu in_backward", "fsdp2-cpu"), 0.1)
     gpu.unclipped(found)
     assert built == list(found._pace)

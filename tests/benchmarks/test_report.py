@@ -190,8 +190,8 @@ def test_a_page_from_a_file():
 
 
 def test_a_peer_stands_beside_what_does_the_same():
-    def times(peer, *ours, measure="step"):
-        case = {"measure": measure}
+    def times(peer, *ours, measure="step", **more):
+        case = {"measure": measure} | more
         rows = [bench.row(case, name, "s", [value]) for name, value in ours] + [bench.row(case, peer, "s", [1.0])]
         bench.compare(rows)
         return summary.times(rows[-1], rows)
@@ -201,6 +201,10 @@ def test_a_peer_stands_beside_what_does_the_same():
     assert times("fsdp2-cpu", ("wherry-2-cpu at_step", 0.1), ("wherry-3-cpu at_step", 0.5)) == 2.0
     offload = ("wherry-3-nvme at_step", 0.5), ("wherry-3-nvme before_use", 0.25), ("wherry-3-nvme delayed", 0.1)
     assert times("deepspeed-3-nvme", *offload) == 4.0  # late updates are not the same work
+    # What Wherry does when nobody chooses: an update that clips waits for the norm.
+    offload += (("wherry-3-nvme in_backward", 0.2),)
+    assert times("deepspeed-3-nvme", *offload, ("wherry-3-nvme at_step", 0.1), clip=1.0) == 4.0
+    assert times("deepspeed-3-nvme", *offload, ("wherry-3-nvme before_use", 0.1), clip=0.0) == 5.0
     on_device = ("wherry-2-cpu before_use", 0.5), ("wherry-3-cpu before_use", 0.1)
     assert times("deepspeed-3-super", *on_device) == 2.0  # its weights stay on the device
     assert times("deepspeed-3-nvme k=8", ("wherry-3-nvme layer_major k=8", 0.5), ("wherry-2 k=8", 0.1)) == 2.0

@@ -244,7 +244,7 @@ def test_a_size_that_memory_has_no_room_for_is_not_tried(monkeypatch):
 
 SCRIPTS = [
     *("overhead", "steps", "imports", "gpu", "gpu_offload", "offload_step", "memory", "construction", "scaling"),
-    *("accumulation", "checkpoint", "activations", "tiling"),
+    *("accumulation", "checkpoint", "activations", "tiling", "forecast"),
 ]
 
 

@@ -11,7 +11,7 @@ from rich.live import Live
 
 from wherry.config import load
 from wherry.observe.log import follow, get_logger, say, show_on
-from wherry.observe.memory import _container_memory, device_memory, format_bytes, host_memory
+from wherry.observe.memory import _container_memory, device_memory, format_bytes, free_on_gpu, host_memory
 from wherry.observe.progress import Progress, is_terminal
 
 
@@ -147,3 +147,12 @@ def test_a_container_limits_memory(tmp_path):
 
 def test_the_cpu_has_no_memory_of_its_own():
     assert device_memory(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(("part", "expected"), [(1.0, 45), (0.5, 20), (0.2, 0)])
+def test_memory_of_a_gpu_is_free_within_the_part_that_a_process_may_have(monkeypatch, part, expected):
+    figures = {"mem_get_info": (40, 100), "memory_allocated": 30, "memory_reserved": 35}
+    figures["get_per_process_memory_fraction"] = part
+    for name, figure in figures.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, figure=figure: figure)
+    assert free_on_gpu(torch.device("cuda", 0)) == expected

@@ -6,8 +6,6 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
 from wherry.activations.blocks import Blocks
 from wherry.activations.cut import Cut
 from wherry.activations.manager import Activations, Groups, Settings
@@ -15,7 +13,7 @@ from wherry.activations.recompute import operations
 from wherry.activations.saving import Beneath
 from wherry.activations.stores import Allocate, DiskActivations, HostStore, Store, allocator
 from wherry.observe.log import say
-from wherry.observe.memory import host_memory
+from wherry.observe.memory import free_on_gpu, host_memory
 from wherry.parallel.topology import Topology
 from wherry.sharding.unit import Unit
 from wherry.tiers.streams import link_to
@@ -96,9 +94,6 @@ def free_bytes(topology: Topology) -> int:
     """What activations may still take on this rank's device."""
     device = topology.device
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        # What torch has and does not use is free as well.
-        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(free * SHARE_OF_FREE)
+        return int(free_on_gpu(device) * SHARE_OF_FREE)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", topology.world_size))
     return int(host_memory().available * SHARE_OF_FREE / here)

@@ -74,6 +74,20 @@ def peak_resident() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def free_on_gpu(device: torch.device) -> int:
+    """Bytes that torch may still take there: of the driver's and of what it holds unused, within the part it may have.
+
+    That part is what `torch.cuda.set_per_process_memory_fraction` leaves this process.
+    """
+    import torch
+
+    free, total = torch.cuda.mem_get_info(device)
+    allocated = torch.cuda.memory_allocated(device)
+    unused = torch.cuda.memory_reserved(device) - allocated
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return max(0, min(free + unused, allowed - allocated))
+
+
 def device_memory(device: torch.device) -> DeviceMemory | None:
     """Memory of an accelerator; None for the CPU, whose memory is the host's."""
     import torch

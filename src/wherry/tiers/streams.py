@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from wherry.observe.memory import free_on_gpu
 from wherry.tiers.buffers import CudaPin, HostPool
 from wherry.tiers.tickets import DONE, Ticket
 
@@ -206,8 +207,7 @@ class CudaLink(Link):
             yield
 
     def free_bytes(self) -> int | None:
-        free, _ = torch.cuda.mem_get_info(self.device)
-        return free
+        return free_on_gpu(self.device)
 
     def close(self) -> None:
         torch.cuda.synchronize(self.device)
