@@ -71,7 +71,27 @@ def main() -> None:
         many = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(40)))
         many.apply(lambda module: nn.init.zeros_(module.weight) if isinstance(module, nn.Linear) else None)
     small = {"small took": status("VmHWM") - before, "small owed": len(many) * largest // 2 + largest}
-    json.dump({"plain": plain, "took": took, "owed": owed, "built": len(model), **small}, sys.stdout)
+    json.dump({"plain": plain, "took": took, "owed": owed, "built": len(model), **small, **from_meta()}, sys.stdout)
+
+
+def from_meta() -> dict[str, int]:
+    """What stays of parameters that got their values one unit at a time."""
+
+    def engine_of(width: int, layers: int) -> wherry.Engine:
+        with wherry.Init(meta=True):
+            blocks = [nn.Sequential(*(nn.Linear(width, width) for _ in range(6))) for _ in range(layers)]
+            model = nn.Sequential(*blocks).requires_grad_(False)  # gradients would be at rest too
+            model[0][0].bias.requires_grad_(True)
+        return wherry.initialize(model=model, config={"zero_optimization": {"stage": 3}})[0]
+
+    small = engine_of(8, 2)
+    before = status("VmRSS")
+    large = engine_of(768, 12)
+    rest = status("VmRSS") - before
+    weights = sum(parameter.nbytes for parameter in large.module.parameters())
+    for engine in (small, large):
+        engine.close()
+    return {"meta rest": rest, "meta owed": weights}
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from wherry.sharding.layout import lay_out
 from wherry.sharding.meta import Materialiser
 from wherry.sharding.parts import own_parts, taken
 from wherry.sharding.unit import Flat, Unit, Weights
-from wherry.tiers.elastic import Frames
+from wherry.tiers.elastic import Frames, Heap
 from wherry.tiers.homes import Home
 
 
@@ -25,7 +25,9 @@ class Original:
     """The values that a parameter was built with, while the parameter itself is given other memory."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
-        self.dtype = local(parameter).dtype
+        held = local(parameter)
+        self.dtype = held.dtype
+        self.nbytes = 0 if held.is_cuda else held.nbytes
         self.value = taken(parameter)
 
 
@@ -65,6 +67,7 @@ class Builder:
         self.adopt = adopt
         # What units have gathered into is handed on among them.
         self._frames = Frames()
+        self._heap = Heap()
 
     def build(self, plans: Sequence[UnitPlan], model: nn.Module) -> list[Unit]:
         check_same_model([item for plan in plans for item in plan.parameters], self.comm)
@@ -140,7 +143,9 @@ class Builder:
         target = torch.zeros(flat.layout.numel, dtype=torch.float32, device=self.device) if precise else flat.whole
         for slot, original in zip(flat.layout.slots, originals, strict=True):
             target[slot.start : slot.stop].view(slot.shape).copy_(original.value())
+        freed = sum(original.nbytes for original in originals)
         originals.clear()
+        self._heap.freed(freed)
         self.comm.broadcast(target).wait()
         alike = [(s.name, target[s.start : s.stop]) for s in flat.layout.slots if s.part is None]
         check_replicated(alike, self.tensor)

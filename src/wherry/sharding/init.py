@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
 import threading
 import weakref
 from pathlib import Path
@@ -23,6 +21,7 @@ from wherry.parallel import topology as topologies
 from wherry.parallel.comm import Comm
 from wherry.placement import Tier
 from wherry.sharding.parts import PART, Lease, Part, part_of, source_of
+from wherry.tiers.elastic import Heap
 
 if TYPE_CHECKING:
     from wherry.config import Config
@@ -47,9 +46,6 @@ _DRAWS = frozenset(
     getattr(torch.Tensor, name)
     for name in ("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_")
 )
-
-# After so many bytes of parameters let go of, memory is given back to the system.
-TRIMMED = 1 << 23
 
 _active = threading.local()
 _lock = threading.Lock()
@@ -98,8 +94,8 @@ class Init:
         self._whole: dict[nn.Parameter, nn.Module] = {}
         # Whose parameters were registered or touched last.
         self._module: nn.Module | None = None
-        # Bytes of whole parameters that have been let go of since the process last gave memory back.
-        self._freed = 0
+        # To which whole parameters go back.
+        self._heap = Heap()
 
     def __enter__(self) -> Init:
         if self._shapes is not None:
@@ -193,12 +189,7 @@ class Init:
         """Release what is whole; what somebody else holds the memory of waits, unless `aliased`."""
         parts = {parameter: self._part(parameter) for parameter in self._whole if parameter not in but}
         held = set() if aliased else self._held(list(parts.values()))
-        for part in parts.values():
-            if part not in held:
-                self._freed += part.release()
-        if self._freed >= TRIMMED:
-            self._freed = 0
-            _trim()
+        self._heap.freed(sum(part.release() for part in parts.values() if part not in held))
         self._whole = {p: module for p, module in self._whole.items() if p in but or parts[p] in held}
 
     def _part(self, parameter: nn.Parameter) -> Part:
@@ -221,17 +212,6 @@ class Init:
                 self.comm.all_reduce(anywhere, "max", label="Init").wait()
                 held = [bool(flag) for flag in anywhere.tolist()]
         return {part for part, flag in zip(parts, held, strict=True) if flag}
-
-
-def _trim() -> None:
-    """Give freed memory back to the system.
-
-    glibc keeps what lies between small objects, and finds no use for it: torch asks for aligned memory, for which a
-    hole of the same size is too small by the alignment.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
 
 
 class _Touch(TorchFunctionMode):

@@ -22,6 +22,29 @@ _MAY_MOVE, _FIXED, _STAYS_MAPPED = 1, 2, 4
 _AT_ITS_PLACE = 0x10
 
 
+# After so many bytes that were let go of, the heap gives back what it has.
+TRIMMED = 1 << 23
+
+
+class Heap:
+    """Gives memory that was let go of back to the system, now and then.
+
+    glibc keeps what lies between small objects, and finds no use for it: torch asks for aligned memory, for which a
+    hole of the same size is too small by the alignment.
+    """
+
+    def __init__(self) -> None:
+        self._bytes = 0
+
+    def freed(self, nbytes: int) -> None:
+        self._bytes += nbytes
+        if self._bytes >= TRIMMED:
+            self._bytes = 0
+            trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+            if trim is not None:
+                trim(0)
+
+
 class Elastic:
     """Memory as torch allocates it, for any device. It begins with memory, all zeros; what it grows to is undefined.
 
