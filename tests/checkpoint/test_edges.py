@@ -122,6 +122,29 @@ def test_saved_and_loaded_in_an_evaluation(tmp_path: Path) -> None:
         assert_same(on(Shape(2, 3), go_on, **given)[0], expected)
 
 
+def test_state_is_made_beside_the_master_that_it_is_of(tmp_path: Path) -> None:
+    """An optimizer of torch's, whose state rests where the engine does not compute."""
+
+    def rmsprop(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.RMSprop(parameters, lr=1e-3, momentum=0.9)
+
+    def body(engine: Any, comm: Comm) -> Any:
+        train(engine, comm, 2)
+        engine.save_checkpoint(tmp_path)
+        train(engine, comm, 1, first=2)
+        return state_of(engine)
+
+    def go_on(engine: Any, comm: Comm) -> Any:
+        here, engine.device = engine.device, torch.device("meta")
+        engine.load_checkpoint(tmp_path)
+        engine.device = here
+        train(engine, comm, 1, first=2)
+        return state_of(engine)
+
+    expected = on(Shape(), body, optimizer=rmsprop)[0]
+    assert_same(on(Shape(), go_on, optimizer=rmsprop)[0], expected)
+
+
 def test_who_only_looks_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_from(Shape(), tmp_path)
     left = tmp_path / ".global_step9.partial.here.1.1.0"

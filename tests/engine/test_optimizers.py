@@ -19,10 +19,12 @@ from tests.engine.harness import (
     train_plain,
 )
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import wherry
 from wherry.errors import WherryError
 from wherry.update.lion import Lion
+from wherry.update.rules import Segment, TorchRule
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda p: torch.optim.Adam(p, lr=3e-3, weight_decay=0.1),
@@ -52,6 +54,15 @@ def test_element_wise_optimizers(name: str, stage: int) -> None:
     plain = train_plain(model, ranks=2, steps=6, optimizer=OPTIMIZERS[name])
     ours = train_engine(model, stage=stage, ranks=2, steps=6, optimizer=OPTIMIZERS[name])
     assert_close(ours, plain, tolerance)
+
+
+@pytest.mark.parametrize(("name", "fused"), [("adam", True), ("sgd", True), ("adagrad", None), ("lion", None)])
+def test_what_every_release_of_torch_has_a_kernel_for_is_fused_on_a_gpu(name: str, fused: bool | None) -> None:
+    mine = OPTIMIZERS[name]([nn.Parameter(torch.ones(4))])
+    with FakeTensorMode():
+        rule = TorchRule(type(mine), mine.defaults, mine.param_groups)
+        inner = rule._bind([Segment(0, torch.empty(4, device="cuda"))])
+    assert inner.param_groups[0].get("fused") is fused
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ import wherry
 from wherry.dryrun import Line
 from wherry.errors import PeerError, WherryError
 from wherry.parallel import gloo, merged
-from wherry.parallel.comm import ProcessGroupComm
+from wherry.parallel.comm import MANY, ProcessGroupComm
 from wherry.parallel.peers import _left
 
 RANKS = 2
@@ -258,6 +258,41 @@ def swap(rank: int) -> None:
         assert torch.all(highest == 1)
     assert not comm.under_way
     comm.close()
+
+
+class OfNccl:
+    """A collective's work as NCCL has it: whether it ended well it does not say."""
+
+    def __init__(self) -> None:
+        self.completed = False
+
+    def is_completed(self) -> bool:
+        return self.completed
+
+    def is_success(self) -> bool:
+        raise NotImplementedError("WorkNCCL::isSuccess() is deprecated")
+
+    def wait(self) -> None:
+        """The stream waits, and not the host."""
+
+
+def begin_on_a_gpu(rank: int) -> None:
+    """More collectives than are kept, of which nobody waits for any."""
+    comm = ProcessGroupComm()
+    tensor, works = torch.empty(4, device="meta"), [OfNccl() for _ in range(MANY + 3)]
+    for work in works:
+        comm._ask("all_reduce", tensor, "")
+        ticket = comm._ticket(lambda work=work: work, tensor)
+        assert comm.under_way
+        work.completed = True
+    assert not comm.under_way
+    assert len(comm._begun) < MANY
+    ticket.wait()
+    comm.close()
+
+
+def test_collectives_on_a_gpu_are_not_asked_how_they_ended(pool: Pool) -> None:
+    pool.run(begin_on_a_gpu)
 
 
 def test_small_sums_of_two_ranks_are_exchanged(pool: Pool) -> None:

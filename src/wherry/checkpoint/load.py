@@ -306,7 +306,8 @@ class _Loader:
                 # An optimizer of torch's makes its state at its first step: this is it.
                 first = next(slot for slot in slots if self._stored(slot, name))
                 dtype = self.source.dtype(self._there(first), name)
-                target = values[name] = torch.zeros(span.stop - span.start, dtype=dtype, device=self.session.device)
+                # Beside the master, which need not be on the device that computes.
+                target = values[name] = torch.zeros(span.stop - span.start, dtype=dtype, device=values["master"].device)
             for slot in slots:
                 self._read(flat, slot, name, target, span.start, span.stop)
         scalars = self.manifest.engine["optimizer"]["scalars"].get(str(span.group), {})

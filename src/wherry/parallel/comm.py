@@ -349,6 +349,10 @@ def _copyable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
 
 
+def _ended_well(work: Any, tells: bool) -> bool:
+    return work.is_completed() and (not tells or work.is_success())
+
+
 class ProcessGroupComm(Comm):
     """A torch.distributed process group. On CUDA a ticket's `wait()` orders streams and does not stop the host."""
 
@@ -360,8 +364,8 @@ class ProcessGroupComm(Comm):
         self._over_gloo = "cpu:gloo" in dist.distributed_c10d.get_backend_config(group)
         self.peers = Peers(group, self.recent, timeout)
         self._shares_default_group = group is None and _default_group.join()
-        # Collectives that were begun and not waited for.
-        self._begun: set[Any] = set()
+        # Collectives that were begun and not waited for, and whether one that has ended says how: NCCL's refuse to.
+        self._begun: dict[Any, bool] = {}
         _default_group.end_with(self)
 
     def _ticket(self, launch: Callable[[], Any], *tensors: torch.Tensor) -> Ticket:
@@ -375,13 +379,14 @@ class ProcessGroupComm(Comm):
         wait_for = work.wait if tensors[0].device.type != "cpu" else self.peers.waiting(work, asked)
         if len(self._begun) >= MANY:
             # Another thread may wait for some of them meanwhile.
-            self._begun -= {each for each in tuple(self._begun) if each.is_completed() and each.is_success()}
-        self._begun.add(work)
+            for each in [each for each, tells in tuple(self._begun.items()) if _ended_well(each, tells)]:
+                self._begun.pop(each, None)
+        self._begun[work] = tensors[0].device.type == "cpu"
 
         # The tensors stay alive until the wait: a backend may still be reading them.
         def wait(_tensors: tuple[torch.Tensor, ...] = tensors) -> None:
             wait_for()
-            self._begun.discard(work)
+            self._begun.pop(work, None)
 
         return CallbackTicket(wait, work.is_completed)
 
@@ -390,7 +395,7 @@ class ProcessGroupComm(Comm):
         """Whether a collective has not come to its end, or not to a good one. One that nobody waits for may have."""
         if self.starter is not None and self.starter.busy:
             return True
-        return not all(work.is_completed() and work.is_success() for work in tuple(self._begun))
+        return not all(_ended_well(work, tells) for work, tells in tuple(self._begun.items()))
 
     def _all_reduce(self, tensor: torch.Tensor, op: str) -> Ticket:
         if op == "sum" and self.swaps(tensor):

@@ -20,6 +20,8 @@ Groups = Sequence[Group]
 # Moments that have no sign.
 UNSIGNED = ("exp_avg_sq", "sum")
 KEPT_PLANS = 8
+# Whose fused kernels all releases of torch have on a GPU: Adagrad's is on the CPU alone before 2.12, and refuses GPUs.
+FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
 @dataclass
@@ -319,7 +321,7 @@ class TorchRule:
         """Whether one kernel on the device can do it all, and the user has not chosen otherwise."""
         chosen = self.defaults.get("fused") is not None or self.defaults.get("foreach") is not None
         on_device = all(p.device.type == "cuda" for p in self._parameters)
-        return "fused" in self.defaults and not chosen and on_device
+        return "fused" in self.defaults and issubclass(self.optimizer_class, FUSED) and not chosen and on_device
 
     def update(
         self, segments: Sequence[Segment], groups: Groups, multiplier: float, loose: Sequence[native.Bundle] = ()
