@@ -116,7 +116,8 @@ SECTIONS: dict[str, Section] = {
     "overhead": Section(
         "Overhead of an engine",
         "Four layers of width 64 on one core for each rank. `over plain` is what a system adds to a step of plain "
-        "PyTorch with fused AdamW: what is above the limit.",
+        "PyTorch with fused AdamW: what is above the limit. Wherry updates with kernels of its own and the others with "
+        "torch's, so what it adds is its engine's time less what these save, and may be below zero.",
         "plain PyTorch with fused AdamW on the same core",
         (
             _LOSSES,
@@ -133,9 +134,12 @@ SECTIONS: dict[str, Section] = {
         "Steps with states on host and disk",
         "The same steps with optimizer, or optimizer and parameters, further away. Rows named delayed update with "
         "gradients one step old, which no other system here does: another result, not the same work sooner. Peers "
-        f"are compared with the best of the other policies in the same place. {_BUFFERS}",
-        "the bound max(compute, down, up, host update, disk), each measured in the same run; of memory, an empty "
-        "process and the states by the published formula",
+        "are compared with the policy that Wherry chooses by itself: before_use where gradients are clipped, and else "
+        "in_backward. With states on disk Wherry and DeepSpeed have their defaults: both keep up to 1e9 elements of "
+        "weights in host memory, so that of a small model the optimizer's states alone are read, and DeepSpeed reads, "
+        f"updates and writes up to 1e9 elements as one group, which is all of such a model. {_BUFFERS}",
+        "the bound max(compute + host update, disk), each measured in the same run, as the host is the device here; "
+        "of memory, an empty process and the states by the published formula",
         (_BOUND, _LOSSES),
     ),
     "forecast": Section(

@@ -47,7 +47,8 @@ def same_work(row: Row) -> bool:
 def times(row: Row, rows: Sequence[Row]) -> float | None:
     """How many times as good as this peer Wherry is at the same: with the same placement, or at its best.
 
-    Of update policies it is the one that Wherry chooses by itself for states that are offloaded.
+    Of update policies it is the one that Wherry chooses by itself for states that are offloaded; of instruction sets
+    and passes the first, which is what it takes by itself.
 
     Infinity where Wherry has added nothing that could be measured, and the peer has.
     """
@@ -74,7 +75,9 @@ def _ours_beside(row: Row, rows: Sequence[Row]) -> list[Row]:
     named = [other for other in same if other["system"].partition("-")[2] == row["system"].partition("-")[2]]
     chosen = " before_use" if row["case"].get("clip") else " in_backward"
     by_default = [other for other in same if other["system"].endswith(chosen)]
-    return whole or named or by_default or same or [other for other in ours if other["system"] == "wherry"] or ours
+    best_isa = [other for other in ours if other.get("isa")][:1]
+    plain = [other for other in ours if other["system"] == "wherry"]
+    return whole or named or by_default or same or plain or best_isa or ours
 
 
 def _ratio(ours: Row, peer: Row) -> float | None:

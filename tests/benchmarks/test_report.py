@@ -192,7 +192,8 @@ def test_a_page_from_a_file():
 def test_a_peer_stands_beside_what_does_the_same():
     def times(peer, *ours, measure="step", **more):
         case = {"measure": measure} | more
-        rows = [bench.row(case, name, "s", [value]) for name, value in ours] + [bench.row(case, peer, "s", [1.0])]
+        rows = [bench.row(case, name, "s", [value], **dict(*facts)) for name, value, *facts in ours]
+        rows.append(bench.row(case, peer, "s", [1.0]))
         bench.compare(rows)
         return summary.times(rows[-1], rows)
 
@@ -208,6 +209,8 @@ def test_a_peer_stands_beside_what_does_the_same():
     on_device = ("wherry-2-cpu before_use", 0.5), ("wherry-3-cpu before_use", 0.1)
     assert times("deepspeed-3-super", *on_device) == 2.0  # its weights stay on the device
     assert times("deepspeed-3-nvme k=8", ("wherry-3-nvme layer_major k=8", 0.5), ("wherry-2 k=8", 0.1)) == 2.0
+    isas = [(f"Wherry AdamW, {isa}", value, {"isa": isa}) for isa, value in (("avx512", 0.5), ("avx2", 0.25))]
+    assert times("DeepSpeedCPUAdam fp32", *isas) == 2.0  # what Wherry takes there is measured first
     assert times("fio", ("wherry", 0.5), ("wherry threads", 0.25), ("wherry buffered", 0.1)) == 2.0
     assert times("deepspeed", ("wherry", 0.001), ("wherry, engine", 0.5), measure="import") == 2.0
     assert times("deepspeed-3", ("wherry-3", -0.1)) == float("inf")  # added nothing

@@ -147,6 +147,7 @@ def test_imports(tmp_path, capsys, monkeypatch, torch_alone):
 def test_offloaded_steps_beside_their_bound(tmp_path, no_deepspeed, monkeypatch):
     monkeypatch.setattr(offload_step, "POLICIES", ("at_step", "delayed"))
     monkeypatch.setattr(offload_step, "CLIPS", {"at_step": 1.0, "delayed": 1.0})
+    monkeypatch.setattr(systems, "device_type", lambda: "cuda")  # its ranks do not see a GPU, nor may its bound
     path = tmp_path / "offload.json"
     smallest = ["--quick", "--models", "tiny", "--dtypes", "fp32", "--rounds", "1", "--steps", "2", "--json", str(path)]
     chosen = ["--places", "2-cpu", "--peers", "deepspeed-2-cpu", "--ranks", "2", "--path", str(tmp_path)]
