@@ -17,6 +17,7 @@ from tests.engine.harness import adamw, make_model, settings, token_batch
 
 import wherry
 from wherry.errors import DivergenceError, PeerError
+from wherry.parallel import threads
 from wherry.parallel.comm import Comm
 from wherry.parallel.threads import ThreadComm, run_ranks
 
@@ -99,6 +100,34 @@ def test_a_rank_that_does_not_arrive() -> None:
     errors = outcomes(3, body, timeout=0.2)
     assert errors[0] is None
     assert any("all_reduce of blocks.2" in str(error) and "rank 0 did not arrive" in str(error) for error in errors[1:])
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter", "all_gather", "broadcast"])
+def test_what_streams_have_not_done_is_waited_for(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a rank may bring what a stream of its own is still copying, and others read it on theirs."""
+    late: dict[int, Callable[[], Any]] = {}
+    seen: dict[int, torch.Tensor] = {}
+
+    def complete(value: Any) -> None:
+        late.pop(threading.get_ident(), lambda: None)()
+        if isinstance(value, torch.Tensor):
+            seen[threading.get_ident()] = value.clone()
+
+    monkeypatch.setattr(threads, "_complete", complete)
+
+    def body(comm: Comm) -> tuple[torch.Tensor, torch.Tensor]:
+        brought = torch.full((2 if operation == "all_gather" else 4,), float("nan"))
+        late[threading.get_ident()] = lambda: brought.fill_(comm.rank + 1.0)
+        taken = {"reduce_scatter": torch.empty(2), "all_gather": torch.empty(4)}.get(operation, brought)
+        given = (taken,) if taken is brought else (taken, brought)
+        getattr(comm, operation)(*given).wait()
+        return taken, seen[threading.get_ident()]
+
+    sums = {"all_reduce": [3.0] * 4, "reduce_scatter": [3.0] * 2}
+    expected = sums | {"all_gather": [1.0, 1, 2, 2], "broadcast": [1.0] * 4}
+    for taken, when_complete in run_ranks(2, body):
+        assert taken.tolist() == expected[operation]
+        assert torch.equal(taken, when_complete)  # nothing was done after that
 
 
 def test_groups_of_ranks() -> None:

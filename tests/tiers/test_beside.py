@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import threading
+import weakref
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -308,8 +310,32 @@ def test_a_copy_orders_the_stream_of_its_own_device(monkeypatch: pytest.MonkeyPa
     asked: list[Any] = []
     monkeypatch.setattr(torch.cuda, "current_stream", current)
     second, event = torch.device("cuda", 1), object()
-    _Copy(second, event, (), on_host=False).order()  # type: ignore[arg-type]
+    _Copy(second, event, on_host=False).order()  # type: ignore[arg-type]
     assert asked == [second, event]
+
+
+class Event:
+    """Of a stream that a test has no need of."""
+
+    def synchronize(self) -> None:
+        """What was recorded is over."""
+
+
+@pytest.mark.parametrize(("up", "how"), [(True, "wait"), (True, "finish"), (False, "wait"), (False, "let_go")])
+def test_a_copy_lets_go_of_the_devices_memory_as_soon_as_its_stream_waits(
+    up: bool, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has come to the device is its user's alone: a ticket that lives longer does not keep it."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(wait_event=lambda event: None))
+    target, source = torch.empty(4), torch.empty(4)
+    copy = _Copy(torch.device("cuda", 0), Event(), not up, target, source)  # type: ignore[arg-type]
+    there, here = weakref.ref(target), weakref.ref(source)
+    del target, source
+    assert there() is not None and here() is not None
+    for _ in range(2):
+        getattr(copy, how)()
+        assert (there() is None) is (up or how == "wait")
+        assert (here() is None) is (not up or how == "finish")
 
 
 @pytest.mark.usefixtures("every_flat_alone")

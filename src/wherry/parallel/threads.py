@@ -159,6 +159,12 @@ class _Meeting:
             return self._starters.setdefault(rank, Starter())
 
 
+def _complete(value: Any) -> None:
+    """Nothing is left to streams: those of a GPU on which ranks read and write may know nothing of each other."""
+    if isinstance(value, torch.Tensor) and value.device.type == "cuda":
+        torch.cuda.current_stream(value.device).synchronize()
+
+
 class ThreadComm(Comm):
     """One rank of a group of threads. Sums run in rank order, so every operation gives the same bits."""
 
@@ -167,8 +173,20 @@ class ThreadComm(Comm):
         self._meeting = meeting
 
     def _agree(self, value: Any, use: Callable[[list[Any]], T]) -> T:
+        def used(values: list[Any]) -> T:
+            result = use(values)
+            _complete(value)  # before others overwrite what this rank has read
+            return result
+
         self._meeting.go_on(self.rank, self.starter is not None)
-        return self._meeting.exchange(self.rank, self.recent[-1], value, use)
+        _complete(value)
+        return self._meeting.exchange(self.rank, self.recent[-1], value, used)
+
+    @staticmethod
+    def _take(target: torch.Tensor, result: torch.Tensor) -> Ticket:
+        target.copy_(result)
+        _complete(target)
+        return DONE
 
     def _all_reduce(self, tensor: torch.Tensor, op: str) -> Ticket:
         combine = torch.add if op == "sum" else torch.maximum
@@ -179,8 +197,7 @@ class ThreadComm(Comm):
                 total = combine(total, other)
             return total
 
-        tensor.copy_(self._agree(tensor, use))
-        return DONE
+        return self._take(tensor, self._agree(tensor, use))
 
     def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
         start = self.rank * shard.numel()
@@ -191,12 +208,10 @@ class ThreadComm(Comm):
                 total += other[start : start + shard.numel()]
             return total
 
-        shard.copy_(self._agree(whole, use))
-        return DONE
+        return self._take(shard, self._agree(whole, use))
 
     def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
-        whole.copy_(self._agree(shard, torch.cat))
-        return DONE
+        return self._take(whole, self._agree(shard, torch.cat))
 
     def _broadcast(self, tensor: torch.Tensor, source: int) -> Ticket:
         def use(values: list[torch.Tensor]) -> None:

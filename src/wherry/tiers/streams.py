@@ -111,24 +111,33 @@ class Readers(Ticket):
 
 
 class _Copy(Ticket):
-    """A copy on a stream: `wait` is for whoever uses the target, `order` for whoever reuses the source."""
+    """A copy on a stream: `wait` is for whoever uses the target, `order` for whoever reuses the source.
 
-    __slots__ = ("_device", "_event", "_keeps", "_on_host")
+    It keeps the memory of both, the device's until a stream of the device waits for it and the host's until it is over.
+    """
+
+    __slots__ = ("_device", "_event", "_on_host", "_source", "_target")
 
     def __init__(
-        self, device: torch.device, event: torch.cuda.Event, keeps: tuple[torch.Tensor, ...], on_host: bool
+        self,
+        device: torch.device,
+        event: torch.cuda.Event,
+        on_host: bool,
+        target: torch.Tensor | None = None,
+        source: torch.Tensor | None = None,
     ) -> None:
         self._device = device
         self._event = event
-        self._keeps = keeps
         self._on_host = on_host
+        self._target, self._source = target, source
 
     def wait(self) -> None:
         if self._on_host:
-            self._event.synchronize()
-            self._keeps = ()
+            self.finish()
         else:
             self.order()
+            # Freed from here on, its memory is another's on the stream that has just been told to wait.
+            self._target = None
 
     def order(self) -> None:
         # Of the copy's own device: the thread that waits may have another as its current one.
@@ -136,10 +145,11 @@ class _Copy(Ticket):
 
     def let_go(self) -> None:
         """After `order`, on the stream that the source is of: its memory may be another's now."""
-        self._keeps = self._keeps[:1]
+        self._source = None
 
     def finish(self) -> None:
         self._event.synchronize()
+        self._target = self._source = None
 
     def done(self) -> bool:
         return self._event.query()
@@ -171,7 +181,7 @@ class CudaLink(Link):
             target.copy_(source, non_blocking=True)
             event = torch.cuda.Event()
             event.record(stream)
-        return _Copy(self.device, event, (target, source), on_host)
+        return _Copy(self.device, event, on_host, target, source)
 
     def up(self, target: torch.Tensor, source: torch.Tensor, *, after: Ticket | None = None) -> Ticket:
         # The target's memory may have belonged to work that the current stream, or the fence's, has not done yet.
@@ -192,7 +202,7 @@ class CudaLink(Link):
         return self._copy(self._aside, target, source, on_host=True)
 
     def fence(self) -> Ticket:
-        return _Copy(self.device, self._record(), (), on_host=False)
+        return _Copy(self.device, self._record(), on_host=False)
 
     def order(self, ticket: Ticket) -> None:
         if isinstance(ticket, _Copy):
