@@ -77,11 +77,13 @@ def dry_run(
     ranks: int,
     rank: int = 0,
     sequence: int | None = None,
+    tensor: int = 1,
     gpu: bool = False,
 ) -> DryRun:
     """Build the engine for `rank` of `ranks` and make two steps; the second, with the order known, is reported.
 
-    `gpu` says that the device has memory of its own, so that the host is another tier.
+    The model is what one of `tensor` ranks has of it. `gpu` says that the device has memory of its own, so that the
+    host is another tier.
     """
     if not 0 <= rank < ranks:
         raise WherryError(f"rank: expected 0 to {ranks - 1}, got {rank}")
@@ -105,6 +107,7 @@ def dry_run(
             rank,
             rank,
             ranks,
+            tensor=FakeComm(0, tensor, gpu=gpu),
             link=lambda pin: FakeLink(FakePool(fake, footprint), shared=not gpu),
             open_store=FakeStore,  # type: ignore[arg-type]
         )

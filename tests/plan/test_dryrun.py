@@ -189,3 +189,18 @@ def test_the_footprint_follows_storages() -> None:
         footprint.sample()
         assert footprint.peaks["elastic"] == 4000
     assert footprint.peak == 4000
+
+
+def test_checkpoints_are_shared_out_over_tensor_parallel_ranks() -> None:
+    layers, width, tokens = 8, 512, 4 * 256
+    source = of_shape("gpt2", Shape(layers, width, 8, 256, 512))
+
+    def highest(**more: Any) -> int:
+        given = config(0, precision="fp32") | {"train_micro_batch_size_per_gpu": 4}
+        given["activation_checkpointing"] = {"policy": "recompute", **more}
+        told = dry_run(source, given, ranks=1, tensor=4, gpu=True)
+        return next(line.highest for line in told.memory if line.category == "activations")
+
+    # Each of four keeps a quarter of every checkpoint, and has one whole while it is needed.
+    checkpoint = 4 * tokens * width
+    assert highest() - highest(partition_activations=True) >= (layers * 3 / 4 - 1) * checkpoint

@@ -287,6 +287,7 @@ def _dry_run(arguments: argparse.Namespace, source: Source, config: Config, grid
         ranks=grid.data_ranks(_ranks(arguments) or _ranks_to_run(arguments, grid)),
         rank=arguments.rank or 0,
         sequence=arguments.sequence,
+        tensor=grid.tensor,
         gpu=gpu,
     )
     if arguments.json:
