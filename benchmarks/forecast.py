@@ -1,7 +1,7 @@
 """What `wherry plan` says a step takes, beside what it takes: python benchmarks/forecast.py [--quick] [--path FOLDER].
 
-The machine is measured as the planner measures it, and kept as the planner keeps it: on a busy machine measure it anew
-when that is quiet (--again). On two cores a round takes about five minutes.
+All of it runs on the CPU. The machine is measured as the planner measures it, and kept as the planner keeps it: on a
+busy machine measure it anew when that is quiet (--again). On two cores a round takes about five minutes.
 """
 
 from __future__ import annotations
@@ -113,6 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = bench.parse(parser, argv)
     rounds, count = options.rounds or (1 if options.quick else 3), options.steps or (3 if options.quick else 8)
     os.environ[systems.DISK_FOLDER] = os.path.abspath(options.path)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # ranks do not see a GPU, nor may the planner
     machine = probe.this_machine(options.path, again=options.again)
     settings = {"rounds": rounds, "steps": count, "warmup": steps.WARMUP, "machine": vars(machine)}
     results = bench.Results("forecast", options, settings | {"models": {m: vars(MODELS[m]) for m in options.models}})

@@ -1,6 +1,7 @@
 """Every script runs from end to end in its smallest setting, and its file has the promised columns."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -304,11 +305,16 @@ def test_forecast(tmp_path, capsys, monkeypatch):
     from wherry.plan.machine import described, known
 
     host = described(known("h100"), gpus=0, matrix=1e11, stream=20 * 10**9)
-    monkeypatch.setattr(forecast.probe, "this_machine", lambda *_, **__: host)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    seen = []
+    monkeypatch.setattr(
+        forecast.probe, "this_machine", lambda *_, **__: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]) or host
+    )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = tmp_path / "forecast.json"
     smallest = ["--quick", "--models", "tiny", "--dtypes", "fp32", "--ranks", "2", "--places", "2,3", "--steps", "2"]
     assert forecast.main([*smallest, "--path", str(tmp_path), "--json", str(path)]) == 0
+    assert seen == [""]  # a GPU's forecast is none of steps on the CPU
     rows = _rows(path, measure="step")
     assert list(rows) == ["wherry-2", "wherry-3"]
     for row in rows.values():
