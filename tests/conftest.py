@@ -5,7 +5,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -57,7 +57,16 @@ LONGEST = [
 ]
 
 
+def wants_gpu(paths: Iterable[str], marks: str) -> bool:
+    """Whether a run is of the tests for a GPU. All others are for the CPU, and would compute on one that is there."""
+    folder = Path(__file__).parent / "gpu"
+    marked = "gpu" in marks and "not gpu" not in marks
+    return marked or all(Path(path.partition("::")[0]).absolute().is_relative_to(folder) for path in paths)
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if not wants_gpu(config.args, config.getoption("markexpr")):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if config.getoption("dist", "no") == "no" or "PYTEST_XDIST_WORKER" in os.environ:
         import torch
 

@@ -236,7 +236,7 @@ def test_device_pool():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: `pytest -m gpu` where there is one")
 def test_cuda_pinned_memory():
     from wherry.tiers.buffers import CudaPin
 

@@ -16,7 +16,7 @@ from wherry.parallel.threads import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: run `pytest tests/gpu` on one"),
 ]
 
 

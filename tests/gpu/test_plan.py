@@ -16,7 +16,7 @@ from wherry.train.model import GPT, GPTConfig
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: run `pytest tests/gpu` on one"),
 ]
 
 # 110 million parameters: beside them the workspaces of torch's libraries, tens of MB, are small change.

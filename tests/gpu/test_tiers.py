@@ -22,7 +22,7 @@ from wherry.train.model import GPT, GPTConfig
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: run `pytest tests/gpu` on one"),
 ]
 STEPS = 4
 # Cycles that a late copy waits at most: about a millisecond, longer than a tiny model's whole forward.

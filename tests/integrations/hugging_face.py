@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from contextlib import nullcontext
+from unittest import mock
 
 import torch
 from torch import nn
@@ -66,7 +67,7 @@ def log_of(trainer):
 def with_trainer(resume=None):
     """Train, evaluate, save; or resume, with a model that is built partitioned."""
     start_anew()
-    more, extra, cls, building = {}, {}, Trainer, nullcontext()
+    more, extra, cls, building, placing = {}, {}, Trainer, nullcontext(), nullcontext()
     if MODE == "alias":
         more["deepspeed"] = AUTO
     if MODE == "own":
@@ -75,6 +76,8 @@ def with_trainer(resume=None):
 
         extra["wherry_config"] = AUTO
         building = wherry.Init(config=AUTO, enabled=bool(resume))
+        # The engine is where the Trainer brings batches, and asks for no other device.
+        placing = mock.patch("wherry.parallel.topology.default_device", None)
     out = os.path.join(FOLDER, MODE)
     args = TrainingArguments(
         output_dir=out, per_device_train_batch_size=4 // WORLD, gradient_accumulation_steps=2, max_steps=4,
@@ -88,8 +91,9 @@ def with_trainer(resume=None):
     with building:
         model = LlamaForCausalLM(tiny_config())
     trainer = cls(model=model, args=args, train_dataset=Tokens(32), eval_dataset=Tokens(8), **extra)
-    before = trainer.evaluate()["eval_loss"] if MODE != "alias" else None
-    trainer.train(resume_from_checkpoint=resume)
+    with placing:
+        before = trainer.evaluate()["eval_loss"] if MODE != "alias" else None
+        trainer.train(resume_from_checkpoint=resume)
     # The "best" is the first, of step 2.
     assert trainer.state.best_model_checkpoint == os.path.join(out, "checkpoint-2")
     found = {"log": log_of(trainer), "evaluation": trainer.evaluate()["eval_loss"]}

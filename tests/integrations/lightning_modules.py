@@ -25,6 +25,11 @@ if MODE == "alias" and not torch.cuda.is_available():
     theirs.CUDAAccelerator = CPUAccelerator
     theirs._validate_device_index_selection = lambda devices: None
 
+if MODE == "own":
+    from wherry.parallel import topology
+
+    topology.default_device = None  # the engine is where the Trainer brings batches, and asks nobody else
+
 
 class Block(nn.Sequential):
     def __init__(self):

@@ -23,6 +23,8 @@ from wherry.assemble import initialize
 from wherry.config import Config
 from wherry.engine import Engine
 from wherry.errors import WherryError
+from wherry.parallel import topology
+from wherry.parallel.topology import Topology
 
 try:
     from lightning.pytorch import Trainer
@@ -84,8 +86,14 @@ class WherryStrategy(DDPStrategy):
         self._config = configs.load(config if config is not None else {"zero_optimization": {"stage": stage}})
         self._exclude_frozen = exclude_frozen_parameters
         self.engine: Engine | None = None
+        # Of the model that is being built, for its engine.
+        self._place: Topology | None = None
 
     # Setting up.
+
+    def _find(self) -> Topology:
+        """All ranks, and Lightning's device for this one: batches come there, and a Trainer may choose among GPUs."""
+        return topology.find(device=self.root_device, timeout=self._config.wherry.timeout_s)
 
     @property
     def precision_plugin(self) -> Precision:
@@ -119,8 +127,9 @@ class WherryStrategy(DDPStrategy):
             if len(optimizers) != 1:
                 raise WherryError(f"configure_optimizers: expected one optimizer, got {len(optimizers)}")
             optimizer = optimizers[0]
+        place, self._place = self._place or self._find(), None
         self.engine, sharded, _, schedule = initialize(
-            model=module, optimizer=optimizer, config=self._resolved(trainer, fitting)
+            model=module, optimizer=optimizer, config=self._resolved(trainer, fitting), mesh=place
         )
         self.model = self.engine
         if fitting and self.engine._hooks.travels:
@@ -174,7 +183,8 @@ class WherryStrategy(DDPStrategy):
         import wherry
 
         partitioned = self._config.placement().parameters.partitioned
-        with wherry.Init(config=self._config) if partitioned else nullcontext():
+        self._place = self._find()
+        with wherry.Init(config=self._config, mesh=self._place) if partitioned else nullcontext():
             yield
 
     def model_to_device(self) -> None:

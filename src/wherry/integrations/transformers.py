@@ -28,6 +28,7 @@ from wherry.assemble import initialize
 from wherry.config import Config
 from wherry.engine import Engine
 from wherry.errors import ConfigError, WherryError
+from wherry.parallel import topology
 from wherry.sharding.access import gathered
 from wherry.sharding.attached import Mark
 
@@ -146,7 +147,9 @@ class WherryMixin:
         self.accelerator.backward = self._backward
 
     def _build_engine(self, config: Config, optimizer: torch.optim.Optimizer | None) -> Engine:
-        engine, *_ = initialize(model=self.model, optimizer=optimizer, config=config)
+        # Batches come to the Trainer's device, which is not always torch's own choice.
+        place = topology.find(device=self.args.device, timeout=config.wherry.timeout_s)
+        engine, *_ = initialize(model=self.model, optimizer=optimizer, config=config, mesh=place)
         _generate_together(engine)
         self.accelerator.unwrap_model = self._unwrap_model
         dynamo = self.accelerator.state.dynamo_plugin

@@ -80,9 +80,12 @@ def local_rank() -> int:
 
 
 def default_device() -> torch.device:
+    """The GPU of this rank, as launchers count them; without a launcher the one that the program has made current."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", local_rank() % torch.cuda.device_count())
+    launched = "LOCAL_RANK" in os.environ
+    index = local_rank() % torch.cuda.device_count() if launched else torch.cuda.current_device()
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
 

@@ -40,7 +40,10 @@ def measure(folder: Path) -> Machine:
     """What of the machine is asked for takes some seconds. The caller's random numbers stay as they were."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     with torch.random.fork_rng(devices=[0] if gpus else []):
-        return _measure(folder, gpus)
+        machine = _measure(folder, gpus)
+    if gpus:
+        torch.cuda.empty_cache()  # gigabytes that nobody uses any more, and that would not count as free
+    return machine
 
 
 def _measure(folder: Path, gpus: int) -> Machine:
