@@ -2,8 +2,10 @@
 
 Seconds of a save until it is on the disk, of the training that stood still for it, and of a load, for weights and both
 moments of AdamW in fp32, beside torch.save, torch's distributed checkpoint and DeepSpeed. Every system's files are
-synced before the clock is stopped; loads read what the system may have in its cache, for all alike. The limit is the
-same bytes written to one file of each rank, synced, and read from it into the memory that they came from.
+synced before the clock of the save is stopped. torch.save and DeepSpeed leave that to the system, and so their training
+goes on before; Wherry's and DCP's stands still for it, unless they save behind training. Loads read what
+the system may have in its cache, for all alike. The limit is the same bytes written to one file of each rank, synced,
+and read from it into the memory that they came from.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ class Keeping:
     system: str
     save: Callable[[Any, Path], None]
     load: Callable[[Any, Path], None]
-    # Whether training goes on while it is written; `wait` returns when it is there.
-    wait: Callable[[Any], None] | None = None
+    # What is left when training goes on; it returns when all is on the disk.
+    wait: Callable[[Any, Path], None] | None = None
     # Without it every rank would write the whole.
     one_rank: bool = False
 
@@ -38,8 +38,11 @@ def _states(trainee: Any) -> dict[str, Any]:
     return {"model": trainee.model.state_dict(), "optimizer": trainee.optimizer.state_dict()}
 
 
-def _sync(folder: Path) -> None:
-    """To the disk, as Wherry's own saves are: a benchmark of the system's cache would say nothing."""
+def _sync(trainee: Any, folder: Path) -> None:
+    """To the disk, as Wherry's own saves are: a benchmark of the system's cache would say nothing.
+
+    What leaves its files in that cache trains on meanwhile.
+    """
     for path in [found for found in folder.rglob("*") if found.is_file()]:
         fd = os.open(path, os.O_RDONLY)
         os.fsync(fd)
@@ -50,7 +53,6 @@ def _torch_save(trainee: Any, folder: Path) -> None:
     import torch
 
     torch.save(_states(trainee), folder / "states.pt")
-    _sync(folder)
 
 
 def _tensors(trainee: Any) -> list[torch.Tensor]:
@@ -111,7 +113,7 @@ def _dcp_begin(trainee: Any, folder: Path) -> None:
     trainee.under_way = dcp.async_save(_sharded_states(trainee), checkpoint_id=folder)
 
 
-def _dcp_wait(trainee: Any) -> None:
+def _dcp_wait(trainee: Any, folder: Path) -> None:
     trainee.under_way.result()
 
 
@@ -130,11 +132,6 @@ def _engine_save(trainee: Any, folder: Path) -> None:
     trainee.engine.save_checkpoint(str(folder))
 
 
-def _deepspeed_save(trainee: Any, folder: Path) -> None:
-    _engine_save(trainee, folder)
-    _sync(folder)
-
-
 def _engine_load(trainee: Any, folder: Path) -> None:
     path, _ = trainee.engine.load_checkpoint(str(folder))
     assert path is not None, folder
@@ -149,7 +146,7 @@ def _wherry_behind(recipe: Recipe, ranks: int) -> Any:
     return Engine(engine, recipe)
 
 
-def _wherry_wait(trainee: Any) -> None:
+def _wherry_wait(trainee: Any, folder: Path) -> None:
     trainee.engine.wait_for_checkpoint()
 
 
@@ -158,10 +155,10 @@ DCP = "torch.distributed.checkpoint.state_dict"
 LIMIT = "limit: the same bytes"
 KEEPINGS: dict[str, Keeping] = {
     LIMIT: Keeping("the same bytes", "torch", "plain", _bytes_save, _bytes_load),
-    "torch-save": Keeping("torch.save", "torch", "plain", _torch_save, _torch_load, one_rank=True),
+    "torch-save": Keeping("torch.save", "torch", "plain", _torch_save, _torch_load, _sync, one_rank=True),
     "dcp": Keeping("torch DCP, FSDP2", DCP, "fsdp2", _dcp_save, _dcp_load),
     "dcp-async": Keeping("torch DCP, async", DCP, "fsdp2", _dcp_begin, _dcp_load, _dcp_wait),
-    "deepspeed": Keeping("DeepSpeed 3", "deepspeed", "deepspeed-3", _deepspeed_save, _engine_load),
+    "deepspeed": Keeping("DeepSpeed 3", "deepspeed", "deepspeed-3", _engine_save, _engine_load, _sync),
     "wherry": Keeping("Wherry 3", "wherry", "wherry-3", _engine_save, _engine_load),
     "wherry-async": Keeping("Wherry 3, async", "wherry", "wherry-3", _engine_save, _engine_load, _wherry_wait),
 }
@@ -202,7 +199,7 @@ class CheckpointWorker:
         self.keeping.save(self.trainee, path)
         stall = time.perf_counter() - begun
         if self.keeping.wait is not None:
-            self.keeping.wait(self.trainee)
+            self.keeping.wait(self.trainee, path)
         self._meet()
         saved = time.perf_counter() - begun
         written = sum(found.stat().st_size for found in path.rglob("*") if found.is_file())

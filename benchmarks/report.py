@@ -180,7 +180,9 @@ SECTIONS: dict[str, Section] = {
     ),
     "checkpoint": Section(
         "Checkpoints",
-        "Saving and loading. `stall` is how long training stood still for a save.",
+        "Saving and loading. `save` lasts until all is on the disk; `stall` is how long training stood still for it. "
+        "torch.save and DeepSpeed return while their files are in the system's cache; Wherry's save and DCP's return "
+        "when they are on the disk, or, behind training, at once.",
         "the same bytes written to a file of each rank and read from it, in the same run",
         (Column("states", _states_a_second),),
     ),

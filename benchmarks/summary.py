@@ -21,6 +21,8 @@ _OTHER_WORK = ("delayed", "buffered")
 _WHOLE_IMPORT = "wherry, engine"
 # Why Wherry is behind where no noise and no limit tells: by benchmark, measure and peer.
 _CAUSES = {
+    ("checkpoint", "stall", "deepspeed"): "it returns while its files are in the system's cache, and Wherry, unless it "
+    "saves behind training, when they are on the disk",
     (
         "imports",
         "size",
