@@ -37,7 +37,7 @@ FEW_TOKENS, FEW_WINDOWS = 64, (1, 8)
 TIGHT, TIGHT_WINDOWS = ", one buffer", (1, 8)
 PEERS = ("deepspeed",)
 PLAIN = "plain"
-PLACES = tuple(place.name for place in systems.PLACES.values() if place.stage == 3 and not place.mode)
+PLACES = tuple(place.name for place in (*systems.RESIDENT, *systems.OFFLOADED) if place.stage == 3)
 
 
 def micro_batch(model: str, tokens: int | None) -> Recipe:

@@ -25,7 +25,7 @@ from wherry.observe import bench
 DTYPES = ("fp32", "bf16")
 POLICIES = ("at_step", "before_use", "in_backward", "delayed")
 PLACES = tuple(place.name for place in systems.OFFLOADED)
-PEERS = ("fsdp2-cpu", *(f"deepspeed-{name}" for name in PLACES))
+PEERS = ("fsdp2-cpu", *(f"deepspeed-{name}" for name in (*PLACES, systems.GROUPED.name)))
 # Clipping belongs to training; an update in the backward is measured without it, and peers beside it without it.
 CLIPS = {"at_step": 1.0, "before_use": 1.0, "in_backward": 0.0, "delayed": 1.0}
 

@@ -206,6 +206,7 @@ def test_a_peer_stands_beside_what_does_the_same():
     offload += (("wherry-3-nvme in_backward", 0.2),)
     assert times("deepspeed-3-nvme", *offload, ("wherry-3-nvme at_step", 0.1), clip=1.0) == 4.0
     assert times("deepspeed-3-nvme", *offload, ("wherry-3-nvme before_use", 0.1), clip=0.0) == 5.0
+    assert times("deepspeed-3-nvme-groups", *offload, clip=1.0) == 4.0
     on_device = ("wherry-2-cpu before_use", 0.5), ("wherry-3-cpu before_use", 0.1)
     assert times("deepspeed-3-super", *on_device) == 2.0  # its weights stay on the device
     assert times("deepspeed-3-nvme k=8", ("wherry-3-nvme layer_major k=8", 0.5), ("wherry-2 k=8", 0.1)) == 2.0
