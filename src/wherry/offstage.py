@@ -57,7 +57,9 @@ class Offstage:
             return 0  # the host's memory is where it is to go
         for flat in (flat for unit in self._units for flat in unit.flats):
             flat.quiet()  # a save may still copy from it
-        return sum(self._leave(state) for state in chosen if state not in self._away)
+        freed = sum(self._leave(state) for state in chosen if state not in self._away)
+        self._link.return_unused()
+        return freed
 
     def _leave(self, state: str) -> int:
         moved: list[tuple[torch.Tensor, torch.Tensor]] = []

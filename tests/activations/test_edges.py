@@ -18,6 +18,10 @@ from torch import nn
 
 import wherry
 from wherry.activations import build
+from wherry.activations.saving import Saver
+from wherry.activations.stores import BlockStore, Returning
+from wherry.sharding.saved import SavedWeights
+from wherry.tiers.tickets import DONE, Ticket
 
 
 @pytest.fixture(autouse=True)
@@ -164,3 +168,36 @@ def test_outside_of_an_engine() -> None:
     with torch.no_grad():
         wherry.checkpoint(inner, torch.ones(2, 4))
     assert len(calls) == 3
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_is_on_the_host_stays_there_beside_a_gpu(device: str) -> None:
+    """A mask on the CPU, as a model on a GPU may be given one, does not come back from a block of the GPU."""
+    saver = Saver(
+        BlockStore(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8)),
+        SavedWeights([], None),  # type: ignore[arg-type]
+        smallest=1,
+        device=torch.device(device),
+    )
+    mask = torch.ones(8)
+    packed = saver.pack(mask)
+    assert (packed is mask) is (device == "cuda")
+    assert torch.equal(saver.unpack(packed), mask)
+
+
+def test_buffers_that_two_threads_give_back_at_once() -> None:
+    """The thread that autograd has for a GPU may let go of a graph while the program's own goes on."""
+
+    class Meanwhile(Ticket):
+        def done(self) -> bool:
+            returning.sweep(Returning.LIMIT)
+            return True
+
+    link = LateLink(torch.device("cpu"))
+    returning = Returning(link)
+    buffers = [link.host.take(1000) for _ in range(2)]
+    for buffer, ticket in zip(buffers, (Meanwhile(), DONE), strict=True):
+        returning._waiting.append((buffer, [ticket]))
+    returning.sweep(Returning.LIMIT)
+    assert link.host.counters.in_use == 0
+    link.close()

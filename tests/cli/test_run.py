@@ -1,10 +1,12 @@
 """Flags of `wherry run`, without starting anything."""
 
+import os
 import subprocess
 
 import pytest
 import yaml
 
+from wherry.cli import run
 from wherry.cli.launch import Failure, root_cause
 from wherry.cli.run import build_parser, forwarded_flags, given_processes, main, number_of_processes, resolve
 from wherry.errors import WherryError
@@ -42,6 +44,23 @@ def test_one_machine_meets_on_a_free_port_of_its_own():
     arguments = _resolved("--num_gpus", 1)
     assert (arguments.rdzv_backend, arguments.rdzv_endpoint) == ("c10d", "localhost:0")
     assert arguments.nproc_per_node == "1" and arguments.training_script_args == ["--lr", "1"]
+
+
+@pytest.mark.parametrize(
+    ("seen", "flags", "left"),
+    [
+        (None, ("--include", "localhost:0,2"), "0,2"),
+        ("4,5,GPU-6f2a,7", ("--include", "localhost:0,2"), "4,GPU-6f2a"),
+        ("4,5,6,7", ("--exclude", "localhost:1"), "4,6,7"),
+    ],
+)
+def test_devices_are_chosen_among_those_in_sight(monkeypatch, seen, flags, left):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen or "")
+    monkeypatch.setattr(run, "_device_count", lambda: 4)
+    arguments = _parse(*flags)
+    run._restrict_this_machine(arguments)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == left
+    assert arguments.nproc_per_node == str(left.count(",") + 1)
 
 
 def test_several_machines_meet_at_the_master():

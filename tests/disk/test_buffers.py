@@ -108,6 +108,16 @@ def test_memory_really_goes_back():
     assert resident(address) == 0
 
 
+def test_a_fork_has_nothing_of_what_is_pinned():
+    """As a loader's workers are; of memory that no device reads it has all."""
+    with HostPool(pinning=Recorder()) as pinned, HostPool() as other:
+        addresses = [pool.take(nbytes).data_ptr() for pool in (pinned, other) for nbytes in (5000, 3 << 20)]
+        child = os.fork()
+        if child == 0:
+            os._exit([bool(mapping(address)) for address in addresses] != [False, False, True, True])
+        assert os.waitpid(child, 0)[1] == 0
+
+
 @pytest.mark.skipif(
     not os.path.isdir("/sys/kernel/mm/transparent_hugepage"), reason="this kernel has no transparent huge pages"
 )

@@ -75,6 +75,28 @@ def test_states_leave_and_come_back(stage: int, include: str | list[str] | None)
     assert run_ranks(2, body) == plain
 
 
+def test_memory_of_states_that_have_left_is_other_programs() -> None:
+    """A GPU's allocator would keep it, for this program alone."""
+
+    class Returns(ChaosLink):
+        def return_unused(self) -> None:
+            left.append(engine._gradients.all[0].accumulated.untyped_storage().nbytes())
+
+    left: list[int] = []
+    link, model = Returns(Chaos(4)), make_model()
+    mesh = topology(SoloComm(), link.chaos, link=link)
+    engine, *_ = wherry.initialize(
+        model=model, optimizer=adamw(model.parameters()), config=settings(2), mesh=mesh
+    )
+    engine.backward(engine(*token_batch(0, 0, 0)))
+    engine.step()
+    assert not left
+    assert engine.offload_states() > 0
+    assert left == [0]
+    engine.reload_states()
+    engine.close()
+
+
 def test_states_that_there_are_not() -> None:
     engine, *_ = wherry.initialize(model=make_model(), config=settings(1))
     with pytest.raises(WherryError, match=r"offload_states: momenta is no state; they are parameters"):

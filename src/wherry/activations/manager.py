@@ -126,10 +126,13 @@ class Activations:
         kept = store or (BlockStore(blocks.take) if blocks is not None and cut is None else Keep())
         self._checkpoints: Saver | None = None
         if cut is not None or not isinstance(kept, Keep):
+            smallest = settings.smallest if store else 1
             self._checkpoints = Saver(
-                kept, beneath, smallest=settings.smallest if store else 1, cut=cut, weights=self._weights
+                kept, beneath, smallest=smallest, cut=cut, weights=self._weights, device=device
             )
-        self._offloads = Saver(store, beneath, smallest=settings.smallest, weights=self._weights) if store else None
+        self._offloads: Saver | None = None
+        if store is not None:
+            self._offloads = Saver(store, beneath, smallest=settings.smallest, weights=self._weights, device=device)
         self._log = get_logger(rank)
         self._spans = Spans(wall_clock=settings.profile, synchronise=self._synchronise if settings.profile else None)
         self._meter: Meter | None = None

@@ -128,11 +128,14 @@ class Saver:
         smallest: int,
         cut: Cut | None = None,
         weights: Callable[[], Iterable[torch.Tensor]] = tuple,
+        device: torch.device | None = None,
     ) -> None:
         self.store = store
         self.beneath = beneath
         self.smallest = smallest
         self.cut = cut
+        # Where what is put away comes from, and where it comes back to; None: from wherever it is.
+        self.device = device
         self._weights = weights
         self._keep: set[int] | None = None
         self._chain = Chain()
@@ -183,6 +186,8 @@ class Saver:
             return False
         if tensor.numel() * tensor.element_size() < self.smallest:
             return False
+        if self.device is not None and tensor.device.type != self.device.type:
+            return False  # of the host's, which a model beside a GPU may hold as well
         if self._keep is None:
             self._keep = {weight.untyped_storage()._cdata for weight in self._weights()}
         return tensor.untyped_storage()._cdata not in self._keep

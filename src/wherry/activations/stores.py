@@ -105,7 +105,10 @@ class Returning:
     def sweep(self, keep: int) -> None:
         """Give back what no copy uses any more, and all but `keep` in any case."""
         for _ in range(len(self._waiting)):
-            host, tickets = self._waiting.popleft()
+            try:
+                host, tickets = self._waiting.popleft()
+            except IndexError:
+                return  # of a graph that another thread lets go of meanwhile, as autograd's for a GPU does
             if len(self._waiting) >= keep:
                 for ticket in tickets:
                     settle(ticket)

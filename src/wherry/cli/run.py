@@ -205,7 +205,9 @@ def _restrict_this_machine(arguments: argparse.Namespace) -> None:
     arguments.num_gpus = arguments.nproc = None
     arguments.nproc_per_node = str(len(chosen.slots))
     if _device_count():
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, chosen.slots))
+        # Slots are counted among the devices in sight, which may be some of the machine's.
+        names = dict(enumerate(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))))
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names.get(slot, str(slot)) for slot in chosen.slots)
 
 
 def _follow_stdin() -> None:

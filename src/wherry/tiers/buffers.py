@@ -256,7 +256,7 @@ class HostPool(_Pool):
         self.close()
 
     def _allocate(self, size: int) -> Block:
-        tensor = _map(size)
+        tensor = _map(size, shared_with_forks=self._pinning is None)
         block = Block(tensor, tensor.data_ptr(), size)
         if self._pinning is not None:
             self._pinning.pin(block.address, size)
@@ -327,8 +327,12 @@ def zeros_on_host(nbytes: int) -> torch.Tensor:
     return torch.zeros(nbytes, dtype=torch.uint8) if faking() else _map(nbytes)
 
 
-def _map(nbytes: int) -> torch.Tensor:
-    """New memory from the system, which is all zero, from a page on; a huge one where it has as much."""
+def _map(nbytes: int, *, shared_with_forks: bool = True) -> torch.Tensor:
+    """New memory from the system, which is all zero, from a page on; a huge one where it has as much.
+
+    A device copies from and to the pages that were there when they were pinned. A fork that has them as well makes the
+    system copy all of them for it, or gives this process others where it writes next: it is not to have them.
+    """
     import torch
 
     huge = nbytes >= HUGE_PAGE
@@ -344,6 +348,8 @@ def _map(nbytes: int) -> torch.Tensor:
     skip = -ctypes.addressof(ctypes.c_char.from_buffer(area)) % grain
     if huge and hasattr(mmap, "MADV_HUGEPAGE"):
         advise_huge(area, skip, nbytes)
+    if not shared_with_forks and hasattr(mmap, "MADV_DONTFORK"):
+        area.madvise(mmap.MADV_DONTFORK, skip, nbytes)
     with torch.inference_mode(False):  # who uses it next may not be in an evaluation
         return torch.frombuffer(area, dtype=torch.uint8, count=nbytes, offset=skip)
 

@@ -82,6 +82,9 @@ class Link:
         """Free memory of the device; None where the device is the host."""
         return None
 
+    def return_unused(self) -> None:
+        """Memory of the device that was freed is other programs' too, where an allocator would keep it."""
+
     def close(self) -> None:
         self.host.close()
         for pool in (self._other, self._aside_pool):
@@ -218,6 +221,9 @@ class CudaLink(Link):
 
     def free_bytes(self) -> int | None:
         return free_on_gpu(self.device)
+
+    def return_unused(self) -> None:
+        torch.cuda.empty_cache()
 
     def close(self) -> None:
         torch.cuda.synchronize(self.device)

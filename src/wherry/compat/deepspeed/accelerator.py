@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from wherry.observe.memory import host_memory
-from wherry.parallel.topology import default_device, local_rank
+from wherry.parallel.topology import default_device
 
 
 class Accelerator:
@@ -99,6 +99,9 @@ class Accelerator:
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self._name
 
+    def _at(self, device_index: int | None) -> int:
+        return int(self._module.current_device()) if device_index is None else device_index
+
     def manual_seed(self, seed: int) -> Any:
         return torch.manual_seed(seed) if self._name == "cpu" else self._module.manual_seed(seed)
 
@@ -109,13 +112,13 @@ class Accelerator:
         return torch.initial_seed() if self._name == "cpu" else self._module.initial_seed()
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
-        return torch.get_rng_state() if self._name == "cpu" else self._module.get_rng_state(device_index or "cuda")
+        return torch.get_rng_state() if self._name == "cpu" else self._module.get_rng_state(self._at(device_index))
 
     def set_rng_state(self, state: torch.Tensor, device_index: int | None = None) -> None:
         if self._name == "cpu":
             torch.set_rng_state(state)
         else:
-            self._module.set_rng_state(state, device_index or "cuda")
+            self._module.set_rng_state(state, self._at(device_index))
 
     def empty_cache(self) -> None:
         if self._name != "cpu":
@@ -139,7 +142,7 @@ class Accelerator:
     def total_memory(self, device_index: int | None = None) -> int:
         if self._name == "cpu":
             return host_memory().total
-        return self._module.get_device_properties(device_index or local_rank()).total_memory
+        return self._module.get_device_properties(self._at(device_index)).total_memory
 
     def available_memory(self, device_index: int | None = None) -> int:
         return host_memory().available if self._name == "cpu" else self._module.mem_get_info(device_index)[0]
