@@ -23,7 +23,7 @@ from typing import Any
 if not __package__:  # run as a script: this folder is found as it is when imported
     sys.path[0] = str(Path(__file__).parents[1])
 
-from benchmarks import bounds, steps, systems
+from benchmarks import alone, bounds, steps, systems
 from benchmarks.steps import MODELS, Entry, Turn
 from benchmarks.systems import Recipe
 from wherry.observe import bench
@@ -185,4 +185,4 @@ def _check_losses(entries: Sequence[Entry], turns: Mapping[str, Sequence[Turn | 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    alone(main)

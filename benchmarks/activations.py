@@ -26,7 +26,7 @@ if not __package__:  # run as a script: this folder is found as it is when impor
     sys.path[0] = str(Path(__file__).parents[1])
 
 import wherry
-from benchmarks import fragments
+from benchmarks import alone, fragments
 from benchmarks.rooms import Room, RoomFailed
 from wherry.observe import bench
 from wherry.observe.footprint import WORKING, Footprint
@@ -285,4 +285,4 @@ def show_unused(rows: Sequence[bench.Row], config: GPTConfig, steps: int, device
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    alone(main)

@@ -22,7 +22,7 @@ from typing import Any
 if not __package__:  # run as a script: this folder is found as it is when imported
     sys.path[0] = str(Path(__file__).parents[1])
 
-from benchmarks import systems
+from benchmarks import alone, systems
 from benchmarks.checkpoint_worker import KEEPINGS, LIMIT
 from benchmarks.rooms import Room, RoomFailed
 from benchmarks.steps import MODELS
@@ -159,4 +159,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    alone(main)

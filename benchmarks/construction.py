@@ -21,7 +21,7 @@ from typing import Any
 if not __package__:  # run as a script: this folder is found as it is when imported
     sys.path[0] = str(Path(__file__).parents[1])
 
-from benchmarks import systems
+from benchmarks import alone, systems
 from benchmarks.build_worker import WAYS
 from benchmarks.rooms import Room, RoomFailed
 from benchmarks.steps import MODELS
@@ -147,4 +147,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    alone(main)

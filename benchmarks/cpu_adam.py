@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from wherry.native.adam_bench import main
+from wherry.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["bench", "adam", *sys.argv[1:]]))

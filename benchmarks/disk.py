@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from wherry.tiers.disk_bench import main
+from wherry.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["bench", "disk", *sys.argv[1:]]))

@@ -16,7 +16,7 @@ from typing import Any
 if not __package__:  # run as a script: this folder is found as it is when imported
     sys.path[0] = str(Path(__file__).parents[1])
 
-from benchmarks import steps, systems
+from benchmarks import alone, steps, systems
 from benchmarks.steps import MODELS, Entry
 from wherry import config as configs
 from wherry.forecast import Forecaster
@@ -125,4 +125,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    alone(main)

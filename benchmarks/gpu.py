@@ -22,7 +22,7 @@ from typing import Any
 if not __package__:  # run as a script: this folder is found as it is when imported
     sys.path[0] = str(Path(__file__).parents[1])
 
-from benchmarks import bounds, systems
+from benchmarks import alone, bounds, systems
 from benchmarks.gpu_session import (
     GIB,
     SIZES,
@@ -81,7 +81,7 @@ def peers(session: Session) -> None:
     turns.take(case)
     size = session.sizes["1b"]
     counts = TOKENS if not session.options.toy else tuple(size.length * 2**power for power in range(3))
-    names = [name for name in turns.subjects if name in TOKEN_PEERS or name.startswith("wherry-2")]
+    names = [name for name in turns.subjects if name in TOKEN_PEERS or name.startswith("wherry")]
     for count in counts:
         if count != case["tokens"]:
             turns.take(case | {"tokens": count}, count // size.length, names=names)
@@ -150,12 +150,16 @@ class Turns:
                 self.reasons.setdefault(lost, f"ended with {name}: {failure}")
 
     def _off(self, name: str) -> float | None:
-        """How far the first losses are from those of the first system that trains; computing alone has but one."""
+        """How far the first losses are from those of the first system that trains.
+
+        Computing alone has but one, and so have updates that come a step late.
+        """
         trains = [other for other in self.subjects if other in self.losses and other != systems.COMPUTE]
         if not trains:
             return None
         pairs = list(zip(self.losses[name], self.losses[trains[0]], strict=True))
-        return max(abs(a - b) / abs(b) for a, b in pairs[: 1 if name == systems.COMPUTE else None])
+        alike = 1 if name == systems.COMPUTE or name.endswith("delayed") else None
+        return max(abs(a - b) / abs(b) for a, b in pairs[:alike])
 
     def take(self, case: dict[str, Any], batch: int | None = None, *, names: Sequence[str] | None = None) -> None:
         """The rows of some rounds, kept as they come. `batch` is one that was not taken before, by some `names`."""
@@ -444,4 +448,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    alone(main)

@@ -18,7 +18,7 @@ from typing import Any
 if not __package__:  # run as a script: this folder is found as it is when imported
     sys.path[0] = str(Path(__file__).parents[1])
 
-from benchmarks import gpu, systems
+from benchmarks import alone, gpu, systems
 from benchmarks.gpu import CAP
 from benchmarks.gpu_session import SIZES, TOY, NoTime, Session, blocks, let_go, step_row
 from benchmarks.rooms import RoomFailed
@@ -106,4 +106,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    alone(main)

@@ -23,6 +23,7 @@ from typing import Any
 if not __package__:  # run as a script: this folder is found as it is when imported
     sys.path[0] = str(Path(__file__).parents[1])
 
+from benchmarks import alone
 from benchmarks.peers import built
 from wherry.observe import bench
 
@@ -239,4 +240,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    alone(main)

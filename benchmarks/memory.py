@@ -18,7 +18,7 @@ from typing import Any
 if not __package__:  # run as a script: this folder is found as it is when imported
     sys.path[0] = str(Path(__file__).parents[1])
 
-from benchmarks import steps, systems
+from benchmarks import alone, steps, systems
 from benchmarks.steps import MODELS, Entry
 from wherry.observe import bench
 
@@ -101,4 +101,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    alone(main)

@@ -18,7 +18,7 @@ from typing import Any
 if not __package__:  # run as a script: this folder is found as it is when imported
     sys.path[0] = str(Path(__file__).parents[1])
 
-from benchmarks import bounds, steps, systems
+from benchmarks import alone, bounds, steps, systems
 from benchmarks.steps import MODELS, Entry
 from wherry.observe import bench
 
@@ -152,4 +152,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    alone(main)

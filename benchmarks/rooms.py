@@ -26,6 +26,7 @@ from typing import IO, Any
 import psutil
 
 from benchmarks import systems
+from wherry.errors import WherryError
 from wherry.observe.bench import ROOT, without_folders
 
 TIMEOUT = 600.0
@@ -34,7 +35,7 @@ LONGEST = 300
 _WORKER = Path(__file__).parent / "worker.py"
 
 
-class RoomFailed(Exception):
+class RoomFailed(WherryError):
     """A room has ended without an answer. The message is the reason, in a line."""
 
 

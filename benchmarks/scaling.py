@@ -17,7 +17,7 @@ from typing import Any
 if not __package__:  # run as a script: this folder is found as it is when imported
     sys.path[0] = str(Path(__file__).parents[1])
 
-from benchmarks import bounds, steps
+from benchmarks import alone, bounds, steps
 from benchmarks.steps import Entry
 from benchmarks.systems import Recipe
 from wherry.observe import bench
@@ -162,4 +162,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    alone(main)

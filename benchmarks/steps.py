@@ -17,7 +17,7 @@ from typing import Any
 if not __package__:  # run as a script: this folder is found as it is when imported
     sys.path[0] = str(Path(__file__).parents[1])
 
-from benchmarks import bounds, systems
+from benchmarks import alone, bounds, systems
 from benchmarks.rooms import Room, RoomFailed
 from benchmarks.systems import Recipe
 from wherry.observe import bench
@@ -263,4 +263,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    alone(main)

@@ -160,15 +160,20 @@ AIMS = (
 
 
 def latest(results: Sequence[Result]) -> list[Result]:
-    """Of every benchmark and part of it, the file that was measured last."""
-    found: dict[tuple[str, str], Result] = {}
+    """Of every benchmark and part of it the last file of each machine; one of a quiet machine leaves out noisy ones."""
+    found: dict[tuple[str, str], dict[tuple[Any, ...], Result]] = {}
     for result in sorted(results, key=lambda result: str(result["date"])):
-        found[result["benchmark"], result.get("part", "")] = result
-    return [result for result in results if any(result is kept for kept in found.values())]
+        machine = tuple(result["machine"].get(key) for key in ("cpu", "cores", "gpu"))
+        found.setdefault((result["benchmark"], result.get("part", "")), {})[machine] = result
+    kept: list[Result] = []
+    for files in found.values():
+        quiet = [result for result in files.values() if result["load"].get("idle")]
+        kept += quiet or list(files.values())[-1:]
+    return [result for result in results if any(result is other for other in kept)]
 
 
-_MEANING = """Figures are those of the latest file of every measure, whose tables are below. *noisy*: others were at
-work on the machine, or it is not known that they were not."""
+_MEANING = """Figures are those of the latest file of every measure on every machine, whose tables are below. *noisy*:
+others were at work there, or it is not known that they were not; such a file counts where there is no other."""
 
 
 def text(results: Sequence[Result], titles: Mapping[str, str]) -> str:
@@ -217,6 +222,7 @@ def _no_room(aim: Aim, short: Sequence[tuple[Row, float]]) -> list[str]:
         return []
     parts, left = _range(min(near), max(near)), _range(1 / max(near), 1 / min(near), "×")
     rows = "the row that falls" if len(short) == 1 else f"{len(near)} of the {len(short)} rows that fall"
+    rows = "all rows that fall" if len(near) == len(short) > 1 else rows
     return [f"- {aim.words}: in {rows} short DeepSpeed is at {parts} of the limit itself, which leaves {left} at most."]
 
 
@@ -239,7 +245,9 @@ def _ahead(results: Sequence[Result], titles: Mapping[str, str]) -> str:
         title = titles[result["benchmark"]]
         middle = times_words(statistics.median(ratios))
         lines.append(f"| {title} | {len(ratios)} | {count} | {middle} | {_link(result)} |")
-        behind += _behind(title, result["benchmark"], found)
+        others = [other for other in results if other["benchmark"] == result["benchmark"]]
+        several = len({str(other["machine"]["cpu"]) for other in others}) > 1
+        behind += _behind(title + (f" on {result['machine']['cpu']}" if several else ""), result["benchmark"], found)
     shown = ["\n".join(lines)]
     shown.append("Behind in:\n\n" + "\n".join(behind) if behind else "Behind in none of them.")
     beside_ddp = [ratio for result in results for ratio in _of_ddp(result)]

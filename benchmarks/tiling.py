@@ -17,6 +17,7 @@ from pathlib import Path
 if not __package__:  # run as a script: this folder is found as it is when imported
     sys.path[0] = str(Path(__file__).parents[1])
 
+from benchmarks import alone
 from benchmarks.rooms import Room, RoomFailed
 from wherry.observe import bench
 
@@ -94,4 +95,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    alone(main)

@@ -92,7 +92,7 @@ def test_policies_and_peers_side_by_side(tmp_path, capsys, monkeypatch):
     assert beside["deepspeed-3-reflow"]["reason"].endswith(("has no reflow", "(pip install '.[bench]')"))
     # The same engines take other numbers of tokens.
     assert [(row["case"]["tokens"], row["system"]) for row in rows if row["case"]["tokens"] != 64] == [
-        (count, system) for count in (32, 128) for system in ("compute", "wherry-2-cpu at_step", "fsdp2-cpu")
+        (count, system) for count in (32, 128) for system in ("compute", "wherry-2-cpu at_step", whole, "fsdp2-cpu")
     ]
     assert ours["formula_host_bytes"] == 14 * ours["parameters"] and ours["formula_device_bytes"] is None
     alone = beside["compute"]
@@ -184,11 +184,14 @@ def test_a_system_that_fails_while_it_is_timed_costs_the_others_nothing(tmp_path
 
 def test_a_system_that_trains_another_model_is_told_of(tmp_path, monkeypatch, capsys):
     others = {"build_two": BUILT | {"losses": [9.0, 7.7]}, "build_three": BUILT | {"losses": [9.0, 8.001]}}
+    others["build_four delayed"] = BUILT | {"losses": [9.0, 8.9]}
     found = session(tmp_path, monkeypatch, build=BUILT | {"losses": [9.0, 8.0]}, time=TIMED, **others)
     case = {"measure": "policies"}
-    gpu._in_turns(found, case, SUBJECTS | {systems.COMPUTE: (systems.COMPUTE, gpu_session.TOY["1b"])})
+    more = {systems.COMPUTE: (systems.COMPUTE, gpu_session.TOY["1b"]), "four delayed": SUBJECTS["one"]}
+    gpu._in_turns(found, case, SUBJECTS | more)
     off = {name: row["loss_difference"] for name, row in rows_of(found).items()}
-    assert off == {"one": 0, "two": pytest.approx(0.3 / 8), "three": pytest.approx(0.001 / 8), systems.COMPUTE: 0}
+    expected = {"one": 0, "two": pytest.approx(0.3 / 8), "three": pytest.approx(0.001 / 8)}
+    assert off == expected | {systems.COMPUTE: 0, "four delayed": 0}  # a late update has the first loss alone
     gpu.table(found.results.rows)
     assert capsys.readouterr().out.count("NOT THE LOSSES OF THE OTHERS") == 1
 

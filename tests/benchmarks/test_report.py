@@ -236,6 +236,22 @@ def test_the_first_minute_tells_what_is_reached_and_what_is_not(tmp_path):
     assert "- `deepspeed-3`: not here" in text
 
 
+def test_the_first_minute_has_every_machine_that_was_quiet():
+    def file(cpu, seconds, idle):
+        case = {"measure": "step"}
+        rows = [bench.row(case, "wherry-3-nvme", "s", [seconds]), bench.row(case, "deepspeed-3-nvme", "s", [1.0])]
+        machine = {"cpu": cpu, "cores": 2, "memory_bytes": 2**34, "gpu": None}
+        return result_of("offload_step", rows, machine=machine, file=f"{cpu}.json", load={"idle": idle})
+
+    text, _ = report.page([file("one", 0.4, True), file("two", 2.0, True), file("three", 0.1, False)])
+    text = text[: text.index("## Steps with states")]
+    links = ", ".join(f"[{cpu}](../benchmarks/results/{cpu}.json)" for cpu in ("one", "two"))
+    assert f"| 2× | 0.50× to 2.50× | 1 of 2 | {links} |" in text and "three" not in text
+    assert "- Steps with states on host and disk on two, `deepspeed-3-nvme`: step (0.50×)" in text
+    noisy, _ = report.page([file("one", 0.4, False), file("two", 2.0, False)])
+    assert "| 2× | 0.50× | 0 of 1 | [two](../benchmarks/results/two.json), noisy |" in noisy
+
+
 def test_the_first_minute_tells_why_wherry_is_behind():
     def text_of(benchmark, case, ours, theirs, limit=None, peer="deepspeed"):
         rows = [bench.row(case, "wherry", "s", ours), bench.row(case, peer, "s", theirs)]

@@ -10,6 +10,7 @@ from tests.forks import Forks
 
 from benchmarks import (
     activations,
+    alone,
     bounds,
     checkpoint,
     construction,
@@ -25,6 +26,7 @@ from benchmarks import (
     tiling,
 )
 from wherry.cli import main as wherry
+from wherry.errors import WherryError
 from wherry.observe import bench, machine
 
 
@@ -259,6 +261,19 @@ def test_scripts_stand_alone_and_are_found_by_the_command(name, capsys, tmp_path
         wherry(["bench", name, "--help"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == alone.stdout
+
+
+def test_a_mistake_of_a_user_is_a_line_for_a_script_by_itself(capsys):
+    def mistaken():
+        raise WherryError("there is no such thing")
+
+    with pytest.raises(SystemExit) as ended:
+        alone(mistaken)
+    assert ended.value.code == 2 and capsys.readouterr().err.endswith(": there is no such thing\n")
+    command = [sys.executable, bench.ROOT / "benchmarks" / "cpu_adam.py", "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "WHERRY_ISA": "abacus"})
+    assert done.returncode == 2 and done.stderr.startswith("wherry: WHERRY_ISA='abacus': expected one of ")
+    assert "Traceback" not in done.stderr
 
 
 def test_activations(tmp_path, capsys, monkeypatch):
