@@ -272,8 +272,9 @@ def test_a_mistake_of_a_user_is_a_line_for_a_script_by_itself(capsys):
     assert ended.value.code == 2 and capsys.readouterr().err.endswith(": there is no such thing\n")
     command = [sys.executable, bench.ROOT / "benchmarks" / "cpu_adam.py", "--quick"]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "WHERRY_ISA": "abacus"})
-    assert done.returncode == 2 and done.stderr.startswith("wherry: WHERRY_ISA='abacus': expected one of ")
-    assert "Traceback" not in done.stderr
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    # Before it there may be a line that says that the machine is busy.
+    assert done.stderr.splitlines()[-1].startswith("wherry: WHERRY_ISA='abacus': expected one of ")
 
 
 def test_activations(tmp_path, capsys, monkeypatch):
