@@ -298,6 +298,35 @@ def test_what_the_next_forward_waits_for_first_is_read_in_the_backward(
     engine.close()
 
 
+@pytest.mark.usefixtures("every_flat_alone")
+def test_after_a_backward_its_updates_are_made_in_the_order_of_the_forward(tmp_path: Path) -> None:
+    """Which waits for the first unit first, whose gradients came last."""
+    model = make_model()
+    config = offload("disk-2", tmp_path, "in_backward", optimizer={"buffer_count": 2})
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(2, more=config))
+    gate, met, order = threading.Event(), threading.Event(), list[str]()
+
+    def behind(name: str, update: Any) -> Any:
+        def wait(*args: Any) -> Ticket:
+            order.append(name)
+            met.set()
+            assert gate.wait(50), "nobody opens the gate"
+            ticket: Ticket = update(*args)
+            return ticket
+
+        return wait
+
+    for batch in engine._updater.batches:
+        batch.update = behind(batch.name, batch.update)  # type: ignore[method-assign]
+    engine.backward(engine(*token_batch(0, 0, 0)))
+    assert met.wait(50)
+    engine.step()
+    gate.set()
+    engine.settle()
+    assert order == ["blocks.2", "root", "blocks.0", "blocks.1"]
+    engine.close()
+
+
 def test_a_copy_orders_the_stream_of_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stream:
         def wait_event(self, event: Any) -> None:

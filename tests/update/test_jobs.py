@@ -47,6 +47,27 @@ def test_a_job_that_comes_while_another_one_writes_begins_at_once() -> None:
     assert first.done()
 
 
+def test_jobs_that_have_not_begun_are_arranged_anew() -> None:
+    crew, write = Crew(depth=1, device=torch.device("cpu")), SlowWrite()
+    seen: list[str] = []
+
+    def noted(name: str, ticket: Ticket = DONE) -> Job:
+        def steps() -> Steps:
+            seen.append(name)
+            yield WRITE, ticket
+
+        return Job(name, steps())
+
+    jobs = {name: noted(name, write if name == "under way" else DONE) for name in ("under way", "a", "b", "c", "d")}
+    for job in jobs.values():
+        crew.add(job)
+    assert write.met.wait(30)
+    crew.arrange([jobs[name] for name in ("under way", "d", "b")])
+    write.ends.set()
+    crew.close()
+    assert seen == ["under way", "d", "b", "a", "c"]
+
+
 def test_ctrl_c_in_an_update_is_no_error_of_the_update() -> None:
     def interrupted() -> Steps:
         raise KeyboardInterrupt

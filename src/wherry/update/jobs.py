@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Sequence
 from queue import Empty, SimpleQueue
 
 import torch
@@ -186,8 +186,31 @@ def drive_all(jobs: Collection[Job], depth: int) -> None:
         drive_one(job)
 
 
+class Line:
+    """Jobs that have not begun, in the order in which they will."""
+
+    def __init__(self) -> None:
+        self._jobs: deque[Job] = deque()
+        self._lock = threading.Lock()
+
+    def add(self, job: Job) -> None:
+        with self._lock:
+            self._jobs.append(job)
+
+    def first(self) -> Job:
+        with self._lock:
+            return self._jobs.popleft()
+
+    def arrange(self, order: Sequence[Job]) -> None:
+        """Those of `order` that are here come first, in that order."""
+        with self._lock:
+            here = set(self._jobs)
+            first = [job for job in order if job in here]
+            self._jobs = deque(dict.fromkeys([*first, *self._jobs]))
+
+
 class Crew:
-    """A thread that runs jobs beside the forward and backward, in the order in which they come.
+    """A thread that runs jobs beside the forward and backward, in the order in which they come or are arranged.
 
     It ends with `close()`, with the crew's last reference, or before the interpreter does.
     """
@@ -195,7 +218,9 @@ class Crew:
     def __init__(self, depth: int, device: torch.device) -> None:
         self.depth = depth
         self.device = device
-        self._queue: SimpleQueue[Job | None] = SimpleQueue()
+        self._line = Line()
+        # For each job in the line its bell; None ends the thread. A finalizer may ring it wherever it runs.
+        self._bell: SimpleQueue[bool | None] = SimpleQueue()
         self._finalizer: weakref.finalize | None = None
 
     def add(self, job: Job) -> None:
@@ -203,12 +228,17 @@ class Crew:
             drive_one(job)
             return
         if self._finalizer is None:
-            # The thread knows the queue and not the crew, which may so be let go of.
-            work = (self._queue, self.depth, self.device)
+            # The thread knows the line and not the crew, which may so be let go of.
+            work = (self._line, self._bell, self.depth, self.device)
             thread = threading.Thread(target=_work, args=work, name="wherry-update", daemon=True)
             thread.start()
-            self._finalizer = weakref.finalize(self, _end, self._queue, thread)
-        self._queue.put(job)
+            self._finalizer = weakref.finalize(self, _end, self._bell, thread)
+        self._line.add(job)
+        self._bell.put(True)
+
+    def arrange(self, order: Sequence[Job]) -> None:
+        """Of jobs that have not begun, these come first, in this order."""
+        self._line.arrange(order)
 
     def close(self) -> None:
         """Finish what was begun and end the thread."""
@@ -217,14 +247,14 @@ class Crew:
             finalizer()
 
 
-def _end(queue: SimpleQueue[Job | None], thread: threading.Thread) -> None:
-    queue.put(None)
+def _end(bell: SimpleQueue[bool | None], thread: threading.Thread) -> None:
+    bell.put(None)
     if thread is not threading.current_thread():
         thread.join()
 
 
-def _work(queue: SimpleQueue[Job | None], depth: int, device: torch.device) -> None:
+def _work(line: Line, bell: SimpleQueue[bool | None], depth: int, device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with torch.no_grad():
-        drive(lambda seconds: queue.get(timeout=seconds), depth)
+        drive(lambda seconds: line.first() if bell.get(timeout=seconds) else None, depth)

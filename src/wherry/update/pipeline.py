@@ -151,7 +151,10 @@ class Updater:
         when = self.policy.when
         with span("update"), torch.no_grad():
             if when == "in_backward":
-                if not self.early.end(groups, multiplier):
+                if self.early.end(groups, multiplier):
+                    # They came in the backward's order, and are waited for in the forward's.
+                    self._crew.arrange([self._pending[batch] for batch in self.batches if batch in self._pending])
+                else:
                     self._begin(groups, multiplier)
             elif when == "before_use":
                 self._begin(groups, multiplier, absent=absent)
