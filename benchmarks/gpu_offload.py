@@ -92,9 +92,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             gpu.run(session, ["rates"])
             measure(session, wanted, options.trace or Path(folder) / "trace.json")
+            results.close()  # before a process that has pinned much is waited for
         finally:
             session.close()
-    results.close()
     gpu.table(results.rows)
     for row in results.rows:
         seen = row.get("trace", {})

@@ -257,3 +257,38 @@ def test_cuda_pinned_memory():
         assert torch.equal(buffer.to("cuda", non_blocking=True).cpu(), buffer)
         pool.give(buffer)
     assert not buffer.is_pinned()
+
+
+class PinsNothing:
+    """CUDA's runtime on a machine without memory to pin: it keeps what it has failed with until somebody asks."""
+
+    def __init__(self):
+        self.kept = 0
+
+    def cudaHostRegister(self, address, nbytes, flags):
+        self.kept = 2
+        return 2
+
+    def cudaHostUnregister(self, address):
+        self.kept = 713
+        return 713
+
+    def launch(self, *_, **__):
+        """A kernel, as torch launches one: what is kept is raised there."""
+        kept, self.kept = self.kept, 0
+        if kept:
+            raise RuntimeError(f"CUDA error {kept}")
+
+
+def test_what_cannot_be_pinned_is_no_error_of_the_next_kernel(monkeypatch):
+    from wherry.tiers.buffers import CudaPin
+
+    runtime = PinsNothing()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch, "ones", runtime.launch)
+    with pytest.raises(PoolError, match="pinning a host buffer of 4096 bytes for CUDA failed with CUDA error 2"):
+        HostPool(pinning=CudaPin()).take(1)
+    runtime.launch()
+    with pytest.raises(RuntimeError, match="unpinning a host buffer failed with CUDA error 713"):
+        CudaPin().unpin(0, 4096)
+    runtime.launch()

@@ -13,6 +13,7 @@ from tests.engine.harness import Run, adamw, assert_close, assert_equal, make_mo
 import wherry
 from wherry.parallel.comm import Comm
 from wherry.parallel.threads import run_ranks
+from wherry.tiers.buffers import CudaPin, HostPool, PoolError
 
 pytestmark = [
     pytest.mark.gpu,
@@ -88,3 +89,12 @@ def test_a_released_unit_holds_no_device_memory() -> None:
         assert next(row.bytes_actual for row in engine.memory() if row.state == "gathered") == 0
 
     run_ranks(2, body)
+
+
+def test_memory_that_cannot_be_pinned_is_no_error_of_the_next_kernel() -> None:
+    with HostPool(pinning=CudaPin()) as pool:
+        buffer = pool.take(4096)
+        with pytest.raises(PoolError, match="CUDA error"):
+            CudaPin().pin(buffer.data_ptr(), 4096)  # it is pinned already
+        assert float(torch.ones(8, device="cuda").sum()) == 8.0
+        pool.give(buffer)

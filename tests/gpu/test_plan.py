@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.gpu.warm import warm_up
 from torch import nn
 
 import wherry
@@ -19,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: run `pytest tests/gpu` on one"),
 ]
 
-# 110 million parameters: beside them the workspaces of torch's libraries, tens of MB, are small change.
+# 110 million parameters.
 LAYERS, HIDDEN, HEADS, SEQUENCE, VOCABULARY, MICRO = 8, 1024, 16, 512, 8192, 8
 BF16 = {"bf16": {"enabled": True}}
 WARM, MEASURED = 2, 2
@@ -67,7 +68,7 @@ def placed(value: Any, folder: Path) -> Any:
 def highest(config: dict[str, Any]) -> int:
     """The most bytes that the allocator has handed out in some steps, above what it had before the engine."""
     gc.collect()
-    torch._C._cuda_clearCublasWorkspaces()
+    warm_up()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.manual_seed(0)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.engine.harness import Run, adamw, assert_equal, make_model, settings, token_batch
+from tests.gpu.warm import warm_up
 from tests.tiers.test_placements import EXACT, ROWS, offload
 
 import wherry
@@ -100,6 +101,7 @@ def test_late_copies_change_nothing(row: str, policy: str, clip: float, tmp_path
 
 def _peak(config: dict[str, Any], stage: int) -> tuple[int, int]:
     """Device bytes at the peak of a step of a model of some millions of parameters, and those at rest, above before."""
+    warm_up()
     torch.cuda.empty_cache()
     torch.manual_seed(0)
     before = torch.cuda.memory_allocated()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 from tests.conftest import wants_gpu
 
 from wherry.parallel import topology
-from wherry.plan import rates
+from wherry.plan import probe, rates
+from wherry.plan.machine import known
+from wherry.train import presets
 
 
 @pytest.fixture
@@ -45,6 +48,70 @@ def test_what_measuring_has_taken_of_a_gpu_is_free_again(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
     rates.measure(tmp_path)
     assert done == [3, "emptied"]
+
+
+def test_what_measuring_the_bus_has_pinned_is_pinned_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: dict[int, int] = {}
+    seen: list[int] = []
+
+    class Pins:
+        def pin(self, address: int, nbytes: int) -> None:
+            pinned[address] = nbytes
+
+        def unpin(self, address: int, nbytes: int) -> None:
+            del pinned[address]
+
+    def typical(work: Callable[[], object], device: torch.device) -> float:
+        work()
+        seen.append(sum(pinned.values()))
+        return 0.5
+
+    monkeypatch.setattr(rates, "CudaPin", Pins)
+    monkeypatch.setattr(rates, "PIECE", 1 << 16)
+    monkeypatch.setattr(rates, "_typical", typical)
+    assert rates._pcie(torch.device("cpu")) == 2 * (1 << 16)
+    assert seen == [1 << 16, 1 << 16] and not pinned
+
+
+def test_the_way_between_gpus_is_measured_by_a_process_that_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert rates.between_gpus.__name__ in rates._LINK
+    monkeypatch.setattr(rates, "_LINK", "print(25e9)")
+    assert rates._link(1e9) == 25e9
+    monkeypatch.setattr(rates, "_LINK", "raise SystemExit('they do not reach each other')")
+    with caplog.at_level("WARNING", logger=rates.logger.name):
+        assert rates._link(1e9) == 1e9
+    assert "they do not reach each other" in caplog.text
+    monkeypatch.setattr(rates, "_LINK", "import time; time.sleep(60)")
+    monkeypatch.setattr(rates, "LINK_SECONDS", 0.2)
+    with caplog.at_level("WARNING", logger=rates.logger.name):
+        assert rates._link(1e9) == 1e9
+    assert "did not end" in caplog.text
+
+
+@pytest.mark.usefixtures("three_gpus")
+def test_a_gpu_that_is_anothers_is_not_asked_what_it_has_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whoever is asked has a context of this process from then on."""
+    asked: list[int] = []
+
+    def free(gpu: torch.device | int) -> tuple[int, int]:
+        asked.append(gpu if isinstance(gpu, int) else gpu.index)
+        return 10 + asked[-1], 100
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", free)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    monkeypatch.setattr(probe, "gpu_names", lambda: ["GPU"] * 3)
+    monkeypatch.setattr(probe, "_others_worked", lambda: 0.0)
+    monkeypatch.setattr(rates, "measure", lambda folder: known("4090"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for _ in range(2):  # measured, and known
+        assert probe.this_machine(tmp_path).gpu_memory == 11
+    assert asked == [1, 1]
+    assert probe.this_machine(tmp_path, every_gpu=True).gpu_memory == 10 and asked[2:] == [0, 1, 2]
+    asked.clear()
+    monkeypatch.setattr(presets, "_product_flops", lambda device, **_: 1e12)
+    assert presets.measure_machine(2) == presets.Machine(22, 2e12, "2 x GPU") and asked == [1]
 
 
 HERE = Path(__file__).parents[1]

@@ -119,7 +119,8 @@ def test_a_machine_that_was_busy_is_measured_again(
 ) -> None:
     asked = []
 
-    def this_machine(_: Path | None, *, again: bool) -> Machine:
+    def this_machine(_: Path | None, *, again: bool, every_gpu: bool) -> Machine:
+        assert every_gpu
         asked.append(again)
         return known("4090")
 
@@ -417,7 +418,7 @@ def test_the_disk_that_is_measured_is_the_one_that_is_named(
 ) -> None:
     asked = []
 
-    def this_machine(folder: Path | None = None, *, again: bool = False) -> Machine:
+    def this_machine(folder: Path | None = None, **_: Any) -> Machine:
         asked.append(folder)
         return known("4090")
 

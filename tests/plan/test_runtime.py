@@ -18,7 +18,7 @@ import wherry
 from wherry import config as configs
 from wherry.errors import WherryError
 from wherry.forecast import Forecaster
-from wherry.observe.memory import HostMemory
+from wherry.observe.memory import DeviceMemory, HostMemory
 from wherry.parallel.comm import Comm, SoloComm
 from wherry.parallel.threads import run_ranks
 from wherry.plan import choose, peaks, probe, rates, runtime
@@ -77,6 +77,39 @@ def test_less_memory_means_a_higher_stage_and_all_ranks_agree(monkeypatch: pytes
         stages.append(found[0]["zero_optimization"]["stage"])
     assert stages == sorted(stages)
     assert len(set(stages)) > 1
+
+
+def test_the_gpu_with_the_least_free_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank asks its own, and rank 0 chooses."""
+    seen: list[int] = []
+
+    def choose(*given: Any) -> tuple[dict[str, Any], dict[str, str]]:
+        seen.append(given[4])
+        return {}, {}
+
+    monkeypatch.setattr(runtime, "device_memory", lambda gpu: DeviceMemory(0, 0, 0, free=30 - gpu.index, total=40))
+    monkeypatch.setattr(runtime, "_choose", choose)
+    config, model = configs.load({"zero_optimization": AUTO}), make_model()
+    run_ranks(3, lambda comm: runtime.settle(model, config, comm, torch.device("cuda", comm.rank), ranks_here=3))
+    assert seen == [28]
+    assert runtime._room(28, 3, 1, 0).gpu_memory == int(28 * runtime.FOR_STATES)
+
+
+def test_with_data_the_gpu_with_the_least_free_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    real = runtime.estimate
+
+    def estimate(subject: Any, profile: Any, config: Any, machine: machines.Machine, *more: Any, **how: Any) -> Any:
+        seen.append(machine.gpu_memory)
+        return real(subject, profile, config, machine, *more, **how)
+
+    monkeypatch.setattr(runtime, "this_machine", lambda _: machines.KNOWN["4090"])
+    monkeypatch.setattr(runtime, "device_memory", lambda gpu: DeviceMemory(0, 0, 0, free=10**9, total=10**10))
+    monkeypatch.setattr(runtime, "estimate", estimate)
+    data = TensorDataset(torch.zeros(64, 6, dtype=torch.int64), torch.zeros(64, 6, dtype=torch.int64))
+    config = configs.load({"zero_optimization": AUTO})
+    runtime.settle(make_model(), config, SoloComm(), torch.device("cuda", 0), ranks_here=1, data=data)
+    assert set(seen) == {10**9}
 
 
 def test_what_does_not_fit_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:

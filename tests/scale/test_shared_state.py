@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +21,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import wherry
+from wherry.sharding.interleave import Interleaver
+from wherry.sharding.thread_state import RandomStream
 
 
 class MaskCheck(nn.Module):
@@ -98,6 +103,36 @@ def test_blocks_of_the_model_keep_their_own_thread_state(stage: int) -> None:
     assert_equal(other, one)
     assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_a_forward_that_waits_takes_its_stream_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU: a `with torch.cuda.stream(...)` around a unit is that of one micro-batch, and not of those after it."""
+    gpu, now = torch.device("cuda", 0), {"stream": "main"}
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: now["stream"])
+    monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: now.update(stream=stream))
+    monkeypatch.setattr(RandomStream, "now", classmethod(lambda *_: RandomStream(gpu, torch.get_rng_state(), None)))
+    units: Any = [SimpleNamespace(index=0), SimpleNamespace(index=1)]
+    interleaver = Interleaver(len(units), gpu)
+    seen: list[tuple[str, str]] = []
+
+    @contextmanager
+    def stream(name: str) -> Iterator[None]:
+        before, now["stream"] = now["stream"], name
+        yield
+        now["stream"] = before
+
+    def forward(name: str) -> None:
+        interleaver.reach(units[0])
+        seen.append((name, now["stream"]))
+        with stream(f"beside {name}"):
+            interleaver.reach(units[1])
+            seen.append((name, now["stream"]))
+        seen.append((name, now["stream"]))
+
+    forwards = [partial(forward, name) for name in "ab"]
+    interleaver.run(forwards, lambda running: None, [RandomStream.now(gpu) for _ in forwards])
+    in_turn = [("a", "main"), ("b", "main"), ("a", "beside a"), ("a", "main"), ("b", "beside b"), ("b", "main")]
+    assert seen == in_turn and now["stream"] == "main"
 
 
 class Norms(nn.Module):

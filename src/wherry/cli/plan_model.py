@@ -132,7 +132,8 @@ def _base(arguments: argparse.Namespace, config: Config) -> Machine:
     if arguments.gpus and all(getattr(arguments, name) is not None for name in SIZES) and not probe.gpu_names():
         # All is said, and this machine has no GPU whose rates could be meant: nothing needs to be measured.
         return replace(known("a100"), name="a machine of A100s")
-    return probe.this_machine(probe.disk_folder(config, arguments.disk_path), again=bool(arguments.again))
+    folder = probe.disk_folder(config, arguments.disk_path)
+    return probe.this_machine(folder, again=bool(arguments.again), every_gpu=True)
 
 
 def _machine(arguments: argparse.Namespace, config: Config) -> Machine:

@@ -28,16 +28,20 @@ _GPU_FILES = ("nvidia*", "nvhost*", "nvmap", "kfd", "dxg")
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-def this_machine(folder: str | os.PathLike[str] | None = None, *, again: bool = False) -> Machine:
+def this_machine(
+    folder: str | os.PathLike[str] | None = None, *, again: bool = False, every_gpu: bool = False
+) -> Machine:
     """This machine, measured now if it has not been before; what is free is looked at each time.
 
-    `folder` is on the disk that would hold states. Measuring takes some seconds.
+    `folder` is on the disk that would hold states. Measuring takes some seconds. The GPU that this process computes on
+    is asked what it has free: another one, asked, would have half a GB less until this process ends. `every_gpu`: it
+    soon does, so all are asked, and the least counts.
     """
     where, gpus = Path(folder or os.getcwd()), gpu_names()
     file = cache_folder() / f"machine-{_fingerprint(where, gpus)}.json"
     if not again:
         try:
-            return _now(_read(file.read_text()), where, gpus)
+            return _now(_read(file.read_text()), where, gpus, every_gpu)
         except (OSError, ValueError, TypeError, KeyError):
             pass  # not measured yet, or by another version: it is now
     from wherry.plan import rates
@@ -51,7 +55,7 @@ def this_machine(folder: str | os.PathLike[str] | None = None, *, again: bool = 
             "kept, and are measured again the next time",
             others,
         )
-        return _now(machine, where, gpus)
+        return _now(machine, where, gpus, every_gpu)
     unfinished = file.with_suffix(f".{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -59,7 +63,7 @@ def this_machine(folder: str | os.PathLike[str] | None = None, *, again: bool = 
         unfinished.replace(file)
     except OSError as error:
         logger.warning("what was measured of this machine is not kept, and is measured again the next time: %s", error)
-    return _now(machine, where, gpus)
+    return _now(machine, where, gpus, every_gpu)
 
 
 def disk_folder(config: Config, path: str | None = None) -> Path | None:
@@ -125,11 +129,12 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _now(machine: Machine, folder: Path, gpus: list[str]) -> Machine:
+def _now(machine: Machine, folder: Path, gpus: list[str], every_gpu: bool) -> Machine:
     """With what is free at this moment."""
     changes: dict[str, int] = {"disk": shutil.disk_usage(folder).free, "host_memory": host_memory().available}
     if gpus:
         import torch
 
-        changes["gpu_memory"] = min(torch.cuda.mem_get_info(i)[0] for i in range(len(gpus)))
+        asked = range(len(gpus)) if every_gpu else [torch.cuda.current_device()]
+        changes["gpu_memory"] = min(torch.cuda.mem_get_info(index)[0] for index in asked)
     return replace(machine, **changes)  # type: ignore[arg-type]

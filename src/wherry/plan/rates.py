@@ -6,6 +6,8 @@ import itertools
 import os
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 import timeit
@@ -31,15 +33,18 @@ from wherry.plan.probe import cores, processor
 from wherry.plan.roofline import step_time
 from wherry.plan.setting import Setting
 from wherry.plan.trace import profile
+from wherry.tiers.buffers import CudaPin, HostPool
 
 # What a disk that cannot be measured is taken to do: bytes a second read, written, and both, and no time of a core.
 UNKNOWN_DISK = 1.0 * GB, 0.5 * GB, 0.5 * GB, 0.0
+# Bytes of a copy to, from or between GPUs, and seconds after which copies between two have not worked.
+PIECE, LINK_SECONDS = 1 << 28, 120.0
 
 
 def measure(folder: Path) -> Machine:
     """What of the machine is asked for takes some seconds. The caller's random numbers stay as they were."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    with torch.random.fork_rng(devices=[0] if gpus else []):
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if gpus else []):
         machine = _measure(folder, gpus)
     if gpus:
         torch.cuda.empty_cache()  # gigabytes that nobody uses any more, and that would not count as free
@@ -47,18 +52,20 @@ def measure(folder: Path) -> Machine:
 
 
 def _measure(folder: Path, gpus: int) -> Machine:
-    device = torch.device("cuda", 0) if gpus else torch.device("cpu")
+    # The GPU that this process computes on: memory that it takes on another, to use it at all, stays taken.
+    device = torch.device("cuda", torch.cuda.current_device()) if gpus else torch.device("cpu")
     memory = host_memory()
     stream = _stream(torch.device("cpu"))
     read, write, both, work = _disk(folder)
-    name = f"{gpus} x {torch.cuda.get_device_name(0)}" if gpus else f"{processor() or 'CPU'}, {cores()} cores"
+    name = f"{gpus} x {torch.cuda.get_device_name(device)}" if gpus else f"{processor() or 'CPU'}, {cores()} cores"
     half = torch.float16 if gpus and torch.cuda.get_device_capability(device) < (8, 0) else torch.bfloat16
     overhead, slow = _overhead(device), _slow(device)
     matrix, matrix_fp32 = _matrix(device, half), _matrix(device, torch.float32)
+    pcie = _pcie(device) if gpus else stream / 2
     machine = Machine(
         name=name,
         gpus=gpus,
-        gpu_memory=torch.cuda.get_device_properties(0).total_memory if gpus else 0,
+        gpu_memory=torch.cuda.get_device_properties(device).total_memory if gpus else 0,
         host_memory=memory.total,
         disk=shutil.disk_usage(folder).free,
         matrix=matrix,
@@ -67,12 +74,12 @@ def _measure(folder: Path, gpus: int) -> Machine:
         slow=slow,
         by_tanh=slow / _slow(device, "tanh"),
         stream=stream,
-        pcie=_pcie(device) if gpus else stream / 2,
+        pcie=pcie,
         disk_read=read,
         disk_write=write,
         disk_both=both,
         disk_work=work,
-        link=_link() if gpus > 1 else _meeting(stream),
+        link=_link(pcie) if gpus > 1 else _meeting(stream),
         network=25 * GB if gpus else HOST_NETWORK,
         overhead=overhead,
         attention=_attention(device, half, matrix),
@@ -198,11 +205,14 @@ def _block(machine: Machine, dtype: torch.dtype) -> float:
 
 
 def _pcie(device: torch.device) -> float:
-    host = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty_like(host, device=device)
-    up = _typical(lambda: there.copy_(host, non_blocking=True), device)
-    down = _typical(lambda: host.copy_(there, non_blocking=True), device)
-    return host.numel() / max(up, down)
+    """Bytes a second to or from host memory that is pinned as the engine's is, and not kept as torch keeps its own."""
+    with HostPool(pinning=CudaPin()) as pool:
+        host = pool.take(PIECE)
+        there = torch.empty_like(host, device=device)
+        up = _typical(lambda: there.copy_(host, non_blocking=True), device)
+        down = _typical(lambda: host.copy_(there, non_blocking=True), device)
+        pool.give(host)
+    return PIECE / max(up, down)
 
 
 def _meeting(stream: float) -> float:
@@ -240,11 +250,36 @@ def _meeting(stream: float) -> float:
     return ranks * 2 * 4 * numel / seconds
 
 
-def _link() -> float:
+def _link(pcie: float) -> float:
+    """Bytes a second from one GPU to another, by a process of its own: what one takes on each GPU it uses, half a GB,
+    is missing until it ends for the rank that has that GPU."""
+    path = os.pathsep.join(filter(None, sys.path))
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _LINK],
+            capture_output=True,
+            text=True,
+            timeout=LINK_SECONDS,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+    except subprocess.TimeoutExpired:
+        reason = f"they did not end within {LINK_SECONDS:.0f} s"
+    else:
+        if done.returncode == 0:
+            return float(done.stdout)
+        reason = (done.stderr.strip().splitlines() or ["no reason was given"])[-1]
+    logger.warning("copies between two GPUs of this machine cannot be measured (%s): their rate is the bus's", reason)
+    return pcie
+
+
+_LINK = "from wherry.plan.rates import between_gpus; print(between_gpus())"
+
+
+def between_gpus() -> float:
     there, here = torch.device("cuda", 1), torch.device("cuda", 0)
-    source = torch.empty(1 << 28, dtype=torch.uint8, device=here)
+    source = torch.empty(PIECE, dtype=torch.uint8, device=here)
     target = torch.empty_like(source, device=there)
-    return source.numel() / _typical(lambda: target.copy_(source, non_blocking=True), here)
+    return PIECE / _typical(lambda: target.copy_(source, non_blocking=True), here)
 
 
 def _overhead(device: torch.device, numel: int = 8) -> float:
@@ -283,7 +318,6 @@ def _disk(folder: Path) -> tuple[float, float, float, float]:
 
     A quarter of a GB.
     """
-    from wherry.tiers.buffers import HostPool
     from wherry.tiers.disk import DiskStore
 
     size = 64 << 20

@@ -65,10 +65,11 @@ def settle(
     if not wanted:
         return config
     grid = _grid(tensor, pipe)
+    free = _free_on_gpus(device, comm)
     chosen: tuple[dict[str, Any], dict[str, str]] | str = "rank 0 chooses"
     if comm.rank == 0:
         try:
-            chosen = _choose(model, config, comm.size, grid, device, wanted, ranks_here, data, collate)
+            chosen = _choose(model, config, comm.size, grid, free, wanted, ranks_here, data, collate)
         except WherryError as error:
             chosen = str(error)
     told = comm.gather_objects(chosen)[0]
@@ -96,7 +97,7 @@ def _choose(
     config: Config,
     ranks: int,
     grid: Grid,
-    device: torch.device,
+    free_on_gpu: int | None,
     wanted: frozenset[str],
     ranks_here: int,
     data: Dataset[Any] | None,
@@ -105,11 +106,12 @@ def _choose(
     everywhere = ranks * grid.size
     nodes, folders = -(-everywhere // ranks_here), _folders(config)
     if data is None:
-        machine = _room(device, ranks_here, nodes, _free(config, folders))
+        machine = _room(free_on_gpu, ranks_here, nodes, _free(config, folders))
         profiles: _Profiles = _ByWeights(model, config)
     else:
         machine = replace(this_machine(disk_folder(config, next(iter(folders), None))), nodes=nodes)
         machine = replace(machine, disk=_free(config, folders)) if folders else machine
+        machine = replace(machine, gpu_memory=free_on_gpu) if free_on_gpu is not None else machine
         how = Recompute.of(config, gpu=machine.gpus > 0, tensor=grid.tensor)
         profiles = _ByBatches(model, config, data, collate or default_collate, how)
 
@@ -138,16 +140,22 @@ def _free(config: Config, folders: Sequence[str]) -> int:
     return min(free, default=0)
 
 
-def _room(device: torch.device, ranks_here: int, nodes: int, disk: int) -> Machine:
+def _free_on_gpus(device: torch.device, comm: Comm) -> int | None:
+    """What the rank with the least has free on its GPU: each asks its own. None where ranks compute on the host."""
+    mine = device_memory(device)
+    told = comm.gather_objects(None if mine is None else mine.free)
+    return min((free for free in told if free is not None), default=None)
+
+
+def _room(free_on_gpu: int | None, ranks_here: int, nodes: int, disk: int) -> Machine:
     """This machine by what is free on it for states. No rate is asked for where no step is timed."""
-    on_device = device_memory(device)
     names = ("matrix", "matrix_fp32", "device_stream", "slow", "stream", "pcie", "disk_read", "disk_write")
     rates = dict.fromkeys((*names, "link", "network"), 1.0)
     return Machine(
         name="this machine",
-        gpus=ranks_here if on_device is not None else 0,
-        gpu_memory=int(FOR_STATES * on_device.free) if on_device is not None else 0,
-        host_memory=int((1.0 if on_device is not None else FOR_STATES) * host_memory().available),
+        gpus=ranks_here if free_on_gpu is not None else 0,
+        gpu_memory=int(FOR_STATES * free_on_gpu) if free_on_gpu is not None else 0,
+        host_memory=int((1.0 if free_on_gpu is not None else FOR_STATES) * host_memory().available),
         disk=disk,
         nodes=nodes,
         **rates,  # type: ignore[arg-type]

@@ -76,12 +76,12 @@ class Interleaver:
             raise greenlet.GreenletExit
         micro.waits_at = unit
         micro.calls += 1
-        own = swap(self._base, self.device.type)
+        own = swap(self._base, self.device)
         try:
             self._hub.switch()
         finally:
             # Also when the forward is stopped: its `with` blocks are left in the state they were entered in.
-            swap(own, self.device.type)
+            swap(own, self.device)
             micro.waits_at = None
         first, self._first_of_wave = self._first_of_wave, False
         return first
@@ -100,7 +100,7 @@ class Interleaver:
 
         assert not self.active, "forwards are running together already"
         self._hub = greenlet.getcurrent()
-        self._base = swap(None, self.device.type)
+        self._base = swap(None, self.device)
         self.stopping = False
         self.uniform = True
         self._micros = [MicroBatch(index, None, self.units, stream) for index, stream in enumerate(streams)]
@@ -148,7 +148,7 @@ class Interleaver:
         finally:
             micro.random = RandomStream.now(self.device)
             if micro.greenlet.dead:
-                swap(self._base, self.device.type)
+                swap(self._base, self.device)
                 micro.running = [0] * self.units
 
     def _stop(self, enter: Callable[[list[int]], None]) -> None:

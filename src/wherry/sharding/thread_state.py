@@ -17,7 +17,7 @@ _C = torch._C
 
 @dataclass
 class ThreadState:
-    """Saved-tensor hooks, modes, grad mode, autocast: all that a forward may have entered and not left."""
+    """Saved-tensor hooks, modes, grad mode, autocast, streams: all that a forward may have entered and not left."""
 
     hooks: list[Any] = field(default_factory=list)
     hooks_disabled: str | None = None
@@ -27,6 +27,8 @@ class ThreadState:
     autocast: list[tuple[str, bool, torch.dtype]] = field(default_factory=list)
     autocast_cache: bool = True
     eval_frame: Any = None
+    # Those that work is given to: of the engine's device, and of the one that is current.
+    streams: list[torch.Stream] = field(default_factory=list)
 
 
 def can_switch() -> bool:
@@ -34,14 +36,14 @@ def can_switch() -> bool:
     return not torch.is_inference_mode_enabled() and torch._C._functorch.peek_interpreter_stack() is None
 
 
-def swap(new: ThreadState | None, device_type: str) -> ThreadState:
+def swap(new: ThreadState | None, device: torch.device) -> ThreadState:
     """Put `new` in the place of the thread's state, which is returned; None leaves the thread as it is."""
-    old = _take(device_type)
-    _put(new if new is not None else old, device_type)
+    old = _take(device)
+    _put(new if new is not None else old)
     return old
 
 
-def _take(device_type: str) -> ThreadState:
+def _take(device: torch.device) -> ThreadState:
     state = ThreadState(grad=torch.is_grad_enabled())
     state.hooks_disabled = _A._saved_tensors_hooks_get_disabled_error_message()
     if state.hooks_disabled is not None:
@@ -56,7 +58,7 @@ def _take(device_type: str) -> ThreadState:
 
         while _C._len_torch_dispatch_stack():
             state.dispatch_modes.append(_pop_mode())
-    kinds = ("cpu",) if device_type == "cpu" else ("cpu", device_type)
+    kinds = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
     state.autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
     state.autocast_cache = torch.is_autocast_cache_enabled()
     # Casts of weights are shared until they are cleared: gradients of all forwards would be summed in their dtype.
@@ -64,10 +66,12 @@ def _take(device_type: str) -> ThreadState:
     frames = sys.modules.get("torch._C._dynamo.eval_frame")
     if frames is not None:
         state.eval_frame = frames.set_eval_frame(None)
+    if device.type != "cpu":
+        state.streams = [torch.accelerator.current_stream(device), torch.accelerator.current_stream()]
     return state
 
 
-def _put(state: ThreadState, device_type: str) -> None:
+def _put(state: ThreadState) -> None:
     for pack, unpack in reversed(state.hooks):
         _A._push_saved_tensors_default_hooks(pack, unpack)
     if state.hooks_disabled is not None:
@@ -87,6 +91,8 @@ def _put(state: ThreadState, device_type: str) -> None:
     frames = sys.modules.get("torch._C._dynamo.eval_frame")
     if frames is not None:
         frames.set_eval_frame(state.eval_frame)
+    for stream in state.streams:  # the last one's device becomes current
+        torch.accelerator.set_stream(stream)
 
 
 def _without_modes() -> AbstractContextManager[None]:

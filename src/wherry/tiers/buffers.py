@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -64,6 +65,7 @@ class CudaPin:
     def pin(self, address: int, nbytes: int) -> None:
         code = int(self._runtime.cudaHostRegister(address, nbytes, self._PORTABLE))
         if code:
+            _forget_cuda_error()
             raise PoolError(
                 f"pinning a host buffer of {nbytes} bytes for CUDA failed with CUDA error {code}: lower the host "
                 "memory that is pinned, or do not pin host buffers"
@@ -72,7 +74,17 @@ class CudaPin:
     def unpin(self, address: int, nbytes: int) -> None:
         code = int(self._runtime.cudaHostUnregister(address))
         if code not in (0, self._UNLOADING):
+            _forget_cuda_error()
             raise RuntimeError(f"unpinning a host buffer failed with CUDA error {code}")
+
+
+def _forget_cuda_error() -> None:
+    """CUDA keeps for each thread what a call has failed with. torch, which does not know of this one, would raise it
+    where it launches its next kernel, whatever that is; here it does so at once, and has forgotten it."""
+    import torch
+
+    with suppress(RuntimeError):
+        torch.ones(1, device="cuda")
 
 
 @dataclass(slots=True)

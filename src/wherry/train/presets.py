@@ -90,10 +90,11 @@ def measure_machine(ranks: int = 1) -> Machine:
     from wherry.observe.memory import host_memory
 
     if torch.cuda.is_available():
-        devices = [torch.device("cuda", index) for index in range(min(ranks, torch.cuda.device_count()))]
-        memory = sum(torch.cuda.mem_get_info(device)[0] for device in devices)
-        speed = _product_flops(devices[0], size=4096, dtype=torch.bfloat16) * len(devices)
-        return Machine(memory, speed, f"{len(devices)} x {torch.cuda.get_device_name(devices[0])}")
+        # This process's own stands for the others: one that is asked has half a GB less for the rank that has it.
+        device, count = torch.device("cuda", torch.cuda.current_device()), min(ranks, torch.cuda.device_count())
+        memory = count * torch.cuda.mem_get_info(device)[0]
+        speed = count * _product_flops(device, size=4096, dtype=torch.bfloat16)
+        return Machine(memory, speed, f"{count} x {torch.cuda.get_device_name(device)}")
     speed = _product_flops(torch.device("cpu"), size=768, dtype=torch.float32)
     return Machine(host_memory().available, speed, f"{torch.get_num_threads()} CPU cores")
 
