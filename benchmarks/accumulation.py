@@ -1,8 +1,9 @@
 """Accumulation by layer beside step by step: python benchmarks/accumulation.py [--quick] [--path FOLDER].
 
 Stage 3 with parameters and optimizer on disk: the time of a step and the bytes that it reads, for windows of 1 to 16
-micro-batches of one size, and for some of few tokens, in one run; and DeepSpeed, where it is installed. Few tokens
-are what a window is for where activations have little room, and what shows how weights travel on a machine that
+micro-batches of one size, and for some of few tokens, in one run; and DeepSpeed, where it is installed. FSDP2 has no
+states on disk; it stands beside them on the host, with `--place 3-cpu`, which has a file of its own. Few tokens are
+what a window is for where activations have little room, and what shows how weights travel on a machine that
 computes slowly. Both have their defaults, which keep as many weights in host memory, and of Wherry each order by
 itself too; with one buffer it keeps none, and what is read in a window shows. The limit of a time is that of plain
 PyTorch with everything in memory, which computes and does nothing else; that of the bytes, with one buffer, weights
@@ -35,9 +36,11 @@ WINDOWS = (1, 2, 4, 8, 16)
 FEW_TOKENS, FEW_WINDOWS = 64, (1, 8)
 # Weights of one unit in memory at a time, where DeepSpeed ends in its swapper ("Not enough buffers").
 TIGHT, TIGHT_WINDOWS = ", one buffer", (1, 8)
-PEERS = ("deepspeed",)
+PEERS = ("deepspeed", "fsdp2")
 PLAIN = "plain"
 PLACES = tuple(place.name for place in (*systems.RESIDENT, *systems.OFFLOADED) if place.stage == 3)
+# Its file has no part in its name.
+PLACE = "3-nvme"
 
 
 def micro_batch(model: str, tokens: int | None) -> Recipe:
@@ -64,13 +67,13 @@ def entries_of(
         for words, kind in kinds:
             found.append(Entry(model, 1, name, count, recipe=kind, label=f"{name} {words} {k}"))
         found.append(Entry(model, 1, PLAIN, count, recipe=recipe, label=f"{PLAIN} {k}"))
-        for peer in (f"{name}-{place}" for name in peers if name != "none"):
+        for peer in (systems.peer_in(name, place) for name in peers if name != "none"):
             found.append(Entry(model, 1, peer, count, recipe=recipe, label=f"{peer} {k}"))
     return found
 
 
 def rows_of(entry: Entry, turns: Sequence[Turn]) -> list[bench.Row]:
-    """A row for the time of a step, and one for the bytes read from the disk in one, if any are."""
+    """A row for the time of a step, and with parameters on disk one for the bytes read from it in one."""
     recipe = entry.recipe
     tokens = recipe.batch // recipe.accumulation * recipe.length
     case = {"model": entry.model, "dtype": recipe.dtype, "window": recipe.accumulation, "tokens": tokens}
@@ -87,7 +90,7 @@ def rows_of(entry: Entry, turns: Sequence[Turn]) -> list[bench.Row]:
         ]
         if recipe.in_memory == 0 and rows[1]["value"]:
             rows[1]["of_limit"] = least_read(entry.system, recipe) / rows[1]["value"]
-    return rows[:1] if entry.system == PLAIN else rows
+    return rows if systems.place_of(entry.system).parameters == "nvme" else rows[:1]
 
 
 def least_read(system: str, recipe: Recipe) -> float:
@@ -113,12 +116,12 @@ def _window(row: Mapping[str, Any]) -> tuple[int, int]:
 
 def table(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print the rows at 80 columns, a line for each window and system."""
-    lines, notes = [], []
+    lines, notes = [], dict[str, None]()
     reads = {row["system"]: row for row in rows if row["case"]["measure"] == "read"}
     for row in (row for row in rows if row["case"]["measure"] == "step"):
         if row["reason"] is not None:
             lines.append([row["system"], *["-"] * 4])
-            notes.append(f"{row['system']}: {row['reason']}")
+            notes[f"{systems.without_window(row['system'])}: {row['reason']}"] = None
             continue
         read = f"{reads[row['system']]['value'] / 1e6:,.1f}" if row["system"] in reads else ""
         part = f"{row['of_limit']:.2f}" if row["of_limit"] else ""
@@ -130,7 +133,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = bench.parser("accumulation", __doc__ or "")
     parser.add_argument("--models", type=bench.listed(tuple(MODELS)), default=["10m"], help=", ".join(MODELS))
-    parser.add_argument("--place", choices=PLACES, default="3-nvme", help="where states rest (default: 3-nvme)")
+    parser.add_argument("--place", choices=PLACES, default=PLACE, help=f"where states rest (default: {PLACE})")
     parser.add_argument("--windows", type=bench.positives, default=list(WINDOWS), help="micro-batches in a window")
     parser.add_argument(
         "--few-windows",
@@ -139,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help=f"micro-batches of {FEW_TOKENS} tokens in a window, or none (default: 1,8)",
     )
     parser.add_argument(
-        "--peers", type=bench.listed((*PEERS, "none")), default=list(PEERS), help="deepspeed (default) or none"
+        "--peers", type=bench.listed((*PEERS, "none")), default=list(PEERS), help=f"{', '.join(PEERS)} or none"
     )
     parser.add_argument("--path", type=bench.folder, default=".", help="a folder on the disk for states (current)")
     parser.add_argument("--rounds", type=bench.positive, help="times that every system is measured")
@@ -148,7 +151,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rounds, count = options.rounds or (1 if options.quick else 5), options.steps or (2 if options.quick else 5)
     os.environ[systems.DISK_FOLDER] = os.path.abspath(options.path)
     settings = {"rounds": rounds, "steps": count, "warmup": steps.WARMUP, "place": options.place}
-    results = bench.Results("accumulation", options, settings)
+    part = "" if options.place == PLACE else options.place
+    results = bench.Results("accumulation", options, settings, part=part)
     for model in options.models:
         entries = entries_of(model, options.place, options.windows, options.peers, count)
         entries += entries_of(model, options.place, options.few_windows, options.peers, count, FEW_TOKENS)

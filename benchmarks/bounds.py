@@ -103,9 +103,7 @@ def work_of(
 def states_bytes(system: str, parameters: int, ranks: int, dtype: str) -> float:
     """Bytes in memory of all ranks' states together, by the published formulas. What rests on disk is not in memory."""
     place = systems.place_of(system)
-    # FSDP2 partitions everything; the others of torch's own nothing.
-    stage = 3 if system.startswith("fsdp2") else place.stage
-    copies = [ranks if stage < level else 1 for level in (3, 2, 1)]
+    copies = [ranks if place.stage < level else 1 for level in (3, 2, 1)]
     weight, gradient, optimizer = _kept(system, dtype)
     kept = [weight * (place.parameters != "nvme"), gradient, optimizer * (place.optimizer != "nvme")]
     return float(parameters * sum(count * nbytes for count, nbytes in zip(copies, kept, strict=True)))

@@ -25,7 +25,7 @@ from wherry.observe import bench
 DTYPES = ("fp32", "bf16")
 _PLACES = (*systems.RESIDENT, *systems.OFFLOADED)
 _ENGINES = tuple(f"{who}-{place.name}" for who in ("wherry", "deepspeed") for place in _PLACES)
-SYSTEMS = ("plain", "ddp", "fsdp2", "fsdp2-cpu", *_ENGINES)
+SYSTEMS = ("plain", "ddp", *systems.FSDP2, *_ENGINES)
 LENGTH = 16
 
 

@@ -25,7 +25,7 @@ from wherry.observe import bench
 DTYPES = ("fp32", "bf16")
 POLICIES = ("at_step", "before_use", "in_backward", "delayed")
 PLACES = tuple(place.name for place in systems.OFFLOADED)
-PEERS = ("fsdp2-cpu", *(f"deepspeed-{name}" for name in (*PLACES, systems.GROUPED.name)))
+PEERS = ("fsdp2-cpu", "fsdp2-nvme", *(f"deepspeed-{name}" for name in (*PLACES, systems.GROUPED.name)))
 # Clipping belongs to training; an update in the backward is measured without it, and peers beside it without it.
 CLIPS = {"at_step": 1.0, "before_use": 1.0, "in_backward": 0.0, "delayed": 1.0}
 
@@ -51,6 +51,12 @@ def entries_of(
                 found.append(Entry(model, number, system, count, recipe=own, label=f"{system} {policy}"))
         found += [Entry(model, number, peer, count, recipe=recipe) for peer in peers]
     return found
+
+
+def peers_in(places: Sequence[str]) -> list[str]:
+    """Those that keep their states where ours are measured."""
+    wanted = {(systems.PLACES[name].stage, systems.PLACES[name].optimizer) for name in places}
+    return [peer for peer in PEERS if (systems.place_of(peer).stage, systems.place_of(peer).optimizer) in wanted]
 
 
 def limits_of(entries: Sequence[Entry], rates: bounds.Rates) -> dict[str, tuple[float, str]]:
@@ -123,7 +129,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtypes", type=bench.listed(DTYPES), default=list(DTYPES), help=", ".join(DTYPES))
     parser.add_argument("--places", type=bench.listed(PLACES), default=list(PLACES), help=", ".join(PLACES))
     parser.add_argument("--policies", type=bench.listed(POLICIES), default=list(POLICIES), help=", ".join(POLICIES))
-    parser.add_argument("--peers", type=bench.listed((*PEERS, "none")), default=list(PEERS), help=", ".join(PEERS))
+    parser.add_argument(
+        "--peers", type=bench.listed((*PEERS, "none")), help=f"{', '.join(PEERS)} (default: those in the places)"
+    )
     parser.add_argument("--ranks", type=bench.positives, help="numbers of ranks (default: 1,2; 1 with --quick)")
     parser.add_argument("--path", type=bench.folder, default=".", help="a folder on the disk for states (current)")
     parser.add_argument("--rounds", type=bench.positive, help="times that every system is measured (3)")
@@ -133,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ranks = options.ranks or ([1] if options.quick else [1, 2])
     steps.check_ranks(parser, options.models, ranks)
     os.environ[systems.DISK_FOLDER] = os.path.abspath(options.path)
-    peers = [peer for peer in options.peers if peer != "none"]
+    peers = [peer for peer in options.peers or peers_in(options.places) if peer != "none"]
     settings = {"rounds": rounds, "steps": count, "warmup": steps.WARMUP, "ranks": ranks}
     settings |= {"models": {m: vars(MODELS[m]) for m in options.models}}
     results = bench.Results("offload_step", options, settings, part=_part(options.models, options.ranks))

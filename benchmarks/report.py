@@ -324,7 +324,7 @@ def _table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
         for index, row in enumerate(same):
             words = ["" if index else case, row["system"]]
             if row["reason"] is not None:
-                reasons[row["system"], row["reason"]] = None
+                reasons[systems.without_window(row["system"]), row["reason"]] = None
                 lines.append(_line([*words, "-", *[""] * (len(heads) - 3)]))
                 continue
             limit = "" if row.get("of_limit") is None else f"{row['of_limit']:.2f}"

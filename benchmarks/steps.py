@@ -215,8 +215,7 @@ def _place(row: Mapping[str, Any]) -> tuple[str, int]:
 
 def _peer(system: str) -> str:
     """DeepSpeed with the same placement: FSDP2 partitions what stage 3 does."""
-    placement = {"ddp": "0", "fsdp2": "3", "fsdp2-cpu": "3-cpu"}.get(system) or system.partition("-")[2]
-    return f"deepspeed-{placement}"
+    return f"deepspeed-{systems.place_of(system).name}"
 
 
 def entries_of(models: Sequence[str], ranks: Sequence[int], names: Sequence[str], steps: int) -> list[Entry]:

@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks import systems
+
 Row = Mapping[str, Any]
 Result = Mapping[str, Any]
 
 # What a peer without a placement in its name stands beside.
-_BESIDE = {"plain": "0", "ddp": "0", "fsdp2": "3", "fsdp2-cpu": "3-cpu"}
+_BESIDE = {"plain": "0", "ddp": "0", **systems.FSDP2}
 # On one device their weights are whole there.
 _BESIDE |= {f"deepspeed-3-{mode}": "2-cpu" for mode in ("super", "reflow")}
 # In other pieces than by default, with what is read and written beside the updates.
@@ -76,12 +78,15 @@ def _ours_beside(row: Row, rows: Sequence[Row]) -> list[Row]:
     first = row["system"].split(" ")[0]
     beside = _BESIDE.get(first, first.partition("-")[2])
     same = [other for other in ours if beside and other["system"].split(" ")[0].partition("-")[2] == beside]
-    named = [other for other in same if other["system"].partition("-")[2] == row["system"].partition("-")[2]]
+    name = beside + row["system"].removeprefix(first)
+    named = [other for other in same if other["system"].partition("-")[2] == name]
     chosen = " before_use" if row["case"].get("clip") else " in_backward"
     by_default = [other for other in same if other["system"].endswith(chosen)]
     best_isa = [other for other in ours if other.get("isa")][:1]
     plain = [other for other in ours if other["system"] == "wherry"]
-    return whole or named or by_default or same or plain or best_isa or ours
+    found = whole or named or by_default or same
+    elsewhere = beside in systems.PLACES and is_peer(row["system"])
+    return found if found or elsewhere else plain or best_isa or ours
 
 
 def _ratio(ours: Row, peer: Row) -> float | None:
@@ -152,7 +157,7 @@ AIMS = (
         "eight micro-batches with parameters on disk, beside DeepSpeed's",
         "accumulation",
         2.0,
-        _beside_deepspeed(measure="step", window=8),
+        _beside_deepspeed(measure="step", window=8, system="deepspeed-3-nvme"),
     ),
     Aim("overhead of DeepSpeed's engine, beside ours", "overhead", 2.0, _beside_deepspeed(measure="over plain")),
     Aim("part of the bound of offloaded steps of 8k tokens and more on a GPU", "gpu", 0.85, _of_bound, ""),
@@ -269,10 +274,11 @@ _FEW = 3
 def _absent(result: Result) -> Iterator[str]:
     """Peers that could not run, and why; with the cases where they could in others."""
     cases: dict[tuple[str, str], list[str]] = {}
-    ran = {row["system"] for row in result["rows"] if row["reason"] is None}
+    ran = {systems.without_window(row["system"]) for row in result["rows"] if row["reason"] is None}
     for row in result["rows"]:
         if row["reason"] is not None and is_peer(row["system"]):
-            cases.setdefault((row["system"], row["reason"]), []).append(case_words(row["case"]))
+            name = systems.without_window(row["system"])
+            cases.setdefault((name, row["reason"]), []).append(case_words(row["case"]))
     for (system, reason), names in cases.items():
         where = f" in {'; '.join(names)}" if system in ran and len(names) <= _FEW else ""
         yield f"`{system}`{where}: {reason}"

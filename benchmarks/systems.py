@@ -153,7 +153,8 @@ class Torch:
         import torch
 
         losses = []
-        for micro in micro_batches(ids, labels, self.accumulation):
+        for index, micro in enumerate(micro_batches(ids, labels, self.accumulation), 1):
+            self.begin(last=index == self.accumulation)
             if self.autocast:
                 with torch.autocast(ids.device.type, torch.bfloat16):
                     loss = self.model(*micro)
@@ -166,6 +167,22 @@ class Torch:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return mean(losses)
+
+    def begin(self, *, last: bool) -> None:
+        """Before a micro-batch, which may be the last one of its window."""
+
+
+class FullyShard(Torch):
+    """FSDP2: until the last micro-batch nothing is reduced, and weights are not gathered again for the next forward.
+
+    Both are its own ways of accumulating, and exact: what they take is memory, of whole gradients and weights.
+    """
+
+    def begin(self, *, last: bool) -> None:
+        if self.accumulation > 1:
+            model: Any = self.model
+            model.set_requires_gradient_sync(last)
+            model.set_reshard_after_backward(last)
 
 
 class Computing:
@@ -241,7 +258,7 @@ def _fsdp2(offload: bool) -> Callable[[Recipe, int], Trainee]:
         for block in model.blocks:
             fully_shard(block, **options)
         fully_shard(model, **options)
-        return Torch(model, recipe, autocast=False)
+        return FullyShard(model, recipe, autocast=False)
 
     return build
 
@@ -385,6 +402,8 @@ MODES = (Row(3, "cpu", mode="super_offload"), Row(3, "cpu", mode="reflow"))
 # By default a model of less than a billion is one group, which is read, updated and written in turn.
 GROUPED = Row(3, "nvme", "nvme", groups=6)
 PLACES = {place.name: place for place in (*RESIDENT, *OFFLOADED, *MODES, GROUPED)}
+# FSDP2 partitions everything, as stage 3 does; the last of them has none of its own, and its rows say so.
+FSDP2 = {"fsdp2": "3", "fsdp2-cpu": "3-cpu", "fsdp2-nvme": "3-nvme"}
 SYSTEMS: dict[str, Callable[[Recipe, int], Trainee]] = {
     "plain": _plain,
     "plain-default": _plain_default,
@@ -399,10 +418,15 @@ _TIERS = {"cpu": "host", "nvme": "disk"}
 
 
 def place_of(system: str) -> Row:
-    """The row of the placement table that a system of ours or DeepSpeed's is in; FSDP2 partitions all."""
-    if system == "fsdp2-cpu":
-        return PLACES["3-cpu"]
-    return PLACES.get(system.partition("-")[2], PLACES["0"])
+    """The row of the placement table that a system is in."""
+    return PLACES.get(FSDP2.get(system, system.partition("-")[2]), PLACES["0"])
+
+
+def peer_in(name: str, place: str) -> str:
+    """What the system of a peer, DeepSpeed or FSDP2, is called in a place of stage 3."""
+    if name == "fsdp2":
+        return next(system for system, there in FSDP2.items() if there == place)
+    return f"{name}-{place}"
 
 
 TITLES = {
@@ -412,6 +436,7 @@ TITLES = {
     "ddp": "DDP",
     "fsdp2": "FSDP2",
     "fsdp2-cpu": "FSDP2 host",
+    "fsdp2-nvme": "FSDP2 disk",
     **{f"deepspeed-{place.name}": f"DeepSpeed {place.name.replace('-', ' ')}" for place in MODES},
     f"deepspeed-{GROUPED.name}": "DeepSpeed 3 disk, groups",
     **{
@@ -422,8 +447,15 @@ TITLES = {
 }
 
 
+def without_window(label: str) -> str:
+    """The system of a row of accumulation, whose case has the window: `wherry-3-cpu k=8` is `wherry-3-cpu`."""
+    return label.partition(" k=")[0]
+
+
 def cannot_run(name: str, ranks: int = 1) -> str | None:
     """Why a system cannot even be tried here."""
+    if name == "fsdp2-nvme":
+        return "FSDP2 keeps states on the device or on the host"
     if name.startswith("deepspeed"):
         if importlib.util.find_spec("deepspeed") is None:
             return "deepspeed is not installed (pip install '.[bench]')"

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from benchmarks import accumulation
+from benchmarks import accumulation, steps, summary, systems
+from wherry.observe import bench
 
 
 @pytest.mark.usefixtures("forked_rooms")
 def test_both_orders_train_the_same_model(tmp_path: Path, capsys) -> None:
     path = tmp_path / "accumulation.json"
-    arguments = ["--quick", "--models", "tiny", "--windows", "3", "--few-windows", "2", "--peers", "none"]
+    arguments = ["--quick", "--models", "tiny", "--windows", "3", "--few-windows", "2", "--peers", "fsdp2"]
     arguments += ["--steps", "1", "--path", str(tmp_path)]
     assert accumulation.main([*arguments, "--json", str(path)]) == 0
     rows = json.loads(path.read_text())["rows"]
-    seen = {(row["system"], row["case"]["measure"]): row for row in rows}
-    assert all(row["reason"] is None for row in rows)
+    assert {row["reason"] for row in rows} == {None, "FSDP2 keeps states on the device or on the host"}
+    assert all(row["system"].startswith("fsdp2-nvme k=") for row in rows if row["reason"] is not None)
+    seen = {(row["system"], row["case"]["measure"]): row for row in rows if row["reason"] is None}
     kinds = ("", *(f" {order}{tight}" for order in accumulation.ORDERS for tight in ("", accumulation.TIGHT)))
     checked = 0
     for window, tokens in (("k=3", 64), ("k=2, 16 tokens", 16)):
@@ -33,4 +39,57 @@ def test_both_orders_train_the_same_model(tmp_path: Path, capsys) -> None:
             assert plain["losses"] == pytest.approx(step["losses"], rel=1e-4)
             checked += 2
     assert len(seen) == checked + 2
-    assert "layer_major k=3" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "layer_major k=3" in shown and shown.count("fsdp2-nvme: FSDP2 keeps states") == 1
+
+
+@pytest.mark.usefixtures("forked_rooms")
+def test_with_states_on_the_host_fsdp2_trains_the_same_model(tmp_path: Path) -> None:
+    path = tmp_path / "accumulation.json"
+    arguments = ["--quick", "--models", "tiny", "--place", "3-cpu", "--windows", "3", "--few-windows", "none"]
+    assert accumulation.main([*arguments, "--peers", "fsdp2", "--steps", "3", "--json", str(path)]) == 0
+    result = json.loads(path.read_text())
+    rows = {row["system"]: row for row in result["rows"]}
+    assert {row["case"]["measure"] for row in result["rows"]} == {"step"}  # nothing is on a disk
+    assert result["part"] == "3-cpu"
+    assert len(rows["plain k=3"]["losses"]) > 3
+    assert rows["fsdp2-cpu k=3"]["losses"] == pytest.approx(rows["plain k=3"]["losses"], rel=systems.SAME_LOSS)
+    # Beside what Wherry does by itself.
+    found = summary.times(rows["fsdp2-cpu k=3"], result["rows"])
+    assert found == rows["wherry-3-cpu k=3"]["ratio"]["fsdp2-cpu k=3"]
+
+
+def test_fsdp2_reduces_gradients_once_in_a_window() -> None:
+    class Sharded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+            self.said: list[tuple[str, bool]] = []
+
+        def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return (self.weight * (ids - labels).float().mean()).sum()
+
+        def set_requires_gradient_sync(self, wanted: bool) -> None:
+            self.said.append(("reduce", wanted))
+
+        def set_reshard_after_backward(self, wanted: bool) -> None:
+            self.said.append(("shard", wanted))
+
+    def said_in_a_step(**recipe: Any) -> list[tuple[str, bool]]:
+        model = Sharded()
+        ids = torch.arange(24).reshape(6, 4)
+        systems.FullyShard(model, replace(steps.MODELS["tiny"], **recipe)).step(ids, ids + 1)
+        return model.said
+
+    window = [("reduce", False), ("shard", False)] * 2 + [("reduce", True), ("shard", True)]
+    assert said_in_a_step(accumulation=3) == window
+    assert said_in_a_step() == []
+
+
+def test_the_aim_counts_states_on_disk_alone() -> None:
+    (aim,) = (aim for aim in summary.AIMS if aim.benchmark == "accumulation")
+    case = {"window": 8, "measure": "step"}
+    for place, counts in (("3-nvme", True), ("3-cpu", False)):
+        rows = [bench.row(case, f"{who}-{place} k=8", "s", [1.0]) for who in ("wherry", "deepspeed")]
+        bench.compare(rows)
+        assert (aim.figure(rows[1], rows) is not None) is counts

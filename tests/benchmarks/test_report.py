@@ -209,6 +209,11 @@ def test_a_peer_stands_beside_what_does_the_same():
     assert times("deepspeed-3-nvme-groups", *offload, clip=1.0) == 4.0
     on_device = ("wherry-2-cpu before_use", 0.5), ("wherry-3-cpu before_use", 0.1)
     assert times("deepspeed-3-super", *on_device) == 2.0  # its weights stay on the device
+    host = ("wherry-3-cpu k=8", 0.5), ("wherry-3-cpu layer_major k=8", 0.25)
+    assert times("fsdp2-cpu k=8", *host) == times("deepspeed-3-cpu k=8", *host) == 2.0  # what nobody chooses
+    # In another place is other work.
+    assert times("deepspeed-2-cpu", ("wherry-3-cpu before_use", 0.5), clip=1.0) is None
+    assert times("fsdp2", ("wherry-3-cpu", 0.5)) is times("fsdp2-cpu", ("wherry-3", 0.5)) is None
     assert times("deepspeed-3-nvme k=8", ("wherry-3-nvme layer_major k=8", 0.5), ("wherry-2 k=8", 0.1)) == 2.0
     isas = [(f"Wherry AdamW, {isa}", value, {"isa": isa}) for isa, value in (("avx512", 0.5), ("avx2", 0.25))]
     assert times("DeepSpeedCPUAdam fp32", *isas) == 2.0  # what Wherry takes there is measured first
@@ -220,7 +225,8 @@ def test_a_peer_stands_beside_what_does_the_same():
 
 def test_the_first_minute_tells_what_is_reached_and_what_is_not(tmp_path):
     def steps(value, **case):
-        names = {"wherry-3-nvme before_use": value, "deepspeed-3-nvme": 1.0, "fsdp2-cpu": 0.2}
+        names = {f"wherry-3-{place} before_use": value for place in ("nvme", "cpu")}
+        names |= {"deepspeed-3-nvme": 1.0, "fsdp2-cpu": 0.2}
         return [bench.row({"measure": "step"} | case, name, "s", [seconds]) for name, seconds in names.items()]
 
     old = result_of("offload_step", steps(0.1), date="2026-11-19T10:00:00+00:00", file="old.json")
@@ -269,6 +275,8 @@ def test_the_first_minute_tells_why_wherry_is_behind():
     few = [bench.row({"model": "10m"}, "fsdp2", "s", [1.0])]
     few.append(bench.row({"model": "1b"}, "fsdp2", "s", reason="no memory"))
     assert "- `fsdp2` in 1b: no memory" in summary.text([result_of("scaling", few)], {"scaling": "Scaling"})
+    windows = [bench.row({"window": k}, f"fsdp2-nvme k={k}", "s", reason="not on disk") for k in (1, 2, 4, 8)]
+    assert summary.text([result_of("accumulation", windows)], {"accumulation": "A"}).count("`fsdp2-nvme`: not") == 1
     assert "of the limit itself" not in text_of("cpu_adam", {"family": "fp32"}, [1.0], [1.05], [0.5])
     assert "(0.91×, within its spread of 20%)" in text_of("steps", {}, [1.1] * 3, [0.8, 1.0, 1.2])
     assert "(0.50×, its spread of 20%)" in text_of("steps", {}, [2.0] * 3, [0.8, 1.0, 1.2])

@@ -170,6 +170,15 @@ def test_offloaded_steps_beside_their_bound(tmp_path, no_deepspeed, monkeypatch)
     assert str(tmp_path) not in path.read_text()
 
 
+def test_peers_are_those_in_the_places_of_ours():
+    assert offload_step.peers_in(offload_step.PLACES) == list(offload_step.PEERS)
+    there = ["fsdp2-cpu", "fsdp2-nvme", "deepspeed-3-cpu", "deepspeed-3-nvme", "deepspeed-3-nvme-groups"]
+    assert offload_step.peers_in(["3-cpu", "3-nvme"]) == there
+    assert offload_step.peers_in(["2-cpu"]) == ["deepspeed-2-cpu"]
+    assert systems.cannot_run("fsdp2-nvme") == "FSDP2 keeps states on the device or on the host"
+    assert systems.cannot_run("fsdp2-cpu") is None and systems.TITLES["fsdp2-nvme"] == "FSDP2 disk"
+
+
 def test_what_is_asked_for_makes_the_entries_and_the_name_of_the_file():
     def named(clip, ranks):
         policies = ("at_step", "in_backward")
