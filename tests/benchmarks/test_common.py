@@ -98,6 +98,40 @@ def test_files_tell_machine_versions_date_and_load(tmp_path, monkeypatch, capsys
     assert found["date"].endswith("+00:00")
 
 
+def test_a_run_of_a_part_does_not_replace_the_whole(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "RESULTS", tmp_path / "results")
+
+    def run(*measured, ended=False):
+        results = bench.Results("name", options(), {})
+        for clip, system in measured:
+            value = {"reason": "not here"} if system == "absent" else {"values": [1.0]}
+            results.add(bench.row({"model": "10m", "clip": clip}, system, "s", **value))
+        if not ended:
+            results.close()
+        return sorted(file.name for file in (tmp_path / "results").iterdir())
+
+    def held():
+        rows = json.loads((tmp_path / "results" / file).read_text())["rows"]
+        return [(row["case"]["clip"], row["system"]) for row in rows]
+
+    whole = [(1.0, "a"), (1.0, "b"), (0.5, "a"), (0.5, "absent")]
+    (file,) = run(*whole)
+    beside = f"{file}.new"
+    for part, lacking in (
+        (whole[:2], "clip 0.5"),
+        ([(1.0, "a"), (0.5, "a")], "system b"),
+        ([(1.0, "a"), (1.0, "absent"), (0.5, "a")], "system b"),
+    ):
+        capsys.readouterr()
+        assert run(*part) == [file, beside] and held() == whole
+        said = capsys.readouterr().out
+        assert f"{file} stays: this run has not measured {lacking}, which it has" in said and f"{beside}\n" in said
+    assert run(*whole[::-1], ended=True) == [file, beside] and held() == whole
+    more = [(1.0, "a"), (0.5, "b"), (1.0, "c")]
+    assert run(*more) == [file] and held() == more
+    assert capsys.readouterr().out.endswith(f"{file}\n")
+
+
 def test_folders_of_this_machine_are_not_published(monkeypatch):
     monkeypatch.setattr(machine, "_SAMPLE_S", 0.0)
     parser = bench.parser("name", "")

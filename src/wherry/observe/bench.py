@@ -229,7 +229,9 @@ def positives(text: str) -> list[int]:
 class Results:
     """The file of one run. It is written anew as rows come, so that a run which is ended keeps what it has measured.
 
-    Those of a quick run are kept only where `--json` says.
+    Those of a quick run are kept only where `--json` says. Where there is a file already, a run is written beside it
+    until it is complete, and takes its place if it has measured everything that the old one has: a part does not
+    replace the whole.
     """
 
     def __init__(
@@ -242,8 +244,13 @@ class Results:
         described = machine.describe()
         file = "-".join(filter(None, (name, part, machine.slug(described)))) + ".json"
         self.path: Path | None = options.json
+        self._replaces: Path | None = None
+        self._before: list[Row] = []
         if self.path is None and not options.quick and RESULTS.parent.is_dir():
             self.path = RESULTS / file
+            if self.path.exists():
+                self._before = json.loads(self.path.read_text())["rows"]
+                self._replaces, self.path = self.path, self.path.with_name(file + ".new")
         self._head = {
             "benchmark": name,
             "part": part,
@@ -276,6 +283,12 @@ class Results:
         if not load["idle"]:
             print("others were at work on this machine meanwhile: the file says so", file=sys.stderr)
         self._write(complete=True, load=load)
+        if self._replaces is not None and self.path is not None:
+            lacking = _lacking(self.rows, self._before)
+            if lacking:
+                print(f"{self._replaces.name} stays: this run has not measured {', '.join(lacking)}, which it has")
+            else:
+                self.path = self.path.replace(self._replaces)
         if self.path is not None:
             print(f"written: {self.path}")
 
@@ -287,6 +300,17 @@ class Results:
         beside = self.path.with_name(self.path.name + ".part")
         beside.write_text(json.dumps(_rounded(whole), indent=1) + "\n", encoding="utf-8")
         beside.replace(self.path)
+
+
+def _lacking(rows: Iterable[Row], before: Iterable[Row]) -> list[str]:
+    """The systems, and values of cases, that have been measured before and are not among these rows."""
+
+    def measured(rows: Iterable[Row]) -> dict[str, None]:
+        there = [{"system": one["system"], **one["case"]} for one in rows if one["reason"] is None]
+        return {f"{key} {value}": None for one in there for key, value in one.items()}
+
+    found = measured(_rounded(list(rows)))
+    return [words for words in measured(before) if words not in found]
 
 
 def _rounded(value: Any) -> Any:
