@@ -34,9 +34,9 @@ class Way:
     loads: bool = False
 
 
-def _config(recipe: Recipe) -> dict[str, Any]:
+def _config(recipe: Recipe, ranks: int = 1) -> dict[str, Any]:
     options = {"lr": systems.LEARNING_RATE, "weight_decay": systems.WEIGHT_DECAY}
-    return systems.config_of(STAGE3, recipe, 1) | {"optimizer": {"type": "AdamW", "params": options}}
+    return systems.config_of(STAGE3, recipe, ranks) | {"optimizer": {"type": "AdamW", "params": options}}
 
 
 def _wherry(model: nn.Module, recipe: Recipe) -> Any:
@@ -54,12 +54,15 @@ def _whole(recipe: Recipe, file: str) -> Any:
     return _wherry(recipe.model(), recipe)
 
 
-def _init(recipe: Recipe, file: str) -> Any:
+def _wherry_parts(recipe: Recipe, ranks: int) -> nn.Module:
     import wherry
 
-    with wherry.Init(config=_config(recipe)):
-        model = recipe.model()
-    return _wherry(model, recipe)
+    with wherry.Init(config=_config(recipe, ranks)):
+        return recipe.model()
+
+
+def _init(recipe: Recipe, file: str) -> Any:
+    return _wherry(_wherry_parts(recipe, 1), recipe)
 
 
 def _meta(recipe: Recipe, file: str) -> Any:
@@ -70,13 +73,13 @@ def _meta(recipe: Recipe, file: str) -> Any:
     return _wherry(model, recipe)
 
 
-def _fsdp2_empty(recipe: Recipe) -> Any:
+def _fsdp2_empty(recipe: Recipe, ranks: int) -> Any:
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     systems.start_group()
-    mesh = init_device_mesh("cpu", (1,))
+    mesh = init_device_mesh("cpu", (ranks,))
     with torch.device("meta"):
         model: Any = recipe.model()
     for block in model.blocks:
@@ -86,19 +89,29 @@ def _fsdp2_empty(recipe: Recipe) -> Any:
     return model
 
 
-def _fsdp2_meta(recipe: Recipe, file: str) -> Any:
-    model = _fsdp2_empty(recipe)
+def _fsdp2_parts(recipe: Recipe, ranks: int) -> Any:
+    model = _fsdp2_empty(recipe, ranks)
     for module in model.modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
+    return model
+
+
+def _fsdp2_meta(recipe: Recipe, file: str) -> Any:
+    model = _fsdp2_parts(recipe, 1)
     return model, systems.adamw(model.parameters())
+
+
+def _deepspeed_config(recipe: Recipe, ranks: int = 1) -> dict[str, Any]:
+    config = _config(recipe, ranks) | {"steps_per_print": 2**31}
+    config["optimizer"]["params"]["torch_adam"] = True  # its own is compiled at first use
+    return config
 
 
 def _deepspeed_engine(model: nn.Module, recipe: Recipe) -> Any:
     import deepspeed
 
-    config = _config(recipe) | {"steps_per_print": 2**31}
-    config["optimizer"]["params"]["torch_adam"] = True  # its own is compiled at first use
+    config = _deepspeed_config(recipe)
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
 
@@ -109,13 +122,16 @@ def _deepspeed(recipe: Recipe, file: str) -> Any:
     return _deepspeed_engine(recipe.model(), recipe)
 
 
-def _deepspeed_init(recipe: Recipe, file: str) -> Any:
+def _deepspeed_parts(recipe: Recipe, ranks: int) -> nn.Module:
     import deepspeed
 
     deepspeed.init_distributed(dist_backend="gloo")
-    with deepspeed.zero.Init(config_dict_or_path=_config(recipe) | {"steps_per_print": 2**31}):
-        model = recipe.model()
-    return _deepspeed_engine(model, recipe)
+    with deepspeed.zero.Init(config_dict_or_path=_deepspeed_config(recipe, ranks)):
+        return recipe.model()
+
+
+def _deepspeed_init(recipe: Recipe, file: str) -> Any:
+    return _deepspeed_engine(_deepspeed_parts(recipe, 1), recipe)
 
 
 def _loaded(recipe: Recipe, file: str) -> nn.Module:
@@ -139,7 +155,7 @@ def _fsdp2_load(recipe: Recipe, file: str) -> Any:
     from safetensors.torch import load_file
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-    model = _fsdp2_empty(recipe)
+    model = _fsdp2_empty(recipe, 1)
     set_model_state_dict(model, load_file(file), options=StateDictOptions(full_state_dict=True, strict=False))
     return model, systems.adamw(model.parameters())
 
@@ -197,6 +213,12 @@ WAYS: dict[str, Way] = {
     "fsdp2-load": Way("FSDP2, meta device", _FSDP2, _fsdp2_load, loads=True),
     "deepspeed-load": Way("DeepSpeed", "deepspeed", _deepspeed_load, loads=True),
 }
+# Those that build a model of which no rank ever holds the whole, by what they do before there is an engine.
+PARTITIONED: dict[str, Callable[[Recipe, int], Any]] = {
+    "wherry-init": _wherry_parts,
+    "fsdp2-meta": _fsdp2_parts,
+    "deepspeed-init": _deepspeed_parts,
+}
 
 
 class BuildWorker:
@@ -231,26 +253,34 @@ class BuildWorker:
         stepped = {"seconds": seconds, "peak_bytes": peak_bytes(), "states_bytes": states, "loss": loss}
         return {"ready": found | ready, "stepped": found | stepped}
 
-    def partition(self, recipe: dict[str, Any]) -> dict[str, int]:
-        """The peak of building a model inside `Init`, above what was there, and what it owes: shards and one module."""
-        import torch
+    def partition(self, way: str, recipe: dict[str, Any]) -> dict[str, float]:
+        """Seconds and the peak of building a model in shards, above what was there, and what that owes at least.
 
-        import wherry
+        Which is the shards and one module.
+        """
+        import torch
+        import torch.distributed as dist
 
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-        made, ranks = Recipe(**recipe), int(os.environ["WORLD_SIZE"])
-        config = systems.config_of(STAGE3, made, ranks)
-        with wherry.Init(config=config):
-            torch.nn.Linear(8, 8)  # what is loaded at first use is not of the model
+        importlib.import_module(WAYS[way].module)
+        made, ranks, build = Recipe(**recipe), int(os.environ["WORLD_SIZE"]), PARTITIONED[way]
+        systems.start_group()
+        # What is loaded at first use is not of the model; this one stays, and with it the groups that it has opened.
+        first = build(replace(made, layers=1, hidden=2 * made.heads, vocabulary=8, sequence=8), ranks)
         gc.collect()
+        dist.barrier()
         forget_peak()
         empty = resident_bytes()
-        with wherry.Init(config=config):
-            model = made.model()
+        begun = time.perf_counter()
+        model = build(made, ranks)
+        seconds = time.perf_counter() - begun
         peak = peak_bytes() - empty
-        largest = max(sum(p.nbytes for p in module.parameters(recurse=False)) for module in model.modules())
-        shards = sum(p.nbytes for p in model.parameters()) // ranks
-        return {"peak_bytes": peak, "owed_bytes": shards + largest}
+        del first, model
+        with torch.device("meta"):
+            whole = made.model()
+        largest = max(sum(p.nbytes for p in module.parameters(recurse=False)) for module in whole.modules())
+        shards = sum(p.nbytes for p in whole.parameters()) // ranks
+        return {"seconds": seconds, "peak_bytes": peak, "owed_bytes": shards + largest}
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@ Seconds until an engine can take its first step, and the peak of memory on the w
 first step of a few tokens has been made: every system puts something off, moments at the least. Engine and model are
 imported before, which imports.py measures; what they import while they build is part of it. The limit of time is the
 model alone, without an engine; that of memory is what stays: an empty process and the states, which are the weights,
-and after a step the moments too. What construction inside `Init` takes by itself is measured on two ranks, where the
-limit is a rank's shards and the largest module. A run takes about eight minutes on two cores.
+and after a step the moments too. What a model that is built in shards takes by itself, within either's `Init` or from
+the meta device, is measured on two ranks, where the limit is a rank's shards and the largest module. A run takes about
+nine minutes on two cores.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ if not __package__:  # run as a script: this folder is found as it is when impor
     sys.path[0] = str(Path(__file__).parents[1])
 
 from benchmarks import alone, systems
-from benchmarks.build_worker import WAYS
+from benchmarks.build_worker import PARTITIONED, WAYS
 from benchmarks.rooms import Room, RoomFailed
 from benchmarks.steps import MODELS
 from wherry.observe import bench
 
 WORKER = Path(__file__).parent / "build_worker.py"
 TIMEOUT = 180.0
-# Of the model that is built inside `Init`, to see what its construction takes by itself.
+# Of the model that is built in shards, to see what its construction takes by itself.
 RANKS = 2
 
 
@@ -85,28 +86,49 @@ def measure(model: str, ways: Sequence[str], rounds: int, folder: Path) -> list[
     return rows
 
 
-def partitioned(model: str, rounds: int) -> bench.Row:
-    """A row of what building a model inside `Init` takes on one of several ranks, beside its shards and one module."""
-    case = {"model": model, "work": "build within Init", "ranks": RANKS, "measure": "memory"}
-    peaks: list[float] = []
-    owed = 0
-    try:
-        for _ in range(rounds):
+class Partitioning:
+    """One way to a model in shards: what it took of the rank that took most, or why it cannot be gone."""
+
+    def __init__(self, model: str, way: str) -> None:
+        self.model, self.way = model, way
+        self.reason = systems.cannot_run(way)
+
+    def take(self) -> dict[str, float] | None:
+        if self.reason is not None:
+            return None
+        try:
             with Room(RANKS, worker=WORKER) as room:
-                found = room.ask(TIMEOUT, do="partition", recipe=MODELS[model])
-            peaks.append(float(max(one["peak_bytes"] for one in found)))
-            owed = found[0]["owed_bytes"]
-    except RoomFailed as failure:
-        return bench.row(case, "wherry-init", "B", reason=str(failure))
-    row = bench.row(case, "wherry-init", "B", peaks, owed_bytes=owed)
-    row["of_limit"] = owed / row["value"] if row["value"] else None
-    return row
+                found = room.ask(TIMEOUT, do="partition", way=self.way, recipe=MODELS[self.model])
+        except RoomFailed as failure:
+            self.reason = str(failure)
+            return None
+        return {key: float(max(one[key] for one in found)) for key in found[0]}
+
+
+def partitioned(model: str, ways: Sequence[str], rounds: int) -> list[bench.Row]:
+    """What building a model in shards takes on one of several ranks: time, and memory beside shards and one module."""
+    parts = {way: Partitioning(model, way) for way in ways}
+    taken = bench.interleave({way: part.take for way, part in parts.items()}, rounds, "builds in shards")
+    case = {"model": model, "work": "build within Init", "ranks": RANKS}
+    time, memory = case | {"measure": "time"}, case | {"measure": "memory"}
+    rows = []
+    for way, part in parts.items():
+        if part.reason is not None:
+            rows += [bench.row(of, way, unit, reason=part.reason) for of, unit in ((time, "s"), (memory, "B"))]
+            continue
+        found = [turn for turn in taken[way] if turn is not None]
+        rows.append(bench.row(time, way, "s", [turn["seconds"] for turn in found]))
+        # What allocators had kept may be enough for a small model.
+        peaks, owed = [max(1.0, turn["peak_bytes"]) for turn in found], int(found[0]["owed_bytes"])
+        row = bench.row(memory, way, "B", peaks, owed_bytes=owed)
+        row["of_limit"] = owed / row["value"]
+        rows.append(row)
+    bench.compare(rows)
+    return rows
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print the rows at 80 columns."""
-    within = [row for row in rows if "ranks" in row["case"]]
-    rows = [row for row in rows if "ranks" not in row["case"]]
     for model, work in dict.fromkeys((row["case"]["model"], row["case"]["work"]) for row in rows):
         lines, notes = [], []
         mine = [row for row in rows if (row["case"]["model"], row["case"]["work"]) == (model, work)]
@@ -118,13 +140,11 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
                 continue
             figures = [f"{time['value']:.2f}", bench.spread_words(time), f"{memory['value'] / 1e6:,.0f}"]
             lines.append([title, *figures, f"{memory['of_limit']:.2f}"])
-        bench.show(f"{work} {model}", ("", "s", "spread", "peak MB", "of states"), lines, [*notes, ""])
-    for row in within:
-        name = f"{row['case']['model']} within Init, each of {RANKS} ranks"
-        if row["reason"] is None:
-            figures = f"{row['value'] / 1e6:,.0f} MB, of which shards and one module are {row['owed_bytes'] / 1e6:,.0f}"
-        print(f"{name}: {row['reason'] or figures}")
-    print("peak MB: above an empty process. of states: which part of the peak the states are that stay.")
+        ranks = mine[0]["case"].get("ranks")
+        title = f"{work} {model}" + (f", each of {ranks} ranks, without an engine" if ranks else "")
+        bench.show(title, ("", "s", "spread", "peak MB", "of states"), lines, [*notes, ""])
+    print("peak MB: above an empty process. of states: which part of the peak the states are that stay;")
+    print("of a rank its shards and one module.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -139,8 +159,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         for model in models:
             results.add(*measure(model, options.systems, rounds, Path(folder)))
-            if "wherry-init" in options.systems:
-                results.add(partitioned(model, rounds))
+            ways = [way for way in options.systems if way in PARTITIONED]
+            if ways:
+                results.add(*partitioned(model, ways, rounds))
     table(results.rows)
     results.close()
     return 0

@@ -169,8 +169,11 @@ SECTIONS: dict[str, Section] = {
     ),
     "construction": Section(
         "Building and loading",
-        "Until an engine could step, and until it has made a step of a few tokens.",
-        "of time, the model alone without an engine; of memory, the states that stay",
+        "Until an engine could step, and until it has made a step of a few tokens. `build within Init` is a model that "
+        "is built in shards, each of two ranks its own, without an engine: within Wherry's Init or DeepSpeed's, or "
+        "FSDP2's from the meta device.",
+        "of time, the model alone without an engine; of memory, the states that stay, and of a model in shards these "
+        "and one module",
     ),
     "tiling": Section(
         "A layer beyond the budget",

@@ -215,11 +215,11 @@ def test_formulas_by_placement():
 
 def test_building_and_loading(tmp_path, no_deepspeed):
     path = tmp_path / "construction.json"
-    chosen = "plain,wherry-init,plain-load,wherry-load,fsdp2-load,deepspeed,deepspeed-load"
+    chosen = "plain,wherry-init,fsdp2-meta,deepspeed-init,plain-load,wherry-load,fsdp2-load,deepspeed,deepspeed-load"
     smallest = ["--quick", "--models", "tiny", "--rounds", "1", "--json", str(path)]
     assert construction.main([*smallest, "--systems", chosen]) == 0
     build, load = _rows(path, work="build", measure="time"), _rows(path, work="load", measure="memory")
-    assert build["wherry-init"]["value"] > 0 and set(build["wherry-init"]["ratio"]) == {"plain"}
+    assert build["wherry-init"]["value"] > 0 and set(build["wherry-init"]["ratio"]) == {"plain", "fsdp2-meta"}
     assert build["deepspeed"]["reason"].startswith("deepspeed is not installed")
     assert load["plain-load"]["value"] > 0
     assert set(load["wherry-load"]["ratio"]) == {"plain-load", "fsdp2-load"}
@@ -230,8 +230,14 @@ def test_building_and_loading(tmp_path, no_deepspeed):
     assert len(losses) == 3
     assert losses == pytest.approx(dict.fromkeys(losses, losses["plain-load"]), rel=1e-5)
     assert build["wherry-init"]["of_limit"] == pytest.approx(build["plain"]["value"] / build["wherry-init"]["value"])
-    within = _rows(path, work="build within Init", ranks=construction.RANKS)["wherry-init"]
-    assert within["reason"] is None and within["owed_bytes"] > 0
+    for measure in ("time", "memory"):
+        within = _rows(path, work="build within Init", ranks=construction.RANKS, measure=measure)
+        assert list(within) == ["wherry-init", "fsdp2-meta", "deepspeed-init"]
+        assert within["wherry-init"]["value"] > 0 and set(within["wherry-init"]["ratio"]) == {"fsdp2-meta"}
+        assert within["deepspeed-init"]["reason"].startswith("deepspeed is not installed")
+    # Both owe the same: half of the model, and its largest module.
+    owed = {row["owed_bytes"] for row in within.values() if row["reason"] is None}
+    assert len(owed) == 1 and min(owed) > 4 * steps.MODELS["tiny"].parameters / construction.RANKS
 
 
 def test_scaling_with_sizes_and_ranks(tmp_path):
