@@ -1,9 +1,10 @@
 """How cost grows: python benchmarks/scaling.py [--quick].
 
 With the model, from 10M to 1B parameters on this machine: a step of few tokens and the peak of memory, beside plain
-PyTorch, FSDP2 and DeepSpeed. With the number of ranks, from 1 to 1,024: the engine's own step for one rank, run dry,
-its collectives, its bytes, its memory, and how long building and stepping it takes where nothing is computed. On two
-cores a round takes about twelve minutes, half of it the model of 1B, which wants 18 GB. Rows are kept as they come.
+PyTorch, FSDP2 and DeepSpeed, each with its defaults. With the number of ranks, from 1 to 1,024: the engine's own step
+for one rank, run dry, its collectives, its bytes, its memory, and how long building and stepping it takes where nothing
+is computed. On two cores a round takes about twelve minutes, half of it the model of 1B, which wants 18 GB. Rows are
+kept as they come.
 """
 
 from __future__ import annotations
@@ -40,7 +41,6 @@ def _sized(layers: int, hidden: int) -> Recipe:
         batch=1,
         length=LENGTH,
         clip=1.0,
-        persistence=0,
     )
 
 

@@ -253,6 +253,9 @@ def test_scaling_with_sizes_and_ranks(tmp_path):
     # What the stage must exchange, and no more.
     assert [few["of_limit"], many["of_limit"]] == pytest.approx([1.0, 1.0], rel=0.01)
     assert scaling.SIZES["1b"].parameters == pytest.approx(1e9, rel=0.05)
+    # What stays whole at stage 3 is each system's own default.
+    for size in scaling.SIZES.values():
+        assert systems.config_of(systems.PLACES["3"], size, 1)["zero_optimization"] == {"stage": 3}
 
 
 def test_a_size_that_memory_has_no_room_for_is_not_tried(monkeypatch):
