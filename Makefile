@@ -32,10 +32,10 @@ bench: $(PEERS)
 	  echo "wherry bench $$*"; $(BIN)/wherry bench "$$@" || { ended=$$?; test $$ended -ne 130 || exit 130; }; }; \
 	measure adam --quick; \
 	measure disk --quick --path .; \
-	measure overhead --quick; \
+	measure overhead --quick --systems ddp,fsdp2,deepspeed-0,deepspeed-3,wherry-0,wherry-3; \
 	measure steps --quick --ranks 2 --systems ddp,fsdp2,deepspeed-0,deepspeed-3,wherry-0,wherry-3; \
-	measure offload_step --quick --path . --dtypes bf16 --places 3-cpu,3-nvme --policies before_use --peers deepspeed-3-nvme; \
-	measure accumulation --quick --path . --windows 8 --steps 1; \
+	measure offload_step --quick --path . --dtypes bf16 --places 3-cpu,3-nvme --policies before_use --peers fsdp2-cpu,fsdp2-nvme,deepspeed-3-nvme; \
+	measure accumulation --quick --path . --windows 8 --few-windows none --steps 1; \
 	measure memory --quick --path . --dtypes fp32 --ranks 2 --systems ddp,fsdp2,deepspeed-3,wherry-0,wherry-3; \
 	measure construction --quick; \
 	measure checkpoint --quick --path .; \

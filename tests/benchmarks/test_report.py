@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import plots, report, summary
 from wherry.observe import bench
+from wherry.tiers import disk_bench
 
 ROOT = bench.ROOT
 # What others claim, what was tried and is not claimed, and what is generated from elsewhere.
@@ -149,6 +150,12 @@ def test_a_figure_without_its_file_is_found(tmp_path):
         assert unsupported(other) == []
 
 
+def test_the_page_says_what_buffers_a_disk_is_measured_with():
+    meaning = report.SECTIONS["disk"].meaning
+    assert f"one pinned buffer of {disk_bench._PIECE >> 20} MiB" in meaning
+    assert f"the whole, {disk_bench.Plan.of(quick=False).size >> 30} GiB" in meaning
+
+
 def test_the_pages_that_quote_figures_are_looked_at():
     assert ROOT / "README.md" in PAGES and len(PAGES) > 3
 
@@ -256,6 +263,33 @@ def test_the_first_minute_has_every_machine_that_was_quiet():
     assert "- Steps with states on host and disk on two, `deepspeed-3-nvme`: step (0.50×)" in text
     noisy, _ = report.page([file("one", 0.4, False), file("two", 2.0, False)])
     assert "| 2× | 0.50× | 0 of 1 | [two](../benchmarks/results/two.json), noisy |" in noisy
+
+
+def test_an_aim_counts_every_part_of_a_measure():
+    def file(model, seconds, part):
+        case = {"model": model, "measure": "step", "clip": 1.0}
+        rows = [bench.row(case, "wherry-3-nvme before_use", "s", [seconds])]
+        rows.append(bench.row(case, "deepspeed-3-nvme", "s", [1.0]))
+        return result_of("offload_step", rows, part=part, file=f"{model}.json", load={"idle": True})
+
+    text, _ = report.page([file("10m", 0.4, ""), file("125m", 0.8, "125m")])
+    links = ", ".join(f"[{model}](../benchmarks/results/{model}.json)" for model in ("10m", "125m"))
+    assert f"beside DeepSpeed's | 2× | 1.25× to 2.50× | 1 of 2 | {links} |" in text
+
+
+def test_every_cause_is_that_of_rows_that_are_there():
+    newest = summary.latest(report.load())
+    for benchmark, measure, system in summary._CAUSES:
+        files = [result for result in newest if result["benchmark"] == benchmark]
+        rows = [row for result in files for row, _ in summary._comparisons(result)]
+        there = [row for row in rows if (row["case"].get("measure"), row["system"]) == (measure, system)]
+        assert there, (benchmark, measure, system)
+    imports = [row for result in newest if result["benchmark"] == "imports" for row in result["rows"]]
+    sizes = {row["system"]: row["beside_torch"] for row in imports if row["case"]["measure"] == "size"}
+    ours, theirs = sizes["wherry"], sizes["deepspeed"]
+    more = {name: size for name, size in ours.items() if name not in theirs}
+    assert sum(more[name] for name in ("rich", "pygments", "greenlet")) > sum(more.values()) / 2
+    assert sum(more.values()) > sum(size for name, size in theirs.items() if name not in ours)
 
 
 def test_the_first_minute_tells_why_wherry_is_behind():
