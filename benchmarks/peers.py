@@ -18,7 +18,7 @@ from pathlib import Path
 if not __package__:  # run as a script: this folder is found as it is when imported
     sys.path[0] = str(Path(__file__).parents[1])
 
-from benchmarks import systems
+from benchmarks import alone, systems
 
 HOST_OPTIMIZER = "CPUAdamBuilder"
 OPERATORS = (HOST_OPTIMIZER, "AsyncIOBuilder")
@@ -72,4 +72,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    alone(main)

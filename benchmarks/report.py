@@ -6,7 +6,6 @@ Writes docs/benchmarks.md and the plots beside it. Every number there is from a 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +15,10 @@ from typing import Any
 if not __package__:  # run as a script: this folder is found as it is when imported
     sys.path[0] = str(Path(__file__).parents[1])
 
-from benchmarks import plots, summary, systems
+from benchmarks import alone, plots, summary, systems
 from benchmarks.summary import case_words, is_wherry
+from wherry.errors import WherryError
+from wherry.observe import bench
 from wherry.observe.bench import RESULTS, ROOT
 
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -251,16 +252,18 @@ def _part(value: float | None) -> str:
 
 
 def load(folder: Path = RESULTS) -> list[dict[str, Any]]:
-    """Every finished file, in the page's order."""
+    """Every file, in the page's order."""
+    order = list(SECTIONS)
     found = []
     for path in sorted(folder.glob("*.json")):
-        result = json.loads(path.read_text())
-        if "benchmark" not in result or "rows" not in result:
-            raise ValueError(f"{path.name}: not the file of a benchmark; expected benchmark and rows")
+        result = bench.read(path)
+        if result["benchmark"] not in order:
+            raise WherryError(
+                f"{path}: the page has no place for the benchmark {result['benchmark']!r}; expected one of "
+                f"{', '.join(order)}; take the file out of its folder, or give it a section in benchmarks/report.py"
+            )
         found.append(result | {"file": path.name})
-    order = list(SECTIONS)
-    known = [result for result in found if result["benchmark"] in order]
-    return sorted(known, key=lambda result: (order.index(result["benchmark"]), result["file"]))
+    return sorted(found, key=lambda result: (order.index(result["benchmark"]), result["file"]))
 
 
 def page(results: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, str]]:
@@ -419,4 +422,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    alone(main)

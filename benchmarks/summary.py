@@ -165,9 +165,13 @@ AIMS = (
 
 
 def latest(results: Sequence[Result]) -> list[Result]:
-    """Of every benchmark and part of it the last file of each machine; one of a quiet machine leaves out noisy ones."""
+    """Of every benchmark and part of it the last file of each machine; one of a quiet machine leaves out noisy ones.
+
+    A run that was ended before it was complete is none of them.
+    """
     found: dict[tuple[str, str], dict[tuple[Any, ...], Result]] = {}
-    for result in sorted(results, key=lambda result: str(result["date"])):
+    complete = [result for result in results if result["complete"]]
+    for result in sorted(complete, key=lambda result: str(result["date"])):
         machine = tuple(result["machine"].get(key) for key in ("cpu", "cores", "gpu"))
         found.setdefault((result["benchmark"], result.get("part", "")), {})[machine] = result
     kept: list[Result] = []

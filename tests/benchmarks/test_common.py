@@ -16,6 +16,7 @@ from tests.cli.programs import wait_for
 
 from benchmarks import accumulation, checkpoint, forecast, gpu, gpu_offload, memory, offload_step, steps, tiling
 from benchmarks.rooms import Room, RoomFailed, reason_in
+from wherry.errors import WherryError
 from wherry.observe import bench, machine
 
 
@@ -132,6 +133,55 @@ def test_a_run_of_a_part_does_not_replace_the_whole(tmp_path, monkeypatch, capsy
     assert capsys.readouterr().out.endswith(f"{file}\n")
 
 
+def test_a_run_that_is_ended_leaves_the_complete_file_that_it_was_to_replace(tmp_path):
+    path = tmp_path / "given.json"
+    whole = bench.Results("name", options(json=path), {})
+    whole.add(bench.row({}, "a", "s", [1.0]), bench.row({}, "b", "s", [2.0]))
+    whole.close()
+    ended = bench.Results("name", options(json=path), {})
+    ended.add(bench.row({}, "a", "s", [3.0]))
+    assert [row["value"] for row in bench.read(path)["rows"]] == [1.0, 2.0]
+    beside = bench.read(tmp_path / "given.json.new")  # and what it has measured is kept
+    assert not beside["complete"] and [row["value"] for row in beside["rows"]] == [3.0]
+    ended.close()  # a part may replace what was named
+    assert [row["value"] for row in bench.read(path)["rows"]] == [3.0] and list(tmp_path.iterdir()) == [path]
+
+
+def test_what_is_no_file_of_a_run_is_named_with_what_to_do(tmp_path):
+    good = tmp_path / "good.json"
+    results = bench.Results("name", options(json=good), {})
+    results.add(bench.row({}, "a", "s", [1.0]))
+    results.close()
+    found = bench.read(good)
+    row = found["rows"][0]
+    for wrong, expected in (
+        (good.read_text()[:-20], "is not a whole JSON file"),
+        ([], "got list in the place of a benchmark's file; expected an object"),
+        ({"benchmark": "name", "rows": [{}]}, "the keys date, quick, machine, "),
+        (found | {"machine": {}}, "the keys cpu, cores, memory_bytes of machine are missing"),
+        (found | {"rows": {}}, "rows is dict; expected a list"),
+        (found | {"rows": [row, {}]}, "the keys case, system, .* of row 1 are missing"),
+        (found | {"rows": [row | {"reason": "not here"}]}, "row 0 has value 1.0 and reason 'not here'"),
+    ):
+        path = tmp_path / "wrong.json"
+        path.write_text(wrong if isinstance(wrong, str) else json.dumps(wrong))
+        with pytest.raises(WherryError, match=f"wrong.json: {expected}.*; measure it again, or take the file out"):
+            bench.read(path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(WherryError, match=r"wrong\.json: is not a whole JSON file"):
+        bench.read(path)
+
+
+def test_an_install_without_sources_says_that_nothing_is_kept(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "RESULTS", tmp_path / "missing" / "results")
+    bench.Results("name", options(quick=True), {})
+    bench.Results("name", options(json=tmp_path / "given.json"), {})
+    assert capsys.readouterr().err == ""
+    bench.Results("name", options(), {})
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "installed without its sources" in said and "--json PATH" in said
+
+
 def test_folders_of_this_machine_are_not_published(monkeypatch):
     monkeypatch.setattr(machine, "_SAMPLE_S", 0.0)
     parser = bench.parser("name", "")
@@ -170,6 +220,9 @@ def test_choices_are_checked():
     for wrong in ("ddp,dpd", ""):
         with pytest.raises(argparse.ArgumentTypeError, match="expected some of ddp, fsdp2"):
             parse(wrong)
+    assert bench.listed(("ddp",), or_none=True)("none") == []
+    with pytest.raises(argparse.ArgumentTypeError, match="got none; expected some of ddp, fsdp2"):
+        parse("none")
     for wrong in ("0", "-1", "two", "1.5", "inf"):
         with pytest.raises(argparse.ArgumentTypeError, match="above 0"):
             bench.positive(wrong)
@@ -191,6 +244,25 @@ def test_where_nothing_can_be_written_is_told_before_anything_is_measured(tmp_pa
     with pytest.raises(SystemExit):
         bench.parse(bench.parser("name", ""), ["--json", str(tmp_path)])
     assert "is a folder; expected the name of a file" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_made_is_told_before_anything_is_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(machine, "_SAMPLE_S", 0.0)
+    (tmp_path / "file").touch()
+    for inside in ("x.json", "folder/x.json"):
+        with pytest.raises(SystemExit) as refused:
+            bench.parse(bench.parser("name", ""), ["--json", str(tmp_path / "file" / inside)])
+        assert refused.value.code == 2 and f"cannot be written: {tmp_path}/file is no folder" in capsys.readouterr().err
+    new = tmp_path / "not" / "there" / "x.json"
+    assert bench.parse(bench.parser("name", ""), ["--json", str(new)]).json == new  # its folders are made
+    monkeypatch.setattr(bench, "RESULTS", tmp_path / "results")
+    (tmp_path / "results").touch()
+    with pytest.raises(WherryError, match=r"bench name: .* cannot be written: .*results is no folder; make"):
+        bench.Results("name", options(), {})
+    (tmp_path / "results").unlink()
+    monkeypatch.setattr(bench.os, "access", lambda path, mode: False)
+    with pytest.raises(WherryError, match=r"bench name: '.*' cannot be written: nothing can be .*; make it writable"):
+        bench.Results("name", options(), {})
 
 
 @pytest.mark.parametrize("script", [steps, offload_step])

@@ -6,6 +6,8 @@ import re
 import pytest
 
 from benchmarks import plots, report, summary
+from wherry.cli import main as wherry
+from wherry.errors import WherryError
 from wherry.observe import bench
 from wherry.tiers import disk_bench
 
@@ -263,6 +265,25 @@ def test_the_first_minute_has_every_machine_that_was_quiet():
     assert "- Steps with states on host and disk on two, `deepspeed-3-nvme`: step (0.50×)" in text
     noisy, _ = report.page([file("one", 0.4, False), file("two", 2.0, False)])
     assert "| 2× | 0.50× | 0 of 1 | [two](../benchmarks/results/two.json), noisy |" in noisy
+
+
+def test_a_run_that_was_ended_tells_nothing_of_the_aims():
+    whole = result_of("steps", [bench.row({}, "wherry-3", "s", [1.0])], file="whole.json")
+    torso = result_of("steps", whole["rows"], file="torso.json", complete=False, date="2026-11-21T10:00:00+00:00")
+    assert summary.latest([whole, torso]) == [whole]
+
+
+def test_a_file_without_a_place_on_the_page_is_refused_and_no_plot_is_lost(tmp_path, monkeypatch, capsys):
+    (tmp_path / "plot.svg").touch()
+    monkeypatch.setattr(report, "PLOTS", tmp_path)
+    monkeypatch.setattr(report.load, "__defaults__", (tmp_path,))
+    (tmp_path / "x.json").write_text(json.dumps(result_of("tea", [])))
+    with pytest.raises(WherryError, match=r"x\.json: the page has no place for the benchmark 'tea'; expected one of"):
+        report.main([])
+    (tmp_path / "x.json").write_text("{")
+    assert wherry(["bench", "report"]) == 2
+    assert "x.json: is not a whole JSON file" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plot.svg", "x.json"]
 
 
 def test_an_aim_counts_every_part_of_a_measure():

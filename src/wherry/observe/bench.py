@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from rich.table import Table
 
+from wherry.errors import WherryError
 from wherry.observe import machine
 from wherry.observe.progress import Progress
 from wherry.observe.screen import Screen
@@ -189,18 +190,34 @@ def _file(text: str) -> Path:
     """An argparse type: the name of a file, which need not be there."""
     if os.path.isdir(text):
         raise argparse.ArgumentTypeError(f"{text!r} is a folder; expected the name of a file")
+    reason = _cannot_write(Path(text))
+    if reason is not None:
+        raise argparse.ArgumentTypeError(reason)
     return Path(text)
 
 
-def listed(choices: Sequence[str]) -> Callable[[str], list[str]]:
-    """An argparse type: some of `choices`, with commas between them."""
+def _cannot_write(path: Path) -> str | None:
+    """Why a file cannot be made there, with the folders that it lacks; None where it can."""
+    absolute = Path(os.path.abspath(path))
+    nearest = next(folder for folder in absolute.parents if os.path.lexists(folder))
+    if not nearest.is_dir():
+        return f"'{path}' cannot be written: {nearest} is no folder"
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        return f"'{path}' cannot be written: nothing can be written in {nearest}"
+    return None
+
+
+def listed(choices: Sequence[str], *, or_none: bool = False) -> Callable[[str], list[str]]:
+    """An argparse type: some of `choices`, with commas between them; "none" of them where that is of use."""
 
     def parse(text: str) -> list[str]:
+        if or_none and text.strip() == "none":
+            return []
         names = [name.strip() for name in text.split(",") if name.strip()]
         unknown = [name for name in names if name not in choices]
         if unknown or not names:
             raise argparse.ArgumentTypeError(
-                f"got {', '.join(unknown) or 'nothing'}; expected some of {', '.join(choices)}"
+                f"got {', '.join(unknown) or 'nothing'}; expected some of {', '.join(choices)}" + ", or none" * or_none
             )
         return names
 
@@ -225,13 +242,47 @@ def positives(text: str) -> list[int]:
 
 # The file.
 
+_HEAD = ("benchmark", "date", "quick", "machine", "versions", "settings", "load", "complete", "rows")
+_ROW = ("case", "system", "unit", "more_is_better", "value", "spread", "rounds", "ratio", "of_limit", "reason")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A run's file, with all that every one has."""
+
+    def wrong(what: str) -> WherryError:
+        return WherryError(f"{path}: {what}; measure it again, or take the file out of its folder")
+
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise wrong(f"cannot be read ({error.strerror})") from None
+    except ValueError as error:  # neither text nor JSON
+        raise wrong(f"is not a whole JSON file ({error})") from None
+    _check_keys(found, _HEAD, "of a benchmark's file", wrong)
+    _check_keys(found["machine"], ("cpu", "cores", "memory_bytes"), "of machine", wrong)
+    if not isinstance(found["rows"], list):
+        raise wrong(f"rows is {type(found['rows']).__name__}; expected a list")
+    for number, one in enumerate(found["rows"]):
+        _check_keys(one, _ROW, f"of row {number}", wrong)
+        if (one["value"] is None) == (one["reason"] is None):
+            raise wrong(f"row {number} has value {one['value']} and reason {one['reason']!r}; expected one of the two")
+    return dict(found)
+
+
+def _check_keys(found: Any, expected: Sequence[str], where: str, wrong: Callable[[str], WherryError]) -> None:
+    if not isinstance(found, dict):
+        raise wrong(f"got {type(found).__name__} in the place {where}; expected an object")
+    missing = [key for key in expected if key not in found]
+    if missing:
+        raise wrong(f"the keys {', '.join(missing)} {where} are missing")
+
 
 class Results:
     """The file of one run. It is written anew as rows come, so that a run which is ended keeps what it has measured.
 
     Those of a quick run are kept only where `--json` says. Where there is a file already, a run is written beside it
-    until it is complete, and takes its place if it has measured everything that the old one has: a part does not
-    replace the whole.
+    until it is complete, and takes its place: at once where `--json` names it, and in the folder of results if it has
+    measured everything that the old one has, as a part does not replace the whole.
     """
 
     def __init__(
@@ -246,11 +297,22 @@ class Results:
         self.path: Path | None = options.json
         self._replaces: Path | None = None
         self._before: list[Row] = []
-        if self.path is None and not options.quick and RESULTS.parent.is_dir():
-            self.path = RESULTS / file
+        if self.path is None and not options.quick:
+            if RESULTS.parent.is_dir():
+                self.path = RESULTS / file
+            else:
+                print(
+                    "this Wherry is installed without its sources, where results are kept: the figures are shown, and "
+                    "go to no file (--json PATH says where)",
+                    file=sys.stderr,
+                )
+        if self.path is not None:
+            reason = _cannot_write(self.path)
+            if reason is not None:
+                raise WherryError(f"bench {name}: {reason}; make it writable, or say --json PATH")
             if self.path.exists():
-                self._before = json.loads(self.path.read_text())["rows"]
-                self._replaces, self.path = self.path, self.path.with_name(file + ".new")
+                self._before = read(self.path)["rows"] if options.json is None else []
+                self._replaces, self.path = self.path, self.path.with_name(self.path.name + ".new")
         self._head = {
             "benchmark": name,
             "part": part,
