@@ -25,6 +25,7 @@ if not __package__:  # run as a script: this folder is found as it is when impor
 
 from benchmarks import alone
 from benchmarks.peers import built
+from wherry.errors import WherryError
 from wherry.observe import bench
 
 # The system, the module that must be there, and what is run after `import torch`.
@@ -55,6 +56,10 @@ print("\\n", [torch_at - begun, time.perf_counter() - torch_at, len(sys.modules)
 """
 
 
+class Failed(WherryError):
+    """What was to be timed has ended with an error. The message is the reason, in a line."""
+
+
 def _environment() -> dict[str, str]:
     # As in a room: a peer must not look for a GPU, nor print about having none.
     return {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
@@ -64,7 +69,7 @@ def _python(arguments: Sequence[str]) -> str:
     done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=_environment())
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["it printed nothing"]
-        raise RuntimeError(f"python {' '.join(arguments)} ended with status {done.returncode}: {lines[-1]}")
+        raise Failed(f"it is installed, and ended with status {done.returncode}: {lines[-1]}")
     return done.stdout
 
 
@@ -87,14 +92,23 @@ def missing(module: str) -> str | None:
 def _rows(
     what: str, subjects: Mapping[str, tuple[str, Any]], once: Callable[[Any], Any], rounds: int
 ) -> list[bench.Row]:
-    here = {name: partial(once, argument) for name, (module, argument) in subjects.items() if not missing(module)}
-    for first in here.values():
-        first()  # compiles the sources, and brings them into the page cache
+    here: dict[str, Callable[[], Any]] = {}
+    reasons: dict[str, str] = {}
+    for name, (module, argument) in subjects.items():
+        reason = missing(module)
+        if reason is None:
+            try:
+                once(argument)  # compiles the sources, and brings them into the page cache
+                here[name] = partial(once, argument)
+            except Failed as failure:
+                reason = str(failure)
+        if reason is not None:
+            reasons[name] = reason
     taken = bench.interleave(here, rounds, f"{what}s")
     rows = []
-    for name, (module, _) in subjects.items():
-        if name not in taken:
-            rows.append(bench.row({"measure": what}, name, "s", reason=missing(module)))
+    for name in subjects:
+        if name in reasons:
+            rows.append(bench.row({"measure": what}, name, "s", reason=reasons[name]))
         elif what == "import":
             torch_s = bench.Summary.of(value[0] for value in taken[name]).median
             facts = {"torch_s": torch_s, "modules": taken[name][0][2]}
@@ -123,6 +137,8 @@ def size_rows(package: str) -> list[bench.Row]:
 
 def size_row(package: str) -> bench.Row:
     case, reason = {"measure": "size"}, missing(package)
+    if reason is None and package != "wherry" and not _installed(package):
+        reason = f"{package} was not installed by pip: nothing says which files are its own"
     if reason is not None:
         return bench.row(case, package, "B", reason=reason)
     others = sorted(closure(requirements(package)) - closure(["torch"]) - {package})
@@ -207,8 +223,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
                 figures += [f"{row['modules']}"] if what == "import" else []
                 lines.append([row["system"], *figures, _wherry_takes(row, rows)])
         if what == "import":
-            torch_s = bench.Summary.of(row["torch_s"] for row in rows if "torch_s" in row).median
-            notes.append(f"torch itself: {1000 * torch_s:.0f} ms")
+            torch_s = [row["torch_s"] for row in rows if "torch_s" in row]
+            notes += [f"torch itself: {1000 * bench.Summary.of(torch_s).median:.0f} ms"] if torch_s else []
         bench.show(title, columns, lines, [*notes, ""])
 
 
@@ -218,7 +234,8 @@ def _wherry_takes(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> 
         return ""
     own = "wherry, engine" if row["case"]["measure"] == "import" else "wherry"
     ours = next((r for r in rows if r["case"] == row["case"] and r["system"] == own), None)
-    return f"{1 / ours['ratio'][row['system']]:.2f}" if ours else ""
+    ratio = ours["ratio"].get(row["system"]) if ours else None
+    return f"{1 / ratio:.2f}" if ratio else ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

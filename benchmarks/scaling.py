@@ -138,6 +138,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    from wherry.sources import find
+
     parser = bench.parser("scaling", __doc__ or "")
     parser.add_argument("--sizes", type=bench.listed(tuple(SIZES)), help=f"of {', '.join(SIZES)} (default: from 10m)")
     parser.add_argument("--systems", type=bench.listed(SYSTEMS), default=list(SYSTEMS), help=", ".join(SYSTEMS))
@@ -151,6 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rounds, count = options.rounds or (1 if options.quick else 3), options.steps or (2 if options.quick else 5)
     stages = (3,) if options.quick else STAGES
     settings = {"rounds": rounds, "steps": count, "sizes": {name: vars(SIZES[name]) for name in sizes}}
+    find(options.dry_model)  # or it would be refused when all sizes have been measured
     results = bench.Results("scaling", options, settings | {"ranks": ranks, "dry_model": options.dry_model})
     for name in sizes:
         results.add(*by_size(name, options.systems, rounds, count))

@@ -147,6 +147,26 @@ def test_imports(tmp_path, capsys, monkeypatch, torch_alone):
     assert "torch itself" in shown and max(map(len, shown.splitlines()[:-1])) <= bench.WIDTH
 
 
+def test_a_peer_that_is_broken_has_a_row_with_the_reason(tmp_path, capsys, monkeypatch):
+    package = tmp_path / "deepspeed"
+    package.mkdir()
+    (package / "__init__.py").write_text("import sys\nsys.nothing\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(imports, "_installed", lambda name, of=imports._installed: name != "deepspeed" and of(name))
+    broken = ("deepspeed", "import deepspeed")
+    monkeypatch.setattr(imports, "IMPORTS", {"deepspeed": broken, "wherry, engine": ("sys", "import json")})
+    commands = {"deepspeed": ("deepspeed", ["-m", "deepspeed"]), "python": ("sys", ["-V"])}
+    monkeypatch.setattr(imports, "COMMANDS", commands)
+    path = tmp_path / "imports.json"
+    assert imports.main(["--quick", "--rounds", "1", "--json", str(path)]) == 0
+    said = "it is installed, and ended with status 1: AttributeError: module 'sys' has no attribute 'nothing'"
+    for what, reason in (("import", said), ("command", said), ("size", "deepspeed was not installed by pip: ")):
+        assert _rows(path, measure=what)["deepspeed"]["reason"].startswith(reason)
+    assert _rows(path, measure="import")["wherry, engine"]["value"] > 0
+    assert f"deepspeed: {said[:40]}" in capsys.readouterr().out
+
+
 def test_offloaded_steps_beside_their_bound(tmp_path, no_deepspeed, monkeypatch):
     monkeypatch.setattr(offload_step, "POLICIES", ("at_step", "delayed"))
     monkeypatch.setattr(offload_step, "CLIPS", {"at_step": 1.0, "delayed": 1.0})
@@ -258,6 +278,12 @@ def test_scaling_with_sizes_and_ranks(tmp_path):
         assert systems.config_of(systems.PLACES["3"], size, 1)["zero_optimization"] == {"stage": 3}
 
 
+def test_a_model_that_is_unknown_is_refused_before_sizes_are_measured(monkeypatch):
+    monkeypatch.setattr(scaling, "by_size", lambda *_: pytest.fail("a size was measured"))
+    with pytest.raises(WherryError, match=r"expected a preset .* got 'nosuch'"):
+        scaling.main(["--quick", "--dry-model", "nosuch"])
+
+
 def test_a_size_that_memory_has_no_room_for_is_not_tried(monkeypatch):
     monkeypatch.setattr(bounds, "free_host_memory", lambda: 2**30)
     step, memory = scaling.by_size("1b", ["wherry-3"], 1, 1)
@@ -279,6 +305,12 @@ def test_scripts_stand_alone_and_are_found_by_the_command(name, capsys, tmp_path
         wherry(["bench", name, "--help"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == alone.stdout
+
+
+@pytest.mark.parametrize("script", ["report", "peers"])
+def test_what_measures_nothing_ends_as_the_command_does_too(script):
+    text = (bench.ROOT / "benchmarks" / f"{script}.py").read_text()
+    assert text.endswith('if __name__ == "__main__":\n    alone(main)\n')
 
 
 def test_a_mistake_of_a_user_is_a_line_for_a_script_by_itself(capsys):

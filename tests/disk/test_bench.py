@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from contextlib import contextmanager
 
 import pytest
 
@@ -51,6 +52,22 @@ def test_peers_that_cannot_run_are_named_with_the_reason(tmp_path, monkeypatch):
     assert max(map(len, lines)) <= 80
 
 
+def test_a_peer_that_is_broken_has_rows_with_the_reason(tmp_path, monkeypatch):
+    def fails(*_):
+        raise AttributeError("module 'deepspeed' has no attribute 'ops'")
+
+    monkeypatch.setattr(disk_bench, "_cannot_run", lambda peer: None)
+    monkeypatch.setattr(disk_bench, "_deepspeed_aio", contextmanager(fails))
+    lines: list[str] = []
+    rows = disk_bench.run_bench(str(tmp_path), quick=True, size=8 << 20, peers=["deepspeed"], say=lines.append)
+    absent = {(row["system"], row["reason"]) for row in rows if row["reason"]}
+    why = "installed, but its aio does not run here: module 'deepspeed' has no attribute 'ops'"
+    assert absent == {("deepspeed aio", why)}
+    of_it = [(row["case"]["queue_depth"], row["case"]["work"]) for row in rows if row["reason"]]
+    assert of_it == [(depth, work) for depth in (8, 32) for work in disk_bench.WORK]
+    assert " ".join(lines).count("does not run here") == 1
+
+
 def test_a_way_to_the_disk_that_is_refused_is_a_row_with_the_reason(tmp_path, monkeypatch):
     refused = "buffered" if probe(str(tmp_path)).backend == "threads" else "threads"
     store = disk_bench.DiskStore
@@ -71,7 +88,8 @@ def test_a_way_to_the_disk_that_is_refused_is_a_row_with_the_reason(tmp_path, mo
 
 def test_the_command(tmp_path, capsys):
     result = tmp_path / "result.json"
-    arguments = ["--path", str(tmp_path), "--quick", "--size", str(8 << 20), "--json", str(result), "--peers"]
+    arguments = ["--path", str(tmp_path), "--quick", "--size", str(8 << 20), "--json", str(result)]
+    arguments += ["--peers", "none"]
     assert disk_bench.main(arguments) == 0
     out = capsys.readouterr().out
     (pasted,) = (line for line in out.splitlines() if line.startswith('"aio": '))

@@ -96,9 +96,10 @@ def test_deepspeed_is_measured_in_each_of_its_modes(monkeypatch, capsys):
     assert " ".join(capsys.readouterr().out.split()).count("as fast as three passes, with") == 2
 
 
-def test_a_peer_that_does_not_build_says_why_in_a_line(monkeypatch):
+@pytest.mark.parametrize("error", [RuntimeError, AttributeError, TypeError])
+def test_a_peer_that_does_not_build_says_why_in_a_line(monkeypatch, error):
     def fails(name):
-        raise RuntimeError("Error building extension\n\nc++: not found\n")
+        raise error("Error building extension\n\nc++: not found\n")
 
     monkeypatch.setattr(adam_bench.importlib.util, "find_spec", lambda name: "found")
     monkeypatch.setattr(adam_bench.importlib, "import_module", fails)

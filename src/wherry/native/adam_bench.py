@@ -13,7 +13,6 @@ import importlib
 import importlib.util
 import random
 import statistics
-import subprocess
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -198,7 +197,7 @@ def _without_deepspeed() -> str:
     try:
         adam = importlib.import_module("deepspeed.ops.adam")
         adam.DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(1))])
-    except (ImportError, OSError, RuntimeError, AssertionError, subprocess.SubprocessError) as error:
+    except Exception as error:  # whatever a package that is broken, or its build, may raise
         said = str(error).strip().splitlines() or [type(error).__name__]
         return f"installed, but its optimizer does not build here: {said[-1]}"
     return ""

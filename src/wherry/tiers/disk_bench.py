@@ -160,9 +160,15 @@ def _point(
         }
         if "fio" in peers:
             subjects["fio"] = lambda work: _fio(records[0], work, block, depth)
+        absent: dict[str, str] = {}
         if "deepspeed" in peers:
-            aio = stack.enter_context(_deepspeed_aio(path, block, depth, 2 * half))
-            subjects["deepspeed aio"] = lambda work: aio[work]() if work in aio else None
+            absent = {"both": "it reads or writes, never both at once"}
+            try:
+                aio = stack.enter_context(_deepspeed_aio(path, block, depth, 2 * half))
+                subjects["deepspeed aio"] = lambda work: aio[work]() if work in aio else None
+            except Exception as error:  # whatever a package that is broken may raise
+                said = str(error).strip().splitlines() or [type(error).__name__]
+                absent = dict.fromkeys(WORK, f"installed, but its aio does not run here: {said[-1]}")
         for turn in range(plan.repeats):
             for work in WORK:
                 for who in list(subjects)[:: 1 if turn % 2 else -1]:
@@ -184,8 +190,7 @@ def _point(
         )
         for (who, work), values in sorted(seconds.items(), key=lambda item: WORK.index(item[0][1]))
     ]
-    if "deepspeed" in peers:
-        rows.append(_absent("both", "deepspeed aio", "it reads or writes, never both at once", block, depth))
+    rows += [_absent(work, "deepspeed aio", why, block, depth) for work, why in absent.items()]
     bench.compare(rows)
     return rows
 
@@ -312,7 +317,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = bench.parser("disk", __doc__ or "")
     parser.add_argument("--path", type=bench.folder, required=True, help="a folder on the drive to measure")
     parser.add_argument("--size", type=bench.positive, help="bytes in each measure (1 GiB; 64 MiB with --quick)")
-    parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS, help="what to measure beside it (all)")
+    peers = bench.listed(PEERS, or_none=True)
+    parser.add_argument("--peers", type=peers, default=list(PEERS), help=f"of {', '.join(PEERS)}, or none (all)")
     options = bench.parse(parser, argv)
     if options.size is not None and options.size < 8 << 20:
         parser.error(f"--size {options.size}: expected {8 << 20} or more")
