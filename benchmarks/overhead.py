@@ -46,6 +46,13 @@ class Rooms:
         self.oracle = _oracle()
         self._rooms: dict[int, Room] = {}
         self._built: dict[int, list[str]] = {}
+        try:
+            self._furnish_all(names)
+        except BaseException:
+            self.close()
+            raise
+
+    def _furnish_all(self, names: Sequence[str]) -> None:
         for index, systems_here in enumerate(ROOMS):
             wanted = [name for name in systems_here if name in names]
             for name in list(wanted):
@@ -81,20 +88,36 @@ class Rooms:
     def places(self) -> list[tuple[int, str]]:
         return [(index, name) for index, names in self._built.items() for name in names]
 
-    def step_us(self, place: tuple[int, str], steps: int) -> tuple[float, float]:
+    def step_us(self, place: tuple[int, str], steps: int) -> tuple[float, float] | None:
         """Microseconds of the median step of a few, and of the processor's time that a step takes on rank 0.
 
-        A step lasts until the last rank has taken it.
+        A step lasts until the last rank has taken it. None where the room has failed.
         """
-        index, name = place
-        answers = self._rooms[index].ask(do="time", system=name, steps=steps)
+        answers = self._ask(place, do="time", steps=steps)
+        if answers is None:
+            return None
         wall = statistics.median(max(step) for step in zip(*(a["seconds"] for a in answers), strict=True))
         return 1e6 * wall, 1e6 * answers[0]["cpu_seconds"]
 
-    def calls(self, place: tuple[int, str]) -> dict[str, Any]:
+    def calls(self, place: tuple[int, str]) -> dict[str, Any] | None:
+        """Of a step, by what is called. None where the room has failed."""
+        answers = self._ask(place, do="calls", steps=CALLS_OVER)
+        return None if answers is None else answers[0]
+
+    def _ask(self, place: tuple[int, str], **request: Any) -> list[Any] | None:
+        """A room's answers. Where it fails it is closed, and its systems are missing, each with the reason."""
         index, name = place
-        found: dict[str, Any] = self._rooms[index].ask(do="calls", system=name, steps=CALLS_OVER)[0]
-        return found
+        if index not in self._rooms:
+            return None
+        try:
+            return self._rooms[index].ask(system=name, **request)
+        except RoomFailed as failure:
+            self._rooms.pop(index).close()
+            beside = f"its room ended while {systems.TITLES[name]} was measured: {failure}"
+            for other in self._built.pop(index):
+                if other not in BASES:
+                    self.missing[other] = str(failure) if other == name else beside
+            return None
 
     def close(self) -> None:
         for room in self._rooms.values():
@@ -110,15 +133,19 @@ def _oracle() -> list[float]:
 
 def measure(rooms: Rooms, rounds: int, steps: int) -> list[bench.Row]:
     """For each system that was asked for a row with its step, and for each engine one with what it adds to plain."""
+    subjects = {f"{index} {name}": partial(rooms.step_us, (index, name), steps) for index, name in rooms.places()}
+    taken = bench.interleave(subjects, rounds, "overhead")
+    seen = {place: rooms.calls(place) for place in rooms.places()}
+    # Without those of a room that has failed meanwhile.
     places = rooms.places()
-    subjects = {f"{index} {name}": partial(rooms.step_us, (index, name), steps) for index, name in places}
-    times = bench.interleave(subjects, rounds, "overhead")
+    called = {place: calls for place, calls in seen.items() if place in places and calls is not None}
+    times = {f"{index} {name}": [one for one in taken[f"{index} {name}"] if one] for index, name in places}
     rows = []
     for index, name in places:
         # Plain PyTorch's rows are those of the first room: in the others it only serves the systems beside it.
         if name in BASES and index != places[0][0]:
             continue
-        calls, plain_calls = rooms.calls((index, name)), rooms.calls((index, BASES[0]))
+        calls, plain_calls = called[index, name], called[index, BASES[0]]
         facts: dict[str, Any] = {
             "python_calls": calls["python"],
             "native_calls": calls["native"],
@@ -204,7 +231,10 @@ def profile(name: str, ranks: int) -> None:
         if name in rooms.missing:
             raise RoomFailed(f"{systems.TITLES[name]}: {rooms.missing[name]}")
         index = next(index for index, built in rooms.places() if built == name)
-        plain, own = (dict(rooms.calls((index, system))["functions"]) for system in (BASES[0], name))
+        seen = [rooms.calls((index, system)) for system in (BASES[0], name)]
+        if name in rooms.missing:
+            raise RoomFailed(f"{systems.TITLES[name]}: {rooms.missing[name]}")
+        plain, own = (dict(calls["functions"]) for calls in seen if calls is not None)
     finally:
         rooms.close()
     over = {function: times - plain.get(function, 0) for function, times in own.items()}
@@ -218,27 +248,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--systems", type=bench.listed(ENGINES), default=list(ENGINES), help="with commas between them"
     )
-    parser.add_argument("--ranks", type=bench.positive, default=1, help="processes over gloo (default: 1)")
+    parser.add_argument("--ranks", type=bench.positives, default=[1], help="numbers of ranks, over gloo (default: 1)")
     parser.add_argument("--rounds", type=bench.positive, help="times that every system is measured")
     parser.add_argument("--steps", type=bench.positive, help="steps in one measure")
     parser.add_argument("--profile", choices=ENGINES, metavar="SYSTEM", help="what one of them calls, and nothing else")
     options = bench.parse(parser, argv)
-    if TINY.batch % options.ranks:
-        parser.error(f"--ranks {options.ranks}: the {TINY.batch} sequences of a step do not divide among them")
+    for ranks in options.ranks:
+        if TINY.batch % ranks:
+            parser.error(f"--ranks {ranks}: the {TINY.batch} sequences of a step do not divide among them")
     if options.profile:
-        profile(options.profile, options.ranks)
+        for ranks in options.ranks:
+            profile(options.profile, ranks)
         return 0
     rounds = options.rounds or (7 if options.quick else 25)
     steps = options.steps or (20 if options.quick else 50)
     settings = {"rounds": rounds, "steps": steps, "ranks": options.ranks, "cores_a_rank": 1}
-    results = bench.Results("overhead", options, settings, part=f"{options.ranks}-rank")
-    rooms = Rooms(options.systems, options.ranks)
-    try:
-        rows = measure(rooms, rounds, steps)
-    finally:
-        rooms.close()
-    table(rows, options.ranks)
-    results.add(*rows)
+    results = bench.Results("overhead", options, settings, part=f"{'-'.join(map(str, options.ranks))}-rank")
+    for ranks in options.ranks:
+        rooms = Rooms(options.systems, ranks)
+        try:
+            rows = measure(rooms, rounds, steps)
+        finally:
+            rooms.close()
+        table(rows, ranks)
+        results.add(*rows)
     results.close()
     return 0
 

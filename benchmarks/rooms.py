@@ -64,11 +64,15 @@ class Room:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._partial: list[bytes] = []
         systems.remove_dead_locks()
+        self._port = _free_port()
         # What ranks leave on the disk goes with the room.
         self._disk = tempfile.mkdtemp(prefix="benchmark-", dir=systems.disk_folder())
-        self._port = _free_port()
-        for rank in range(ranks):
-            self._start(rank, self._port)
+        try:
+            for rank in range(ranks):
+                self._start(rank, self._port)
+        except BaseException:
+            self.close()
+            raise
 
     def _start(self, rank: int, port: int) -> None:
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from tests.forks import Forks
@@ -25,6 +26,7 @@ from benchmarks import (
     systems,
     tiling,
 )
+from benchmarks.rooms import Room, RoomFailed
 from wherry.cli import main as wherry
 from wherry.errors import WherryError
 from wherry.observe import bench, machine
@@ -74,6 +76,56 @@ def test_overhead(tmp_path, capsys, no_deepspeed):
     shown = capsys.readouterr().out
     assert "Wherry 3" in shown and "DeepSpeed 2: deepspeed is not installed" in shown
     assert max(len(line) for line in shown.splitlines() if not line.startswith("written:")) <= bench.WIDTH
+
+
+def test_a_room_that_fails_while_it_is_measured_costs_its_own_rows_alone(tmp_path, monkeypatch, capsys):
+    ask, close, closed = overhead.Room.ask, overhead.Room.close, []
+
+    def fails(room, **request):
+        if request["do"] == "time" and request["system"] == "ddp":
+            raise RoomFailed("RuntimeError: it has had enough")
+        return ask(room, **request)
+
+    monkeypatch.setattr(overhead.Room, "ask", fails)
+    monkeypatch.setattr(overhead.Room, "close", lambda room: (closed.append(room), close(room)))
+    bases = overhead.BASES
+    monkeypatch.setattr(overhead, "ROOMS", ((*bases, "ddp", "wherry-0"), (*bases, "wherry-3")))
+    path = tmp_path / "overhead.json"
+    chosen = ["--systems", "ddp,wherry-0,wherry-3", "--ranks", "1,2"]
+    assert overhead.main(["--quick", "--rounds", "1", "--steps", "1", "--json", str(path), *chosen]) == 0
+    for ranks in (1, 2):
+        rows, over = (_rows(path, measure=measure, ranks=ranks) for measure in ("step", "over plain"))
+        assert list(rows) == ["plain", "plain-default", "wherry-3", "ddp", "wherry-0"]
+        assert all(rows[name]["value"] > 0 for name in ("plain", "wherry-3"))
+        assert rows["ddp"]["reason"] == over["ddp"]["reason"] == "RuntimeError: it has had enough"
+        assert rows["wherry-0"]["reason"] == "its room ended while DDP was measured: RuntimeError: it has had enough"
+        assert set(over["wherry-3"]["ratio"]) == set()
+    assert "DDP: RuntimeError: it has had enough" in capsys.readouterr().out
+    assert all(not room._processes and not os.path.exists(room._disk) for room in closed)
+
+
+def test_rooms_that_are_interrupted_leave_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv(systems.DISK_FOLDER, str(tmp_path))
+    built = overhead.Room.ask
+
+    def interrupted(room, **request):
+        assert list(tmp_path.iterdir()) == [Path(room._disk)]
+        if request["system"] == "wherry-0":
+            raise KeyboardInterrupt
+        return built(room, **request)
+
+    monkeypatch.setattr(overhead.Room, "ask", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        overhead.main(["--quick", "--systems", "wherry-0"])
+    assert list(tmp_path.iterdir()) == []
+
+    def no_process(room, rank, port):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Room, "_start", no_process)
+    with pytest.raises(KeyboardInterrupt):
+        Room(1)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_profile_names_the_functions_of_the_engine(capsys):
