@@ -312,6 +312,44 @@ def test_building_and_loading(tmp_path, no_deepspeed):
     assert len(owed) == 1 and min(owed) > 4 * steps.MODELS["tiny"].parameters / construction.RANKS
 
 
+@pytest.mark.parametrize("way", ["plain", "wherry-load", "fsdp2-load"])
+def test_what_is_loaded_at_first_use_is_no_part_of_a_build(tmp_path, torch_alone, way):
+    # A build in a process that has torch alone; DeepSpeed's own imports take too long here.
+    program = (
+        "import json, os, sys; from benchmarks import build_worker; from benchmarks.steps import MODELS\n"
+        "class Seen(build_worker.BuildWorker):\n"
+        "    def _rehearse(self, *arguments):\n"
+        "        before, built = set(sys.modules), super()._rehearse(*arguments)\n"
+        "        self.there = set(sys.modules)\n"
+        "        assert 'torch._dynamo' not in before and ('wherry' in way or 'torch._dynamo' in self.there)\n"
+        "        return built\n"
+        "way, file = sys.argv[1:]\n"
+        "worker, recipe = Seen(), vars(MODELS['tiny'])\n"
+        "worker.save(recipe, file)\n"
+        "found = worker.build(way, recipe, file)['stepped']\n"
+        "assert found['first_use_s'] > 0 and found['peak_bytes'] >= found['empty_bytes'], found\n"
+        "late = sorted(set(sys.modules) - worker.there)\n"
+        "assert not late, late"
+    )
+    done = torch_alone.run("-c", program, way, tmp_path / "weights.safetensors", folder=bench.ROOT, launched=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("system", ["wherry-3", "fsdp2"])
+def test_what_is_imported_is_no_part_of_what_a_system_takes(torch_alone, system):
+    program = (
+        "import sys; from benchmarks import worker; from benchmarks.steps import MODELS; import wherry.train.model\n"
+        "resident, seen = worker.resident_bytes, []\n"
+        "worker.resident_bytes = lambda: seen.append(set(sys.modules)) or resident()\n"
+        "worker.Worker().build(sys.argv[1], vars(MODELS['tiny']), 1)\n"
+        "assert 'torch._dynamo' in seen[0]\n"
+        "late = sorted(set(sys.modules) - seen[0])\n"
+        "assert len(late) < 5, late"  # torch's profiler looks for its devices
+    )
+    done = torch_alone.run("-c", program, system, folder=bench.ROOT, launched=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_scaling_with_sizes_and_ranks(tmp_path):
     path = tmp_path / "scaling.json"
     smallest = ["--quick", "--rounds", "1", "--steps", "1", "--json", str(path)]
