@@ -23,21 +23,27 @@ STATED = {"16 KiB", "8 MiB", "48 MiB", "100 MiB"}
 FLAG = re.compile(r"--[\w-]+[ =]$")
 # A measured time, speed or size, or a comparison: how it is written, its kind, and how many of it one of a file is.
 _WRITTEN = {
-    ("time", 1.0): "s, sec, second, seconds, s a step, seconds a step, s per step",
-    ("time", 1e3): "ms, millisecond, milliseconds",
-    ("time", 1e6): "µs, μs, us, microsecond, microseconds",
-    ("time", 1e9): "ns, nanoseconds",
-    ("time", 1 / 60): "min, minute, minutes",
-    ("time", 1 / 3600): "h, hour, hours",
+    ("time", 1.0): "s, sec, secs, second, seconds, s a step, seconds a step, s per step",
+    ("time", 1e3): "ms, msec, msecs, millisecond, milliseconds",
+    ("time", 1e6): "µs, μs, us, usec, usecs, microsecond, microseconds",
+    ("time", 1e9): "ns, nsec, nanosecond, nanoseconds",
+    ("time", 1 / 60): "min, mins, minute, minutes",
+    ("time", 1 / 3600): "h, hr, hrs, hour, hours",
     ("rate", 1e-3): "KB/s, kB/s", ("rate", 1e-6): "MB/s", ("rate", 1e-9): "GB/s", ("rate", 1e-12): "TB/s",
-    ("rate", 1 / 2**20): "MiB/s", ("rate", 1 / 2**30): "GiB/s", ("rate", 8e-9): "Gbit/s, Gb/s",
+    ("rate", 1 / 2**20): "MiB/s", ("rate", 1 / 2**30): "GiB/s",
+    ("rate", 8e-6): "Mbit/s, Mb/s, Mbps", ("rate", 8e-9): "Gbit/s, Gb/s, Gbps",
     ("bytes", 1e-3): "KB, kB", ("bytes", 1e-6): "MB", ("bytes", 1e-9): "GB", ("bytes", 1e-12): "TB",
     ("bytes", 1 / 2**10): "KiB", ("bytes", 1 / 2**20): "MiB", ("bytes", 1 / 2**30): "GiB", ("bytes", 1 / 2**40): "TiB",
     ("each", 1.0): "bytes a parameter, bytes per parameter, B/param, B/parameter",
     ("tokens", 1.0): "tokens/s, tok/s, tokens a second, tokens per second, tokens/sec, tokens per s",
-    ("operations", 1e-9): "GFLOPS, GFLOP/s", ("operations", 1e-12): "TFLOPS, TFLOP/s, TFLOPs, teraflops",
-    ("operations", 1e-15): "PFLOPS, PFLOP/s",
-    ("ratio", 1.0): "x, ×, x faster, fold, times, times faster, times slower, times quicker, times less, times more, "
+    ("operations", 1e-9): "GFLOPS, GFLOP/s, GFLOPs, GFLOP",
+    ("operations", 1e-12): "TFLOPS, TFLOP/s, TFLOPs, TFLOP, teraflop, teraflops",
+    ("operations", 1e-15): "PFLOPS, PFLOP/s, PFLOPs, PFLOP",
+    # Which no file has.
+    ("turns", 1.0): "samples/s, samples/sec, samples a second, samples per second, sequences/s, steps/s, steps/sec, "
+    "steps a second, steps per second, it/s, its/s, iterations/s, iterations a second, iterations per second, IOPS",
+    ("ratio", 1.0): "x, X, ×, x faster, fold, times, "
+    "times faster, times slower, times quicker, times less, times more, "
     "times fewer, times larger, times smaller, times higher, times lower, times better, times longer, times shorter, "
     "times cheaper, times as fast, times as slow, times as much, times as many, times as large, times as small, "
     "times as long, times as high, times as good, times the speed, times the time, times the throughput, "
@@ -50,18 +56,21 @@ UNITS = {unit: meaning for meaning, units in _WRITTEN.items() for unit in units.
 _NUMBER = r"(\d[\d,]*(?:\.\d+)?)"
 # The first number of a range has the unit of the second.
 FIGURE = re.compile(
-    rf"(?<![\w.])(?:{_NUMBER}\s?(?:–|—|-|to|and)\s?)?(?<![\w.]){_NUMBER}(?:(x)|(k)?[\s-]?("
-    + "|".join(sorted((re.escape(unit) for unit in UNITS if unit != "x"), key=len, reverse=True))
+    rf"(?<![\w.])(?:{_NUMBER}\s?(?:–|—|-|to|and)\s?)?(?<![\w.]){_NUMBER}(?:([xX])|(k)?[\s-]?("
+    + "|".join(sorted((re.escape(unit) for unit in UNITS if unit not in ("x", "X")), key=len, reverse=True))
     + r"))(?!\w)"
 )
 # The same without a digit, or with it elsewhere: there must be a file at least.
 CLAIM = re.compile(
-    r"\b(?:(?:twice|thrice|half|double|triple|\w+ times|\w+fold|an order of magnitude|a (?:third|quarter|tenth) of) "
+    r"\b(?:(?:twice|thrice|half|double|triple|\w+ times|\w+-?fold|an order of magnitude|a (?:third|quarter|tenth) of) "
     r"(?:as (?:fast|slow|much|many|large|small|long)|faster|slower|quicker|less|more|fewer|larger|smaller|higher|lower|"
     r"longer|shorter|cheaper|better|the (?:speed|time|memory|throughput|rate|bandwidth|cost|overhead))"
     r"|(?:twice|thrice|half|double|triple|\w+ times) [A-Z]\w+'s"
-    r"|(?:doubles|triples|halves) the (?:speed|time|memory|throughput|rate|cost|overhead)|factor of [\w.]+)\b"
+    r"|(?:doubles|triples|halves) the (?:speed|time|memory|throughput|rate|cost|overhead)|factor of [\w.]+"
+    r"|(?:two|three|four|five|six|seven|eight|nine|ten|hundred|thousand)-?fold)\b"
 )
+# A sentence of a decision that tells of other figures than those of the file that the decision names.
+OTHERWISE = re.compile(r"\b(?:of before|a run|that run)\b", re.IGNORECASE)
 FILE = re.compile(r"benchmarks/results/([\w.-]+\.json)")
 
 
@@ -80,7 +89,7 @@ def measured(result):
     for row in result["rows"]:
         if row["value"] is not None and row["unit"] in of_unit:
             kind, unit = of_unit[row["unit"]]
-            yield kind, unit * row["value"]
+            yield kind, unit * abs(row["value"])
         for fact, (kind, unit) in of_fact.items():
             if row.get(fact) is not None:
                 yield kind, unit * row[fact]
@@ -120,6 +129,32 @@ def test_a_figure_names_the_file_that_holds_it(path):
     assert unsupported(path.read_text()) == []
 
 
+def of_decisions(text, folder=bench.RESULTS):
+    """The figures of decisions that name a file, and are neither there nor said to be of another run."""
+    found = []
+    for decision in re.split(r"\n(?=- |\n|#)", text):
+        files = [f"benchmarks/results/{name}" for name in FILE.findall(decision)]
+        sentences = re.split(r"(?<=[.;])\s+", " ".join(decision.split()))
+        of_files = [sentence for sentence in sentences if not OTHERWISE.search(sentence)]
+        found += unsupported(" ".join(of_files + files), folder) if files else []
+    return found
+
+
+def test_a_decision_that_names_a_file_has_its_figures_from_there(tmp_path):
+    text = (ROOT / "docs" / "decisions.md").read_text()
+    # The blocks of requests.
+    assert [figure for figure in of_decisions(text) if figure not in ("1 MiB", "4 MiB")] == []
+    rows = [{"value": value, "unit": "s", "ratio": {}, "of_limit": None} for value in (0.012, -0.003)]
+    (tmp_path / "a.json").write_text(json.dumps({"rows": rows}))
+    of_a = "- **It is so** (`benchmarks/results/a.json`): 12 ms, and -3 ms"
+    for more, wrong in (
+        ("", []), (" and 13 ms", ["13 ms"]), (". A run after it had 13 ms", []),
+        (". It was 13 ms; of before 14 ms", ["13 ms"]),
+        ("\n- **Another thing** took 13 ms", []), ("\n  in\n  14 ms.\n\n13 ms", ["14 ms"]),
+    ):  # fmt: skip
+        assert of_decisions(f"{of_a}{more}.\n", tmp_path) == wrong, more
+
+
 def test_a_figure_without_its_file_is_found(tmp_path):
     rows = [{"value": 0.01234, "unit": "s", "ratio": {"b": 1.708}, "of_limit": 0.854, "tokens_per_s": 4310.0}]
     rows += [{"value": 3.2e9, "unit": "B", "ratio": {}, "of_limit": None, "bytes_per_parameter": 16.04}]
@@ -133,7 +168,8 @@ def test_a_figure_without_its_file_is_found(tmp_path):
         "12.4 ms", "1.72 times as fast", "12.3 GB/s", "3x", "72% faster", "4,311 tok/s", "17 s a step", "12–13 ms",
         "12 to 13 ms", "4.4k tokens/s", "13 milliseconds", "12 seconds", "9 s", "3 minutes", "2 hours", "1.8-fold",
         "1.8 times higher", "1.8 times the throughput", "84%", "84 percent", "84 % of", "30% lower", "3.3 GB",
-        "3.2 GiB", "2.0 GiB/s", "900 GFLOPS", "16.1 bytes per parameter", "1.8 times",
+        "3.2 GiB", "2.0 GiB/s", "900 GFLOPS", "16.1 bytes per parameter", "1.8 times", "2.5X", "0.3 msec", "1.5 secs",
+        "3.4 Gbps", "80 samples/s", "2,000 steps/s", "4.2 it/s", "50 TFLOP",
     ):  # fmt: skip
         assert unsupported(f"It is {other} there, see benchmarks/results/a.json.", tmp_path) == [other]
     assert unsupported("It takes 12.3 ms.\n\nSee benchmarks/results/a.json.", tmp_path) == ["12.3 ms"]
@@ -142,7 +178,7 @@ def test_a_figure_without_its_file_is_found(tmp_path):
     for claim in (
         "twice as fast", "three times faster", "half the memory", "tenfold faster", "double the throughput",
         "halves the time", "an order of magnitude faster", "factor of two", "factor of 1.7", "a third of the time",
-        "twice DeepSpeed's",
+        "twice DeepSpeed's", "five-fold faster", "five-fold",
     ):  # fmt: skip
         assert unsupported(f"It is {claim} here.") == [claim]
     for other in (
