@@ -69,4 +69,4 @@ $(INSTALLED): $(INPUTS)
 
 # DeepSpeed compiles its parts at their first use: here, so that no benchmark waits. What is missing, the benchmarks say.
 $(PEERS): $(INSTALLED)
-	@DS_BUILD_OPS=0 $(PIP) deepspeed && $(BIN)/python benchmarks/peers.py && touch $@ || echo "DeepSpeed could not be installed: its rows will be empty"
+	@DS_BUILD_OPS=0 PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) --no-build-isolation -e '.[bench]' && $(BIN)/python benchmarks/peers.py && touch $@ || echo "DeepSpeed could not be installed: its rows will be empty"

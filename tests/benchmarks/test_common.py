@@ -3,11 +3,13 @@
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import psutil
@@ -331,6 +333,19 @@ def _has_ended(process):
 def test_a_room_that_does_not_answer_is_given_up():
     with Room(ranks=1) as room, pytest.raises(RoomFailed, match="no answer in time"):
         room.ask(timeout=0.0, do="time", system="nothing", steps=1)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_bench_installs_what_the_project_says_that_benchmarks_need(tmp_path):
+    (tmp_path / ".installed").touch()
+    command = ["make", "--dry-run", "bench", f"VENV={tmp_path}"]
+    said = subprocess.run(command, cwd=bench.ROOT, capture_output=True, text=True, check=True).stdout
+    (installs,) = (line for line in said.splitlines() if "-m pip" in line)
+    assert "-c constraints.txt --no-build-isolation -e '.[bench]' && " in installs
+    extras = tomllib.loads((bench.ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    pinned = (bench.ROOT / "constraints.txt").read_text()
+    for requirement in extras["bench"]:
+        assert f"\n{re.split('[<>=]', requirement)[0]}==" in pinned
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
