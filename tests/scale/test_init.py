@@ -262,8 +262,12 @@ def test_a_context_works_again() -> None:
         assert part_of(model.weight) is not None
 
 
-def test_ranks_release_alike_when_one_of_them_holds_a_weights_memory() -> None:
-    """As a backend does for a moment after a gather, and garbage does until it is collected."""
+@pytest.mark.parametrize("holder", [0, 1])
+def test_ranks_release_alike_when_one_of_them_holds_a_weights_memory(holder: int) -> None:
+    """As a backend does for a moment after a gather, and garbage does until it is collected.
+
+    The first rank's values are used, so that edits of what others hold are none.
+    """
     plain = Drawn(0)
 
     def body(comm: Comm) -> dict[str, torch.Tensor]:
@@ -272,12 +276,12 @@ def test_ranks_release_alike_when_one_of_them_holds_a_weights_memory() -> None:
             model = Drawn(comm.rank)
             with torch.no_grad():
                 model.layers[0].weight.mul_(1.0)
-            held = model.layers[0].weight.data if comm.rank == 1 else None
+            held = model.layers[0].weight.data if comm.rank == holder else None
             with torch.no_grad():
                 model.layers[1].weight.mul_(1.0)
                 model.layers[2].weight.mul_(1.0)
             wholes = [part_of(layer.weight).whole for layer in model.layers]
-            assert wholes == [True, False, True], "what one rank holds stays whole on all"
+            assert wholes == [holder == 0, False, True], "what the first rank holds stays whole on all"
             del held
             with torch.no_grad():
                 model.layers[1].weight.mul_(1.0)
@@ -285,6 +289,40 @@ def test_ranks_release_alike_when_one_of_them_holds_a_weights_memory() -> None:
         assert len(set(map(str, comm.gather_objects(dict(comm.traffic.calls))))) == 1
         return whole(model)
 
+    for values in run_ranks(2, body):
+        assert_same(values, dict(plain.named_parameters()))
+
+
+def test_what_is_written_whole_is_not_fetched_before() -> None:
+    """And what several parameters of a module have to say is said at once."""
+
+    def body(comm: Comm) -> dict[str, torch.Tensor]:
+        with wherry.Init(STAGE3, mesh=comm):
+            model = Drawn(comm.rank)
+            comm.traffic.clear()
+            drawn = torch.Generator().manual_seed(7 + comm.rank)
+            for layer in model.layers:
+                nn.init.normal_(layer.weight, generator=drawn)
+                with torch.no_grad():
+                    layer.bias.zero_()
+            assert "all_gather" not in comm.traffic.calls
+            with pytest.raises(ValueError, match="in and fan out"):
+                nn.init.xavier_uniform_(model.layers[0].bias)
+            with pytest.raises(RuntimeError, match="leaf"):
+                model.layers[1].weight.fill_(1.0)
+            assert not part_of(model.layers[0].bias).whole and not part_of(model.layers[1].weight).whole
+            with torch.no_grad():
+                model.layers[2].weight.copy_(model.layers[2].weight * 2)
+                model.layers[1].weight.copy_(model.layers[1].weight)
+        assert comm.traffic.calls["broadcast"] <= 3 * len(model.layers) + 3, comm.traffic.calls
+        return whole(model)
+
+    plain, drawn = Drawn(0), torch.Generator().manual_seed(7)
+    for layer in plain.layers:
+        nn.init.normal_(layer.weight, generator=drawn)
+        nn.init.zeros_(layer.bias)
+    with torch.no_grad():
+        plain.layers[2].weight.mul_(2)
     for values in run_ranks(2, body):
         assert_same(values, dict(plain.named_parameters()))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from wherry.observe.log import say
 from wherry.parallel import topology as topologies
 from wherry.parallel.comm import Comm
 from wherry.placement import Tier
-from wherry.sharding.parts import PART, Lease, Part, part_of, source_of
+from wherry.sharding.parts import PART, Lease, Part, agree_on, part_of, source_of
 from wherry.tiers.elastic import Heap
 
 if TYPE_CHECKING:
@@ -46,6 +47,9 @@ _DRAWS = frozenset(
     getattr(torch.Tensor, name)
     for name in ("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_")
 )
+
+# And all that write every element of one, and read none.
+_FILLS = _DRAWS | {torch.Tensor.copy_, torch.Tensor.fill_, torch.Tensor.zero_}
 
 _active = threading.local()
 _lock = threading.Lock()
@@ -173,23 +177,39 @@ class Init:
         """Whatever is whole becomes a part now, for somebody who is about to gather it by name."""
         self._release_all(aliased=True)
 
-    def touch(self, parts: list[Part]) -> None:
-        """Parameters are about to be read or written: they are made whole, and earlier ones released."""
+    def touch(self, parts: list[Part], written: Part | None = None) -> bool:
+        """Parameters are about to be read or written: they are made whole, and earlier ones released.
+
+        Of the one of which every element is `written`, and none is read, no values are fetched. Whether that was so.
+        """
         now = {part.parameter for part in parts}
         if any(not part.whole for part in parts):
             self._release_all(but=now)
+        opened = False
         for part in parts:
             if not part.whole:
-                part.gather()
+                if part is written:
+                    part.open()
+                    opened = True
+                else:
+                    part.gather()
                 self._whole[part.parameter] = self._module or nn.Module()
+        return opened
+
+    def untouch(self, part: Part) -> None:
+        """It was not written after all: it is what it was before."""
+        part.leave()
+        self._whole.pop(part.parameter, None)
 
     def _release_all(
         self, but: set[nn.Parameter] | frozenset[nn.Parameter] = frozenset(), *, aliased: bool = False
     ) -> None:
         """Release what is whole; what somebody else holds the memory of waits, unless `aliased`."""
         parts = {parameter: self._part(parameter) for parameter in self._whole if parameter not in but}
-        held = set() if aliased else self._held(list(parts.values()))
-        self._heap.freed(sum(part.release() for part in parts.values() if part not in held))
+        held, agreed = agree_on(list(parts.values()), self.comm, self.device)
+        if aliased:
+            held = set()
+        self._heap.freed(sum(part.release(agreed=part in agreed) for part in parts.values() if part not in held))
         self._whole = {p: module for p, module in self._whole.items() if p in but or parts[p] in held}
 
     def _part(self, parameter: nn.Parameter) -> Part:
@@ -198,20 +218,6 @@ class Init:
             part = Part(parameter, self.comm, self.device, self._rests_on, self._folder, self._lease)
             parameter.__dict__[PART] = part
         return part
-
-    def _held(self, parts: list[Part]) -> set[Part]:
-        """The parts whose memory somebody else holds, on any rank.
-
-        Ranks differ in this: a backend may hold what it has just gathered for a moment longer, and garbage is collected
-        when it is. Each rank by itself would release others than its peers.
-        """
-        held = [part.aliased() for part in parts]
-        if parts and self.comm.size > 1:
-            with torch._C.DisableTorchFunction():
-                anywhere = torch.tensor(held, dtype=torch.float32, device=self.device)
-                self.comm.all_reduce(anywhere, "max", label="Init").wait()
-                held = [bool(flag) for flag in anywhere.tolist()]
-        return {part for part, flag in zip(parts, held, strict=True) if flag}
 
 
 class _Touch(TorchFunctionMode):
@@ -229,9 +235,25 @@ class _Touch(TorchFunctionMode):
             if len(parts) < len(parameters):
                 for parameter in parameters:
                     self.init.fill(parameter)
-            if parts:
-                self.init.touch(parts)
+            written = _written(func, args, kwargs, parts)
+            if parts and self.init.touch(parts, written):
+                assert written is not None
+                try:
+                    return func(*args, **kwargs)
+                except BaseException:
+                    self.init.untouch(written)
+                    raise
         return func(*args, **kwargs)
+
+
+def _written(func: Any, args: Any, kwargs: Any, parts: Sequence[Part]) -> Part | None:
+    """Of what part's parameter a function writes every element, and reads none."""
+    fills = getattr(func, "__module__", None) == nn.init.__name__ and func.__name__.endswith("_")
+    if not fills and func not in _FILLS:
+        return None
+    target = args[0] if args else kwargs.get("tensor")
+    part = part_of(target) if isinstance(target, nn.Parameter) else None
+    return part if sum(other is part for other in parts) == 1 else None
 
 
 class _Shapes(TorchFunctionMode):

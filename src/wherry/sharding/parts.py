@@ -24,6 +24,8 @@ OWNER = "_wherry_placeholder_of"
 # Bytes of a parameter that travel at a time on the host. Among more than a few ranks gloo gathers through a copy, in
 # threads whose heaps keep what they have freed: of a large embedding that would be another one.
 PIECE = 1 << 20
+# Bytes of a parameter that travels with others, when several are released at once.
+SMALL = 1 << 13
 
 
 def allocate(numel: int, dtype: torch.dtype, device: torch.device, folder: str | None) -> torch.Tensor:
@@ -88,8 +90,11 @@ class Part:
         return -(-numel // self.comm.size)
 
     @torch.no_grad()
-    def release(self, source: int = 0) -> int:
-        """Keep this rank's part of `source`'s values, and let go of the rest. Returns the bytes of memory let go of."""
+    def release(self, source: int = 0, *, agreed: bool = False) -> int:
+        """Keep this rank's part of `source`'s values, and let go of the rest. Returns the bytes of memory let go of.
+
+        `agreed`: the parameter has these values already.
+        """
         if not self.whole:
             return 0
         alone = self.comm.size == 1 and self.folder is None and not self.aliased()
@@ -98,7 +103,8 @@ class Part:
             self.shape, self.dtype = value.shape, value.dtype
             self.whole_on = value.device
             flat = value.to(self.device).contiguous().view(-1)
-            self.comm.broadcast(flat, source).wait()
+            if not agreed:
+                self.comm.broadcast(flat, source).wait()
             own = flat.data_ptr() == value.data_ptr() and value.untyped_storage().nbytes() == value.nbytes
             # A rank by itself keeps all of it, where it is.
             kept = alone and own and value.device == self.rests_on
@@ -186,10 +192,26 @@ class Part:
             self.parameter.data = value.to(self.whole_on)
         self.whole = True
 
+    def open(self) -> None:
+        """Make the parameter whole for somebody who writes all of it and reads nothing: what it holds is not said."""
+        if self.whole:
+            return
+        with torch._C.DisableTorchFunction():
+            self.parameter.data = torch.empty(self.shape, dtype=self.dtype, device=self.whole_on)
+        self.whole = True
+
     def leave(self) -> None:
         """Let go of the whole parameter, and of what was done to it since it was gathered. No other rank takes part."""
         if self.whole:
             self._show_placeholder()
+
+    def bytes_of(self) -> torch.Tensor | None:
+        """The memory of the whole parameter, if it is few bytes in a row."""
+        with torch._C.DisableTorchFunction():
+            value = self.parameter.data
+            if not self.whole or value.nbytes > SMALL or not value.is_contiguous():
+                return None
+            return value.view(-1).view(torch.uint8)
 
     def aliased(self) -> bool:
         """Whether somebody else holds the parameter's memory, as by `data = parameter.data`."""
@@ -199,6 +221,35 @@ class Part:
             storage = self.parameter.untyped_storage()
             # One for the parameter, one for the object that asks.
             return torch._C._storage_Use_Count(storage._cdata) > 2
+
+
+@torch.no_grad()
+def agree_on(parts: Sequence[Part], comm: Comm, device: torch.device) -> tuple[set[Part], set[Part]]:
+    """Rank 0 says whose memory somebody else holds; small parameters, of which nobody does, get its values by the way.
+
+    What somebody holds is a question of the program, which is one on all ranks; but a backend may hold what it has just
+    gathered for a moment longer, and garbage is collected when it is. Each rank by itself would release others than its
+    peers.
+
+    Returns those that are held, and those that have rank 0's values.
+    """
+    held = [part.aliased() for part in parts]
+    if not parts or comm.size == 1:
+        return {part for part, flag in zip(parts, held, strict=True) if flag}, set()
+    small = {part: memory for part in parts if (memory := part.bytes_of()) is not None}
+    with torch._C.DisableTorchFunction():
+        flags = torch.tensor(held, dtype=torch.uint8)
+        message = torch.cat([flags, *(memory.to("cpu") for memory in small.values())]).to(device)
+        comm.broadcast(message, label="Init").wait()
+        message = message.to("cpu")
+        held = [bool(flag) for flag in message[: len(parts)].tolist()]
+        here = {part for part, flag in zip(parts, held, strict=True) if flag}
+        begin = len(parts)
+        for part, memory in small.items():
+            if part not in here:
+                memory.copy_(message[begin : begin + memory.numel()])
+            begin += memory.numel()
+    return here, set(small) - here
 
 
 def _copied(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
