@@ -106,7 +106,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
                     bench.spread_words(row),
                     f"{row['of_limit']:.2f} {row['bound_by']}",
                     f"{peak['value'] / 1e6:,.0f}",
-                    systems.loss_words(row["loss_difference"]),
+                    systems.loss_words(row["loss_difference"], case["dtype"]),
                     bench.ratio_words(row, peer) if row["system"].startswith("wherry") else "",
                 ]
             )

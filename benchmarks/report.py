@@ -68,7 +68,14 @@ def _states_a_second(row: Row) -> str:
 
 
 _TOKENS = Column("tokens/s", _of("tokens_per_s", _count))
-_LOSSES = Column("losses", _of("loss_difference", systems.loss_words))
+
+
+def _losses(row: Row) -> str:
+    difference = row.get("loss_difference")
+    return "" if difference is None else systems.loss_words(difference, row["case"].get("dtype", "fp32"))
+
+
+_LOSSES = Column("losses", _losses)
 _BOUND = Column("bound by", _of("bound_by", str))
 _GPU = (
     _TOKENS,

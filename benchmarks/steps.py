@@ -196,7 +196,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
                     bench.spread_words(row),
                     f"{row['tokens_per_s']:,.0f}",
                     f"{peaks[model, ranks, row['system']]['value'] / 1e6:,.0f}",
-                    systems.loss_words(row["loss_difference"]),
+                    systems.loss_words(row["loss_difference"], row["case"]["dtype"]),
                     bench.ratio_words(row, "ddp"),
                     bench.ratio_words(row, _peer(row["system"])),
                 ]

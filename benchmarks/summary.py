@@ -47,7 +47,15 @@ def is_peer(system: str) -> bool:
 
 def same_work(row: Row) -> bool:
     """DeepSpeed's bf16 host optimizer keeps no master; and what it reads is counted behind the system's cache."""
-    return "DeepSpeedCPUAdam bf16" not in row["system"] and row["case"].get("measure") != "read"
+    other = "DeepSpeedCPUAdam bf16" in row["system"] or row["case"].get("measure") == "read"
+    return not other and same_training(row)
+
+
+def same_training(row: Row) -> bool:
+    """Whether a row has plain PyTorch's losses, if it has any."""
+    difference = row.get("loss_difference")
+    # Files of a GPU do not name their dtype, which is bf16.
+    return difference is None or systems.same_losses(difference, row["case"].get("dtype", "bf16"))
 
 
 def times(row: Row, rows: Sequence[Row]) -> float | None:
@@ -73,6 +81,7 @@ def _ours_beside(row: Row, rows: Sequence[Row]) -> list[Row]:
         and is_wherry(other["system"])
         and other["reason"] is None
         and not other["system"].endswith(_OTHER_WORK)
+        and same_training(other)
     ]
     whole = [other for other in ours if other["system"] == _WHOLE_IMPORT]
     first = row["system"].split(" ")[0]
@@ -244,7 +253,9 @@ def _ahead(results: Sequence[Result], titles: Mapping[str, str]) -> str:
     lines = ["| beside DeepSpeed and FSDP2 | rows | Wherry is ahead in | median | file |", "|---|--:|--:|--:|---|"]
     behind: list[str] = []
     absent: dict[str, None] = {}
+    strayed: list[str] = []
     for result in results:
+        strayed += _strayed(result, titles[result["benchmark"]])
         found = list(_comparisons(result))
         absent |= dict.fromkeys(_absent(result))
         if not found:
@@ -266,9 +277,22 @@ def _ahead(results: Sequence[Result], titles: Mapping[str, str]) -> str:
             "DDP has everything on every rank and partitions nothing. Beside it stage 0, which does the same, is ahead "
             f"in {count} of {len(beside_ddp)} rows, with a median of {middle}."
         )
+    if strayed:
+        words = "Rows of peers that trained something else, by losses that are not plain PyTorch's, and count nowhere:"
+        shown.append(f"{words}\n\n" + "\n".join(strayed))
     if absent:
         shown.append("Rows that peers do not have:\n\n" + "\n".join(f"- {words}" for words in absent))
     return "\n\n".join(shown)
+
+
+def _strayed(result: Result, title: str) -> Iterator[str]:
+    """A line for each peer that trained something else, with the cases and how far off it was."""
+    cases: dict[str, list[str]] = {}
+    for row in result["rows"]:
+        if is_peer(row["system"]) and row["reason"] is None and not same_training(row):
+            cases.setdefault(row["system"], []).append(f"{case_words(row['case'])} ({row['loss_difference']:.0e} off)")
+    for system, words in cases.items():
+        yield f"- {title} in {_link(result)}, `{system}`: {'; '.join(words)}"
 
 
 # Cases in which a peer that ran in others could not are named, if they are so few.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -84,6 +86,39 @@ def test_fsdp2_reduces_gradients_once_in_a_window() -> None:
     window = [("reduce", False), ("shard", False)] * 2 + [("reduce", True), ("shard", True)]
     assert said_in_a_step(accumulation=3) == window
     assert said_in_a_step() == []
+
+
+def test_ddp_reduces_gradients_once_in_a_window() -> None:
+    class Copies(nn.Linear):
+        inside = False
+        said: ClassVar[list[bool]] = []
+
+        def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            result = super().forward((ids - labels).float()).mean()
+            result.register_hook(lambda gradient: self.said.append(self.inside))  # in the backward
+            return result
+
+        @contextmanager
+        def no_sync(self) -> Iterator[None]:
+            self.inside = True
+            yield
+            self.inside = False
+
+    model, ids = Copies(4, 1), torch.arange(24).reshape(6, 4)
+    systems.Replicated(model, replace(steps.MODELS["tiny"], accumulation=3)).step(ids, ids + 1)
+    systems.Replicated(model, steps.MODELS["tiny"]).step(ids, ids + 1)
+    assert model.said == [True, True, False, False]
+
+
+def test_deepspeed_keeps_gradients_in_memory_that_it_would_not_read_from_disk() -> None:
+    small, large = steps.MODELS["10m"], steps.MODELS["125m"]
+    place = systems.PLACES["3-nvme"]
+    assert small.hidden // 2 * 4 % systems.SECTOR != 0  # a bias is no whole number of sectors
+    told = systems.right_gradients(place, small, 2)["aio"]["block_size"]
+    partitions = [weight.numel() * 4 // 2 for weight in small.model().parameters()]
+    assert max(partitions) < told < 4 * small.parameters // 2 // systems.GROUPED.groups  # states rest on disk
+    assert systems.right_gradients(place, small, 1) == systems.right_gradients(place, large, 2) == {}
+    assert systems.right_gradients(systems.PLACES["3-cpu"], small, 2) == {}
 
 
 def test_the_aim_counts_states_on_disk_alone() -> None:

@@ -287,6 +287,25 @@ def test_the_first_minute_tells_what_is_reached_and_what_is_not(tmp_path):
     assert "- `deepspeed-3`: not here" in text
 
 
+def test_a_peer_that_trained_something_else_counts_nowhere():
+    def rows(dtype, **off):
+        case = {"dtype": dtype, "measure": "step", "clip": 1.0}
+        found = [bench.row(case, "wherry-3-nvme before_use", "s", [0.4], loss_difference=off.get("ours", 0.0))]
+        return [*found, bench.row(case, "deepspeed-3-nvme", "s", [1.0], loss_difference=off.get("theirs", 0.0))]
+
+    def shown(*rows):
+        text, _ = report.page([result_of("offload_step", list(rows))])
+        return text[: text.index("## Steps with states")], text[text.index("## Steps with states") :]
+
+    summarized, table = shown(*rows("fp32", theirs=0.002), *rows("bf16", theirs=0.002))
+    assert "| 2× | 2.50× | 1 of 1 |" in summarized
+    assert "`deepspeed-3-nvme`: fp32, step, clip 1 (2e-03 off)\n" in summarized
+    assert "| 1.00 s | once |  |  | 2e-03 off |" in table and "| 1.00 s | once |  | 2.50× | same |" in table
+    summarized, _ = shown(*rows("bf16", theirs=0.02), *rows("fp32", ours=0.02))
+    assert "step with optimizer and parameters on disk, beside DeepSpeed's | 2× | not measured |" in summarized
+    assert "trained something else" not in shown(*rows("fp32"))[0]
+
+
 def test_the_first_minute_has_every_machine_that_was_quiet():
     def file(cpu, seconds, idle):
         case = {"measure": "step"}

@@ -160,6 +160,8 @@ def test_steps(tmp_path, capsys, no_deepspeed):
 def test_a_wrong_result_is_not_called_the_same():
     assert systems.loss_words(3e-6) == "same"
     assert systems.loss_words(0.01) == "1e-02 off"
+    assert [systems.loss_words(0.002, dtype) for dtype in ("fp32", "bf16")] == ["2e-03 off", "same"]
+    assert systems.loss_words(0.011, "bf16") == "1e-02 off"
 
 
 @pytest.fixture
