@@ -33,37 +33,41 @@ from wherry.tiers.tickets import DONE, Ticket
 FOLDER = Path(__file__).parent
 EXPECTED = FOLDER / "expected.json"
 STAGES = (0, 1, 2, 3)
+OFFLOADED_STAGES = (2, 3)
 RANKS = 2
 WARMUP = 3
+# bf16 with masters on the host, which steps after so many micro-batches.
+MICROS = 2
+OFFLOADED = {"bf16": {"enabled": True}, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
 # Elements that kernels.cpp runs over.
 ELEMENTS = 4 * 32768
 # valgrind knows no AVX-512.
 COUNTED_ISAS = ("avx2", "portable")
 
 
-def _engine(stage: int, comm: Comm, model: torch.nn.Module) -> Any:
-    return wherry.initialize(
-        model=model, optimizer=adamw(model.parameters()), config=settings(stage, 1, 0.5), mesh=comm
-    )[0]
+def _engine(stage: int, comm: Comm, model: torch.nn.Module, *, offloaded: bool = False) -> Any:
+    config = settings(stage, MICROS, 0.5, OFFLOADED) if offloaded else settings(stage, 1, 0.5)
+    return wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=config, mesh=comm)[0]
 
 
-def _step(engine: Any, step: int, rank: int) -> None:
-    engine.backward(engine(*token_batch(step, 0, rank)))
-    engine.step()
+def _step(engine: Any, step: int, rank: int, *, offloaded: bool = False) -> None:
+    for micro in range(MICROS if offloaded else 1):
+        engine.backward(engine(*token_batch(step, micro, rank)))
+        engine.step()
 
 
 # Collectives and bytes.
 
 
-def collectives(stage: int) -> dict[str, Any]:
+def collectives(stage: int, *, offloaded: bool = False) -> dict[str, Any]:
     """Calls and bytes of one step of each of two ranks; they are alike."""
     model = make_model()
 
     def body(comm: Comm) -> dict[str, Any]:
-        engine = _engine(stage, comm, copy.deepcopy(model))
+        engine = _engine(stage, comm, copy.deepcopy(model), offloaded=offloaded)
         for step in range(WARMUP):
             comm.traffic.clear()
-            _step(engine, step, comm.rank)
+            _step(engine, step, comm.rank, offloaded=offloaded)
         engine.settle()
         found = {"calls": dict(sorted(comm.traffic.calls.items())), "bytes": dict(sorted(comm.traffic.bytes.items()))}
         engine.close()
@@ -106,7 +110,7 @@ class SilentComm(Comm):
         return None
 
 
-def python_calls(stage: int, ranks: int = RANKS) -> int:
+def python_calls(stage: int, ranks: int = RANKS, *, offloaded: bool = False) -> int:
     """Calls of Wherry's own Python functions in one step of the first of so many ranks."""
     folder = str(Path(wherry.__file__).parent)
     count = 0
@@ -123,7 +127,7 @@ def python_calls(stage: int, ranks: int = RANKS) -> int:
         finally:
             sys.setprofile(None)
 
-    _on_the_first(ranks, stage, run)
+    _on_the_first(ranks, stage, run, offloaded=offloaded)
     return count
 
 
@@ -146,15 +150,17 @@ def allocations(stage: int) -> int:
     return seen[0] - _allocated(lambda: plain(WARMUP))
 
 
-def _on_the_first(ranks: int, stage: int, run: Callable[[Callable[[], None]], None]) -> None:
+def _on_the_first(
+    ranks: int, stage: int, run: Callable[[Callable[[], None]], None], *, offloaded: bool = False
+) -> None:
     model = make_model()
-    engine = _engine(stage, SilentComm(0, ranks), model)
+    engine = _engine(stage, SilentComm(0, ranks), model, offloaded=offloaded)
     for step in range(WARMUP):
-        _step(engine, step, 0)
+        _step(engine, step, 0, offloaded=offloaded)
     engine.settle()
 
     def step() -> None:
-        _step(engine, WARMUP, 0)
+        _step(engine, WARMUP, 0, offloaded=offloaded)
         engine.settle()
 
     run(step)
@@ -220,6 +226,8 @@ def count() -> dict[str, Any]:
         "collectives": {str(stage): collectives(stage) for stage in STAGES},
         "python_calls": {str(stage): python_calls(stage) for stage in STAGES},
         "python_calls_alone": {str(stage): python_calls(stage, ranks=1) for stage in STAGES},
+        "collectives_offloaded": {str(stage): collectives(stage, offloaded=True) for stage in OFFLOADED_STAGES},
+        "python_calls_offloaded": {str(stage): python_calls(stage, offloaded=True) for stage in OFFLOADED_STAGES},
         "allocations": {str(stage): allocations(stage) for stage in STAGES},
     }
     if cannot_count_instructions() is None:

@@ -29,10 +29,23 @@ def test_collectives_and_bytes(stage: int) -> None:
     assert counts.collectives(stage) == EXPECTED["collectives"][str(stage)], HOW
 
 
+@pytest.mark.parametrize("stage", counts.OFFLOADED_STAGES)
+def test_collectives_and_bytes_of_a_window_with_states_on_the_host(stage: int) -> None:
+    assert counts.collectives(stage, offloaded=True) == EXPECTED["collectives_offloaded"][str(stage)], HOW
+
+
 @pytest.mark.parametrize(("ranks", "key"), [(counts.RANKS, "python_calls"), (1, "python_calls_alone")])
 @pytest.mark.parametrize("stage", counts.STAGES)
 def test_calls_of_python(stage: int, ranks: int, key: str) -> None:
-    seen, stored = counts.python_calls(stage, ranks), EXPECTED[key][str(stage)]
+    _no_more_calls(counts.python_calls(stage, ranks), EXPECTED[key][str(stage)])
+
+
+@pytest.mark.parametrize("stage", counts.OFFLOADED_STAGES)
+def test_calls_of_python_in_a_window_with_states_on_the_host(stage: int) -> None:
+    _no_more_calls(counts.python_calls(stage, offloaded=True), EXPECTED["python_calls_offloaded"][str(stage)])
+
+
+def _no_more_calls(seen: int, stored: int) -> None:
     # A few calls depend on which rank comes first to a collective.
     slack = 1.01 if SAME_PYTHON and SAME_TORCH else SLACK
     assert 0 < seen <= slack * stored, f"{seen} calls in a step, {stored} before; {HOW}"
