@@ -1,15 +1,16 @@
 """What an engine adds to a training step: python benchmarks/overhead.py [--quick].
 
 A model so small (4 layers of width 64) that computing it costs next to nothing, on one core for each rank, beside the
-same model in plain PyTorch. The difference is the engine's own time. Systems share a process and are measured in turn;
-DeepSpeed has another process, with plain PyTorch in it too, and the differences are compared.
+same model in plain PyTorch. The difference is the engine's own time. Systems share a process and are measured in turn,
+each between two halves of as many steps of plain PyTorch: a difference so small is lost in what a machine does within
+seconds. DeepSpeed has another process, with plain PyTorch in it too, and the differences are compared.
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,13 @@ WARMUP = 10
 CALLS_OVER = 5
 # Functions in a profile.
 SHOWN = 40
-# Every unit travels at stage 3, as far as the number of ranks lets it: a model this small would stay whole otherwise.
+# Every unit travels at stage 3, as far as the number of ranks lets it: a model this small would stay whole otherwise,
+# by DeepSpeed's default as by ours.
 TINY = Recipe(layers=4, hidden=64, heads=4, sequence=32, vocabulary=64, batch=2, length=16, clip=0.0, persistence=0)
+
+
+# Of an engine, and of plain PyTorch beside it: microseconds of a step, and of the processor in it.
+Turn = tuple[tuple[float, float], tuple[float, float]]
 
 
 class Rooms:
@@ -99,6 +105,15 @@ class Rooms:
         wall = statistics.median(max(step) for step in zip(*(a["seconds"] for a in answers), strict=True))
         return 1e6 * wall, 1e6 * answers[0]["cpu_seconds"]
 
+    def beside_plain_us(self, place: tuple[int, str], steps: int) -> Turn | None:
+        """An engine's, between two halves of as many steps of plain PyTorch in its room. None where that has failed."""
+        plain, half = (place[0], BASES[0]), (steps + 1) // 2
+        before, own, after = self.step_us(plain, half), self.step_us(place, steps), self.step_us(plain, half)
+        if before is None or own is None or after is None:
+            return None
+        wall, cpu = (statistics.fmean(pair) for pair in zip(before, after, strict=True))
+        return own, (wall, cpu)
+
     def calls(self, place: tuple[int, str]) -> dict[str, Any] | None:
         """Of a step, by what is called. None where the room has failed."""
         answers = self._ask(place, do="calls", steps=CALLS_OVER)
@@ -133,7 +148,10 @@ def _oracle() -> list[float]:
 
 def measure(rooms: Rooms, rounds: int, steps: int) -> list[bench.Row]:
     """For each system that was asked for a row with its step, and for each engine one with what it adds to plain."""
-    subjects = {f"{index} {name}": partial(rooms.step_us, (index, name), steps) for index, name in rooms.places()}
+    subjects: dict[str, Callable[[], Any]] = {
+        f"{index} {name}": partial(rooms.step_us if name in BASES else rooms.beside_plain_us, (index, name), steps)
+        for index, name in rooms.places()
+    }
     taken = bench.interleave(subjects, rounds, "overhead")
     seen = {place: rooms.calls(place) for place in rooms.places()}
     # Without those of a room that has failed meanwhile.
@@ -156,13 +174,17 @@ def measure(rooms: Rooms, rounds: int, steps: int) -> list[bench.Row]:
         if name not in BASES or rooms.ranks == 1:
             pairs = zip(rooms.losses[index, name], rooms.oracle, strict=True)
             facts["loss_difference"] = max(abs(a - b) / abs(b) for a, b in pairs)
-        own = times[f"{index} {name}"]
-        row = bench.row(_case("step", rooms.ranks), name, "us", [wall for wall, _ in own], **facts)
-        if name != BASES[0]:
-            row["of_limit"] = bench.paired_ratio([wall for wall, _ in times[f"{index} {BASES[0]}"]], row["values"])
-        rows.append(row)
-        if name not in BASES:
-            rows.append(_over(times, index, name, rooms.ranks, facts))
+        case, own = _case("step", rooms.ranks), times[f"{index} {name}"]
+        if name in BASES:
+            row = bench.row(case, name, "us", [wall for wall, _ in own], **facts)
+            if name != BASES[0]:
+                row["of_limit"] = bench.paired_ratio([wall for wall, _ in times[f"{index} {BASES[0]}"]], row["values"])
+            rows.append(row)
+            continue
+        row = bench.row(case, name, "us", [mine[0] for mine, _ in own], **facts)
+        row["of_limit"] = bench.paired_ratio([plain[0] for _, plain in own], row["values"])
+        default = [wall for wall, _ in times[f"{index} {BASES[1]}"]]
+        rows += [row, _over(own, default, name, rooms.ranks, facts)]
     for name, reason in rooms.missing.items():
         rows += [bench.row(_case(of, rooms.ranks), name, "us", reason=reason) for of in ("step", "over plain")]
     bench.compare(rows)
@@ -174,18 +196,18 @@ def _case(measure: str, ranks: int) -> dict[str, Any]:
 
 
 def _over(
-    times: Mapping[str, Sequence[tuple[float, float]]], index: int, name: str, ranks: int, facts: Mapping[str, Any]
+    turns: Sequence[Turn], default: Sequence[float], name: str, ranks: int, facts: Mapping[str, Any]
 ) -> bench.Row:
-    """What an engine adds to a step of plain PyTorch in its room, round by round."""
-    own = times[f"{index} {name}"]
-    over = {base: list(zip(own, times[f"{index} {base}"], strict=True)) for base in BASES}
+    """What an engine adds to the steps of plain PyTorch beside it, and to those with `AdamW()` of the same round."""
+    processor = bench.Summary.of([own[1] - plain[1] for own, plain in turns])
     return bench.row(
         _case("over plain", ranks),
         name,
         "us",
-        [mine[0] - its[0] for mine, its in over[BASES[0]]],
-        over_default_us=statistics.median(mine[0] - its[0] for mine, its in over[BASES[1]]),
-        cpu_us=statistics.median(mine[1] - its[1] for mine, its in over[BASES[0]]),
+        [own[0] - plain[0] for own, plain in turns],
+        over_default_us=statistics.median(own[0] - wall for (own, _), wall in zip(turns, default, strict=True)),
+        cpu_us=processor.median,
+        cpu_spread=processor.spread if processor.count > 1 else None,
         **facts,
     )
 
@@ -245,9 +267,7 @@ def profile(name: str, ranks: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = bench.parser("overhead", __doc__ or "")
-    parser.add_argument(
-        "--systems", type=bench.listed(ENGINES), default=list(ENGINES), help="with commas between them"
-    )
+    parser.add_argument("--systems", type=bench.listed(ENGINES), default=list(ENGINES), help="with commas between them")
     parser.add_argument("--ranks", type=bench.positives, default=[1], help="numbers of ranks, over gloo (default: 1)")
     parser.add_argument("--rounds", type=bench.positive, help="times that every system is measured")
     parser.add_argument("--steps", type=bench.positive, help="steps in one measure")

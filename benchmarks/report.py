@@ -61,6 +61,14 @@ def _per_parameter(row: Row) -> str:
     return f"{1e9 * value:.2f} ns" if row["unit"] == "s" else f"{value:.1f} B"
 
 
+def _processor(row: Row) -> str:
+    """What is added of processor time."""
+    if row.get("cpu_us") is None:
+        return ""
+    spread = row.get("cpu_spread")
+    return f"{row['cpu_us']:,.0f} µs" + ("" if spread is None else f", spread {100 * spread:.0f}%")
+
+
 def _states_a_second(row: Row) -> str:
     if row["case"]["measure"] == "stall" or "states_bytes" not in row:
         return ""
@@ -127,10 +135,15 @@ SECTIONS: dict[str, Section] = {
         "Overhead of an engine",
         "Four layers of width 64 on one core for each rank. `over plain` is what a system adds to a step of plain "
         "PyTorch with fused AdamW: what is above the limit. Wherry updates with kernels of its own and the others with "
-        "torch's, so what it adds is its engine's time less what these save, and may be below zero.",
+        "torch's, so what it adds is its engine's time less what these save, and may be below zero. On one rank it is "
+        "less than a machine's unrest within seconds, as its spread tells: `processor` is the same in processor time, "
+        "which others' work disturbs less, and by which the aim is counted. On several ranks waiting for each other is "
+        "in the one and not in the other. At stage 3 all are told to leave nothing whole (persistence 0): by default "
+        "the weights of a model this small would stay whole, and nothing would be gathered.",
         "plain PyTorch with fused AdamW on the same core",
         (
             _LOSSES,
+            Column("processor", _processor),
             Column("calls of Python above plain", _of("python_calls_over_plain", _count)),
         ),
     ),
@@ -253,9 +266,9 @@ Measured, never typed: `wherry bench report` makes this page from the files in
 Every value is the median of repeats that were interleaved with those of the other systems; the spread is the range of
 the middle half, as a part of the median. Of what was measured once the repeats are the steps of that measure, which
 follow each other; *once* stands where it had no steps. *Wherry is* says how many times as good Wherry is as that system
-in the same case and place: above 1, Wherry is better; ∞ where it adds nothing that could be measured. *of limit* is the
-part that is reached of what bounds it, and empty where nothing does: an import, a size on disk, a dry run, what a
-system adds to the limit, and the limit itself.
+in the same case and place: above 1, Wherry is better; ≥ where rounds of Wherry's are at zero and below, and it is told
+by their upper quartile, or not at all. *of limit* is the part that is reached of what bounds it, and empty where
+nothing does: an import, a size on disk, a dry run, what a system adds to the limit, and the limit itself.
 """
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from benchmarks import systems
+from wherry.observe import bench
 
 Row = Mapping[str, Any]
 Result = Mapping[str, Any]
@@ -63,8 +63,6 @@ def times(row: Row, rows: Sequence[Row]) -> float | None:
 
     Of update policies it is the one that Wherry chooses by itself for states that are offloaded; of instruction sets
     and passes the first, which is what it takes by itself.
-
-    Infinity where Wherry has added nothing that could be measured, and the peer has.
     """
     if is_wherry(row["system"]) or row["reason"] is not None or not same_work(row):
         return None
@@ -98,15 +96,25 @@ def _ours_beside(row: Row, rows: Sequence[Row]) -> list[Row]:
     return found if found or elsewhere else plain or best_isa or ours
 
 
+class AtLeast(float):
+    """A ratio that is no lower than this; how much higher cannot be told."""
+
+
 def _ratio(ours: Row, peer: Row) -> float | None:
-    if not ours["more_is_better"] and ours["value"] <= 0 < peer["value"]:
-        return math.inf
-    found: float | None = ours["ratio"].get(peer["system"])
-    return found
+    """By ours, or, where rounds of ours are at zero and below, by the quarter that is worst.
+
+    What is added to a limit may be nothing that can be measured, and a ratio to that would be any number.
+    """
+    values = ours.get("values") or [ours["value"]]
+    if ours["more_is_better"] or min(values) > 0:
+        found: float | None = ours["ratio"].get(peer["system"])
+        return found
+    _, worst = bench.quartiles(values)
+    return AtLeast(peer["value"] / worst) if worst > 0 and peer["value"] > 0 else None
 
 
 def times_words(ratio: float, least: float = 1.0) -> str:
-    return "∞" if math.isinf(ratio) else f"{_digits(ratio, least)}×"
+    return f"{'≥ ' if isinstance(ratio, AtLeast) else ''}{_digits(ratio, least)}×"
 
 
 def _digits(figure: float, least: float) -> str:
@@ -144,6 +152,14 @@ def _beside_deepspeed(**wanted: Any) -> Callable[[Row, Sequence[Row]], float | N
     return figure
 
 
+def _processor(row: Row, rows: Sequence[Row]) -> float | None:
+    """Of what engines add to a step, which of the wall's time is less than a machine's own unrest."""
+    if row["case"].get("measure") != "over plain" or not row["system"].startswith("deepspeed") or row["reason"]:
+        return None
+    ours = [one["cpu_us"] for one in _ours_beside(row, rows) if one["cpu_us"] > 0]
+    return float(row["cpu_us"]) / min(ours) if ours else None
+
+
 def _of_bound(row: Row, rows: Sequence[Row]) -> float | None:
     """Of offloaded steps of 8k tokens and more."""
     offloaded = is_wherry(row["system"]) and "-cpu" in row["system"] and not row["system"].endswith(_OTHER_WORK)
@@ -168,7 +184,7 @@ AIMS = (
         2.0,
         _beside_deepspeed(measure="step", window=8, system="deepspeed-3-nvme"),
     ),
-    Aim("overhead of DeepSpeed's engine, beside ours", "overhead", 2.0, _beside_deepspeed(measure="over plain")),
+    Aim("processor time that DeepSpeed's engine adds to a step, beside ours", "overhead", 2.0, _processor),
     Aim("part of the bound of offloaded steps of 8k tokens and more on a GPU", "gpu", 0.85, _of_bound, ""),
 )
 

@@ -83,7 +83,8 @@ def measured(result):
     of_unit = {"s": ("time", 1.0), "us": ("time", 1e-6), "ns/param": ("time", 1e-9), "B/s": ("rate", 1.0)}
     of_unit |= {"flop/s": ("operations", 1.0), "B": ("bytes", 1.0), "bytes": ("bytes", 1.0)}
     of_fact = {"tokens_per_s": ("tokens", 1.0), "gbps": ("rate", 1e9), "tflops": ("operations", 1e12)}
-    of_fact |= dict.fromkeys(("bound_s", "predicted_s", "built_s"), ("time", 1.0))
+    of_fact |= dict.fromkeys(("bound_s", "predicted_s", "built_s", "first_use_s"), ("time", 1.0))
+    of_fact["cpu_us"] = "time", 1e-6
     of_fact |= dict.fromkeys(("bytes_per_parameter", "host_bytes_per_parameter"), ("each", 1.0))
     of_fact |= {fact: ("bytes", 1.0) for row in result["rows"] for fact in row if fact.endswith("_bytes")}
     for row in result["rows"]:
@@ -264,8 +265,30 @@ def test_a_peer_stands_beside_what_does_the_same():
     assert times("DeepSpeedCPUAdam fp32", *isas) == 2.0  # what Wherry takes there is measured first
     assert times("fio", ("wherry", 0.5), ("wherry threads", 0.25), ("wherry buffered", 0.1)) == 2.0
     assert times("deepspeed", ("wherry", 0.001), ("wherry, engine", 0.5), measure="import") == 2.0
-    assert times("deepspeed-3", ("wherry-3", -0.1)) == float("inf")  # added nothing
     assert times("deepspeed-3", ("wherry-3", 0.5), measure="read") is None
+
+
+def test_what_is_lost_in_noise_is_told_as_the_least_that_it_can_be():
+    def over(ours, theirs=(6.0, 6.0, 6.0, 6.0, 6.0), cpu=0.5):
+        case = {"measure": "over plain", "ranks": 1}
+        rows = [bench.row(case, "wherry-3", "us", list(ours), cpu_us=cpu)]
+        rows.append(bench.row(case, "deepspeed-3", "us", list(theirs), cpu_us=4.0))
+        bench.compare(rows)
+        return rows
+
+    def words(rows):
+        return report.wherry_is(rows[1], rows)
+
+    assert words(over((1.0, 1.0, 2.0, 2.0, 3.0))) == "3.00×"
+    assert words(over((-4.0, -1.0, 0.1, 2.0, 4.0))) == "≥ 3.00×"  # and neither 60, nor what a quarter of rounds are
+    assert words(over((-4.0, -1.0, -0.1, 2.0, 4.0))) == "≥ 3.00×"
+    assert words(over((-4.0, -1.0, -0.1, -0.1, 4.0))) == ""  # what nothing was, nobody is a multiple of
+    assert words(over((1.0,) * 5, (-1.0,) * 5)) == ""
+    # The aim goes by the processor's time, which is told of every engine.
+    rows = over((-4.0, -1.0, -0.1, -0.1, 4.0))
+    text = summary.text([result_of("overhead", rows)], {"overhead": "O"})
+    assert "adds to a step, beside ours | 2× | 8.00× | 1 of 1 |" in text
+    assert "not measured" in summary._aims([result_of("overhead", over((1.0,) * 5, cpu=-0.5))])
 
 
 def test_the_first_minute_tells_what_is_reached_and_what_is_not(tmp_path):

@@ -68,10 +68,12 @@ def test_overhead(tmp_path, capsys, no_deepspeed):
         assert row["rounds"] == 2 == len(row["values"]) and row["spread"] >= 0
     assert rows["plain"]["python_calls_over_plain"] == 0
     assert over["wherry-0"]["python_calls_over_plain"] > 0
-    assert {"over_default_us", "cpu_us"} <= set(over["wherry-0"])
+    assert {"over_default_us", "cpu_us"} <= set(over["wherry-0"]) and over["wherry-0"]["cpu_spread"] >= 0
     assert set(over["wherry-0"]["ratio"]) == {"ddp", "wherry-3"}
     assert set(rows["wherry-0"]["ratio"]) == {"plain", "plain-default", "ddp", "wherry-3"}
-    assert rows["wherry-0"]["of_limit"] == pytest.approx(rows["wherry-0"]["ratio"]["plain"])
+    for name in ("ddp", "wherry-0", "wherry-3"):  # of the steps of plain PyTorch beside it, not those of its own turn
+        beside = [step - added for step, added in zip(rows[name]["values"], over[name]["values"], strict=True)]
+        assert rows[name]["of_limit"] == pytest.approx(bench.paired_ratio(beside, rows[name]["values"]))
     assert rows["plain"]["of_limit"] is None
     shown = capsys.readouterr().out
     assert "Wherry 3" in shown and "DeepSpeed 2: deepspeed is not installed" in shown
@@ -126,6 +128,23 @@ def test_rooms_that_are_interrupted_leave_nothing(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         Room(1)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_engine_stands_between_halves_of_plain_steps(monkeypatch):
+    rooms, asked = overhead.Rooms.__new__(overhead.Rooms), []
+    found = {"plain": iter([(10.0, 8.0), (14.0, 9.0)]), "wherry-0": iter([(13.0, 8.0)])}
+
+    def step_us(self, place, steps):
+        asked.append((place, steps))
+        return next(found[place[1]], None)
+
+    monkeypatch.setattr(overhead.Rooms, "step_us", step_us)
+    turn = rooms.beside_plain_us((1, "wherry-0"), 50)
+    assert asked == [((1, "plain"), 25), ((1, "wherry-0"), 50), ((1, "plain"), 25)]
+    assert turn == ((13.0, 8.0), (12.0, 8.5))
+    row = overhead._over([turn, turn], [11.0, 15.0], "wherry-0", 1, {})
+    assert row["values"] == [1.0, 1.0] and row["cpu_us"] == -0.5 and row["over_default_us"] == 0.0
+    assert rooms.beside_plain_us((1, "wherry-0"), 50) is None  # a room that has failed
 
 
 def test_profile_names_the_functions_of_the_engine(capsys):
