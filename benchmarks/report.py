@@ -322,8 +322,8 @@ def _conditions(result: Mapping[str, Any], section: Section) -> str:
     memory = f"{machine['memory_bytes'] / 2**30:.0f} GiB"
     named = ", ".join(f"{name} {version}" for name, version in versions.items() if version != "not installed")
     lines = [
-        f"[{result['file']}](../benchmarks/results/{result['file']}), {result['date'][:10]}: {machine['cpu']}, "
-        f"{machine['cores']} cores, {memory}{gpu}{named and f'; {named}'}."
+        f"[{result['file']}](../benchmarks/results/{result['file']}), {result['date'][:10]}: "
+        f"{summary.cpu_words(machine)}, {machine['cores']} cores, {memory}{gpu}{named and f'; {named}'}."
     ]
     if load.get("idle") is False:
         lines.append("**Others were at work on the machine: the figures are noisy.**")

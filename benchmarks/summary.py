@@ -197,7 +197,7 @@ def latest(results: Sequence[Result]) -> list[Result]:
     found: dict[tuple[str, str], dict[tuple[Any, ...], Result]] = {}
     complete = [result for result in results if result["complete"]]
     for result in sorted(complete, key=lambda result: str(result["date"])):
-        machine = tuple(result["machine"].get(key) for key in ("cpu", "cores", "gpu"))
+        machine = tuple(result["machine"].get(key) for key in ("cpu", "cpu_model", "cores", "gpu"))
         found.setdefault((result["benchmark"], result.get("part", "")), {})[machine] = result
     kept: list[Result] = []
     for files in found.values():
@@ -282,8 +282,10 @@ def _ahead(results: Sequence[Result], titles: Mapping[str, str]) -> str:
         middle = times_words(statistics.median(ratios))
         lines.append(f"| {title} | {len(ratios)} | {count} | {middle} | {_link(result)} |")
         others = [other for other in results if other["benchmark"] == result["benchmark"]]
-        several = len({str(other["machine"]["cpu"]) for other in others}) > 1
-        behind += _behind(title + (f" on {result['machine']['cpu']}" if several else ""), result["benchmark"], found)
+        several = len({cpu_words(other["machine"]) for other in others}) > 1
+        behind += _behind(
+            title + (f" on {cpu_words(result['machine'])}" if several else ""), result["benchmark"], found
+        )
     shown = ["\n".join(lines)]
     shown.append("Behind in:\n\n" + "\n".join(behind) if behind else "Behind in none of them.")
     beside_ddp = [ratio for result in results for ratio in _of_ddp(result)]
@@ -365,6 +367,12 @@ def _behind(title: str, benchmark: str, found: Sequence[tuple[Row, float]]) -> l
 def _link(result: Result) -> str:
     noisy = "" if result["load"].get("idle") else ", noisy"
     return f"[{result['file'].removesuffix('.json')}](../benchmarks/results/{result['file']}){noisy}"
+
+
+def cpu_words(machine: Mapping[str, Any]) -> str:
+    """A processor's name, which many have, and its model where the file tells it."""
+    model = machine.get("cpu_model")
+    return machine["cpu"] + (f" ({model})" if model else "")
 
 
 def case_words(case: Mapping[str, Any]) -> str:

@@ -72,6 +72,30 @@ def test_a_machine_is_named_by_what_it_is():
     assert machine.slug(found | {"gpu": "NVIDIA H200"}) == "intel-xeon-platinum-8481c-2-70ghz-2c-nvidia-h200"
 
 
+def test_processors_of_one_name_are_told_apart(tmp_path, monkeypatch):
+    def cpuinfo(model, *flags):
+        lines = ["processor\t: 0", "cpu family\t: 6", f"model\t\t: {model}", "model name\t: Xeon", "stepping\t: 8"]
+        lines += [f"flags\t\t: fpu {' '.join(flags)}", "", "processor\t: 1", ""]
+        (tmp_path / "cpuinfo").write_text("\n".join(lines))
+        return machine._cpu_model(tmp_path / "cpuinfo")
+
+    old, new = cpuinfo(106), cpuinfo(143, "amx_bf16", "amx_tile")
+    assert (old, new) == ("6-106-8", "6-143-8 amx")
+    (tmp_path / "cpuinfo").write_text("Processor: ARM\n")
+    assert machine._cpu_model(tmp_path / "cpuinfo") is machine._cpu_model(tmp_path / "none") is None
+    described = {"cpu": "Intel(R) Xeon(R) Processor", "cores": 2, "memory_bytes": 2**34, "gpu": None}
+    assert machine.may_be_the_same(described, described | {"cpu_model": old})  # a file of before tells nothing
+    # The second machine has a file of its own, and the first keeps its name.
+    monkeypatch.setattr(bench, "RESULTS", tmp_path / "results")
+    for model in (old, new, old, new):
+        monkeypatch.setattr(machine, "describe", lambda model=model: described | {"cpu_model": model})
+        results = bench.Results("steps", options(), {})
+        results.add(bench.row({}, "a", "s", [1.0]))
+        results.close()
+    files = {file.name: bench.read(file)["machine"]["cpu_model"] for file in (tmp_path / "results").iterdir()}
+    assert files == {"steps-intel-xeon-2c.json": old, "steps-intel-xeon-6-143-8-amx-2c.json": new}
+
+
 def options(**more):
     given = {"quick": False, "json": None, "arguments": ["--quick"], "load": machine.Load(sample_s=0.02)}
     return argparse.Namespace(**given | more)

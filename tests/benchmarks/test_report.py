@@ -364,6 +364,18 @@ def test_a_file_without_a_place_on_the_page_is_refused_and_no_plot_is_lost(tmp_p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plot.svg", "x.json"]
 
 
+def test_machines_of_one_name_are_two():
+    def file(model, seconds):
+        case = {"measure": "step"}
+        rows = [bench.row(case, "wherry-3", "s", [seconds]), bench.row(case, "fsdp2", "s", [1.0])]
+        found = {"cpu": "Xeon", "cpu_model": model, "cores": 2, "memory_bytes": 2**34, "gpu": None}
+        return result_of("steps", rows, machine=found, file=f"{model}.json", load={"idle": True})
+
+    text, _ = report.page([file("6-106-8", 0.5), file("6-143-8 amx", 2.0)])
+    assert "- Training steps on Xeon (6-143-8 amx), `fsdp2`: step (0.50×)" in text
+    assert "[6-106-8]" in text and "Xeon (6-106-8), 2 cores" in text
+
+
 def test_an_aim_counts_every_part_of_a_measure():
     def file(model, seconds, part):
         case = {"model": model, "measure": "step", "clip": 1.0}

@@ -293,13 +293,12 @@ class Results:
         self._load: machine.Load = options.load
         self._limit = limit or None
         described = machine.describe()
-        file = "-".join(filter(None, (name, part, machine.slug(described)))) + ".json"
         self.path: Path | None = options.json
         self._replaces: Path | None = None
         self._before: list[Row] = []
         if self.path is None and not options.quick:
             if RESULTS.parent.is_dir():
-                self.path = RESULTS / file
+                self.path = _kept(name, part, described)
             else:
                 print(
                     "this Wherry is installed without its sources, where results are kept: the figures are shown, and "
@@ -362,6 +361,18 @@ class Results:
         beside = self.path.with_name(self.path.name + ".part")
         beside.write_text(json.dumps(_rounded(whole), indent=1) + "\n", encoding="utf-8")
         beside.replace(self.path)
+
+
+def _kept(name: str, part: str, described: Mapping[str, Any]) -> Path:
+    """The file of a measure on this machine: by its short name, unless that is of a machine which is another one."""
+
+    def file(slug: str) -> Path:
+        return RESULTS / ("-".join(filter(None, (name, part, slug))) + ".json")
+
+    path = file(machine.slug(described))
+    if path.exists() and not machine.may_be_the_same(read(path)["machine"], described):
+        return file(machine.full_slug(described))
+    return path
 
 
 def _lacking(rows: Iterable[Row], before: Iterable[Row]) -> list[str]:

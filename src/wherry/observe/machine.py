@@ -29,6 +29,7 @@ def describe() -> dict[str, Any]:
     gpu, gpu_memory = _gpu()
     return {
         "cpu": _cpu(),
+        "cpu_model": _cpu_model(Path("/proc/cpuinfo")),
         "cores": psutil.cpu_count(logical=False) or os.cpu_count(),
         "threads": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
@@ -44,7 +45,25 @@ def slug(machine: Mapping[str, Any]) -> str:
     >>> slug({"cpu": "Intel(R) Xeon(R) CPU @ 2.70GHz", "cores": 2, "gpu": None})
     'intel-xeon-2-70ghz-2c'
     """
-    words = f"{machine['cpu']} {machine['cores']}c {machine['gpu'] or ''}"
+    return _slug(f"{machine['cpu']} {machine['cores']}c {machine['gpu'] or ''}")
+
+
+def full_slug(machine: Mapping[str, Any]) -> str:
+    """Where another machine has that name: with the model of the processor too.
+
+    >>> full_slug({"cpu": "Intel(R) Xeon(R) Processor", "cpu_model": "6-143-8 amx", "cores": 2, "gpu": None})
+    'intel-xeon-6-143-8-amx-2c'
+    """
+    return _slug(f"{machine['cpu']} {machine['cpu_model'] or ''} {machine['cores']}c {machine['gpu'] or ''}")
+
+
+def may_be_the_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two machines of one name may be one: files of before tell no model of the processor."""
+    models = {machine.get("cpu_model") for machine in (one, other)}
+    return None in models or len(models) == 1
+
+
+def _slug(words: str) -> str:
     words = re.sub(r"\((?:R|TM)\)|\b(?:CPU|Processor)\b", " ", words, flags=re.IGNORECASE)
     return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
 
@@ -69,6 +88,21 @@ def _cpu() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def _cpu_model(cpuinfo: Path) -> str | None:
+    """What tells processors of one name apart: family, model, stepping, and whether they multiply matrices in tiles.
+
+    A cloud calls many generations "Intel(R) Xeon(R) Processor".
+    """
+    if not cpuinfo.exists():
+        return None
+    lines = [line.partition(":") for line in cpuinfo.read_text().split("\n\n")[0].splitlines()]
+    found = {key.strip(): value.strip() for key, _, value in lines}
+    numbers = [found.get(key) for key in ("cpu family", "model", "stepping")]
+    if None in numbers:
+        return None
+    return "-".join(map(str, numbers)) + (" amx" if "amx_bf16" in found.get("flags", "").split() else "")
 
 
 def _gpu() -> tuple[str | None, int | None]:
