@@ -97,7 +97,10 @@ _GPU = (
     Column("layers", _of("layers", str)),
     Column("limited by", _of("limited_by", str)),
 )
-_PLAIN = "plain PyTorch on one rank with all cores, which computes and does nothing else"
+_PLAIN = (
+    "plain PyTorch on one rank with all cores, which computes, clips and updates and no more; a step is above 1 "
+    "where Wherry's clipping and update, one pass where torch makes several, save more than its engine costs"
+)
 
 _BUFFERS = (
     "DeepSpeed with parameters on disk locks five buffers of 1e8 elements in the memory of each rank, its default, "
@@ -121,7 +124,8 @@ SECTIONS: dict[str, Section] = {
         "Host optimizers",
         "Time of one update for each parameter. Within a family the rows do the same work; DeepSpeed's bf16 rows "
         "alone keep no master, and so move fewer bytes.",
-        "an update of the same streams without arithmetic, on the same threads in the same run",
+        "an update of the same streams without arithmetic, on the same threads in the same run: it does less than any "
+        "row, and one is above 1 where the machine was slower in the limit's own rounds, as the spreads tell",
         (Column("moves", _of("gbps", lambda value: f"{value:.1f} GB/s")),),
     ),
     "disk": Section(
@@ -129,7 +133,8 @@ SECTIONS: dict[str, Section] = {
         "Bytes a second of reading, writing and both at once. Wherry goes through one pinned buffer of 64 MiB for what "
         "it reads, and one for what it writes, again and again; DeepSpeed's aio moves the whole, 1 GiB, by one pinned "
         "buffer of that size; fio has a buffer of a block for each of its depth.",
-        "fio's speed on the same file, with its buffers on small pages where no huge ones are reserved",
+        "fio's speed on the same file, with its buffers on small pages where no huge ones are reserved: a drive splits "
+        "its blocks there, and Wherry's, which lie on huge ones, are above 1; what is buffered is above any drive",
     ),
     "overhead": Section(
         "Overhead of an engine",
@@ -179,7 +184,9 @@ SECTIONS: dict[str, Section] = {
         "Accumulation",
         "A step of k micro-batches. Of Wherry the bytes are those it asks the disk for, of DeepSpeed those the system "
         "has counted, which its cache lessens: they are not compared.",
-        "plain PyTorch's speed with everything in memory; of bytes with one buffer, weights twice and states once",
+        "plain PyTorch's speed with everything in memory, which clips and updates too; of bytes with one buffer, "
+        "weights twice and states once; with more buffers weights stay in memory, as many as there is room for, and no "
+        "limit is told, nor of the bytes that the system counts for DeepSpeed",
     ),
     "memory": Section(
         "Memory",
@@ -200,12 +207,15 @@ SECTIONS: dict[str, Section] = {
         "and only Wherry does without. Each is told to leave nothing whole (persistence 0), as in a model that needs "
         "stage 3; by default DeepSpeed leaves whole what has 1e5 elements and less.",
         "of time, the model alone without an engine; of memory, the states that stay, and of a model in shards these "
-        "and one module; plain PyTorch maps a file and reads it while it computes, so its load holds less",
+        "and one module. Without `first use` plain PyTorch's time has torch's imports in it, which Wherry does "
+        "without: hence its shares above 1; plain PyTorch maps a file and reads it while it computes, so its load "
+        "holds less",
         (Column("first use", _of("first_use_s", _seconds)),),
     ),
     "tiling": Section(
         "A layer beyond the budget",
-        "One linear layer in tiles, its states on disk.",
+        "One linear layer in tiles, its states on disk. A step and its peak of memory have no limit of their own: "
+        "nothing else here trains such a layer.",
         "the parameters that may be live",
         (Column("tiles", _of("tiles", str)),),
     ),
@@ -214,7 +224,8 @@ SECTIONS: dict[str, Section] = {
         "Saving and loading. `save` lasts until all is on the disk; `stall` is how long training stood still for it. "
         "torch.save and DeepSpeed return while their files are in the system's cache; Wherry's save and DCP's return "
         "when they are on the disk, or, behind training, at once.",
-        "the same bytes written to a file of each rank and read from it, in the same run",
+        "the same bytes written to a file of each rank and read from it, in the same run; a stall is above 1 where "
+        "training goes on before they are on the disk",
         (Column("states", _states_a_second),),
     ),
     "activations": Section(
@@ -231,7 +242,8 @@ SECTIONS: dict[str, Section] = {
         "Scaling",
         "How cost grows with the model, and with the number of ranks, of which one is run dry.",
         f"{_PLAIN}; of memory, the states by the published formula, and an empty process where there is one; of "
-        "collectives, the bytes that the stage must exchange",
+        "collectives, the bytes that the stage must exchange. A dry peak is above 1 where Wherry holds 14 bytes of a "
+        "parameter, as its bf16 weight is half of its master, and the formula has 16",
         (Column("a parameter", _per_parameter),),
     ),
     "imports": Section(
@@ -267,8 +279,11 @@ Every value is the median of repeats that were interleaved with those of the oth
 the middle half, as a part of the median. Of what was measured once the repeats are the steps of that measure, which
 follow each other; *once* stands where it had no steps. *Wherry is* says how many times as good Wherry is as that system
 in the same case and place: above 1, Wherry is better; ≥ where rounds of Wherry's are at zero and below, and it is told
-by their upper quartile, or not at all. *of limit* is the part that is reached of what bounds it, and empty where
-nothing does: an import, a size on disk, a dry run, what a system adds to the limit, and the limit itself.
+by their upper quartile, or not at all. *of limit* is the part that is reached of what bounds it, as far as that is
+known: a limit is measured or reckoned for the plain way to do the same, and each section says where a row may pass it.
+It is empty where nothing is known to bound a row: an import, a size on disk, the seconds of a dry run, what a system
+adds to the limit, a forecast's steps and the other ways to a disk in files from before these had one, a tiled layer's
+step and peak, bytes read with several buffers or counted by the system, a machine's own rates, and the limit itself.
 """
 
 

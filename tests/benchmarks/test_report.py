@@ -195,6 +195,28 @@ def test_the_page_says_what_buffers_a_disk_is_measured_with():
     assert f"the whole, {disk_bench.Plan.of(quick=False).size >> 30} GiB" in meaning
 
 
+def test_every_row_without_a_limit_is_of_a_kind_that_the_page_names():
+    """As the head of the page says."""
+    yardsticks = ("plain", "limit", "fio", "python", "keep", "this machine")
+
+    def named(result, row):
+        benchmark, measure = result["benchmark"], row["case"].get("measure")
+        of_limit = row["system"].startswith(yardsticks) or row["case"].get("family") == "memory"
+        before = result["date"] < "2026-11-22" and benchmark in ("overhead", "cpu_adam")
+        more = {
+            "imports": measure != "command", "scaling": measure == "dry run" or row["case"].get("ranks") == 1,
+            "overhead": measure == "over plain", "forecast": measure == "step", "tiling": measure != "live",
+            "disk": row["system"] in ("wherry threads", "wherry buffered"), "accumulation": measure == "read",
+            "activations": measure == "fragments" or row["case"].get("measure") is None,
+        }  # fmt: skip
+        return of_limit or before or more.get(benchmark, False)
+
+    for result in report.load():
+        for row in result["rows"]:
+            limited = row["reason"] is not None or row["of_limit"] is not None
+            assert limited or named(result, row), (result["file"], row["case"], row["system"])
+
+
 def test_the_pages_that_quote_figures_are_looked_at():
     assert ROOT / "README.md" in PAGES and len(PAGES) > 3
 

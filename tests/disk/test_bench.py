@@ -27,6 +27,22 @@ def test_rows_and_the_table(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_other_ways_are_beside_fio_in_the_same_case():
+    def row(system, value, depth=16):
+        return bench.row({"work": "read", "queue_depth": depth}, system, "B/s", [value], more_is_better=True)
+
+    rows = [row("wherry", 3.0), row("fio", 2.0), row("fio", 8.0, depth=8)]
+    bench.compare(rows)
+    assert [disk_bench._of_fio(one, rows) for one in rows] == [1.5, None, None]
+    assert disk_bench._of_fio(row("wherry threads", 1.0), rows) == 0.5
+    assert disk_bench._of_fio(row("wherry threads", 1.0, depth=4), rows) is None
+
+
+def test_the_depths_are_the_defaults_of_both_among_others():
+    depths = disk_bench.Plan.of(quick=False).depths
+    assert {8, load({}).aio.queue_depth} < set(depths) and depths == tuple(sorted(depths))
+
+
 def test_the_smallest_settings_that_are_as_good_win():
     def rows(speeds):
         return [
