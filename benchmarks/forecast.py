@@ -17,7 +17,7 @@ if not __package__:  # run as a script: this folder is found as it is when impor
     sys.path[0] = str(Path(__file__).parents[1])
 
 from benchmarks import alone, steps, systems
-from benchmarks.steps import MODELS, Entry
+from benchmarks.steps import MODELS, ORACLE, Entry
 from wherry import config as configs
 from wherry.forecast import Forecaster
 from wherry.observe import bench
@@ -55,19 +55,22 @@ def predicted(entry: Entry, forecaster: Forecaster) -> dict[str, Any]:
 def entries_of(
     models: Sequence[str], dtypes: Sequence[str], places: Sequence[str], ranks: Sequence[int], count: int
 ) -> list[Entry]:
+    """Every placement on every number of ranks, and of each model plain PyTorch on one, which is the limit."""
     return [
-        Entry(model, number, f"wherry-{place}", count, recipe=replace(MODELS[model], dtype=dtype))
+        Entry(model, number, system, count, recipe=replace(MODELS[model], dtype=dtype))
         for model in models
         for dtype in dtypes
-        for number in ranks
-        for place in places
+        for number, system in [(1, ORACLE), *((n, f"wherry-{place}") for n in ranks for place in places)]
     ]
 
 
 def measure(entries: Sequence[Entry], rounds: int, machine: Machine) -> list[bench.Row]:
     rows = steps.measure(entries, rounds, "steps")
-    forecasters = {(entry.model, entry.ranks): forecaster_of(entry, machine) for entry in entries}
+    planned = [entry for entry in entries if entry.system != ORACLE]
+    forecasters = {(entry.model, entry.ranks): forecaster_of(entry, machine) for entry in planned}
     for entry, row in zip(entries, (row for row in rows if row["case"]["measure"] == "step"), strict=True):
+        if entry.system == ORACLE:
+            continue
         row.update(predicted(entry, forecasters[entry.model, entry.ranks]))
         if row["value"]:
             row["off"] = row["predicted_s"] / row["value"] - 1
@@ -76,7 +79,7 @@ def measure(entries: Sequence[Entry], rounds: int, machine: Machine) -> list[ben
 
 def table(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print the rows at 80 columns."""
-    shown = [row for row in rows if row["case"]["measure"] == "step"]
+    shown = [row for row in rows if row["case"]["measure"] == "step" and row["system"] != ORACLE]
     for case in [dict(pairs) for pairs in dict.fromkeys(tuple(row["case"].items()) for row in shown)]:
         lines, notes = [], []
         for row in (row for row in shown if row["case"] == case):

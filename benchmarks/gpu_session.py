@@ -255,10 +255,12 @@ def step_row(
     formula = bounds.states_by_tier(system, recipe.parameters, recipe.dtype)
     row["formula_host_bytes"] = formula["host"]
     row["formula_device_bytes"] = None if last["peak_device_bytes"] is None else formula["device"]
-    # What an engine does not tell is seen in its process, and in what the machine has left: memory that is pinned, or a
+    # Of every system what is seen in its process, and in what the machine has left: memory that is pinned, or a
     # child's, may be missing in the one, and what others gave back meanwhile in the other.
     row["host_bytes"] = max(last["resident_bytes"], last["taken_bytes"])
-    row["host_bytes_per_parameter"] = (tiers.get("host", 0) if tiers else row["host_bytes"]) / recipe.parameters
+    row["host_bytes_per_parameter"] = row["host_bytes"] / recipe.parameters
+    # What an engine says of its states alone.
+    row["own_host_bytes_per_parameter"] = tiers.get("host", 0) / recipe.parameters if tiers else None
     return row
 
 

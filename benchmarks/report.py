@@ -94,6 +94,7 @@ _GPU = (
     Column("host", _of("host_bytes", _gigabytes)),
     Column("host by formula", _of("formula_host_bytes", _gigabytes)),
     Column("host B/param", _of("host_bytes_per_parameter", lambda value: f"{value:.1f}")),
+    Column("by its own account", _of("own_host_bytes_per_parameter", lambda value: f"{value:.1f}")),
     Column("layers", _of("layers", str)),
     Column("limited by", _of("limited_by", str)),
 )
@@ -173,7 +174,7 @@ SECTIONS: dict[str, Section] = {
     "forecast": Section(
         "Predicted and measured",
         "What `wherry plan` says a step takes, and what it takes.",
-        "of memory, an empty process and the states by the published formula",
+        f"of steps, {_PLAIN}; of memory, an empty process and the states by the published formula",
         columns=(
             Column("predicted", _of("predicted_s", _seconds)),
             Column("off", _of("off", lambda value: f"{100 * value:+.0f}%")),
@@ -257,7 +258,9 @@ SECTIONS: dict[str, Section] = {
     "gpu": Section(
         "On a GPU",
         "GPT-2 in bf16 with activations recomputed. Sizes are those of the published table of ZeRO-Offload. `compute` "
-        "is forward and backward alone, with weights on the device: no step can be sooner, wherever states rest.",
+        "is forward and backward alone, with weights on the device: no step can be sooner, wherever states rest. "
+        "`host` is of all systems what their process holds or the machine has lost, whichever is more; what Wherry's "
+        "engine says of its states is beside it.",
         "the bound max(compute, down, up, host update, disk), each measured in the same run",
         _GPU,
     ),
@@ -282,8 +285,9 @@ in the same case and place: above 1, Wherry is better; ≥ where rounds of Wherr
 by their upper quartile, or not at all. *of limit* is the part that is reached of what bounds it, as far as that is
 known: a limit is measured or reckoned for the plain way to do the same, and each section says where a row may pass it.
 It is empty where nothing is known to bound a row: an import, a size on disk, the seconds of a dry run, what a system
-adds to the limit, a forecast's steps and the other ways to a disk in files from before these had one, a tiled layer's
-step and peak, bytes read with several buffers or counted by the system, a machine's own rates, and the limit itself.
+adds to the limit, a forecast's steps, the other ways to a disk and an allocator's fragments in files from before these
+had one, a tiled layer's step and peak, bytes read with several buffers or counted by the system, a machine's own rates,
+and the limit itself.
 """
 
 

@@ -95,6 +95,12 @@ def test_policies_and_peers_side_by_side(tmp_path, capsys, monkeypatch):
         (count, system) for count in (32, 128) for system in ("compute", "wherry-2-cpu at_step", whole, "fsdp2-cpu")
     ]
     assert ours["formula_host_bytes"] == 14 * ours["parameters"] and ours["formula_device_bytes"] is None
+    # The same measure of all; what an engine says of its states is another.
+    for row in (ours, beside["fsdp2-cpu"]):
+        assert row["host_bytes_per_parameter"] == pytest.approx(row["host_bytes"] / row["parameters"])
+    # Where the host is the device, its states are none of the host's tier.
+    assert list(ours["state_bytes_by_tier"]) == ["device"] and ours["own_host_bytes_per_parameter"] == 0
+    assert beside["fsdp2-cpu"]["own_host_bytes_per_parameter"] is None
     alone = beside["compute"]
     assert alone["bound_by"] == "compute" and alone["bound_s"] < ours["bound_s"]
     assert alone["host_bytes"] >= alone["resident_bytes"]

@@ -493,8 +493,11 @@ def test_forecast(tmp_path, capsys, monkeypatch):
     assert forecast.main([*smallest, "--path", str(tmp_path), "--json", str(path)]) == 0
     assert seen == [""]  # a GPU's forecast is none of steps on the CPU
     rows = _rows(path, measure="step")
+    plain = rows.pop("plain")
+    assert plain["case"]["ranks"] == 1 and plain["of_limit"] is None and "predicted_s" not in plain
     assert list(rows) == ["wherry-2", "wherry-3"]
     for row in rows.values():
+        assert row["of_limit"] == pytest.approx(plain["value"] / row["value"])
         assert row["off"] == pytest.approx(row["predicted_s"] / row["value"] - 1) and row["terms"]["compute"] > 0
     shown = capsys.readouterr().out
     assert "predicted ms" in shown and max(map(len, shown.splitlines()[:-1])) <= bench.WIDTH
