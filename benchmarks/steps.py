@@ -135,15 +135,20 @@ def measure(entries: Sequence[Entry], rounds: int, what: str = "training steps")
     return rows
 
 
+def loss_difference(turns: Sequence[Turn], oracle: Sequence[Turn | None]) -> float | None:
+    """How far any loss is from the oracle's, relative to it; None where that has none."""
+    expected = next((turn.losses for turn in oracle if turn is not None), None)
+    if expected is None:
+        return None
+    return max(abs(a - b) / abs(b) for t in turns for a, b in zip(t.losses, expected, strict=True))
+
+
 def _rows(entry: Entry, turns: Sequence[Turn], oracle: Sequence[Turn | None]) -> list[bench.Row]:
     step, memory = entry.case("step"), entry.case("peak memory")
     if entry.reason is not None:
         return [bench.row(case, entry.label, unit, reason=entry.reason) for case, unit in ((step, "s"), (memory, "B"))]
     recipe = entry.recipe
-    expected = next((turn.losses for turn in oracle if turn is not None), None)
-    difference = None
-    if expected is not None:
-        difference = max(abs(a - b) / abs(b) for t in turns for a, b in zip(t.losses, expected, strict=True))
+    difference = loss_difference(turns, oracle)
     seconds = repeats_of(turns)
     states = bounds.states_bytes(entry.system, recipe.parameters, entry.ranks, recipe.dtype)
     rows = [

@@ -343,6 +343,8 @@ def _deepspeed(place: Row) -> Callable[[Recipe, int], Trainee]:
         config = config_of(place, recipe, ranks) | {"steps_per_print": 2**31}
         config["zero_optimization"] |= _beside_computing(place)
         config |= right_gradients(place, recipe, ranks)
+        if place.parameters == "nvme":
+            config["zero_optimization"]["offload_param"] |= enough_buffers(recipe)
         given: dict[str, Any] = {}
         if place.optimizer == "none":
             given["optimizer"] = adamw(model.parameters())
@@ -352,6 +354,11 @@ def _deepspeed(place: Row) -> Callable[[Recipe, int], Trainee]:
             config["optimizer"] = {"type": "AdamW", "params": options}
             given["model_parameters"] = model.parameters()
         deepspeed.init_distributed(dist_backend=_backend())
+        if place.parameters == "nvme" and recipe.in_memory == 0:
+            # Left to its engine, weights on disk are of another dtype on a CPU than the model; read ahead, one is read
+            # twice in its second window, which ends in an assertion.
+            config["zero_optimization"]["stage3_prefetch_bucket_size"] = 0
+            deepspeed.zero.Init(module=model, config_dict_or_path=config)
         return Engine(deepspeed.initialize(model=model, config=config, **given)[0], recipe)
 
     return build
@@ -368,6 +375,17 @@ def right_gradients(place: Row, recipe: Recipe, ranks: int) -> dict[str, Any]:
         return {}
     largest = max(recipe.vocabulary, recipe.sequence, 4 * recipe.hidden) * recipe.hidden * 4 // ranks
     return {"aio": {"block_size": (largest // 2**20 + 1) * 2**20}}
+
+
+def enough_buffers(recipe: Recipe) -> dict[str, int]:
+    """What DeepSpeed needs to have no weights in host memory beside those in use: it ends where one finds no buffer.
+
+    By default it has five of 1e8 elements; each of a block's four matrices may ask for one.
+    """
+    if recipe.in_memory != 0:
+        return {}
+    largest = max(recipe.vocabulary, recipe.sequence, 4 * recipe.hidden) * recipe.hidden
+    return {"buffer_count": 6 * recipe.layers + 4, "buffer_size": largest}
 
 
 def _beside_computing(place: Row) -> dict[str, Any]:

@@ -27,7 +27,9 @@ def test_both_orders_train_the_same_model(tmp_path: Path, capsys) -> None:
     assert {row["reason"] for row in rows} == {None, "FSDP2 keeps states on the device or on the host"}
     assert all(row["system"].startswith("fsdp2-nvme k=") for row in rows if row["reason"] is not None)
     seen = {(row["system"], row["case"]["measure"]): row for row in rows if row["reason"] is None}
-    kinds = ("", *(f" {order}{tight}" for order in accumulation.ORDERS for tight in ("", accumulation.TIGHT)))
+    read_again = (accumulation.TIGHT, accumulation.ON_DISK)
+    kinds = ("", f" {accumulation.ON_DISK}")
+    kinds += tuple(f" {order}{tight}" for order in accumulation.ORDERS for tight in ("", accumulation.TIGHT))
     checked = 0
     for window, tokens in (("k=3", 64), ("k=2, 16 tokens", 16)):
         plain = seen[f"plain {window}", "step"]
@@ -36,9 +38,10 @@ def test_both_orders_train_the_same_model(tmp_path: Path, capsys) -> None:
             assert step["case"]["tokens"] == read["case"]["tokens"] == tokens
             assert step["of_limit"] == pytest.approx(plain["value"] / step["value"])
             # How often, and by which order, is for tests of counts: a step that is timed reads ahead for the next.
-            assert (read["of_limit"] is not None) == kind.endswith(accumulation.TIGHT)
+            assert (read["of_limit"] is not None) == kind.endswith(read_again)
             assert read["value"] > 0
             assert plain["losses"] == pytest.approx(step["losses"], rel=1e-4)
+            assert plain["loss_difference"] == 0 <= step["loss_difference"] < 1e-4
             checked += 2
     assert len(seen) == checked + 2
     shown = capsys.readouterr().out
@@ -56,6 +59,7 @@ def test_with_states_on_the_host_fsdp2_trains_the_same_model(tmp_path: Path) -> 
     assert result["part"] == "3-cpu"
     assert len(rows["plain k=3"]["losses"]) > 3
     assert rows["fsdp2-cpu k=3"]["losses"] == pytest.approx(rows["plain k=3"]["losses"], rel=systems.SAME_LOSS)
+    assert 0 <= rows["fsdp2-cpu k=3"]["loss_difference"] <= systems.SAME_LOSS
     # Beside what Wherry does by itself.
     found = summary.times(rows["fsdp2-cpu k=3"], result["rows"])
     assert found == rows["wherry-3-cpu k=3"]["ratio"]["fsdp2-cpu k=3"]
@@ -124,7 +128,46 @@ def test_deepspeed_keeps_gradients_in_memory_that_it_would_not_read_from_disk() 
 def test_the_aim_counts_states_on_disk_alone() -> None:
     (aim,) = (aim for aim in summary.AIMS if aim.benchmark == "accumulation")
     case = {"window": 8, "measure": "step"}
-    for place, counts in (("3-nvme", True), ("3-cpu", False)):
+    for place, counts in (("3-nvme", True), (f"3-nvme {accumulation.ON_DISK}", True), ("3-cpu", False)):
         rows = [bench.row(case, f"{who}-{place} k=8", "s", [1.0]) for who in ("wherry", "deepspeed")]
         bench.compare(rows)
         assert (aim.figure(rows[1], rows) is not None) is counts
+    names = {"wherry-3-nvme": 1.0, f"wherry-3-nvme {accumulation.ON_DISK}": 2.0, "wherry-3-nvme layer_major": 0.5}
+    names |= {"deepspeed-3-nvme": 4.0, f"deepspeed-3-nvme {accumulation.ON_DISK}": 6.0}
+    rows = [bench.row(case, f"{name} k=8", "s", [seconds]) for name, seconds in names.items()]
+    bench.compare(rows)
+    assert [aim.figure(row, rows) for row in rows[3:]] == [4.0, 3.0]  # each beside the same of ours
+
+
+def test_weights_on_disk_have_their_peer_and_enough_buffers() -> None:
+    found = accumulation.entries_of("10m", "3-nvme", (4, 8), ("deepspeed", "fsdp2"), 1)
+    peers = {entry.label: entry.recipe for entry in found if entry.system == "deepspeed-3-nvme"}
+    assert list(peers) == [f"deepspeed-3-nvme k={k}" for k in (4, 8)] + ["deepspeed-3-nvme weights on disk k=8"]
+    tight = peers["deepspeed-3-nvme weights on disk k=8"]
+    weights = [weight.numel() for weight in tight.model().parameters()]
+    told = systems.enough_buffers(tight)
+    assert told["buffer_size"] == max(weights)
+    assert told["buffer_count"] > sum(4 * numel >= 2**20 for numel in weights)  # those that it reads from disk
+    assert systems.enough_buffers(peers["deepspeed-3-nvme k=8"]) == {}
+    config = systems.config_of(systems.PLACES["3-nvme"], tight, 1)
+    assert config["zero_optimization"]["offload_param"]["max_in_cpu"] == 0
+
+
+@pytest.mark.parametrize(("system", "ends"), [("wherry-3-nvme k=8", True), ("deepspeed-3-nvme k=8", False)])
+def test_losses_of_peers_are_compared_too(system: str, ends: bool, capsys) -> None:
+    def turn(*losses: float) -> steps.Turn:
+        return steps.Turn([1.0], 0, 0, list(losses), 0.0, [])
+
+    one = accumulation.micro_batch("tiny", None)
+    recipe = replace(one, accumulation=8, batch=8 * one.batch)
+    entry = steps.Entry("tiny", 1, system.partition(" ")[0], 1, recipe=recipe, label=system)
+    entry.reason = None
+    rows = accumulation.rows_of(entry, [turn(5.0, 4.02)], [turn(5.0, 4.0)])
+    assert rows[0]["loss_difference"] == pytest.approx(0.005)
+    if ends:
+        with pytest.raises(SystemExit, match=f"{system} has other losses than plain PyTorch: 5e-03 off"):
+            accumulation._check_losses(rows)
+    else:
+        accumulation._check_losses(rows)
+        accumulation.table(rows)
+        assert f"{system}: NOT THE LOSSES OF PLAIN PYTORCH, 5e-03 off" in capsys.readouterr().out
