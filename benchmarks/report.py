@@ -110,6 +110,18 @@ _BUFFERS = (
 
 
 @dataclass(frozen=True)
+class Growth:
+    """A plot of how the rows of a measure grow, a line for each system."""
+
+    name: str
+    title: str
+    measure: str
+    # What they grow with, of a row, and how that is written.
+    across: Callable[[Row], float]
+    words: Callable[[float], str]
+
+
+@dataclass(frozen=True)
 class Section:
     """A benchmark's place in the page."""
 
@@ -118,6 +130,8 @@ class Section:
     # What the limit is of which a row reaches a part.
     limit: str = "the measured limit"
     columns: tuple[Column, ...] = ()
+    # In the place of bars, where what is measured grows with something.
+    growths: tuple[Growth, ...] = ()
 
 
 SECTIONS: dict[str, Section] = {
@@ -251,6 +265,10 @@ SECTIONS: dict[str, Section] = {
         "collectives, the bytes that the stage must exchange. A dry peak is above 1 where Wherry holds 14 bytes of a "
         "parameter, as its bf16 weight is half of its master, and the formula has 16",
         (Column("a parameter", _per_parameter),),
+        (
+            Growth("size", "a step by parameters", "step", lambda row: row["parameters"], lambda n: f"{n / 1e6:,.0f}M"),
+            Growth("ranks", "peak of a rank by ranks", "peak of a rank", lambda row: row["case"]["ranks"], _count),
+        ),
     ),
     "imports": Section(
         "Imports and size",
@@ -332,10 +350,9 @@ def page(results: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, str]]:
             before = result["benchmark"]
         parts.append(_conditions(result, section))
         name = Path(result["file"]).stem
-        plot = _plot(result)
-        if plot is not None:
-            drawn[f"{name}.svg"] = plot
-            parts.append(f"![{section.title}](plots/{name}.svg)\n")
+        for file, plot in _plots(name, result, section.growths).items():
+            drawn[file] = plot
+            parts.append(f"![{section.title}](plots/{file})\n")
         parts.append(_folded(_table(result["rows"], section.columns), len(result["rows"])))
     return "\n".join(parts), drawn
 
@@ -431,6 +448,28 @@ def wherry_is(row: Row, rows: Sequence[Row]) -> str:
     """For a peer's row: how many times as good Wherry is at the same work."""
     ratio = summary.times(row, rows)
     return "" if ratio is None else summary.times_words(ratio)
+
+
+def _plots(name: str, result: Mapping[str, Any], growths: Sequence[Growth]) -> dict[str, str]:
+    """The plots of a file by their own files' names."""
+    curves = {f"{name}-{growth.name}.svg": _curves(result["rows"], growth) for growth in growths}
+    found = curves if any(curves.values()) else {f"{name}.svg": _plot(result)}
+    return {file: plot for file, plot in found.items() if plot is not None}
+
+
+def _curves(rows: Sequence[Row], growth: Growth) -> str | None:
+    """None where nothing was measured at two places at least."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    shown = [row for row in rows if row["case"].get("measure") == growth.measure and row["reason"] is None]
+    for row in sorted(shown, key=growth.across):
+        points.setdefault(row["system"], []).append((growth.across(row), row["value"]))
+    drawn = [plots.Curve(system, path, is_wherry(system)) for system, path in points.items() if len(path) > 1]
+    if not drawn:
+        return None
+    unit = shown[0]["unit"]
+    return plots.curves(
+        f"{growth.title} (less is better)", drawn, growth.words, lambda value: quantity({"value": value, "unit": unit})
+    )
 
 
 def _plot(result: Mapping[str, Any]) -> str | None:

@@ -468,6 +468,31 @@ def test_bars_are_as_long_as_their_values():
     assert widths[1] == 2 * widths[0] and "a &amp; b" in drawn
 
 
+def test_what_grows_is_drawn_as_curves():
+    def row(system, parameters, value):
+        case = {"model": str(parameters), "measure": "step"}
+        if value is None:
+            return bench.row(case, system, "s", reason="no room", parameters=parameters)
+        return bench.row(case, system, "s", [value], parameters=parameters)
+
+    sizes = (10_000_000, 100_000_000, 1_000_000_000)
+    rows = [row("wherry-3", size, size / 1e10) for size in reversed(sizes)]
+    rows += [row("deepspeed-3", size, size / 1e8 if size < 1e9 else None) for size in sizes]
+    text, drawn = report.page([result_of("scaling", rows)])
+    assert list(drawn) == ["scaling-x-size.svg"] and "](plots/scaling-x-size.svg)" in text
+    (plot,) = drawn.values()
+    ours, theirs = (re.findall(rf'<circle cx="([\d.]+)" cy="([\d.]+)" r="3" fill="{colour}"', plot)
+                    for colour in (plots.OURS, plots.OTHERS))  # fmt: skip
+    assert len(ours) == 3 and len(theirs) == 2  # where it did not run there is no point
+    across, up = zip(*((float(x), float(y)) for x, y in ours), strict=True)
+    # Both scales are of powers: from size to size, and to ten times the value, it is as far.
+    assert across[1] - across[0] == pytest.approx(across[2] - across[1], abs=0.2)
+    assert up[0] - up[1] == pytest.approx(up[1] - up[2], abs=0.2) and up[0] > up[2]
+    assert "wherry-3, 100.0 ms" in plot and "deepspeed-3, 1.00 s" in plot and ">100M<" in plot
+    _, few = report.page([result_of("scaling", [row(name, sizes[0], 1.0) for name in ("wherry-3", "deepspeed-3")])])
+    assert list(few) == ["scaling-x.svg"]  # one size does not grow
+
+
 def test_every_file_of_results_has_the_common_form():
     for path in sorted(bench.RESULTS.glob("*.json")):
         result = json.loads(path.read_text())
