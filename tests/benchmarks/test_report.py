@@ -189,6 +189,14 @@ def test_a_figure_without_its_file_is_found(tmp_path):
         assert unsupported(other) == []
 
 
+def test_the_page_says_which_files_have_imports_in_their_memory():
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    told = "In files of 22 November 2026 and before"
+    assert all(told in text[text.index(f"\n## {title}") :][:2000] for title in ("Memory", "Training steps"))
+    # Which is said as long as there is such a file.
+    assert any(result["date"][:10] <= "2026-11-22" for result in report.load() if result["benchmark"] == "memory")
+
+
 def test_the_page_says_what_buffers_a_disk_is_measured_with():
     meaning = report.SECTIONS["disk"].meaning
     assert f"one pinned buffer of {disk_bench._PIECE >> 20} MiB" in meaning
