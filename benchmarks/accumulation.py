@@ -5,8 +5,8 @@ micro-batches of one size, and for some of few tokens, in one run; and DeepSpeed
 states on disk; it stands beside them on the host, with `--place 3-cpu`, which has a file of its own. Few tokens are
 what a window is for where activations have little room, and what shows how weights travel on a machine that
 computes slowly. Both have their defaults, which keep up to 1e9 weights in host memory, and of Wherry each order by
-itself too. `weights on disk` keeps none there but those in use: Wherry with one buffer, DeepSpeed with as many as it
-needs to run; and what is read in a window shows. The limit of a time is that of plain
+itself too. `weights on disk` keeps none there but those in use: Wherry with its default of buffers, DeepSpeed with as
+many as it needs to run; and with one buffer what is read in a window shows. The limit of a time is that of plain
 PyTorch with everything in memory, which computes and does nothing else; that of the bytes, with one buffer, weights
 twice and optimizer states once. Bytes are those that Wherry asks the disk for; of DeepSpeed, those that the system
 has counted, which its cache lessens.
@@ -35,7 +35,7 @@ DEFAULT, ORDERS = "auto", ("layer_major", "step_major")
 WINDOWS = (1, 2, 4, 8, 16)
 # Tokens of a small micro-batch, and the windows of these.
 FEW_TOKENS, FEW_WINDOWS = 64, (1, 8)
-# Weights of one unit in memory at a time: in either order, and as nobody chooses it, with a peer beside that.
+# Weights of one unit in memory at a time, in either order; and no more than are in use, with a peer beside that.
 TIGHT, ON_DISK, TIGHT_WINDOWS = ", one buffer", "weights on disk", (1, 8)
 PEERS = ("deepspeed", "fsdp2")
 PLAIN = "plain"
@@ -64,8 +64,8 @@ def entries_of(
         kinds = [(order, replace(recipe, order=order)) for order in ORDERS]
         tight = systems.PLACES[place].parameters == "nvme" and (window in TIGHT_WINDOWS or len(windows) == 1)
         if tight:
-            kinds += [(f"{order}{TIGHT}", replace(kind, persistence=0, in_memory=0)) for order, kind in kinds]
-            kinds.append((ON_DISK, replace(recipe, order=DEFAULT, persistence=0, in_memory=0)))
+            kinds += [(f"{order}{TIGHT}", replace(kind, persistence=0, in_memory=0, units=1)) for order, kind in kinds]
+            kinds.append((ON_DISK, replace(recipe, order=DEFAULT, in_memory=0)))
         found.append(Entry(model, 1, name, count, recipe=replace(recipe, order=DEFAULT), label=f"{name} {k}"))
         for words, kind in kinds:
             found.append(Entry(model, 1, name, count, recipe=kind, label=f"{name} {words} {k}"))
@@ -99,7 +99,7 @@ def rows_of(entry: Entry, turns: Sequence[Turn], plain: Sequence[Turn | None]) -
             bench.row(time, entry.label, "s", steps.repeats_of(turns), losses=losses, loss_difference=off),
             bench.row(read, entry.label, "B", [turn.read_bytes / entry.steps for turn in turns]),
         ]
-        if recipe.in_memory == 0 and rows[1]["value"] and is_wherry(entry.system):
+        if recipe.units == 1 and rows[1]["value"]:
             rows[1]["of_limit"] = least_read(entry.system, recipe) / rows[1]["value"]
     return rows if systems.place_of(entry.system).parameters == "nvme" else rows[:1]
 

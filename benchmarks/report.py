@@ -205,10 +205,10 @@ SECTIONS: dict[str, Section] = {
         "Accumulation",
         "A step of k micro-batches. Where parameters are on disk, both Wherry and DeepSpeed keep by default up to 1e9 "
         "elements of them in host memory, which is all of such a model: optimizer states alone are read. Rows named "
-        "weights on disk, or one buffer, keep no weights but those in use: of Wherry one unit, of DeepSpeed, which "
-        "ends with its default of buffers, four matrices of every block and some more. Of Wherry the bytes are those "
-        "it asks the disk for, of DeepSpeed those the system has counted, which its cache lessens: they are not "
-        "compared.",
+        "weights on disk keep no weights but those in use: of Wherry five units, its default, and with one buffer one; "
+        "of DeepSpeed, which ends with its default of buffers, four matrices of every block and some more. Of Wherry "
+        "the bytes are those it asks the disk for, of DeepSpeed those the system has counted, which its cache lessens: "
+        "they are not compared.",
         "plain PyTorch's speed with everything in memory, which clips and updates too; of bytes with one buffer, "
         "weights twice and states once; with more buffers weights stay in memory, as many as there is room for, and no "
         "limit is told, nor of the bytes that the system counts for DeepSpeed",

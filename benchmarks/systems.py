@@ -11,7 +11,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -70,8 +70,10 @@ class Recipe:
     accumulation: int = 1
     # The order of a window, "layer_major" or "step_major", for a system that can choose; "" is the loop's own.
     order: str = ""
-    # Elements of parameters on disk that may stay in host memory, beside one unit; None leaves each system its default.
+    # Elements of parameters on disk that may stay in host memory, beside those in use, and how many units may be in use
+    # at a time, for a system that can choose; None leaves each system its default.
     in_memory: int | None = None
+    units: int | None = None
     # When a unit is updated, for a system that can choose.
     policy: str = "auto"
     # Blocks are computed again in the backward instead of keeping their activations.
@@ -323,9 +325,8 @@ def _wherry(place: Row) -> Callable[[Recipe, int], Trainee]:
         if recipe.policy == "delayed":  # from the first step on, which warms up
             own["delayed_update_warmup"] = 1
         config = config_of(place, recipe, ranks) | {"wherry": own}
-        if recipe.in_memory is not None and place.parameters == "nvme":
-            # One unit in memory beside that.
-            config["zero_optimization"]["offload_param"]["buffer_count"] = 1
+        if recipe.units is not None and place.parameters == "nvme":
+            config["zero_optimization"]["offload_param"]["buffer_count"] = recipe.units
         with wherry.Init(config=config, enabled=recipe.in_parts):
             model = recipe.model()
         optimizer = adamw(model.parameters())
@@ -541,8 +542,9 @@ def remove_dead_locks() -> None:
     locks = list(Path(os.environ.get("TORCH_EXTENSIONS_DIR", default)).glob("**/lock"))
     if locks and not any(process.info["name"] == "ninja" for process in psutil.process_iter(["name"])):
         for lock in locks:
-            if time.time() - lock.stat().st_mtime > LOCK_SECONDS:
-                lock.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):  # whose process has just ended
+                if time.time() - lock.stat().st_mtime > LOCK_SECONDS:
+                    lock.unlink()
 
 
 def remove_shared_memory(port: int) -> None:

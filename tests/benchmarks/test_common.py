@@ -16,7 +16,18 @@ import psutil
 import pytest
 from tests.cli.programs import wait_for
 
-from benchmarks import accumulation, checkpoint, forecast, gpu, gpu_offload, memory, offload_step, steps, tiling
+from benchmarks import (
+    accumulation,
+    checkpoint,
+    forecast,
+    gpu,
+    gpu_offload,
+    memory,
+    offload_step,
+    steps,
+    systems,
+    tiling,
+)
 from benchmarks.rooms import Room, RoomFailed, reason_in
 from wherry.errors import WherryError
 from wherry.observe import bench, machine
@@ -386,3 +397,25 @@ def test_make_bench_goes_on_after_a_measure_that_fails_and_ends_when_it_is_inter
     asked = (tmp_path / "asked").read_text().splitlines()
     assert (done.returncode == 0) is (status == 0), done.stderr
     assert asked[0] == "bench adam" and (len(asked) > 10 and asked[-1] == "bench imports") is after
+
+
+def test_a_lock_that_goes_while_it_is_looked_at_is_nobodys(tmp_path, monkeypatch):
+    """DeepSpeed's processes take theirs away themselves, where they are not killed."""
+    old, gone = tmp_path / "old" / "lock", tmp_path / "gone" / "lock"
+    for lock in (old, gone):
+        lock.parent.mkdir()
+        lock.touch()
+        os.utime(lock, (0, 0))
+    look = Path.stat
+
+    def stat(path, **how):
+        if path == gone:
+            gone.unlink()
+        return look(path, **how)
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(Path, "glob", lambda folder, pattern: iter([gone, old]))
+    monkeypatch.setattr(psutil, "process_iter", lambda names: iter(()))
+    monkeypatch.setattr(Path, "stat", stat)
+    systems.remove_dead_locks()
+    assert not os.path.exists(old) and not os.path.exists(gone)

@@ -133,7 +133,8 @@ def test_sizes_fragments_and_the_largest_model(tmp_path, capsys, monkeypatch):
     assert {row["limited_by"] for row in largest} <= {"device", "host"}
     assert all(row["reason"] is None and row["loss"] > 0 for row in rows)
     page, plots = report.page([json.loads(path.read_text()) | {"file": "gpu-x.json"}])
-    assert "| TFLOPS | bound by | host | host by formula | host B/param | layers | limited by |" in page
+    columns = "| TFLOPS | bound by | host | host by formula | host B/param | by its own account | layers | limited by |"
+    assert columns in page
     assert "part of the bound of offloaded steps of 8k tokens and more on a GPU | 0.85 | not measured" in page  # fewer
     assert "gpu-x.svg" in plots
     assert "fragments of the allocator (simulated)" in capsys.readouterr().out
