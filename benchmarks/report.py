@@ -227,7 +227,9 @@ SECTIONS: dict[str, Section] = {
         "Building and loading",
         "Until an engine could step, and until it has made a step of a few tokens. `build within Init` is a model that "
         "is built in shards, each of two ranks its own, without an engine: within Wherry's Init or DeepSpeed's, or "
-        "FSDP2's from the meta device. Where a file has the column `first use`, each has built and stepped a model of "
+        "FSDP2's from the meta device. Of these Wherry's alone has the values that plain PyTorch has: DeepSpeed's Init "
+        "leaves out what a model does with its children's weights, and FSDP2's ranks draw their own. Where a file has "
+        "the column `first use`, each has built and stepped a model of "
         "next to nothing before, and this is what that took, with all imports; without it, what a system loads at "
         "first use is in its figures: torch's first optimizer imports 800 modules, for more than a second and 76 MB, "
         "and only Wherry does without. Each is told to leave nothing whole (persistence 0), as in a model that needs "
@@ -315,8 +317,8 @@ by their upper quartile, or not at all. *of limit* is the part that is reached o
 known: a limit is measured or reckoned for the plain way to do the same, and each section says where a row may pass it.
 It is empty where nothing is known to bound a row: an import, a size on disk, the seconds of a dry run, what a system
 adds to the limit, a forecast's steps, the other ways to a disk and an allocator's fragments in files from before these
-had one, a tiled layer's step and peak, bytes read with several buffers or counted by the system, a machine's own rates,
-and the limit itself.
+had one, a tiled layer's step and peak, the seconds of a model built in shards, bytes read with several buffers or
+counted by the system, a machine's own rates, and the limit itself.
 """
 
 

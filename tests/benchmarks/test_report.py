@@ -215,6 +215,7 @@ def test_every_row_without_a_limit_is_of_a_kind_that_the_page_names():
             "imports": measure != "command", "scaling": measure == "dry run" or row["case"].get("ranks") == 1,
             "overhead": measure == "over plain", "forecast": measure == "step", "tiling": measure != "live",
             "disk": row["system"] in ("wherry threads", "wherry buffered"), "accumulation": measure == "read",
+            "construction": row["case"].get("work") == "build within Init" and measure == "time",
             "activations": measure == "fragments" or row["case"].get("measure") is None,
         }  # fmt: skip
         return of_limit or before or more.get(benchmark, False)
