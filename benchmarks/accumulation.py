@@ -97,7 +97,7 @@ def rows_of(entry: Entry, turns: Sequence[Turn], plain: Sequence[Turn | None]) -
         losses, off = turns[0].losses, steps.loss_difference(turns, plain)
         rows = [
             bench.row(time, entry.label, "s", steps.repeats_of(turns), losses=losses, loss_difference=off),
-            bench.row(read, entry.label, "B", [turn.read_bytes / entry.steps for turn in turns]),
+            bench.row(read, entry.label, "B", [turn.read_bytes for turn in turns]),
         ]
         if recipe.units == 1 and rows[1]["value"]:
             rows[1]["of_limit"] = least_read(entry.system, recipe) / rows[1]["value"]

@@ -64,8 +64,8 @@ class Turn:
     built_seconds: float
     # What the engine itself says that it holds on rank 0, by state and tier, if it can say.
     memory: list[dict[str, Any]]
-    # From disks, by all ranks, in all the steps that were timed.
-    read_bytes: int = 0
+    # From disks, by all ranks, in a step.
+    read_bytes: float = 0.0
 
     @property
     def seconds(self) -> float:

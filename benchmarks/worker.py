@@ -56,16 +56,21 @@ class Worker:
         return {"seconds": built, "empty_bytes": empty, "losses": losses}
 
     def time(self, system: str, steps: int) -> dict[str, Any]:
-        """Steps in their steady state, after one that is not counted. What that puts off is, what the last does not."""
-        used = read = 0.0
+        """Steps in their steady state, after one that is not counted. What that puts off is, what the last does not.
+
+        Bytes are those of all of them, and of what they have put off, for each: threads read beside the steps, and
+        between any two of these it may be of the one or of the other. Before and after, nothing is under way.
+        """
+        used, before = 0.0, read_bytes(system)
 
         def begin() -> None:
-            nonlocal used, read
-            used, read = time.process_time(), read_bytes(system)
+            nonlocal used
+            used = time.process_time()
 
         seconds, losses = self._run(system, steps + 1, begin)
-        used, read = time.process_time() - used, read_bytes(system) - read
+        used = time.process_time() - used
         self._settle(system)
+        read = (read_bytes(system) - before) / (steps + 1)
         engine = getattr(self.trainees[system], "engine", None)
         memory = [row._asdict() for row in engine.memory()] if hasattr(engine, "memory") else []
         found = {"seconds": seconds[1:], "cpu_seconds": used / steps, "losses": losses, "peak_bytes": peak_bytes()}
