@@ -70,7 +70,7 @@ def entries_of(
         for words, kind in kinds:
             found.append(Entry(model, 1, name, count, recipe=kind, label=f"{name} {words} {k}"))
         found.append(Entry(model, 1, PLAIN, count, recipe=recipe, label=f"{PLAIN} {k}"))
-        for peer in (systems.peer_in(name, place) for name in peers if name != "none"):
+        for peer in (systems.peer_in(name, place) for name in peers):
             found.append(Entry(model, 1, peer, count, recipe=recipe, label=f"{peer} {k}"))
             if tight and peer.startswith("deepspeed"):
                 # What it keeps whole is never read from disk: its default is its best.
@@ -159,9 +159,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=list(FEW_WINDOWS),
         help=f"micro-batches of {FEW_TOKENS} tokens in a window, or none (default: 1,8)",
     )
-    parser.add_argument(
-        "--peers", type=bench.listed((*PEERS, "none")), default=list(PEERS), help=f"{', '.join(PEERS)} or none"
-    )
+    some = bench.listed(PEERS, or_none=True)
+    parser.add_argument("--peers", type=some, default=list(PEERS), help=f"of {', '.join(PEERS)}, or none (all)")
     parser.add_argument("--path", type=bench.folder, default=".", help="a folder on the disk for states (current)")
     parser.add_argument("--rounds", type=bench.positive, help="times that every system is measured")
     parser.add_argument("--steps", type=bench.positive, help="steps in one measure")

@@ -129,9 +129,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtypes", type=bench.listed(DTYPES), default=list(DTYPES), help=", ".join(DTYPES))
     parser.add_argument("--places", type=bench.listed(PLACES), default=list(PLACES), help=", ".join(PLACES))
     parser.add_argument("--policies", type=bench.listed(POLICIES), default=list(POLICIES), help=", ".join(POLICIES))
-    parser.add_argument(
-        "--peers", type=bench.listed((*PEERS, "none")), help=f"{', '.join(PEERS)} (default: those in the places)"
-    )
+    beside = f"of {', '.join(PEERS)}, or none (default: those in the places)"
+    parser.add_argument("--peers", type=bench.listed(PEERS, or_none=True), help=beside)
     parser.add_argument("--ranks", type=bench.positives, help="numbers of ranks (default: 1,2; 1 with --quick)")
     parser.add_argument("--path", type=bench.folder, default=".", help="a folder on the disk for states (current)")
     parser.add_argument("--rounds", type=bench.positive, help="times that every system is measured (3)")
@@ -141,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ranks = options.ranks or ([1] if options.quick else [1, 2])
     steps.check_ranks(parser, options.models, ranks)
     os.environ[systems.DISK_FOLDER] = os.path.abspath(options.path)
-    peers = [peer for peer in options.peers or peers_in(options.places) if peer != "none"]
+    peers = peers_in(options.places) if options.peers is None else options.peers
     settings = {"rounds": rounds, "steps": count, "warmup": steps.WARMUP, "ranks": ranks}
     settings |= {"models": {m: vars(MODELS[m]) for m in options.models}}
     results = bench.Results("offload_step", options, settings, part=_part(options.models, options.ranks))

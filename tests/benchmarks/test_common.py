@@ -31,6 +31,7 @@ from benchmarks import (
 from benchmarks.rooms import Room, RoomFailed, reason_in
 from wherry.errors import WherryError
 from wherry.observe import bench, machine
+from wherry.tiers import disk_bench
 
 
 def test_turns_are_interleaved_and_no_subject_is_always_first():
@@ -264,6 +265,33 @@ def test_choices_are_checked():
         with pytest.raises(argparse.ArgumentTypeError, match="above 0"):
             bench.positive(wrong)
     assert bench.positives("1e6, 3") == [1_000_000, 3]
+
+
+@pytest.mark.parametrize("script", [accumulation, offload_step, gpu, disk_bench])
+def test_peers_are_chosen_alike(script, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(machine, "_SAMPLE_S", 0.0)
+    for wrong, got in (("dpd", "dpd"), (f"none,{script.PEERS[0]}", "none"), ("", "nothing")):
+        with pytest.raises(SystemExit):
+            script.main(["--quick", "--path", str(tmp_path), "--peers", wrong])
+        expected = f"argument --peers: got {got}; expected some of {', '.join(script.PEERS)}, or none\n"
+        assert capsys.readouterr().err.endswith(expected)
+    said = []
+    monkeypatch.setattr(bench, "parse", lambda parser, argv: said.append(parser.parse_args(argv)) or sys.exit())
+    with pytest.raises(SystemExit):
+        script.main(["--path", str(tmp_path), "--peers", "none"])
+    assert said[0].peers == []
+
+
+def test_no_peers_are_none_of_those_in_the_places_either(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "_SAMPLE_S", 0.0)
+    taken = []
+    monkeypatch.setattr(offload_step.bounds, "measure", lambda *_, **__: (None, []))
+    monkeypatch.setattr(offload_step, "measure", lambda entries, *_: taken.extend(entries) or [])
+    chosen = ["--quick", "--models", "tiny", "--dtypes", "fp32", "--places", "3-cpu", "--path", str(tmp_path)]
+    for more, peers in ((["--peers", "none"], set()), ([], {"fsdp2-cpu", "deepspeed-3-cpu"})):
+        taken.clear()
+        assert offload_step.main([*chosen, *more]) == 0
+        assert {entry.system for entry in taken} == {"plain", "wherry-3-cpu"} | peers
 
 
 def test_where_nothing_can_be_written_is_told_before_anything_is_measured(tmp_path, monkeypatch, capsys):
