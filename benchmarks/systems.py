@@ -510,16 +510,24 @@ def cannot_run(name: str, ranks: int = 1) -> str | None:
             return "DeepSpeed moves optimizer state to disk at stage 3 only"
         mode = place_of(name).mode
         if mode and not _deepspeed_has(mode):
-            return f"the installed release, {metadata.version('deepspeed')}, has no {mode}"
+            return f"{_installed_deepspeed()} has no {mode}"
     return None
 
 
 def _deepspeed_has(mode: str) -> bool:
     """Whether the installed release has an option of this name for an optimizer on the host."""
     found = importlib.util.find_spec("deepspeed")
-    assert found is not None and found.origin is not None
-    options = Path(found.origin).parent / "runtime" / "zero" / "offload_config.py"
-    return options.is_file() and f"{mode}:" in options.read_text()
+    folders = (found and found.submodule_search_locations) or ()
+    options = [Path(folder, "runtime", "zero", "offload_config.py") for folder in folders]
+    return any(file.is_file() and f"{mode}:" in file.read_text() for file in options)
+
+
+def _installed_deepspeed() -> str:
+    """What is on the path alone, as sources are, has no metadata."""
+    try:
+        return f"the installed release, {metadata.version('deepspeed')},"
+    except metadata.PackageNotFoundError:
+        return "the deepspeed on the path, which pip has not installed,"
 
 
 def same_losses(difference: float, dtype: str = "fp32") -> bool:

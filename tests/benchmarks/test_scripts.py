@@ -263,6 +263,24 @@ def test_offloaded_steps_beside_their_bound(tmp_path, no_deepspeed, monkeypatch)
     assert str(tmp_path) not in path.read_text()
 
 
+def test_a_package_without_metadata_has_a_reason_too(tmp_path, monkeypatch):
+    folder = tmp_path / "deepspeed" / "runtime" / "zero"
+    folder.mkdir(parents=True)
+    (tmp_path / "deepspeed" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
+
+    def missing(name):
+        raise systems.metadata.PackageNotFoundError(name)
+
+    reason = "the deepspeed on the path, which pip has not installed, has no super_offload"
+    monkeypatch.setattr(systems.metadata, "version", missing)
+    assert systems.cannot_run("deepspeed-3-super") == reason
+    (folder / "offload_config.py").write_text("    super_offload: bool = False\n")
+    assert systems.cannot_run("deepspeed-3-super") is None
+    assert systems.cannot_run("deepspeed-3-reflow").endswith("has no reflow")
+
+
 def test_peers_are_those_in_the_places_of_ours():
     assert offload_step.peers_in(offload_step.PLACES) == list(offload_step.PEERS)
     there = ["fsdp2-cpu", "fsdp2-nvme", "deepspeed-3-cpu", "deepspeed-3-nvme", "deepspeed-3-nvme-groups"]
