@@ -51,6 +51,9 @@ WEIGHTS_TOO = "wherry-3-cpu"
 UNUSED = ("plain", "recompute", "recompute, contiguous")
 PEERS = ("fsdp2-cpu", "deepspeed-2-cpu", "deepspeed-3-super", "deepspeed-3-cpu", "deepspeed-3-reflow")
 TOKENS = tuple(1024 * 2**power for power in range(7))
+# Bytes of the device that what is closed may still have. More would be missing under the caps of the next stages, which
+# have a new process then.
+LEFT = GIB
 # What is left of the layers after a process that was out of host memory.
 FEWER = 0.85
 
@@ -197,8 +200,9 @@ class Turns:
         keep()
 
     def close(self) -> None:
-        for name in self.built:
-            let_go(self.session, name)
+        left = [let_go(self.session, name) for name in self.built]
+        if left and (left[-1] is None or left[-1] > LEFT):
+            self.session.close()
 
 
 def _in_turns(session: Session, case: dict[str, Any], subjects: Subjects) -> None:
@@ -223,7 +227,7 @@ def sizes(session: Session, names: Sequence[str]) -> None:
 def _size(session: Session, model: str) -> None:
     recipe = session.sizes[model]
     system = place_for(recipe)
-    case = {"measure": "published sizes", "model": model}
+    case, ended = {"measure": "published sizes", "model": model}, ""
     try:
         session.ask(do="cap", gib=CAP)
         batch = session.build(model, system, recipe, warmup=1, shrink=True)["batch"]
@@ -238,11 +242,15 @@ def _size(session: Session, model: str) -> None:
         # What the cap leaves no memory for is taken without it: the batch of the table.
         taken = replace(recipe, batch=batch if cap else recipe.batch)
         full = case | {"tokens": taken.batch * taken.length, "cap_gib": cap}
+        if ended:  # it took along what was built
+            session.results.add(bench.row(full, system, "s", reason=ended))
+            continue
         try:
             session.ask(do="cap", gib=cap)
             found = blocks(session, model, rounds, steps, taken.batch, another=taken.batch != batch)
         except (RoomFailed, NoTime) as failure:
             session.results.add(bench.row(full, system, "s", reason=str(failure)))
+            ended = str(failure) if session.ended else ""
             continue
         session.results.add(step_row(session, full, system, taken, found, batch_of_table=recipe.batch))
 

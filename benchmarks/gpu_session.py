@@ -279,16 +279,21 @@ def blocks(
     return found
 
 
-def put_back(session: Session, **request: Any) -> None:
-    """What one stage leaves in the process is not to be missing for the next: this has the time of all of them."""
+def put_back(session: Session, **request: Any) -> Any:
+    """What one stage leaves in the process is not to be missing for the next: this has the time of all of them.
+
+    The answer, if there is one.
+    """
     if not session.ended:
         with suppress(RoomFailed, NoTime):
-            session.ask(whole=True, **request)
+            return session.ask(whole=True, **request)
+    return None
 
 
-def let_go(session: Session, name: str) -> None:
-    """Close a system, and what a failure may have left of one."""
-    put_back(session, do="close", name=name)
+def let_go(session: Session, name: str) -> int | None:
+    """Close a system, and what a failure may have left of one. The bytes of the device that are in use then, if known."""
+    answer = put_back(session, do="close", name=name)
+    return None if answer is None else int(answer["left_bytes"])
 
 
 def uncap(session: Session) -> None:

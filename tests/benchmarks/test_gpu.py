@@ -169,7 +169,8 @@ def session(tmp_path, monkeypatch, deadline=100, **answers):
     arguments = ["--quick", "--json", str(tmp_path / "gpu.json")]
     options = bench.parse(bench.parser("gpu", ""), arguments)
     vars(options).update(deadline=deadline, toy=True, rounds=2, steps=1, path=None, peers=["fsdp2-cpu"])
-    monkeypatch.setattr(gpu_session, "Room", lambda *_, **__: Answers(close={}, cap={}, **answers))
+    answers = {"close": {"left_bytes": 0}, "cap": {}, **answers}
+    monkeypatch.setattr(gpu_session, "Room", lambda *_, **__: Answers(**answers))
     return gpu_session.Session(options, bench.Results("gpu", options, {}))
 
 
@@ -336,6 +337,29 @@ def test_a_batch_beyond_the_cap_is_told_and_taken_whole_without_it(tmp_path, mon
     assert capped["case"]["cap_gib"] == 32 and capped["case"]["tokens"] == 32 and capped["batch_of_table"] == 2
     assert uncapped["case"]["cap_gib"] is None and uncapped["case"]["tokens"] == 64
     assert found._room.asked[-1] == ("cap", None, None)
+
+
+def test_a_size_that_ends_its_process_is_not_asked_for_in_the_next(tmp_path, monkeypatch):
+    found, rooms = session(tmp_path, monkeypatch), []
+    killed = RoomFailed("ended by signal 9")
+
+    def room(*_, **__):
+        rooms.append(Answers(build=BUILT, time=killed, cap={}))
+        return rooms[-1]
+
+    monkeypatch.setattr(gpu_session, "Room", room)
+    gpu.sizes(found, ["1b"])
+    assert [row["reason"] for row in found.results.rows] == ["ended by signal 9"] * 2 and len(rooms) == 1
+
+
+@pytest.mark.parametrize(
+    ("close", "ended"),
+    [({"left_bytes": gpu.LEFT}, False), ({"left_bytes": gpu.LEFT + 1}, True), ({"failed": "it cannot"}, True)],
+)
+def test_what_is_left_on_the_device_ends_with_its_process(tmp_path, monkeypatch, close, ended):
+    found = session(tmp_path, monkeypatch, build=BUILT, time=TIMED, close=close)
+    gpu._in_turns(found, {}, SUBJECTS)
+    assert found.ended is ended and all(row["rounds"] == 2 for row in found.results.rows)
 
 
 def test_a_batch_is_halved_until_it_fits(monkeypatch):
