@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -19,3 +20,10 @@ def alone(main: Callable[[], int]) -> NoReturn:
         sys.exit(USER_ERROR)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+
+
+def explain(text: str) -> None:
+    """Print what words of a table mean, no wider than the table."""
+    from wherry.observe import bench
+
+    print(textwrap.fill(text, bench.WIDTH))

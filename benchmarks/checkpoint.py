@@ -22,7 +22,7 @@ from typing import Any
 if not __package__:  # run as a script: this folder is found as it is when imported
     sys.path[0] = str(Path(__file__).parents[1])
 
-from benchmarks import alone, systems
+from benchmarks import alone, explain, systems
 from benchmarks.checkpoint_worker import KEEPINGS, LIMIT
 from benchmarks.rooms import Room, RoomFailed
 from benchmarks.steps import MODELS
@@ -128,7 +128,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
         ranked = f"{ranks} rank{'s' if ranks > 1 else ''}"
         columns = ("", "save s", "spread", "stall s", "load s", "save MB/s", "MB")
         bench.show(f"{model}, {ranked}", columns, lines, [*notes, ""])
-    print("save: until it is on the disk. stall: training stood still. MB: what was written.")
+    explain("save: until it is on the disk. stall: training stood still. MB: what was written.")
 
 
 def cases_of(options: argparse.Namespace) -> list[tuple[str, int, int]]:

@@ -18,7 +18,7 @@ from typing import Any
 if not __package__:  # run as a script: this folder is found as it is when imported
     sys.path[0] = str(Path(__file__).parents[1])
 
-from benchmarks import alone, bounds, steps, systems
+from benchmarks import alone, bounds, explain, steps, systems
 from benchmarks.steps import MODELS, Entry
 from wherry.observe import bench
 
@@ -113,8 +113,10 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
         where = f"{case['ranks']} rank{'s' * (case['ranks'] > 1)}"
         title = f"{case['model']}, {case['dtype']}, {where}, clipping at {case['clip']:g}"
         bench.show(title, ("", "ms/step", "spread", "of bound", "peak MB", "losses", "x DS"), lines, [*notes, ""])
-    print("of bound: the fraction of the bound that was reached, and its longest term. losses: against plain PyTorch;")
-    print("those of delayed updates are others, as they are made with gradients one step old.")
+    explain(
+        "of bound: the fraction of the bound that was reached, and its longest term. losses: against plain PyTorch; "
+        "those of delayed updates are others, as they are made with gradients one step old."
+    )
 
 
 def _part(models: Sequence[str], ranks: Sequence[int] | None) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 if not __package__:  # run as a script: this folder is found as it is when imported
     sys.path[0] = str(Path(__file__).parents[1])
 
-from benchmarks import alone, bounds, systems
+from benchmarks import alone, bounds, explain, systems
 from benchmarks.rooms import Room, RoomFailed
 from benchmarks.systems import Recipe
 from wherry.observe import bench
@@ -209,9 +209,10 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
         columns = ("", "ms/step", "spread", "tokens/s", "peak MB", "losses", "x DDP", "x DS")
         title = f"{model}: {recipe.batch} x {recipe.length} tokens on {ranks} rank{'s' * (ranks > 1)}"
         bench.show(title, columns, lines, [*notes, ""])
-    print("x DDP, x DS: times as fast as DDP, as DeepSpeed in the same place (FSDP2: 3).")
-    print("losses: of every step, against plain PyTorch on one rank.")
-    print("peak MB: of all ranks together, Python and torch included.")
+    explain(
+        "x DDP, x DS: times as fast as DDP, as DeepSpeed in the same place (FSDP2: 3). losses: of every step, against "
+        "plain PyTorch on one rank. peak MB: of all ranks together, Python and torch included."
+    )
 
 
 def _place(row: Mapping[str, Any]) -> tuple[str, int]:

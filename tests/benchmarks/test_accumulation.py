@@ -45,6 +45,7 @@ def test_both_orders_train_the_same_model(tmp_path: Path, capsys) -> None:
     assert len(seen) == checked + 2
     shown = capsys.readouterr().out
     assert "layer_major k=3" in shown and shown.count("fsdp2-nvme: FSDP2 keeps states") == 1
+    assert all(len(line) <= bench.WIDTH for line in shown.splitlines() if not line.startswith("written:"))
 
 
 @pytest.mark.usefixtures("forked_rooms")

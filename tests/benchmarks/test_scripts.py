@@ -38,6 +38,11 @@ def _rows(path, **case):
     return {row["system"]: row for row in rows if case.items() <= row["case"].items()}
 
 
+def _narrow(shown):
+    """Whether a terminal of 80 columns shows it as it is, but for the name of the file."""
+    return all(len(line) <= bench.WIDTH for line in shown.splitlines() if not line.startswith("written:"))
+
+
 pytestmark = pytest.mark.usefixtures("forked_rooms")
 
 
@@ -77,7 +82,7 @@ def test_overhead(tmp_path, capsys, no_deepspeed):
     assert rows["plain"]["of_limit"] is None
     shown = capsys.readouterr().out
     assert "Wherry 3" in shown and "DeepSpeed 2: deepspeed is not installed" in shown
-    assert max(len(line) for line in shown.splitlines() if not line.startswith("written:")) <= bench.WIDTH
+    assert _narrow(shown)
 
 
 def test_a_room_that_fails_while_it_is_measured_costs_its_own_rows_alone(tmp_path, monkeypatch, capsys):
@@ -173,7 +178,7 @@ def test_steps(tmp_path, capsys, no_deepspeed):
     assert memory[1]["of_limit"] == pytest.approx(due / memory[1]["value"])
     shown = capsys.readouterr().out
     assert "on 2 ranks" in shown and "same" in shown
-    assert max(len(line) for line in shown.splitlines() if not line.startswith("written:")) <= bench.WIDTH
+    assert _narrow(shown)
 
 
 def test_a_wrong_result_is_not_called_the_same():
@@ -217,7 +222,7 @@ def test_imports(tmp_path, capsys, monkeypatch, torch_alone):
     assert size["value"] == size["own"] + sum(size["beside_torch"].values())
     assert {"numpy", "pydantic"} <= set(size["beside_torch"]) and "torch" not in size["beside_torch"]
     shown = capsys.readouterr().out
-    assert "torch itself" in shown and max(map(len, shown.splitlines()[:-1])) <= bench.WIDTH
+    assert "torch itself" in shown and _narrow(shown)
 
 
 def test_a_peer_that_is_broken_has_a_row_with_the_reason(tmp_path, capsys, monkeypatch):
@@ -240,7 +245,7 @@ def test_a_peer_that_is_broken_has_a_row_with_the_reason(tmp_path, capsys, monke
     assert f"deepspeed: {said[:40]}" in capsys.readouterr().out
 
 
-def test_offloaded_steps_beside_their_bound(tmp_path, no_deepspeed, monkeypatch):
+def test_offloaded_steps_beside_their_bound(tmp_path, no_deepspeed, monkeypatch, capsys):
     monkeypatch.setattr(offload_step, "POLICIES", ("at_step", "delayed"))
     monkeypatch.setattr(offload_step, "CLIPS", {"at_step": 1.0, "delayed": 1.0})
     monkeypatch.setattr(systems, "device_type", lambda: "cuda")  # its ranks do not see a GPU, nor may its bound
@@ -260,7 +265,7 @@ def test_offloaded_steps_beside_their_bound(tmp_path, no_deepspeed, monkeypatch)
     assert {"matrix", "host_update", "disk_read", "disk_write"} <= {
         row["case"].get("rate") for row in json.loads(path.read_text())["rows"]
     }
-    assert str(tmp_path) not in path.read_text()
+    assert str(tmp_path) not in path.read_text() and _narrow(capsys.readouterr().out)
 
 
 def test_a_package_without_metadata_has_a_reason_too(tmp_path, monkeypatch):
@@ -304,7 +309,7 @@ def test_what_is_asked_for_makes_the_entries_and_the_name_of_the_file():
     assert offload_step._part(["10m"], None) == "" and offload_step._part(["125m"], [2]) == "125m-2-rank"
 
 
-def test_memory_beside_the_formula(tmp_path):
+def test_memory_beside_the_formula(tmp_path, capsys):
     path = tmp_path / "memory.json"
     smallest = ["--quick", "--models", "tiny", "--dtypes", "fp32", "--rounds", "1", "--ranks", "2", "--json", str(path)]
     assert memory.main([*smallest, "--systems", "wherry-2"]) == 0
@@ -313,6 +318,8 @@ def test_memory_beside_the_formula(tmp_path):
     # Stage 2 of two ranks: weights twice, gradients and optimizer once.
     assert row["formula_bytes"] == parameters * (2 * 4 + 4 + 8)
     assert row["value"] > 0 and row["of_limit"] == pytest.approx(row["formula_bytes"] / row["value"])
+    assert list(_rows(path)) == ["wherry-2"] and row["loss_difference"] <= systems.SAME_LOSS
+    assert _narrow(capsys.readouterr().out)
 
 
 def test_formulas_by_placement():
@@ -389,12 +396,13 @@ def test_what_is_imported_is_no_part_of_what_a_system_takes(torch_alone, system)
     assert done.returncode == 0, done.stderr
 
 
-def test_scaling_with_sizes_and_ranks(tmp_path):
+def test_scaling_with_sizes_and_ranks(tmp_path, capsys):
     path = tmp_path / "scaling.json"
     smallest = ["--quick", "--rounds", "1", "--steps", "1", "--json", str(path)]
     chosen = ["--sizes", "1m", "--systems", "wherry-3", "--ranks", "2,64", "--dry-model", "gpt2-10m"]
     assert scaling.main([*smallest, *chosen]) == 0
     rows = [row for row in json.loads(path.read_text())["rows"] if row["case"].get("stage") == 3]
+    assert _narrow(capsys.readouterr().out)
     peaks = {row["case"]["ranks"]: row["value"] for row in rows if row["case"]["measure"] == "peak of a rank"}
     assert peaks[64] < peaks[2]
     (few, many) = (row for row in rows if row["case"]["measure"] == "collectives of a step")
@@ -468,7 +476,7 @@ def test_activations(tmp_path, capsys, monkeypatch):
     assert list(unused) == list(fragments.SYSTEMS) and all(row["excess_bytes"] > 0 for row in unused.values())
     shown = capsys.readouterr().out
     assert "recompute, contiguous" in shown and "never used" in shown and "auto, in the memory of half" in shown
-    assert max(len(line) for line in shown.splitlines() if not line.startswith("written:")) <= bench.WIDTH
+    assert _narrow(shown)
 
 
 def test_a_layer_beyond_the_budget(tmp_path, capsys):
@@ -480,7 +488,8 @@ def test_a_layer_beyond_the_budget(tmp_path, capsys):
     assert 0 < live["value"] <= budget and live["of_limit"] == pytest.approx(live["value"] / budget)
     assert live["tiles"] > width * width * 4 / budget and live["losses"][1] < live["losses"][0]
     assert [child.name for child in tmp_path.iterdir()] == ["tiling.json"]
-    assert "live parameters" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "live parameters" in shown and _narrow(shown)
 
 
 def test_saving_beside_the_same_bytes_in_one_file(tmp_path, capsys):
@@ -493,7 +502,8 @@ def test_saving_beside_the_same_bytes_in_one_file(tmp_path, capsys):
         assert ours["of_limit"] == pytest.approx(bare["value"] / ours["value"]) and bare["of_limit"] is None
     # Three times the weights, and no more than that, of both ranks together.
     assert bare["written_bytes"] == bare["states_bytes"] == 3 * 4 * steps.MODELS["tiny"].parameters
-    assert "save MB/s" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "save MB/s" in shown and _narrow(shown)
 
 
 def test_forecast(tmp_path, capsys, monkeypatch):
@@ -518,4 +528,4 @@ def test_forecast(tmp_path, capsys, monkeypatch):
         assert row["of_limit"] == pytest.approx(plain["value"] / row["value"])
         assert row["off"] == pytest.approx(row["predicted_s"] / row["value"] - 1) and row["terms"]["compute"] > 0
     shown = capsys.readouterr().out
-    assert "predicted ms" in shown and max(map(len, shown.splitlines()[:-1])) <= bench.WIDTH
+    assert "predicted ms" in shown and _narrow(shown)
