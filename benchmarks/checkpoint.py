@@ -125,9 +125,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
                 [title, times[0], bench.spread_words(by["save"]), times[1], times[2],
                  f"{speed:,.0f}", f"{by['save']['written_bytes'] / 1e6:,.1f}"]
             )  # fmt: skip
-        ranked = f"{ranks} rank{'s' if ranks > 1 else ''}"
         columns = ("", "save s", "spread", "stall s", "load s", "save MB/s", "MB")
-        bench.show(f"{model}, {ranked}", columns, lines, [*notes, ""])
+        bench.show(f"{model}, {systems.ranked(ranks)}", columns, lines, [*notes, ""])
     explain("save: until it is on the disk. stall: training stood still. MB: what was written.")
 
 

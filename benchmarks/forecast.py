@@ -80,9 +80,9 @@ def measure(entries: Sequence[Entry], rounds: int, machine: Machine) -> list[ben
 def table(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print the rows at 80 columns."""
     shown = [row for row in rows if row["case"]["measure"] == "step" and row["system"] != ORACLE]
-    for case in [dict(pairs) for pairs in dict.fromkeys(tuple(row["case"].items()) for row in shown)]:
+    for case, same in steps.by_case(shown):
         lines, notes = [], []
-        for row in (row for row in shown if row["case"] == case):
+        for row in same:
             if row["reason"] is not None:
                 lines.append([systems.TITLES[row["system"]], *["-"] * 5])
                 notes.append(f"{row['system']}: {row['reason']}")
@@ -98,7 +98,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
                     row["limited_by"],
                 ]
             )
-        title = f"{case['model']}, {case['dtype']}, {case['ranks']} rank{'s' * (case['ranks'] > 1)}"
+        title = f"{case['model']}, {case['dtype']}, {systems.ranked(case['ranks'])}"
         bench.show(title, ("", "predicted ms", "measured ms", "spread", "off", "limited by"), lines, [*notes, ""])
     print(f"!: off by more than {100 * WITHIN:.0f} %.")
 

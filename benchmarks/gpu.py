@@ -160,9 +160,8 @@ class Turns:
         trains = [other for other in self.subjects if other in self.losses and other != systems.COMPUTE]
         if not trains:
             return None
-        pairs = list(zip(self.losses[name], self.losses[trains[0]], strict=True))
         alike = 1 if name == systems.COMPUTE or name.endswith("delayed") else None
-        return max(abs(a - b) / abs(b) for a, b in pairs[:alike])
+        return systems.loss_difference(self.losses[name][:alike], self.losses[trains[0]][:alike])
 
     def take(self, case: dict[str, Any], batch: int | None = None, *, names: Sequence[str] | None = None) -> None:
         """The rows of some rounds, kept as they come. `batch` is one that was not taken before, by some `names`."""
@@ -396,7 +395,7 @@ def table(rows: Sequence[bench.Row]) -> None:
             else:
                 lines.append([name, *_figures(row)])
                 difference = row.get("loss_difference")
-                if difference is not None and difference > systems.SAME_BF16_LOSS:
+                if difference is not None and not systems.same_losses(difference, "bf16"):
                     notes.append(f"{name}: NOT THE LOSSES OF THE OTHERS, {difference:.0e} off")
         bench.show(measure, ("", "s", "spread", "tokens/s", "TFLOPS", "of bound", "GiB"), lines, [*notes, ""])
 

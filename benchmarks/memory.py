@@ -53,9 +53,9 @@ def rows_of(entries: Sequence[Entry], rounds: int) -> list[bench.Row]:
 
 def table(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print the rows at 80 columns."""
-    for case in [dict(pairs) for pairs in dict.fromkeys(tuple(row["case"].items()) for row in rows)]:
+    for case, same in steps.by_case(rows):
         lines, notes = [], []
-        for row in (row for row in rows if row["case"] == case):
+        for row in same:
             title, off = systems.TITLES[row["system"]], row.get("loss_difference")
             if off is not None and not systems.same_losses(off, case["dtype"]):
                 notes.append(f"{title}: NOT THE LOSSES OF PLAIN PYTORCH, {off:.0e} off")
@@ -70,7 +70,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
             peer = f"deepspeed-{row['system'].partition('-')[2]}"
             figures += [f"{row['bytes_per_parameter']:.1f}", f"{stated / 1e6:,.0f}/{owed / 1e6:,.0f}" if owed else ""]
             lines.append([title, *figures, bench.ratio_words(row, peer) if "wherry" in row["system"] else ""])
-        ranked = f"{case['ranks']} rank{'s' * (case['ranks'] > 1)}"
+        ranked = systems.ranked(case["ranks"])
         title = f"{case['model']}, {case['dtype']}, {ranked}: above an empty process, all ranks together"
         columns = ("", "peak MB", "spread", "formula", "of it", "B/param", "held/due", "x DS")
         bench.show(title, columns, lines, [*notes, ""])

@@ -89,9 +89,9 @@ def measure(entries: Sequence[Entry], rounds: int, rates: bounds.Rates, clip: fl
 def table(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print the rows at 80 columns."""
     shown = [row for row in rows if row["case"].get("measure") == "step"]
-    for case in [dict(pairs) for pairs in dict.fromkeys(tuple(row["case"].items()) for row in shown)]:
+    for case, same in steps.by_case(shown):
         lines, notes = [], []
-        for row in (row for row in shown if row["case"] == case):
+        for row in same:
             if row["reason"] is not None:
                 lines.append([row["system"], *["-"] * 6])
                 notes.append(f"{row['system']}: {row['reason']}")
@@ -110,7 +110,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
                     bench.ratio_words(row, peer) if row["system"].startswith("wherry") else "",
                 ]
             )
-        where = f"{case['ranks']} rank{'s' * (case['ranks'] > 1)}"
+        where = systems.ranked(case["ranks"])
         title = f"{case['model']}, {case['dtype']}, {where}, clipping at {case['clip']:g}"
         bench.show(title, ("", "ms/step", "spread", "of bound", "peak MB", "losses", "x DS"), lines, [*notes, ""])
     explain(

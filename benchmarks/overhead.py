@@ -172,8 +172,7 @@ def measure(rooms: Rooms, rounds: int, steps: int) -> list[bench.Row]:
         }
         # On several ranks plain PyTorch trains a model on each: only its time is of use there.
         if name not in BASES or rooms.ranks == 1:
-            pairs = zip(rooms.losses[index, name], rooms.oracle, strict=True)
-            facts["loss_difference"] = max(abs(a - b) / abs(b) for a, b in pairs)
+            facts["loss_difference"] = systems.loss_difference(rooms.losses[index, name], rooms.oracle)
         case, own = _case("step", rooms.ranks), times[f"{index} {name}"]
         if name in BASES:
             row = bench.row(case, name, "us", [wall for wall, _ in own], **facts)
@@ -243,7 +242,7 @@ def table(rows: Sequence[Mapping[str, Any]], ranks: int) -> None:
     else:
         notes.append("Plain PyTorch communicates nothing here, so over is the engines' time with communication.")
     columns = ("µs a step", "step", "spread", "over fused", "AdamW()", "CPU", "calls", "x DS")
-    bench.show(f"4 layers of width 64, {ranks} rank{'s' * (ranks > 1)}, 1 core each", columns, lines, notes)
+    bench.show(f"4 layers of width 64, {systems.ranked(ranks)}, 1 core each", columns, lines, notes)
 
 
 def profile(name: str, ranks: int) -> None:

@@ -140,7 +140,7 @@ def loss_difference(turns: Sequence[Turn], oracle: Sequence[Turn | None]) -> flo
     expected = next((turn.losses for turn in oracle if turn is not None), None)
     if expected is None:
         return None
-    return max(abs(a - b) / abs(b) for t in turns for a, b in zip(t.losses, expected, strict=True))
+    return max(systems.loss_difference(turn.losses, expected) for turn in turns)
 
 
 def _rows(entry: Entry, turns: Sequence[Turn], oracle: Sequence[Turn | None]) -> list[bench.Row]:
@@ -180,6 +180,12 @@ def _rows(entry: Entry, turns: Sequence[Turn], oracle: Sequence[Turn | None]) ->
     return rows
 
 
+def by_case(rows: Sequence[Mapping[str, Any]]) -> list[tuple[dict[str, Any], list[Mapping[str, Any]]]]:
+    """The cases in their order, each with its rows."""
+    cases = [dict(pairs) for pairs in dict.fromkeys(tuple(row["case"].items()) for row in rows)]
+    return [(case, [row for row in rows if row["case"] == case]) for case in cases]
+
+
 def table(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print the rows at 80 columns, a table for each size and number of ranks."""
     peaks = {(*_place(row), row["system"]): row for row in rows if row["case"]["measure"] == "peak memory"}
@@ -207,7 +213,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
                 ]
             )
         columns = ("", "ms/step", "spread", "tokens/s", "peak MB", "losses", "x DDP", "x DS")
-        title = f"{model}: {recipe.batch} x {recipe.length} tokens on {ranks} rank{'s' * (ranks > 1)}"
+        title = f"{model}: {recipe.batch} x {recipe.length} tokens on {systems.ranked(ranks)}"
         bench.show(title, columns, lines, [*notes, ""])
     explain(
         "x DDP, x DS: times as fast as DDP, as DeepSpeed in the same place (FSDP2: 3). losses: of every step, against "

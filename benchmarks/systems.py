@@ -10,7 +10,7 @@ import importlib.util
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -533,6 +533,15 @@ def _installed_deepspeed() -> str:
 def same_losses(difference: float, dtype: str = "fp32") -> bool:
     """Whether losses so far from plain PyTorch's are of the same training."""
     return difference <= (SAME_LOSS if dtype == "fp32" else SAME_BF16_LOSS)
+
+
+def loss_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
+    """How far any of them is from what it should be, relative to that."""
+    return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
+
+
+def ranked(ranks: int) -> str:
+    return f"{ranks:,} rank{'s' * (ranks > 1)}"
 
 
 def loss_words(difference: float | None, dtype: str = "fp32") -> str:
