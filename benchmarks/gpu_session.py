@@ -291,7 +291,7 @@ def put_back(session: Session, **request: Any) -> Any:
 
 
 def let_go(session: Session, name: str) -> int | None:
-    """Close a system, and what a failure may have left of one. The bytes of the device that are in use then, if known."""
+    """Close a system, and what a failure may have left of one; bytes of the device that are in use then, if known."""
     answer = put_back(session, do="close", name=name)
     return None if answer is None else int(answer["left_bytes"])
 

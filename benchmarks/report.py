@@ -221,6 +221,7 @@ SECTIONS: dict[str, Section] = {
         (
             Column("formula", _of("formula_bytes", _megabytes)),
             Column("a parameter", _of("bytes_per_parameter", lambda value: f"{value:.1f} B")),
+            _LOSSES,
         ),
     ),
     "construction": Section(
@@ -228,12 +229,13 @@ SECTIONS: dict[str, Section] = {
         "Until an engine could step, and until it has made a step of a few tokens. `build within Init` is a model that "
         "is built in shards, each of two ranks its own, without an engine: within Wherry's Init or DeepSpeed's, or "
         "FSDP2's from the meta device. Of these Wherry's alone has the values that plain PyTorch has: DeepSpeed's Init "
-        "leaves out what a model does with its children's weights, and FSDP2's ranks draw their own. Where a file has "
-        "the column `first use`, each has built and stepped a model of "
-        "next to nothing before, and this is what that took, with all imports; without it, what a system loads at "
-        "first use is in its figures: torch's first optimizer imports 800 modules, for more than a second and 76 MB, "
-        "and only Wherry does without. Each is told to leave nothing whole (persistence 0), as in a model that needs "
-        "stage 3; by default DeepSpeed leaves whole what has 1e5 elements and less.",
+        "leaves out what a model does with its children's weights, and FSDP2's ranks draw their own. First losses of "
+        "`wherry-meta` and `fsdp2-meta` differ from the others', as from the meta device only modules' own "
+        "`reset_parameters` run; that of `deepspeed-init` does too. Where a file has the column `first use`, each has "
+        "built and stepped a model of next to nothing before, and this is what that took, with all imports; without "
+        "it, what a system loads at first use is in its figures: torch's first optimizer imports 800 modules, for "
+        "more than a second and 76 MB, and only Wherry does without. Each is told to leave nothing whole (persistence "
+        "0), as in a model that needs stage 3; by default DeepSpeed leaves whole what has 1e5 elements and less.",
         "of time, the model alone without an engine; of memory, the states that stay, and of a model in shards these "
         "and one module. Without `first use` plain PyTorch's time has torch's imports in it, which Wherry does "
         "without: hence its shares above 1; plain PyTorch maps a file and reads it while it computes, so its load "

@@ -45,17 +45,24 @@ def is_peer(system: str) -> bool:
     return system.lower().startswith(("deepspeed", "fsdp2", "dcp")) or "DeepSpeed" in system
 
 
-def same_work(row: Row) -> bool:
+def same_work(row: Row, rows: Sequence[Row]) -> bool:
     """DeepSpeed's bf16 host optimizer keeps no master; and what it reads is counted behind the system's cache."""
     other = "DeepSpeedCPUAdam bf16" in row["system"] or row["case"].get("measure") == "read"
-    return not other and same_training(row)
+    return not other and same_training(row, rows)
 
 
-def same_training(row: Row) -> bool:
-    """Whether a row has plain PyTorch's losses, if it has any."""
-    difference = row.get("loss_difference")
+def same_training(row: Row, rows: Sequence[Row]) -> bool:
+    """Whether the run of a row had plain PyTorch's losses, if they are known."""
+    difference = _off(row, rows)
     # Files of a GPU do not name their dtype, which is bf16.
     return difference is None or systems.same_losses(difference, row["case"].get("dtype", "bf16"))
+
+
+def _off(row: Row, rows: Sequence[Row]) -> float | None:
+    """How far a run's losses are from plain PyTorch's. Its step has them, and what else was measured of it has not."""
+    of_step = row["case"] | {"measure": "step"}
+    same = [row, *(other for other in rows if other["system"] == row["system"] and other["case"] == of_step)]
+    return next((one["loss_difference"] for one in same if one.get("loss_difference") is not None), None)
 
 
 def times(row: Row, rows: Sequence[Row]) -> float | None:
@@ -64,7 +71,7 @@ def times(row: Row, rows: Sequence[Row]) -> float | None:
     Of update policies it is the one that Wherry chooses by itself for states that are offloaded; of instruction sets
     and passes the first, which is what it takes by itself.
     """
-    if is_wherry(row["system"]) or row["reason"] is not None or not same_work(row):
+    if is_wherry(row["system"]) or row["reason"] is not None or not same_work(row, rows):
         return None
     found = [_ratio(ours, row) for ours in _ours_beside(row, rows)]
     ratios = [ratio for ratio in found if ratio is not None]
@@ -79,7 +86,7 @@ def _ours_beside(row: Row, rows: Sequence[Row]) -> list[Row]:
         and is_wherry(other["system"])
         and other["reason"] is None
         and not other["system"].endswith(_OTHER_WORK)
-        and same_training(other)
+        and same_training(other, rows)
     ]
     whole = [other for other in ours if other["system"] == _WHOLE_IMPORT]
     first = row["system"].split(" ")[0]
@@ -206,8 +213,8 @@ def latest(results: Sequence[Result]) -> list[Result]:
     return [result for result in results if any(result is other for other in kept)]
 
 
-_MEANING = """Figures are those of the latest file of every measure on every machine, whose tables are below. *noisy*:
-others were at work there, or it is not known that they were not; such a file counts where there is no other."""
+_MEANING = """Figures are those of the latest complete file of every measure on every machine, whose tables are below.
+*noisy*: others were at work there, or it is not known that they were not; it counts where there is no other."""
 
 
 def text(results: Sequence[Result], titles: Mapping[str, str]) -> str:
@@ -307,8 +314,9 @@ def _strayed(result: Result, title: str) -> Iterator[str]:
     """A line for each peer that trained something else, with the cases and how far off it was."""
     cases: dict[str, list[str]] = {}
     for row in result["rows"]:
-        if is_peer(row["system"]) and row["reason"] is None and not same_training(row):
-            cases.setdefault(row["system"], []).append(f"{case_words(row['case'])} ({row['loss_difference']:.0e} off)")
+        if is_peer(row["system"]) and row["reason"] is None and not same_training(row, result["rows"]):
+            off = _off(row, result["rows"])
+            cases.setdefault(row["system"], []).append(f"{case_words(row['case'])} ({off:.0e} off)")
     for system, words in cases.items():
         yield f"- {title} in {_link(result)}, `{system}`: {'; '.join(words)}"
 

@@ -358,6 +358,16 @@ def test_a_peer_that_trained_something_else_counts_nowhere():
     summarized, _ = shown(*rows("bf16", theirs=0.02), *rows("fp32", ours=0.02))
     assert "step with optimizer and parameters on disk, beside DeepSpeed's | 2× | not measured |" in summarized
     assert "trained something else" not in shown(*rows("fp32"))[0]
+    # Nor does the memory of such a run, though its losses are those of its step.
+    strayed = rows("fp32", theirs=0.002)
+    of_memory = strayed[0]["case"] | {"measure": "peak memory"}
+    systems = ("wherry-3-nvme before_use", "deepspeed-3-nvme")
+    memory = [bench.row(of_memory, name, "B", [value]) for name, value in zip(systems, (1e6, 2e6), strict=True)]
+    summarized, table = shown(*strayed, *memory)
+    assert "`deepspeed-3-nvme`: fp32, step, clip 1 (2e-03 off); fp32, peak memory, clip 1 (2e-03 off)\n" in summarized
+    assert "Behind in none of them" in summarized and "| 2.0 MB | once |  |  |" in table
+    summarized, table = shown(*rows("fp32"), *memory)
+    assert "| 2 | 2 | 2.25× |" in summarized and "| 2.0 MB | once |  | 2.00× |" in table
 
 
 def test_the_first_minute_has_every_machine_that_was_quiet():
