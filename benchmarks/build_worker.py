@@ -173,9 +173,8 @@ def _wherry_load(recipe: Recipe, file: str) -> Any:
 
     with wherry.Init(meta=True):
         model = recipe.model()
-    engine = _wherry(model, recipe)
-    wherry.load_pretrained(engine, file)
-    return engine
+    wherry.load_pretrained(model, file)
+    return _wherry(model, recipe)
 
 
 def _first_step(built: Any, recipe: Recipe) -> float:

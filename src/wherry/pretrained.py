@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,9 +14,9 @@ from wherry.engine import Engine
 from wherry.errors import WherryError
 from wherry.nn.tiled import Place, tile_places
 from wherry.sharding.access import taken
+from wherry.sharding.given import give, pieces
 from wherry.sharding.parts import Part, own_parts, part_of
 from wherry.sharding.safetensors_folder import Block, Source, open_folder
-from wherry.sharding.unit import Flat
 
 
 @dataclass
@@ -36,8 +36,13 @@ def load_pretrained(
     rank must call it. Missing, unexpected and mis-shaped keys are one error before anything is changed; with
     `strict=False` missing and unexpected ones are returned instead. Weights that are tied need to be there once.
 
+    Of a model on the meta device nothing is read yet: `wherry.initialize` reads instead of drawing values, a unit at a
+    time, so the files stay where they are until then.
+
+        with wherry.Init(meta=True):
+            model = MyModel()
+        wherry.load_pretrained(model, "Llama-3.1-8B/")
         engine, *_ = wherry.initialize(model=model, config="config.json")
-        wherry.load_pretrained(engine, "Llama-3.1-8B/")
     """
     engine = engine_or_model if isinstance(engine_or_model, Engine) else None
     if engine is not None:
@@ -187,14 +192,14 @@ def _load_engine(engine: Engine, sources: Mapping[torch.Tensor, Source]) -> None
             chosen = [(i, sources[p]) for i, p in enumerate(flat.parameters) if p in sources]
             if not chosen:
                 continue
-            pieces = list(_pieces(flat, chosen))
+            read = list(pieces(flat.layout, flat.rank, chosen))
             with flat.opened(write=True) as shard:
-                for start, values in pieces:
+                for start, values in read:
                     shard[start : start + values.numel()].copy_(values)
             if flat in states:
                 with states[flat].opened(write=True) as opened:
                     for segment, held in zip(states[flat].segments, opened, strict=True):
-                        for start, values in pieces:
+                        for start, values in read:
                             low, high = max(start, segment.start), min(start + values.numel(), segment.stop)
                             if low < high:
                                 master = held["master"]
@@ -206,38 +211,22 @@ def _load_engine(engine: Engine, sources: Mapping[torch.Tensor, Source]) -> None
                 engine._gatherer.comm.all_gather(flat.whole, flat.shard_memory).wait()
 
 
-def _pieces(flat: Flat, chosen: Iterable[tuple[int, Source]]) -> Iterator[tuple[int, torch.Tensor]]:
-    """What of the sources lies in this rank's shard: where it starts there, and its values, flattened."""
-    for index, source in chosen:
-        slot = flat.layout.slots[index]
-        overlap = flat.layout.overlap(slot, flat.rank)
-        if overlap is None:
-            continue
-        first, last, start = overlap
-        if slot.part is None:
-            yield start, source.elements(first, last)
-        else:
-            assert slot.part.offsets is not None
-            yield start, source.block(slot.part.offsets, slot.shape).reshape(-1)[first:last]
-
-
 # Into a model that no engine has.
 
 
 @torch.no_grad()
 def _load_model(model: nn.Module, sources: Mapping[torch.Tensor, Source]) -> None:
     own_parts(model.parameters())
-    for name, parameter in model.named_parameters():
-        if parameter not in sources:
+    for module in model.modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and tensor.is_meta and tensor in sources:
+                give(module, name, sources[tensor])
+    for parameter in model.parameters():
+        if parameter not in sources or parameter.is_meta:
             continue
         part = part_of(parameter)
         if part is not None:
             _load_part(part, sources[parameter])
-        elif parameter.is_meta:
-            raise WherryError(
-                f"{name}: this parameter is on the meta device and has no memory; give the model to "
-                "wherry.initialize first, and load into the engine"
-            )
         else:
             parameter.data.copy_(sources[parameter].elements(0, parameter.numel()).view(parameter.shape))
 
@@ -256,5 +245,5 @@ def _load_buffers(model: nn.Module, sources: Mapping[torch.Tensor, Source]) -> N
     """Buffers, and parameters of integers, which no flat holds: all of each, on every rank."""
     held = [*model.buffers(), *(p for p in model.parameters() if not p.is_floating_point())]
     for tensor in held:
-        if tensor in sources:
+        if tensor in sources and not tensor.is_meta:
             tensor.data.copy_(sources[tensor].elements(0, tensor.numel()).view(tensor.shape))

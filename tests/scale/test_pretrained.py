@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.engine.harness import TinyLM, adamw, make_model, settings, token_batch
+from tests.engine.harness import VOCABULARY, WIDTH, TinyLM, adamw, make_model, settings, token_batch
 from torch import nn
 
 import wherry
@@ -134,19 +134,202 @@ def test_models_that_are_built_partitioned(tmp_path: Path, ranks: int) -> None:
             assert torch.equal(state[name], value), name
 
 
-def test_a_plain_model_and_one_on_the_meta_device(tmp_path: Path) -> None:
+def test_a_plain_model(tmp_path: Path) -> None:
     other, model = make_model(seed=1), make_model()
     saved(other, tmp_path)
     wherry.load_pretrained(model, tmp_path)
     for name, value in other.state_dict().items():
         assert torch.equal(model.state_dict()[name], value)
+
+
+# Models on the meta device: what files have is never drawn.
+
+
+class Undrawable(Buffered):
+    """Nobody can draw it: none of its modules has a way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.scratch  # no file has it
+        for module in self.modules():
+            module.reset_parameters = None
+
+
+def on_meta(kind: type[nn.Module]) -> Any:
     with torch.device("meta"):
-        meta = TinyLM()
-    with pytest.raises(WherryError, match=r"embed\.weight: this parameter is on the meta device.*initialize first"):
-        wherry.load_pretrained(meta, tmp_path)
-    engine, *_ = wherry.initialize(model=meta, config=settings(3))
-    wherry.load_pretrained(engine, tmp_path)
-    assert torch.equal(engine.module.state_dict()["blocks.1.up.weight"], other.blocks[1].up.weight)
+        return kind()
+
+
+def first_loss(engine: Any) -> float:
+    loss = engine(*token_batch(0, 0, 0))
+    engine.backward(loss)
+    engine.step()
+    return float(loss.detach())
+
+
+@pytest.mark.parametrize("more", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_model_on_the_meta_device_is_read_and_not_drawn(
+    tmp_path: Path, stage: int, ranks: int, more: dict[str, Any]
+) -> None:
+    other = make_model(Buffered, seed=1)
+    other.seen.fill_(9.0)
+    saved(other, tmp_path, 2)
+
+    def loaded(comm: Comm, after: bool) -> Any:
+        model: Any = make_model(Buffered) if after else on_meta(Undrawable)
+        if not after:
+            result = wherry.load_pretrained(model, tmp_path)
+            assert not result.missing and not result.unexpected
+        comm.traffic.clear()
+        engine, *_ = wherry.initialize(model=model, optimizer=adamw, config=settings(stage, more=more), mesh=comm)
+        if after:
+            wherry.load_pretrained(engine, tmp_path)
+        else:
+            weights = sum(p.numel() for p in other.parameters()) * other.head.weight.itemsize
+            assert comm.traffic.bytes["broadcast"] < weights / 10, "weights are read, not communicated"
+        masters = []
+        for state in engine._updater.holdings.state_of.values() if more else ():
+            with state.opened() as opened:
+                masters += [held["master"].clone() for held in opened]
+        state = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        return state, masters, [first_loss(engine) for _ in range(2)]
+
+    expected = run_ranks(ranks, lambda comm: loaded(comm, True))
+    for (state, masters, losses), (state2, masters2, losses2) in zip(
+        run_ranks(ranks, lambda comm: loaded(comm, False)), expected, strict=True
+    ):
+        assert losses == losses2
+        assert len(masters) == len(masters2) and all(map(torch.equal, masters, masters2))
+        assert state.keys() == state2.keys()
+        for name in state:
+            assert torch.equal(state[name], state2[name]), name
+        assert state["seen"].tolist() == [9.0] * 3
+
+
+class Half(nn.Module):
+    """Some of it in another dtype, some of it frozen, some of it nobody's: buffers, integers, one that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm = TinyLM()
+        self.lm.blocks[1].requires_grad_(False)
+        self.lm.blocks[2].up.to(torch.bfloat16)
+        self.codes = nn.Parameter(torch.arange(5), requires_grad=False)
+        self.scale = nn.Parameter(torch.full((3,), 2.0))
+        self.register_buffer("kept", torch.arange(4.0))
+        self.register_buffer("table", torch.arange(3.0), persistent=False)
+
+    def reset_parameters(self) -> None:
+        self.codes.copy_(torch.arange(5))
+        self.scale.fill_(-1.0)
+        self.kept.zero_()
+        self.table.copy_(torch.arange(3.0))
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("absent", [(), ("lm.blocks.0.norm.weight", "scale", "kept"), ("lm.embed.weight",)])
+def test_what_no_file_has_is_drawn_and_all_else_is_read(
+    tmp_path: Path, stage: int, ranks: int, absent: tuple[str, ...]
+) -> None:
+    other = make_model(Half, seed=1)
+    other.kept.fill_(9.0)
+    other.codes.data.fill_(7)
+    other.lm.blocks[0].norm.weight.data.fill_(3.0)
+    state = saved(other, tmp_path)
+    save_file({name: value for name, value in state.items() if name not in absent}, tmp_path / "model.safetensors")
+
+    def body(comm: Comm) -> Any:
+        model = on_meta(Half)
+        result = wherry.load_pretrained(model, tmp_path, strict=not absent)
+        assert sorted(result.missing) == sorted(absent)
+        engine, *_ = wherry.initialize(model=model, config=settings(stage), mesh=comm)
+        return {name: value.clone() for name, value in engine.module.state_dict().items()}, model.table.clone()
+
+    for found, table in run_ranks(ranks, body):
+        assert table.tolist() == [0.0, 1.0, 2.0]
+        for name, value in other.state_dict().items():
+            if name not in (*absent, *(("lm.head.weight",) if "lm.embed.weight" in absent else ())):
+                assert torch.equal(found[name], value), name
+            else:
+                assert not found[name].isnan().any() and not torch.equal(found[name], value), name
+
+
+def test_values_that_would_be_lost_are_an_error(tmp_path: Path) -> None:
+    saved(make_model(seed=1), tmp_path)
+
+    def loaded() -> Any:
+        model = on_meta(TinyLM)
+        wherry.load_pretrained(model, tmp_path)
+        return model
+
+    untied = loaded()
+    untied.head.weight = nn.Parameter(untied.embed.weight.clone())
+    with pytest.raises(WherryError, match=r"head\.weight: load_pretrained has given it values, and another tensor"):
+        wherry.initialize(model=untied, config=settings(3))
+    with pytest.raises(WherryError, match=r"load_pretrained has given it values"):
+        wherry.initialize(model=copy.deepcopy(loaded()), config=settings(3))
+    resized = loaded()
+    resized.head.weight = resized.embed.weight = nn.Parameter(torch.ones(VOCABULARY, WIDTH))  # these are values
+    engine, *_ = wherry.initialize(model=resized, config=settings(3))
+    assert engine.module.state_dict()["head.weight"].eq(1).all()
+    converted = loaded().to(torch.bfloat16)
+    engine, *_ = wherry.initialize(model=converted, config=settings(3))
+    expected = make_model(seed=1).state_dict()
+    for name, value in engine.module.state_dict().items():
+        assert torch.equal(value, expected[name].bfloat16()), name
+
+
+def test_ranks_that_load_and_ranks_that_do_not(tmp_path: Path) -> None:
+    saved(make_model(seed=1), tmp_path)
+
+    def body(comm: Comm) -> None:
+        model = on_meta(TinyLM)
+        if comm.rank == 0:
+            wherry.load_pretrained(model, tmp_path)
+        with pytest.raises(WherryError, match=r"different models: .*to be read from a file\] on rank 0 and .* rank 1"):
+            wherry.initialize(model=model, config=settings(3), mesh=comm)
+
+    run_ranks(2, body)
+
+
+def test_a_tiled_layer_reads_blocks_of_the_whole(tmp_path: Path) -> None:
+    other = make_model(seed=1)
+    saved(other, tmp_path)
+    model = on_meta(TinyLM)
+    wherry.load_pretrained(model, tmp_path)
+    wherry.tile(model, max_bytes=1024)
+    assert any(isinstance(module, wherry.nn.TiledLinear) for module in model.modules())
+    engine, *_ = wherry.initialize(model=model, config=settings(3))
+    for name, value in engine.module.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+
+
+def test_a_rank_reads_its_own_part_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = make_model(seed=1)
+    saved(other, tmp_path)
+    read: list[int] = []
+    elements = safetensors_folder.Source.elements
+
+    def counted(self: Any, start: int, stop: int) -> torch.Tensor:
+        read.append(stop - start)
+        return elements(self, start, stop)
+
+    monkeypatch.setattr(safetensors_folder.Source, "elements", counted)
+
+    def body(comm: Comm) -> None:
+        model = on_meta(TinyLM)
+        wherry.load_pretrained(model, tmp_path)
+        wherry.initialize(model=model, config=settings(3), mesh=comm)
+
+    run_ranks(4, body)
+    assert sum(read) == sum(p.numel() for p in other.parameters())
+
 
 
 def test_ranks_read_their_own_rows_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,6 +140,27 @@ def test_what_transformers_saves_loads(family: Any, files: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_what_transformers_saves_loads_into_a_model_on_the_meta_device(family: Any, tmp_path: Path) -> None:
+    other = build(family, seed=1)
+    other.save_pretrained(tmp_path)
+
+    def body(comm: Comm) -> float:
+        model_class, config = family()
+        with wherry.Init(meta=True):
+            model = model_class(config)
+        result = wherry.load_pretrained(model, tmp_path)
+        assert not result.missing and not result.unexpected
+        engine, *_ = wherry.initialize(model=model, config=settings(3), mesh=comm)
+        state = engine.module.state_dict()
+        for name, value in other.state_dict().items():
+            assert torch.equal(state[name], value), name
+        return float(engine(**batch(0, 0, 0)).loss.detach())
+
+    expected = float(other(**batch(0, 0, 0)).loss.detach())
+    assert run_ranks(2, body) == pytest.approx([expected] * 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_built_with_init_and_on_the_meta_device(family: Any) -> None:
     plain = build(family)
     with wherry.Init(settings(3)):

@@ -15,7 +15,9 @@ from wherry.errors import WherryError
 from wherry.nn.gelu import APPROXIMATE, GeluLinear
 from wherry.observe.log import say
 from wherry.parallel.partition import MARKS, is_dtensor
+from wherry.sharding.given import give, given
 from wherry.sharding.parts import part_of
+from wherry.sharding.safetensors_folder import Block
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,8 @@ class TiledLinear(nn.Module):
             owner, attribute = name.rsplit(".", 1)
             parameter = nn.Parameter(data, requires_grad=whole.requires_grad)
             setattr(tiled.get_submodule(owner), attribute, parameter)
+            if (source := given(whole)) is not None:
+                give(tiled.get_submodule(owner), attribute, Block(source, place.offsets, place.shape))
         tiled.gelu = isinstance(linear, GeluLinear)
         tiled.train(linear.training)
         return tiled

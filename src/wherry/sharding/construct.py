@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -12,8 +14,9 @@ from wherry.errors import WherryError
 from wherry.parallel.comm import Comm, SoloComm
 from wherry.parallel.partition import check_replicated, local, retype, slice_of
 from wherry.placement import Placement
+from wherry.sharding.given import forget, given, pieces, values_of
 from wherry.sharding.grouping import UnitPlan
-from wherry.sharding.layout import lay_out
+from wherry.sharding.layout import Slot, lay_out
 from wherry.sharding.meta import Materialiser
 from wherry.sharding.parts import own_parts, taken
 from wherry.sharding.unit import Flat, Unit, Weights
@@ -24,11 +27,28 @@ from wherry.tiers.homes import Home
 class Original:
     """The values that a parameter was built with, while the parameter itself is given other memory."""
 
-    def __init__(self, parameter: nn.Parameter) -> None:
+    def __init__(self, slot: Slot, parameter: nn.Parameter) -> None:
         held = local(parameter)
-        self.dtype = held.dtype
-        self.nbytes = 0 if held.is_cuda else held.nbytes
-        self.value = taken(parameter)
+        source = given(parameter)
+        self.nbytes = 0 if held.is_cuda or source is not None else held.nbytes
+        self.value = taken(parameter) if source is None else partial(values_of, source, slot.shape, slot.part)
+
+
+@dataclass
+class LaidOut:
+    """A flat that has no values yet, and memory for them, as precise as they are; None where a rank reads its own."""
+
+    flat: Flat
+    values: torch.Tensor | None
+    # What is made in that memory.
+    views: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
+
+    def open(self) -> None:
+        """Parameters that have no memory are to be made here."""
+        for slot, parameter in zip(self.flat.layout.slots, self.flat.parameters, strict=True):
+            plain = type(parameter) is nn.Parameter and parameter.is_contiguous()
+            if self.values is not None and plain and parameter.is_meta and parameter.dtype == self.values.dtype:
+                self.views[parameter] = self.values[slot.start : slot.stop].view(slot.shape)
 
 
 class Builder:
@@ -75,13 +95,12 @@ class Builder:
         units = []
         materialiser = Materialiser(model, self.device)
         for index, plan in enumerate(plans):
-            materialiser.fill([parameter for _, parameter in plan.parameters], None if plan.root else plan.modules[0])
-            flats = self._flats(plan)
+            flats = self._flats(plan, materialiser)
             units.append(Unit(index, plan.name, plan.modules, flats, root=plan.root))
         materialiser.finish()
         return units
 
-    def _flats(self, plan: UnitPlan) -> list[Flat]:
+    def _flats(self, plan: UnitPlan, materialiser: Materialiser) -> list[Flat]:
         kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in plan.parameters:
             if parameter.is_complex():
@@ -89,22 +108,33 @@ class Builder:
                     f"{name}: complex parameters are not supported, got {parameter.dtype}; "
                     "hold real and imaginary parts in a real parameter and use torch.view_as_complex"
                 )
+            if parameter.is_floating_point():
+                kinds.setdefault((self._dtype(parameter), parameter.requires_grad), []).append((name, parameter))
+        parameters = [parameter for _, parameter in plan.parameters]
+        materialiser.leave_to_files(parameters)
+        # One after the other: no more is held twice than one has.
+        laid_out: Iterable[LaidOut] = (
+            self._lay_out(plan.name + _suffix(dtype, trainable, kinds), dtype, trainable, members)
+            for (dtype, trainable), members in kinds.items()
+        )
+        if any(parameter.is_meta for parameter in parameters):
+            laid_out = list(laid_out)
+            for one in laid_out:
+                one.open()
+            memory = {parameter: view for one in laid_out for parameter, view in one.views.items()}
+            materialiser.fill(parameters, None if plan.root else plan.modules[0], memory)
+        flats = [self._filled(one) for one in laid_out]
+        for parameter in parameters:
             if not parameter.is_floating_point():
                 parameter.data = parameter.data.to(self.device)  # integer weights are never trained: left as they are
-                continue
-            kinds.setdefault((self._dtype(parameter), parameter.requires_grad), []).append((name, parameter))
-        flats = []
-        for (dtype, trainable), members in kinds.items():
-            suffix = (
-                "" if len(kinds) == 1 else f" ({str(dtype).removeprefix('torch.')}{'' if trainable else ', frozen'})"
-            )
-            flats.append(self._flat(plan.name + suffix, dtype, trainable, members))
         return flats
 
     def _dtype(self, parameter: nn.Parameter) -> torch.dtype:
         return self.working_dtype or parameter.dtype
 
-    def _flat(self, name: str, dtype: torch.dtype, trainable: bool, members: list[tuple[str, nn.Parameter]]) -> Flat:
+    def _lay_out(
+        self, name: str, dtype: torch.dtype, trainable: bool, members: list[tuple[str, nn.Parameter]]
+    ) -> LaidOut:
         # A parameter that the optimizer was not given still gets gradients; it lies behind the groups.
         ungrouped = max(self.group_of.values(), default=-1) + 1
         parts = {n: part for n, p in members if (part := slice_of(n, p, self.tensor)) is not None}
@@ -112,10 +142,6 @@ class Builder:
         cut = self.placement.parameters.partitioned or (trainable and self.placement.optimizer.partitioned)
         ranks = self.shards.size if cut else 1
         layout = lay_out([(n, local(p).shape, self.group_of.get(p, ungrouped)) for n, p in members], ranks, parts=parts)
-        originals = [Original(parameter) for _, parameter in members]
-        for _, parameter in members:
-            retype(parameter, dtype, self.device)
-            parameter.grad = None
         resident = not self.placement.parameters.partitioned
         if not resident and layout.numel <= min(self.persistence_threshold, self.persistence_left):
             resident = True
@@ -123,62 +149,115 @@ class Builder:
         home = None if resident else self.home_of(name, layout.shard_numel * dtype.itemsize)
         # A rank by itself has nothing to gather, unless from another tier.
         resident = resident or (ranks == 1 and home is None)
+        parameters = [parameter for _, parameter in members]
         flat = Flat(
             name,
             layout,
-            [parameter for _, parameter in members],
+            parameters,
+            dtype=dtype,
             rank=self.shards.rank if ranks > 1 else 0,
             device=self.device,
             resident=resident,
             home=home,
             frames=self._frames,
         )
-        self._fill(flat, originals)
-        return flat
+        if all(given(parameter) is not None and not parameter.is_meta for parameter in parameters):
+            return LaidOut(flat, None)
+        finer = _needs_master(flat) and any(p.dtype.itemsize > dtype.itemsize for p in parameters)
+        values = torch.zeros(layout.numel, dtype=torch.float32, device=self.device) if finer else flat.whole
+        return LaidOut(flat, values)
 
-    def _fill(self, flat: Flat, originals: list[Original]) -> None:
-        """Copy rank 0's values in, keep the fp32 master of the owned part, and let go of the rest."""
-        needs_master = flat.trainable and flat.dtype.itemsize < torch.float32.itemsize
-        precise = needs_master and any(o.dtype.itemsize > flat.dtype.itemsize for o in originals)
-        target = torch.zeros(flat.layout.numel, dtype=torch.float32, device=self.device) if precise else flat.whole
-        for slot, original in zip(flat.layout.slots, originals, strict=True):
-            target[slot.start : slot.stop].view(slot.shape).copy_(original.value())
-        freed = sum(original.nbytes for original in originals)
-        originals.clear()
-        self._heap.freed(freed)
-        self.comm.broadcast(target).wait()
-        alike = [(s.name, target[s.start : s.stop]) for s in flat.layout.slots if s.part is None]
-        check_replicated(alike, self.tensor)
-        start, stop = flat.layout.shard_range(flat.rank)
-        if precise:
-            flat.whole.copy_(target)
-        if flat.resident:
-            flat.show_whole()
-            self._adopt(flat, target[start:stop] if needs_master else None)
-            return
+    def _filled(self, laid_out: LaidOut) -> Flat:
+        """Give a flat rank 0's values, keep the fp32 master of the owned part, and let go of the rest."""
+        flat, values = laid_out.flat, laid_out.values
+        if values is not None:
+            self._take(laid_out, values)
+        else:
+            self._let_go(flat)
         if flat.home is not None:
             flat.home.blank()
-        flat.shard_memory.copy_(flat.whole[start:stop])
+        if values is None:
+            master = self._read(flat)
+        else:
+            start, stop = flat.layout.shard_range(flat.rank)
+            if not flat.resident:
+                flat.shard_memory.copy_(flat.whole[start:stop])
+            master = values[start:stop]
         if flat.home is not None:
             flat.home.store().wait()
-        self._adopt(flat, target[start:stop] if needs_master else None)
+        if flat.trainable:
+            self.adopt(flat, master.to(torch.float32) if _needs_master(flat) else None)
         if flat.home is not None:
             flat.home.leave()
+        if flat.resident:
+            flat.show_whole()
+            return flat
         flat.show_blanks()
         flat.elastic.shrink()
         flat.elastic.trim()  # until the first step nobody wants it
         flat.weights = Weights.RELEASED
+        return flat
 
-    def _adopt(self, flat: Flat, precise: torch.Tensor | None) -> None:
-        if flat.trainable:
-            self.adopt(flat, None if precise is None else precise.to(torch.float32))
+    def _take(self, laid_out: LaidOut, values: torch.Tensor) -> None:
+        """The values of rank 0's parameters, which let go of their memory."""
+        flat, made = laid_out.flat, laid_out.views
+        slots = list(zip(flat.layout.slots, flat.parameters, strict=True))
+        originals = [(slot, Original(slot, parameter)) for slot, parameter in slots if parameter not in made]
+        self._let_go(flat)
+        for slot, original in originals:
+            values[slot.start : slot.stop].view(slot.shape).copy_(original.value())
+        for parameter in flat.parameters:
+            forget(parameter)
+        freed = sum(original.nbytes for _, original in originals)
+        originals.clear()
+        made.clear()
+        self._heap.freed(freed)
+        self.comm.broadcast(values).wait()
+        alike = [(s.name, values[s.start : s.stop]) for s in flat.layout.slots if s.part is None]
+        check_replicated(alike, self.tensor)
+        if values is not flat.whole:
+            flat.whole.copy_(values)
+
+    def _let_go(self, flat: Flat) -> None:
+        for parameter in flat.parameters:
+            retype(parameter, flat.dtype, self.device)
+            parameter.grad = None
+
+    def _read(self, flat: Flat) -> torch.Tensor:
+        """This rank's shard of weights that files have, as precise as its master is to be."""
+        shard = flat.shard_memory
+        values = torch.zeros(shard.numel(), dtype=torch.float32, device=self.device) if _needs_master(flat) else shard
+        sources = [(index, source) for index, p in enumerate(flat.parameters) if (source := given(p)) is not None]
+        assert len(sources) == len(flat.parameters), flat
+        for start, piece in pieces(flat.layout, flat.rank, sources):
+            values[start : start + piece.numel()].copy_(piece)
+        if values is not shard:
+            shard.copy_(values)
+        if flat.resident and flat.layout.ranks > 1:
+            self.shards.all_gather(flat.whole, shard).wait()
+        for parameter in flat.parameters:
+            forget(parameter)
+        return values
+
+
+def _needs_master(flat: Flat) -> bool:
+    return flat.trainable and flat.dtype.itemsize < torch.float32.itemsize
+
+
+def _suffix(dtype: torch.dtype, trainable: bool, kinds: Collection[object]) -> str:
+    """Of a flat's name, where the unit has several."""
+    return "" if len(kinds) == 1 else f" ({str(dtype).removeprefix('torch.')}{'' if trainable else ', frozen'})"
 
 
 def check_same_model(parameters: Sequence[tuple[str, nn.Parameter]], comm: Comm) -> None:
     """Ranks with different models would hang or sum unlike gradients; say which parameter differs."""
     if comm.size == 1:
         return
-    mine = [f"{name} {tuple(local(p).shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}" for name, p in parameters]
+    mine = [
+        f"{name} {tuple(local(p).shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
+        f"{'' if given(p) is None else ', to be read from a file'}"
+        for name, p in parameters
+    ]
     digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
     if len(set(comm.gather_objects(digest))) == 1:
         return

@@ -39,6 +39,7 @@ class Flat:
         layout: FlatLayout,
         parameters: Sequence[nn.Parameter],
         *,
+        dtype: torch.dtype,
         rank: int,
         device: torch.device,
         resident: bool,
@@ -51,7 +52,7 @@ class Flat:
         self.parameters = list(parameters)
         self.rank = rank
         self.resident = resident
-        self.dtype = parameters[0].dtype
+        self.dtype = dtype
         self.trainable = parameters[0].requires_grad
         # Whether there are DTensors among the parameters.
         self.distributed = any(is_dtensor(parameter) for parameter in parameters)
