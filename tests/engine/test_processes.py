@@ -145,6 +145,31 @@ def test_half_precision_over_processes(pool: Pool, precision: str) -> None:
     assert_equal(runs[2], runs[0])
 
 
+def build_within_init(rank: int, seeds: list[int]) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    torch.manual_seed(seeds[rank])
+    context = wherry.Init(settings(3))
+    with context:
+        model = nn.Sequential(*(nn.Linear(96, 96) for _ in range(3)))
+        for layer in model:
+            nn.init.normal_(layer.weight)
+    calls = dict(context.comm.traffic.calls)
+    with wherry.gathered(model):
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}, calls
+
+
+def test_weights_that_processes_draw_from_one_seed_are_not_sent(pool: Pool) -> None:
+    """And those that they draw from their own are the first one's."""
+    torch.manual_seed(3)
+    plain = nn.Sequential(*(nn.Linear(96, 96) for _ in range(3)))
+    for layer in plain:
+        nn.init.normal_(layer.weight)
+    for seeds in ([3, 3], [3, 4]):
+        for values, calls in pool.run(build_within_init, seeds):
+            assert all(torch.equal(values[name], parameter) for name, parameter in plain.named_parameters())
+            # A layer, and its weight again: what each rank has is compared, once where it differs.
+            assert calls == ({"all_reduce": 6} if seeds == [3, 3] else {"all_reduce": 1, "broadcast": 11})
+
+
 def test_a_device_mesh(pool: Pool) -> None:
     assert_equal(pool.run(train, 3, 1, {}, True)[0], pool.run(train, 3, 1, {})[0])
 
@@ -415,9 +440,7 @@ def test_a_fork_closes_nothing_of_the_first_process(pool: Pool) -> None:
 def begin_anew(rank: int) -> Run:
     """An engine whose update fails on one rank is closed on both, and another one trains in its place."""
     model = make_model()
-    engine, *_ = wherry.initialize(
-        model=model, optimizer=adamw(model.parameters()), config=settings(1, 1, 0.5, BESIDE)
-    )
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(1, 1, 0.5, BESIDE))
 
     def fail(*_: Any) -> None:
         raise OSError("nothing is left of the disk")

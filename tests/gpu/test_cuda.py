@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from tests.engine.harness import Run, adamw, assert_close, assert_equal, make_model, settings, token_batch, train_plain
+from tests.scale.test_fingerprint import Mixed, assert_values, built
 
 import wherry
 from wherry.parallel.comm import Comm
 from wherry.parallel.threads import run_ranks
+from wherry.sharding.fingerprint import on_device
 from wherry.tiers.buffers import CudaPin, HostPool, PoolError
 
 pytestmark = [
@@ -98,3 +100,29 @@ def test_memory_that_cannot_be_pinned_is_no_error_of_the_next_kernel() -> None:
             CudaPin().pin(buffer.data_ptr(), 4096)  # it is pinned already
         assert float(torch.ones(8, device="cuda").sum()) == 8.0
         pool.give(buffer)
+
+
+def test_a_fingerprint_on_a_gpu_is_made_of_the_same_integers_and_of_little_memory() -> None:
+    for nbytes, offset in ((5, 0), (1 << 20, 0), ((1 << 20) + 3, 1), ((40 << 20) + 2, 2), (160 << 20, 0)):
+        room = torch.randint(0, 256, (nbytes + offset,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        memory = room.cuda()[offset:]
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        found = on_device(memory)
+        assert torch.cuda.max_memory_allocated() - before <= 80 << 20
+        assert found == on_device(room[offset:])
+        memory[-1] ^= 1
+        assert on_device(memory) != found
+
+
+def test_weights_that_ranks_have_alike_on_a_gpu_are_not_sent_by_init() -> None:
+    plain = Mixed(0)
+
+    def body(comm: Comm) -> None:
+        model, calls, nbytes = built(comm, lambda: Mixed(0).cuda())
+        assert calls["all_reduce"] == 2 * len(plain.leaves) and nbytes["broadcast"] <= 100
+        assert_values(model, plain)
+        assert_values(built(comm, lambda: Mixed(comm.rank).cuda())[0], plain)
+
+    run_ranks(2, body)

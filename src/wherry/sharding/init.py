@@ -113,6 +113,8 @@ class Init:
         self._lease = Lease()
         if not isinstance(self._mesh, Comm | topologies.Topology):
             weakref.finalize(self._lease, self.comm.close)
+        # Whether what ranks have drawn may be the same on all of them.
+        self._compare = True
         self._rests_on, self._folder = self.device, None
         if self._config is not None:
             tier = self._config.placement().parameters.tier
@@ -206,10 +208,12 @@ class Init:
     ) -> None:
         """Release what is whole; what somebody else holds the memory of waits, unless `aliased`."""
         parts = {parameter: self._part(parameter) for parameter in self._whole if parameter not in but}
-        held, agreed = agree_on(list(parts.values()), self.comm, self.device)
-        if aliased:
-            held = set()
-        self._heap.freed(sum(part.release(agreed=part in agreed) for part in parts.values() if part not in held))
+        found = agree_on(list(parts.values()), self.comm, self.device, compare=self._compare)
+        # Ranks that have drawn from seeds of their own will do so again.
+        self._compare = self._compare and not found.differ
+        held = set() if aliased else found.held
+        freed = (part.release(agreed=part in found.alike) for part in parts.values() if part not in held)
+        self._heap.freed(sum(freed))
         self._whole = {p: module for p, module in self._whole.items() if p in but or parts[p] in held}
 
     def _part(self, parameter: nn.Parameter) -> Part:

@@ -7,6 +7,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 
 from wherry.parallel.comm import Comm
 from wherry.parallel.partition import local
+from wherry.sharding.fingerprint import alike, claims, fingerprint
 from wherry.tiers.disk_errors import DiskError, hint, human
 
 PART = "_wherry_part"
@@ -102,7 +104,7 @@ class Part:
             value = self.parameter.data
             self.shape, self.dtype = value.shape, value.dtype
             self.whole_on = value.device
-            flat = value.to(self.device).contiguous().view(-1)
+            flat = (value if agreed else value.to(self.device)).contiguous().view(-1)
             if not agreed:
                 self.comm.broadcast(flat, source).wait()
             own = flat.data_ptr() == value.data_ptr() and value.untyped_storage().nbytes() == value.nbytes
@@ -206,10 +208,10 @@ class Part:
             self._show_placeholder()
 
     def bytes_of(self) -> torch.Tensor | None:
-        """The memory of the whole parameter, if it is few bytes in a row."""
+        """The memory of the whole parameter, if it lies in one piece."""
         with torch._C.DisableTorchFunction():
             value = self.parameter.data
-            if not self.whole or value.nbytes > SMALL or not value.is_contiguous():
+            if not self.whole or not value.is_contiguous():
                 return None
             return value.view(-1).view(torch.uint8)
 
@@ -223,33 +225,76 @@ class Part:
             return torch._C._storage_Use_Count(storage._cdata) > 2
 
 
+@dataclass(frozen=True)
+class Agreement:
+    """What the ranks have found out about parts that are about to be released."""
+
+    held: set[Part]
+    """Somebody else holds their memory."""
+    alike: set[Part]
+    """They have rank 0's values on every rank."""
+    differ: bool = False
+    """Ranks have compared what they have, and it was not the same."""
+
+
 @torch.no_grad()
-def agree_on(parts: Sequence[Part], comm: Comm, device: torch.device) -> tuple[set[Part], set[Part]]:
+def agree_on(parts: Sequence[Part], comm: Comm, device: torch.device, *, compare: bool) -> Agreement:
     """Rank 0 says whose memory somebody else holds; small parameters, of which nobody does, get its values by the way.
 
     What somebody holds is a question of the program, which is one on all ranks; but a backend may hold what it has just
     gathered for a moment longer, and garbage is collected when it is. Each rank by itself would release others than its
     peers.
 
-    Returns those that are held, and those that have rank 0's values.
+    `compare`: of larger ones that nobody holds on any rank, fingerprints say whether all ranks have the same values, as
+    they do where they draw from one seed.
     """
     held = [part.aliased() for part in parts]
     if not parts or comm.size == 1:
-        return {part for part, flag in zip(parts, held, strict=True) if flag}, set()
-    small = {part: memory for part in parts if (memory := part.bytes_of()) is not None}
+        return Agreement({part for part, flag in zip(parts, held, strict=True) if flag}, set())
     with torch._C.DisableTorchFunction():
+        memories = {part: memory for part in parts if (memory := part.bytes_of()) is not None}
+        small = {part: memory for part, memory in memories.items() if memory.nbytes <= SMALL}
+        large = {part: memory for part, memory in memories.items() if part not in small} if compare else {}
         flags = torch.tensor(held, dtype=torch.uint8)
-        message = torch.cat([flags, *(memory.to("cpu") for memory in small.values())]).to(device)
-        comm.broadcast(message, label="Init").wait()
-        message = message.to("cpu")
-        held = [bool(flag) for flag in message[: len(parts)].tolist()]
-        here = {part for part, flag in zip(parts, held, strict=True) if flag}
+        mine = _flagged(parts, flags)
+        prints = [0 if part in mine else fingerprint(memory) for part, memory in large.items()]
+        said, shown = _exchanged(
+            torch.cat([flags, *(memory.to("cpu") for memory in small.values())]),
+            torch.cat([flags, claims(prints)]) if large else flags[:0],
+            comm,
+            device,
+        )
+        here, anywhere = _flagged(parts, said), _flagged(parts, shown)
         begin = len(parts)
         for part, memory in small.items():
             if part not in here:
-                memory.copy_(message[begin : begin + memory.numel()])
+                memory.copy_(said[begin : begin + memory.numel()])
             begin += memory.numel()
-    return here, set(small) - here
+        same = dict(zip(large, alike(shown[len(parts) :]), strict=True))
+    compared = large.keys() - anywhere
+    agreed = {part for part in compared if same[part]}
+    return Agreement(here, agreed | (small.keys() - here), differ=len(agreed) < len(compared))
+
+
+def _flagged(parts: Sequence[Part], flags: torch.Tensor) -> set[Part]:
+    """Those whose byte is set, of bytes that begin with one for each part, if there are any."""
+    return {part for part, flag in zip(parts, flags[: len(parts)].tolist(), strict=False) if flag}
+
+
+def _exchanged(
+    said: torch.Tensor, shown: torch.Tensor, comm: Comm, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What rank 0 says, and the greatest byte of those that ranks show, if they show any: one collective."""
+    if shown.numel():
+        # Where the others say nothing, which is the least, the greatest is what rank 0 says.
+        said = said if comm.rank == 0 else torch.zeros_like(said)
+        message = torch.cat([said, shown]).to(device)
+        comm.all_reduce(message, "max", label="Init").wait()
+    else:
+        message = said.to(device)
+        comm.broadcast(message, label="Init").wait()
+    message = message.to("cpu")
+    return message[: said.numel()], message[said.numel() :]
 
 
 def _copied(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
