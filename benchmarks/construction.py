@@ -24,7 +24,7 @@ from typing import Any
 if not __package__:  # run as a script: this folder is found as it is when imported
     sys.path[0] = str(Path(__file__).parents[1])
 
-from benchmarks import alone, systems
+from benchmarks import alone, explain, systems
 from benchmarks.build_worker import PARTITIONED, WAYS
 from benchmarks.rooms import Room, RoomFailed
 from benchmarks.steps import MODELS
@@ -146,8 +146,10 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
         ranks = mine[0]["case"].get("ranks")
         title = f"{work} {model}" + (f", each of {ranks} ranks, without an engine" if ranks else "")
         bench.show(title, ("", "s", "spread", "peak MB", "of states"), lines, [*notes, ""])
-    print("peak MB: above a process that has built next to nothing. of states: which part of the")
-    print("peak the states are that stay; of a rank its shards and one module.")
+    explain(
+        "peak MB: above a process that has built next to nothing. of states: which part of the peak the states are "
+        "that stay; of a rank its shards and one module."
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

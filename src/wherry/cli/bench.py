@@ -19,14 +19,14 @@ _BENCHES = {
 }
 # These compare with other packages, and live beside the package in its source tree.
 _SCRIPTS = {
-    "overhead": "what the engine adds to a training step, beside DDP, FSDP2 and DeepSpeed",
+    "overhead": "what an engine adds to a step, beside DDP, FSDP2 and DeepSpeed",
     "steps": "training steps of GPT-2, beside DDP, FSDP2 and DeepSpeed",
-    "offload_step": "steps with optimizer and parameters on host and disk, beside the bound and others",
+    "offload_step": "steps with states on host and disk, beside the bound and others",
     "forecast": "what `wherry plan` says a step takes, and what it takes",
     "memory": "peak memory by placement, against the formulas and others",
     "construction": "time and memory of building and loading a model",
     "tiling": "a linear layer that is larger than what may be live",
-    "scaling": "what a step costs as models grow from 10M to 1B, and ranks from 1 to 1,024",
+    "scaling": "what a step costs from 10M to 1B, and on 1 to 1,024 ranks",
     "accumulation": "accumulation layer by layer, against step by step",
     "checkpoint": "saving and loading, against the disk and others",
     "activations": "activation memory: recomputing, partitioning, offloading",
@@ -34,7 +34,7 @@ _SCRIPTS = {
     "gpu": "everything that wants a GPU, within nine minutes",
     "gpu_offload": "GPT-2 10B with the device limited to 32 GB",
     "peers": "compile what the peers compile at their first use",
-    "report": "docs/benchmarks.md, with its plots, from the files in benchmarks/results",
+    "report": "docs/benchmarks.md and its plots, from benchmarks/results",
 }
 
 
