@@ -121,7 +121,7 @@ def test_weights_that_ranks_have_alike_on_a_gpu_are_not_sent_by_init() -> None:
 
     def body(comm: Comm) -> None:
         model, calls, nbytes = built(comm, lambda: Mixed(0).cuda())
-        assert calls["all_reduce"] == 2 * len(plain.leaves) and nbytes["broadcast"] <= 100
+        assert nbytes["all_reduce"] + nbytes.get("broadcast", 0) <= 1000, (calls, nbytes)
         assert_values(model, plain)
         assert_values(built(comm, lambda: Mixed(comm.rank).cuda())[0], plain)
 
