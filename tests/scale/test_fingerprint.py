@@ -313,3 +313,45 @@ def test_the_greatest_claims_say_what_all_ranks_have_alike() -> None:
         assert fingerprints.alike(greatest) == expected
         assert True in expected and (ranks == 1 or False in expected)
     assert fingerprints.alike(fingerprints.claims([])) == []
+
+
+# Whole models, which `wherry.initialize` cuts.
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_whole_models_that_are_the_same_are_not_sent(stage: int) -> None:
+    models = [Mixed(1) for _ in range(3)]
+
+    def body(comm: Comm) -> None:
+        comm.traffic.clear()
+        engine, *_ = wherry.initialize(
+            model=models[comm.rank], config={**STAGE3, "zero_optimization": {"stage": stage}}, mesh=comm
+        )
+        assert not comm.traffic.calls["broadcast"]
+        assert comm.traffic.bytes["all_reduce"] < 1000
+        state = engine.module.state_dict()
+        for name, value in Mixed(1).state_dict().items():
+            assert torch.equal(bits(state[name]), bits(value)), name
+
+    run_ranks(3, body)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("alike", [True, False])
+def test_of_whole_models_that_differ_the_first_ranks_counts(stage: int, alike: bool) -> None:
+    def last(weight: torch.Tensor) -> None:
+        weight.view(-1)[-1] += 1
+
+    models = [Mixed(1), Mixed(1 if alike else 2, last if alike else lambda weight: None)]
+
+    def body(comm: Comm) -> None:
+        comm.traffic.clear()
+        engine, *_ = wherry.initialize(
+            model=models[comm.rank], config={**STAGE3, "zero_optimization": {"stage": stage}}, mesh=comm
+        )
+        assert comm.traffic.calls["broadcast"] >= 1
+        state = engine.module.state_dict()
+        for name, value in Mixed(1).state_dict().items():
+            assert torch.equal(bits(state[name]), bits(value)), name
+
+    run_ranks(2, body)

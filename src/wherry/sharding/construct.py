@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from wherry.errors import WherryError
+from wherry.fake import is_fake
 from wherry.parallel.comm import Comm, SoloComm
 from wherry.parallel.partition import check_replicated, local, retype, slice_of
 from wherry.placement import Placement
+from wherry.sharding.fingerprint import same_everywhere
 from wherry.sharding.given import forget, given, pieces, values_of
 from wherry.sharding.grouping import UnitPlan
 from wherry.sharding.layout import Slot, lay_out
@@ -88,6 +90,8 @@ class Builder:
         # What units have gathered into is handed on among them.
         self._frames = Frames()
         self._heap = Heap()
+        # Whether what ranks have built may be the same on all of them.
+        self._compare = comm.size > 1
 
     def build(self, plans: Sequence[UnitPlan], model: nn.Module) -> list[Unit]:
         check_same_model([item for plan in plans for item in plan.parameters], self.comm)
@@ -212,11 +216,18 @@ class Builder:
         originals.clear()
         made.clear()
         self._heap.freed(freed)
-        self.comm.broadcast(values).wait()
+        self._agree(values)
         alike = [(s.name, values[s.start : s.stop]) for s in flat.layout.slots if s.part is None]
         check_replicated(alike, self.tensor)
         if values is not flat.whole:
             flat.whole.copy_(values)
+
+    def _agree(self, values: torch.Tensor) -> None:
+        """Rank 0's values on every rank. They are sent only if ranks have others, and from then on without asking."""
+        if self._compare and not is_fake(values) and same_everywhere(values, self.comm):
+            return
+        self._compare = False
+        self.comm.broadcast(values).wait()
 
     def _let_go(self, flat: Flat) -> None:
         for parameter in flat.parameters:

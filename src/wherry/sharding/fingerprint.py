@@ -7,10 +7,12 @@ any number of ranks: the greatest is the least one as well where all are the sam
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import c_uint8
 
 import torch
 
 from wherry.native import checksum
+from wherry.parallel.comm import Comm
 
 # Of a fingerprint.
 BYTES = 8
@@ -27,8 +29,16 @@ def fingerprint(memory: torch.Tensor) -> int:
     The host's differs from the device's: of ranks that keep a tensor in different places they are never the same.
     """
     if memory.device.type == "cpu":
-        return checksum.fingerprint(memory.numpy().data)
+        # numpy's array of it would keep its storage from ever being resized.
+        return checksum.fingerprint(memoryview((c_uint8 * memory.numel()).from_address(memory.data_ptr())))
     return on_device(memory)
+
+
+def same_everywhere(values: torch.Tensor, comm: Comm) -> bool:
+    """Whether all ranks have the same bits in a contiguous tensor. Every rank must ask."""
+    claim = claims([fingerprint(values.view(-1).view(torch.uint8))]).to(values.device)
+    comm.all_reduce(claim, "max").wait()
+    return all(alike(claim.to("cpu")))
 
 
 def claims(fingerprints: Sequence[int]) -> torch.Tensor:
