@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -283,6 +284,60 @@ def test_values_that_would_be_lost_are_an_error(tmp_path: Path) -> None:
     expected = make_model(seed=1).state_dict()
     for name, value in engine.module.state_dict().items():
         assert torch.equal(value, expected[name].bfloat16()), name
+
+
+def test_what_is_made_another_shape_or_copied_after_a_load(tmp_path: Path) -> None:
+    saved(make_model(Buffered, seed=1), tmp_path)
+    model = on_meta(Buffered)
+    wherry.load_pretrained(model, tmp_path)
+    with pytest.raises(WherryError, match=r"load_pretrained has given it values, and another tensor"):
+        wherry.initialize(model=copy.deepcopy(model), config=settings(3))
+    model.norm.bias.data = torch.empty(2 * WIDTH, device="meta")
+    with pytest.raises(WherryError, match=rf"norm\.bias: .* shape \[{WIDTH}\], and it has been made \[{2 * WIDTH}\]"):
+        wherry.initialize(model=model, config=settings(3))
+
+
+@pytest.mark.parametrize("change", ["cut short", "rewritten", "deleted", "replaced"])
+def test_files_that_change_between_load_and_initialize(tmp_path: Path, change: str) -> None:
+    other = make_model(seed=1)
+    saved(other, tmp_path)
+    file, model = tmp_path / "model.safetensors", on_meta(TinyLM)
+    wherry.load_pretrained(model, tmp_path)
+    if change == "cut short":
+        os.truncate(file, 100)
+    elif change == "rewritten":
+        with file.open("r+b") as opened:
+            opened.seek(-4, os.SEEK_END)
+            opened.write(b"1234")
+        os.utime(file, (0, 0))  # clocks of file systems may be coarse
+    else:
+        file.unlink()
+        if change == "replaced":
+            saved(make_model(seed=2), tmp_path)
+    if change in ("cut short", "rewritten"):
+        with pytest.raises(WherryError, match=r"model\.safetensors was written to after it was opened and before it"):
+            wherry.initialize(model=model, config=settings(3))
+        return
+    engine, *_ = wherry.initialize(model=model, config=settings(3))
+    for name, value in engine.module.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("absent", [(), ("norm.bias",)], ids=["all", "some"])
+def test_masters_are_as_precise_as_the_files(tmp_path: Path, absent: tuple[str, ...]) -> None:
+    other = make_model(seed=1)
+    state = saved(other, tmp_path)
+    save_file({name: value for name, value in state.items() if name not in absent}, tmp_path / "model.safetensors")
+    model = on_meta(TinyLM).to(torch.bfloat16)
+    wherry.load_pretrained(model, tmp_path, strict=not absent)
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw, config=settings(3, more={"bf16": {"enabled": True}}))
+    for flat, held in engine._updater.holdings.state_of.items():
+        with held.opened() as opened:
+            masters = torch.cat([segment["master"] for segment in opened])
+        for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
+            names = [name for name, p in model.named_parameters() if p is parameter]
+            if names[0] not in absent:
+                assert torch.equal(masters[slot.start : slot.stop], state[names[0]].flatten()), names
 
 
 def test_ranks_that_load_and_ranks_that_do_not(tmp_path: Path) -> None:

@@ -167,7 +167,9 @@ class Builder:
         )
         if all(given(parameter) is not None and not parameter.is_meta for parameter in parameters):
             return LaidOut(flat, None)
-        finer = _needs_master(flat) and any(p.dtype.itemsize > dtype.itemsize for p in parameters)
+        # Files may be more precise than the model that they are read for.
+        precise = any(p.dtype.itemsize > dtype.itemsize or given(p) is not None for p in parameters)
+        finer = _needs_master(flat) and precise
         values = torch.zeros(layout.numel, dtype=torch.float32, device=self.device) if finer else flat.whole
         return LaidOut(flat, values)
 
@@ -206,7 +208,8 @@ class Builder:
         """The values of rank 0's parameters, which let go of their memory."""
         flat, made = laid_out.flat, laid_out.views
         slots = list(zip(flat.layout.slots, flat.parameters, strict=True))
-        originals = [(slot, Original(slot, parameter)) for slot, parameter in slots if parameter not in made]
+        # What is made in its place and has values in a file was only drawn for the others.
+        originals = [(slot, Original(slot, p)) for slot, p in slots if p not in made or given(p) is not None]
         self._let_go(flat)
         for slot, original in originals:
             values[slot.start : slot.stop].view(slot.shape).copy_(original.value())

@@ -46,11 +46,19 @@ def refuse_lost(model: nn.Module) -> None:
     for prefix, module in model.named_modules():
         for name in module.__dict__.get(GIVEN, ()):
             tensor = _held(module, name)
-            if tensor is not None and tensor.is_meta and not is_fake(tensor) and given(tensor) is None:
+            if tensor is None or not tensor.is_meta or is_fake(tensor):
+                continue
+            source, full = given(tensor), f"{prefix}.{name}" if prefix else name
+            if source is None:
                 raise WherryError(
-                    f"{prefix + '.' if prefix else ''}{name}: load_pretrained has given it values, and another tensor "
+                    f"{full}: load_pretrained has given it values, and another tensor "
                     "on the meta device has taken its place since, which has none; load after the model is changed "
                     "or copied, or into the engine that wherry.initialize returns"
+                )
+            if tuple(source.shape) != tuple(tensor.shape):
+                raise WherryError(
+                    f"{full}: load_pretrained has given it values of shape {list(source.shape)}, and it has been made "
+                    f"{list(tensor.shape)} since; load after the model is changed, or change it when it has its values"
                 )
 
 

@@ -76,7 +76,7 @@ class Materialiser:
         """Give values to the modules that hold any of `parameters`, as far as these are on the meta device.
 
         `block` has them all, if one module has: modules in it that hold none may initialise those of their children.
-        Parameters in `memory` are given that.
+        Parameters in `memory` are given that. What goes into a flat and has values in a file is left for it to read.
         """
         modules = self._holding(parameters)
         if not modules:
@@ -143,8 +143,7 @@ class Materialiser:
                 blank = self._blanks[parameter.dtype] = nan
             return blank.expand(parameter.shape)
 
-        placed = self._take_off_meta(module, place)
-        self._read(module, (p for p in placed if not _goes_into_a_flat(p.tensor)))
+        self._read(module, self._take_off_meta(module, place))
 
     def _take_off_meta(self, module: nn.Module, place: Callable[[nn.Parameter], torch.Tensor]) -> list[_Placed]:
         self._waiting.remove(module)
@@ -178,7 +177,7 @@ class Materialiser:
     def _read(self, module: nn.Module, placed: Iterable[_Placed]) -> None:
         prefix = self._names[module]
         for p in placed:
-            if p.source is not None:
+            if p.source is not None and not _goes_into_a_flat(p.tensor):  # a flat reads its own, as precise as masters
                 name, held = f"{prefix}.{p.name}" if prefix else p.name, local(p.tensor)
                 part = slice_of(name, p.tensor, SoloComm()) if isinstance(p.tensor, nn.Parameter) else None
                 held.copy_(values_of(p.source, tuple(held.shape), part))

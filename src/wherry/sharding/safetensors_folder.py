@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from functools import partial
@@ -38,14 +39,42 @@ class Source:
         first, last = start // row, -(-stop // row)
         return self.rows(first, last).reshape(-1)[start - first * row : stop - first * row]
 
+    def __deepcopy__(self, memo: object) -> Source:
+        return self  # a buffer's copy has its values in the same file
+
+
+class Unchanged:
+    """That a file, which is mapped and read later, is as it was: a shortened one would end the process.
+
+    One that was deleted, or that another has replaced, is still mapped as it was.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._stat = os.stat(file)
+
+    def check(self) -> None:
+        try:
+            now = os.stat(self._file)
+        except FileNotFoundError:
+            return
+        then = self._stat
+        if os.path.samestat(then, now) and (then.st_size, then.st_mtime_ns) != (now.st_size, now.st_mtime_ns):
+            raise WherryError(
+                f"load_pretrained: {self._file} was written to after it was opened and before it was read (it had "
+                f"{then.st_size} bytes, and has {now.st_size}); leave it as it is until wherry.initialize has returned"
+            )
+
 
 class InFile(Source):
-    def __init__(self, handle: Any, name: str) -> None:
+    def __init__(self, handle: Any, name: str, unchanged: Unchanged) -> None:
+        self._unchanged = unchanged
         self._slice = handle.get_slice(name)
         self._whole = lambda: handle.get_tensor(name)
         self.shape = tuple(self._slice.get_shape())
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
+        self._unchanged.check()
         return self._slice[start:stop] if self.shape else self._whole()
 
 
@@ -77,13 +106,14 @@ def open_folder(path: str | Path, model: nn.Module, names: Mapping[str, torch.Te
     """The tensors of a file, or of a folder, by the names that `model` has for them."""
     sources: dict[str, Source] = {}
     for file, expected in _files(Path(path)).items():
+        unchanged = Unchanged(file)
         handle = _open(file)
         found = set(handle.keys())
         absent = sorted(set(expected) - found)
         if absent:
             raise WherryError(f"load_pretrained: the index says that {file} has {absent[0]}, and it does not")
         for name in found:
-            sources[name] = InFile(handle, name)
+            sources[name] = InFile(handle, name, unchanged)
     if getattr(type(model), "from_pretrained", None) is not None and hasattr(model, "config"):
         return _converted(sources, model, names)
     return sources
