@@ -146,6 +146,25 @@ def test_with_data_the_micro_batch_is_chosen_too(monkeypatch: pytest.MonkeyPatch
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
+class Spare(TinyLM):
+    """A layer of it has no part in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = torch.nn.LayerNorm(4)
+
+
+def test_a_model_on_the_meta_device_is_profiled_and_then_gets_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = replace(machines.KNOWN["4090"], gpus=0, host_memory=2 * 10**9, overhead=1e-6)
+    monkeypatch.setattr(runtime, "this_machine", lambda _: machine)
+    data = TensorDataset(torch.zeros(64, 6, dtype=torch.int64), torch.zeros(64, 6, dtype=torch.int64))
+    with torch.device("meta"):
+        model = Spare()
+    config = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw, config=config, training_data=data)
+    assert torch.isfinite(engine(*token_batch(0, 0, 0)))
+
+
 class Pairs(torch.nn.Module):
     """Every sample meets every other: what is saved grows with the square of the micro-batch."""
 

@@ -193,7 +193,7 @@ class _ByBatches:
         collate: Callable[[list[Any]], Any],
         recompute: Recompute | None,
     ) -> None:
-        self._model = model
+        self._model = _apart(model)
         self._config = config
         self._sample = data[0]
         self._collate = collate
@@ -220,6 +220,17 @@ class _ByBatches:
         if isinstance(batch, Mapping):
             return mine, (), batch
         return mine, tuple(batch) if isinstance(batch, list | tuple) else (batch,), {}
+
+
+def _apart(model: nn.Module) -> nn.Module:
+    """The model, or if it is on the meta device a copy of it: what has memory is shared, and what has none is not.
+
+    Fake tensors keep weak references to what they stand for, and a parameter that has any cannot get memory.
+    """
+    held = (*model.parameters(), *model.buffers())
+    if not any(tensor.is_meta for tensor in held):
+        return model
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in held if not tensor.is_meta})
 
 
 def _faked(mode: FakeTensorMode, value: Any) -> Any:
