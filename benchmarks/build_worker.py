@@ -74,6 +74,15 @@ def _meta(recipe: Recipe, file: str) -> Any:
     return _wherry(model, recipe)
 
 
+def _wherry_meta_parts(recipe: Recipe, ranks: int) -> Any:
+    import wherry
+
+    with wherry.Init(meta=True):
+        model = recipe.model()
+    config = {key: value for key, value in _config(recipe, ranks).items() if key != "optimizer"}
+    return wherry.initialize(model=model, config=config)[0]
+
+
 def _fsdp2_empty(recipe: Recipe, ranks: int) -> Any:
     import torch
     from torch.distributed.device_mesh import init_device_mesh
@@ -213,9 +222,10 @@ WAYS: dict[str, Way] = {
     "fsdp2-load": Way("FSDP2, meta device", _FSDP2, _fsdp2_load, loads=True),
     "deepspeed-load": Way("DeepSpeed", "deepspeed", _deepspeed_load, loads=True),
 }
-# Those that build a model of which no rank ever holds the whole, by what they do before there is an engine.
+# Those that build a model of which no rank ever holds the whole, by what they do without an optimizer.
 PARTITIONED: dict[str, Callable[[Recipe, int], Any]] = {
     "wherry-init": _wherry_parts,
+    "wherry-meta": _wherry_meta_parts,
     "fsdp2-meta": _fsdp2_parts,
     "deepspeed-init": _deepspeed_parts,
 }

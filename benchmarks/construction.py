@@ -144,7 +144,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
             figures = [f"{time['value']:.2f}", bench.spread_words(time), f"{memory['value'] / 1e6:,.0f}"]
             lines.append([title, *figures, f"{memory['of_limit']:.2f}"])
         ranks = mine[0]["case"].get("ranks")
-        title = f"{work} {model}" + (f", each of {ranks} ranks, without an engine" if ranks else "")
+        title = f"{work} {model}" + (f", each of {ranks} ranks, without an optimizer" if ranks else "")
         bench.show(title, ("", "s", "spread", "peak MB", "of states"), lines, [*notes, ""])
     explain(
         "peak MB: above a process that has built next to nothing. of states: which part of the peak the states are "

@@ -227,9 +227,10 @@ SECTIONS: dict[str, Section] = {
     "construction": Section(
         "Building and loading",
         "Until an engine could step, and until it has made a step of a few tokens. `build within Init` is a model that "
-        "is built in shards, each of two ranks its own, without an engine: within Wherry's Init or DeepSpeed's, or "
-        "FSDP2's from the meta device. Of these Wherry's alone has the values that plain PyTorch has: DeepSpeed's Init "
-        "leaves out what a model does with its children's weights, and FSDP2's ranks draw their own. First losses of "
+        "is built in shards, each of two ranks its own, without an optimizer: within Wherry's Init or DeepSpeed's, or "
+        "from the meta device. Of these `wherry-init` alone has the values that plain PyTorch has: DeepSpeed's Init "
+        "leaves out what a model does with its children's weights, as the meta device does, where FSDP2's ranks draw "
+        "numbers of their own besides, for their own shards alone, and Wherry's those of one process. First losses of "
         "`wherry-meta` and `fsdp2-meta` differ from the others', as from the meta device only modules' own "
         "`reset_parameters` run; that of `deepspeed-init` does too. Where a file has the column `first use`, each has "
         "built and stepped a model of next to nothing before, and this is what that took, with all imports; without "
