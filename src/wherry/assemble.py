@@ -221,6 +221,11 @@ def _assemble(
     )
     if updater is not None:
         updater.attach(gradients.all)
+        # Each rank has rounded its own part anew where masters are split.
+        split = {state.flat for held in updater.holdings.batches if held.split for state in held.states}
+        for flat in flats:
+            if flat in split and flat.resident and flat.layout.ranks > 1 and flat.dtype is torch.bfloat16:
+                topology.shards.all_gather(flat.whole, flat.shard_memory).wait()
         gradients.on_trim = updater.forget
         gatherer.settle = updater.settle
         if tiering.policy.when == "in_backward":

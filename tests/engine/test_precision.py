@@ -193,3 +193,29 @@ def test_auto_cast_casts_the_inputs() -> None:
     model.forward = lambda pair: pair.x
     engine(Pair(torch.ones(2), torch.arange(2)))
     assert isinstance(seen[0], Pair) and (seen[0].x.dtype, seen[0].y.dtype) == (torch.float16, torch.int64)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_ranks_begin_with_the_same_weights_where_they_lie_between_two(stage: int) -> None:
+    model = make_model()
+    with torch.no_grad():
+        for parameter in model.parameters():  # each lies in the middle of two bf16 values
+            parameter.copy_(((parameter.view(torch.int32) & ~0xFFFF) | 0x8000).view(torch.float32))
+
+    def body(comm: Comm) -> dict[str, torch.Tensor]:
+        config = settings(stage, more={"bf16": {"enabled": True}})
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 1000  # some of stage 3's stay whole
+        engine, *_ = wherry.initialize(model=copy.deepcopy(model), optimizer=adamw, config=config, mesh=comm)
+        with torch.no_grad():
+            seen: dict[str, torch.Tensor] = {}
+            for name, module in engine.module.named_modules():
+                if isinstance(module, torch.nn.Linear | torch.nn.LayerNorm):
+                    module.register_forward_hook(lambda m, i, o, n=name: seen.update({n: m.weight.clone()}))
+            engine(*token_batch(0, 0, 0))
+        return seen
+
+    first, *others = run_ranks(3, body)
+    assert first
+    for other in others:
+        for name, weight in first.items():
+            assert torch.equal(weight, other[name]), name
