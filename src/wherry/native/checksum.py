@@ -11,6 +11,7 @@ from ctypes import c_int64, c_uint32, c_void_p
 
 import numpy as np
 
+from wherry.native.disk import bind
 from wherry.native.loading import library
 
 # What the library takes: a multiple of this, and no less than that.
@@ -26,16 +27,6 @@ def _fast() -> Callable[[int, int, int], int] | None:
         return None
     function = built.wherry_crc32
     function.restype, function.argtypes = c_uint32, [c_uint32, c_void_p, c_int64]
-    return function
-
-
-@functools.cache
-def _other() -> Callable[[int, int], int]:
-    """CRC-32C, where the library is there."""
-    built = library()
-    assert built is not None
-    function = built.wherry_crc32c
-    function.restype, function.argtypes = c_uint32, [c_void_p, c_int64]
     return function
 
 
@@ -64,10 +55,11 @@ def fingerprint(data: bytes | memoryview) -> int:
     False
     """
     digest = hashlib.blake2b(digest_size=8)
-    if _fast() is None:
+    built = library()
+    if built is None or _fast() is None:
         digest.update(data)
         return int.from_bytes(digest.digest(), "little")
-    other = _other()
+    other = bind(built).wherry_crc32c
     for begin in range(0, len(data), _PIECE):
         piece = data[begin : begin + _PIECE]
         second = other(np.frombuffer(piece, np.uint8).ctypes.data, len(piece))
