@@ -75,13 +75,12 @@ def main() -> None:
 
 
 def from_meta() -> dict[str, int]:
-    """What stays of parameters that got their values one unit at a time."""
+    """What is there of parameters that got their values one unit at a time, before a backward writes gradients."""
 
     def engine_of(width: int, layers: int) -> wherry.Engine:
         with wherry.Init(meta=True):
             blocks = [nn.Sequential(*(nn.Linear(width, width) for _ in range(6))) for _ in range(layers)]
-            model = nn.Sequential(*blocks).requires_grad_(False)  # gradients would be at rest too
-            model[0][0].bias.requires_grad_(True)
+            model = nn.Sequential(*blocks)
         return wherry.initialize(model=model, config={"zero_optimization": {"stage": 3}})[0]
 
     small = engine_of(8, 2)

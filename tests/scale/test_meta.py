@@ -81,6 +81,25 @@ def test_a_model_on_the_meta_device_is_materialised_by_its_own_code() -> None:
     assert losses[2] < losses[0]
 
 
+def test_what_is_tied_to_another_is_not_drawn_again() -> None:
+    drawn = []
+
+    class Head(nn.Linear):
+        def reset_parameters(self) -> None:
+            drawn.append(self.bias is not None)
+            super().reset_parameters()
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(9, 8), Head(8, 9, bias=False), Head(8, 9))
+        drawn.clear()
+        model[1].weight = model[2].weight = model[0].weight
+    engine, *_ = wherry.initialize(model=model, config=STAGE3)
+    assert drawn == [True], "a head without a bias has nothing of its own"
+    state = engine.module.state_dict()
+    assert bool(state["2.bias"].isfinite().all())
+    assert state["0.weight"].std() > 0.5, "an embedding's own initialisation is normal"
+
+
 def test_recurrent_layers_know_their_weights() -> None:
     """They refer to them weakly, and in a list of their own."""
 

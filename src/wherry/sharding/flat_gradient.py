@@ -13,6 +13,7 @@ from wherry.errors import WherryError
 from wherry.fake import address_of
 from wherry.parallel.partition import local_gradient
 from wherry.sharding.unit import Flat
+from wherry.tiers.buffers import untouched_zeros
 from wherry.tiers.streams import Link
 from wherry.tiers.tickets import DONE, Ticket
 
@@ -106,7 +107,7 @@ class FlatGradient:
     def _allocate(self) -> None:
         flat = self.flat
         with torch.inference_mode(False):  # whoever asks first may be in an evaluation
-            self._sum = self._own_sum = torch.zeros(self._numel, dtype=self.dtype, device=flat.whole.device)
+            self._sum = self._own_sum = untouched_zeros(self._numel, self.dtype, flat.whole.device)
         if not self.partitioned and flat.layout.ranks > 1:
             self._own_sum = self._sum[slice(*flat.layout.shard_range(flat.rank))]
 

@@ -123,6 +123,8 @@ class Materialiser:
             return _filled_like(parameter, unset, self.device) if there is None else there.fill_(unset)
 
         placed = self._take_off_meta(module, place)
+        if not placed:  # all it has is tied to modules that had their turn
+            return placed
         # Tied to a module that had its turn: those values stay.
         with _scratch(module, old, self.device):
             for way in self._ways(module):

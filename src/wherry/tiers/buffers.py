@@ -332,6 +332,16 @@ def host_copy(source: torch.Tensor) -> torch.Tensor:
         return pool.take(source.nbytes).view(source.dtype).view(source.shape).copy_(source)
 
 
+def untouched_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros on any device; many of them on the host take memory only where somebody writes."""
+    import torch
+
+    nbytes = numel * dtype.itemsize
+    if device.type == "cpu" and nbytes >= HUGE_PAGE:
+        return zeros_on_host(nbytes).view(dtype)
+    return torch.zeros(numel, dtype=dtype, device=device)
+
+
 def zeros_on_host(nbytes: int) -> torch.Tensor:
     """Bytes in host memory, all zero: as of `HostPool.take_zeros`, and nobody's but the tensor's."""
     import torch
