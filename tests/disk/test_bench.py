@@ -84,6 +84,31 @@ def test_a_peer_that_is_broken_has_rows_with_the_reason(tmp_path, monkeypatch):
     assert " ".join(lines).count("does not run here") == 1
 
 
+@pytest.mark.parametrize(
+    ("fio", "why"),
+    [
+        ("echo 'fio: pid=1' >&2; echo 'fio: no io_uring' >&2; exit 1", "fio: no io_uring"),
+        ("exit 3", "it ended with status 3"),
+        ("exec sleep 60", "no answer within 0.2 s"),
+    ],
+)
+def test_a_peer_that_fails_while_it_is_measured_has_rows_with_the_reason(tmp_path, monkeypatch, fio, why):
+    program, asked = tmp_path / "bin" / "fio", tmp_path / "asked"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\necho >> {asked}\n{fio}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=":")
+    monkeypatch.setattr(disk_bench, "_TIMEOUT", 0.2)
+    lines: list[str] = []
+    rows = disk_bench.run_bench(str(tmp_path), quick=True, size=8 << 20, peers=["fio"], say=lines.append)
+    absent = [(row["case"]["queue_depth"], row["case"]["work"]) for row in rows if row["system"] == "fio"]
+    assert absent == [(depth, work) for depth in (8, 32) for work in disk_bench.WORK]
+    assert {row["reason"] for row in rows if row["system"] == "fio"} == {f"installed, but it does not run here: {why}"}
+    assert all(row["value"] > 0 and "fio" not in row["ratio"] for row in rows if row["system"] == "wherry")
+    assert asked.read_text().count("\n") == 1  # and is not tried again
+    assert sum("does not run here" in line for line in lines) == 1
+
+
 def test_a_way_to_the_disk_that_is_refused_is_a_row_with_the_reason(tmp_path, monkeypatch):
     refused = "buffered" if probe(str(tmp_path)).backend == "threads" else "threads"
     store = disk_bench.DiskStore

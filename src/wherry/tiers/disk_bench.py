@@ -24,6 +24,10 @@ from wherry.tiers.disk_errors import human
 
 WORK = ("read", "write", "both")
 PEERS = ("fio", "deepspeed")
+# What their rows are called.
+_NAMES = {"fio": "fio", "deepspeed": "deepspeed aio"}
+# Seconds that fio is waited for.
+_TIMEOUT = 600.0
 _PIECE = 64 << 20
 # A setting this close to the best is as good as it; the smaller one wins then.
 _AS_GOOD = 0.97
@@ -67,6 +71,7 @@ def run_bench(
     here = [peer for peer in peers if peer not in reasons]
     say(f"{'who':<22}{'work':<8}{'block':>10}{'depth':>7}{'GB/s':>9}{'spread':>8}{'of fio':>9}")
     rows: list[bench.Row] = []
+    broken: dict[str, str] = {}
 
     def add(more: list[bench.Row]) -> None:
         for row in more:
@@ -79,11 +84,11 @@ def run_bench(
     with HostPool() as pool:
         for block in plan.blocks:
             for depth in plan.depths:
-                add(_point(path, None, block, depth, plan, pool, here))
+                add(_point(path, None, block, depth, plan, pool, here, broken))
         best = best_settings(rows)
         for backend in ("threads", "buffered"):
             if rows[0]["backend"] != backend:
-                add(_point(path, backend, best["block_size"], best["queue_depth"], plan, pool, ()))
+                add(_point(path, backend, best["block_size"], best["queue_depth"], plan, pool, (), {}))
     add([_absent(work, peer, reasons[peer], **best) for peer in reasons for work in WORK])
     for who, why in dict.fromkeys((row["system"], row["reason"]) for row in rows if row["reason"] is not None):
         say(_wrapped(f"{who}: {why}"))
@@ -137,9 +142,19 @@ def _absent(work: str, who: str, why: str, block_size: int, queue_depth: int) ->
 
 
 def _point(
-    path: str, backend: str | None, block: int, depth: int, plan: Plan, pool: HostPool, peers: Sequence[str]
+    path: str,
+    backend: str | None,
+    block: int,
+    depth: int,
+    plan: Plan,
+    pool: HostPool,
+    peers: Sequence[str],
+    broken: dict[str, str],
 ) -> list[bench.Row]:
-    """One block size and depth: a row for each kind of work and each system."""
+    """One block size and depth: a row for each kind of work and each system.
+
+    `broken` has the peers that failed, and why: they are not tried again.
+    """
     name = "wherry" if backend is None else f"wherry {backend}"
     try:
         store = DiskStore(path, name="bench", block_size=block, queue_depth=depth, backend=backend)
@@ -167,21 +182,26 @@ def _point(
                 buffers,
             )
         }
-        if "fio" in peers:
+        if "fio" in peers and "fio" not in broken:
             subjects["fio"] = lambda work: _fio(records[0], work, block, depth)
-        absent: dict[str, str] = {}
-        if "deepspeed" in peers:
-            absent = {"both": "it reads or writes, never both at once"}
+        aio_name = _NAMES["deepspeed"]
+        if "deepspeed" in peers and aio_name not in broken:
             try:
                 aio = stack.enter_context(_deepspeed_aio(path, block, depth, 2 * half))
-                subjects["deepspeed aio"] = lambda work: aio[work]() if work in aio else None
+                subjects[aio_name] = lambda work: aio[work]() if work in aio else None
             except Exception as error:  # whatever a package that is broken may raise
-                said = str(error).strip().splitlines() or [type(error).__name__]
-                absent = dict.fromkeys(WORK, f"installed, but its aio does not run here: {said[-1]}")
+                broken[aio_name] = _does_not_run("its aio", error)
         for turn in range(plan.repeats):
             for work in WORK:
                 for who in list(subjects)[:: 1 if turn % 2 else -1]:
-                    taken = subjects[who](work)
+                    try:
+                        taken = subjects[who](work)
+                    except Exception as error:
+                        if who == name:
+                            raise
+                        broken[who] = _does_not_run("it", error)
+                        del subjects[who]
+                        continue
                     if taken is not None:
                         seconds.setdefault((who, work), []).append(taken)
         for buffer in buffers:
@@ -198,10 +218,19 @@ def _point(
             backend=backends.get(who, backend),
         )
         for (who, work), values in sorted(seconds.items(), key=lambda item: WORK.index(item[0][1]))
+        if who in subjects
     ]
-    rows += [_absent(work, "deepspeed aio", why, block, depth) for work, why in absent.items()]
+    if aio_name in subjects:
+        rows.append(_absent("both", aio_name, "it reads or writes, never both at once", block, depth))
+    failed = [_NAMES[peer] for peer in peers if _NAMES[peer] in broken]
+    rows += [_absent(work, who, broken[who], block, depth) for who in failed for work in WORK]
     bench.compare(rows)
     return rows
+
+
+def _does_not_run(what: str, error: Exception) -> str:
+    said = str(error).strip().splitlines() or [type(error).__name__]
+    return f"installed, but {what} does not run here: {said[-1]}"
 
 
 def _wherry(store: DiskStore, reads: Sequence[Record], writes: Sequence[Record], buffers: Sequence[Any]) -> float:
@@ -243,9 +272,12 @@ def _fio(record: Record, work: str, block: int, depth: int) -> float:
         ]
     else:
         command += ["--name=one", f"--rw={work}", f"--size={2 * half}", f"--iodepth={depth}"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"no answer within {_TIMEOUT:g} s") from None
     if done.returncode:
-        raise RuntimeError(f"fio failed with {done.returncode}: {done.stderr.strip() or done.stdout.strip()}")
+        raise RuntimeError(done.stderr.strip() or done.stdout.strip() or f"it ended with status {done.returncode}")
     jobs = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
     moved = sum(job[d]["io_bytes"] for job in jobs for d in ("read", "write"))
     assert moved == 2 * half, f"fio moved {moved} bytes of {2 * half}"
