@@ -197,13 +197,16 @@ def test_what_is_no_file_of_a_run_is_named_with_what_to_do(tmp_path):
         ([], "got list in the place of a benchmark's file; expected an object"),
         ({"benchmark": "name", "rows": [{}]}, "the keys date, quick, machine, "),
         (found | {"machine": {}}, "the keys cpu, cores, memory_bytes of machine are missing"),
-        (found | {"rows": {}}, "rows is dict; expected a list"),
+        (found | {"rows": {}}, "rows of a benchmark's file is dict; expected list"),
+        (found | {"date": None}, "date of a benchmark's file is NoneType; expected str"),
+        (found | {"rows": [row | {"value": "1"}]}, "value of row 0 is str; expected int or float or NoneType"),
+        (found | {"rows": [row | {"value": 0.9}]}, "row 0 has value 0.9; expected the median of its values, 1"),
         (found | {"rows": [row, {}]}, "the keys case, system, .* of row 1 are missing"),
         (found | {"rows": [row | {"reason": "not here"}]}, "row 0 has value 1.0 and reason 'not here'"),
     ):
         path = tmp_path / "wrong.json"
         path.write_text(wrong if isinstance(wrong, str) else json.dumps(wrong))
-        with pytest.raises(WherryError, match=f"wrong.json: {expected}.*; measure it again, or take the file out"):
+        with pytest.raises(WherryError, match=f"wrong.json: {expected}.*; take the file out of its folder, and "):
             bench.read(path)
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(WherryError, match=r"wrong\.json: is not a whole JSON file"):

@@ -242,15 +242,23 @@ def positives(text: str) -> list[int]:
 
 # The file.
 
-_HEAD = ("benchmark", "date", "quick", "machine", "versions", "settings", "load", "complete", "rows")
-_ROW = ("case", "system", "unit", "more_is_better", "value", "spread", "rounds", "ratio", "of_limit", "reason")
+_NUMBER = (int, float)
+_MAYBE = (*_NUMBER, type(None))
+# What every one has, and the types that it may be of.
+_HEAD = {"benchmark": str, "date": str, "quick": bool, "machine": dict, "versions": dict, "settings": dict}
+_HEAD |= {"load": dict, "complete": bool, "rows": list}
+_MACHINE = {"cpu": str, "cores": int, "memory_bytes": _NUMBER}
+_ROW = {"case": dict, "system": str, "unit": str, "more_is_better": bool, "value": _MAYBE, "spread": _MAYBE}
+_ROW |= {"rounds": int, "ratio": dict, "of_limit": _MAYBE, "reason": (str, type(None))}
+# Relative: figures are written with ten digits.
+_SAME = 1e-8
 
 
 def read(path: Path) -> dict[str, Any]:
     """A run's file, with all that every one has."""
 
     def wrong(what: str) -> WherryError:
-        return WherryError(f"{path}: {what}; measure it again, or take the file out of its folder")
+        return WherryError(f"{path}: {what}; take the file out of its folder, and measure it again")
 
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -259,22 +267,28 @@ def read(path: Path) -> dict[str, Any]:
     except ValueError as error:  # neither text nor JSON
         raise wrong(f"is not a whole JSON file ({error})") from None
     _check_keys(found, _HEAD, "of a benchmark's file", wrong)
-    _check_keys(found["machine"], ("cpu", "cores", "memory_bytes"), "of machine", wrong)
-    if not isinstance(found["rows"], list):
-        raise wrong(f"rows is {type(found['rows']).__name__}; expected a list")
+    _check_keys(found["machine"], _MACHINE, "of machine", wrong)
     for number, one in enumerate(found["rows"]):
         _check_keys(one, _ROW, f"of row {number}", wrong)
         if (one["value"] is None) == (one["reason"] is None):
             raise wrong(f"row {number} has value {one['value']} and reason {one['reason']!r}; expected one of the two")
+        if one.get("values") and not math.isclose(one["value"], statistics.median(one["values"]), rel_tol=_SAME):
+            median = statistics.median(one["values"])
+            raise wrong(f"row {number} has value {one['value']:.10g}; expected the median of its values, {median:.10g}")
     return dict(found)
 
 
-def _check_keys(found: Any, expected: Sequence[str], where: str, wrong: Callable[[str], WherryError]) -> None:
+def _check_keys(found: Any, expected: Mapping[str, Any], where: str, wrong: Callable[[str], WherryError]) -> None:
     if not isinstance(found, dict):
         raise wrong(f"got {type(found).__name__} in the place {where}; expected an object")
     missing = [key for key in expected if key not in found]
     if missing:
         raise wrong(f"the keys {', '.join(missing)} {where} are missing")
+    for key, kinds in expected.items():
+        if not isinstance(found[key], kinds):
+            kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+            named = " or ".join(kind.__name__ for kind in kinds)
+            raise wrong(f"{key} {where} is {type(found[key]).__name__}; expected {named}")
 
 
 class Results:
