@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -157,6 +158,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
 }
 
 
+@functools.cache
 def bind(library: ctypes.CDLL) -> ctypes.CDLL:
     """The library with the disk functions' types declared."""
     for name, (result, arguments) in _SIGNATURES.items():
