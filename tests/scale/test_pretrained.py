@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import os
+import pickle
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -273,8 +276,6 @@ def test_values_that_would_be_lost_are_an_error(tmp_path: Path) -> None:
     untied.head.weight = nn.Parameter(untied.embed.weight.clone())
     with pytest.raises(WherryError, match=r"head\.weight: load_pretrained has given it values, and another tensor"):
         wherry.initialize(model=untied, config=settings(3))
-    with pytest.raises(WherryError, match=r"load_pretrained has given it values"):
-        wherry.initialize(model=copy.deepcopy(loaded()), config=settings(3))
     resized = loaded()
     resized.head.weight = resized.embed.weight = nn.Parameter(torch.ones(VOCABULARY, WIDTH))  # these are values
     engine, *_ = wherry.initialize(model=resized, config=settings(3))
@@ -286,15 +287,130 @@ def test_values_that_would_be_lost_are_an_error(tmp_path: Path) -> None:
         assert torch.equal(value, expected[name].bfloat16()), name
 
 
-def test_what_is_made_another_shape_or_copied_after_a_load(tmp_path: Path) -> None:
+def test_what_is_made_another_shape_after_a_load(tmp_path: Path) -> None:
     saved(make_model(Buffered, seed=1), tmp_path)
     model = on_meta(Buffered)
     wherry.load_pretrained(model, tmp_path)
-    with pytest.raises(WherryError, match=r"load_pretrained has given it values, and another tensor"):
-        wherry.initialize(model=copy.deepcopy(model), config=settings(3))
     model.norm.bias.data = torch.empty(2 * WIDTH, device="meta")
     with pytest.raises(WherryError, match=rf"norm\.bias: .* shape \[{WIDTH}\], and it has been made \[{2 * WIDTH}\]"):
         wherry.initialize(model=model, config=settings(3))
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "bf16": lambda model: model.to(torch.bfloat16),
+    "half, then float": lambda model: model.half().float(),
+    "type": lambda model: model.type(torch.float16),
+    "layout": lambda model: model.to(memory_format=torch.channels_last),
+    "a copy": copy.deepcopy,
+    "a copy of a cast one": lambda model: copy.deepcopy(model.half()),
+    "a cast copy": lambda model: copy.deepcopy(model).half(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_buffers_are_cast_and_copied_as_if_they_had_their_values(tmp_path: Path, change: str) -> None:
+    other = make_model(Undrawable, seed=1)
+    other.seen.copy_(torch.tensor([0.1, 1 / 3, 1e-3]))
+    saved(other, tmp_path)
+    expected = CHANGES[change](other)
+    model = on_meta(Undrawable)
+    wherry.load_pretrained(model, tmp_path)
+    model = CHANGES[change](model)
+    engine, *_ = wherry.initialize(model=model, config=settings(3))
+    assert engine.module.seen.dtype == expected.seen.dtype
+    assert torch.equal(engine.module.seen, expected.seen)
+    for name, parameter in expected.named_parameters():
+        value = engine.module.state_dict()[name]
+        assert value.dtype == parameter.dtype
+        assert torch.allclose(value, parameter, rtol=1e-3), name  # weights are as precise as the files
+    assert copy.deepcopy(model).seen.tolist() == expected.seen.tolist(), "it is a model as any other"
+
+
+def test_a_model_and_its_copy_read_the_same_files(tmp_path: Path) -> None:
+    other = make_model(seed=1)
+    saved(other, tmp_path)
+    model = on_meta(TinyLM)
+    wherry.load_pretrained(model, tmp_path)
+    copied = copy.deepcopy(model)
+    wherry.tile(copied, max_bytes=1024)
+    for one in (model, copied):
+        engine, *_ = wherry.initialize(model=one, config=settings(3))
+        for name, value in engine.module.state_dict().items():
+            assert torch.equal(value, other.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("swap", [True, False], ids=["swapped", "as torch does"])
+def test_to_empty_reads_what_files_have(tmp_path: Path, swap: bool) -> None:
+    other = make_model(Half, seed=1)
+    state = saved(other, tmp_path)
+    save_file({name: value for name, value in state.items() if name != "kept"}, tmp_path / "model.safetensors")
+    model = on_meta(Half)
+    wherry.load_pretrained(model, tmp_path, strict=False)
+    torch.__future__.set_swap_module_params_on_conversion(swap)
+    try:
+        model.half().to_empty(device="cpu")
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    model.reset_parameters = lambda: None
+    model.kept.fill_(5.0)
+    for name, value in other.half().state_dict().items():
+        if name != "kept":
+            assert torch.equal(model.state_dict()[name], value), name
+    pickle.dumps(copy.deepcopy(model.lm))
+    engine, *_ = wherry.initialize(model=model, config=settings(3))
+    assert torch.equal(engine.module.state_dict()["lm.head.weight"], other.lm.head.weight)
+    assert engine.module.kept.tolist() == [5.0] * 4
+
+
+class Symmetric(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.triu() + x.triu(1).mT
+
+    def right_inverse(self, x: torch.Tensor) -> torch.Tensor:
+        return x.triu()
+
+
+def written(name: str, then: Callable[[Any], Any] = lambda model: model) -> Callable[[Any], Any]:
+    def write(model: Any) -> Any:
+        nn.init.zeros_(model.get_parameter(name))
+        return then(model)
+
+    return write
+
+
+def parametrized(model: Any) -> Any:
+    nn.utils.parametrize.register_parametrization(model.blocks[0].mix, "weight", Symmetric())
+    return model
+
+
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [
+        (written("head.weight"), "embed.weight"),
+        (written("head.weight", copy.deepcopy), "embed.weight"),
+        (written("norm.bias", lambda model: model.bfloat16()), "norm.bias"),
+        (parametrized, "blocks.0.mix.parametrizations.weight.original"),
+    ],
+    ids=["init", "init, copied", "init, cast", "parametrized"],
+)
+def test_weights_that_are_written_to_before_they_are_read(tmp_path: Path, write: Any, name: str) -> None:
+    saved(make_model(seed=1), tmp_path)
+    model = on_meta(TinyLM)
+    wherry.load_pretrained(model, tmp_path)
+    model = write(model)
+    with pytest.raises(WherryError, match=rf"{name}: load_pretrained .* written to since, which does nothing"):
+        wherry.initialize(model=model, config=settings(3))
+
+
+def test_a_loaded_model_on_the_meta_device_is_not_pickled(tmp_path: Path) -> None:
+    saved(make_model(Undrawable, seed=1), tmp_path)
+    model = on_meta(Undrawable)
+    wherry.load_pretrained(model, tmp_path)
+    for save in (pickle.dumps, lambda model: torch.save(model, tmp_path / "model.pt"), ForkingPickler.dumps):
+        with pytest.raises(WherryError, match=r"only found the values of this model on the meta device"):
+            save(model)
+    engine, *_ = wherry.initialize(model=model, config=settings(0))
+    assert torch.equal(copy.deepcopy(engine.module).seen, torch.arange(3.0))
 
 
 @pytest.mark.parametrize("change", ["cut short", "rewritten", "deleted", "replaced"])
@@ -384,7 +500,6 @@ def test_a_rank_reads_its_own_part_once(tmp_path: Path, monkeypatch: pytest.Monk
 
     run_ranks(4, body)
     assert sum(read) == sum(p.numel() for p in other.parameters())
-
 
 
 def test_ranks_read_their_own_rows_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from wherry.errors import WherryError
-from wherry.parallel.comm import SoloComm
-from wherry.parallel.partition import is_dtensor, local, slice_of
-from wherry.sharding.given import GIVEN, forget, given, refuse_lost, values_of
+from wherry.parallel.partition import is_dtensor
+from wherry.sharding.given import given, read, refuse_lost, settled
 from wherry.sharding.safetensors_folder import Source
 
 
@@ -149,7 +148,7 @@ class Materialiser:
 
     def _take_off_meta(self, module: nn.Module, place: Callable[[nn.Parameter], torch.Tensor]) -> list[_Placed]:
         self._waiting.remove(module)
-        module.__dict__.pop(GIVEN, None)
+        settled(module)
         placed = []
         if isinstance(module, nn.RNNBase):
             module._flat_weight_refs = []  # a tensor with weak references cannot be swapped
@@ -180,10 +179,7 @@ class Materialiser:
         prefix = self._names[module]
         for p in placed:
             if p.source is not None and not _goes_into_a_flat(p.tensor):  # a flat reads its own, as precise as masters
-                name, held = f"{prefix}.{p.name}" if prefix else p.name, local(p.tensor)
-                part = slice_of(name, p.tensor, SoloComm()) if isinstance(p.tensor, nn.Parameter) else None
-                held.copy_(values_of(p.source, tuple(held.shape), part))
-                forget(p.tensor)
+                read(f"{prefix}.{p.name}" if prefix else p.name, p.tensor, p.source)
 
 
 def _filled_like(tensor: torch.Tensor, value: float, device: torch.device) -> torch.Tensor:

@@ -40,7 +40,14 @@ class Source:
         return self.rows(first, last).reshape(-1)[start - first * row : stop - first * row]
 
     def __deepcopy__(self, memo: object) -> Source:
-        return self  # a buffer's copy has its values in the same file
+        return self  # a copy has its values in the same file
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise WherryError(
+            "load_pretrained has only found the values of this model on the meta device, and wherry.initialize reads "
+            "them: until then it cannot be pickled or saved. Pickle it before load_pretrained, and load where it is "
+            "unpickled; or save the engine that wherry.initialize returns"
+        )
 
 
 class Unchanged:
@@ -89,6 +96,18 @@ class Block(Source):
     def rows(self, start: int, stop: int) -> torch.Tensor:
         offsets = (self._offsets[0] + start, *self._offsets[1:])
         return self._whole.block(offsets, (stop - start, *self.shape[1:]))
+
+
+class Cast(Source):
+    """Another tensor, as a buffer of that dtype would hold it."""
+
+    def __init__(self, whole: Source, dtype: torch.dtype) -> None:
+        self.shape = whole.shape
+        self._whole = whole
+        self._dtype = dtype
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        return self._whole.rows(start, stop).to(self._dtype)
 
 
 class Converted(Source):
