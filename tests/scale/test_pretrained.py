@@ -413,6 +413,22 @@ def test_a_loaded_model_on_the_meta_device_is_not_pickled(tmp_path: Path) -> Non
     assert torch.equal(copy.deepcopy(engine.module).seen, torch.arange(3.0))
 
 
+def test_a_buffer_that_only_some_ranks_files_have(tmp_path: Path) -> None:
+    other = make_model(Half, seed=1)
+    state = saved(other, tmp_path)
+    (tmp_path / "less").mkdir()
+    save_file({name: value for name, value in state.items() if name != "kept"}, tmp_path / "less/model.safetensors")
+
+    def body(comm: Comm) -> None:
+        model = on_meta(Half)
+        wherry.load_pretrained(model, tmp_path / "less" if comm.rank else tmp_path, strict=False)
+        message = r"\[buffer kept, to be read from a file\] on rank 0 and \[buffer kept, to be drawn\] on rank 1"
+        with pytest.raises(WherryError, match=message):
+            wherry.initialize(model=model, config=settings(1), mesh=comm)
+
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize("change", ["cut short", "rewritten", "deleted", "replaced"])
 def test_files_that_change_between_load_and_initialize(tmp_path: Path, change: str) -> None:
     other = make_model(seed=1)

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from wherry.parallel.comm import Comm, SoloComm
 from wherry.parallel.partition import check_replicated, local, retype, slice_of
 from wherry.placement import Placement
 from wherry.sharding.fingerprint import same_everywhere
-from wherry.sharding.given import forget, given, pieces, values_of
+from wherry.sharding.given import forget, given, pieces, values_of, waiting_buffers
 from wherry.sharding.grouping import UnitPlan
 from wherry.sharding.layout import Slot, lay_out
 from wherry.sharding.meta import Materialiser
@@ -94,7 +95,7 @@ class Builder:
         self._compare = comm.size > 1
 
     def build(self, plans: Sequence[UnitPlan], model: nn.Module) -> list[Unit]:
-        check_same_model([item for plan in plans for item in plan.parameters], self.comm)
+        check_same_model([item for plan in plans for item in plan.parameters], self.comm, model)
         own_parts(parameter for plan in plans for _, parameter in plan.parameters)
         units = []
         materialiser = Materialiser(model, self.device)
@@ -263,7 +264,7 @@ def _suffix(dtype: torch.dtype, trainable: bool, kinds: Collection[object]) -> s
     return "" if len(kinds) == 1 else f" ({str(dtype).removeprefix('torch.')}{'' if trainable else ', frozen'})"
 
 
-def check_same_model(parameters: Sequence[tuple[str, nn.Parameter]], comm: Comm) -> None:
+def check_same_model(parameters: Sequence[tuple[str, nn.Parameter]], comm: Comm, model: nn.Module) -> None:
     """Ranks with different models would hang or sum unlike gradients; say which parameter differs."""
     if comm.size == 1:
         return
@@ -272,18 +273,21 @@ def check_same_model(parameters: Sequence[tuple[str, nn.Parameter]], comm: Comm)
         f"{'' if given(p) is None else ', to be read from a file'}"
         for name, p in parameters
     ]
+    # Whether a unit is drawn or read depends on its modules' buffers too.
+    mine += [
+        f"buffer {name}, {'to be drawn' if given(buffer) is None else 'to be read from a file'}"
+        for name, buffer in waiting_buffers(model)
+    ]
     digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
     if len(set(comm.gather_objects(digest))) == 1:
         return
     everybody = comm.gather_objects(mine)
     first = everybody[0]
     for rank, theirs in enumerate(everybody[1:], 1):
-        for position in range(max(len(first), len(theirs))):
-            here = first[position] if position < len(first) else "nothing"
-            there = theirs[position] if position < len(theirs) else "nothing"
+        for here, there in zip_longest(first, theirs, fillvalue="nothing"):
             if here != there:
                 raise WherryError(
-                    f"the ranks hold different models: parameter {position} is [{here}] on rank 0 and [{there}] on "
+                    f"the ranks hold different models: [{here}] on rank 0 and [{there}] on "
                     f"rank {rank}; build the same model on every rank, whatever its weights (rank 0's are used)"
                 )
     raise AssertionError("digests differ and parameters do not")

@@ -149,6 +149,16 @@ def refuse_lost(model: nn.Module) -> None:
             )
 
 
+def waiting_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers on the meta device, of modules of which files have something."""
+    for prefix, module in model.named_modules():
+        if GIVEN not in module.__dict__:
+            continue
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
 def pieces(layout: FlatLayout, rank: int, chosen: Iterable[tuple[int, Source]]) -> Iterator[tuple[int, torch.Tensor]]:
     """What of the sources, by the numbers of their slots, lies in a rank's shard: where, and its values, flattened."""
     for index, source in chosen:
