@@ -25,7 +25,7 @@ if not __package__:  # run as a script: this folder is found as it is when impor
 from benchmarks import alone, explain, systems
 from benchmarks.checkpoint_worker import KEEPINGS, LIMIT
 from benchmarks.rooms import Room, RoomFailed
-from benchmarks.steps import MODELS
+from benchmarks.steps import MODELS, check_ranks
 from wherry.observe import bench
 
 WORKER = Path(__file__).parent / "checkpoint_worker.py"
@@ -148,6 +148,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--path", type=bench.folder, default=".", help="a folder on the disk (current)")
     options = bench.parse(parser, argv)
     cases = cases_of(options)
+    for model, ranks, _ in cases:
+        check_ranks(parser, [model], [ranks])
     results = bench.Results("checkpoint", options, {"cases": [list(case) for case in cases]}, limit=LIMIT)
     with tempfile.TemporaryDirectory(dir=os.path.abspath(options.path)) as folder:
         for model, ranks, rounds in cases:

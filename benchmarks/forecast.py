@@ -115,12 +115,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=bench.positive, help="steps in one measure")
     options = bench.parse(parser, argv)
     rounds, count = options.rounds or (1 if options.quick else 3), options.steps or (3 if options.quick else 8)
+    ranks = [int(number) for number in options.ranks]
+    steps.check_ranks(parser, options.models, ranks)
     os.environ[systems.DISK_FOLDER] = os.path.abspath(options.path)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # ranks do not see a GPU, nor may the planner
     machine = probe.this_machine(options.path, again=options.again)
     settings = {"rounds": rounds, "steps": count, "warmup": steps.WARMUP, "machine": vars(machine)}
     results = bench.Results("forecast", options, settings | {"models": {m: vars(MODELS[m]) for m in options.models}})
-    entries = entries_of(options.models, options.dtypes, options.places, [int(n) for n in options.ranks], count)
+    entries = entries_of(options.models, options.dtypes, options.places, ranks, count)
     results.add(*measure(entries, rounds, machine))
     table(results.rows)
     results.close()

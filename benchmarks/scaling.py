@@ -20,7 +20,7 @@ if not __package__:  # run as a script: this folder is found as it is when impor
 
 from benchmarks import alone, bounds, steps
 from benchmarks.steps import Entry
-from benchmarks.systems import Recipe
+from benchmarks.systems import Recipe, ranked
 from wherry.observe import bench
 
 LENGTH = 32
@@ -132,7 +132,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
         peak, traffic, seconds = mine
         calls = sum(traffic["calls"].values())
         figures = [f"{peak['value'] / 1e6:,.0f}", f"{calls}", f"{traffic['value'] / 1e6:,.0f}"]
-        lines.append([f"stage {stage}, {ranks:,} rank{'s' * (ranks > 1)}", *figures, f"{seconds['value']:.1f}"])
+        lines.append([f"stage {stage}, {ranked(ranks)}", *figures, f"{seconds['value']:.1f}"])
     if lines:
         bench.show("one rank of many, run dry", ("", "peak MB", "calls", "MB in them", "dry run s"), lines)
 

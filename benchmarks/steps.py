@@ -89,7 +89,7 @@ class Entry:
         self.label = label or system
         self.steps = steps
         self.recipe = recipe or MODELS[model]
-        self.reason = systems.cannot_run(system, ranks)
+        self.reason = systems.cannot_run(system)
 
     def case(self, measure: str) -> dict[str, Any]:
         return {"model": self.model, "dtype": self.recipe.dtype, "ranks": self.ranks, "measure": measure}

@@ -499,7 +499,7 @@ def without_window(label: str) -> str:
     return label.partition(" k=")[0]
 
 
-def cannot_run(name: str, ranks: int = 1) -> str | None:
+def cannot_run(name: str) -> str | None:
     """Why a system cannot even be tried here."""
     if name == "fsdp2-nvme":
         return "FSDP2 keeps states on the device or on the host"

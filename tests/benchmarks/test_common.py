@@ -333,7 +333,7 @@ def test_a_file_that_cannot_be_made_is_told_before_anything_is_measured(tmp_path
         bench.Results("name", options(), {})
 
 
-@pytest.mark.parametrize("script", [steps, offload_step])
+@pytest.mark.parametrize("script", [steps, offload_step, forecast, checkpoint])
 def test_ranks_among_which_a_model_s_batch_does_not_divide_are_refused(script, monkeypatch, capsys):
     monkeypatch.setattr(machine, "_SAMPLE_S", 0.0)
     with pytest.raises(SystemExit):
