@@ -46,6 +46,8 @@ PACKAGES = ("wherry", "deepspeed")
 # What Wherry's library does, which pip installs, DeepSpeed compiles at its first use: the host optimizer and the disk's
 # reads and writes.
 COMPILED = {"deepspeed": ("cpu_adam", "async_io")}
+# Seconds that any of them is waited for.
+TIMEOUT = 300.0
 _TIMED = """
 import sys, time
 begun = time.perf_counter()
@@ -66,7 +68,11 @@ def _environment() -> dict[str, str]:
 
 
 def _python(arguments: Sequence[str]) -> str:
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=_environment())
+    command = [sys.executable, *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=_environment(), timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        raise Failed(f"it is installed, and had not ended after {TIMEOUT:g} s") from None
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["it printed nothing"]
         raise Failed(f"it is installed, and ended with status {done.returncode}: {lines[-1]}")

@@ -24,6 +24,8 @@ HOST_OPTIMIZER = "CPUAdamBuilder"
 OPERATORS = (HOST_OPTIMIZER, "AsyncIOBuilder")
 # What ranks of one machine communicate by, where there is no GPU.
 ON_THE_CPU = ("ShareMemCommBuilder",)
+# Seconds for a compiler, at most.
+TIMEOUT = 900.0
 _BUILD = """
 from deepspeed.accelerator import get_accelerator
 get_accelerator().create_op_builder("{name}").load(verbose=False)
@@ -32,6 +34,7 @@ get_accelerator().create_op_builder("{name}").load(verbose=False)
 
 def build(name: str, timeout: float | None = None) -> str | None:
     """Compile an operator, if it is not yet; why it could not be."""
+    systems.remove_dead_locks()  # of one that was interrupted, for which this would wait without end
     # The compiler is found by the ninja of this environment.
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
     environment = {**os.environ, "PATH": path}
@@ -66,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("deepspeed is not installed (pip install '.[bench]'): its rows will say so")
         return 0
     for name in (*OPERATORS, *(ON_THE_CPU if systems.device_type() == "cpu" else ())):
-        reason = build(name)
+        reason = build(name, timeout=TIMEOUT)
         print(f"{name}: {'built' if reason is None else f'not built: {reason}'}", flush=True)
     return 0
 

@@ -9,6 +9,7 @@ import time
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -260,6 +261,17 @@ def test_a_compiler_that_fails_or_does_not_end_is_told_of(monkeypatch):
     assert peers.build("Builder") == "no Builder"
     monkeypatch.setattr(peers, "_BUILD", "import time; time.sleep(600)")
     assert peers.build("Builder", timeout=0.1) == "it was not compiled within 0 s"
+
+
+def test_a_compiler_that_was_interrupted_holds_nobody_up(tmp_path, monkeypatch):
+    lock = tmp_path / "cpu_adam" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    os.utime(lock, (0, 0))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(psutil, "process_iter", lambda names: iter(()))
+    monkeypatch.setattr(peers, "_BUILD", f"import os; assert not os.path.exists({str(lock)!r}), '{{name}} waits'")
+    assert peers.build("Builder") is None
 
 
 def test_a_peer_that_ends_the_process_while_it_is_built_is_not_tried_again(tmp_path, monkeypatch):

@@ -245,6 +245,13 @@ def test_a_peer_that_is_broken_has_a_row_with_the_reason(tmp_path, capsys, monke
     assert f"deepspeed: {said[:40]}" in capsys.readouterr().out
 
 
+def test_a_peer_that_does_not_end_has_a_row_with_the_reason(monkeypatch):
+    monkeypatch.setattr(imports, "TIMEOUT", 0.2)
+    asked = {"slow": ("sys", ["-c", "import time; time.sleep(60)"])}
+    (row,) = imports._rows("command", asked, imports.command_once, 1)
+    assert row["reason"] == "it is installed, and had not ended after 0.2 s"
+
+
 def test_offloaded_steps_beside_their_bound(tmp_path, no_deepspeed, monkeypatch, capsys):
     monkeypatch.setattr(offload_step, "POLICIES", ("at_step", "delayed"))
     monkeypatch.setattr(offload_step, "CLIPS", {"at_step": 1.0, "delayed": 1.0})
