@@ -15,6 +15,7 @@ import os
 import re
 import statistics
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -151,8 +152,11 @@ def times_as_good(one: Row, other: Row) -> float | None:
 
 def parser(name: str, description: str) -> argparse.ArgumentParser:
     """The flags that every benchmark has."""
+    paragraphs = [textwrap.fill(" ".join(part.split()), WIDTH) for part in description.split("\n\n")]
     found = argparse.ArgumentParser(
-        prog=f"wherry bench {name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"wherry bench {name}",
+        description="\n\n".join(paragraphs),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     found.add_argument("--quick", action="store_true", help="fewer repeats, for a first look; leaves no file behind")
     found.add_argument("--json", metavar="PATH", type=_file, help="where the figures go (default: benchmarks/results)")
