@@ -231,8 +231,9 @@ def _aims(results: Sequence[Result]) -> str:
     for aim in AIMS:
         least = f"{aim.least:g}{aim.unit}"
         files = [result for result in results if result["benchmark"] == aim.benchmark]
-        reached_by = [(row, aim.figure(row, result["rows"])) for result in files for row in result["rows"]]
-        found = [figure for _, figure in reached_by if figure is not None]
+        by_file = [(result, list(_figures(aim, result))) for result in files]
+        files, reached_by = [result for result, rows in by_file if rows], [one for _, rows in by_file for one in rows]
+        found = [figure for _, figure in reached_by]
         if not found:
             lines.append(f"| {aim.words} | {least} | not measured | | |")
             continue
@@ -241,8 +242,16 @@ def _aims(results: Sequence[Result]) -> str:
         count = sum(figure >= aim.least for figure in found)
         named = ", ".join(_link(result) for result in files)
         lines.append(f"| {aim.words} | {least} | {reached} | {count} of {len(found)} | {named} |")
-        notes += _no_room(aim, [(row, figure) for row, figure in reached_by if figure and figure < aim.least])
+        notes += _no_room(aim, [(row, figure) for row, figure in reached_by if figure < aim.least])
     return "\n".join([*lines, *(["", *notes] if notes else [])])
+
+
+def _figures(aim: Aim, result: Result) -> Iterator[tuple[Row, float]]:
+    """The rows of a file that the aim is about."""
+    for row in result["rows"]:
+        figure = aim.figure(row, result["rows"])
+        if figure is not None:
+            yield row, figure
 
 
 # What is measured beside its limit may pass it by so much.

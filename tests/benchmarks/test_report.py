@@ -424,7 +424,11 @@ def test_an_aim_counts_every_part_of_a_measure():
         rows.append(bench.row(case, "deepspeed-3-nvme", "s", [1.0]))
         return result_of("offload_step", rows, part=part, file=f"{model}.json", load={"idle": True})
 
-    text, _ = report.page([file("10m", 0.4, ""), file("125m", 0.8, "125m")])
+    elsewhere = file("elsewhere", 0.4, "3-cpu")
+    for row in elsewhere["rows"]:
+        row["system"] = row["system"].replace("nvme", "cpu")
+    text, _ = report.page([file("10m", 0.4, ""), file("125m", 0.8, "125m"), elsewhere])
+    # A file without rows that it is about is not named.
     links = ", ".join(f"[{model}](../benchmarks/results/{model}.json)" for model in ("10m", "125m"))
     assert f"beside DeepSpeed's | 2× | 1.25× to 2.50× | 1 of 2 | {links} |" in text
 
@@ -512,6 +516,14 @@ def test_what_grows_is_drawn_as_curves():
     assert list(few) == ["scaling-x.svg"]  # one size does not grow
 
 
+def ratios_as_written(row, rows):
+    """What the ratios of a row are by the repeats; rates that are measured twice in a run are a system once."""
+    others = {other["system"]: other for other in rows if other["case"] == row["case"]}
+    found = {name: bench.times_as_good(row, others[name]) for name in row["ratio"] if name != row["system"]}
+    own = {name: ratio for name, ratio in row["ratio"].items() if name == row["system"]}
+    return {name: ratio and pytest.approx(ratio, rel=1e-7) for name, ratio in found.items()} | own
+
+
 def test_every_file_of_results_has_the_common_form():
     for path in sorted(bench.RESULTS.glob("*.json")):
         result = json.loads(path.read_text())
@@ -520,5 +532,6 @@ def test_every_file_of_results_has_the_common_form():
         for row in result["rows"]:
             assert {"case", "system", "unit", "value", "spread", "ratio", "of_limit", "reason"} <= set(row), path
             assert (row["value"] is None) == (row["reason"] is not None), (path, row)
+            assert ratios_as_written(row, result["rows"]) == row["ratio"], (path, row["case"], row["system"])
         text = path.read_text()
         assert not re.search(r'"/(?!s")\w+/', text), f"{path.name}: a path of a machine"
