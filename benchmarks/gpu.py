@@ -80,7 +80,7 @@ def policies(session: Session) -> None:
 
 def peers(session: Session) -> None:
     """Others' offload with clipping, 8k tokens a step and then from 1k to 64k, beside the policy that suits it best."""
-    turns, case = _beside(session, 1.0, whole_too=True)
+    turns, case = _beside(session, 1.0)
     turns.take(case)
     size = session.sizes["1b"]
     counts = TOKENS if not session.options.toy else tuple(size.length * 2**power for power in range(3))
@@ -98,17 +98,16 @@ def unclipped(session: Session) -> None:
     turns.close()
 
 
-def _beside(session: Session, clip: float, *, whole_too: bool = False) -> tuple[Turns, dict[str, Any]]:
+def _beside(session: Session, clip: float) -> tuple[Turns, dict[str, Any]]:
     """What computes alone, ours and others', built in this order: what time leaves out is a peer.
 
-    `whole_too`: with weights on the host as well, for the peers that have them there.
+    Ours is also there with weights on the host, as some of the peers have them.
     """
     session.compile_peers()
     case, recipe, ours = _with_clipping(session, clip)
     name, (system, best) = next(iter(ours.items()))
     subjects = {systems.COMPUTE: (systems.COMPUTE, recipe), name: (system, best)}
-    if whole_too:
-        subjects[name.replace(system, WEIGHTS_TOO)] = WEIGHTS_TOO, best
+    subjects[name.replace(system, WEIGHTS_TOO)] = WEIGHTS_TOO, best
     subjects |= {peer: (peer, recipe) for peer in session.options.peers}
     return Turns(session, subjects), {"measure": "beside others"} | case
 
