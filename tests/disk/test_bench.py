@@ -84,6 +84,11 @@ def test_a_peer_that_is_broken_has_rows_with_the_reason(tmp_path, monkeypatch):
     assert " ".join(lines).count("does not run here") == 1
 
 
+def test_a_system_that_does_not_tell_of_huge_pages_has_none_that_is_known(monkeypatch):
+    monkeypatch.setattr(disk_bench.Path, "exists", lambda path: str(path) != "/proc/meminfo")
+    assert not disk_bench._huge_pages_free(-(1 << 30))
+
+
 @pytest.mark.parametrize(
     ("fio", "why"),
     [

@@ -286,7 +286,10 @@ def _fio(record: Record, work: str, block: int, depth: int) -> float:
 
 def _huge_pages_free(nbytes: int) -> bool:
     """Whether fio can have reserved huge pages: on 4 KiB pages a drive that takes few segments splits its blocks."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return False
+    lines = meminfo.read_text().splitlines()
     values = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
     # Each of two jobs rounds its buffers up.
     return values.get("HugePages_Free", 0) * values.get("Hugepagesize", 0) * 1024 >= nbytes + (16 << 20)
