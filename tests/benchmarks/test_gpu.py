@@ -422,6 +422,10 @@ def test_a_bound_is_that_of_offloaded_steps_of_many_tokens():
     assert figure("wherry-2-cpu in_backward", 8192) == figure("wherry-3-cpu", 65536) == 0.9
     assert figure("wherry-2-cpu", 4096) is figure("wherry-2", 8192) is figure("fsdp2-cpu", 8192) is None
     assert figure("wherry-2-cpu delayed", 8192) is None
+    # Those of the model of 10B count as well.
+    row = bench.row({"measure": "offload", "tokens": 10240}, "wherry-3-cpu", "s", [1.0]) | {"of_limit": 0.9}
+    offload = {"benchmark": "gpu_offload", "file": "gpu_offload-x.json", "load": {"idle": True}, "rows": [row]}
+    assert "on a GPU | 0.85 | 0.90 | 1 of 1 | [gpu_offload-x]" in summary._aims([offload])
 
 
 def test_a_system_keeps_the_cores_that_it_has_chosen_to_itself(monkeypatch):

@@ -480,9 +480,9 @@ def test_every_aim_meets_rows_of_its_benchmark():
     """Names of systems and cases that change would leave an aim without rows: those on this machine have them."""
     newest = summary.latest(report.load())
     for aim in summary.AIMS:
-        rows = [row for result in newest if result["benchmark"] == aim.benchmark for row in result["rows"]]
+        rows = [row for result in newest if result["benchmark"] in aim.benchmarks for row in result["rows"]]
         figures = [aim.figure(row, rows) for row in rows]
-        assert aim.benchmark == "gpu" or any(figure is not None for figure in figures), aim.words
+        assert "gpu" in aim.benchmarks or any(figure is not None for figure in figures), aim.words
 
 
 def test_bars_are_as_long_as_their_values():
