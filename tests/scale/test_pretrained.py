@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tests.engine.harness import VOCABULARY, WIDTH, TinyLM, adamw, make_model, settings, token_batch
 from torch import nn
 
@@ -296,9 +296,18 @@ def test_what_is_made_another_shape_after_a_load(tmp_path: Path) -> None:
         wherry.initialize(model=model, config=settings(3))
 
 
+def swapped(model: Any) -> Any:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        return model.half()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "bf16": lambda model: model.to(torch.bfloat16),
     "half, then float": lambda model: model.half().float(),
+    "half, swapped": swapped,
     "type": lambda model: model.type(torch.float16),
     "layout": lambda model: model.to(memory_format=torch.channels_last),
     "a copy": copy.deepcopy,
@@ -339,27 +348,57 @@ def test_a_model_and_its_copy_read_the_same_files(tmp_path: Path) -> None:
             assert torch.equal(value, other.state_dict()[name]), name
 
 
-@pytest.mark.parametrize("swap", [True, False], ids=["swapped", "as torch does"])
-def test_to_empty_reads_what_files_have(tmp_path: Path, swap: bool) -> None:
-    other = make_model(Half, seed=1)
-    state = saved(other, tmp_path)
-    save_file({name: value for name, value in state.items() if name != "kept"}, tmp_path / "model.safetensors")
-    model = on_meta(Half)
-    wherry.load_pretrained(model, tmp_path, strict=False)
-    torch.__future__.set_swap_module_params_on_conversion(swap)
-    try:
-        model.half().to_empty(device="cpu")
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-    model.reset_parameters = lambda: None
-    model.kept.fill_(5.0)
-    for name, value in other.half().state_dict().items():
-        if name != "kept":
-            assert torch.equal(model.state_dict()[name], value), name
-    pickle.dumps(copy.deepcopy(model.lm))
+@pytest.mark.parametrize(
+    "move",
+    [lambda model: model.to_empty(device="cpu"), lambda model: model.cpu(), lambda model: model.head.to("cpu")],
+    ids=["to_empty", "cpu", "to, of one"],
+)
+def test_memory_before_the_values_are_read_is_refused(tmp_path: Path, move: Any) -> None:
+    other = make_model(Undrawable, seed=1)
+    saved(other, tmp_path)
+    model = on_meta(Undrawable)
+    wherry.load_pretrained(model, tmp_path)
+    with pytest.raises(WherryError, match=r"of .*: load_pretrained has found its values .* leave out the to_empty"):
+        move(model)
     engine, *_ = wherry.initialize(model=model, config=settings(3))
-    assert torch.equal(engine.module.state_dict()["lm.head.weight"], other.lm.head.weight)
-    assert engine.module.kept.tolist() == [5.0] * 4
+    for name, value in engine.module.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+    emptied = on_meta(Undrawable).to_empty(device="cpu")
+    emptied.head.weight = emptied.embed.weight
+    wherry.load_pretrained(emptied, tmp_path)
+    assert torch.equal(emptied.cpu().head.weight, other.head.weight), "in memory they are read at once"
+    emptied.to_empty(device="cpu")
+
+
+class Wrapped(nn.Module):
+    """It takes the weights of a layer over."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+        self.register_buffer("scale", torch.ones(1))
+
+
+@pytest.mark.parametrize("change", [lambda model: model, copy.deepcopy], ids=["as it is", "a copy"])
+def test_weights_that_another_module_takes_over(tmp_path: Path, change: Any) -> None:
+    other = make_model(seed=1)
+    saved(other, tmp_path)
+    model = on_meta(TinyLM)
+    wherry.load_pretrained(model, tmp_path)
+    model.blocks[0].mix = Wrapped(model.blocks[0].mix)
+    for name in ("weight", "bias"):
+        nn.utils.parametrize.register_parametrization(model.blocks[1].mix, name, nn.Identity())
+    model = change(model)
+    with pytest.raises(WherryError, match=r"parametrizations\.weight\.original of .*: load_pretrained has found"):
+        model.blocks[1].mix.to_empty(device="cpu")
+    engine, *_ = wherry.initialize(model=model, config=settings(3))
+    state = engine.module.state_dict()
+    for name in ("weight", "bias"):
+        state[f"blocks.1.mix.{name}"] = state[f"blocks.1.mix.parametrizations.{name}.original"]
+    for name, value in other.state_dict().items():
+        assert torch.equal(state[name], value), name
+    assert not any("_apply" in module.__dict__ for module in engine.module.modules())
+    assert not any("__deepcopy__" in parameter.__dict__ for parameter in engine.module.parameters())
 
 
 class Symmetric(nn.Module):
@@ -378,6 +417,11 @@ def written(name: str, then: Callable[[Any], Any] = lambda model: model) -> Call
     return write
 
 
+def tiled(model: Any) -> Any:
+    wherry.tile(model, max_bytes=1024)
+    return model
+
+
 def parametrized(model: Any) -> Any:
     nn.utils.parametrize.register_parametrization(model.blocks[0].mix, "weight", Symmetric())
     return model
@@ -389,9 +433,10 @@ def parametrized(model: Any) -> Any:
         (written("head.weight"), "embed.weight"),
         (written("head.weight", copy.deepcopy), "embed.weight"),
         (written("norm.bias", lambda model: model.bfloat16()), "norm.bias"),
+        (written("blocks.0.up.weight", tiled), r"blocks\.0\.up\.tiles.*"),
         (parametrized, "blocks.0.mix.parametrizations.weight.original"),
     ],
-    ids=["init", "init, copied", "init, cast", "parametrized"],
+    ids=["init", "init, copied", "init, cast", "init, tiled", "parametrized"],
 )
 def test_weights_that_are_written_to_before_they_are_read(tmp_path: Path, write: Any, name: str) -> None:
     saved(make_model(seed=1), tmp_path)
@@ -577,6 +622,18 @@ def test_all_mistakes_are_listed_at_once_and_nothing_is_loaded(tmp_path: Path) -
     assert result.unexpected == ["blocks.7.mix.weight"]
 
 
+def test_the_index_says_which_of_two_files_has_a_tensor(tmp_path: Path) -> None:
+    other = make_model(seed=1)
+    state = saved(other, tmp_path, 2)
+    first, second = sorted(tmp_path.glob("*.safetensors"))
+    stale = {name: torch.zeros_like(value) for name, value in load_file(first).items()}
+    save_file({**stale, **load_file(second)}, second)
+    model = make_model()
+    wherry.load_pretrained(model, tmp_path)
+    for name, value in state.items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
 def test_folders_and_files_that_cannot_be_read(tmp_path: Path) -> None:
     model = make_model()
     for make, message in (
@@ -584,6 +641,8 @@ def test_folders_and_files_that_cannot_be_read(tmp_path: Path) -> None:
         (lambda: (tmp_path / "model.bin").write_text("x"), "it has model.bin"),
         (lambda: (tmp_path / "model.safetensors").write_text("x" * 100), "is not a whole safetensors file"),
         (lambda: (tmp_path / "model.safetensors.index.json").write_text("{}"), "is not an index"),
+        (lambda: (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": []}'), "is not an index"),
+        (lambda: (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": 1}}'), "is not an index"),
         (
             lambda: (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}'),
             "names files that are not there: b.safetensors",

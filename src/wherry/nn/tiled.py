@@ -15,7 +15,7 @@ from wherry.errors import WherryError
 from wherry.nn.gelu import APPROXIMATE, GeluLinear
 from wherry.observe.log import say
 from wherry.parallel.partition import MARKS, is_dtensor
-from wherry.sharding.given import give, given
+from wherry.sharding.given import give, given, is_written
 from wherry.sharding.parts import part_of
 from wherry.sharding.safetensors_folder import Block
 
@@ -100,7 +100,8 @@ class TiledLinear(nn.Module):
             parameter = nn.Parameter(data, requires_grad=whole.requires_grad)
             setattr(tiled.get_submodule(owner), attribute, parameter)
             if (source := given(whole)) is not None:
-                give(tiled.get_submodule(owner), attribute, Block(source, place.offsets, place.shape))
+                block = Block(source, place.offsets, place.shape)
+                give(tiled.get_submodule(owner), attribute, block, written=is_written(whole))
         tiled.gelu = isinstance(linear, GeluLinear)
         tiled.train(linear.training)
         return tiled

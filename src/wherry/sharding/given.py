@@ -3,54 +3,40 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from copy import deepcopy
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from wherry.errors import WherryError
 from wherry.fake import is_fake
-from wherry.parallel.comm import SoloComm
-from wherry.parallel.partition import LogicalSlice, local, slice_of
+from wherry.parallel.partition import LogicalSlice
 from wherry.sharding.layout import FlatLayout
 from wherry.sharding.safetensors_folder import Cast, Source
 
-# On a tensor: where its values are, and its version then. On a module: which of its tensors were given some.
+# On a tensor: where its values are, and its version then. On a module: what its tensors were given, by their names.
 SOURCE, GIVEN = "_wherry_source", "_wherry_given"
 
 
-@dataclass
-class _Given:
-    """A tensor that has values in a file. Its copy has them too, in the same file."""
-
-    tensor: torch.Tensor
-    source: Source
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Given:
-        tensor = deepcopy(self.tensor, memo)
-        if tensor is not self.tensor and tensor.is_meta and not is_fake(tensor):
-            _mark(tensor, self.source, written=_is_written(self.tensor))
-        return _Given(tensor, self.source)
-
-
-def give(module: nn.Module, name: str, source: Source) -> None:
-    """A tensor of the module, by its name there, has values in a file."""
+def give(module: nn.Module, name: str, source: Source, *, written: bool = False) -> None:
+    """A tensor of the module, by its name there, has values in a file; or had, and was `written` to."""
     tensor = _held(module, name)
     assert tensor is not None, name
-    _mark(tensor, source)
-    module.__dict__.setdefault(GIVEN, {})[name] = _Given(tensor, source)
+    _mark(tensor, source, written=written)
+    module.__dict__.setdefault(GIVEN, {})[name] = source
     # What `to` and `to_empty` put in the place of a tensor does not know of it.
     module.__dict__["_apply"] = MethodType(_applied, module)
 
 
-def settled(module: nn.Module) -> None:
-    """From now on nobody asks what it was given."""
-    if module.__dict__.pop(GIVEN, None) is not None:
-        module.__dict__.pop("_apply", None)
+def settle(model: nn.Module) -> None:
+    """All has been read: modules are as they were."""
+    for module in model.modules():
+        if module.__dict__.pop(GIVEN, None) is not None:
+            module.__dict__.pop("_apply", None)
 
 
 def _held(module: nn.Module, name: str) -> torch.Tensor | None:
@@ -60,13 +46,24 @@ def _held(module: nn.Module, name: str) -> torch.Tensor | None:
 
 def _mark(tensor: torch.Tensor, source: Source, *, written: bool = False) -> None:
     tensor.__dict__[SOURCE] = source, -1 if written else _version(tensor)
+    if isinstance(tensor, nn.Parameter):
+        tensor.__dict__["__deepcopy__"] = partial(_copied, tensor)  # torch copies what is set on buffers alone
+
+
+def _copied(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+    """A copy has its values in the same file."""
+    copy: nn.Parameter = type(parameter).__deepcopy__(parameter, memo)
+    source = given(parameter)
+    if source is not None and copy.is_meta and not is_fake(copy):
+        _mark(copy, source, written=is_written(parameter))
+    return copy
 
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _is_written(tensor: torch.Tensor) -> bool:
+def is_written(tensor: torch.Tensor) -> bool:
     """Whether code has written to it since: on the meta device that does nothing, and torch counts it."""
     mark = tensor.__dict__.get(SOURCE)
     return mark is not None and mark[1] != _version(tensor)
@@ -80,45 +77,46 @@ def given(tensor: torch.Tensor) -> Source | None:
 
 def forget(tensor: torch.Tensor) -> None:
     """It has been read."""
-    tensor.__dict__.pop(SOURCE, None)
+    if tensor.__dict__.pop(SOURCE, None) is not None:
+        tensor.__dict__.pop("__deepcopy__", None)
 
 
-def _applied(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-    """`module._apply`, of which `to`, `half` and `to_empty` are made: its new tensors have the values of the old.
-
-    Those on the meta device have them in the files still, and those that got memory, by `to_empty`, are read at once.
-    """
-    records: dict[str, _Given] = module.__dict__[GIVEN]
+def _applied(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+    """`module._apply`, of which `to`, `half` and `to_empty` are made: its new tensors have the values of the old."""
+    _refuse_memory(module, fn)
     before = {
-        name: (record.source, record.tensor.dtype, _is_written(record.tensor))
-        for name, record in records.items()
-        if _held(module, name) is record.tensor
+        name: (source, tensor.dtype, is_written(tensor))
+        for name in module.__dict__[GIVEN]
+        if (tensor := _held(module, name)) is not None and (source := given(tensor)) is not None
     }
-    type(module)._apply(module, *args, **kwargs)
+    type(module)._apply(module, fn, *args, **kwargs)
     for name, (source, dtype, written) in before.items():
         tensor = _held(module, name)
         if tensor is None or is_fake(tensor):
             continue
         if not isinstance(tensor, nn.Parameter) and tensor.dtype != dtype:
             source = Cast(source, dtype)  # what a file has more than that, the buffer would not have had
-        if tensor.is_meta:
-            _mark(tensor, source, written=written)
-            records[name] = _Given(tensor, source)
-        else:
-            read(name, tensor, source)
-            del records[name]
-    if not records:
-        settled(module)
+        _mark(tensor, source, written=written)
     return module
 
 
-@torch.no_grad()
-def read(name: str, tensor: torch.Tensor, source: Source) -> None:
-    """Into a tensor that no flat holds: all that this rank has of it."""
-    held = local(tensor)
-    part = slice_of(name, tensor, SoloComm()) if isinstance(tensor, nn.Parameter) else None
-    held.copy_(values_of(source, tuple(held.shape), part))
-    forget(tensor)
+def _refuse_memory(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Memory without the values would be taken for them; and `to_empty` leaves what no file has without any too."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if given(tensor) is None or not tensor.is_meta:
+            continue
+        try:
+            made = fn(torch.empty(0, dtype=tensor.dtype, device="meta"))
+            moved = not made.is_meta and not is_fake(made)
+        except NotImplementedError:  # what torch says where there is nothing to copy
+            moved = True
+        if moved:
+            raise WherryError(
+                f"{name} of {type(module).__name__}: load_pretrained has found its values in a file, and "
+                "wherry.initialize gives it memory and reads them there; leave out the to_empty() or to() that moves "
+                "it off the meta device (or call to_empty() before load_pretrained, which then reads all of the model "
+                "on every rank)"
+            )
 
 
 def refuse_lost(model: nn.Module) -> None:
@@ -140,8 +138,15 @@ def refuse_lost(model: nn.Module) -> None:
                     f"{full}: load_pretrained has given it values of shape {list(source.shape)}, and it has been made "
                     f"{list(tensor.shape)} since; load after the model is changed, or change it when it has its values"
                 )
-    for full, parameter in model.named_parameters():
-        if parameter.is_meta and _is_written(parameter):
+        _refuse_written(prefix, module)
+
+
+def _refuse_written(prefix: str, module: nn.Module) -> None:
+    if isinstance(module, ParametrizationList) and not any(hasattr(each, "right_inverse") for each in module):
+        return  # torch has set the parameter to itself
+    for name, parameter in module._parameters.items():
+        if parameter is not None and parameter.is_meta and is_written(parameter):
+            full = f"{prefix}.{name}" if prefix else name
             raise WherryError(
                 f"{full}: load_pretrained has given it values, and it has been written to since, which does nothing on "
                 "the meta device: its values are still in the file. Write to it after wherry.initialize, inside "

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from wherry.errors import WherryError
-from wherry.parallel.partition import is_dtensor
-from wherry.sharding.given import given, read, refuse_lost, settled
+from wherry.parallel.comm import SoloComm
+from wherry.parallel.partition import is_dtensor, local, slice_of
+from wherry.sharding.given import forget, given, refuse_lost, settle, values_of
 from wherry.sharding.safetensors_folder import Source
 
 
@@ -104,12 +105,13 @@ class Materialiser:
         return [module for module in self._waiting if wanted & _direct(module)] if wanted else []
 
     def finish(self) -> None:
-        """Modules that have no parameters, but buffers."""
+        """Modules that have no parameters, but buffers; and nobody asks any more what had values in files."""
         for module in list(self._waiting):
             if _all_given(module):
                 self._leave_to_files(module)
             else:
                 self._read(module, self._fill(module, {}))
+        settle(self.model)
 
     @torch.no_grad()
     def _fill(self, module: nn.Module, memory: Mapping[nn.Parameter, torch.Tensor]) -> list[_Placed]:
@@ -148,7 +150,6 @@ class Materialiser:
 
     def _take_off_meta(self, module: nn.Module, place: Callable[[nn.Parameter], torch.Tensor]) -> list[_Placed]:
         self._waiting.remove(module)
-        settled(module)
         placed = []
         if isinstance(module, nn.RNNBase):
             module._flat_weight_refs = []  # a tensor with weak references cannot be swapped
@@ -179,7 +180,10 @@ class Materialiser:
         prefix = self._names[module]
         for p in placed:
             if p.source is not None and not _goes_into_a_flat(p.tensor):  # a flat reads its own, as precise as masters
-                read(f"{prefix}.{p.name}" if prefix else p.name, p.tensor, p.source)
+                name, held = f"{prefix}.{p.name}" if prefix else p.name, local(p.tensor)
+                part = slice_of(name, p.tensor, SoloComm()) if isinstance(p.tensor, nn.Parameter) else None
+                held.copy_(values_of(p.source, tuple(held.shape), part))
+                forget(p.tensor)
 
 
 def _filled_like(tensor: torch.Tensor, value: float, device: torch.device) -> torch.Tensor:

@@ -124,7 +124,9 @@ class Converted(Source):
 def open_folder(path: str | Path, model: nn.Module, names: Mapping[str, torch.Tensor]) -> dict[str, Source]:
     """The tensors of a file, or of a folder, by the names that `model` has for them."""
     sources: dict[str, Source] = {}
-    for file, expected in _files(Path(path)).items():
+    files = _files(Path(path))
+    owners = {name: file for file, expected in files.items() for name in expected}
+    for file, expected in files.items():
         unchanged = Unchanged(file)
         handle = _open(file)
         found = set(handle.keys())
@@ -132,7 +134,8 @@ def open_folder(path: str | Path, model: nn.Module, names: Mapping[str, torch.Te
         if absent:
             raise WherryError(f"load_pretrained: the index says that {file} has {absent[0]}, and it does not")
         for name in found:
-            sources[name] = InFile(handle, name, unchanged)
+            if owners.get(name, file) == file:  # an index says which of several files counts
+                sources[name] = InFile(handle, name, unchanged)
     if getattr(type(model), "from_pretrained", None) is not None and hasattr(model, "config"):
         return _converted(sources, model, names)
     return sources
@@ -173,11 +176,11 @@ def _files(path: Path) -> dict[Path, Iterable[str]]:
 def _indexed(index: Path) -> dict[Path, Iterable[str]]:
     try:
         weight_map = json.loads(index.read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+        files: dict[Path, list[str]] = {}
+        for name, file in weight_map.items():
+            files.setdefault(index.parent / file, []).append(name)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WherryError(f"load_pretrained: {index} is not an index of safetensors files: {error!r}") from error
-    files: dict[Path, list[str]] = {}
-    for name, file in weight_map.items():
-        files.setdefault(index.parent / file, []).append(name)
     lacking = [file.name for file in files if not file.is_file()]
     if lacking:
         raise WherryError(f"load_pretrained: {index} names files that are not there: {', '.join(sorted(lacking))}")
