@@ -10,9 +10,11 @@ from rich.console import Console
 from rich.live import Live
 
 from wherry.config import load
+from wherry.observe import memory
 from wherry.observe.log import follow, get_logger, say, show_on
-from wherry.observe.memory import _container_memory, device_memory, format_bytes, free_on_gpu, host_memory
+from wherry.observe.memory import control_groups, device_memory, format_bytes, free_on_gpu, host_memory
 from wherry.observe.progress import Progress, is_terminal
+from wherry.tiers import budget
 
 
 @pytest.fixture
@@ -136,13 +138,28 @@ def test_host_memory_sees_what_this_process_takes():
     assert 0 < after.available <= after.total
 
 
-def test_a_container_limits_memory(tmp_path):
-    assert _container_memory(tmp_path / "none") == (2**62, 0)
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("1000\n")
-    assert _container_memory(tmp_path) == (2**62, 0)
-    (tmp_path / "memory.max").write_text("5000\n")
-    assert _container_memory(tmp_path) == (5000, 1000)
+@pytest.mark.parametrize(
+    ("folder", "limit", "use", "cached"),
+    [
+        ("", "memory.max", "memory.current", "inactive_file"),
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ],
+)
+def test_a_container_limits_memory_and_what_it_caches_is_free(tmp_path, monkeypatch, folder, limit, use, cached):
+    assert control_groups(tmp_path) == []
+    group = tmp_path / folder
+    group.mkdir(exist_ok=True)
+    (group / limit).write_text("max\n")
+    (group / use).write_text("3000\n")
+    (group / "memory.stat").write_text(f"anon 1000\n{cached} 1800\nactive_file 200\n")
+    assert control_groups(tmp_path) == []
+    (group / limit).write_text("5000\n")
+    (found,) = control_groups(tmp_path)
+    assert (found.limit, found.used, found.free, found.file) == (5000, 1200, 3800, group / limit)
+    monkeypatch.setattr(memory, "control_groups", lambda: [found])
+    assert (host_memory().available, host_memory().total) == (3800, 5000)
+    monkeypatch.setattr(budget, "control_groups", lambda: [found])
+    assert budget.free_host_memory() == max(0, 3800 - budget.promised())
 
 
 def test_the_cpu_has_no_memory_of_its_own():

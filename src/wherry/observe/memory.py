@@ -50,22 +50,50 @@ def host_memory() -> HostMemory:
     import psutil
 
     machine = psutil.virtual_memory()
-    limit, used = _container_memory()
+    groups = control_groups()
     return HostMemory(
         resident=psutil.Process().memory_info().rss,
         peak=peak_resident(),
-        available=min(machine.available, max(0, limit - used)),
-        total=min(machine.total, limit),
+        available=min([machine.available, *(group.free for group in groups)]),
+        total=min([machine.total, *(group.limit for group in groups)]),
     )
 
 
-def _container_memory(group: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
-    """What a container may use and uses; without a limit, more than any machine has."""
-    try:
-        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
-    except OSError:
-        return 2**62, 0
-    return (2**62, 0) if limit == "max" else (int(limit), int(used))
+@dataclass(frozen=True)
+class ControlGroup:
+    """What the control group of a container may use and uses, in bytes, and the file that limits it."""
+
+    limit: int
+    used: int
+    file: Path
+
+    @property
+    def free(self) -> int:
+        return max(0, self.limit - self.used)
+
+
+# By version: where a group's files are, its limit, its use, and what of that are files that the system only caches.
+_GROUPS = (
+    (".", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def control_groups(root: Path = Path("/sys/fs/cgroup")) -> list[ControlGroup]:
+    """Those with a limit. What the system caches of files is free, as it is in the memory of a machine."""
+    found = []
+    for folder, limit, use, cached in _GROUPS:
+        group = root / folder
+        try:
+            most, used = (group / limit).read_text().strip(), int((group / use).read_text())
+            stat = group / "memory.stat"
+            lines = stat.read_text().splitlines() if stat.exists() else []
+        except (OSError, ValueError):  # no control groups of this version here
+            continue
+        if most.isdecimal():
+            files = sum(int(line.split()[1]) for line in lines if line.startswith(f"{cached} "))
+            found.append(ControlGroup(int(most), max(0, used - files), group / limit))
+    return found
 
 
 def peak_resident() -> int:

@@ -8,9 +8,9 @@ import threading
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from wherry.errors import WherryError
+from wherry.observe.memory import control_groups
 from wherry.tiers.disk_errors import human
 from wherry.tiers.machine import machine
 
@@ -62,18 +62,10 @@ def rooms() -> list[Room]:
     here, host = machine(), socket.gethostname()
     taken = promised()
     found = [Room(here, f"on {host}", max(0, int(psutil.virtual_memory().available) - taken))]
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            most, held = Path(limit).read_text().strip(), int(Path(used).read_text())
-            group = os.stat(limit)
-        except (OSError, ValueError):  # no control groups of this version here
-            continue
-        if most.isdecimal():
-            key = f"{here} {group.st_dev}:{group.st_ino}"
-            found.append(Room(key, f"in the container {host}", max(0, int(most) - held - taken)))
+    for limited in control_groups():
+        group = os.stat(limited.file)
+        key = f"{here} {group.st_dev}:{group.st_ino}"
+        found.append(Room(key, f"in the container {host}", max(0, limited.free - taken)))
     return found
 
 
