@@ -29,6 +29,7 @@ from benchmarks import (
     tiling,
 )
 from benchmarks.rooms import Room, RoomFailed, reason_in
+from wherry.cli import main as wherry
 from wherry.errors import WherryError
 from wherry.observe import bench, machine
 from wherry.tiers import disk_bench
@@ -418,16 +419,29 @@ def test_make_bench_installs_what_the_project_says_that_benchmarks_need(tmp_path
 @pytest.mark.parametrize(("fails", "status", "after"), [("none", 0, True), ("adam", 1, True), ("adam", 130, False)])
 def test_make_bench_goes_on_after_a_measure_that_fails_and_ends_when_it_is_interrupted(tmp_path, fails, status, after):
     """In an environment that is there already, whose command writes down what it is asked for."""
-    wherry = tmp_path / "bin" / "wherry"
-    wherry.parent.mkdir()
-    wherry.write_text(f'#!/bin/sh\necho "$1 $2" >> {tmp_path}/asked\ntest "$2" != {fails} || exit {status}\n')
-    wherry.chmod(0o755)
+    command = tmp_path / "bin" / "wherry"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\necho "$1 $2" >> {tmp_path}/asked\ntest "$2" != {fails} || exit {status}\n')
+    command.chmod(0o755)
     for name in (".installed", ".peers"):
         (tmp_path / name).touch()
     done = subprocess.run(["make", "bench", f"VENV={tmp_path}"], cwd=bench.ROOT, capture_output=True, text=True)
     asked = (tmp_path / "asked").read_text().splitlines()
     assert (done.returncode == 0) is (status == 0), done.stderr
     assert asked[0] == "bench adam" and (len(asked) > 10 and asked[-1] == "bench imports") is after
+
+
+def test_what_make_bench_asks_for_is_understood(monkeypatch):
+    asked = re.findall(r"^\tmeasure (.*); \\$", (bench.ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    assert len(asked) > 10
+    monkeypatch.chdir(bench.ROOT)
+    said = []
+    monkeypatch.setattr(bench, "parse", lambda parser, argv: said.append(parser.parse_args(argv)) or sys.exit())
+    for words in asked:
+        with pytest.raises(SystemExit) as ended:
+            wherry(["bench", *words.split()])
+        assert ended.value.code is None, words
+    assert all(options.quick for options in said) and len(said) == len(asked)
 
 
 def test_a_lock_that_goes_while_it_is_looked_at_is_nobodys(tmp_path, monkeypatch):
