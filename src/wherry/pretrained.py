@@ -37,7 +37,8 @@ def load_pretrained(
     `strict=False` missing and unexpected ones are returned instead. Weights that are tied need to be there once.
 
     Of a model on the meta device nothing is read yet: `wherry.initialize` reads instead of drawing values, a unit at a
-    time, so the files stay where they are until then.
+    time, so the files stay where they are until then. The model may be cast, copied and wrapped before; moving it off
+    the meta device, writing to its weights and pickling it are errors.
 
         with wherry.Init(meta=True):
             model = MyModel()

@@ -447,6 +447,21 @@ def test_weights_that_are_written_to_before_they_are_read(tmp_path: Path, write:
         wherry.initialize(model=model, config=settings(3))
 
 
+def test_a_new_module_in_the_place_of_one_that_has_values_is_drawn(tmp_path: Path) -> None:
+    """As the error says that tells of writes."""
+    other = make_model(seed=1)
+    saved(other, tmp_path)
+    model = on_meta(TinyLM)
+    wherry.load_pretrained(model, tmp_path)
+    model.head = nn.Linear(WIDTH, VOCABULARY, bias=False, device="meta")
+    model.blocks[0].mix.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+    engine, *_ = wherry.initialize(model=model, config=settings(3))
+    state = engine.module.state_dict()
+    assert torch.equal(state["embed.weight"], other.embed.weight)
+    assert not torch.equal(state["head.weight"], other.head.weight) and not state["head.weight"].isnan().any()
+    assert state["blocks.0.mix.weight"].eq(1).all()
+
+
 def test_a_loaded_model_on_the_meta_device_is_not_pickled(tmp_path: Path) -> None:
     saved(make_model(Undrawable, seed=1), tmp_path)
     model = on_meta(Undrawable)

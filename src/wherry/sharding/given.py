@@ -150,7 +150,7 @@ def _refuse_written(prefix: str, module: nn.Module) -> None:
             raise WherryError(
                 f"{full}: load_pretrained has given it values, and it has been written to since, which does nothing on "
                 "the meta device: its values are still in the file. Write to it after wherry.initialize, inside "
-                "wherry.gathered; or give the module a new parameter that has its values, or none to have it drawn"
+                "wherry.gathered; or put a new parameter that is in memory, or a new module, in its place"
             )
 
 
