@@ -96,15 +96,19 @@ def test_deepspeed_is_measured_in_each_of_its_modes(monkeypatch, capsys):
     assert " ".join(capsys.readouterr().out.split()).count("as fast as three passes, with") == 2
 
 
-@pytest.mark.parametrize("error", [RuntimeError, AttributeError, TypeError])
-def test_a_peer_that_does_not_build_says_why_in_a_line(monkeypatch, error):
-    def fails(name):
-        raise error("Error building extension\n\nc++: not found\n")
-
+@pytest.mark.parametrize(
+    ("trial", "why"),
+    [
+        ("raise RuntimeError('Error building\\n\\nc++: not found\\n')", "does not build here: c++: not found"),
+        ("import os; os.kill(os.getpid(), 9)", "does not build here: it ended with status -9"),
+        ("import time; time.sleep(60)", "had not been built after 0.5 s"),
+    ],
+)
+def test_a_peer_that_does_not_build_says_why_in_a_line(monkeypatch, trial, why):
     monkeypatch.setattr(adam_bench.importlib.util, "find_spec", lambda name: "found")
-    monkeypatch.setattr(adam_bench.importlib, "import_module", fails)
-    why = adam_bench._without_deepspeed.__wrapped__()
-    assert why == "installed, but its optimizer does not build here: c++: not found"
+    monkeypatch.setattr(adam_bench, "_TRIAL", trial)
+    monkeypatch.setattr(adam_bench, "_PATIENCE", 0.5 if "sleep" in trial else 60.0)
+    assert adam_bench._without_deepspeed.__wrapped__() == f"installed, but its optimizer {why}"
 
 
 def test_what_cannot_be_measured_says_so(monkeypatch):

@@ -13,6 +13,8 @@ import importlib
 import importlib.util
 import random
 import statistics
+import subprocess
+import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -189,18 +191,33 @@ def _deepspeed(name: str, size: int, weight: Tensor, grad: Tensor, *, fp32_state
     yield Form(name, size, optimizer.step)
 
 
+_TRIAL = """
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+parameter = torch.nn.Parameter(torch.zeros(1))
+parameter.grad = torch.zeros(1)
+DeepSpeedCPUAdam([parameter]).step()
+"""
+# Seconds for a compiler, at most.
+_PATIENCE = 900.0
+
+
 @functools.cache
 def _without_deepspeed() -> str:
-    """Why DeepSpeed's optimizer cannot be measured here; empty when it can. It is built at its first use."""
+    """Why DeepSpeed's optimizer cannot be measured here; empty when it can. It is built at its first use.
+
+    In a process of its own: one that crashes, or waits for ever, takes no other's rows with it.
+    """
     if importlib.util.find_spec("deepspeed") is None:
         return "not installed"
     try:
-        adam = importlib.import_module("deepspeed.ops.adam")
-        adam.DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(1))])
-    except Exception as error:  # whatever a package that is broken, or its build, may raise
-        said = str(error).strip().splitlines() or [type(error).__name__]
-        return f"installed, but its optimizer does not build here: {said[-1]}"
-    return ""
+        done = subprocess.run([sys.executable, "-c", _TRIAL], capture_output=True, text=True, timeout=_PATIENCE)
+    except subprocess.TimeoutExpired:
+        return f"installed, but its optimizer had not been built after {_PATIENCE:g} s"
+    if done.returncode == 0:
+        return ""
+    said = done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"]
+    return f"installed, but its optimizer does not build here: {said[-1]}"
 
 
 # Family: what makes it, and the bytes that an element of it occupies, others' temporaries included.
