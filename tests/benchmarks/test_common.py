@@ -256,6 +256,14 @@ def test_others_at_work_are_seen():
     assert seen["idle"] is False
 
 
+def test_programs_beside_this_python_are_found_by_what_peers_compile(monkeypatch):
+    monkeypatch.setattr(machine, "_SAMPLE_S", 0.0)
+    monkeypatch.setenv("PATH", "/bin")
+    for _ in range(2):
+        bench.parse(bench.parser("name", ""), [])
+        assert os.environ["PATH"] == os.pathsep.join([os.path.dirname(sys.executable), "/bin"])
+
+
 def test_choices_are_checked():
     parse = bench.listed(("ddp", "fsdp2"))
     assert parse("fsdp2, ddp") == ["fsdp2", "ddp"]

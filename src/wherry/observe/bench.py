@@ -166,6 +166,7 @@ def parser(name: str, description: str) -> argparse.ArgumentParser:
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
     """The options, and among them the watch over the machine's load, which begins here."""
     options = parser.parse_args(argv)
+    _find_own_programs()
     options.arguments = [_harmless(word) for word in (sys.argv[1:] if argv is None else argv)]
     options.load = machine.Load()
     if options.load.before > machine.QUIET:
@@ -174,6 +175,13 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
             file=sys.stderr,
         )
     return options
+
+
+def _find_own_programs() -> None:
+    """Peers compile with the ninja beside this Python, though its environment may not be the one of the shell."""
+    own, paths = os.path.dirname(sys.executable), os.environ.get("PATH", "").split(os.pathsep)
+    if own not in paths:
+        os.environ["PATH"] = os.pathsep.join([own, *paths])
 
 
 def _harmless(word: str) -> str:
