@@ -64,7 +64,10 @@ class Failed(WherryError):
 
 def _environment() -> dict[str, str]:
     # As in a room: a peer must not look for a GPU, nor print about having none.
-    return {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    # What pip installs is compiled, and what lies in a checkout after its first import, unless this forbids it.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    return environment
 
 
 def _python(arguments: Sequence[str]) -> str:

@@ -194,6 +194,14 @@ def torch_alone():
         yield forks
 
 
+def test_what_is_imported_is_compiled_whatever_the_environment_says(tmp_path, monkeypatch):
+    (tmp_path / "sources.py").write_text("")
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    imports._python(["-c", "import sources"])
+    assert list(tmp_path.glob("__pycache__/sources.*.pyc"))
+
+
 def test_imports(tmp_path, capsys, monkeypatch, torch_alone):
     python = imports._python
 
