@@ -154,7 +154,7 @@ SECTIONS: dict[str, Section] = {
         "Bytes a second of reading, writing and both at once. Wherry goes through one pinned buffer of 64 MiB for what "
         "it reads, and one for what it writes, again and again; DeepSpeed's aio moves the whole, 1 GiB, by one pinned "
         "buffer of that size, on one thread, as more would each have a queue of that depth; fio has a buffer of a "
-        "block for each of its depth.",
+        "block for each of its depth. All move the same file; before 2026-11-23 DeepSpeed's aio had one of its own.",
         "fio's speed on the same file, with its buffers on small pages where no huge ones are reserved: a drive splits "
         "its blocks there, and Wherry's, which lie on huge ones, are above 1; what is buffered is above any drive",
     ),

@@ -187,7 +187,7 @@ def _point(
         aio_name = _NAMES["deepspeed"]
         if "deepspeed" in peers and aio_name not in broken:
             try:
-                aio = stack.enter_context(_deepspeed_aio(path, block, depth, 2 * half))
+                aio = stack.enter_context(_deepspeed_aio(records[0].paths[0], block, depth, 2 * half))
                 subjects[aio_name] = lambda work: aio[work]() if work in aio else None
             except Exception as error:  # whatever a package that is broken may raise
                 broken[aio_name] = _does_not_run("its aio", error)
@@ -296,15 +296,14 @@ def _huge_pages_free(nbytes: int) -> bool:
 
 
 @contextmanager
-def _deepspeed_aio(path: str, block: int, depth: int, size: int) -> Iterator[dict[str, Callable[[], float]]]:
-    """DeepSpeed's aio on a file of its own, written once: seconds of a read and of a write of the whole."""
+def _deepspeed_aio(file: str, block: int, depth: int, size: int) -> Iterator[dict[str, Callable[[], float]]]:
+    """DeepSpeed's aio on the same file, of that size: seconds of a read and of a write of the whole."""
     import torch
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     handle = AsyncIOBuilder().load(verbose=False).aio_handle(block, depth, False, True, 1)
     buffer = handle.new_cpu_locked_tensor(size, torch.empty(0, dtype=torch.uint8))
     buffer.random_(0, 256)
-    file = os.path.join(path, f"wherry-bench-{os.getpid()}.bin")
 
     def timed(run: Callable[..., object]) -> Callable[[], float]:
         def seconds() -> float:
@@ -315,12 +314,9 @@ def _deepspeed_aio(path: str, block: int, depth: int, size: int) -> Iterator[dic
         return seconds
 
     try:
-        handle.sync_pwrite(buffer, file, 0)
         yield {"read": timed(handle.sync_pread), "write": timed(handle.sync_pwrite)}
     finally:
         handle.free_cpu_locked_tensor(buffer)
-        if os.path.exists(file):
-            os.unlink(file)
 
 
 def _line(row: bench.Row) -> str:
