@@ -202,6 +202,8 @@ def test_what_is_no_file_of_a_run_is_named_with_what_to_do(tmp_path):
         (found | {"date": None}, "date of a benchmark's file is NoneType; expected str"),
         (found | {"rows": [row | {"value": "1"}]}, "value of row 0 is str; expected int or float or NoneType"),
         (found | {"rows": [row | {"value": 0.9}]}, "row 0 has value 0.9; expected the median of its values, 1"),
+        (found | {"rows": [row | {"values": 3}]}, "values of row 0 is 3; expected a list of numbers"),
+        (found | {"rows": [row | {"values": ["1"]}]}, r"values of row 0 is \['1'\]; expected a list of numbers"),
         (found | {"rows": [row, {}]}, "the keys case, system, .* of row 1 are missing"),
         (found | {"rows": [row | {"reason": "not here"}]}, "row 0 has value 1.0 and reason 'not here'"),
     ):

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from wherry.config import load
 from wherry.observe import bench
@@ -157,6 +160,32 @@ def test_fio_does_the_same_work(tmp_path):
     assert len(ours) == len(fios) == 6
     assert all(row["of_limit"] == row["ratio"]["fio"] > 0 for row in ours)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_deepspeeds_aio_that_moves_nothing_has_no_rate(tmp_path, monkeypatch):
+    class Handle:
+        def __init__(self, *_):
+            pass
+
+        def new_cpu_locked_tensor(self, size, like):
+            return torch.empty(size, dtype=like.dtype)
+
+        def free_cpu_locked_tensor(self, buffer):
+            pass
+
+        def sync_pread(self, *_):
+            return -1
+
+        sync_pwrite = sync_pread
+
+    builder = SimpleNamespace(load=lambda verbose: SimpleNamespace(aio_handle=Handle))
+    monkeypatch.setitem(sys.modules, "deepspeed.ops.op_builder", SimpleNamespace(AsyncIOBuilder=lambda: builder))
+    for parent in ("deepspeed", "deepspeed.ops"):
+        monkeypatch.setitem(sys.modules, parent, SimpleNamespace())
+    monkeypatch.setattr(disk_bench, "_cannot_run", lambda peer: None)
+    rows = disk_bench.run_bench(str(tmp_path), quick=True, size=8 << 20, peers=["deepspeed"], say=lambda line: None)
+    theirs = {row["reason"] for row in rows if row["system"] == "deepspeed aio"}
+    assert theirs == {"installed, but it does not run here: it could not move the file, and has printed why"}
 
 
 @pytest.mark.skipif(

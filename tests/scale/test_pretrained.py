@@ -545,6 +545,20 @@ def test_ranks_that_load_and_ranks_that_do_not(tmp_path: Path) -> None:
     run_ranks(2, body)
 
 
+def test_a_write_on_one_rank_before_the_values_are_read(tmp_path: Path) -> None:
+    saved(make_model(seed=1), tmp_path)
+
+    def body(comm: Comm) -> None:
+        model = on_meta(TinyLM)
+        wherry.load_pretrained(model, tmp_path)
+        if comm.rank == 1:
+            nn.init.zeros_(next(model.parameters()))
+        with pytest.raises(WherryError, match=r"from a file\] on rank 0 and .*, written to since\] on rank 1"):
+            wherry.initialize(model=model, config=settings(3), mesh=comm)
+
+    run_ranks(2, body)
+
+
 def test_a_tiled_layer_reads_blocks_of_the_whole(tmp_path: Path) -> None:
     other = make_model(seed=1)
     saved(other, tmp_path)

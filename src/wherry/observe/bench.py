@@ -284,8 +284,11 @@ def read(path: Path) -> dict[str, Any]:
         _check_keys(one, _ROW, f"of row {number}", wrong)
         if (one["value"] is None) == (one["reason"] is None):
             raise wrong(f"row {number} has value {one['value']} and reason {one['reason']!r}; expected one of the two")
-        if one.get("values") and not math.isclose(one["value"], statistics.median(one["values"]), rel_tol=_SAME):
-            median = statistics.median(one["values"])
+        values = one.get("values", [])
+        if not isinstance(values, list) or not all(isinstance(value, _NUMBER) for value in values):
+            raise wrong(f"values of row {number} is {values!r}; expected a list of numbers")
+        median = statistics.median(values) if values else one["value"]
+        if one["value"] is not None and not math.isclose(one["value"], median, rel_tol=_SAME):
             raise wrong(f"row {number} has value {one['value']:.10g}; expected the median of its values, {median:.10g}")
     return dict(found)
 

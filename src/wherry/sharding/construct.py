@@ -17,7 +17,7 @@ from wherry.parallel.comm import Comm, SoloComm
 from wherry.parallel.partition import check_replicated, local, retype, slice_of
 from wherry.placement import Placement
 from wherry.sharding.fingerprint import same_everywhere
-from wherry.sharding.given import forget, given, pieces, values_of, waiting_buffers
+from wherry.sharding.given import forget, given, is_written, pieces, values_of, waiting_buffers
 from wherry.sharding.grouping import UnitPlan
 from wherry.sharding.layout import Slot, lay_out
 from wherry.sharding.meta import Materialiser
@@ -270,7 +270,7 @@ def check_same_model(parameters: Sequence[tuple[str, nn.Parameter]], comm: Comm,
         return
     mine = [
         f"{name} {tuple(local(p).shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
-        f"{'' if given(p) is None else ', to be read from a file'}"
+        f"{'' if given(p) is None else ', to be read from a file'}{', written to since' if is_written(p) else ''}"
         for name, p in parameters
     ]
     # Whether a unit is drawn or read depends on its modules' buffers too.

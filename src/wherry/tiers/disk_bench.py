@@ -305,10 +305,11 @@ def _deepspeed_aio(file: str, block: int, depth: int, size: int) -> Iterator[dic
     buffer = handle.new_cpu_locked_tensor(size, torch.empty(0, dtype=torch.uint8))
     buffer.random_(0, 256)
 
-    def timed(run: Callable[..., object]) -> Callable[[], float]:
+    def timed(run: Callable[..., int]) -> Callable[[], float]:
         def seconds() -> float:
             begun = time.perf_counter()
-            run(buffer, file, 0)
+            if run(buffer, file, 0) < 0:
+                raise RuntimeError("it could not move the file, and has printed why")
             return time.perf_counter() - begun
 
         return seconds
