@@ -172,7 +172,15 @@ def _assemble(
     tiering = Tiering(resolved, placement, topology, spec, trainable)
     gathers = Merging(zero.allgather_bucket_size)
     updater = (
-        Updater(spec.groups, topology.shards, tiering.link, tiering.policy, tiering.state_tier, gathers)
+        Updater(
+            spec.groups,
+            topology.shards,
+            tiering.link,
+            tiering.policy,
+            tiering.state_tier,
+            gathers,
+            alone=topology.data.size == 1,
+        )
         if spec is not None
         else None
     )

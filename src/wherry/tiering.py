@@ -295,7 +295,8 @@ class Tiering:
         # A parameter without elements is in no segment, and so there is nothing to use its gradient for.
         every_one = all(slot.stop > slot.start for slot in flat.layout.slots)
         as_it_comes = policy.accumulation_dtype in (None, flat.dtype) and flat.dtype.itemsize <= torch.float32.itemsize
-        return alone and at_once and as_it_comes and every_one and self.spec is not None and self.spec.cuts_segments
+        native = self.spec is not None and self.spec.native_family is not None
+        return alone and at_once and as_it_comes and every_one and native
 
     # When.
 

@@ -270,7 +270,7 @@ def test_a_rank_that_is_lost(tmp_path: Path) -> None:
 
         from types import SimpleNamespace
 
-        session.states[state.flat] = SimpleNamespace(opened=opened)
+        session.states[state.flat] = SimpleNamespace(opened=opened, steps=state.steps)
         return session
 
     after = on(Shape(3, 2), body)[0]

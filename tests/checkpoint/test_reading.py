@@ -51,7 +51,7 @@ def owned_bytes(engine: Any) -> int:
     found = 0
     for flat in session.flats:
         cut = cut_flat(session, flat, (0, flat.layout.shard_numel))
-        found += 12 * sum(stretch.run.numel for _, members in cut.segments for stretch in members)
+        found += 12 * sum(stretch.run.numel for stretch in cut.segments if stretch is not None)
     return found
 
 

@@ -263,14 +263,13 @@ def test_memory_of_a_rank_equals_the_formulas(stage: int, ranks: int, precision:
     live = root + block if stage == 3 and ranks > 1 else 0
     brought = root + block if ranks > 1 else 0
     on_the_way = root + 2 * block if stage >= 2 and ranks > 1 else 0
-    # Rules keep state for parameters and the padding between them, not for the padding at a flat's end; its fields
-    # begin at cache lines.
-    tail, lines = state * SHARD * ranks * len(units), 64 * 4 * len(units)
+    # Rules keep state for parameters and not for padding; its fields begin at cache lines.
+    padding, lines = state * (psi - payload), 64 * 4 * len(list(make_model().parameters()))
     for seen in watched(stage, ranks, precision):
         rows, peak = seen["rows"], seen["peak"]
         assert rows["parameters"].bytes_actual == rest["parameters"]
         assert rows["gradients"].bytes_actual == rest["gradients"]
-        assert rest["optimizer"] - tail <= rows["optimizer"].bytes_actual <= rest["optimizer"]
+        assert rest["optimizer"] - padding <= rows["optimizer"].bytes_actual <= rest["optimizer"]
         assert rows["gathered"].bytes_actual == 0
         for row in rows.values():
             if row.state != "optimizer":
@@ -280,7 +279,7 @@ def test_memory_of_a_rank_equals_the_formulas(stage: int, ranks: int, precision:
         # A rank by itself leaves gradients where autograd made them, without padding.
         assert peak["gradients"] >= (rest["gradients"] if ranks > 1 else word * payload)
         assert peak["gradients"] <= rest["gradients"] + word * (brought + on_the_way)
-        assert rest["optimizer"] - tail <= peak["optimizer"] <= rest["optimizer"] + lines
+        assert rest["optimizer"] - padding <= peak["optimizer"] <= rest["optimizer"] + lines
         # And nothing else rests, nor is there at the peak, but single numbers.
         assert abs(seen["everything at rest"] - sum(seen["rest"].values())) <= SMALL
         assert seen["everything at peak"] <= sum(peak.values()) + activations(precision) + SMALL

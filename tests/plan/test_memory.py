@@ -122,7 +122,9 @@ def test_padding_adds_what_the_layout_allows_and_no_more(
     if placement.optimizer.partitioned:
         together = sum(one.optimizer for one in every_rank)
         assert cost.optimizer * count <= together <= cost.optimizer * (count + padding)
-    assert all(one.optimizer <= first.optimizer for one in every_rank)
+    # Padding has no moments: there may be more of it between the parameters of the first rank than in others.
+    between = cost.optimizer * 31 * sum(map(len, numels))
+    assert all(one.optimizer <= first.optimizer + between for one in every_rank)
     assert first.parameters >= ideal.parameters and first.gradients >= ideal.gradients
 
 

@@ -71,8 +71,8 @@ def assert_predicted(given: dict[str, Any], ranks: int, precision: str = "bf16")
     for rank, (lines, _, _) in enumerate(measure(given, ranks)):
         told = predicted(given, ranks, found, rank)
         for line in lines:
-            # Scalars and batches are beneath notice.
-            assert told[line.category] == pytest.approx(line.highest, rel=0.03, abs=2048), line.category
+            # Scalars, batches and what aligns the fields of 8-bit states are beneath notice.
+            assert told[line.category] == pytest.approx(line.highest, rel=0.03, abs=4096), line.category
         assert told["peak"] == pytest.approx(sum(line.at_peak for line in lines), rel=0.03)
 
 

@@ -332,13 +332,13 @@ class PartlyUsed(TinyLM):
 
 @pytest.mark.usefixtures("every_flat_alone")
 @pytest.mark.parametrize(("row", "ranks"), [("offload-0", 1), ("offload-3-parameters", 2)])
-def test_an_unused_layer_holds_up_its_own_unit_alone(row: str, ranks: int, tmp_path: Path) -> None:
+def test_an_unused_layer_holds_up_no_update(row: str, ranks: int, tmp_path: Path) -> None:
     def partly() -> Any:
         return make_model(PartlyUsed)
 
     def look(engine: Any, step: int) -> None:
         waiting = {unit.name for unit in engine.units if unit.pending}
-        assert waiting == (set() if step == 0 else {"blocks.0", "blocks.1", "blocks.2"})
+        assert waiting == (set() if step == 0 else {"root", "blocks.0", "blocks.1", "blocks.2"})
 
     oracle = plain(row, ranks, "fp32", model=partly)
     config = offload(row, tmp_path, "before_use")

@@ -114,7 +114,7 @@ def test_ctrl_c_breaks_an_engine_where_an_update_is_left_unfinished(done: bool) 
     """One that goes on in the crew's thread comes to its end."""
     link = link_to(torch.device("cpu"))
     nowhere: Any = None
-    updater = Updater([], SoloComm(), link, UpdatePolicy(), nowhere, Merging(0))
+    updater = Updater([], SoloComm(), link, UpdatePolicy(), nowhere, Merging(0), alone=True)
     with pytest.raises(KeyboardInterrupt):
         updater._wait(_Interrupted(done))  # type: ignore[arg-type]
     assert (updater._broken is not None) == done

@@ -33,9 +33,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Scalar:
-    """A state of an optimizer group with one value for all elements, such as a product of momenta."""
+    """A state of one parameter with one value for all elements, such as a product of momenta."""
 
-    group: int
+    name: str
     state: str
     value: float
 
@@ -58,9 +58,9 @@ class Stretch:
 
 @dataclass(frozen=True)
 class FlatCut:
-    """What this rank writes of a flat: of each segment of the optimizer's state, by group, and of the bare shard."""
+    """What this rank writes of a flat: of each segment of the optimizer's state, and of the bare shard."""
 
-    segments: list[tuple[int, list[Stretch]]] = field(default_factory=list)
+    segments: list[Stretch | None] = field(default_factory=list)
     # Parameters without a master, or that it is ahead of, by what they are stored as.
     bare: list[tuple[str, Stretch]] = field(default_factory=list)
 
@@ -69,13 +69,13 @@ def cut_flat(session: Session, flat: Flat, share: tuple[int, int]) -> FlatCut:
     cut = FlatCut()
     if flat in session.states:
         for span in session.spans(flat):
-            members = []
-            for slot in flat.layout.slots:
-                place = within(flat, slot, max(span.start, share[0]), min(span.stop, share[1]))
-                if slot.group == span.group and place is not None and session.writes(slot):
-                    start, stop, at = place
-                    members.append(Stretch.of(session.logical(slot), start, stop, at - span.start))
-            cut.segments.append((span.group, members))
+            slot = flat.layout.slots[span.slot]
+            place = within(flat, slot, *share) if session.writes(slot) else None
+            if place is None:
+                cut.segments.append(None)
+            else:
+                start, stop, at = place
+                cut.segments.append(Stretch.of(session.logical(slot), start, stop, at - span.start))
     stateless = session.without_state(flat)
     behind = session.behind(flat)
     for slot in filter(session.writes, flat.layout.slots):
@@ -97,25 +97,24 @@ def flat_pieces(session: Session, flat: Flat, cut: FlatCut) -> Iterator[Piece | 
 def pieces(cut: FlatCut, segments: Sequence[dict[str, State]], shard: torch.Tensor | None) -> Iterator[Piece | Scalar]:
     """A weight with an fp32 master is stored as its master alone, from which the working weight follows; but one whose
     last update is a delayed one also as the weight that training goes on with."""
-    for (group, members), values in zip(cut.segments, segments, strict=True):
-        for name, value in values.items():
-            if is_scalar(value):
-                yield Scalar(group, name, float(value))  # type: ignore[arg-type]
-        for stretch in members:
+    for stretch, values in zip(cut.segments, segments, strict=True):
+        if stretch is not None:
             yield from _segment_pieces(stretch, values)
     for state, stretch in cut.bare:
         assert shard is not None
         yield Piece(stretch.name, state, stretch.run, stretch.take(shard))
 
 
-def _segment_pieces(stretch: Stretch, values: dict[str, State]) -> Iterator[Piece]:
+def _segment_pieces(stretch: Stretch, values: dict[str, State]) -> Iterator[Piece | Scalar]:
     first, last = stretch.first, stretch.first + stretch.run.numel
     for name, value in values.items():
         state = WEIGHT if name == "master" else name
         if isinstance(value, Blocks8):
             scales = value.scales[first // BLOCK : -(-last // BLOCK)]
             yield Piece(stretch.name, state, stretch.run, value.codes[first:last], scales, first % BLOCK)
-        elif not is_scalar(value):
+        elif is_scalar(value):
+            yield Scalar(stretch.name, name, float(value))
+        else:
             yield Piece(stretch.name, state, stretch.run, stretch.take(value))
 
 

@@ -245,10 +245,8 @@ def _held_bytes(session: Session, batch: Batch, cuts: Mapping[Flat, FlatCut]) ->
 
 def _segment_bytes(state: FlatState, cut: FlatCut) -> float:
     own = state.batch.widths()[state.first : state.first + len(cut.segments)]
-    return sum(
-        width * sum(stretch.run.numel for stretch in members)
-        for width, (_, members) in zip(own, cut.segments, strict=True)
-    )
+    pairs = zip(own, cut.segments, strict=True)
+    return sum(width * stretch.run.numel for width, stretch in pairs if stretch is not None)
 
 
 def shortage(session: Session, on_host: int, downs: Iterable[Down]) -> str | None:

@@ -246,7 +246,7 @@ class _Loader:
         session = self.session
         if self.optimizer:
             self._load_groups()
-            self._load_steps()
+            self._load_steps()  # before the states, which are of so many
         for unit in session.units:
             session.gatherer.release(unit)
         flats = list(session.flats)
@@ -254,8 +254,6 @@ class _Loader:
             for flat in flats:
                 self._load_flat(flat)
                 progress.advance()
-        if self.optimizer:
-            self._load_steps()
         if self.behind:
             assert session.updater is not None
             session.updater.hold_back()
@@ -291,41 +289,40 @@ class _Loader:
                     self._read(flat, slot, name, shard, 0, shard.numel())
 
     def _load_segment(self, flat: Flat, span: SegmentSpan, values: dict[str, Any]) -> None:
-        slots = [slot for slot in flat.layout.slots if slot.group == span.group and self._has(slot)]
-        for slot in slots:
-            self._read(flat, slot, WEIGHT, values["master"], span.start, span.stop)
+        slot = flat.layout.slots[span.slot]
+        if not self._has(slot):
+            return
+        self._read(flat, slot, WEIGHT, values["master"], span.start, span.stop)
         if not self.optimizer:
             return
-        names = [name for name in self.manifest.state_names() if any(self._stored(s, name) for s in slots)]
-        for name in names:
+        assert self.session.optimizer is not None
+        group = self.session.optimizer.param_groups[span.group]
+        for name in self.manifest.state_names():
             target = values.get(name)
-            if isinstance(target, Blocks8):
-                self._load_blocks(flat, span, slots, name, target)
-                continue
-            if target is None:
-                # An optimizer of torch's makes its state at its first step: this is it.
-                first = next(slot for slot in slots if self._stored(slot, name))
-                dtype = self.source.dtype(self._there(first), name)
-                # Beside the master, which need not be on the device that computes.
-                target = values[name] = torch.zeros(span.stop - span.start, dtype=dtype, device=values["master"].device)
-            for slot in slots:
+            if not self._stored(slot, name):
+                # An optimizer of torch's makes its state at a parameter's first update: there was none.
+                self.session.states[flat].begin_again(group, values, name)
+            elif isinstance(target, Blocks8):
+                self._load_blocks(flat, span, slot, name, target)
+            else:
+                if target is None:
+                    dtype = self.source.dtype(self._there(slot), name)
+                    # Beside the master, which need not be on the device that computes.
+                    device = values["master"].device
+                    target = values[name] = torch.zeros(span.stop - span.start, dtype=dtype, device=device)
                 self._read(flat, slot, name, target, span.start, span.stop)
-        scalars = self.manifest.engine["optimizer"]["scalars"].get(str(span.group), {})
-        values.update({name: torch.tensor(value) for name, value in scalars.items()})
+        scalars = self.manifest.engine["optimizer"]["scalars"]
+        # By parameter; by group in checkpoints that count steps for all parameters together.
+        found = scalars.get(self._there(slot)) or scalars.get(str(span.group), {})
+        values.update({name: torch.tensor(value) for name, value in found.items()})
 
-    def _load_blocks(self, flat: Flat, span: SegmentSpan, slots: list[Slot], name: str, target: Blocks8) -> None:
-        wanted = []
-        for slot in slots:
-            place = within(flat, slot, span.start, span.stop)
-            if place is not None:
-                start, stop, at = place
-                box = self.session.logical(slot).box
-                wanted.append((self._there(slot), Run(box, start, stop), at - span.start))
-        if self.source.read_codes(name, wanted, target):
+    def _load_blocks(self, flat: Flat, span: SegmentSpan, slot: Slot, name: str, target: Blocks8) -> None:
+        start, stop, _ = flat.layout.overlap(slot, flat.rank) or (0, 0, 0)
+        run = Run(self.session.logical(slot).box, start, stop)
+        if self.source.read_codes(self._there(slot), name, run, target):
             return
         whole = torch.zeros(span.stop - span.start)
-        for slot in slots:
-            self._read(flat, slot, name, whole, span.start, span.stop)
+        self._read(flat, slot, name, whole, span.start, span.stop)
         quantize(whole, target)
 
     def _read(
@@ -354,10 +351,11 @@ class _Loader:
     # Hyper-parameters.
 
     def _load_steps(self) -> None:
-        assert self.session.updater is not None
-        for batch in self.session.updater.batches:
-            if batch.rule is not None:
-                batch.rule.load_steps(self.steps)
+        fewer = self.manifest.engine["optimizer"].get("parameter_steps", {})
+        for flat, state in self.session.states.items():
+            for index, slot in enumerate(flat.layout.slots):
+                if self._has(slot):
+                    state.steps[index] = int(fewer.get(self._there(slot), self.steps))
 
     def _load_groups(self) -> None:
         """The groups' options, where the groups are the same; else the engine's own stay."""

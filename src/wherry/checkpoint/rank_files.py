@@ -25,7 +25,7 @@ class Part:
     rank_values: dict[str, Any] = field(default_factory=dict)
     # On rank 0: what belongs to the run as a whole.
     engine: dict[str, Any] = field(default_factory=dict)
-    # Group -> state -> value.
+    # Parameter -> state -> value.
     scalars: dict[str, dict[str, float]] = field(default_factory=dict)
     # Tensors of values -> their files.
     tensors: dict[str, str] = field(default_factory=dict)

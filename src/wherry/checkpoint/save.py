@@ -362,7 +362,7 @@ class _Job:
         part = self.files.part
         for item in pieces:
             if isinstance(item, Scalar):
-                part.scalars.setdefault(str(item.group), {})[item.state] = item.value
+                part.scalars.setdefault(item.name, {})[item.state] = item.value
             else:
                 self.files.put_piece(item, self.plan.entries[item.name].shape)
         for name, tensor in self.encoded.tensors.items():
@@ -384,8 +384,8 @@ class _Job:
             manifest.files.update(part.files)
             manifest.ranks.append(part.rank_values)
             tensors.update(part.tensors)
-            for group, found in part.scalars.items():
-                scalars.setdefault(group, {}).update(found)
+            for name, found in part.scalars.items():
+                scalars.setdefault(name, {}).update(found)
             for name, state, piece in part.slices:
                 manifest.entries[name].states.setdefault(state, []).append(piece)
         manifest.tensors = tensors

@@ -149,12 +149,19 @@ class Session:
         mine = {g.flat.layout.slots[index].name for g in self.gradients.all for index in g.absent}
         return sorted(set.intersection(*self.data.gather_objects(mine)))
 
-    def optimizer_steps(self) -> int:
-        """Updates made so far, which the bias corrections count."""
-        batches = self.updater.batches if self.updater is not None else []
-        mine = max((batch.rule.steps() for batch in batches if batch.rule is not None), default=0)
-        # A rank whose shards are all padding has nothing that counts.
-        return max(self.comm.gather_objects(mine))
+    def optimizer_steps(self) -> tuple[int, dict[str, int]]:
+        """Updates made so far, which bias corrections count; and of the parameters that have had fewer, by name."""
+        made: dict[str, int] = {}
+        for flat, state in self.states.items():
+            for slot, steps in zip(flat.layout.slots, state.steps, strict=True):
+                if slot.group < self.groups:
+                    name = self.whole_name(slot.name)
+                    made[name] = max(steps, made.get(name, 0))
+        most = max(self.comm.gather_objects(max(made.values(), default=0)))
+        fewer: dict[str, int] = {}
+        for found in self.comm.gather_objects({name: steps for name, steps in made.items() if steps < most}):
+            fewer |= found
+        return most, fewer
 
 
 def logical_of(slot: Slot, place: Place | None) -> Logical:

@@ -210,32 +210,31 @@ class Source:
         scales = self._reader(self.manifest.tensors[piece.scales]).read(piece.scales, begin, blocks)
         return codes, scales
 
-    def read_codes(self, state: str, wanted: list[tuple[str, Run, int]], out: Blocks8) -> bool:
-        """Fill 8-bit blocks with runs of parameters, each from a place of `out`, if no block has to be cut anew.
+    def read_codes(self, name: str, state: str, run: Run, out: Blocks8) -> bool:
+        """Fill 8-bit blocks with a run of a parameter, if no block has to be cut anew.
 
         False, with nothing changed, where blocks of the slices and of `out` do not lie on each other.
         """
         codes: list[tuple[int, torch.Tensor]] = []
         scales: dict[int, torch.Tensor] = {}
-        for name, run, place in wanted:
-            for piece in self._slices(name, state):
-                source_run = piece.run(self.manifest.entries[name].shape)
-                if piece.scales is None or source_run.box != run.box:
+        for piece in self._slices(name, state):
+            source_run = piece.run(self.manifest.entries[name].shape)
+            if piece.scales is None or source_run.box != run.box:
+                return False
+            start, stop = max(source_run.start, run.start), min(source_run.stop, run.stop)
+            if start >= stop:
+                continue
+            first, target = start - source_run.start, start - run.start
+            if (piece.phase + first) % BLOCK != target % BLOCK:
+                return False
+            found, own = self.codes(piece, first, stop - start)
+            if found.dtype != out.codes.dtype:
+                return False
+            codes.append((target, found))
+            for number, scale in enumerate(own, target // BLOCK):
+                # Two slices meet in a block that was two blocks, if their scales differ.
+                if not torch.equal(scales.setdefault(number, scale), scale):
                     return False
-                start, stop = max(source_run.start, run.start), min(source_run.stop, run.stop)
-                if start >= stop:
-                    continue
-                first, target = start - source_run.start, place + start - run.start
-                if (piece.phase + first) % BLOCK != target % BLOCK:
-                    return False
-                found, own = self.codes(piece, first, stop - start)
-                if found.dtype != out.codes.dtype:
-                    return False
-                codes.append((target, found))
-                for number, scale in enumerate(own, target // BLOCK):
-                    # Two slices meet in a block that was two blocks, if their scales differ.
-                    if not torch.equal(scales.setdefault(number, scale), scale):
-                        return False
         for target, found in codes:
             out.codes[target : target + found.numel()] = found
         for number, scale in scales.items():

@@ -26,8 +26,10 @@ class Values:
         return Values(self.engine, self.rank, {name: t.to("cpu", copy=True) for name, t in self.tensors.items()})
 
 
-def encode_values(session: Session, client_state: dict[str, Any], steps: int, absent: list[str]) -> Values:
-    """`steps`: updates made so far; `absent`: parameters without a gradient in the window.
+def encode_values(
+    session: Session, client_state: dict[str, Any], steps: tuple[int, dict[str, int]], absent: list[str]
+) -> Values:
+    """`steps`: updates made so far, and by parameter; `absent`: parameters without a gradient in the window.
 
     Raises `CheckpointError`, with the place, for what cannot be stored.
     """
@@ -58,7 +60,7 @@ def encode_values(session: Session, client_state: dict[str, Any], steps: int, ab
     extra = {key: module.get_extra_state() for key, module in extra_states(session.module).items()}
     engine["extra_state"] = encode(extra, "extra state of the model", put)
     if session.optimizer is not None:
-        engine["optimizer"] = {"steps": steps, **_optimizer(session, put)}
+        engine["optimizer"] = {"steps": steps[0], "parameter_steps": steps[1], **_optimizer(session, put)}
     engine.update(_model_files(session.module))
     return found
 

@@ -193,7 +193,7 @@ class ZeroOptimization(Block):
     ignore_unused_parameters: Flag = key(
         True,
         "Allow parameters that get no gradient in a step.",
-        inert="they are always allowed: a missing gradient counts as zero",
+        inert="they are always allowed: what no rank has a gradient for is left alone, as torch.optim leaves it",
     )
     round_robin_gradients: Flag = key(
         False, "Spread gradient copies over ranks.", inert="each rank already copies its own shard of every unit"

@@ -420,6 +420,8 @@ class Gradients:
             gradient.sum_squares = self.norm.measure(gradient, gradient.owned)
         if self.on_complete is None:
             return
+        if not gradient.waits:
+            gradient.note_arrivals()  # what is absent now is so for the whole window
         if self.nested and (self._late_before is None or gradient in self._late_before):
             self._held[gradient] = None
         else:

@@ -38,11 +38,12 @@ class Slot:
 
 @dataclass(frozen=True)
 class SegmentSpan:
-    """A stretch of a shard with one set of hyper-parameters; positions count from the shard's start."""
+    """What a shard has of one parameter, the `slot`-th of its flat; positions count from the shard's start."""
 
     group: int
     start: int
     stop: int
+    slot: int
 
 
 @dataclass(frozen=True)
@@ -77,14 +78,13 @@ class FlatLayout:
         return gaps
 
     def segments(self, rank: int) -> list[SegmentSpan]:
-        """The shard's stretches by optimizer group; padding between parameters of a group belongs to it."""
-        low, high = self.shard_range(rank)
+        """What the shard has of each parameter, without the padding between them."""
         spans: list[SegmentSpan] = []
-        for group in sorted({slot.group for slot in self.slots}):
-            members = [slot for slot in self.slots if slot.group == group]
-            start, stop = max(low, members[0].start), min(high, members[-1].stop)
-            if start < stop:
-                spans.append(SegmentSpan(group, start - low, stop - low))
+        for index, slot in enumerate(self.slots):
+            overlap = self.overlap(slot, rank)
+            if overlap is not None:
+                first, last, start = overlap
+                spans.append(SegmentSpan(slot.group, start, start + last - first, index))
         return spans
 
     def cut_ranges(self, rank: int) -> list[tuple[int, int]]:

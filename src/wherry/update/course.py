@@ -9,7 +9,7 @@ import torch
 from wherry.tiers.tickets import DONE, OnHost, Ticket
 from wherry.update.jobs import READ, READY, UPDATE, WRITE, Steps
 from wherry.update.rules import Groups
-from wherry.update.state import Batch
+from wherry.update.state import Absent, Batch
 
 
 def course(
@@ -18,9 +18,10 @@ def course(
     groups: Groups,
     multiplier: float,
     fence: Ticket,
+    absent: Absent | None = None,
     aside: list[torch.Tensor] | None = None,
 ) -> Steps:
-    """The steps of the update of one batch, whose record comes by `read`.
+    """The steps of the update of one batch, whose record comes by `read`; `absent` parameters are left alone.
 
     With gradients set `aside` it is a late one: new weights are kept until they are published.
     """
@@ -42,8 +43,7 @@ def course(
         for ticket in tickets:
             if ticket is not DONE:
                 yield READ, ticket
-        if batch.spans:
-            yield UPDATE, batch.update(groups, multiplier, aside)
+        yield UPDATE, batch.update(groups, multiplier, absent, aside)
         for gradient in batch.gradients:
             gradient.spent()
         tickets = []

@@ -65,11 +65,6 @@ class OptimizerSpec:
     def groups(self) -> list[dict[str, Any]]:
         return self.instance.param_groups
 
-    @property
-    def cuts_segments(self) -> bool:
-        """Whether parts of a segment may be updated apart; 8-bit blocks of state lie across them."""
-        return self.native_family is not None and self.state_dtype != "int8"
-
     def make_rule(self, *, on_host: bool, on_disk: bool = False, pool: native.Pool | None = None) -> Rule:
         """The rule for state that the host's kernels can reach, or not; with state on disk there is no other."""
         if self.native_family is not None and on_host:

@@ -25,12 +25,9 @@ from wherry.update.early import Early
 from wherry.update.holdings import Holdings, StateTier
 from wherry.update.jobs import Crew, Job, Steps, drive_all, drive_one
 from wherry.update.rules import Groups, snapshot
-from wherry.update.state import Batch
-from wherry.update.untouched import Untouched
+from wherry.update.state import Absent, Batch
 
 EVERYTHING = 1 << 30
-# Parameters without a gradient, by their place in the flat.
-Absent = Mapping[Flat, Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -65,8 +62,12 @@ class Updater:
         policy: UpdatePolicy,
         tier_of: Callable[[Flat], StateTier],
         merging: Merging,
+        *,
+        alone: bool,
     ) -> None:
         self.comm = comm
+        # Whether a gradient that this rank misses no other rank can have.
+        self._alone = alone
         self.link = link
         self.policy = policy
         self.holdings = Holdings(groups, link, tier_of)
@@ -84,6 +85,8 @@ class Updater:
         self._pending: dict[Batch, Job] = {}
         # Those whose weights are in use, and whose state is still on its way to the disk.
         self._storing: dict[Batch, Job] = {}
+        # In a backward, those of which this rank misses gradients: the step tells whether another rank has them.
+        self._deferred: list[Batch] = []
         # Whether no update has to read anything from disk.
         self._all_in_place = True
 
@@ -142,8 +145,7 @@ class Updater:
     def step(self, groups: Groups, multiplier: float, absent: Absent | None = None) -> None:
         """Update every flat with its gradients times `multiplier`, now or as the policy has it.
 
-        `absent`: the parameters that no rank has a gradient for, by their place in the flat. They are left alone, but
-        for policies that begin before that is known, or end after the next step: for these, zeros count.
+        `absent`: the parameters that no rank has a gradient for, by their place in the flat. They are left alone.
         """
         if self._broken is not None:
             raise WherryError(f"an update has failed before: {self._broken}") from self._broken
@@ -152,14 +154,16 @@ class Updater:
         with span("update"), torch.no_grad():
             if when == "in_backward":
                 if self.early.end(groups, multiplier):
+                    self._send_all(self._deferred, groups, multiplier, absent)
+                    self._deferred = []
                     # They came in the backward's order, and are waited for in the forward's.
                     self._crew.arrange([self._pending[batch] for batch in self.batches if batch in self._pending])
                 else:
-                    self._begin(groups, multiplier)
+                    self._begin(groups, multiplier, absent)
             elif when == "before_use":
-                self._begin(groups, multiplier, absent=absent)
+                self._begin(groups, multiplier, absent)
             elif when == "delayed" and self.steps_made >= self.policy.warmup:
-                self._begin(groups, multiplier, late=True)
+                self._begin(groups, multiplier, absent, late=True)
             else:
                 self._at_once(self.batches, groups, multiplier, absent)
             if self._pending and when != "delayed":
@@ -172,9 +176,14 @@ class Updater:
             return
         batch = self.holdings.state_of[gradient.flat].batch
         terms = self.early.landed(batch)
-        if terms is not None:
-            self._send(batch, course(batch, self._ahead.take, *terms, self.link.fence()))
-            self._keep_pace()
+        if terms is None:
+            return
+        absent = {gradient.flat: gradient.absent for gradient in batch.gradients if gradient.absent}
+        if absent and not self._alone:
+            self._deferred.append(batch)
+            return
+        self._send(batch, course(batch, self._ahead.take, *terms, self.link.fence(), absent))
+        self._keep_pace()
 
     def _keep_pace(self) -> None:
         """A backward that is faster than the updates waits for them, or all gradients would be in memory at once."""
@@ -188,39 +197,42 @@ class Updater:
             for job in self._pending.values():
                 job.come_to_an_end()  # it may read the gradients that are given back next, and what was read for it
         self._ahead.stop()
-        return self.early.drop()
+        left, self._deferred = self._deferred, []
+        return self.early.drop(left)
 
     def _at_once(
         self, batches: Sequence[Batch], groups: Groups, multiplier: float, absent: Absent | None = None
     ) -> None:
         if self._pending or self._departures.arriving or self._storing:
             self.complete()
-        untouched = Untouched([state for batch in batches for state in batch.states], absent) if absent else None
         # Records that were read for other updates are in memory beside these.
         depth = EVERYTHING if self._all_in_place else max(1, self.policy.depth - self._ahead.beside(batches))
         fence = self.link.fence()
         read = self._ahead.take
-        jobs = {batch: Job(batch.name, course(batch, read, groups, multiplier, fence)) for batch in batches}
+        jobs = {batch: Job(batch.name, course(batch, read, groups, multiplier, fence, absent)) for batch in batches}
         drive_all(jobs.values(), depth)  # to their ends, also if one has failed
-        self._set_out(jobs, untouched)
+        self._set_out(jobs)
         self._arrive(batches)
 
-    def _begin(self, groups: Groups, multiplier: float, *, late: bool = False, absent: Absent | None = None) -> None:
-        """Set all updates going beside what comes next, in the order in which units run.
-
-        Those with `absent` parameters are made at once: what they must not touch is put back before anybody looks.
-        """
+    def _begin(self, groups: Groups, multiplier: float, absent: Absent | None, *, late: bool = False) -> None:
+        """Set all updates going beside what comes next, in the order in which units run."""
         self.settle()
-        now = [batch for batch in self.batches if any(state.flat in (absent or ()) for state in batch.states)]
-        if now:
-            self._at_once(now, groups, multiplier, absent)
+        self._send_all(self.batches, groups, multiplier, absent, late=late)
+
+    def _send_all(
+        self,
+        batches: Iterable[Batch],
+        groups: Groups,
+        multiplier: float,
+        absent: Absent | None,
+        *,
+        late: bool = False,
+    ) -> None:
         groups = snapshot(groups)
         fence = self.link.fence()
-        for batch in self.batches:
-            if batch in now:
-                continue
+        for batch in batches:
             aside = [gradient.set_aside() for gradient in batch.gradients] if late else None
-            self._send(batch, course(batch, self._ahead.take, groups, multiplier, fence, aside))
+            self._send(batch, course(batch, self._ahead.take, groups, multiplier, fence, absent, aside))
 
     def _send(self, batch: Batch, steps: Steps) -> None:
         """Set an update going."""
@@ -291,14 +303,11 @@ class Updater:
             self._wait(job)
         self._all_stored()
 
-    def _set_out(self, jobs: Mapping[Batch, Job], untouched: Untouched | None = None) -> None:
+    def _set_out(self, jobs: Mapping[Batch, Job]) -> None:
         """These updates come to their ends, and what every rank holds whole of their weights sets out to all."""
         try:
             for batch, job in jobs.items():
                 self._wait(self._departures.promised.get(batch) or job)
-                if untouched is not None:
-                    for state in batch.states:
-                        untouched.put_back(state)
                 if batch.fresh is not None:
                     self._publish(batch)
                 self._departures.set_out(batch)
@@ -394,6 +403,7 @@ class Updater:
     def _forget(self) -> None:
         self.early.forget()
         self._ahead.forget()
+        self._deferred.clear()
         self._pending.clear()
         self._storing.clear()
 

@@ -149,7 +149,7 @@ class ParameterStates:
         first, last, in_shard = overlap
         with state.opened(write=write) as opened:
             for segment, tensors in zip(state.segments, opened, strict=True):
-                if segment.group != slot.group:
+                if state.flat.layout.slots[segment.slot] is not slot:
                     continue
                 if kind not in tensors:
                     raise WherryError(
@@ -160,4 +160,4 @@ class ParameterStates:
                     raise WherryError(f'{name}: {kind} is kept in 8-bit blocks ("wherry": {{"state_dtype": "int8"}})')
                 yield tensor[in_shard - segment.start : in_shard - segment.start + last - first]
                 return
-        raise AssertionError(f"{name}: group {slot.group} has no segment on rank {state.flat.rank}")
+        raise AssertionError(f"{name} has no segment on rank {state.flat.rank}")

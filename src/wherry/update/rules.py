@@ -26,7 +26,7 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 @dataclass
 class Segment:
-    """A stretch of a shard with one set of hyper-parameters, and its tensors where the update finds them.
+    """What a shard has of one parameter, and its tensors where the update finds them.
 
     The fp32 master is one of: `working` itself, where that is fp32; `master`; or `working` as its upper half and `low`
     as its lower.
@@ -44,21 +44,6 @@ class Segment:
     @property
     def whole_master(self) -> torch.Tensor:
         return self.working if self.master is None else self.master
-
-    def part(self, start: int, stop: int) -> Segment:
-        """A stretch of it, without a gradient."""
-        state: dict[str, State] = {}
-        for name, value in self.state.items():
-            assert isinstance(value, torch.Tensor), f"{name}: blocks are not cut"
-            state[name] = value[start:stop]
-        return Segment(
-            group=self.group,
-            working=self.working[start:stop],
-            master=None if self.master is None else self.master[start:stop],
-            low=None if self.low is None else self.low[start:stop],
-            state=state,
-            first=self.first + start,
-        )
 
 
 def snapshot(groups: Groups) -> list[dict[str, Any]]:
@@ -87,26 +72,29 @@ class Rule(Protocol):
         """Give new state, which is zeros, its first values."""
 
     def update(
-        self, segments: Sequence[Segment], groups: Groups, multiplier: float, loose: Sequence[native.Bundle] = ()
+        self,
+        segments: Sequence[Segment],
+        steps: Sequence[int],
+        groups: Groups,
+        multiplier: float,
+        loose: Sequence[native.Bundle] = (),
     ) -> Ticket:
         """Apply the gradients times `multiplier`, and write the new working weights.
 
-        `loose` are the gradients of the segments that have none themselves.
+        `steps` number the update for each segment, from 1. Segments without a gradient are left alone, unless `loose`
+        has those of all.
         """
 
     def forget(self) -> None:
         """Let go of memory that it knows from updates before. The next update says where everything is."""
 
-    def steps(self) -> int:
-        """Updates made so far."""
-
-    def load_steps(self, steps: int) -> None: ...
-
     def kept(self) -> list[dict[str, torch.Tensor]]:
         """The state that it keeps itself, by segment; empty where that is none."""
 
-    def load_kept(self, segments: Sequence[Segment], kept: Sequence[Mapping[str, State]]) -> None:
-        """Replace the state that it keeps itself; it counts from `load_steps` on."""
+    def load_kept(
+        self, segments: Sequence[Segment], steps: Sequence[int], kept: Sequence[Mapping[str, State]]
+    ) -> None:
+        """Replace the state that it keeps itself, of segments that have been updated so often."""
 
     def nbytes(self) -> int:
         """Of the state that it keeps itself."""
@@ -194,11 +182,9 @@ class NativeRule:
         self.family = family
         self.state_dtype = state_dtype
         self.pool = pool
-        self._steps = 0
         # Plans by the addresses of what they update. A step meets the same few buffers again and again.
         self._plans: dict[tuple[int, ...], native.Plan] = {}
         self._bound: Sequence[Segment] | None = None
-        self._groups: list[int] = []
         self._plan: native.Plan | None = None
 
     def fields(self, group: Group, numel: int) -> list[Field]:
@@ -223,15 +209,32 @@ class NativeRule:
                 value.fill_(first)
 
     def update(
-        self, segments: Sequence[Segment], groups: Groups, multiplier: float, loose: Sequence[native.Bundle] = ()
+        self,
+        segments: Sequence[Segment],
+        steps: Sequence[int],
+        groups: Groups,
+        multiplier: float,
+        loose: Sequence[native.Bundle] = (),
     ) -> Ticket:
-        self._steps += 1
+        rules: dict[tuple[int, int], native.Rule] = {}
+        present: list[Segment] = []
+        chosen: list[native.Rule] = []
+        for segment, step in zip(segments, steps, strict=True):
+            if segment.grad is None and not loose:
+                continue
+            rule = rules.get((segment.group, step))
+            if rule is None:
+                rule = rules[segment.group, step] = self.family.make(groups[segment.group], step)
+            present.append(segment)
+            chosen.append(rule)
+        if not present:
+            return DONE
+        if len(present) < len(segments):
+            segments = present
         if segments is not self._bound:
             self._bound, self._plan = segments, self._plan_for(segments)
-            self._groups = [segment.group for segment in segments]
-        rules = {group: self.family.make(groups[group], self._steps) for group in set(self._groups)}
         assert self._plan is not None
-        return self._plan.submit([rules[group] for group in self._groups], multiplier, self.pool, loose or None)
+        return self._plan.submit(chosen, multiplier, self.pool, loose or None)
 
     def _plan_for(self, segments: Sequence[Segment]) -> native.Plan:
         # Memory that was a buffer of one type may have become one of another.
@@ -266,16 +269,12 @@ class NativeRule:
         self._plans.clear()
         self._bound = self._plan = None
 
-    def steps(self) -> int:
-        return self._steps
-
-    def load_steps(self, steps: int) -> None:
-        self._steps = steps
-
     def kept(self) -> list[dict[str, torch.Tensor]]:
         return []
 
-    def load_kept(self, segments: Sequence[Segment], kept: Sequence[Mapping[str, State]]) -> None:
+    def load_kept(
+        self, segments: Sequence[Segment], steps: Sequence[int], kept: Sequence[Mapping[str, State]]
+    ) -> None:
         return None
 
     def nbytes(self) -> int:
@@ -293,7 +292,6 @@ class TorchRule:
         self.defaults = {k: v for k, v in defaults.items() if k in _constructor_options(optimizer_class)}
         self._inner: torch.optim.Optimizer | None = None
         self._parameters: list[nn.Parameter] = []
-        self._steps = 0
 
     def fields(self, group: Group, numel: int) -> list[Field]:
         return []
@@ -324,33 +322,35 @@ class TorchRule:
         return "fused" in self.defaults and issubclass(self.optimizer_class, FUSED) and not chosen and on_device
 
     def update(
-        self, segments: Sequence[Segment], groups: Groups, multiplier: float, loose: Sequence[native.Bundle] = ()
+        self,
+        segments: Sequence[Segment],
+        steps: Sequence[int],
+        groups: Groups,
+        multiplier: float,
+        loose: Sequence[native.Bundle] = (),
     ) -> Ticket:
         assert not loose, "gradients are laid out for torch's optimizers"
-        self._steps += 1
         inner = self._bind(segments)
+        scaled: list[torch.Tensor] = []
         for segment, parameter, options in zip(segments, self._parameters, inner.param_groups, strict=True):
             fused = options.get("fused")
             options.update(_options(groups[segment.group]))
             if "fused" in options:
                 options["fused"] = fused
-            assert segment.grad is not None
-            parameter.grad = segment.grad.to(parameter.dtype, copy=True).mul_(multiplier)
+            if segment.grad is not None:  # else torch's optimizers leave it alone too, and count no step
+                parameter.grad = segment.grad.to(parameter.dtype, copy=True)
+                scaled.append(parameter.grad)
+        if scaled:
+            torch._foreach_mul_(scaled, multiplier)
         inner.step()
         for segment, parameter in zip(segments, self._parameters, strict=True):
             parameter.grad = None
-            if segment.master is not None:
+            if segment.master is not None and segment.grad is not None:
                 segment.working.copy_(segment.master)
         return DONE
 
     def forget(self) -> None:
         return None  # what it holds are weights and state, which stay
-
-    def steps(self) -> int:
-        return self._steps
-
-    def load_steps(self, steps: int) -> None:
-        self._steps = steps
 
     def kept(self) -> list[dict[str, torch.Tensor]]:
         if self._inner is None:
@@ -365,16 +365,19 @@ class TorchRule:
             for state, parameter in zip(states, self._parameters, strict=True)
         ]
 
-    def load_kept(self, segments: Sequence[Segment], kept: Sequence[Mapping[str, State]]) -> None:
+    def load_kept(
+        self, segments: Sequence[Segment], steps: Sequence[int], kept: Sequence[Mapping[str, State]]
+    ) -> None:
         inner = self._bind(segments)
         groups = inner.param_groups
-        for parameter, values, options in zip(self._parameters, kept, groups, strict=True):
+        for parameter, count, values, options in zip(self._parameters, steps, kept, groups, strict=True):
             if not values:
+                inner.state.pop(parameter, None)
                 continue
             # The fused and capturable kernels read the count on the device.
             on_device = options.get("fused") or options.get("capturable")
-            steps = torch.tensor(float(self._steps), device=parameter.device if on_device else None)
-            inner.state[parameter].update({**values, "step": steps})
+            step = torch.tensor(float(count), device=parameter.device if on_device else None)
+            inner.state[parameter].update({**values, "step": step})
 
     def nbytes(self) -> int:
         if self._inner is None:

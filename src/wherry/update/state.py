@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,11 +17,13 @@ from wherry.tiers.homes import Home, Kept, opened
 from wherry.tiers.streams import Link
 from wherry.tiers.tickets import DONE, Ticket
 from wherry.update.record import Field, RecordLayout, State
-from wherry.update.rules import Groups, Rule, Segment
+from wherry.update.rules import Group, Groups, Rule, Segment
 
 # What an update of an element reads besides its moments, by name.
 WEIGHTS = ("working", "low", "master")
 
+# Parameters that no rank has a gradient for, by their place in the flat.
+Absent = Mapping[Flat, Collection[int]]
 # By its name, its bytes, and how many of them stay the zeros that they are until the first update.
 MakeHome = Callable[[str, int, int], Home]
 
@@ -38,12 +40,27 @@ class FlatState:
         # Ranks whose shard is all padding have no segments, and yet take part in the flat's collectives.
         self.updated = any(known)
         self.updates_all = all(known)
+        # The updates that each parameter of the flat has had: one that no rank has a gradient for is left alone.
+        self.steps = [0] * len(known)
         # The first of the batch's segments that is this flat's.
         self.first = 0
 
     @property
     def rule(self) -> Rule:
         return self.batch.rule
+
+    def begin_again(self, group: Group, values: dict[str, State], name: str) -> None:
+        """Let a moment, among the `values` of a segment that is opened, be as before the parameter's first update."""
+        value = values.get(name)
+        if name not in {field.name for field in self.rule.fields(group, 1)}:
+            values.pop(name, None)
+        elif isinstance(value, native.Blocks8):
+            value.codes.zero_()
+            value.scales.zero_()
+        elif value is not None:
+            value.zero_()
+        if name in values:
+            self.rule.begin(group, {name: values[name]})
 
     @contextmanager
     def opened(self, *, write: bool = False) -> Iterator[list[dict[str, State]]]:
@@ -85,8 +102,8 @@ class Batch:
         # New weights of a delayed update, of each segment, until they are published: the flats have those before it.
         self.fresh: list[torch.Tensor] | None = None
         self._bound: list[Segment] | None = None
-        # The same, cut where parameters meet.
-        self._pieces: list[Segment] | None = None
+        # The same, without gradients.
+        self._bare: list[Segment] | None = None
 
     @property
     def name(self) -> str:
@@ -201,36 +218,49 @@ class Batch:
             self._bound = bound
         return bound
 
-    def update(self, groups: Groups, multiplier: float, aside: Sequence[torch.Tensor] | None = None) -> Ticket:
-        """Begin the update, with the states' gradients or with those set aside."""
+    @property
+    def steps(self) -> list[int]:
+        """Of each segment the updates that its parameter has had."""
+        return [state.steps[span.slot] for state, span in self.spans]
+
+    def update(
+        self,
+        groups: Groups,
+        multiplier: float,
+        absent: Absent | None = None,
+        aside: Sequence[torch.Tensor] | None = None,
+    ) -> Ticket:
+        """Begin the update, with the states' gradients or with those set aside; `absent` ones are left alone."""
         for state in self.states:
             if state.flat.reader is not DONE:
                 state.flat.quiet()
+            gone = absent.get(state.flat, ()) if absent else ()
+            for slot in range(len(state.steps)):
+                state.steps[slot] += slot not in gone
+        if not self.spans:
+            return DONE
         loose = [gradient.loose for gradient in self.gradients if gradient.loose is not None]
         if not loose or len(loose) < len(self.gradients) or aside is not None or not self._updates_all:
             for gradient in self.gradients if loose else ():
                 gradient.lay_out()
-            return self.rule.update(self.bind(aside), groups, multiplier)
-        pieces = self._pieces
-        if pieces is None:
-            pieces = self._cut(self._segments(self._views()))
+            segments = self.bind(aside)
+            if absent:
+                segments = [
+                    replace(segment, grad=None) if span.slot in absent.get(state.flat, ()) else segment
+                    for segment, (state, span) in zip(segments, self.spans, strict=True)
+                ]
+            return self.rule.update(segments, self.steps, groups, multiplier)
+        bare = self._bare
+        if bare is None:
+            bare = self._segments(self._views())
             if self.in_place:
-                self._pieces = pieces
-        return self.rule.update(pieces, groups, multiplier, loose)
+                self._bare = bare
+        return self.rule.update(bare, self.steps, groups, multiplier, loose)
 
     @property
     def in_place(self) -> bool:
         """Whether weights and state are in the same memory in every step."""
         return not self.on_disk and (self.apart or not any(state.flat.at_rest_on_disk for state in self.states))
-
-    def _cut(self, segments: Sequence[Segment]) -> list[Segment]:
-        """Segments of single parameters, of flats of which this rank has all."""
-        return [
-            segment.part(slot.start - span.start, slot.stop - span.start)
-            for segment, (state, span) in zip(segments, self.spans, strict=True)
-            for slot in state.flat.layout.slots
-            if slot.group == span.group
-        ]
 
     def working(self) -> list[torch.Tensor]:
         """The working weights of each segment that the record holds."""
@@ -264,7 +294,7 @@ class Batch:
 
     def forget(self) -> None:
         """Let go of memory that is only borrowed for an update: it is about to be given back, or to move."""
-        self._bound = self._pieces = None
+        self._bound = self._bare = None
         self.rule.forget()
 
     def detach(self) -> None:
@@ -319,7 +349,7 @@ class Batch:
                     if state is changed:
                         _set_master(views, own, after["master"])  # type: ignore[arg-type]
                         _replace(_moments(views), after)
-                self.rule.load_kept(self._segments(fields), [_moments(after) for after in shown])
+                self.rule.load_kept(self._segments(fields), self.steps, [_moments(after) for after in shown])
 
     def homes(self) -> list[Home]:
         """Where its record and its flats' weights rest, outside the device."""
