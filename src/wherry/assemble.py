@@ -258,7 +258,9 @@ def _assemble(
         return activations.build(resolved, units, hooks.saved, topology, gatherer.gather)
 
     def make_optimizer(engine: Engine) -> ShardedOptimizer | None:
-        return ShardedOptimizer(spec.instance, engine.update, engine.zero_grad_of_loop) if spec is not None else None
+        if spec is None:
+            return None
+        return ShardedOptimizer(spec.instance, engine.update, engine.zero_grad_of_loop, lambda: engine.states)
 
     fp16 = resolved.fp16
     return engine_class(

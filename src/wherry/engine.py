@@ -520,15 +520,16 @@ class Engine(Surface):
             ),
         )
 
-    def _go_on_from(self, counts: Counts, window: Window) -> None:
+    def _go_on_from(self, counts: Counts, window: Window | None) -> None:
         self.global_steps, self.micro_steps = counts.global_steps, counts.micro_steps
         self.global_samples = counts.samples
         self.skipped_steps, self._norm, self._applied = counts.skipped_steps, counts.norm, counts.applied
-        self._backwards_in_window, self._steps_in_window = window.backwards, window.steps
-        self._averaged, self._scaled = window.averaged, window.scaled
-        self._window_scale = self._gradient_scale()
         if self._updater is not None:
             self._updater.steps_made = self.global_steps - self.skipped_steps
+        if window is not None:
+            self._backwards_in_window, self._steps_in_window = window.backwards, window.steps
+            self._averaged, self._scaled = window.averaged, window.scaled
+            self._window_scale = self._gradient_scale()
 
     # The end.
 

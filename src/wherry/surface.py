@@ -86,7 +86,7 @@ class Surface(nn.Module):
     def _come_to_rest(self) -> None:
         raise AssertionError("the engine has everything under way")
 
-    def _go_on_from(self, counts: Counts, window: Window) -> None:
+    def _go_on_from(self, counts: Counts, window: Window | None) -> None:
         raise AssertionError("the engine counts")
 
     # Between phases.
@@ -196,20 +196,23 @@ class Surface(nn.Module):
         """Go on from `load_dir/tag`, or from the latest; returns its path and its client state.
 
         It may have been written by any number of ranks, at any stage and tier. (None, None) where there is none.
+        Without its optimizer's states counts are the checkpoint's all the same, and masters are its weights;
+        `load_module_only` leaves the counts as they are.
         """
         from wherry.checkpoint.load import LoadOptions
 
         self._meet("load_checkpoint()")
         self.settle()
         states = load_optimizer_states and not load_module_only
-        options = LoadOptions(load_module_strict, states, load_lr_scheduler_states and not load_module_only)
+        schedule = load_lr_scheduler_states and not load_module_only
+        options = LoadOptions(load_module_strict, states, schedule, counts=not load_module_only)
         if self._hooks.backward_running or (states and self._backwards_in_window):
             self._abandon_window()
         loaded = self._checkpoints.load(load_dir, tag, options)
         self._gatherer.forget_near()
         if loaded is None:
             return None, None
-        if loaded.counts is not None and loaded.window is not None:
+        if loaded.counts is not None:
             self._go_on_from(loaded.counts, loaded.window)
         return str(loaded.path), loaded.client_state
 
@@ -268,7 +271,13 @@ class Surface(nn.Module):
         self._rest()
         if self._states is None:
             self._states = ParameterStates(
-                self.units, self._updater, self._gradients, self._gatherer.comm, self.comm, lambda: self._window_scale
+                self.units,
+                self._updater,
+                self._groups(),
+                self._gradients,
+                self._gatherer.comm,
+                self.comm,
+                lambda: self._window_scale,
             )
         return self._states
 

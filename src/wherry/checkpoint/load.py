@@ -45,6 +45,7 @@ class LoadOptions:
     strict: bool = True
     optimizer: bool = True
     lr_scheduler: bool = True
+    counts: bool = True
 
 
 @dataclass
@@ -76,7 +77,8 @@ def load(session: Session, folder: Path, tag: str | None, options: LoadOptions) 
         loader = _Loader(session, source, options, fits[comm.rank].names, retied=retied)
         together(comm, what, loader.run)
         loader.refresh()
-        counts, window = loader.restore_counts() if options.optimizer else (None, None)
+        counts = loader.counts() if options.counts else None
+        window = loader.window() if options.optimizer else None
         client_state = source.value(manifest.engine.get("client_state", {}))
     session.log.info("loaded %s: step %d, written by %d ranks", path, manifest.step, manifest.world_size)
     return Loaded(path, client_state, counts, window)
@@ -418,19 +420,16 @@ class _Loader:
         if take is not None and "data" in ranks[min(rank, len(ranks) - 1)]:
             take(self.source.value(ranks[min(rank, len(ranks) - 1)]["data"]))
 
-    def restore_counts(self) -> tuple[Counts, Window]:
-        value = self.source.value
+    def counts(self) -> Counts:
         engine = self.manifest.engine
-        counts = Counts(**{key: value(engine[key]) for key in Counts.__dataclass_fields__ if key in engine})
-        saved = Window(**value(engine["window"]))
-        return counts, self._load_window(saved)
+        return Counts(**{key: self.source.value(engine[key]) for key in Counts.__dataclass_fields__ if key in engine})
 
     # The accumulation window under way.
 
     @torch.no_grad()
-    def _load_window(self, saved: Window) -> Window:
+    def window(self) -> Window:
         """The gradients of an unfinished window, if the engine's windows can be continued from it."""
-        session = self.session
+        session, saved = self.session, Window(**self.source.value(self.manifest.engine["window"]))
         mine = session.window
         begun = Window(accumulation=mine.accumulation, ranks=mine.ranks, predivide=mine.predivide)
         if not saved.backwards or session.optimizer is None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,6 +17,9 @@ from wherry import native
 from wherry.errors import WherryError
 from wherry.update.lion import Lion
 from wherry.update.rules import NATIVE_FAMILIES, NativeRule, Rule, TorchRule
+
+if TYPE_CHECKING:
+    from wherry.update.reach import ParameterStates
 
 # Optimizers that treat every element by itself, so that a shard may be updated without the rest of its parameter.
 ELEMENT_WISE = (
@@ -142,7 +146,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     `state` stays empty: moments are kept by flat, and reached through the engine.
     """
 
-    def __init__(self, instance: torch.optim.Optimizer, update: Callable[[], bool], drop: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        instance: torch.optim.Optimizer,
+        update: Callable[[], bool],
+        drop: Callable[[], None],
+        states: Callable[[], ParameterStates],
+    ) -> None:
         super().__init__([nn.Parameter(torch.empty(0))], dict(instance.defaults))
         # The very groups of the user's optimizer: a scheduler built on either moves both.
         self.param_groups = instance.param_groups
@@ -152,6 +162,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._guard.atexit = False
         self._update = update
         self._drop = drop
+        self._states = states
         # True when the last step was skipped for non-finite gradients.
         self.overflow = False
 
@@ -168,11 +179,32 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Drop the gradients of a complete window that no step has used; within a window they are kept."""
         self._drop()
 
+    def _names(self, states: ParameterStates) -> list[str]:
+        return [states.name_of(parameter) for group in self.param_groups for parameter in group["params"]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the state, in torch's form; parameters of which it has all keep their shapes.
+
+        It is for as many ranks, at the same stage: `engine.save_checkpoint` writes what any number of ranks loads.
+        """
+        states = self._states()
+        count = itertools.count()
+        groups = [{**group, "params": [next(count) for _ in group["params"]]} for group in self.param_groups]
+        return {"state": dict(enumerate(states.parts(self._names(states)))), "param_groups": groups}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over hyper-parameters. The groups stay the same objects, for the schedules that hold them."""
+        """Take over hyper-parameters, and what `state_dict()` gave of the state; every rank calls it with its own.
+
+        The groups stay the same objects, for the schedules that hold them.
+        """
         given = state_dict["param_groups"]
         if len(given) != len(self.param_groups):
             raise WherryError(f"optimizer: {len(given)} parameter groups were given, expected {len(self.param_groups)}")
+        if "state" in state_dict:
+            states = self._states()
+            states.load_parts(
+                {name: state_dict["state"].get(number, {}) for number, name in enumerate(self._names(states))}
+            )
         for group, values in zip(self.param_groups, given, strict=True):
             group.update({key: value for key, value in values.items() if key != "params"})
 

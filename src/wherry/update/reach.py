@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -11,9 +11,11 @@ from wherry.errors import WherryError
 from wherry.parallel.comm import Comm
 from wherry.sharding.access import gathered
 from wherry.sharding.gradients import Gradients
-from wherry.sharding.layout import Slot
+from wherry.sharding.layout import SegmentSpan, Slot
 from wherry.sharding.unit import Unit
 from wherry.update.pipeline import Updater
+from wherry.update.record import State
+from wherry.update.rules import Groups
 from wherry.update.state import FlatState
 
 MASTER = "master"
@@ -30,11 +32,13 @@ class ParameterStates:
         self,
         units: list[Unit],
         updater: Updater | None,
+        groups: Groups,
         gradients: Gradients,
         shards: Comm,
         everybody: Comm,
         gradient_scale: Callable[[], float],
     ) -> None:
+        self._groups = groups
         self._comm = shards
         # What is written has to be written by all, replicas too.
         self._everybody = everybody
@@ -117,6 +121,75 @@ class ParameterStates:
         start, stop = self.local_range(name)
         with self._part(name, kind, write=True) as part:
             part.copy_(value.flatten()[start:stop])
+
+    # What this rank has of all of them, as `optimizer.state_dict()` has it.
+
+    def parts(self, names: Sequence[str]) -> list[dict[str, torch.Tensor]]:
+        """Of each parameter the step count, the moments, and an fp32 master where the weights are not in fp32."""
+        found: dict[str, dict[str, torch.Tensor]] = {}
+        for state, slot, _ in map(self._place, names):
+            if state.batch.on_disk:
+                raise WherryError(
+                    "optimizer.state_dict: this state rests on disk, and would be in memory as a whole; "
+                    "engine.save_checkpoint(folder) writes it, and engine.load_checkpoint takes it back"
+                )
+            found[slot.name] = {"step": torch.tensor(float(state.steps[state.flat.layout.slots.index(slot)]))}
+        for state in dict.fromkeys(self._place(name)[0] for name in names):
+            with state.opened() as segments:
+                for span, values in zip(state.segments, segments, strict=True):
+                    slot = state.flat.layout.slots[span.slot]
+                    shape = slot.shape if span.stop - span.start == slot.numel and slot.shape else (-1,)
+                    for kind, value in values.items():
+                        if not isinstance(value, torch.Tensor):
+                            raise WherryError(
+                                f"optimizer.state_dict: {slot.name} keeps {kind} in 8-bit blocks, which is no form of "
+                                "torch.optim's; engine.save_checkpoint(folder) writes them"
+                            )
+                        if kind != MASTER or state.flat.dtype != torch.float32:
+                            copy = value.detach().clone()
+                            found[slot.name][kind] = copy.view(shape) if copy.dim() else copy
+        return [found[name] for name in names]
+
+    def load_parts(self, given: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Take back what `parts` gave, by name. Nothing is changed unless all of it fits. Every rank must call it."""
+        self._everybody.meet("optimizer.load_state_dict()")
+        wrong = [
+            f"{name}: expected {kind} of {stop - start} elements, which this rank has of it, got {tuple(value.shape)}"
+            for name, part in given.items()
+            for start, stop in (self.local_range(name),)
+            for kind, value in part.items()
+            if value.dim() and value.numel() != stop - start
+        ]
+        for rank, problem in enumerate(self._everybody.gather_objects(wrong[0] if wrong else None)):
+            if problem is not None:
+                raise WherryError(
+                    f"optimizer.load_state_dict, rank {rank}: {problem}; state_dict() holds one rank's part, for as many "
+                    "ranks at the same stage: engine.save_checkpoint(folder) writes what any number of them loads"
+                )
+        for state in dict.fromkeys(self._place(name)[0] for name in given):
+            names = [slot.name for slot in state.flat.layout.slots]
+            for index, name in enumerate(names):
+                state.steps[index] = int(given.get(name, {}).get("step", 0))
+            with torch.no_grad(), state.opened(write=True) as segments:
+                for span, values in zip(state.segments, segments, strict=True):
+                    self._load_part(state, span, values, given.get(names[span.slot], {}))
+            if state.flat.resident and state.flat.layout.ranks > 1:
+                self._comm.all_gather(state.flat.whole, state.flat.shard_memory).wait()
+
+    def _load_part(
+        self, state: FlatState, span: SegmentSpan, values: dict[str, State], part: Mapping[str, torch.Tensor]
+    ) -> None:
+        group = self._groups[span.group]
+        for kind in [kind for kind in values if kind != MASTER and kind not in part]:
+            state.begin_again(group, values, kind)
+        for kind, value in part.items():
+            target = values.get(kind)
+            if kind == "step":
+                continue
+            if isinstance(target, torch.Tensor) and value.dim():
+                target.copy_(value.flatten())
+            else:  # an optimizer of torch's makes its state at its first step: this is it
+                values[kind] = value.flatten().clone() if value.dim() else value.clone()
 
     def local_gradient(self, name: str) -> torch.Tensor:
         """This rank's part of the window's mean gradient, flat, in fp32; a copy."""

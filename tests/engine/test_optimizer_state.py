@@ -1,0 +1,136 @@
+"""`optimizer.state_dict()` of an engine: saved and loaded by a script as torch's, with nothing lost."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.engine.absent import OPTIMIZERS
+from tests.engine.harness import make_model, settings, token_batch, train_engine, train_plain
+
+import wherry
+from wherry.errors import WherryError
+from wherry.parallel.comm import Comm
+from wherry.parallel.threads import run_ranks
+
+LOW = {"bf16": {"enabled": True}}
+HOST = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+
+
+def make_engine(name: str, stage: int, comm: Any = None, more: dict[str, Any] | None = None) -> Any:
+    model = make_model()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    return wherry.initialize(model=model, optimizer=optimizer, config=settings(stage, more=more), mesh=comm)[0]
+
+
+def steps(engine: Any, first: int, last: int, rank: int = 0) -> None:
+    for step in range(first, last):
+        engine.backward(engine(*token_batch(step, 0, rank)))
+        engine.step()
+
+
+@pytest.mark.parametrize("more", [{}, LOW, HOST, LOW | HOST | {"wherry": {"update_policy": "in_backward"}}], ids=str)
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 1), (1, 2), (3, 1), (3, 2)])
+@pytest.mark.parametrize("name", ["adamw", "nadam", "sgd momentum"])
+def test_a_script_that_saves_and_loads_it_goes_on_to_the_bit(
+    name: str, stage: int, ranks: int, more: dict[str, Any]
+) -> None:
+    def body(comm: Comm) -> None:
+        engine = make_engine(name, stage, comm, more)
+        steps(engine, 0, 3, comm.rank)
+        file = io.BytesIO()
+        saved = {"model": engine.module.state_dict(), "optimizer": engine.optimizer.state_dict()}
+        torch.save(saved, file)
+        steps(engine, 3, 6, comm.rank)
+        file.seek(0)
+        again = make_engine(name, stage, comm, more)
+        steps(again, 7, 9, comm.rank)  # what is there before is replaced
+        loaded = torch.load(file, weights_only=True)
+        again.module.load_state_dict(loaded["model"])
+        again.optimizer.load_state_dict(loaded["optimizer"])
+        steps(again, 3, 6, comm.rank)
+        for key, _ in engine.module.named_parameters():
+            assert torch.equal(engine.states.full(key, "master"), again.states.full(key, "master")), key
+        engine.close()
+        again.close()
+
+    run_ranks(ranks, body)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw amsgrad", "rmsprop", "nadam"])
+def test_it_is_what_torch_has_and_torch_takes_it(name: str) -> None:
+    model = make_model()
+    plain = copy.deepcopy(model)
+    theirs = OPTIMIZERS[name](plain.parameters())
+    engine = make_engine(name, 0)
+    for step in range(3):
+        theirs.zero_grad()
+        plain(*token_batch(step, 0, 0)).backward()
+        theirs.step()
+    steps(engine, 0, 3)
+    ours, expected = engine.optimizer.state_dict(), theirs.state_dict()
+    assert [g["params"] for g in ours["param_groups"]] == [g["params"] for g in expected["param_groups"]]
+    assert ours["state"].keys() == expected["state"].keys()
+    for number, state in expected["state"].items():
+        assert ours["state"][number].keys() == state.keys()
+        for kind, value in state.items():
+            torch.testing.assert_close(ours["state"][number][kind], value, rtol=0, atol=1e-5)
+    OPTIMIZERS[name](plain.parameters()).load_state_dict(ours)
+
+
+def test_torchs_state_of_one_process_goes_on_in_an_engine() -> None:
+    model = make_model()
+    whole = train_plain(model, steps=6, optimizer=OPTIMIZERS["adamw"])
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        model(*token_batch(step, 0, 0)).backward()
+        optimizer.step()
+    engine = make_engine("adamw", 3)
+    engine.module.load_state_dict(model.state_dict())
+    engine.optimizer.load_state_dict(optimizer.state_dict())
+    steps(engine, 3, 6)
+    for name, value in whole.weights.items():
+        torch.testing.assert_close(engine.states.full(name, "master"), value, rtol=0, atol=1e-6)
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
+    alone = make_engine("adamw", 0)
+    steps(alone, 0, 1)
+    state = alone.optimizer.state_dict()
+
+    def body(comm: Comm) -> None:
+        engine = make_engine("adamw", 3, comm)
+        steps(engine, 0, 2, comm.rank)
+        before = engine.optimizer.state_dict()
+        with pytest.raises(WherryError, match=r"rank 0: .*this rank has of it, got .* save_checkpoint\(folder\)"):
+            engine.optimizer.load_state_dict(state)
+        after = engine.optimizer.state_dict()
+        for number, values in before["state"].items():
+            assert all(torch.equal(after["state"][number][kind], value) for kind, value in values.items())
+
+    run_ranks(2, body)
+
+
+def test_state_on_disk_and_in_8_bits_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    disk = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}}
+    with pytest.raises(WherryError, match=r"rests on disk.*save_checkpoint\(folder\)"):
+        make_engine("adamw", 3, more=disk).optimizer.state_dict()
+    small = HOST | {"wherry": {"state_dtype": "int8"}}
+    with pytest.raises(WherryError, match=r"8-bit blocks.*save_checkpoint\(folder\)"):
+        make_engine("adamw", 3, more=small).optimizer.state_dict()
+
+
+@pytest.mark.parametrize("module_only", [False, True])
+def test_counts_stay_a_checkpoints_without_its_states(tmp_path: Path, module_only: bool) -> None:
+    train_engine(make_model(), stage=3, steps=4, finish=lambda engine: engine.save_checkpoint(tmp_path))
+    engine = make_engine("adamw", 3)
+    engine.load_checkpoint(tmp_path, load_optimizer_states=False, load_module_only=module_only)
+    counts = engine.global_steps, engine.global_samples, engine.micro_steps, engine.skipped_steps
+    assert counts == ((0, 0, 0, 0) if module_only else (4, 8, 4, 0))
+    # The optimizer has none of the checkpoint's: it begins anew.
+    assert all(float(state["step"]) == 0 for state in engine.optimizer.state_dict()["state"].values())
