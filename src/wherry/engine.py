@@ -200,11 +200,12 @@ class Engine(Surface):
         """One backward of the sum of so many micro-batches' losses."""
         self._loss_is_scaled = True
         self._begin_backward(averaged=averaged, micro_batches=len(losses))
+        scaled = losses
         if self._scaler.scale != 1.0:
-            losses = [loss * self._scaler.scale for loss in losses]
+            scaled = [loss * self._scaler.scale for loss in losses]
         try:
             with self._reporter.phase("backward", self.global_steps + 1):
-                torch.autograd.backward(losses, retain_graph=retain_graph)
+                torch.autograd.backward(scaled, retain_graph=retain_graph)
             self._in_backward = True
             self.backward_ends()
         except BaseException as error:
