@@ -19,10 +19,12 @@ def course(
     multiplier: float,
     fence: Ticket,
     aside: list[torch.Tensor] | None = None,
+    fit: Callable[[], bool] | None = None,
 ) -> Steps:
     """The steps of the update of one batch, whose record comes by `read`.
 
-    With gradients set `aside` it is a late one: new weights are kept until they are published.
+    With gradients set `aside` it is a late one: new weights are kept until they are published. One that is not `fit`
+    once its gradients are there changes nothing.
     """
     flats = [state.flat for state in batch.states]
     homes = [] if batch.apart else [flat.home for flat in flats if flat.home is not None]
@@ -42,7 +44,7 @@ def course(
         for ticket in tickets:
             if ticket is not DONE:
                 yield READ, ticket
-        if batch.spans:
+        if batch.spans and (fit is None or fit()):
             yield UPDATE, batch.update(groups, multiplier, aside)
         for gradient in batch.gradients:
             gradient.spent()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
@@ -72,6 +72,8 @@ class Updater:
         self.holdings = Holdings(groups, link, tier_of)
         self.batches = self.holdings.batches
         self.early = Early(self.batches)
+        # Asked of gradients before an update in the backward uses them; None to use them whatever they are.
+        self.finite: Callable[[FlatGradient], bool] | None = None
         self.steps_made = 0
         self._ahead = Ahead()
         self._departures = Departures(comm, merging)
@@ -151,10 +153,7 @@ class Updater:
         when = self.policy.when
         with span("update"), torch.no_grad():
             if when == "in_backward":
-                if self.early.end(groups, multiplier):
-                    # They came in the backward's order, and are waited for in the forward's.
-                    self._crew.arrange([self._pending[batch] for batch in self.batches if batch in self._pending])
-                else:
+                if not self._end_early(groups, multiplier):
                     self._begin(groups, multiplier)
             elif when == "before_use":
                 self._begin(groups, multiplier, absent=absent)
@@ -166,6 +165,29 @@ class Updater:
                 self._promise()
                 self._hide()
 
+    @torch.no_grad()
+    def skip(
+        self, groups: Groups, multiplier: float, unfit: Collection[FlatGradient]
+    ) -> tuple[list[Batch], list[Batch]]:
+        """The step is not taken, for the `unfit` gradients that are not finite.
+
+        The batches that the backward has updated all the same: from finite gradients, and from others, on the device.
+        """
+        if not self._end_early(groups, multiplier):
+            return [], []
+        self._promise()
+        self._hide()
+        made = [batch for batch in self.batches if batch.spans and not any(g in unfit for g in batch.gradients)]
+        return made, [batch for batch in self.batches if batch.spans and batch not in made and self._inline(batch)]
+
+    def _end_early(self, groups: Groups, multiplier: float) -> bool:
+        """The step has come. Whether updates were begun in the backward."""
+        if not self.early.end(groups, multiplier):
+            return False
+        # They came in the backward's order, and are waited for in the forward's.
+        self._crew.arrange([self._pending[batch] for batch in self.batches if batch in self._pending])
+        return True
+
     def landed(self, gradient: FlatGradient) -> None:
         """In a backward: a flat's gradients are complete, reduced, and on their way to where the update finds them."""
         if not self.early.expected:
@@ -173,8 +195,18 @@ class Updater:
         batch = self.holdings.state_of[gradient.flat].batch
         terms = self.early.landed(batch)
         if terms is not None:
-            self._send(batch, course(batch, self._ahead.take, *terms, self.link.fence()))
+            # On the device they are not waited for: the step finds out.
+            fit = None if self.finite is None or self._inline(batch) else partial(self._fit, batch)
+            self._send(batch, course(batch, self._ahead.take, *terms, self.link.fence(), fit=fit))
             self._keep_pace()
+
+    def _fit(self, batch: Batch) -> bool:
+        assert self.finite is not None
+        return all(map(self.finite, batch.gradients))
+
+    def _inline(self, batch: Batch) -> bool:
+        """Whether its updates are kernels of the device, queued by whoever asks for them."""
+        return self.holdings.tiers[batch] is Tier.DEVICE and not self.link.shared
 
     def _keep_pace(self) -> None:
         """A backward that is faster than the updates waits for them, or all gradients would be in memory at once."""
@@ -231,8 +263,8 @@ class Updater:
             for state in batch.states:
                 state.flat.pending = True
                 state.flat.ungathered = True
-        if self.holdings.tiers[batch] is Tier.DEVICE and not self.link.shared:
-            # Kernels of the device are queued on its current stream, which the crew's thread does not share.
+        if self._inline(batch):
+            # They go to the device's current stream, which the crew's thread does not share.
             return drive_one(job)
         self._crew.add(job)
 
