@@ -238,6 +238,7 @@ def _assemble(
         gatherer.settle = updater.settle
         if tiering.policy.when == "in_backward":
             gradients.on_complete = updater.landed
+            updater.finite = gradients.finite if resolved.nonfinite() != "ignore" else None
         if updater.reads_ahead:
             gradients.on_half = updater.read_ahead
 
@@ -280,8 +281,6 @@ def _assemble(
             updater=updater,
             optimizer=make_optimizer,
             scaler=LossScaler.from_config(fp16),
-            check_overflow=tiering.policy.when != "in_backward"
-            and (fp16.enabled or (resolved.bf16.enabled and resolved.bf16.check_grad_overflow)),
             autocast_inputs=torch.float16 if fp16.enabled and fp16.auto_cast else None,
         ),
     )

@@ -40,6 +40,7 @@ from wherry.surface import Surface
 from wherry.tiering import Tiering
 from wherry.update.clipping import norm_and_multiplier
 from wherry.update.loss_scale import LossScaler
+from wherry.update.nonfinite import NonFinite
 from wherry.update.optimizer import ShardedOptimizer
 from wherry.update.pipeline import Updater
 from wherry.update.reach import ParameterStates
@@ -66,7 +67,6 @@ class Parts:
     updater: Updater | None
     optimizer: Callable[[Engine], ShardedOptimizer | None]
     scaler: LossScaler
-    check_overflow: bool
     autocast_inputs: torch.dtype | None
 
 
@@ -103,7 +103,6 @@ class Engine(Surface):
         self._tiering = parts.tiering
         self._offstage = Offstage(parts.units, parts.gradients, parts.updater, parts.tiering.link)
         self._scaler = parts.scaler
-        self._check_overflow = parts.check_overflow
         self._input_dtype = parts.autocast_inputs
         self._log = get_logger(parts.topology.global_rank)
         reference = weakref.ref(self)
@@ -115,6 +114,9 @@ class Engine(Surface):
             _synchronise(self.device),
         )
         self._spans = self._reporter.spans
+        self._nonfinite = NonFinite(
+            parts.config.nonfinite(), parts.topology, parts.units, parts.gradients, parts.scaler, self._log
+        )
         self._norm: float | None = None
         # What the window's sums are multiplied by, clipping aside.
         self._window_scale = 1.0
@@ -200,11 +202,12 @@ class Engine(Surface):
         """One backward of the sum of so many micro-batches' losses."""
         self._loss_is_scaled = True
         self._begin_backward(averaged=averaged, micro_batches=len(losses))
+        scaled = losses
         if self._scaler.scale != 1.0:
-            losses = [loss * self._scaler.scale for loss in losses]
+            scaled = [loss * self._scaler.scale for loss in losses]
         try:
             with self._reporter.phase("backward", self.global_steps + 1):
-                torch.autograd.backward(losses, retain_graph=retain_graph)
+                torch.autograd.backward(scaled, retain_graph=retain_graph)
             self._in_backward = True
             self.backward_ends()
         except BaseException as error:
@@ -328,17 +331,23 @@ class Engine(Surface):
         if self._gatherer.look_ahead.searching:
             self._gatherer.look_ahead.settle(self.comm.gather_objects)
         self._norm, multiplier = norm_and_multiplier(squares, self._window_scale, self._config.gradient_clipping)
-        overflow = self._check_overflow and not math.isfinite(self._norm)
-        self._applied = not overflow
-        if overflow:
-            self.skipped_steps += 1
-        else:
-            self._updater.step(self.optimizer.param_groups, multiplier, norm.absent(self._gradients.all))
+        groups, found = self.optimizer.param_groups, None
+        if not math.isfinite(self._norm):
+            found = self._nonfinite.look(self._updater, groups, multiplier, self._reporter.last_loss)
+        self._applied = found is None or self._nonfinite.ignores
+        if self._applied:
+            self._updater.step(groups, multiplier, norm.absent(self._gradients.all))
             self._hooks.version += 1
+        else:
+            self.skipped_steps += 1
+            self._hooks.version += any(finding.made for finding in found or ())
         self.global_steps += 1
         self.global_samples += self._batch.train
         self._end_window()
-        self._scaler.update(overflow)
+        if found is None:
+            self._nonfinite.end()
+        else:
+            self._nonfinite.conclude(found, self.global_steps, self._norm, self.get_lr())
         if self._reporter.tells_of(self.global_steps):
             scale = self._scaler.scale if self._scaler.dynamic else None
             self._reporter.updated(Update(self.global_steps, self.global_samples, self.get_lr(), self._norm, scale))
@@ -377,6 +386,7 @@ class Engine(Surface):
     def _end_window(self) -> None:
         self._backwards_in_window = self._steps_in_window = 0
         self._averaged = self._scaled = None
+        self._reporter.last_loss = None
         self._gatherer.hold = False
         self._gatherer.journal = 0
         self._gatherer.stop_reading()

@@ -17,6 +17,10 @@ class DivergenceError(WherryError):
     """The ranks have not run the same program."""
 
 
+class NonFiniteError(WherryError):
+    """Gradients are inf or NaN, and training cannot go on by leaving them out."""
+
+
 class PeerError(RuntimeError):
     """Another rank has failed, is gone, or did not arrive in time; the message names it and what it said."""
 

@@ -332,7 +332,7 @@ class Tiering:
             return "with fp16 a step may have to be skipped; use bf16, or before_use"
         bf16 = config.bf16
         if bf16.enabled and bf16.check_grad_overflow and "check_grad_overflow" in bf16.model_fields_set:
-            return "bf16.check_grad_overflow may skip a step; set it to false, or use before_use"
+            return "bf16.check_grad_overflow may skip a step; leave it out, or use before_use"
         return None
 
     # The end.

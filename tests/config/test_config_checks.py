@@ -131,6 +131,11 @@ def test_a_batch_problem_keeps_its_line():
             ["gradient_clipping"],
         ),
         ({"wherry": {"update_policy": "in_backward"}, "fp16": {"enabled": True}}, "wherry.update_policy", ["fp16"]),
+        (
+            {"wherry": {"nonfinite": "skip"}, "bf16": {"enabled": True, "check_grad_overflow": False}},
+            "wherry.nonfinite",
+            ["is skip", "check_grad_overflow is false"],
+        ),
         ({"wherry": {"master": "split"}}, "wherry.master", ['"bf16": {"enabled": true}']),
         ({"scheduler": {"type": "WarmupDecayLR"}}, "scheduler.params.total_num_steps", ["number of steps"]),
         (
@@ -225,6 +230,7 @@ def test_a_folder_may_be_given_to_a_planner_that_chooses_the_device():
         ),
         ({ZERO: {"offload_optimizer": {"ratio": 1}}}, f"{ZERO}.offload_optimizer", "nothing is offloaded"),
         ({"wherry": {"update_policy": "delayed"}}, "wherry.update_policy", "result differs"),
+        ({"wherry": {"nonfinite": "raise"}, "fp16": {"enabled": True}}, "wherry.nonfinite", "dynamic loss scale"),
         ({"wherry": {"delayed_update_warmup": 3}}, "wherry.delayed_update_warmup", "no effect"),
         (
             {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 5}}},

@@ -153,6 +153,7 @@ KEYS = {
     "timers.throughput.synchronized": (True, False, False),
     "wherry.unit_classes": ([], ["Block"], ["Block"]),
     "wherry.update_policy": ("auto", "before_use", "before_use"),
+    "wherry.nonfinite": ("auto", "RAISE", "raise"),
     "wherry.delayed_update_warmup": (40, 10, 10),
     "wherry.accumulation": ("auto", "layer_major", "layer_major"),
     "wherry.tile_linear": (False, True, True),

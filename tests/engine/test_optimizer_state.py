@@ -107,7 +107,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
         engine = make_engine("adamw", 3, comm)
         steps(engine, 0, 2, comm.rank)
         before = engine.optimizer.state_dict()
-        with pytest.raises(WherryError, match=r"rank 0: .*this rank has of it, got .* save_checkpoint\(folder\)"):
+        with pytest.raises(WherryError, match=r"rank 0: .*this rank has of it, got .*save_checkpoint\(folder\)"):
             engine.optimizer.load_state_dict(state)
         after = engine.optimizer.state_dict()
         for number, values in before["state"].items():

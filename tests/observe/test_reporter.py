@@ -51,6 +51,16 @@ def test_the_config_s_sinks_get_every_update_from_rank_zero_only(tmp_path):
     assert [float(row["loss"]) for row in table] == losses
 
 
+def test_the_loss_of_fp16_is_told_without_its_scale(tmp_path):
+    model = make_model()
+    config = settings(2, more={"fp16": {"enabled": True}, "wherry": {"run_dir": str(tmp_path)}})
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+    losses = train(engine, 3)
+    engine.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["loss"] for row in rows] == losses
+
+
 def test_tensorboard_files_hold_the_curve(tmp_path):
     import pytest
 

@@ -262,3 +262,30 @@ def test_an_unmarked_parameter_that_differs_is_refused() -> None:
 
     with pytest.raises(WherryError, match=r"blocks\.1\.norm\.bias: this parameter differs between tensor-parallel"):
         run_grid(body, data=2, tensor=2)
+
+
+def test_what_all_tensor_parallel_ranks_have_is_looked_at_by_each(caplog: pytest.LogCaptureFixture) -> None:
+    """The first of them alone counts it for the norm; before an update in the backward every one does."""
+    model = make_model(Model)
+
+    def body(place: Topology) -> list[bool]:
+        mine = copy.deepcopy(model)
+        mine.cut(place.tensor)
+        zero = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+        given = settings(2, more=zero | {"wherry": {"update_policy": "in_backward"}})
+        engine, *_ = wherry.initialize(model=mine, optimizer=adamw(mine.parameters()), mesh=place, config=given)
+        for step in range(3):
+            handle = mine.blocks[1].bias.register_hook(lambda grad: grad * float("nan")) if step == 1 else None
+            engine.backward(engine(*token_batch(step, 0, 0)))
+            engine.step()
+            if handle is not None:
+                handle.remove()
+        assert engine.skipped_steps == 1
+        finite = [bool(parameter.isfinite().all()) for parameter in engine.module.parameters()]
+        engine.close()
+        return finite
+
+    assert all(all(finite) for finite in run_grid(body, data=1, tensor=2))
+    assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
+        "step 2 skipped: its gradients are not finite (norm nan), first in blocks.1"
+    ]

@@ -250,6 +250,16 @@ def test_a_lost_loss_ends_the_run_loudly(tmp_path, text, capsys):
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["ending"] == "diverged"
 
 
+def test_steps_that_are_all_skipped_end_the_run_as_a_lost_loss_does(tmp_path, text, capsys, caplog):
+    folder = tmp_path / "run"
+    flags = (*TINY, *text, "--steps", 60, "--lr", 1e30, "--log-interval", 30, "--run-dir", folder)
+    assert _here(*flags) == 1
+    assert "The loss is lost" in capsys.readouterr().out
+    assert json.loads((folder / "summary.json").read_text())["ending"] == "diverged"
+    *skipped, last = [record for record in caplog.records if " skipped: " in record.getMessage()]
+    assert len(skipped) == 9 and last.levelname == "ERROR" and "10 steps since" in last.getMessage()
+
+
 def test_a_used_folder_is_refused_before_anything_starts(tmp_path, text):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(WherryError, match="holds the metrics of another run"):

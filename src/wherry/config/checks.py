@@ -117,6 +117,9 @@ def _own(config: Config, draft: Draft) -> Iterator[Finding]:
         )
     if policy == "in_backward" and config.fp16.enabled:
         yield own, 'in_backward excludes fp16, whose steps are skipped on overflow; use bf16, or "before_use"'
+    nonfinite = config.wherry.nonfinite
+    if nonfinite in ("skip", "raise") and config.bf16.enabled and not config.bf16.check_grad_overflow:
+        yield ("wherry", "nonfinite"), f"is {nonfinite}, but bf16.check_grad_overflow is false; remove one of the two"
     working_is_bf16 = config.bf16.enabled or config.data_types.param_dtype == "bf16"
     if config.wherry.master == "split" and not working_is_bf16:
         yield ("wherry", "master"), 'split needs bf16 working weights; add "bf16": {"enabled": true}, or use "whole"'
@@ -147,6 +150,8 @@ def _idle(config: Config, draft: Draft) -> Iterator[Finding]:
             yield (ZERO, name, "nvme_path"), f"no effect, as the device is {offload.device}"
     if zero.mics_shard_size > 0 and zero.stage == 0:
         yield (ZERO, "mics_shard_size"), "no effect, as at stage 0 nothing is partitioned"
+    if own.nonfinite in ("raise", "ignore") and config.nonfinite() == "skip":
+        yield ("wherry", "nonfinite"), "no effect, as fp16's dynamic loss scale skips, until it is at its minimum"
     yield from _idle_activations(config)
     if own.update_policy == "delayed":
         yield ("wherry", "update_policy"), "delayed updates use gradients one step old, so the result differs"

@@ -30,7 +30,9 @@ class BF16(Block):
     immediate_grad_update: Flag = key(
         False, "Accumulate each gradient as it comes.", inert="gradients are always accumulated as they come"
     )
-    check_grad_overflow: Flag = key(True, "Skip a step whose gradients hold inf or NaN.")
+    check_grad_overflow: Flag = key(
+        True, "Skip a step whose gradients hold inf or NaN; false is the same as `wherry.nonfinite: ignore`."
+    )
     bf16_master_weights_and_grads: Flag = key(False, "Master weights in bf16.", inert=_MASTER_IS_FP32)
     bf16_optimizer_states: Flag = key(False, 'Moments in bf16; the same as "wherry": {"state_dtype": "bf16"}.')
     check_overflow: Any = renamed("check_grad_overflow", "Another spelling.")

@@ -197,6 +197,15 @@ class Own(Block):
     delayed_update_warmup: Integer = key(
         40, "The step whose update is the first to be late: those before it are made as usual.", ge=1
     )
+    nonfinite: Annotated[Literal["auto", "skip", "raise", "ignore"], BeforeValidator(lowered)] = key(
+        "auto",
+        "What becomes of a step whose gradients hold inf or NaN, in any precision. skip: weights and state stay as "
+        "they are, a warning says so, and ten such steps in a row are an error; raise: the first is an error; ignore: "
+        "the update is made, as plain PyTorch makes it, with a warning the first time. A dynamic loss scale skips "
+        "and falls, and is an error at its minimum. With the update policy in_backward each part of the model is left "
+        "alone for its own gradients, as those of all are not known yet; the warning says how many parts were "
+        "updated. auto: skip, or ignore where bf16.check_grad_overflow is false.",
+    )
     accumulation: Annotated[Literal["auto", "layer_major", "step_major"], BeforeValidator(lowered)] = key(
         "auto",
         "Order of gradient accumulation: all micro-batches through a unit before the next unit, which gathers and "

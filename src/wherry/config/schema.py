@@ -261,6 +261,14 @@ class Config(Block):
             return "bf16"
         return self.wherry.state_dtype
 
+    def nonfinite(self) -> str:
+        """What becomes of a step whose gradients are not finite: skip, raise or ignore."""
+        if self.fp16.enabled and not self.fp16.loss_scale:
+            return "skip"
+        if self.wherry.nonfinite != "auto":
+            return self.wherry.nonfinite
+        return "ignore" if self.bf16.enabled and not self.bf16.check_grad_overflow else "skip"
+
     def beyond(self) -> list[str]:
         """What is asked for that the engine of this version does not have, a line each."""
         return [

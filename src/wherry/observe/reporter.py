@@ -58,6 +58,8 @@ class Reporter:
         self._log = log
         self._profiled = config.flops_profiler.profile_step if config.flops_profiler.enabled else None
         self._count: FlopCount | None = None
+        # Of the window's last micro-batch so far, where the engine has been given it.
+        self.last_loss: torch.Tensor | None = None
         self._losses: list[torch.Tensor] = []
         self._sent: dict[str, tuple[int, int]] = {}
 
@@ -75,8 +77,9 @@ class Reporter:
 
     def loss(self, loss: torch.Tensor) -> None:
         """A micro-batch's loss; nothing is read from the device before the update."""
+        self.last_loss = loss.detach()
         if self.monitor.enabled:
-            self._losses.append(loss.detach())
+            self._losses.append(self.last_loss)
 
     def tells_of(self, step: int) -> bool:
         """Whether an update of this number is told to anybody."""

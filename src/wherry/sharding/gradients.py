@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -176,6 +177,15 @@ class Gradients:
         self._send_waiting()
         self._drain(0)
         self._tell_of_held()
+
+    def in_order(self) -> list[FlatGradient]:
+        """In the order in which the backward completes them, which ranks have agreed on."""
+        order = self._order if self.comm.size > 1 else dict.fromkeys([*self._completed, *self._order])
+        return [self.all[index] for index in order]
+
+    def finite(self, gradient: FlatGradient) -> bool:
+        """Whether this rank's part has neither inf nor NaN, once it has landed where the host updates it."""
+        return math.isfinite(self.link.read(self.norm.squares_of_all(gradient)))
 
     def choose(self, policy: GradientPolicy, way_of: Callable[[Flat], Landing]) -> None:
         """Sum and land gradients in another way from here on, between two windows."""

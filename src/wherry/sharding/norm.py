@@ -57,6 +57,10 @@ class Norm:
         gradient.sum_squares = self.measure(gradient, gradient.owned)
         return gradient.sum_squares
 
+    def squares_of_all(self, gradient: FlatGradient) -> float | torch.Tensor:
+        """As `squares_of`, with what counts for the norm on another tensor-parallel rank."""
+        return self.squares_of(gradient) if self._tensor.rank == 0 else self._sum_squares(gradient.owned)
+
     def by_flat(self, gradients: Sequence[FlatGradient]) -> dict[Flat, float]:
         """The squared norm by flat, over the ranks that share it out."""
         for comm in (*((self._shards,) if self._partitioned else ()), self._tensor):

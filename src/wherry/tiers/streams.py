@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from wherry.fake import host_value
 from wherry.observe.memory import free_on_gpu
 from wherry.tiers.buffers import CudaPin, HostPool
 from wherry.tiers.tickets import DONE, Ticket
@@ -64,6 +65,10 @@ class Link:
     def aside(self, target: torch.Tensor, source: torch.Tensor) -> Ticket:
         """As `down`, for much that nobody waits for: nothing else that goes down comes after it."""
         return self.down(target, source)
+
+    def read(self, number: float | torch.Tensor) -> float:
+        """A number that the device has computed by now: what it was given to do since is not waited for."""
+        return host_value(number)
 
     def fence(self) -> Ticket:
         """What the current stream has been given so far, for another thread's `up` to come after."""
@@ -170,6 +175,7 @@ class CudaLink(Link):
         self._up = torch.cuda.Stream(device)
         self._down = torch.cuda.Stream(device)
         self._aside: torch.cuda.Stream | None = None
+        self._reads: torch.cuda.Stream | None = None
 
     def _pinning(self, pin: bool) -> CudaPin | None:
         return CudaPin() if pin else None
@@ -203,6 +209,12 @@ class CudaLink(Link):
             self._aside = torch.cuda.Stream(self.device)
         self._aside.wait_event(self._record())
         return self._copy(self._aside, target, source, on_host=True)
+
+    def read(self, number: float | torch.Tensor) -> float:
+        if self._reads is None:
+            self._reads = torch.cuda.Stream(self.device)
+        with torch.cuda.stream(self._reads):
+            return host_value(number)
 
     def fence(self) -> Ticket:
         return _Copy(self.device, self._record(), on_host=False)

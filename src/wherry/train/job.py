@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from wherry.errors import WherryError
+from wherry.errors import NonFiniteError, WherryError
 from wherry.observe import stdout
 from wherry.observe.log import logger
 from wherry.train.options import Options, build_config, check_axes, parse, shape_of
@@ -157,6 +157,11 @@ def train(options: Options) -> int:
         try:
             outcome = loop.run()
             engine.settle()
+        except NonFiniteError as error:  # on every rank
+            outcome = loop.outcome
+            outcome.ending = Ending.DIVERGED
+            if chief:
+                logger.error("%s", error)
         except (KeyboardInterrupt, SystemExit):  # or nobody reads what is shown
             loop.outcome.ending = Ending.INTERRUPTED
             raise

@@ -20,10 +20,12 @@ def course(
     fence: Ticket,
     absent: Absent | None = None,
     aside: list[torch.Tensor] | None = None,
+    fit: Callable[[], bool] | None = None,
 ) -> Steps:
     """The steps of the update of one batch, whose record comes by `read`; `absent` parameters are left alone.
 
-    With gradients set `aside` it is a late one: new weights are kept until they are published.
+    With gradients set `aside` it is a late one: new weights are kept until they are published. One that is not `fit`
+    once its gradients are there changes nothing.
     """
     flats = [state.flat for state in batch.states]
     homes = [] if batch.apart else [flat.home for flat in flats if flat.home is not None]
@@ -43,7 +45,8 @@ def course(
         for ticket in tickets:
             if ticket is not DONE:
                 yield READ, ticket
-        yield UPDATE, batch.update(groups, multiplier, absent, aside)
+        if fit is None or fit():
+            yield UPDATE, batch.update(groups, multiplier, absent, aside)
         for gradient in batch.gradients:
             gradient.spent()
         tickets = []

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from wherry.errors import WherryError
+from wherry.errors import NonFiniteError, WherryError
 
 _FACTOR = 2.0
 
 
-class LossScaleError(WherryError):
+class LossScaleError(NonFiniteError):
     """The loss scale cannot fall further, and gradients still overflow."""
 
 

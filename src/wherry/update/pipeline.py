@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
@@ -73,6 +73,8 @@ class Updater:
         self.holdings = Holdings(groups, link, tier_of)
         self.batches = self.holdings.batches
         self.early = Early(self.batches)
+        # Asked of gradients before an update in the backward uses them; None to use them whatever they are.
+        self.finite: Callable[[FlatGradient], bool] | None = None
         self.steps_made = 0
         self._ahead = Ahead()
         self._departures = Departures(comm, merging)
@@ -154,10 +156,8 @@ class Updater:
         with span("update"), torch.no_grad():
             if when == "in_backward":
                 if self.early.end(groups, multiplier):
-                    self._send_all(self._deferred, groups, multiplier, absent)
-                    self._deferred = []
-                    # They came in the backward's order, and are waited for in the forward's.
-                    self._crew.arrange([self._pending[batch] for batch in self.batches if batch in self._pending])
+                    self._send_all(self._take_deferred(), groups, multiplier, absent)
+                    self._arrange()
                 else:
                     self._begin(groups, multiplier, absent)
             elif when == "before_use":
@@ -169,6 +169,28 @@ class Updater:
             if self._pending and when != "delayed":
                 self._promise()
                 self._hide()
+
+    @torch.no_grad()
+    def skip(
+        self, groups: Groups, multiplier: float, unfit: Collection[FlatGradient]
+    ) -> tuple[list[Batch], list[Batch]]:
+        """The step is not taken, for the `unfit` gradients that are not finite.
+
+        The batches that the backward has updated all the same: from finite gradients, and from others, on the device.
+        """
+        if not self.early.end(groups, multiplier):
+            return [], []
+        self._arrange()
+        self._promise()
+        self._hide()
+        deferred = self._take_deferred()
+        begun = [batch for batch in self.batches if batch.spans and batch not in deferred]
+        made = [batch for batch in begun if not any(g in unfit for g in batch.gradients)]
+        return made, [batch for batch in begun if batch not in made and self._inline(batch)]
+
+    def _arrange(self) -> None:
+        """Updates came in the backward's order, and are waited for in the forward's."""
+        self._crew.arrange([self._pending[batch] for batch in self.batches if batch in self._pending])
 
     def landed(self, gradient: FlatGradient) -> None:
         """In a backward: a flat's gradients are complete, reduced, and on their way to where the update finds them."""
@@ -182,8 +204,22 @@ class Updater:
         if absent and not self._alone:
             self._deferred.append(batch)
             return
-        self._send(batch, course(batch, self._ahead.take, *terms, self.link.fence(), absent))
+        # On the device they are not waited for: the step finds out.
+        fit = None if self.finite is None or self._inline(batch) else partial(self._fit, batch)
+        self._send(batch, course(batch, self._ahead.take, *terms, self.link.fence(), absent, fit=fit))
         self._keep_pace()
+
+    def _take_deferred(self) -> list[Batch]:
+        deferred, self._deferred = self._deferred, []
+        return deferred
+
+    def _fit(self, batch: Batch) -> bool:
+        assert self.finite is not None
+        return all(map(self.finite, batch.gradients))
+
+    def _inline(self, batch: Batch) -> bool:
+        """Whether its updates are kernels of the device, queued by whoever asks for them."""
+        return self.holdings.tiers[batch] is Tier.DEVICE and not self.link.shared
 
     def _keep_pace(self) -> None:
         """A backward that is faster than the updates waits for them, or all gradients would be in memory at once."""
@@ -197,8 +233,7 @@ class Updater:
             for job in self._pending.values():
                 job.come_to_an_end()  # it may read the gradients that are given back next, and what was read for it
         self._ahead.stop()
-        left, self._deferred = self._deferred, []
-        return self.early.drop(left)
+        return self.early.drop(self._take_deferred())
 
     def _at_once(
         self, batches: Sequence[Batch], groups: Groups, multiplier: float, absent: Absent | None = None
@@ -243,8 +278,8 @@ class Updater:
             for state in batch.states:
                 state.flat.pending = True
                 state.flat.ungathered = True
-        if self.holdings.tiers[batch] is Tier.DEVICE and not self.link.shared:
-            # Kernels of the device are queued on its current stream, which the crew's thread does not share.
+        if self._inline(batch):
+            # They go to the device's current stream, which the crew's thread does not share.
             return drive_one(job)
         self._crew.add(job)
 

@@ -163,8 +163,8 @@ class ParameterStates:
         for rank, problem in enumerate(self._everybody.gather_objects(wrong[0] if wrong else None)):
             if problem is not None:
                 raise WherryError(
-                    f"optimizer.load_state_dict, rank {rank}: {problem}; state_dict() holds one rank's part, for as many "
-                    "ranks at the same stage: engine.save_checkpoint(folder) writes what any number of them loads"
+                    f"optimizer.load_state_dict, rank {rank}: {problem}; state_dict() holds one rank's part, for as "
+                    "many ranks at the same stage: engine.save_checkpoint(folder) writes what any number of them loads"
                 )
         for state in dict.fromkeys(self._place(name)[0] for name in given):
             names = [slot.name for slot in state.flat.layout.slots]
