@@ -30,7 +30,7 @@ def environment(**extra):
 def wherry(*arguments, cwd=None, timeout=90, **extra):
     """Run `wherry ARGUMENTS` to its end."""
     return subprocess.run(
-        [sys.executable, "-m", "wherry.cli", *map(str, arguments)],
+        [sys.executable, "-m", "wherry", *map(str, arguments)],
         cwd=cwd, env=environment(**extra), capture_output=True, text=True, timeout=timeout,
     )  # fmt: skip
 
@@ -72,7 +72,7 @@ def _text_of(file):
 def start(*arguments, cwd=None, **extra):
     """Start `wherry ARGUMENTS` and let it run."""
     return subprocess.Popen(
-        [sys.executable, "-m", "wherry.cli", *map(str, arguments)],
+        [sys.executable, "-m", "wherry", *map(str, arguments)],
         cwd=cwd, env=environment(**extra), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 

@@ -124,13 +124,26 @@ def test_flags_for_all_hosts_are_passed_on():
 
 
 def test_the_root_cause_is_neither_a_lost_peer_nor_an_ordered_end():
-    lost = Failure(0, 1, "Connection closed by peer", time_ns=1, of_a_peer=True)
-    ended = Failure(1, -15, "", time_ns=0, of_a_peer=False, recorded=False)
-    cause = Failure(2, 1, "Traceback ...", time_ns=5, of_a_peer=False)
-    later = Failure(3, 1, "Traceback ...", time_ns=9, of_a_peer=False)
+    lost = Failure(0, 1, "E: Connection closed by peer", "Traceback ...", time_ns=1, of_a_peer=True)
+    ended = Failure(1, -15, "", "", time_ns=0, of_a_peer=False, recorded=False)
+    cause = Failure(2, 1, "E: cause", "Traceback ...", time_ns=5, of_a_peer=False)
+    later = Failure(3, 1, "E: cause", "Traceback ...", time_ns=9, of_a_peer=False)
     assert root_cause([lost, ended, later, cause]) is cause
     assert root_cause([lost, ended]) is lost
     assert Failure.from_line(cause.to_line()) == cause
+    told = cause.describe([lost, ended, later, cause], 4)
+    assert told == (
+        "wherry: the same error on ranks 2, 3, and all ranks have ended. The traceback of rank 2:\n\nTraceback ..."
+    )
+
+
+@pytest.mark.parametrize("words", ["--nproc 5 --help --include x", "--n 5", "-- --x", "-h", "--r=1 -m", "-H", ""])
+@pytest.mark.parametrize("flags", ["--nproc 2", "--nproc=2", "--max-r 1", "-t3", "-t 3 -m", "--nproc 2 --", ""])
+def test_the_script_s_own_words_are_handed_on_unread(flags, words):
+    found, rest = run.parse_up_to_script(build_parser(), [*flags.split(), "train.py", *words.split()])
+    assert (found.training_script, rest) == ("train.py", words.split())
+    assert (found.nproc, found.max_restarts) == (2 if "nproc" in flags else None, int("max" in flags))
+    assert (found.tee, found.module) == ("3" if "-t" in flags else "0", "-m" in flags.split())
 
 
 def _emit(capsys, scheduler, *flags):

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import uuid
+from collections.abc import Sequence
 
 from wherry.errors import WherryError
 
@@ -64,8 +65,21 @@ def add_launch_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--no_local_rank", "--no-local-rank", action="store_true", help="do not pass it (the default)")
 
 
+def parse_up_to_script(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our flags with the script's name, and what follows it, unread: argparse would look for our flags in there too."""
+    flags = parser._option_string_actions
+    at = 0
+    while at < len(argv) and argv[at].startswith("-") and argv[at] != "--":
+        # A flag may be cut short, as argparse allows; one with = or letters behind it brings its value along.
+        found = flags.get(argv[at]) or next((flags[name] for name in flags if name.startswith(argv[at])), None)
+        at += 1 if found is None or found.nargs == 0 else 2
+    at += at < len(argv) and argv[at] == "--"
+    return parser.parse_args(argv[: at + 1]), list(argv[at + 1 :])
+
+
 def main(argv: list[str]) -> int:
-    arguments = build_parser().parse_args(argv)
+    arguments, words = parse_up_to_script(build_parser(), argv)
+    arguments.training_script_args = words
     nodes = _number_of_nodes(arguments)
     if arguments.emit:
         from wherry.cli.emit import Job, emit
