@@ -14,7 +14,10 @@ from pathlib import Path
 
 import psutil
 
-SOURCES = str(Path(__file__).parents[2] / "src")
+import wherry as wherry_itself
+
+# Programs run the Wherry that is tested, be it a checkout's or an installed one.
+WHERE = str(Path(wherry_itself.__file__).parents[1])
 
 
 def environment(**extra):
@@ -24,7 +27,7 @@ def environment(**extra):
     }
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOGLEVEL"):
         ours.pop(name, None)
-    return {**ours, "PYTHONPATH": SOURCES, **extra}
+    return {**ours, "PYTHONPATH": WHERE, **extra}
 
 
 def wherry(*arguments, cwd=None, timeout=90, **extra):
