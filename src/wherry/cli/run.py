@@ -14,7 +14,7 @@ from wherry.errors import WherryError
 DEFAULT_PORT = 29500
 _OURS_TO_DEFAULT = ("nproc_per_node", "nnodes", "rdzv_backend", "node_rank", "master_addr")
 _SET_PER_HOST = {
-    *("hostfile", "include", "exclude", "ssh", "ssh_port", "emit", "follow_stdin", "training_script"),
+    *("hostfile", "include", "exclude", "ssh", "ssh_port", "emit", "install", "follow_stdin", "training_script"),
     *("training_script_args", "num_nodes", "nnodes", "node_rank", "num_gpus", "nproc", "nproc_per_node"),
     *("master_addr", "master_port", "no_local_rank"),
 }
@@ -50,6 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("--ssh", help="the command that reaches a host (default: ssh -o BatchMode=yes)")
     group.add_argument("--ssh_port", "--ssh-port", type=int, help="ssh's port")
     group.add_argument("--emit", choices=("slurm", "k8s", "sky"), help="print the scheduler's job file, start nothing")
+    group.add_argument("--install", metavar="PATH_OR_URL", help="with --emit: where pip finds Wherry on those machines")
     parser.add_argument(
         "--as-deepspeed", action="store_true", help="let the script's `import deepspeed` give Wherry, on every rank"
     )
@@ -86,6 +87,8 @@ def main(argv: list[str]) -> int:
 
         sys.stdout.write(emit(arguments.emit, Job.of(arguments, nodes)))
         return 0
+    if arguments.install:
+        raise WherryError(f"--install {arguments.install}: it goes with --emit; ranks run the Wherry that starts them")
     if arguments.hostfile:
         from wherry.cli.nodes import run_on_hosts
 
