@@ -9,11 +9,12 @@ PEERS := $(VENV)/.peers
 INPUTS := pyproject.toml constraints.txt $(wildcard CMakeLists.txt src/wherry/native/src/*)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: help train test bench lint asan tsan clean
+.PHONY: help train test wheel-test bench lint asan tsan clean
 
 help:
 	@echo "make train   train a small GPT-2 here, on two ranks; flags go in ARGS, as in make train ARGS='--steps 50'"
 	@echo "make test    run the tests; ARGS='tests/train -k loop' chooses among them"
+	@echo "make wheel-test   what users install: build it, and run the tests of the alias and of other libraries against it"
 	@echo "make bench   measure this machine, and Wherry beside DDP, FSDP2 and DeepSpeed: about ten minutes"
 	@echo "make lint    ruff, mypy and the floors of the house"
 	@echo "make asan    the native tests under the address and undefined behaviour sanitizers"
@@ -25,6 +26,12 @@ train: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# A wheel of the sdist, in an environment of its own beside the other packages of .venv, and no sources in reach.
+wheel-test: $(INSTALLED)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tests.installed build/wheel
+	cd build/wheel && venv/bin/wherry --help >/dev/null && venv/bin/python -m wherry version \
+	  && venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/compat tests/integrations tests/examples $(ARGS)
 
 # One that fails says so, and the others go on; Ctrl-C ends all.
 bench: $(PEERS)

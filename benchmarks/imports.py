@@ -38,7 +38,7 @@ IMPORTS = {
 # And what is asked for help: a module of its command.
 COMMANDS = {
     "python": ("sys", ["-c", "pass"]),
-    "wherry": ("wherry", ["-m", "wherry.cli", "--help"]),
+    "wherry": ("wherry", ["-m", "wherry", "--help"]),
     "torchrun": ("torch", ["-m", "torch.distributed.run", "--help"]),
     "deepspeed": ("deepspeed", ["-m", "deepspeed.launcher.runner", "--help"]),
 }

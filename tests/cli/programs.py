@@ -14,7 +14,10 @@ from pathlib import Path
 
 import psutil
 
-SOURCES = str(Path(__file__).parents[2] / "src")
+import wherry as wherry_itself
+
+# Programs run the Wherry that is tested, be it a checkout's or an installed one.
+WHERE = str(Path(wherry_itself.__file__).parents[1])
 
 
 def environment(**extra):
@@ -24,13 +27,13 @@ def environment(**extra):
     }
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOGLEVEL"):
         ours.pop(name, None)
-    return {**ours, "PYTHONPATH": SOURCES, **extra}
+    return {**ours, "PYTHONPATH": WHERE, **extra}
 
 
 def wherry(*arguments, cwd=None, timeout=90, **extra):
     """Run `wherry ARGUMENTS` to its end."""
     return subprocess.run(
-        [sys.executable, "-m", "wherry.cli", *map(str, arguments)],
+        [sys.executable, "-m", "wherry", *map(str, arguments)],
         cwd=cwd, env=environment(**extra), capture_output=True, text=True, timeout=timeout,
     )  # fmt: skip
 
@@ -72,7 +75,7 @@ def _text_of(file):
 def start(*arguments, cwd=None, **extra):
     """Start `wherry ARGUMENTS` and let it run."""
     return subprocess.Popen(
-        [sys.executable, "-m", "wherry.cli", *map(str, arguments)],
+        [sys.executable, "-m", "wherry", *map(str, arguments)],
         cwd=cwd, env=environment(**extra), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 

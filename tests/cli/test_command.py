@@ -202,7 +202,7 @@ def test_output_that_cannot_be_written_is_no_traceback(command, at_once):
     told = []
     with unread() as pipe, open("/dev/full", "w") as full:
         for out in (pipe, full):
-            words = [sys.executable, "-m", "wherry.cli", *command.split()]
+            words = [sys.executable, "-m", "wherry", *command.split()]
             unbuffered = environment(PYTHONUNBUFFERED="1" if at_once else "")
             done = subprocess.run(words, env=unbuffered, stdout=out, stderr=subprocess.PIPE, text=True)
             told.append((done.returncode, done.stderr))

@@ -72,7 +72,7 @@ def test_ctrl_c_reaches_every_host(tmp_path, fleet):
 def test_output_that_nobody_reads_ends_every_host(tmp_path, fleet):
     body = WRITE_PID + "while True:\n    print('working', flush=True)\n    time.sleep(0.01)\n"
     with open(tmp_path / "errors", "w") as errors:
-        words = [sys.executable, "-m", "wherry.cli", "run", *map(str, fleet), str(script(tmp_path, body))]
+        words = [sys.executable, "-m", "wherry", "run", *map(str, fleet), str(script(tmp_path, body))]
         launcher = subprocess.Popen(
             words, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=errors, text=True
         )

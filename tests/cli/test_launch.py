@@ -86,19 +86,106 @@ def test_a_dying_rank_ends_all_and_its_traceback_is_last(tmp_path):
     assert (tmp_path / "told.0").read_text().startswith("PeerError: rank 1 has failed, while rank 0 waited for ")
     lines = done.stderr.rstrip().splitlines()
     assert lines[-1] == "ValueError: rank one is unwell"
-    told = next(index for index, line in enumerate(lines) if line.startswith("wherry: rank 1 failed"))
-    assert lines[told + 2] == "Traceback (most recent call last):"
+    # Once, and nothing of the peer that was told of it.
+    assert lines[0] == "wherry: rank 1 failed, and all ranks have ended. Its traceback:"
+    assert lines[2] == "Traceback (most recent call last):" and lines.count(lines[2]) == 1
     # The frames of the launcher's own code are not the user's business.
-    assert "wherry/cli" not in "\n".join(lines[told:])
+    assert "wherry/cli" not in done.stderr
     assert len(pids_in(tmp_path)) == 2 and gone(pids_in(tmp_path))
 
 
-def test_a_killed_rank_is_named_with_its_signal(tmp_path):
-    body = WRITE_PID + BLOCK + "if os.environ['RANK'] == '1':\n    os.kill(os.getpid(), 9)\ntime.sleep(600)\n"
-    done = launched("run", "--nproc", 2, script(tmp_path, body))
-    assert done.returncode == 128 + 9
-    assert "rank 1 was ended by SIGKILL" in done.stderr.splitlines()[-1]
+# Rank 1 ends in the way of the first argument, while rank 0 is in a collective of the backend's own.
+ENDS_EARLY = (
+    WRITE_PID
+    + """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+if dist.get_rank() == 1:
+    exec(sys.argv[1])
+for _ in range(10**6):
+    dist.all_reduce(torch.ones(1))
+"""
+)
+KILLED = "was ended by SIGKILL (SIGKILL often means that the machine ran out of memory: see dmesg)"
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "told"),
+    [
+        ("os.kill(os.getpid(), 9)", 128 + 9, KILLED),
+        ("os._exit(3)", 3, "exited with status 3"),
+        ("sys.exit(4)", 4, "exited with status 4"),
+    ],
+)
+def test_a_rank_that_ends_without_a_word_is_one_line(tmp_path, end, status, told):
+    done = launched("run", "--nproc", 2, script(tmp_path, ENDS_EARLY), end)
+    assert (done.returncode, done.stderr) == (status, f"wherry: rank 1 {told}, and all ranks have ended.\n")
     assert gone(pids_in(tmp_path))
+
+
+def test_what_the_transport_says_of_a_dead_peer_is_not_told(tmp_path):
+    done = launched("run", "--nproc", 2, script(tmp_path, ENDS_EARLY), "raise ValueError('unwell')")
+    assert done.returncode == 1
+    assert done.stderr.startswith("wherry: rank 1 failed, and all ranks have ended. Its traceback:\n\nTraceback (most")
+    assert done.stderr.endswith("ValueError: unwell\n")
+    assert done.stderr.count("Traceback") == 1 and "peer" not in done.stderr
+
+
+REFUSED = """
+import torch, wherry
+time.sleep(0.4 * (os.environ["RANK"] == sys.argv[1]))
+wherry.initialize(model=torch.nn.Linear(1, 1), config={"gradient_cliping": 1})
+"""
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_the_same_error_on_all_ranks_is_told_once(tmp_path, last):
+    done = launched("run", "--nproc", 2, script(tmp_path, REFUSED), last)
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert lines[0].startswith("wherry: the same error on all 2 ranks, and all ranks have ended. The traceback of rank")
+    # The user's line and what is wrong with it: Wherry's own frames tell nothing more.
+    assert lines[-1] == 'wherry.errors.ConfigError: gradient_cliping: unknown key, did you mean "gradient_clipping"?'
+    assert sum("gradient_cliping: unknown" in line for line in lines) == 1
+    assert [line for line in lines if line.startswith("  File")] == [
+        f'  File "{tmp_path}/script.py", line 7, in <module>'
+    ]
+
+
+def test_errors_that_differ_are_all_named(tmp_path):
+    body = "raise ValueError('unwell') if os.environ['RANK'] == '1' else KeyError('also')\n"
+    done = launched("run", "--nproc", 2, script(tmp_path, f"time.sleep(0.4 * (os.environ['RANK'] == '0'))\n{body}"))
+    lines = done.stderr.splitlines()
+    assert lines[:2] == [
+        "wherry: rank 0 failed as well: KeyError: 'also'",
+        "wherry: rank 1 failed, and all ranks have ended. Its traceback:",
+    ]
+    assert lines[-1] == "ValueError: unwell"
+
+
+def test_an_attempt_that_is_not_the_last_says_at_once_why_it_failed(tmp_path):
+    end = "raise ValueError('attempt ' + os.environ['TORCHELASTIC_RESTART_COUNT'])"
+    done = launched("run", "--nproc", 2, "--max-restarts", 1, script(tmp_path, ENDS_EARLY), end)
+    assert done.returncode == 1
+    assert [line for line in done.stderr.splitlines() if "attempt " in line and "exec" not in line] == [
+        "ValueError: attempt 0",
+        "ValueError: attempt 1",
+    ]
+    first = done.stderr[: done.stderr.index("ValueError: attempt 0")]
+    assert "[rank 1] Traceback" in first
+    # Of those that fail for all ranks, one says it; a lost peer takes a line.
+    body = "raise ValueError('every rank of attempt ' + os.environ['TORCHELASTIC_RESTART_COUNT'])"
+    done = launched("run", "--nproc", 2, "--max-restarts", 1, script(tmp_path, body))
+    assert done.stderr.count("ValueError: every rank of attempt 0") == 1
+    assert done.stderr.count("ValueError: every rank of attempt 1") == 1
+
+
+def test_the_log_of_each_rank_is_whole(tmp_path):
+    flags = ("--nproc", 2, "--log-dir", tmp_path / "logs", "--redirects", 3)
+    done = launched("run", *flags, script(tmp_path, ENDS_EARLY), "raise ValueError('unwell')")
+    assert done.returncode == 1
+    (log,) = (tmp_path / "logs").glob("*/attempt_0/1/stderr.log")
+    assert log.read_text().rstrip().endswith("ValueError: unwell")
 
 
 def test_a_crash_in_native_code_shows_the_python_stack(tmp_path):

@@ -124,13 +124,29 @@ def test_flags_for_all_hosts_are_passed_on():
 
 
 def test_the_root_cause_is_neither_a_lost_peer_nor_an_ordered_end():
-    lost = Failure(0, 1, "Connection closed by peer", time_ns=1, of_a_peer=True)
-    ended = Failure(1, -15, "", time_ns=0, of_a_peer=False, recorded=False)
-    cause = Failure(2, 1, "Traceback ...", time_ns=5, of_a_peer=False)
-    later = Failure(3, 1, "Traceback ...", time_ns=9, of_a_peer=False)
+    lost = Failure(0, 1, "E: Connection closed by peer", "Traceback ...", time_ns=1, of_a_peer=True)
+    ended = Failure(1, -15, "", "", time_ns=0, of_a_peer=False, recorded=False)
+    cause = Failure(2, 1, "E: cause", "Traceback ...", time_ns=5, of_a_peer=False)
+    later = Failure(3, 1, "E: cause", "Traceback ...", time_ns=9, of_a_peer=False)
     assert root_cause([lost, ended, later, cause]) is cause
     assert root_cause([lost, ended]) is lost
     assert Failure.from_line(cause.to_line()) == cause
+    told = cause.describe([lost, ended, later, cause], 4)
+    assert told == (
+        "wherry: the same error on ranks 2, 3, and all ranks have ended. The traceback of rank 2:\n\nTraceback ..."
+    )
+
+
+@pytest.mark.parametrize("words", ["--nproc 5 --help --include x", "--n 5", "-- --x", "-h", "--r=1 -m", "-H", ""])
+@pytest.mark.parametrize("flags", ["--nproc 2", "--nproc=2", "--max-r 1", "-t3", "-t 3 -m", "--nproc 2 --", ""])
+def test_the_script_s_own_words_are_handed_on_unread(flags, words):
+    found, rest = run.parse_up_to_script(build_parser(), [*flags.split(), "train.py", *words.split()])
+    assert (found.training_script, rest) == ("train.py", words.split())
+    assert (found.nproc, found.max_restarts) == (2 if "nproc" in flags else None, int("max" in flags))
+    assert (found.tee, found.module) == ("3" if "-t" in flags else "0", "-m" in flags.split())
+
+
+SOMEWHERE = ("--install", "git+https://git.example/wherry")
 
 
 def _emit(capsys, scheduler, *flags):
@@ -155,11 +171,35 @@ def test_kubernetes_job(capsys):
 
 
 def test_sky_job(capsys):
-    job = yaml.safe_load(_emit(capsys, "sky", "--num_nodes", 2, "--nproc", 4))
+    job = yaml.safe_load(_emit(capsys, "sky", *SOMEWHERE, "--num_nodes", 2, "--nproc", 4))
+    assert job["setup"] == f"python -m pip install {SOMEWHERE[1]}\n"
     assert job["num_nodes"] == 2 and "accelerators" not in job["resources"]
     assert "--nproc-per-node=4" in job["run"] and "SKYPILOT_NODE_RANK" in job["run"]
     assert subprocess.run(["bash", "-n"], input=job["run"], text=True).returncode == 0
-    assert "H100:8" in _emit(capsys, "sky", "--num_gpus", 8)
+    assert "H100:8" in _emit(capsys, "sky", *SOMEWHERE, "--num_gpus", 8)
+
+
+def test_jobs_install_from_where_they_are_told_and_never_by_a_name(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wherry").mkdir()
+    for scheduler in ("slurm", "k8s"):
+        text = _emit(capsys, scheduler)
+        assert "pip install" not in text and ("already" in text or "holds your script and Wherry" in text)
+        for given, told in (("/shared/w.whl", "/shared/w.whl"), ("wherry", "./wherry"), (SOMEWHERE[1], SOMEWHERE[1])):
+            assert f"python -m pip install {told}" in _emit(capsys, scheduler, "--install", given)
+    command = yaml.safe_load(_emit(capsys, "k8s", "--install", "w.whl"))["spec"]["trainer"]["command"]
+    assert command[2] == 'python -m pip install ./w.whl && exec "$@"'
+    for given in ("wherry", tmp_path / "wherry"):
+        assert yaml.safe_load(_emit(capsys, "sky", "--install", given))["setup"] == "python -m pip install ./wherry\n"
+    for flags, message in (
+        ((), "--emit sky: new machines have no Wherry; give --install"),
+        (("--install", "w.whl"), "--install w.whl: expected a wheel or a clone in this folder"),
+        (("--install", "/"), "--install /: expected a wheel or a clone in this folder"),
+    ):
+        with pytest.raises(WherryError, match=message):
+            main(["--emit", "sky", *flags, "my_train.py"])
+    with pytest.raises(WherryError, match="it goes with --emit"):
+        main(["--install", "w.whl", "my_train.py"])
 
 
 def test_a_job_for_a_script_written_for_deepspeed(capsys):
@@ -168,10 +208,10 @@ def test_a_job_for_a_script_written_for_deepspeed(capsys):
     assert slurm.index(alias) < slurm.index("srun")
     k8s = yaml.safe_load(_emit(capsys, "k8s", "--as-deepspeed"))["spec"]["trainer"]["command"]
     assert k8s[:2] == ["bash", "-c"] and alias in k8s[2] and k8s[4:6] == ["torchrun", "my_train.py"]
-    sky = yaml.safe_load(_emit(capsys, "sky", "--as-deepspeed"))
+    sky = yaml.safe_load(_emit(capsys, "sky", *SOMEWHERE, "--as-deepspeed"))
     assert alias in sky["run"].splitlines()[0]
     for scheduler in ("slurm", "k8s", "sky"):
-        assert alias not in _emit(capsys, scheduler)
+        assert alias not in _emit(capsys, scheduler, *SOMEWHERE)
 
 
 @pytest.mark.parametrize("flags", [("--hostfile", "hosts"), ("--include", "localhost:0"), ("--local_rank_arg",)])

@@ -148,8 +148,8 @@ def test_the_command_of_the_alias_takes_the_flags_of_the_other_launcher(tmp_path
     assert done.returncode == 0, done.stderr
     assert "['--local_rank=0', '--deepspeed_config', 'c.json']" in done.stdout
     without = script(tmp_path, "print(sys.argv[1:])\n", "without.py")
-    done = forked(alias.PROGRAMS / "deepspeed", "--no_local_rank", without)
-    assert "[]" in done.stdout
+    done = forked(alias.PROGRAMS / "deepspeed", "--no_local_rank", without, "--n", "5", "--help")
+    assert "['--n', '5', '--help']" in done.stdout
     assert os.access(alias.PROGRAMS / "deepspeed", os.X_OK)
     done = deepspeed("--autotuning", "run", path)
     assert (done.returncode, done.stderr) == (

@@ -1,4 +1,4 @@
-"""A wheel is built from the sources, installed and run; and so is one where there is no compiler."""
+"""A wheel is built of the sdist, installed and run; and so is one where there is no compiler."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.installed import ROOT, make_environment, make_sdist, make_wheel
 
 from wherry import native
 from wherry.native import loading
 
-TOP = Path(__file__).parents[2]
 NEEDED = {"libc", "libm", "libpthread", "libstdc++", "libgcc_s", "ld-linux-x86-64", "ld-linux-aarch64"}
 
 pytestmark = [
@@ -31,24 +31,13 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed"),
 ]
 
-BUILD = """
-import sys
-from scikit_build_core.build import build_wheel
-print(build_wheel(sys.argv[1], {"cmake.define.WHERRY_OPTIMIZE": "-O0"}))
-"""
-
-# An update in the installed package, apart from any other Wherry of this machine.
+# An update in the installed package.
 RUN = """
 import json, sys
-sys.path[:0] = [sys.argv[1]]
-sys.path += json.loads(sys.argv[2])
 import torch, wherry
 from wherry import native
-from wherry.cli.doctor import examine
-exec(sys.argv[3])
-core = next(finding for finding in examine() if finding.name == "native core")
-print(json.dumps({"file": wherry.__file__, "isa": native.isa(), "digest": digest(native, torch),
-                  "doctor": [core.found, core.verdict, core.advice]}))
+exec(sys.argv[1])
+print(json.dumps({"file": wherry.__file__, "isa": native.isa(), "digest": digest(native, torch)}))
 """
 
 # Three steps of a split master, and what they leave.
@@ -69,48 +58,43 @@ def digest(native, torch):
 """
 
 
-def build(folder: Path, **environment: str) -> Path:
-    """The wheel that the build backend makes of a clean copy of the sources."""
-    sources, out = folder / "sources", folder / "out"
-    ignored = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info")
-    shutil.copytree(TOP / "src", sources / "src", ignore=ignored)
-    for name in ("pyproject.toml", "CMakeLists.txt", "README.md"):
-        shutil.copy(TOP / name, sources / name)
-    out.mkdir()
+FAST = "cmake.define.WHERRY_OPTIMIZE=-O0"
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory):
+    return make_sdist(tmp_path_factory.mktemp("sdist"))
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist):
+    return make_wheel(sdist, sdist.parent / "wheel", FAST)
+
+
+@pytest.fixture(scope="module")
+def programs(wheel):
+    return make_environment(wheel, wheel.parent / "venv")
+
+
+def program(*words: object, folder: Path, **extra: str) -> str:
+    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "WHERRY_ISA")}
     done = subprocess.run(
-        [sys.executable, "-c", BUILD, str(out)],
-        cwd=sources,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return out / done.stdout.split()[-1]
-
-
-def install(wheel: Path, folder: Path) -> Path:
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder)
-    return folder
-
-
-def run(site: Path) -> dict[str, Any]:
-    # -S leaves out what an editable install has put into site-packages; these come in again as plain folders.
-    packages = [path for path in sys.path if path.endswith("-packages")]
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "WHERRY_ISA")}
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", RUN, str(site), json.dumps(packages), STEPS],
-        cwd=site,
-        env=environment | {"OMP_NUM_THREADS": "1"},
+        list(map(str, words)),
+        cwd=folder,
+        env=clean | {"OMP_NUM_THREADS": "1"} | extra,
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert Path(found["file"]).is_relative_to(site)
-    return found
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def run(programs: Path, folder: Path) -> dict[str, Any]:
+    found = json.loads(program(programs / "python", "-c", RUN, STEPS, folder=folder))
+    assert Path(found.pop("file")).is_relative_to(programs.parent)
+    findings = json.loads(program(programs / "wherry", "doctor", "--json", folder=folder))
+    return found | {"doctor": next(finding for finding in findings if finding["name"] == "native core")}
 
 
 def digest_here() -> str:
@@ -119,21 +103,28 @@ def digest_here() -> str:
     return names["digest"](native, torch)
 
 
-@pytest.mark.skipif(native.library() is None, reason=f"no native library here to begin with: {native.why_not()}")
-def test_one_wheel_serves_every_python(tmp_path):
-    wheel = build(tmp_path)
+built_here = pytest.mark.skipif(
+    native.library() is None, reason=f"no native library here to begin with: {native.why_not()}"
+)
+
+
+@built_here
+def test_one_wheel_serves_every_python(wheel, tmp_path):
     # Neither Python's ABI nor its version: any Python 3 on this system and processor.
     assert re.fullmatch(r"wherry-[\w.]+-py3-none-(linux|macosx)_\w+\.whl", wheel.name)
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         (record,) = [name for name in names if name.endswith(".dist-info/WHEEL")]
         assert "Root-Is-Purelib: false" in archive.read(record).decode()
+        about = archive.read(record.replace("WHEEL", "METADATA")).decode()
+        assert archive.read(record.replace("WHEEL", "licenses/LICENSE")) == (ROOT / "LICENSE").read_bytes()
+        archive.extract("wherry/native/libwherry.so", tmp_path)
+    assert "\nLicense-Expression: Apache-2.0\nLicense-File: LICENSE\n" in about
     assert "wherry/native/libwherry.so" in names
     assert {"wherry/__init__.py", "wherry/cli/__init__.py", "wherry/native/loading.py"} <= set(names)
-    assert "wherry/plan/profiles.zip" in names
+    assert {"wherry/plan/profiles.zip", "wherry/py.typed"} <= set(names)
     assert not [name for name in names if name.startswith("wherry/native/src") or name.endswith((".cpp", ".h", ".o"))]
-    site = install(wheel, tmp_path / "site")
-    library = site / "wherry" / "native" / "libwherry.so"
+    library = tmp_path / "wherry" / "native" / "libwherry.so"
     if shutil.which("readelf") is not None:
         out = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout
         needed = set(re.findall(r"NEEDED.*\[(.+?)\.so", out))
@@ -143,6 +134,57 @@ def test_one_wheel_serves_every_python(tmp_path):
     found = ctypes.CDLL(str(library))
     assert found.wherry_abi_version() == loading.ABI_VERSION
     assert all(found.wherry_has_isa(loading.ISA_CODES[name]) for name in native.available_isas() if name != "torch")
+
+
+ALIAS = """
+import importlib.metadata
+{install}
+import deepspeed
+assert importlib.metadata.version("deepspeed") == deepspeed.__version__, deepspeed.__version__
+assert "not DeepSpeed" in importlib.metadata.metadata("deepspeed")["Summary"]
+"""
+
+
+@built_here
+def test_what_is_installed_runs(programs, tmp_path):
+    found = run(programs, tmp_path)
+    assert (found["isa"], found["digest"]) == (native.available_isas()[0], digest_here())
+    assert found["doctor"]["found"].startswith(f"{found['isa']} kernels")
+    both = ([programs / "wherry"], [programs / "python", "-m", "wherry"])
+    helps = [program(*command, "--help", folder=tmp_path) for command in both]
+    assert helps[0] == helps[1] and helps[0].startswith("usage: wherry")
+    # Frameworks look for DeepSpeed's metadata, whichever way the alias was asked for.
+    install = "import wherry.compat.deepspeed as c; c.install()"
+    program(programs / "python", "-c", ALIAS.format(install=install), folder=tmp_path)
+    path = program(programs / "python", "-m", "wherry.compat.deepspeed", "--path", folder=tmp_path).strip()
+    program(programs / "python", "-c", ALIAS.format(install=""), folder=tmp_path, PYTHONPATH=path)
+    assert os.access(f"{path}/bin/deepspeed", os.X_OK)
+
+
+USER = """
+import torch
+import wherry
+
+engine, *_ = wherry.initialize(model=torch.nn.Linear(2, 2), config={"zero_optimization": {"stage": 3}})
+reveal_type(engine)
+wherry.initialize(model=torch.nn.Linear(2, 2), confg={})
+"""
+
+
+@built_here
+def test_types_are_seen_by_a_user_s_checker(programs, tmp_path):
+    pytest.importorskip("mypy", reason="mypy comes with `pip install '.[dev]'`")
+    (tmp_path / "user.py").write_text(USER)
+    # What Wherry needs of others takes half a minute to read, and tells nothing here.
+    (tmp_path / "mypy.ini").write_text("[mypy]\n[mypy-torch.*,numpy.*,pydantic.*]\nfollow_imports = skip\n")
+    words = ["-m", "mypy", "--no-incremental", "--python-executable", str(programs / "python"), "user.py"]
+    done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.splitlines() == [
+        'user.py:6: note: Revealed type is "wherry.engine.Engine"',
+        'user.py:7: error: Unexpected keyword argument "confg" for "initialize"; did you mean "config"?  [call-arg]',
+        'user.py:7: note: "initialize" defined in "wherry.assemble"',
+        "Found 1 error in 1 file (checked 1 source file)",
+    ], done.stdout + done.stderr
 
 
 def broken_compiler(folder: Path) -> str:
@@ -157,16 +199,17 @@ def broken_compiler(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("compiler", ["absent", "failing"])
-def test_without_a_compiler_the_fallback_is_installed(tmp_path, compiler):
+def test_without_a_compiler_the_fallback_is_installed(sdist, tmp_path, compiler):
     path = "/nowhere/c++" if compiler == "absent" else broken_compiler(tmp_path)
-    wheel = build(tmp_path, CXX=path)
-    site = install(wheel, tmp_path / "site")
-    assert not list(site.rglob("*.so"))
+    wheel = make_wheel(sdist, tmp_path, FAST, CXX=path)
+    with zipfile.ZipFile(wheel) as archive:
+        assert not [name for name in archive.namelist() if name.endswith(".so")]
     if compiler == "failing":
         return  # the same wheel
-    found = run(site)
+    found = run(make_environment(wheel, tmp_path / "venv"), tmp_path)
     assert found["isa"] == "torch"
-    what, verdict, advice = found["doctor"]
-    assert (what, verdict) == ("not in use: torch fallback", "note")
-    assert "there was no C++ compiler when Wherry was installed" in advice and "install one (g++ or clang++)" in advice
+    doctor = found["doctor"]
+    assert (doctor["found"], doctor["verdict"]) == ("not in use: torch fallback", "note")
+    assert "there was no C++ compiler when Wherry was installed" in doctor["advice"]
+    assert "install one (g++ or clang++)" in doctor["advice"]
     assert found["digest"] == digest_here()

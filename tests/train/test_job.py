@@ -121,7 +121,7 @@ def test_output_that_nobody_reads_ends_all_ranks_in_silence(tmp_path, text):
     folder = tmp_path / "run"
     flags = (*TINY, *text, "--steps", 100_000, "--log-interval", 1, "--nproc", 2, "--run-dir", folder)
     with open(tmp_path / "errors", "w") as errors:
-        words = [sys.executable, "-m", "wherry.cli", "train", *map(str, flags)]
+        words = [sys.executable, "-m", "wherry", "train", *map(str, flags)]
         run = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=errors, text=True)
         while not run.stdout.readline().startswith("step 2/"):
             assert run.poll() is None
@@ -137,7 +137,7 @@ def test_output_that_nobody_reads_ends_all_ranks_in_silence(tmp_path, text):
 def test_output_without_room_is_told_before_training(tmp_path, text):
     flags = (*TINY, *text, "--steps", 100_000, "--nproc", 2, "--run-dir", tmp_path / "run")
     with open("/dev/full", "w") as full:
-        words = [sys.executable, "-m", "wherry.cli", "train", *map(str, flags)]
+        words = [sys.executable, "-m", "wherry", "train", *map(str, flags)]
         run = subprocess.run(words, env=environment(), stdout=full, stderr=subprocess.PIPE, text=True, timeout=90)
     assert run.returncode == 2
     assert run.stderr.startswith("wherry: standard output cannot be written (No space left on device); make room")

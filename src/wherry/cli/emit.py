@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 from dataclasses import dataclass
+from pathlib import Path
 
 from wherry.cli.run import given_processes
 from wherry.errors import WherryError
@@ -23,8 +24,14 @@ class Job:
     command: tuple[str, ...]
     port: int = 29500
     gpus: bool = True
+    # What pip installs Wherry from, as the job's machines see it. Without it they have Wherry already.
+    install: str | None = None
     # Whether the script's `import deepspeed` is to give Wherry.
     as_deepspeed: bool = False
+
+    @property
+    def installing(self) -> list[str]:
+        return [f"python -m pip install {shlex.quote(self.install)}"] if self.install else []
 
     @classmethod
     def of(cls, arguments: argparse.Namespace, nodes: str) -> Job:
@@ -48,6 +55,7 @@ class Job:
             command=tuple(["-m", *script] if arguments.module else script),
             port=arguments.master_port or 29500,
             gpus=arguments.num_gpus is not None,
+            install=_installable(arguments),
             as_deepspeed=arguments.as_deepspeed,
         )
 
@@ -55,6 +63,26 @@ class Job:
 def _job_name(script: str) -> str:
     stem = os.path.basename(script).removesuffix(".py")
     return re.sub(r"[^a-z0-9-]+", "-", stem.lower()).strip("-") or "wherry"
+
+
+def _installable(arguments: argparse.Namespace) -> str | None:
+    """What pip is told to install: a URL, or a path that it cannot take for a name on an index."""
+    given: str | None = arguments.install
+    if given is None and arguments.emit == "sky":
+        raise WherryError(
+            "--emit sky: new machines have no Wherry; give --install with a wheel or a clone of it in this folder, or "
+            "with a URL that pip installs from"
+        )
+    if given is None or "://" in given:
+        return given
+    path = Path(given)
+    if arguments.emit == "sky":
+        if not path.exists() or not path.resolve().is_relative_to(Path.cwd()):
+            raise WherryError(
+                f"--install {given}: expected a wheel or a clone in this folder, which alone is copied there, or a URL"
+            )
+        path = path.resolve().relative_to(Path.cwd())
+    return str(path) if path.is_absolute() else f"./{path}"
 
 
 # Ahead of the launcher, so that whatever it starts finds the alias.
@@ -68,7 +96,8 @@ def emit(scheduler: str, job: Job) -> str:
 
 def _slurm(job: Job) -> str:
     gpus = f"\n#SBATCH --gpus-per-node={job.processes}" if job.gpus else ""
-    alias = f"{_ALIAS}\n" if job.as_deepspeed else ""
+    install = job.installing or ["# Wherry is in the nodes' environment already: `--install` was not given."]
+    prepare = "\n".join([*install, *([_ALIAS] if job.as_deepspeed else [])])
     return f"""#!/bin/bash
 #SBATCH --job-name={job.name}
 #SBATCH --nodes={job.nodes}
@@ -76,7 +105,8 @@ def _slurm(job: Job) -> str:
 #SBATCH --exclusive
 #SBATCH --output=%x-%j.log
 set -euo pipefail
-{alias}
+{prepare}
+
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
 srun --kill-on-bad-exit=1 torchrun \\
@@ -94,8 +124,9 @@ def _kubernetes(job: Job) -> str:
     count = f"nvidia.com/gpu: {job.processes}"
     resources = f"\n    resourcesPerNode:\n      requests:\n        {count}\n      limits:\n        {count}"
     words = ("torchrun", *job.command)
-    if job.as_deepspeed:
-        words = ("bash", "-c", f'{_ALIAS}; exec "$@"', "bash", *words)
+    prepare = [*job.installing, *([_ALIAS] if job.as_deepspeed else [])]
+    if prepare:
+        words = ("bash", "-c", " && ".join([*prepare, 'exec "$@"']), "bash", *words)
     command = "\n".join(f"      - {_yaml(word)}" for word in words)
     return f"""apiVersion: trainer.kubeflow.org/v1alpha1
 kind: TrainJob
@@ -105,7 +136,7 @@ spec:
   runtimeRef:
     name: torch-distributed
   trainer:
-    image: "IMAGE"  # an image that holds your script and Wherry
+    image: "IMAGE"  # an image that holds your script{"" if job.install else " and Wherry"}
     numNodes: {job.nodes}
     numProcPerNode: {job.processes}
     command:
@@ -129,7 +160,7 @@ workdir: .
 resources:
   cpus: 4+{accelerators}
 setup: |
-  pip install wherry
+  {job.installing[0]}
 run: |
 {script}
 """

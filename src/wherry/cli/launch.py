@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ class Failure:
 
     rank: int
     status: int
+    # The error's type and message, and its traceback. One that is not recorded has a stack at most.
+    message: str
     text: str
     time_ns: int
     of_a_peer: bool
@@ -38,19 +40,32 @@ class Failure:
     def exit_status(self) -> int:
         return 128 - self.status if self.status < 0 else self.status
 
-    def describe(self) -> str:
-        """What a person reads, with the traceback at its end."""
+    def describe(self, failures: Sequence[Failure], ranks: int) -> str:
+        """What a person reads of the cause of all `failures`, with its traceback at the end."""
         if self.recorded and self.text.startswith("wherry: "):
             return self.text.rstrip("\n")
         if self.recorded:
-            return f"wherry: rank {self.rank} failed, and all ranks have ended. Its traceback:\n\n{self.text}".rstrip()
-        if self.status < 0:
+            same = sorted(other.rank for other in failures if other.recorded and other.message == self.message)
+            if len(same) == 1:
+                head = f"rank {self.rank} failed, and all ranks have ended. Its traceback:"
+            else:
+                who = f"on all {ranks} ranks" if len(same) == ranks else f"on ranks {', '.join(map(str, same))}"
+                head = f"the same error {who}, and all ranks have ended. The traceback of rank {self.rank}:"
+        elif self.status < 0:
             name = signal.Signals(-self.status).name
             advice = " (SIGKILL often means that the machine ran out of memory: see dmesg)" if name == "SIGKILL" else ""
-            head = f"wherry: rank {self.rank} was ended by {name}{advice}, and all ranks have ended."
+            head = f"rank {self.rank} was ended by {name}{advice}, and all ranks have ended."
         else:
-            head = f"wherry: rank {self.rank} exited with status {self.status}, and all ranks have ended."
-        return f"{head} Its stack:\n\n{self.text}".rstrip() if self.text else head
+            head = f"rank {self.rank} exited with status {self.status}, and all ranks have ended."
+        if self.text and not self.recorded:
+            head += " Its stack:"
+        # The loss of a peer follows from its failure. Whatever else there is may not.
+        besides = [
+            f"wherry: rank {other.rank} failed as well: {other.message.splitlines()[0]}\n"
+            for other in sorted(failures, key=lambda failure: failure.rank)
+            if other.recorded and not other.of_a_peer and other.message != self.message
+        ]
+        return f"{''.join(besides)}wherry: {head}\n\n{self.text}".rstrip()
 
     def to_line(self) -> str:
         return FAILURE_LINE + json.dumps(asdict(self))
@@ -68,7 +83,7 @@ def root_cause(failures: Iterable[Failure]) -> Failure:
 def launch(arguments: argparse.Namespace, *, report: bool = False) -> int:
     """Start the ranks that torchrun's arguments describe, wait for them, and return the exit status.
 
-    `report`: print a failure as one line of JSON, for the launcher on another machine to read.
+    `report`: print each failure as a line of JSON, for the launcher on another machine to read.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -87,16 +102,19 @@ def launch(arguments: argparse.Namespace, *, report: bool = False) -> int:
         folder = arguments.log_dir = tempfile.mkdtemp(prefix="wherry-run-")
     try:
         config, command, command_arguments = _torchrun_config(arguments)
+        ranks = config.max_nodes * config.nproc_per_node
         elastic_launch(config, command)(*command_arguments)
         return 0
     except ChildFailedError as error:
-        failure = root_cause(_failure(rank, found, arguments.log_dir) for rank, found in error.failures.items())
+        failures = [_failure(rank, found, arguments.log_dir) for rank, found in error.failures.items()]
+        cause = root_cause(failures)
         _end_children_since(children_before)
-        if failure.exit_status == CUT_OFF and not failure.text:
+        if cause.exit_status == CUT_OFF and not cause.text:
             return CUT_OFF  # whoever read the output of a rank has seen enough
         sys.stdout.flush()
-        print(failure.to_line() if report else failure.describe(), file=sys.stderr, flush=True)
-        return failure.exit_status
+        told = [failure.to_line() for failure in failures] if report else [cause.describe(failures, ranks)]
+        print(*told, sep="\n", file=sys.stderr, flush=True)
+        return cause.exit_status
     except (RendezvousError, DistError) as error:
         raise WherryError(
             f"the launchers could not meet at {arguments.rdzv_endpoint or arguments.master_addr}: {error}; check that "
@@ -144,14 +162,15 @@ def _through_rank_module(arguments: argparse.Namespace) -> argparse.Namespace:
 
 
 def _failure(rank: int, found: Any, log_dir: str) -> Failure:
-    message = found.error_file_data.get("message")
-    if isinstance(message, dict):
-        extra = message["extraInfo"]
+    record = found.error_file_data.get("message")
+    if isinstance(record, dict):
+        extra, message = record["extraInfo"], record["message"]
         text = extra["py_callstack"]
         when = int(extra.get("time_ns", int(extra["timestamp"]) * 10**9))
-        return Failure(rank, found.exitcode, text, when, of_a_peer(text))
+        # Its own, also when it has waited for the others' until the agent ended it.
+        return Failure(rank, extra.get("status", found.exitcode), message, text, when, of_a_peer(text))
     stack = _native_stack(log_dir, found.local_rank)
-    return Failure(rank, found.exitcode, stack, found.timestamp * 10**9, False, recorded=False)
+    return Failure(rank, found.exitcode, "", stack, found.timestamp * 10**9, False, recorded=False)
 
 
 def _native_stack(log_dir: str, local_rank: int) -> str:

@@ -190,7 +190,7 @@ class Fleet:
             *("--nproc", str(len(host.slots))),
             *self._forwarded,
         ]
-        command = [sys.executable, "-u", "-m", "wherry.cli", "run", *flags]
+        command = [sys.executable, "-u", "-m", "wherry", "run", *flags]
         command += [arguments.training_script, *arguments.training_script_args]
         exports = [f"{key}={value}" for key, value in sorted(settings.items())]
         return f"cd {shlex.quote(os.getcwd())} && exec env {shlex.join(exports)} {shlex.join(command)}"
@@ -250,10 +250,11 @@ class Fleet:
             status = first.process.returncode
             print(f"wherry: the launcher on {first.host.name} ended with status {status}", file=sys.stderr, flush=True)
             return 128 - status if status < 0 else status
-        failure = root_cause(failures)
-        host = next(node.host.name for node in self.nodes if failure in node.failures)
-        print(f"wherry: on host {host}:\n{failure.describe()}", file=sys.stderr, flush=True)
-        return failure.exit_status
+        cause = root_cause(failures)
+        host = next(node.host.name for node in self.nodes if cause in node.failures)
+        told = cause.describe(failures, sum(len(node.host.slots) for node in self.nodes))
+        print(f"wherry: on host {host}:\n{told}", file=sys.stderr, flush=True)
+        return cause.exit_status
 
     def _tell(self, word: str) -> None:
         for node in self.nodes:

@@ -1,6 +1,6 @@
 """What a rank's process runs: the user's script, as `python script.py` would, with its failure written down.
 
-The launcher reads that record to show the traceback of the rank that failed first, after everything else.
+The launcher reads these records to show one traceback, that of the rank that failed first, after everything else.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ import sys
 import threading
 import time
 import traceback
+from pathlib import Path
 from types import ModuleType
 
 INTERRUPTED = 130
 USER_ERROR = 2
 FAULT_SUFFIX = ".fault"
 _SECONDS_TO_UNWIND = 5.0
+# How long a failed rank waits for the others to write down theirs, and one that has lost a peer for that peer.
+_SECONDS_FOR_THE_OTHERS = 2.0
 _SECONDS_FOR_THE_PEER = 5.0
 # What a rank says whose peer has died. It is a consequence, so any other failure is nearer to the cause.
 _OF_A_PEER = (
@@ -36,7 +39,9 @@ _OF_A_PEER = (
     "Connection refused",
     "recvValue failed",
     "failed to recv",
+    "ncclRemoteError",
 )
+_PACKAGE = Path(__file__).parents[1]
 _SET_PARENT_DEATH_SIGNAL = 1
 
 
@@ -58,10 +63,7 @@ def main() -> None:
     except SystemExit as ended:
         _end(_status_of(ended.code))
     except Exception as error:
-        status, text = _record(error, alone=target == "wherry.train")
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and of_a_peer(text):
-            # The launcher ends all ranks when one has: let that be the peer, which may be cleaning up still.
-            time.sleep(_SECONDS_FOR_THE_PEER)
+        status = _fail(error, alone=target == "wherry.train")
         # A thread that nobody ends, or a communicator that waits for its peers, must not keep a failed rank alive.
         ender = threading.Timer(_SECONDS_TO_UNWIND, os._exit, [status])
         ender.daemon = True
@@ -137,29 +139,61 @@ def of_a_peer(text: str) -> bool:
     return any(words in text for words in _OF_A_PEER)
 
 
-def _record(error: Exception, *, alone: bool) -> tuple[int, str]:
-    """Write the failure for the launcher and print it here; returns the exit status and what was written.
+def _fail(error: Exception, *, alone: bool) -> int:
+    """Write the failure down for the launcher, wait for the other ranks' own, and return the exit status.
 
-    `alone`: a mistake of the user's is told by its message, without a traceback.
+    The launcher ends all ranks when one has ended. `alone`: a mistake of the user's is told by its message alone.
     """
     from wherry.errors import WherryError
 
     told = alone and isinstance(error, WherryError)
+    status, message = USER_ERROR if told else 1, f"{type(error).__name__}: {error}"
+    text = f"wherry: {error}\n" if told else _traceback(error)
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    lost = int(os.environ.get("WORLD_SIZE", "1")) > 1 and of_a_peer(text)
+    if path:
+        extra = {"py_callstack": text, "timestamp": str(int(time.time())), "time_ns": time.time_ns(), "status": status}
+        with open(path + ".part", "w", encoding="utf-8") as file:
+            json.dump({"message": {"message": message, "extraInfo": extra}}, file)
+        os.replace(path + ".part", path)
+    said = _said_before(Path(path), message) if path and not lost else False
+    if not said and not (path and _launcher_will_tell(Path(path))):
+        shown = f"lost a peer: {message.splitlines()[0]}\n" if path and lost else text
+        print(f"[rank {os.environ.get('RANK', '?')}] {shown}", file=sys.stderr, end="", flush=True)
+    if lost:
+        # Let the peer end first, which may be cleaning up still.
+        time.sleep(_SECONDS_FOR_THE_PEER)
+    return status
+
+
+def _traceback(error: Exception) -> str:
+    """Without the launcher's frames; and of a user's mistake, without those of Wherry that found it."""
+    from wherry.errors import WherryError
+
     trace = error.__traceback__
     while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
-    text = f"wherry: {error}\n" if told else "".join(traceback.format_exception(type(error), error, trace))
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        extra = {"py_callstack": text, "timestamp": str(int(time.time())), "time_ns": time.time_ns()}
-        record = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}
-        with open(path + ".part", "w", encoding="utf-8") as file:
-            json.dump(record, file)
-        os.replace(path + ".part", path)
-    if not (told and path):
-        rank = os.environ.get("RANK", "?")
-        print(f"[rank {rank}] {text}", file=sys.stderr, end="", flush=True)
-    return USER_ERROR if told else 1, text
+    shown = traceback.TracebackException(type(error), error, trace)
+    if isinstance(error, WherryError):
+        while shown.stack and Path(shown.stack[-1].filename).is_relative_to(_PACKAGE):
+            shown.stack.pop()
+    return "".join(shown.format())
+
+
+def _said_before(path: Path, message: str) -> bool:
+    """Wait until every rank here has failed, or a while; whether one of a lower number has failed of the same."""
+    mine, ranks = int(os.environ["LOCAL_RANK"]), range(int(os.environ["LOCAL_WORLD_SIZE"]))
+    files = [path.parents[1] / str(rank) / path.name for rank in ranks]
+    deadline = time.monotonic() + _SECONDS_FOR_THE_OTHERS
+    while not all(file.exists() for file in files) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return any(json.loads(file.read_bytes())["message"]["message"] == message for file in files[:mine] if file.exists())
+
+
+def _launcher_will_tell(path: Path) -> bool:
+    """It tells of the last attempt; and each rank's own log, if the ranks write some, is to be whole."""
+    last = os.environ.get("TORCHELASTIC_RESTART_COUNT") == os.environ.get("TORCHELASTIC_MAX_RESTARTS")
+    return last and not path.with_name("stderr.log").exists()
 
 
 def _is_ours(filename: str) -> bool:

@@ -7,13 +7,14 @@ import os
 import sys
 import threading
 import uuid
+from collections.abc import Sequence
 
 from wherry.errors import WherryError
 
 DEFAULT_PORT = 29500
 _OURS_TO_DEFAULT = ("nproc_per_node", "nnodes", "rdzv_backend", "node_rank", "master_addr")
 _SET_PER_HOST = {
-    *("hostfile", "include", "exclude", "ssh", "ssh_port", "emit", "follow_stdin", "training_script"),
+    *("hostfile", "include", "exclude", "ssh", "ssh_port", "emit", "install", "follow_stdin", "training_script"),
     *("training_script_args", "num_nodes", "nnodes", "node_rank", "num_gpus", "nproc", "nproc_per_node"),
     *("master_addr", "master_port", "no_local_rank"),
 }
@@ -49,6 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("--ssh", help="the command that reaches a host (default: ssh -o BatchMode=yes)")
     group.add_argument("--ssh_port", "--ssh-port", type=int, help="ssh's port")
     group.add_argument("--emit", choices=("slurm", "k8s", "sky"), help="print the scheduler's job file, start nothing")
+    group.add_argument("--install", metavar="PATH_OR_URL", help="with --emit: where pip finds Wherry on those machines")
     parser.add_argument(
         "--as-deepspeed", action="store_true", help="let the script's `import deepspeed` give Wherry, on every rank"
     )
@@ -64,14 +66,29 @@ def add_launch_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--no_local_rank", "--no-local-rank", action="store_true", help="do not pass it (the default)")
 
 
+def parse_up_to_script(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our flags with the script's name, and what follows it, unread: argparse would look for our flags in there too."""
+    flags = parser._option_string_actions
+    at = 0
+    while at < len(argv) and argv[at].startswith("-") and argv[at] != "--":
+        # A flag may be cut short, as argparse allows; one with = or letters behind it brings its value along.
+        found = flags.get(argv[at]) or next((flags[name] for name in flags if name.startswith(argv[at])), None)
+        at += 1 if found is None or found.nargs == 0 else 2
+    at += at < len(argv) and argv[at] == "--"
+    return parser.parse_args(argv[: at + 1]), list(argv[at + 1 :])
+
+
 def main(argv: list[str]) -> int:
-    arguments = build_parser().parse_args(argv)
+    arguments, words = parse_up_to_script(build_parser(), argv)
+    arguments.training_script_args = words
     nodes = _number_of_nodes(arguments)
     if arguments.emit:
         from wherry.cli.emit import Job, emit
 
         sys.stdout.write(emit(arguments.emit, Job.of(arguments, nodes)))
         return 0
+    if arguments.install:
+        raise WherryError(f"--install {arguments.install}: it goes with --emit; ranks run the Wherry that starts them")
     if arguments.hostfile:
         from wherry.cli.nodes import run_on_hosts
 

@@ -105,8 +105,10 @@ def _become_one_of_the_hosts(arguments: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     from wherry.cli import main as wherry
+    from wherry.cli.run import parse_up_to_script
 
-    arguments = build_parser().parse_args(sys.argv[1:] if argv is None else argv)
+    arguments, words = parse_up_to_script(build_parser(), sys.argv[1:] if argv is None else argv)
+    arguments.user_args = words
     try:
         return wherry(["run", *to_run(arguments)])
     except WherryError as error:

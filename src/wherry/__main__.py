@@ -1,3 +1,5 @@
+"""`python -m wherry`: the `wherry` command."""
+
 import sys
 
 from wherry.cli import main
