@@ -49,7 +49,8 @@ def test_a_failure_on_one_host_ends_the_others_and_comes_last(tmp_path, fleet):
     done = wherry("run", *fleet, script(tmp_path, body), cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr.rstrip().splitlines()[-1] == "KeyError: 'beta is unwell'"
-    assert "on host beta" in done.stderr
+    assert done.stderr.startswith("wherry: on host beta:\nwherry: rank 1 failed, and all ranks have ended.")
+    assert (done.stdout + done.stderr).count("Traceback") == 1
     assert "wherry-failure" not in done.stdout + done.stderr
     assert len(pids_in(tmp_path)) == 2
     wait_for(lambda: gone(pids_in(tmp_path)))

@@ -173,6 +173,7 @@ def test_an_attempt_that_is_not_the_last_says_at_once_why_it_failed(tmp_path):
     ]
     first = done.stderr[: done.stderr.index("ValueError: attempt 0")]
     assert "[rank 1] Traceback" in first
+    assert done.stderr.count("wherry: a rank failed; all start again (restart 1 of 1)\n") == 1
     # Of those that fail for all ranks, one says it; a lost peer takes a line.
     body = "raise ValueError('every rank of attempt ' + os.environ['TORCHELASTIC_RESTART_COUNT'])"
     done = launched("run", "--nproc", 2, "--max-restarts", 1, script(tmp_path, body))

@@ -53,6 +53,9 @@ def main() -> None:
     _end_with_parent()
     _catch_faults()
     sys.argv = [target, *arguments]
+    attempt, attempts = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    if attempt != "0" and os.environ.get("RANK") == "0":
+        print(f"wherry: a rank failed; all start again (restart {attempt} of {attempts})", file=sys.stderr, flush=True)
     try:
         if "--module" in flags:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
