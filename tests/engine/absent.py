@@ -31,7 +31,7 @@ from wherry.parallel.threads import run_ranks
 from wherry.update.lion import Lion
 
 WIDTH, STEPS = 12, 7
-EXPERTS, BLOCKS = 3, 3
+EXPERTS, BLOCKS = 3, 4
 TOLERANCE = 1e-6
 # Damped, so that no rounding of a gradient near zero becomes a whole step.
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -98,6 +98,9 @@ class Case:
     late: bool
     # Of stage 3 on four ranks: two copies of the shards, or weights shared out a second time among two ranks.
     nodes: str | None
+    # Of parameters that stage 3 gathers ahead, and the classes of units: branches may be units inside of others.
+    prefetch: int
+    units: tuple[str, ...]
 
     @classmethod
     def draw(cls, number: int) -> Case:
@@ -119,10 +122,11 @@ class Case:
         nodes = None
         if row == "stage-3" and not small and draw.random() < 0.5:
             nodes, ranks, resume = draw.choice(["mics_shard_size", "zero_hpz_partition_size"]), 4, None
+        units = draw.choice([("Block",), ("Block", "Sequential")])
         return cls(
             number, optimizer, row, ranks, accumulation, draw.choice([0.0, 0.0, 0.5]) if not small else 0.0,
             draw.random() < 0.5, draw.choice(kinds), resume,
-            draw.random() < 0.3, nodes,
+            draw.random() < 0.3, nodes, draw.choice([0, 600, 10**6]), units,
         )  # fmt: skip
 
     def batch(self, step: int, micro: int, rank: int) -> tuple[torch.Tensor, list[tuple[list[int], bool]]]:
@@ -143,12 +147,13 @@ class Case:
 
     def config(self, row: str, ranks: int, policy: str, folder: Path, clip: float | None = None) -> dict[str, Any]:
         stage, state, weights = ROWS.get(row) or (int(row[-1]), "none", "none")
-        zero: dict[str, Any] = {self.nodes: 2} if self.nodes else {}
+        zero: dict[str, Any] = {"stage3_prefetch_bucket_size": self.prefetch}
+        zero |= {self.nodes: 2} if self.nodes else {}
         if state != "none":
             zero["offload_optimizer"] = {"device": state, "nvme_path": str(folder)}
         if weights != "none":
             zero["offload_param"] = {"device": weights, "nvme_path": str(folder)}
-        own = {"update_policy": policy, "delayed_update_warmup": 1, "unit_classes": ["Block"]}
+        own = {"update_policy": policy, "delayed_update_warmup": 1, "unit_classes": list(self.units)}
         own |= self.precision.get("wherry", {})
         accumulation = self.ranks * self.accumulation // ranks
         return settings(

@@ -118,8 +118,16 @@ class Hooks:
         self._places: dict[Unit, list[int]] = {}
         for place, unit in enumerate(self._home):
             self._places.setdefault(unit, []).append(place)
+        # The units that run inside of each.
+        unit_of_module = {module: unit for unit in units for module in unit.modules}
+        self._inside = {
+            unit: {unit_of_module[sub] for module in unit.modules for sub in module.modules() if sub in unit_of_module}
+            for unit in units
+        }
         # The units that each forward has run whose backward may still come, the oldest first.
         self._awaited: list[set[Unit]] = []
+        # Those that the backward has reached, and whose gradients it has not brought all.
+        self._open: list[Unit] = []
         # How many other methods of the model are running that were called through the engine.
         self._calling = 0
         # How often the weights have been updated. A backward needs them as they were in its forward.
@@ -320,7 +328,10 @@ class Hooks:
         # A recomputation inside a backward: the weights are needed again at once.
         if self.running[unit.index] or backward_task() != NO_TASK:
             return
-        awaits_backward = torch.is_grad_enabled() and self._hook_outputs(output, partial(self._pre_backward, unit))
+        awaits_backward = torch.is_grad_enabled() and self._hook_outputs(
+            output, partial(self._pre_backward, unit, [unit])
+        )
+        unit.calls += awaits_backward
         if self.interleaver.needed(unit):
             return
         if not unit.shared or not (awaits_backward or self.running[self.root.index]):
@@ -419,6 +430,7 @@ class Hooks:
         self.task = backward_task()
         self.schedule.begin(Pass.BACKWARD)
         self._reduces = None
+        self._open = []
         for unit in self.units:
             unit.in_backward = False
             if unit.shared and unit.travelling:
@@ -469,10 +481,32 @@ class Hooks:
 
     def end_window(self) -> None:
         self._awaited.clear()
+        for unit in self.units:
+            unit.calls = 0
 
-    def _pre_backward(self, unit: Unit, grad: torch.Tensor) -> None:
-        self._inside_backward()
+    def _pre_backward(self, unit: Unit, call: list[Unit], grad: torch.Tensor) -> None:
+        """`call`: a forward of the unit, until its backward has come."""
+        outermost = self._inside_backward()
+        if call:
+            call.clear()
+            unit.calls -= 1
+        if outermost and not unit.in_backward:
+            self._complete_before(unit)
+            self._open.append(unit)
         self._need_in_backward(unit)
+
+    def _complete_before(self, unit: Unit) -> None:
+        """The backward comes to `unit`: gradients that have not come of those before are missing here.
+
+        Autograd runs what the forward did last first, and so has run all of them. Another rank has reduced them, and
+        goes on to gather; this one does so in the same order.
+        """
+        done = [one for one in self._open if not (one.calls or one.shared or unit in self._inside[one])]
+        for one in done if done and self._makes_gradients() else ():
+            self._open.remove(one)
+            for place in self._places.get(one, ()):
+                if not self.gradients.all[place].collected:
+                    self.gradients.complete(self.gradients.all[place])
 
     def _need_in_backward(self, unit: Unit) -> None:
         if unit.in_backward:
