@@ -22,7 +22,7 @@ from wherry.engine import Engine, Parts
 from wherry.errors import ConfigError, WherryError
 from wherry.fake import is_fake
 from wherry.nn.tiled import larger_than, tile_beyond
-from wherry.observe.log import follow, logger, say
+from wherry.observe.log import follow, logger, say, warn
 from wherry.parallel import topology as topologies
 from wherry.parallel.merged import Merging
 from wherry.sharding.access import refuse_taken
@@ -402,7 +402,7 @@ def _optimizer(
             "requires_grad_() on what is to be trained, or leave the optimizer out for an engine that only evaluates"
         )
     if optimizer is not None and config.optimizer is not None:
-        say("optimizer: the config's %s is not used, as initialize was given one", config.optimizer.type)
+        warn("optimizer: the config's %s is not used, as initialize was given one", config.optimizer.type)
     if optimizer is None:
         if config.optimizer is None:
             return None
@@ -425,7 +425,7 @@ def _tell_of_left_out(given: list[Any], optimizer: torch.optim.Optimizer) -> Non
     known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     left_out = [p for p in _parameters_in(given) if p.requires_grad and p not in known]
     if left_out:
-        say(
+        warn(
             "model_parameters: %d that require a gradient are not in the %s that initialize was given, which decides, "
             "and are not trained; the first has shape %s",
             len(left_out), type(optimizer).__name__, tuple(left_out[0].shape),
@@ -471,14 +471,14 @@ def _lr_scheduler(given: Any, config: Config, optimizer: ShardedOptimizer | None
         if named is None:
             return None
         if optimizer is None:
-            say(
+            warn(
                 "scheduler: the config's %s is not used, as there is no optimizer whose rate it could set; give "
                 'initialize an optimizer, or the config a block "optimizer"', named.type,
             )  # fmt: skip
             return None
         return schedules.build(named, optimizer)
     if named is not None:
-        say("scheduler: the config's %s is not used, as initialize was given one", named.type)
+        warn("scheduler: the config's %s is not used, as initialize was given one", named.type)
     if optimizer is None:
         raise WherryError(
             "lr_scheduler: this engine has no optimizer whose rate it could set; give initialize the optimizer too, or "
