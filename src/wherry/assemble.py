@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -263,7 +264,8 @@ def _assemble(
             return None
         return ShardedOptimizer(spec.instance, engine.update, engine.zero_grad_of_loop, lambda: engine.states)
 
-    fp16 = resolved.fp16
+    fp16, cast_to = resolved.fp16, resolved.autocast_dtype()
+    autocast = partial(torch.autocast, topology.device.type, cast_to) if cast_to is not None else nullcontext
     return engine_class(
         model,
         Parts(
@@ -280,10 +282,17 @@ def _assemble(
             activations=make_activations,
             updater=updater,
             optimizer=make_optimizer,
-            scaler=LossScaler.from_config(fp16),
+            scaler=_scaler(resolved),
+            autocast=autocast,
             autocast_inputs=torch.float16 if fp16.enabled and fp16.auto_cast else None,
         ),
     )
+
+
+def _scaler(config: Config) -> LossScaler:
+    if config.scales_loss() and not config.fp16.enabled:  # autocast's: as torch.amp.GradScaler
+        return LossScaler(2.0**16, dynamic=True, window=2000, hysteresis=1, min_scale=config.fp16.min_loss_scale)
+    return LossScaler.from_config(config.fp16)
 
 
 def _refuse_wrapped(model: nn.Module) -> None:

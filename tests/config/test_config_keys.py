@@ -50,7 +50,7 @@ KEYS = {
     "bf16.bf16_master_weights_and_grads": (False, True, True),
     "bf16.bf16_optimizer_states": (False, True, True),
     "torch_autocast.enabled": (False, True, True),
-    "torch_autocast.dtype": (None, "bfloat16", "bf16"),
+    "torch_autocast.dtype": ("bf16", "float16", "fp16"),
     "torch_autocast.lower_precision_safe_modules": (None, ["torch.nn.Linear"], ["torch.nn.Linear"]),
     f"{ZERO}.stage": (0, 3, 3),
     f"{ZERO}.contiguous_gradients": (True, False, False),

@@ -115,7 +115,7 @@ def _own(config: Config, draft: Draft) -> Iterator[Finding]:
             f"in_backward updates before the norm of all gradients is known, so it excludes gradient_clipping "
             f'{config.gradient_clipping:g}; set gradient_clipping to 0, or use "before_use"'
         )
-    if policy == "in_backward" and config.fp16.enabled:
+    if policy == "in_backward" and config.scales_loss():
         yield own, 'in_backward excludes fp16, whose steps are skipped on overflow; use bf16, or "before_use"'
     nonfinite = config.wherry.nonfinite
     if nonfinite in ("skip", "raise") and config.bf16.enabled and not config.bf16.check_grad_overflow:

@@ -176,7 +176,7 @@ def _memory(value: Any) -> int:
 _DTYPES = {"half": "fp16", "float16": "fp16", "bfloat16": "bf16", "float": "fp32", "float32": "fp32"}
 
 
-def _dtype(value: Any) -> Any:
+def to_dtype(value: Any) -> Any:
     name = str(value).removeprefix("torch.").lower()
     return _DTYPES.get(name, name)
 
@@ -217,7 +217,7 @@ Bytes = Annotated[
     int, BeforeValidator(_bytes), WithJsonSchema({"anyOf": [{"type": "integer"}, {"type": "string"}]})
 ]
 Memory = Annotated[int, BeforeValidator(_memory), WithJsonSchema({"anyOf": [{"type": "integer"}, {"type": "string"}]})]
-Dtype = Annotated[Literal["fp16", "bf16", "fp32"], BeforeValidator(_dtype)]
+Dtype = Annotated[Literal["fp16", "bf16", "fp32"], BeforeValidator(to_dtype)]
 EverySteps = Annotated[int | None, BeforeValidator(_every_steps), WithJsonSchema({"type": "number"})]
 Folders = Annotated[
     str | list[str],

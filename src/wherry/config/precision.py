@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from wherry.config.fields import Block, Dtype, Flag, Integer, Number, Text, block, key, renamed
+from pydantic import BeforeValidator
+
+from wherry.config.fields import Block, Dtype, Flag, Integer, Number, Text, key, renamed, to_dtype
 
 _MASTER_IS_FP32 = (
     'master weights and their gradients stay fp32; with bf16 weights "wherry": {"master": "split"} stores each '
     "master as the working weight and 16 more bits, without loss"
 )
-_AUTOCAST = "wrap the call of the model in torch.autocast in your script instead"
 
 
 class FP16(Block):
@@ -39,9 +40,18 @@ class BF16(Block):
 
 
 class TorchAutocast(Block):
-    enabled: Flag = key(False, "Run the model under torch.autocast.")
-    dtype: Dtype | None = key(None, "The type that autocast casts to.")
-    lower_precision_safe_modules: list[Text] | None = key(None, "Module classes reduced in the lower precision.")
+    enabled: Flag = key(
+        False,
+        "Run the engine's forward under torch.autocast. Weights, gradients and optimizer state keep their own types.",
+    )
+    dtype: Annotated[Literal["bf16", "fp16"], BeforeValidator(to_dtype)] = key(
+        "bf16", "The type that autocast casts to. fp16 scales the loss as torch.amp.GradScaler does by default."
+    )
+    lower_precision_safe_modules: list[Text] | None = key(
+        None,
+        "Module classes whose gradients and weights travel in the lower precision.",
+        inert="weights travel in their own type, and gradients in that or in communication_data_type",
+    )
 
 
 class DataTypes(Block):
@@ -54,7 +64,3 @@ class DataTypes(Block):
     buffer_dtype: Dtype | None = key(
         None, "The type of the model's buffers.", inert="buffers keep the type that the model gives them"
     )
-
-
-def autocast_block() -> Any:
-    return block(TorchAutocast, "Mixed precision by torch.autocast.", inert=_AUTOCAST)

@@ -26,7 +26,7 @@ from wherry.config.fields import (
     renamed,
 )
 from wherry.config.optimizer import Optimizer
-from wherry.config.precision import BF16, FP16, DataTypes, TorchAutocast, autocast_block
+from wherry.config.precision import BF16, FP16, DataTypes, TorchAutocast
 from wherry.config.problems import config_error
 from wherry.config.runtime import (
     ActivationCheckpointing,
@@ -100,7 +100,7 @@ class Config(Block):
 
     fp16: FP16 = block(FP16, "Training in fp16.")
     bf16: BF16 = block(BF16, "Training in bf16.")
-    torch_autocast: TorchAutocast = autocast_block()
+    torch_autocast: TorchAutocast = block(TorchAutocast, "Mixed precision by torch.autocast.")
     data_types: DataTypes = block(DataTypes, "Types of gradients, parameters and buffers.")
 
     communication_data_type: Dtype | None = key(
@@ -247,6 +247,15 @@ class Config(Block):
         """The same as torch knows it."""
         return _torch_dtype(self.working_precision())
 
+    def autocast_dtype(self) -> torch.dtype | None:
+        """The type that the engine's forward casts to; None where it does not run under torch.autocast."""
+        return _torch_dtype(self.torch_autocast.dtype) if self.torch_autocast.enabled else None
+
+    def scales_loss(self) -> bool:
+        """Whether gradients pass through fp16: the loss is scaled, and a step whose gradients overflow is skipped."""
+        autocast = self.torch_autocast
+        return self.fp16.enabled or (autocast.enabled and autocast.dtype == "fp16")
+
     def grad_accum_dtype(self) -> torch.dtype | None:
         """The type in which gradients are accumulated; None for that of the working weights."""
         return _torch_dtype(self.data_types.grad_accum_dtype)
@@ -263,7 +272,7 @@ class Config(Block):
 
     def nonfinite(self) -> str:
         """What becomes of a step whose gradients are not finite: skip, raise or ignore."""
-        if self.fp16.enabled and not self.fp16.loss_scale:
+        if self.scales_loss() and not (self.fp16.enabled and self.fp16.loss_scale):
             return "skip"
         if self.wherry.nonfinite != "auto":
             return self.wherry.nonfinite
