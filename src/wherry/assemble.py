@@ -143,8 +143,8 @@ def _assemble(
     _check_possible(resolved)
     batch = resolved.batch(topology.data.size)
     follow(resolved)
-    for note in resolved.notes:
-        say("%s", note)
+    if not any(is_fake(p) for p in model.parameters()):  # a dry run is no run of the config
+        _tell(resolved)
     refuse_taken(model)
     refuse_whole(model)
     _refuse_wrapped(model)
@@ -202,7 +202,7 @@ def _assemble(
     if not any(is_fake(p) for p in model.parameters()):  # a dry run takes no memory
         tiering.check_room(plans)
     units = builder.build(plans, model)
-    move_buffers(model, topology.device, topology.data)
+    move_buffers(model, topology.device, topology.data, resolved.buffer_dtype())
     schedule = Schedule(units, topology.data.size)
     gatherer = Gatherer(
         units,
@@ -287,6 +287,14 @@ def _assemble(
             autocast_inputs=torch.float16 if fp16.enabled and fp16.auto_cast else None,
         ),
     )
+
+
+def _tell(config: Config) -> None:
+    """What a user should know of the config: of what has no effect in a line that is seen, of the rest in the log."""
+    if config.idle:
+        warn("config: without effect here: %s; `wherry config explain KEY` says why", ", ".join(config.idle))
+    for note in config.news:
+        say("%s", note)
 
 
 def _scaler(config: Config) -> LossScaler:

@@ -25,14 +25,21 @@ class Block(BaseModel):
 
 
 def key(
-    default: Any, text: str, *, inert: str | None = None, only: tuple[Any, ...] | None = None, **constraints: Any
+    default: Any,
+    text: str,
+    *,
+    inert: str | None = None,
+    met: Any = None,
+    only: tuple[Any, ...] | None = None,
+    **constraints: Any,
 ) -> Any:
     """A key of the schema. `inert`: it is accepted and has no effect here, for this reason.
 
-    An inert key is left out of the resolved config, which holds what acts and nothing else. `only`: the values that
-    the engine of this version has; a config with another is whole, and no engine is built from it.
+    An inert key is left out of the resolved config, which holds what acts and nothing else. `met`: the value that asks
+    for what is so anyway. `only`: the values that the engine of this version has; a config with another is whole, and
+    no engine is built from it.
     """
-    extra = _effect(inert) | ({"x-only": list(only)} if only is not None else {})
+    extra = _effect(inert) | {f"x-{name}": value for name, value in (("met", met), ("only", only)) if value is not None}
     return Field(default, description=text, json_schema_extra=extra, exclude=bool(inert), **constraints)
 
 
@@ -102,6 +109,16 @@ def asks_for_something(field: FieldInfo, value: Any) -> bool:
     if switch and isinstance(value, Mapping):
         return value.get(switch) not in (None, False, 0)
     return True
+
+
+def differs(field: FieldInfo, value: Any) -> bool:
+    """Whether a key without effect is given a value that asks for other than what happens."""
+    inner = block_of(field)
+    if inner is not None and isinstance(value, Mapping):
+        known = key_names(inner)
+        return any(name in known and differs(known[name], given) for name, given in value.items())
+    default = None if field.is_required() else field.get_default(call_default_factory=True)
+    return value not in (None, "auto", default, about(field, "met"))
 
 
 # --- the types of values ---

@@ -61,6 +61,7 @@ def _load(source: Source, overrides: list[Mapping[str, Any]]) -> Config:
     config._source = source
     config._overrides[:] = copy.deepcopy(overrides)
     config._notes[:] = draft.notes
+    config._idle = draft.idle
     config._auto = (*draft.autos, *chosen)
     return config
 

@@ -8,11 +8,6 @@ from pydantic import BeforeValidator
 
 from wherry.config.fields import Block, Dtype, Flag, Integer, Number, Text, key, renamed, to_dtype
 
-_MASTER_IS_FP32 = (
-    'master weights and their gradients stay fp32; with bf16 weights "wherry": {"master": "split"} stores each '
-    "master as the working weight and 16 more bits, without loss"
-)
-
 
 class FP16(Block):
     enabled: Flag = key(False, "Working weights in fp16, with a loss scale and fp32 master weights.")
@@ -23,18 +18,23 @@ class FP16(Block):
     hysteresis: Integer = key(2, "Overflows before the loss scale is halved.", ge=1)
     consecutive_hysteresis: Flag = key(False, "A step without overflow restores the full hysteresis.")
     min_loss_scale: Number = key(1.0, "The dynamic loss scale does not fall below this.", gt=0)
-    fp16_master_weights_and_grads: Flag = key(False, "Master weights in fp16.", inert=_MASTER_IS_FP32)
+    fp16_master_weights_and_grads: Flag = key(False, "Master weights in fp16. true is refused: they are fp32.")
 
 
 class BF16(Block):
     enabled: Flag = key(False, "Working weights in bf16, with fp32 master weights and no loss scale.")
     immediate_grad_update: Flag = key(
-        False, "Accumulate each gradient as it comes.", inert="gradients are always accumulated as they come"
+        False,
+        "Accumulate each gradient as it comes.",
+        inert="gradients are always accumulated as they come",
+        met=True,
     )
     check_grad_overflow: Flag = key(
         True, "Skip a step whose gradients hold inf or NaN; false is the same as `wherry.nonfinite: ignore`."
     )
-    bf16_master_weights_and_grads: Flag = key(False, "Master weights in bf16.", inert=_MASTER_IS_FP32)
+    bf16_master_weights_and_grads: Flag = key(
+        False, "Master weights in bf16. true is refused: they are fp32, or wherry.master split."
+    )
     bf16_optimizer_states: Flag = key(False, 'Moments in bf16; the same as "wherry": {"state_dtype": "bf16"}.')
     check_overflow: Any = renamed("check_grad_overflow", "Another spelling.")
 
@@ -62,5 +62,5 @@ class DataTypes(Block):
         None, "The type of the working weights, where neither fp16 nor bf16 says it. Unset: as the model has them."
     )
     buffer_dtype: Dtype | None = key(
-        None, "The type of the model's buffers.", inert="buffers keep the type that the model gives them"
+        None, "The type of the model's floating-point buffers. Unset: as the model has them."
     )

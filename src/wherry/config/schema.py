@@ -118,7 +118,10 @@ class Config(Block):
         False, "Vouch that an optimizer Wherry does not know treats every element by itself."
     )
     zero_force_ds_cpu_optimizer: Flag = key(
-        True, "Demand a special optimizer on the host.", inert="a torch optimizer gets its host counterpart by itself"
+        True,
+        "Demand a special optimizer on the host.",
+        inert="a torch optimizer gets its host counterpart by itself",
+        met=False,
     )
 
     dataloader_drop_last: Flag = key(False, "Drop the last, incomplete batch of an epoch.")
@@ -181,6 +184,7 @@ class Config(Block):
     _source: Source = PrivateAttr(default_factory=lambda: Source({}))
     _overrides: list[Mapping[str, Any]] = PrivateAttr(default_factory=list)
     _notes: list[str] = PrivateAttr(default_factory=list)
+    _idle: dict[str, str] = PrivateAttr(default_factory=dict)
     _auto: tuple[str, ...] = PrivateAttr(default=())
     _batches: dict[int, BatchSizes] = PrivateAttr(default_factory=dict)
 
@@ -191,8 +195,18 @@ class Config(Block):
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know and need not act on: one line each, to be logged once by rank 0."""
+        """What the user should know and need not act on, one line each."""
         return list(self._notes)
+
+    @property
+    def news(self) -> list[str]:
+        """The notes of keys that act, to be logged once by rank 0."""
+        return [note for note in self._notes if note not in self._idle]
+
+    @property
+    def idle(self) -> list[str]:
+        """The keys whose values have no effect, in words for one line, but those that ask for what is so."""
+        return [named for named in self._idle.values() if named]
 
     @property
     def auto(self) -> tuple[str, ...]:
@@ -259,6 +273,10 @@ class Config(Block):
     def grad_accum_dtype(self) -> torch.dtype | None:
         """The type in which gradients are accumulated; None for that of the working weights."""
         return _torch_dtype(self.data_types.grad_accum_dtype)
+
+    def buffer_dtype(self) -> torch.dtype | None:
+        """The type of floating-point buffers; None to leave them as they are."""
+        return _torch_dtype(self.data_types.buffer_dtype)
 
     def communication_dtype(self) -> torch.dtype | None:
         """The type in which gradients are reduced; None for that of the gradients."""

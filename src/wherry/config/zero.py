@@ -76,9 +76,13 @@ class OffloadOptimizer(Block):
     )
     buffer_size: Size | None = key(None, "Elements of one such buffer.", inert=_POOLED, ge=1)
     pin_memory: Flag = key(True, "Use page-locked host memory, which copies faster to and from a GPU.")
-    pipeline_read: Flag = key(False, "Overlap reading a state with the update before it.", inert=_ALWAYS_OVERLAPPED)
-    pipeline_write: Flag = key(False, "Overlap writing a state with the update after it.", inert=_ALWAYS_OVERLAPPED)
-    fast_init: Flag = key(False, "Initialise states on disk faster.", inert="states on disk are preallocated")
+    pipeline_read: Flag = key(
+        False, "Overlap reading a state with the update before it.", inert=_ALWAYS_OVERLAPPED, met=True
+    )
+    pipeline_write: Flag = key(
+        False, "Overlap writing a state with the update after it.", inert=_ALWAYS_OVERLAPPED, met=True
+    )
+    fast_init: Flag = key(False, "Initialise states on disk faster.", inert="states on disk are preallocated", met=True)
     ratio: Number = key(
         1.0,
         "Share of the optimizer state that is offloaded; that of the first units stays on the device. auto: the share "
@@ -111,7 +115,10 @@ class ZeroOptimization(Block):
     offload_optimizer: OffloadOptimizer = block(OffloadOptimizer, "Optimizer state outside the device.")
     offload_param: OffloadParam = block(OffloadParam, "Parameters outside the device (stage 3).")
     overlap_comm: Flag | None = key(
-        None, "Communicate while backward computes.", inert="communication always overlaps where the backend can"
+        None,
+        "Communicate while backward computes.",
+        inert="communication always overlaps where the backend can",
+        met=True,
     )
     contiguous_gradients: Flag = key(
         True, "Copy gradients to one buffer as they come.", inert="gradients always land in the unit's flat"
@@ -144,6 +151,7 @@ class ZeroOptimization(Block):
         False,
         "Checkpoints that load on another number of ranks.",
         inert="every checkpoint loads on any number of ranks",
+        met=True,
     )
     sub_group_size: Size = key(1_000_000_000, "Elements updated at a time.", inert=_BY_UNIT, ge=1)
     stage3_max_live_parameters: Size = key(
@@ -196,7 +204,10 @@ class ZeroOptimization(Block):
         inert="they are always allowed: what no rank has a gradient for is left alone, as torch.optim leaves it",
     )
     round_robin_gradients: Flag = key(
-        False, "Spread gradient copies over ranks.", inert="each rank already copies its own shard of every unit"
+        False,
+        "Spread gradient copies over ranks.",
+        inert="each rank already copies its own shard of every unit",
+        met=True,
     )
     grad_hooks: Flag = key(True, "Reduce gradients from hooks.", inert="gradients are always reduced as they come")
     memory_efficient_linear: Flag = key(
@@ -211,7 +222,9 @@ class ZeroOptimization(Block):
     log_trace_cache_warnings: Flag = key(
         False, "Warn when the order of modules changes.", inert="the order is recorded anew without a warning"
     )
-    enable_sanity_checks: Flag = key(False, "Check partitioning at run time.", inert="the checks are always on")
+    enable_sanity_checks: Flag = key(
+        False, "Check partitioning at run time.", inert="the checks are always on", met=True
+    )
     legacy_stage1: Flag = key(False, "The first implementation of stage 1.", inert="there is one engine for all stages")
     leaf_module: LeafModule = block(LeafModule, "Modules that are gathered whole.", inert=_WHOLE_UNITS)
 
