@@ -96,6 +96,7 @@ def initialize(
     try:
         topology = _divided(topology, resolved)
         resolved = _settled(resolved, topology, model, training_data, collate_fn)
+        resolved.batch(topology.data.size, _who_counts(mesh))
         engine = _assemble(engine_class, resolved, topology, model, optimizer, model_parameters)
     except BaseException as error:
         topology.data.tell(error)
@@ -287,6 +288,17 @@ def _assemble(
             autocast_inputs=torch.float16 if fp16.enabled and fp16.auto_cast else None,
         ),
     )
+
+
+def _who_counts(mesh: Any) -> str:
+    """Who says how many data-parallel ranks there are."""
+    if mesh is not None:
+        return "as the mesh given to initialize has them"
+    if "WORLD_SIZE" in os.environ:
+        return f"as WORLD_SIZE={os.environ['WORLD_SIZE']} of the launcher says"
+    if torch.distributed.is_initialized():
+        return "as the process group of torch.distributed has them"
+    return "as no launcher has set WORLD_SIZE; `wherry run --nproc N` starts more"
 
 
 def _tell(config: Config) -> None:

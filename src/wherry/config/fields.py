@@ -153,9 +153,21 @@ def _integer(value: Any) -> int:
 
 
 def _size(value: Any) -> int:
-    if _is_number(value) and not math.isnan(value):
+    if _is_number(value) and value > -math.inf:
         return sys.maxsize if value >= sys.maxsize else int(value)
     raise ValueError(f"expected a number of elements, got {shown(value)}{_unquoted(value)}")
+
+
+# No machine has as many elements.
+_MOST = 10**13
+
+
+def _bucket(value: Any) -> int:
+    """A size that memory is taken for, where no end is no size."""
+    size = _size(value)
+    if size > _MOST:
+        raise ValueError(f"expected a number of elements that has room somewhere, up to {_MOST:g}, got {shown(value)}")
+    return size
 
 
 def _number(value: Any) -> float:
@@ -228,6 +240,7 @@ def one_or_list(one: Callable[[Any], Any], what: str) -> Callable[[Any], Any]:
 Flag = Annotated[bool, BeforeValidator(to_flag)]
 Integer = Annotated[int, BeforeValidator(_integer)]
 Size = Annotated[int, BeforeValidator(_size), WithJsonSchema({"type": "number"})]
+Bucket = Annotated[int, BeforeValidator(_bucket), WithJsonSchema({"type": "number"})]
 Number = Annotated[float, BeforeValidator(_number)]
 Text = Annotated[str, BeforeValidator(_text)]
 Bytes = Annotated[

@@ -213,8 +213,10 @@ class Config(Block):
         """The keys whose value was "auto"; each has its default here."""
         return self._auto
 
-    def batch(self, dp_world_size: int) -> BatchSizes:
+    def batch(self, dp_world_size: int, counted: str = "") -> BatchSizes:
         """The three batch sizes for so many data-parallel ranks. Raises `ConfigError` when they contradict.
+
+        `counted` is for that error: who says how many ranks there are.
 
         >>> from wherry.config import load
         >>> load({"train_batch_size": 16, "gradient_accumulation_steps": 2}).batch(4)
@@ -222,7 +224,7 @@ class Config(Block):
         """
         if dp_world_size not in self._batches:
             given = (self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps)
-            sizes, note, problem = resolve_batch(*given, dp_world_size, self._source.lines)
+            sizes, note, problem = resolve_batch(*given, dp_world_size, self._source.lines, counted)
             if problem is not None:
                 raise config_error([problem], self._source.name)
             assert sizes is not None

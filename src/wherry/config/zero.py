@@ -9,6 +9,7 @@ from pydantic import BeforeValidator
 
 from wherry.config.fields import (
     Block,
+    Bucket,
     Flag,
     Folders,
     Integer,
@@ -52,7 +53,7 @@ class OffloadParam(Block):
         "a forward comes on top.",
         ge=1,
     )
-    buffer_size: Size = key(100_000_000, "Elements of one such buffer.", inert=_POOLED, ge=1)
+    buffer_size: Bucket = key(100_000_000, "Elements of one such buffer.", inert=_POOLED, ge=1)
     max_in_cpu: Size = key(
         1_000_000_000,
         "Elements of parameters, on each rank, kept in host memory when the device is nvme.",
@@ -74,7 +75,7 @@ class OffloadOptimizer(Block):
         "all but one of them are read while the backward ends, with in_backward one.",
         ge=1,
     )
-    buffer_size: Size | None = key(None, "Elements of one such buffer.", inert=_POOLED, ge=1)
+    buffer_size: Bucket | None = key(None, "Elements of one such buffer.", inert=_POOLED, ge=1)
     pin_memory: Flag = key(True, "Use page-locked host memory, which copies faster to and from a GPU.")
     pipeline_read: Flag = key(
         False, "Overlap reading a state with the update before it.", inert=_ALWAYS_OVERLAPPED, met=True
@@ -128,7 +129,7 @@ class ZeroOptimization(Block):
         "Reduce-scatter gradients instead of all-reducing them.",
         inert="the stage decides: partitioned gradients are reduce-scattered, replicated ones all-reduced",
     )
-    reduce_bucket_size: Size = key(
+    reduce_bucket_size: Bucket = key(
         500_000_000,
         "Elements of small flats whose gradients are reduced together, up to 4 million; 0: each by itself. A large "
         "flat always is.",
@@ -137,7 +138,7 @@ class ZeroOptimization(Block):
     allgather_partitions: Flag = key(
         True, "All-gather updated weights, instead of broadcasting them.", inert=_GATHERED_BY_UNIT
     )
-    allgather_bucket_size: Size = key(
+    allgather_bucket_size: Bucket = key(
         500_000_000,
         "Elements of small flats whose weights are gathered together, up to 4 million; 0: each by itself. A large "
         "flat always is.",
@@ -180,7 +181,7 @@ class ZeroOptimization(Block):
         "Gather between the nodes of a group first, then within them.",
         inert="which way a gather goes is the communication library's choice",
     )
-    stage3_prefetch_bucket_size: Size = key(
+    stage3_prefetch_bucket_size: Bucket = key(
         50_000_000,
         "Elements gathered ahead of use; over gloo, whatever this says, two large gathers are under way at most. "
         "auto: as many as the first windows turn out to wait less for.",
