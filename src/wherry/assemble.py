@@ -24,6 +24,7 @@ from wherry.errors import ConfigError, WherryError
 from wherry.fake import is_fake
 from wherry.nn.tiled import larger_than, tile_beyond
 from wherry.observe.log import follow, logger, say, warn
+from wherry.observe.memory import format_bytes
 from wherry.parallel import topology as topologies
 from wherry.parallel.merged import Merging
 from wherry.sharding.access import refuse_taken
@@ -154,6 +155,7 @@ def _assemble(
         _warn_of_max_norm(model)
     placement = resolved.placement()
     if placement.parameters.partitioned:
+        _warn_of_frozen_casts(model, resolved)
         live = resolved.zero_optimization.stage3_max_live_parameters
         large = larger_than(model, live)
         if resolved.wherry.tile_linear:
@@ -344,6 +346,19 @@ def _warn_of_max_norm(model: nn.Module) -> None:
                 "different weights, and partitioned weights forget it; leave it out, and rescale the weight after a "
                 "step inside wherry.gathered", name or "model",
             )  # fmt: skip
+
+
+def _warn_of_frozen_casts(model: nn.Module, config: Config) -> None:
+    cast_to, recomputes = config.autocast_dtype(), config.activation_checkpointing.resolved_policy() == "recompute"
+    if cast_to is None or recomputes or (config.working_dtype() or torch.float32) is not torch.float32:
+        return
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad and p.dtype is torch.float32)
+    if frozen:
+        warn(
+            "torch_autocast: from forward to backward autograd keeps the %s copies of frozen weights, up to %s on each "
+            'rank; give them that type themselves, or set "activation_checkpointing": {"policy": "recompute"}',
+            str(cast_to).removeprefix("torch."), format_bytes(frozen * cast_to.itemsize),
+        )  # fmt: skip
 
 
 def resolve_config(config: Any, config_params: Any, args: Any) -> Config:

@@ -157,6 +157,15 @@ def test_partitioned_weights_leave_no_copies_of_the_model_behind(training: bool)
     assert run_ranks(2, body) == [(9, 0), (9, 0)]
 
 
+def test_copies_of_frozen_weights_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    for more, warned in (({}, True), ({"activation_checkpointing": {"policy": "recompute"}}, False)):
+        model = make_model()
+        model.blocks.requires_grad_(False)  # type: ignore[union-attr, operator]
+        caplog.clear()
+        wherry.initialize(model=model, config=settings(3, more=autocast(**more)))[0].close()
+        assert ("torch_autocast: from forward to backward autograd keeps the bfloat16 copies" in caplog.text) == warned
+
+
 def test_fp16_scales_the_loss_as_torchs_scaler() -> None:
     """Its first steps overflow, are skipped and halve the scale; then both train alike."""
     model = make_model()
