@@ -91,7 +91,7 @@ class Tiering:
                     checksum=aio.checksum,
                 )
             except DiskUseError as error:
-                raise DiskUseError(f"zero_optimization.{block}.nvme_path: {error}") from error
+                raise DiskUseError(f"zero_optimization.{block}.nvme_path: {error}") from None
         return store
 
     def _for_weights(self) -> Shelf:
