@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,8 @@ from wherry.engine import Engine, Parts
 from wherry.errors import ConfigError, WherryError
 from wherry.fake import is_fake
 from wherry.nn.tiled import larger_than, tile_beyond
-from wherry.observe.log import follow, logger, say
+from wherry.observe.log import follow, logger, say, warn
+from wherry.observe.memory import format_bytes
 from wherry.parallel import topology as topologies
 from wherry.parallel.merged import Merging
 from wherry.sharding.access import refuse_taken
@@ -95,6 +97,7 @@ def initialize(
     try:
         topology = _divided(topology, resolved)
         resolved = _settled(resolved, topology, model, training_data, collate_fn)
+        resolved.batch(topology.data.size, _who_counts(mesh))
         engine = _assemble(engine_class, resolved, topology, model, optimizer, model_parameters)
     except BaseException as error:
         topology.data.tell(error)
@@ -142,8 +145,8 @@ def _assemble(
     _check_possible(resolved)
     batch = resolved.batch(topology.data.size)
     follow(resolved)
-    for note in resolved.notes:
-        say("%s", note)
+    if not any(is_fake(p) for p in model.parameters()):  # a dry run is no run of the config
+        _tell(resolved)
     refuse_taken(model)
     refuse_whole(model)
     _refuse_wrapped(model)
@@ -152,6 +155,7 @@ def _assemble(
         _warn_of_max_norm(model)
     placement = resolved.placement()
     if placement.parameters.partitioned:
+        _warn_of_frozen_casts(model, resolved)
         live = resolved.zero_optimization.stage3_max_live_parameters
         large = larger_than(model, live)
         if resolved.wherry.tile_linear:
@@ -201,7 +205,7 @@ def _assemble(
     if not any(is_fake(p) for p in model.parameters()):  # a dry run takes no memory
         tiering.check_room(plans)
     units = builder.build(plans, model)
-    move_buffers(model, topology.device, topology.data)
+    move_buffers(model, topology.device, topology.data, resolved.buffer_dtype())
     schedule = Schedule(units, topology.data.size)
     gatherer = Gatherer(
         units,
@@ -263,7 +267,8 @@ def _assemble(
             return None
         return ShardedOptimizer(spec.instance, engine.update, engine.zero_grad_of_loop, lambda: engine.states)
 
-    fp16 = resolved.fp16
+    fp16, cast_to = resolved.fp16, resolved.autocast_dtype()
+    autocast = partial(torch.autocast, topology.device.type, cast_to) if cast_to is not None else nullcontext
     return engine_class(
         model,
         Parts(
@@ -280,10 +285,36 @@ def _assemble(
             activations=make_activations,
             updater=updater,
             optimizer=make_optimizer,
-            scaler=LossScaler.from_config(fp16),
+            scaler=_scaler(resolved),
+            autocast=autocast,
             autocast_inputs=torch.float16 if fp16.enabled and fp16.auto_cast else None,
         ),
     )
+
+
+def _who_counts(mesh: Any) -> str:
+    """Who says how many data-parallel ranks there are."""
+    if mesh is not None:
+        return "as the mesh given to initialize has them"
+    if "WORLD_SIZE" in os.environ:
+        return f"as WORLD_SIZE={os.environ['WORLD_SIZE']} of the launcher says"
+    if torch.distributed.is_initialized():
+        return "as the process group of torch.distributed has them"
+    return "as no launcher has set WORLD_SIZE; `wherry run --nproc N` starts more"
+
+
+def _tell(config: Config) -> None:
+    """What a user should know of the config: of what has no effect in a line that is seen, of the rest in the log."""
+    if config.idle:
+        warn("config: without effect here: %s; `wherry config explain KEY` says why", ", ".join(config.idle))
+    for note in config.news:
+        say("%s", note)
+
+
+def _scaler(config: Config) -> LossScaler:
+    if config.scales_loss() and not config.fp16.enabled:  # autocast's: as torch.amp.GradScaler
+        return LossScaler(2.0**16, dynamic=True, window=2000, hysteresis=1, min_scale=config.fp16.min_loss_scale)
+    return LossScaler.from_config(config.fp16)
 
 
 def _refuse_wrapped(model: nn.Module) -> None:
@@ -315,6 +346,19 @@ def _warn_of_max_norm(model: nn.Module) -> None:
                 "different weights, and partitioned weights forget it; leave it out, and rescale the weight after a "
                 "step inside wherry.gathered", name or "model",
             )  # fmt: skip
+
+
+def _warn_of_frozen_casts(model: nn.Module, config: Config) -> None:
+    cast_to, recomputes = config.autocast_dtype(), config.activation_checkpointing.resolved_policy() == "recompute"
+    if cast_to is None or recomputes or (config.working_dtype() or torch.float32) is not torch.float32:
+        return
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad and p.dtype is torch.float32)
+    if frozen:
+        warn(
+            "torch_autocast: from forward to backward autograd keeps the %s copies of frozen weights, up to %s on each "
+            'rank; give them that type themselves, or set "activation_checkpointing": {"policy": "recompute"}',
+            str(cast_to).removeprefix("torch."), format_bytes(frozen * cast_to.itemsize),
+        )  # fmt: skip
 
 
 def resolve_config(config: Any, config_params: Any, args: Any) -> Config:
@@ -402,7 +446,7 @@ def _optimizer(
             "requires_grad_() on what is to be trained, or leave the optimizer out for an engine that only evaluates"
         )
     if optimizer is not None and config.optimizer is not None:
-        say("optimizer: the config's %s is not used, as initialize was given one", config.optimizer.type)
+        warn("optimizer: the config's %s is not used, as initialize was given one", config.optimizer.type)
     if optimizer is None:
         if config.optimizer is None:
             return None
@@ -425,7 +469,7 @@ def _tell_of_left_out(given: list[Any], optimizer: torch.optim.Optimizer) -> Non
     known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     left_out = [p for p in _parameters_in(given) if p.requires_grad and p not in known]
     if left_out:
-        say(
+        warn(
             "model_parameters: %d that require a gradient are not in the %s that initialize was given, which decides, "
             "and are not trained; the first has shape %s",
             len(left_out), type(optimizer).__name__, tuple(left_out[0].shape),
@@ -471,14 +515,14 @@ def _lr_scheduler(given: Any, config: Config, optimizer: ShardedOptimizer | None
         if named is None:
             return None
         if optimizer is None:
-            say(
+            warn(
                 "scheduler: the config's %s is not used, as there is no optimizer whose rate it could set; give "
                 'initialize an optimizer, or the config a block "optimizer"', named.type,
             )  # fmt: skip
             return None
         return schedules.build(named, optimizer)
     if named is not None:
-        say("scheduler: the config's %s is not used, as initialize was given one", named.type)
+        warn("scheduler: the config's %s is not used, as initialize was given one", named.type)
     if optimizer is None:
         raise WherryError(
             "lr_scheduler: this engine has no optimizer whose rate it could set; give initialize the optimizer too, or "

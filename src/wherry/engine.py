@@ -6,7 +6,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -67,6 +67,7 @@ class Parts:
     updater: Updater | None
     optimizer: Callable[[Engine], ShardedOptimizer | None]
     scaler: LossScaler
+    autocast: Callable[[], AbstractContextManager[Any]]
     autocast_inputs: torch.dtype | None
 
 
@@ -103,6 +104,7 @@ class Engine(Surface):
         self._tiering = parts.tiering
         self._offstage = Offstage(parts.units, parts.gradients, parts.updater, parts.tiering.link)
         self._scaler = parts.scaler
+        self._autocast = parts.autocast
         self._input_dtype = parts.autocast_inputs
         self._log = get_logger(parts.topology.global_rank)
         reference = weakref.ref(self)
@@ -169,7 +171,7 @@ class Engine(Surface):
             # Of forwards that run together no single one has a time.
             together = self._hooks.interleaver.active
             phase = nullcontext() if together else self._reporter.phase("forward", self.global_steps + 1)
-            with phase, self._hooks.saved.around(), self._activations.forward():
+            with phase, self._autocast(), self._hooks.saved.around(), self._activations.forward():
                 return module(*args, **kwargs)
         except BaseException as error:
             self._hooks.break_off()

@@ -91,7 +91,7 @@ class Tiering:
                     checksum=aio.checksum,
                 )
             except DiskUseError as error:
-                raise DiskUseError(f"zero_optimization.{block}.nvme_path: {error}") from error
+                raise DiskUseError(f"zero_optimization.{block}.nvme_path: {error}") from None
         return store
 
     def _for_weights(self) -> Shelf:
@@ -328,7 +328,7 @@ class Tiering:
         config = self.config
         if config.gradient_clipping > 0:
             return f"gradient_clipping {config.gradient_clipping:g} needs their norm; set it to 0, or use before_use"
-        if config.fp16.enabled:
+        if config.scales_loss():
             return "with fp16 a step may have to be skipped; use bf16, or before_use"
         bf16 = config.bf16
         if bf16.enabled and bf16.check_grad_overflow and "check_grad_overflow" in bf16.model_fields_set:

@@ -16,7 +16,7 @@ CLAIMS = {
     "not here": {"refused"},
 }
 # Rows that are about values, or about keys that nobody knows.
-NO_KEYS = {'`"auto"`', "an unknown key"}
+NO_KEYS = {'`"auto"`', "an unknown key", "a key that has no effect here"}
 
 
 def rows() -> list[tuple[list[str], str]]:

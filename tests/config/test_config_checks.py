@@ -93,6 +93,14 @@ def test_batch_sizes_that_fit_no_number_of_ranks():
     assert "multiple of 2" in problem.message
 
 
+def test_a_batch_problem_says_where_the_number_of_ranks_comes_from():
+    config = load({"train_batch_size": 7, "train_micro_batch_size_per_gpu": 1})
+    for counted in ("as WORLD_SIZE=2 of the launcher says", ""):
+        with pytest.raises(ConfigError) as caught:
+            config.batch(2, counted)
+        assert f"on 2 data-parallel ranks{', ' * bool(counted)}{counted})" in str(caught.value)
+
+
 def test_a_batch_problem_keeps_its_line():
     with pytest.raises(ConfigError, match="config text:2: train_batch_size: 7 must be"):
         load('{\n"train_batch_size": 7}').batch(2)

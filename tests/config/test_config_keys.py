@@ -50,7 +50,7 @@ KEYS = {
     "bf16.bf16_master_weights_and_grads": (False, True, True),
     "bf16.bf16_optimizer_states": (False, True, True),
     "torch_autocast.enabled": (False, True, True),
-    "torch_autocast.dtype": (None, "bfloat16", "bf16"),
+    "torch_autocast.dtype": ("bf16", "float16", "fp16"),
     "torch_autocast.lower_precision_safe_modules": (None, ["torch.nn.Linear"], ["torch.nn.Linear"]),
     f"{ZERO}.stage": (0, 3, 3),
     f"{ZERO}.contiguous_gradients": (True, False, False),
@@ -108,7 +108,7 @@ KEYS = {
     "aio.intra_op_parallelism": (1, 2, 2),
     "aio.single_submit": (False, True, True),
     "aio.overlap_events": (True, False, False),
-    "aio.use_gds": (False, True, True),
+    "aio.use_gds": (False, False, False),
     "aio.checksum": (False, True, True),
     "activation_checkpointing.policy": (None, "Recompute", "recompute"),
     "activation_checkpointing.every": (1, 2, 2),
@@ -124,7 +124,7 @@ KEYS = {
     "activation_checkpointing.profile": (False, True, True),
     "checkpoint.tag_validation": ("WARN", "Fail", "FAIL"),
     "checkpoint.load_universal": (False, True, True),
-    "checkpoint.use_node_local_storage": (False, True, True),
+    "checkpoint.use_node_local_storage": (False, 0, False),
     "checkpoint.parallel_write.pipeline_stage": (False, True, True),
     "checkpoint.checkpoint_serialization": (True, False, False),
     "comms_logger.enabled": (False, True, True),
@@ -286,6 +286,48 @@ def test_never_printing():
 )
 def test_bytes(text, count):
     assert load({"wherry": {"host_memory": text}}).wherry.host_memory == count
+
+
+def test_the_line_of_keys_without_effect_names_those_that_ask_for_other_than_what_happens():
+    assert load({
+        ZERO: {"contiguous_gradients": True, "overlap_comm": True, "round_robin_gradients": True, "sub_group_size": 1e9,
+               "leaf_module": {"classes": None}, "offload_optimizer": {"device": "cpu", "pipeline_read": True},
+               "reduce_scatter": "auto"},
+        "timers": {"throughput": {"enabled": True}}, "zero_force_ds_cpu_optimizer": False, "memory_breakdown": False,
+        "fp16": {"enabled": False, "fp16_master_weights_and_grads": True}, "checkpoint": {"writer": {"type": "FAST"}},
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "fused": None}},
+    }).idle == []  # fmt: skip
+    assert load({
+        ZERO: {"overlap_comm": False, "leaf_module": {"classes": ["Moe"]}, "stage3_max_reuse_distance": 0,
+               "offload_optimizer": {"device": "cpu", "nvme_path": "/a"}},
+        "timers": {"throughput": {"enabled": False}}, "memory_breakdown": True,
+        "torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["torch.nn.Linear"]},
+        "optimizer": {"type": "AdamW", "params": {"fused": True}},
+    }).idle == [
+        f"{ZERO}.overlap_comm", f"{ZERO}.leaf_module", f"{ZERO}.stage3_max_reuse_distance", "timers",
+        "memory_breakdown", "torch_autocast.lower_precision_safe_modules", "optimizer.params.fused",
+        f"{ZERO}.offload_optimizer.nvme_path (as the device is cpu)",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tree", "path", "instead"),
+    [
+        ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "fp16.fp16_master_weights_and_grads", ""),
+        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "bf16.bf16_master_weights_and_grads",
+         '"wherry": {"master": "split"}'),
+        ({"aio": {"use_gds": True}}, "aio.use_gds", "set it to false"),
+        ({"checkpoint": {"use_node_local_storage": True}}, "checkpoint.use_node_local_storage", "the nodes share"),
+        ({"checkpoint": {"writer": {"decoupled": True}}}, "checkpoint.writer.decoupled", '"async_save": true'),
+        ({"optimizer": {"type": "Adam", "params": {"fp32_optimizer_states": False}}},
+         "optimizer.params.fp32_optimizer_states", '"state_dtype": "bf16"'),
+    ],
+)  # fmt: skip
+def test_what_would_change_memory_or_lose_something_is_refused(tree, path, instead):
+    with pytest.raises(ConfigError) as caught:
+        load(tree)
+    (problem,) = caught.value.problems
+    assert problem.path == path and instead in problem.message
 
 
 def test_a_key_without_effect_says_why():

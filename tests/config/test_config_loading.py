@@ -232,6 +232,29 @@ def test_broken_text_is_one_problem_with_a_line(text, line):
     assert "not valid JSON or Hjson" in problem.message
 
 
+@pytest.mark.parametrize("as_override", [False, True])
+def test_a_dict_that_holds_itself_is_told(as_override):
+    inner = {"stage": 2}
+    tree = {"zero_optimization": inner, "bf16": {"enabled": True}}
+    inner["again"] = [tree]
+    with pytest.raises(ConfigError, match=r"^zero_optimization\.again\.0: is the same object as one around it"):
+        load({}, overrides=tree) if as_override else load(tree)
+    twice = {"enabled": False}
+    assert load({"fp16": twice, "bf16": twice}).bf16.enabled is False
+    for _ in range(100_000):
+        twice = {"a": twice}
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        load(twice)
+
+
+@pytest.mark.parametrize("name", ["reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size"])
+@pytest.mark.parametrize("value", ["1e400", "Infinity", "-Infinity", "NaN", "1e14"])
+def test_a_bucket_has_an_end(name, value):
+    (problem,) = problems('{\n"zero_optimization": {"' + name + '": ' + value + "}}")
+    assert (problem.path, problem.line) == (f"zero_optimization.{name}", 2)
+    assert problem.message.startswith("expected a number of elements")
+
+
 def test_sources_that_are_none(tmp_path):
     assert "no such file" in problems("nowhere.json")[0].message
     assert "no such file" in problems("QUJDREVGR0g=")[0].message
@@ -401,7 +424,14 @@ def test_a_relative_path_is_shown_as_it_was_given(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "what"), [('{"a": {"b": 1}\n', "{ not closed"), ('{"a": {"b": [1\n', "{ and [ not closed")]
+    ("text", "what"),
+    [
+        ('{"a": {"b": 1}\n', "{ not closed ({ of line 1)"),
+        ('{"a": {\n"b": [1\n', "{ and [ not closed ({ of line 1, [ of line 2)"),
+        # An inner one, by its indentation; brackets in strings and comments are none.
+        ('{\n  "a": {\n    "b": 1,\n  "c": {"d": "}"}\n}\n', "{ not closed ({ of line 2)"),
+        ("{\n  # {\n  a: {\n    b: [\n      1\n    c: 2\n  }\n}", "[ not closed ([ of line 4)"),
+    ],
 )
 def test_a_text_that_ends_too_soon(text, what):
     (problem,) = problems(text)

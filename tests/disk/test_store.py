@@ -233,11 +233,21 @@ def test_options_are_checked(tmp_path):
     ]:
         with pytest.raises(DiskUseError, match=message):
             DiskStore(tmp_path, **options)
-    with pytest.raises(DiskUseError, match="not a directory"):
-        DiskStore(tmp_path / "missing")
+    with pytest.raises(DiskUseError, match=r"'.*/missing/inner' is not a directory, and cannot be made \(No such file"):
+        DiskStore(tmp_path / "missing" / "inner")
     with pytest.raises(DiskUseError, match="got 0"):
         DiskStore([])
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(DiskUseError, match="file' is not a directory: make it"):
+        DiskStore(tmp_path / "file")
+
+
+def test_a_folder_that_is_not_there_is_made_and_told_of(tmp_path, caplog):
+    for _ in range(2):
+        DiskStore([tmp_path, tmp_path / "new"]).close()
+    (record,) = caplog.records
+    assert record.getMessage() == f"disk path {tmp_path}/new was not there, and is made"
 
 
 def test_without_the_library_the_choice_says_why(tmp_path, monkeypatch):

@@ -77,6 +77,22 @@ def test_steps_and_their_times_are_logged(caplog: pytest.LogCaptureFixture) -> N
     logging.getLogger("wherry").setLevel(logging.NOTSET)
 
 
+def test_keys_without_effect_are_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """As a warning, that a script which sets up no logging sees too; what asks for nothing else is not told."""
+    zero = {"overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 1e6}
+    config = {"zero_optimization": zero, "memory_breakdown": True, "train_micro_batch_size_per_gpu": 1}
+    with caplog.at_level(logging.INFO, logger="wherry"):
+        wherry.initialize(model=make_model(), config=config)[0].close()
+        wherry.initialize(model=make_model(), config={**config, "zero_optimization": {}, "memory_breakdown": False})
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        (
+            "WARNING",
+            "config: without effect here: zero_optimization.sub_group_size, memory_breakdown; "
+            "`wherry config explain KEY` says why",
+        )
+    ]
+
+
 def test_unit_classes_choose_the_units() -> None:
     engine, *_ = wherry.initialize(
         model=make_model(), config=settings(3, more={"wherry": {"unit_classes": ["Linear", "Embedding"]}})

@@ -191,7 +191,7 @@ def test_parameters_and_optimizers_in_every_form(form: str, maker: str) -> None:
         ({"training_data": DataLoader([1, 2])}, "training_data: .*got DataLoader"),
         ({"lr_scheduler": lambda optimizer: None, "config": {}}, "lr_scheduler: this engine has no optimizer"),
         ({"lr_scheduler": ConstantLR(torch.optim.SGD(net().parameters())), "config": {}}, "engine has no optimizer"),
-        ({"config": on_disk("/nowhere")}, "offload_optimizer.nvme_path: disk path '/nowhere' is not a directory"),
+        ({"config": on_disk("/nowhere/a")}, r"offload_optimizer\.nvme_path: disk path '/nowhere/a' .* cannot be made"),
         ({"config": on_disk("."), "model": net().double()}, r"0: it has torch.float64 weights, .* at most 32 bits"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -318,6 +318,18 @@ def test_a_scheduler_of_another_optimizer_would_move_nothing() -> None:
     strange = StepLR(torch.optim.SGD(model.parameters(), lr=0.25), 1)
     with pytest.raises(WherryError, match=r"lr_scheduler: StepLR was built on another optimizer \(SGD\)"):
         wherry.initialize(model=model, config=CONFIG, lr_scheduler=strange)
+
+
+def test_a_batch_that_fits_no_ranks_says_who_counted_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"train_batch_size": 6, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 3}
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(WherryError, match="on 1 data-parallel rank, as no launcher has set WORLD_SIZE"):
+        wherry.initialize(model=net(), config=config)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(WherryError, match="on 1 data-parallel rank, as WORLD_SIZE=1 of the launcher says"):
+        wherry.initialize(model=net(), config=config)
+    with pytest.raises(WherryError, match="on 1 data-parallel rank, as the mesh given to initialize has them"):
+        wherry.initialize(model=net(), config=config, mesh=SoloComm())
 
 
 def test_a_schedule_of_the_config_without_an_optimizer_is_told_of(caplog: pytest.LogCaptureFixture) -> None:

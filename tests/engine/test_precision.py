@@ -162,7 +162,7 @@ def test_an_overflow_on_one_rank_skips_on_all() -> None:
     assert run_ranks(2, body) == [(False, 1), (False, 1)]
 
 
-def test_buffers_keep_their_dtype() -> None:
+def test_buffers_keep_their_dtype_unless_given_another() -> None:
     class Rotary(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -172,11 +172,14 @@ def test_buffers_keep_their_dtype() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.linear(x * self.frequencies.to(x.dtype)).sum()
 
-    model = Rotary()
-    engine, *_ = wherry.initialize(model=model, config={"bf16": {"enabled": True}})
-    assert model.frequencies.dtype == torch.float32
-    assert model.linear.weight.dtype == torch.bfloat16
-    engine.close()
+    for asked, dtype in ((None, torch.float32), ("fp16", torch.float16)):
+        model = Rotary()
+        model.register_buffer("count", torch.tensor(3))
+        config = {"bf16": {"enabled": True}, "data_types": {"buffer_dtype": asked}}
+        engine, *_ = wherry.initialize(model=model, config=config)
+        assert (model.frequencies.dtype, model.count.dtype) == (dtype, torch.int64)
+        assert model.linear.weight.dtype == torch.bfloat16
+        engine.close()
 
 
 class Pair(NamedTuple):

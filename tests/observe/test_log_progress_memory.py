@@ -11,7 +11,7 @@ from rich.live import Live
 
 from wherry.config import load
 from wherry.observe import memory
-from wherry.observe.log import follow, get_logger, say, show_on
+from wherry.observe.log import follow, get_logger, say, warn
 from wherry.observe.memory import control_groups, device_memory, format_bytes, free_on_gpu, host_memory
 from wherry.observe.progress import Progress, is_terminal
 from wherry.tiers import budget
@@ -21,7 +21,10 @@ from wherry.tiers import budget
 def shown():
     stream = io.StringIO()
     level = logging.getLogger("wherry").level
-    handler = show_on(stream)
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    logging.getLogger("wherry").addHandler(handler)
+    logging.getLogger("wherry").setLevel(logging.INFO)
     yield stream
     logging.getLogger("wherry").removeHandler(handler)
     logging.getLogger("wherry").setLevel(level)
@@ -42,7 +45,6 @@ def test_news_comes_from_rank_0_and_warnings_from_all(shown):
 def test_lines_that_a_config_asks_for_are_seen_once(capsys, monkeypatch):
     logger = logging.getLogger("wherry")
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as in a program that has set up no logging
-    monkeypatch.setattr(logger, "handlers", [])
     level = logger.level
     try:
         follow(load({"gradient_clipping": 1.0}))
@@ -56,6 +58,37 @@ def test_lines_that_a_config_asks_for_are_seen_once(capsys, monkeypatch):
         assert capsys.readouterr().err == "theirs: step 4\n"
     finally:
         logger.setLevel(level)
+
+
+def test_warnings_reach_standard_error_with_name_and_rank(capsys, monkeypatch):
+    logger = logging.getLogger("wherry")
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as in a program that has set up no logging
+    logger.warning("one of %d", 1)
+    warn("of all ranks")
+    say("unheard")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        logger.warning("one of %d", 2)
+        warn("of all ranks")
+    get_logger(1).warning("an engine's")
+    assert capsys.readouterr().err.splitlines() == [
+        "wherry: one of 1",
+        "wherry: of all ranks",
+        "wherry: [rank 0] one of 2",
+        "wherry: [rank 0] of all ranks",
+        "wherry: [rank 1] one of 2",
+        "wherry: [rank 1] an engine's",
+    ]
+
+
+def test_the_programs_own_logging_decides(capsys, monkeypatch):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    logging.basicConfig(level=logging.ERROR, format="theirs: %(message)s")
+    logging.getLogger("wherry").warning("unheard")
+    logging.getLogger("wherry").error("heard")
+    logging.getLogger().setLevel(logging.WARNING)
+    assert capsys.readouterr().err == "theirs: heard\n"
 
 
 def test_the_rank_comes_from_the_environment_unless_given(shown, monkeypatch):

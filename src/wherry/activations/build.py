@@ -12,7 +12,7 @@ from wherry.activations.manager import Activations, Groups, Settings
 from wherry.activations.recompute import operations
 from wherry.activations.saving import Beneath
 from wherry.activations.stores import Allocate, DiskActivations, HostStore, Store, allocator
-from wherry.observe.log import say
+from wherry.observe.log import say, warn
 from wherry.observe.memory import free_on_gpu, host_memory
 from wherry.parallel.topology import Topology
 from wherry.sharding.unit import Unit
@@ -49,7 +49,7 @@ def build(
         if topology.tensor.size > 1:
             cut = Cut(topology.tensor, allocate, smallest=SMALLEST_CUT)
         else:
-            say("activation_checkpointing.partition_activations: no effect, as no ranks share a tensor-parallel axis")
+            warn("activation_checkpointing.partition_activations: no effect, as no ranks share a tensor-parallel axis")
     settings = Settings(
         policy=policy,
         every=block.every,

@@ -67,7 +67,7 @@ def _check(arguments: argparse.Namespace) -> int:
         return USER_ERROR
     try:
         config = load(_path(arguments.file), overrides=parse_overrides(arguments.set))
-        batch = config.batch(arguments.ranks) if arguments.ranks is not None else None
+        batch = config.batch(arguments.ranks, "as --ranks says") if arguments.ranks is not None else None
     except ConfigError as error:
         print(error, file=sys.stderr)
         return USER_ERROR

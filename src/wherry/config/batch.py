@@ -21,8 +21,10 @@ class BatchSizes(NamedTuple):
 Resolved = tuple[BatchSizes | None, str | None, Problem | None]
 
 
-def resolve_batch(train: int | None, micro: int | None, accumulation: int | None, world: int, lines: Lines) -> Resolved:
-    """The sizes, a note on what was chosen without being asked, or the problem."""
+def resolve_batch(
+    train: int | None, micro: int | None, accumulation: int | None, world: int, lines: Lines, counted: str = ""
+) -> Resolved:
+    """The sizes, a note on what was chosen without being asked, or the problem. `counted`: who says how many ranks."""
     if world < 1:
         raise ValueError(f"dp_world_size: expected 1 or more, got {world}")
     if train is None:
@@ -32,7 +34,7 @@ def resolve_batch(train: int | None, micro: int | None, accumulation: int | None
     chosen_micro, chosen_accumulation = _fill(train, micro, accumulation, world)
     if chosen_micro * chosen_accumulation * world == train:
         return BatchSizes(train, chosen_micro, chosen_accumulation), None, None
-    return None, None, Problem(TRAIN, lines.of((TRAIN,)), _contradiction(train, micro, accumulation, world))
+    return None, None, Problem(TRAIN, lines.of((TRAIN,)), _contradiction(train, micro, accumulation, world, counted))
 
 
 def _fill(train: int, micro: int | None, accumulation: int | None, world: int) -> tuple[int, int]:
@@ -42,8 +44,8 @@ def _fill(train: int, micro: int | None, accumulation: int | None, world: int) -
     return max(1, train // (accumulation * world)), accumulation
 
 
-def _contradiction(train: int, micro: int | None, accumulation: int | None, world: int) -> str:
-    ranks = f"{world} data-parallel rank{'s' if world != 1 else ''}"
+def _contradiction(train: int, micro: int | None, accumulation: int | None, world: int, counted: str) -> str:
+    ranks = f"{world} data-parallel rank{'s' if world != 1 else ''}{', ' * bool(counted)}{counted}"
     numbers = f"{TRAIN} {train}, {MICRO} {_or_unset(micro)}, {ACCUMULATION} {_or_unset(accumulation)} on {ranks}"
     rule = "must be micro-batch x accumulation x ranks"
     if micro is not None and accumulation is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 
@@ -21,6 +22,8 @@ def check(config: Config, draft: Draft) -> None:
         for path, message in rule(config, draft):
             if not draft.is_bad(path):
                 draft.problem(path, message)
+    for path, message in _idle(config, draft):
+        draft.note_idle(path, message, f"{'.'.join(path)} ({message.removeprefix('no effect, ')})")
     for remark in _REMARKS:
         for path, message in remark(config, draft):
             draft.note(path, message)
@@ -96,16 +99,50 @@ def _activations(config: Config, draft: Draft) -> Iterator[Finding]:
         yield (*path, "policy"), 'offload needs to know where to: add "cpu_checkpointing": true, or an nvme_path'
 
 
+_HALF_MASTERS = (
+    ": it would keep master weights and their gradients in half precision, and here they are fp32; to save memory, "
+    'with bf16 weights "wherry": {"master": "split"} stores each master as the working weight and 16 more bits, and '
+    '"state_dtype": "bf16" halves the moments'
+)
+# Values that would change results, memory or speed, or lose something, and are not to be had.
+_REFUSED: tuple[tuple[KeyPath, object, str], ...] = (
+    (
+        ("gradient_allreduce_op",),
+        "sum",
+        ": gradients are averaged over ranks; multiply the loss by the number of ranks",
+    ),
+    (
+        ("managed_gradient_accumulation",),
+        False,
+        "; call engine.set_gradient_accumulation_boundary(True) before the backward that ends a window",
+    ),
+    (("fp16", "fp16_master_weights_and_grads"), True, _HALF_MASTERS),
+    (("bf16", "bf16_master_weights_and_grads"), True, _HALF_MASTERS),
+    (
+        ("aio", "use_gds"),
+        True,
+        ": GPUDirect Storage would read from disk to GPU past the host's memory, which the disk tier reads into; set "
+        "it to false",
+    ),
+    (
+        ("checkpoint", "use_node_local_storage"),
+        True,
+        ": it would leave a part of each checkpoint on every node's own disk, and a checkpoint is one folder that all "
+        "ranks see; set it to false, and save to a file system that the nodes share",
+    ),
+    (
+        ("checkpoint", "writer", "decoupled"),
+        True,
+        '; to write while training goes on, set "wherry": {"checkpoint": {"async_save": true}}',
+    ),
+)
+
+
 def _refused_values(config: Config, draft: Draft) -> Iterator[Finding]:
-    if config.gradient_allreduce_op == "sum":
-        yield ("gradient_allreduce_op",), (
-            "sum is not part of Wherry: gradients are averaged over ranks; multiply the loss by the number of ranks"
-        )
-    if not config.managed_gradient_accumulation:
-        yield ("managed_gradient_accumulation",), (
-            "false is not part of Wherry; call engine.set_gradient_accumulation_boundary(True) before the "
-            "backward that ends a window"
-        )
+    for path, value, instead in _REFUSED:
+        block = functools.reduce(getattr, path[:-1], config)
+        if getattr(block, path[-1], None) == value and getattr(block, "enabled", True):
+            yield path, f"{str(value).lower()} is not part of Wherry{instead}"
 
 
 def _own(config: Config, draft: Draft) -> Iterator[Finding]:
@@ -115,7 +152,7 @@ def _own(config: Config, draft: Draft) -> Iterator[Finding]:
             f"in_backward updates before the norm of all gradients is known, so it excludes gradient_clipping "
             f'{config.gradient_clipping:g}; set gradient_clipping to 0, or use "before_use"'
         )
-    if policy == "in_backward" and config.fp16.enabled:
+    if policy == "in_backward" and config.scales_loss():
         yield own, 'in_backward excludes fp16, whose steps are skipped on overflow; use bf16, or "before_use"'
     nonfinite = config.wherry.nonfinite
     if nonfinite in ("skip", "raise") and config.bf16.enabled and not config.bf16.check_grad_overflow:
@@ -153,9 +190,8 @@ def _idle(config: Config, draft: Draft) -> Iterator[Finding]:
     if own.nonfinite in ("raise", "ignore") and config.nonfinite() == "skip":
         yield ("wherry", "nonfinite"), "no effect, as fp16's dynamic loss scale skips, until it is at its minimum"
     yield from _idle_activations(config)
-    if own.update_policy == "delayed":
-        yield ("wherry", "update_policy"), "delayed updates use gradients one step old, so the result differs"
-    elif own.delayed_update_warmup != type(own).model_fields["delayed_update_warmup"].default:
+    usual = type(own).model_fields["delayed_update_warmup"].default
+    if own.update_policy != "delayed" and own.delayed_update_warmup != usual:
         yield ("wherry", "delayed_update_warmup"), f"no effect, as update_policy is {own.update_policy}"
 
 
@@ -173,6 +209,11 @@ def _idle_activations(config: Config) -> Iterator[Finding]:
             contiguous = name == "number_checkpoints"
             reason = "contiguous_memory_optimization is false" if contiguous else f"policy is {policy}"
             yield (*path, name), f"no effect, as {reason}"
+
+
+def _delayed(config: Config, draft: Draft) -> Iterator[Finding]:
+    if config.wherry.update_policy == "delayed":
+        yield ("wherry", "update_policy"), "delayed updates use gradients one step old, so the result differs"
 
 
 def _short_schedule(config: Config, draft: Draft) -> Iterator[Finding]:
@@ -194,4 +235,4 @@ def _adam(config: Config, draft: Draft) -> Iterator[Finding]:
 
 Rule = Callable[[Config, Draft], Iterator[Finding]]
 _RULES: tuple[Rule, ...] = (_batch, _precision, _offload, _groups, _activations, _refused_values, _own, _schedule)
-_REMARKS: tuple[Rule, ...] = (_idle, _short_schedule, _adam)
+_REMARKS: tuple[Rule, ...] = (_delayed, _short_schedule, _adam)

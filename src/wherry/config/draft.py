@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from wherry.config.fields import Block, about, asks_for_something, block_of, field_of, takes_auto
+from wherry.config.fields import Block, about, asks_for_something, block_of, differs, field_of, takes_auto
 from wherry.config.problems import Problem
 from wherry.config.source import Source
 from wherry.config.text import KeyPath
@@ -22,6 +22,8 @@ class Draft:
         self.tree: dict[str, Any] = copy.deepcopy(source.given)
         self.problems: list[Problem] = list(source.problems)
         self.notes: list[str] = []
+        # Of the notes, those of keys without effect, and how to name the key to whoever is told in one line of all.
+        self.idle: dict[str, str] = {}
         self.autos: list[str] = []
         self.bad: set[KeyPath] = {tuple(problem.path.split(".")) for problem in source.problems}
         self._written_as: dict[KeyPath, KeyPath] = {}
@@ -40,6 +42,10 @@ class Draft:
 
     def note(self, path: KeyPath, message: str) -> None:
         self.notes.append(f"{'.'.join(path)}: {message}")
+
+    def note_idle(self, path: KeyPath, message: str, named: str) -> None:
+        self.note(path, message)
+        self.idle[self.notes[-1]] = named
 
     def is_bad(self, path: KeyPath) -> bool:
         """Whether a key, a block around it, or something in it already has a problem."""
@@ -135,7 +141,8 @@ class Draft:
             del tree[name]
         else:
             if effect == "none" and not quiet:
-                self.note(path, f"no effect here: {about(field, 'why')}")
+                named = ".".join(path) if differs(field, value) else ""
+                self.note_idle(path, f"no effect here: {about(field, 'why')}", named)
             inner = block_of(field)
             if inner is not None:
                 self.settle(inner, path, quiet=quiet or effect == "none")

@@ -25,14 +25,21 @@ class Block(BaseModel):
 
 
 def key(
-    default: Any, text: str, *, inert: str | None = None, only: tuple[Any, ...] | None = None, **constraints: Any
+    default: Any,
+    text: str,
+    *,
+    inert: str | None = None,
+    met: Any = None,
+    only: tuple[Any, ...] | None = None,
+    **constraints: Any,
 ) -> Any:
     """A key of the schema. `inert`: it is accepted and has no effect here, for this reason.
 
-    An inert key is left out of the resolved config, which holds what acts and nothing else. `only`: the values that
-    the engine of this version has; a config with another is whole, and no engine is built from it.
+    An inert key is left out of the resolved config, which holds what acts and nothing else. `met`: the value that asks
+    for what is so anyway. `only`: the values that the engine of this version has; a config with another is whole, and
+    no engine is built from it.
     """
-    extra = _effect(inert) | ({"x-only": list(only)} if only is not None else {})
+    extra = _effect(inert) | {f"x-{name}": value for name, value in (("met", met), ("only", only)) if value is not None}
     return Field(default, description=text, json_schema_extra=extra, exclude=bool(inert), **constraints)
 
 
@@ -104,6 +111,16 @@ def asks_for_something(field: FieldInfo, value: Any) -> bool:
     return True
 
 
+def differs(field: FieldInfo, value: Any) -> bool:
+    """Whether a key without effect is given a value that asks for other than what happens."""
+    inner = block_of(field)
+    if inner is not None and isinstance(value, Mapping):
+        known = key_names(inner)
+        return any(name in known and differs(known[name], given) for name, given in value.items())
+    default = None if field.is_required() else field.get_default(call_default_factory=True)
+    return value not in (None, "auto", default, about(field, "met"))
+
+
 # --- the types of values ---
 
 
@@ -136,9 +153,21 @@ def _integer(value: Any) -> int:
 
 
 def _size(value: Any) -> int:
-    if _is_number(value) and not math.isnan(value):
+    if _is_number(value) and value > -math.inf:
         return sys.maxsize if value >= sys.maxsize else int(value)
     raise ValueError(f"expected a number of elements, got {shown(value)}{_unquoted(value)}")
+
+
+# No machine has as many elements.
+_MOST = 10**13
+
+
+def _bucket(value: Any) -> int:
+    """A size that memory is taken for, where no end is no size."""
+    size = _size(value)
+    if size > _MOST:
+        raise ValueError(f"expected a number of elements that has room somewhere, up to {_MOST:g}, got {shown(value)}")
+    return size
 
 
 def _number(value: Any) -> float:
@@ -176,7 +205,7 @@ def _memory(value: Any) -> int:
 _DTYPES = {"half": "fp16", "float16": "fp16", "bfloat16": "bf16", "float": "fp32", "float32": "fp32"}
 
 
-def _dtype(value: Any) -> Any:
+def to_dtype(value: Any) -> Any:
     name = str(value).removeprefix("torch.").lower()
     return _DTYPES.get(name, name)
 
@@ -211,13 +240,14 @@ def one_or_list(one: Callable[[Any], Any], what: str) -> Callable[[Any], Any]:
 Flag = Annotated[bool, BeforeValidator(to_flag)]
 Integer = Annotated[int, BeforeValidator(_integer)]
 Size = Annotated[int, BeforeValidator(_size), WithJsonSchema({"type": "number"})]
+Bucket = Annotated[int, BeforeValidator(_bucket), WithJsonSchema({"type": "number"})]
 Number = Annotated[float, BeforeValidator(_number)]
 Text = Annotated[str, BeforeValidator(_text)]
 Bytes = Annotated[
     int, BeforeValidator(_bytes), WithJsonSchema({"anyOf": [{"type": "integer"}, {"type": "string"}]})
 ]
 Memory = Annotated[int, BeforeValidator(_memory), WithJsonSchema({"anyOf": [{"type": "integer"}, {"type": "string"}]})]
-Dtype = Annotated[Literal["fp16", "bf16", "fp32"], BeforeValidator(_dtype)]
+Dtype = Annotated[Literal["fp16", "bf16", "fp32"], BeforeValidator(to_dtype)]
 EverySteps = Annotated[int | None, BeforeValidator(_every_steps), WithJsonSchema({"type": "number"})]
 Folders = Annotated[
     str | list[str],

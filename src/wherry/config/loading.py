@@ -15,7 +15,7 @@ from wherry.config.checks import check
 from wherry.config.draft import Draft
 from wherry.config.problems import Problem, config_error
 from wherry.config.schema import Config
-from wherry.config.source import Source, read
+from wherry.config.source import Source, copied, read
 from wherry.config.text import TextError, parse
 from wherry.config.validate import validate
 
@@ -36,9 +36,10 @@ def load(
     >>> load({"bf16": {"enabled": True}}, overrides={"zero_optimization.stage": 3}).zero_optimization.stage
     3
     """
+    laid_over: list[Mapping[str, Any]] = [copied(overrides)] if overrides else []
     if isinstance(source, Config):
-        return _load(source._source, [*source._overrides, overrides]) if overrides else source
-    return _load(read(source), [overrides] if overrides else [])
+        return _load(source._source, [*source._overrides, *laid_over]) if overrides else source
+    return _load(read(source), laid_over)
 
 
 def _load(source: Source, overrides: list[Mapping[str, Any]]) -> Config:
@@ -61,6 +62,7 @@ def _load(source: Source, overrides: list[Mapping[str, Any]]) -> Config:
     config._source = source
     config._overrides[:] = copy.deepcopy(overrides)
     config._notes[:] = draft.notes
+    config._idle = draft.idle
     config._auto = (*draft.autos, *chosen)
     return config
 

@@ -61,10 +61,12 @@ class AdamParams(_Params):
     amsgrad: Annotated[Flag, _only(False, "AMSGrad needs a third state; use another optimizer")] = key(
         False, "The AMSGrad variant."
     )
-    torch_adam: Flag = key(False, "Use torch's own Adam.", inert="the result is that of torch's Adam either way")
-    fp32_optimizer_states: Flag = key(
-        True, "Moments in fp32.", inert='moments are fp32 unless "wherry": {"state_dtype": ...} says otherwise'
+    torch_adam: Flag = key(
+        False, "Use torch's own Adam.", inert="the result is that of torch's Adam either way", met=True
     )
+    fp32_optimizer_states: Annotated[
+        Flag, _only(True, 'it would keep moments in half precision, which "wherry": {"state_dtype": "bf16"} does here')
+    ] = key(True, "Moments in fp32. false is refused: wherry.state_dtype has them smaller.")
 
 
 class AdagradParams(_Params):
@@ -162,7 +164,7 @@ def params_model(type_name: Any) -> type[Block] | None:
 
 def resolve(type_name: str, params: Block) -> tuple[str, dict[str, Any]]:
     """The rule that a type and its params mean, and the params with every default written out."""
-    resolved = params.model_dump(exclude={"amsgrad", "bias_correction"})
+    resolved = params.model_dump(exclude={"amsgrad", "bias_correction", "fp32_optimizer_states"})
     if isinstance(params, AdamParams):
         if params.adam_w_mode:
             del resolved["adam_w_mode"]

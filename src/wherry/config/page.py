@@ -18,7 +18,8 @@ missing comma between lines are fine; a key given twice is an error. Files writt
 - `"auto"` and `null` are values of every key, and mean its default, unless the key has `auto` as a choice of its own
   or says what `auto` does.
 - Whole numbers may be written like `5e8`.
-- A key marked *no effect* is accepted; one line in the log says why it does nothing here.
+- A key marked *no effect* is accepted. Those whose values ask for other than what happens are named in one line when
+  training begins; `wherry config check FILE` says of each why it does nothing here.
 - Batch sizes: any two of `train_batch_size`, `train_micro_batch_size_per_gpu` and `gradient_accumulation_steps` give
   the third. With only one of them, accumulation (or else the micro-batch) is 1; with none, both are.
 - A dotted key at the top, like `"zero_optimization.stage": 2`, means the key inside the block, which goes first if it

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from wherry.config.fields import Block, Dtype, Flag, Integer, Number, Text, block, key, renamed
+from pydantic import BeforeValidator
 
-_MASTER_IS_FP32 = (
-    'master weights and their gradients stay fp32; with bf16 weights "wherry": {"master": "split"} stores each '
-    "master as the working weight and 16 more bits, without loss"
-)
-_AUTOCAST = "wrap the call of the model in torch.autocast in your script instead"
+from wherry.config.fields import Block, Dtype, Flag, Integer, Number, Text, key, renamed, to_dtype
 
 
 class FP16(Block):
@@ -22,26 +18,40 @@ class FP16(Block):
     hysteresis: Integer = key(2, "Overflows before the loss scale is halved.", ge=1)
     consecutive_hysteresis: Flag = key(False, "A step without overflow restores the full hysteresis.")
     min_loss_scale: Number = key(1.0, "The dynamic loss scale does not fall below this.", gt=0)
-    fp16_master_weights_and_grads: Flag = key(False, "Master weights in fp16.", inert=_MASTER_IS_FP32)
+    fp16_master_weights_and_grads: Flag = key(False, "Master weights in fp16. true is refused: they are fp32.")
 
 
 class BF16(Block):
     enabled: Flag = key(False, "Working weights in bf16, with fp32 master weights and no loss scale.")
     immediate_grad_update: Flag = key(
-        False, "Accumulate each gradient as it comes.", inert="gradients are always accumulated as they come"
+        False,
+        "Accumulate each gradient as it comes.",
+        inert="gradients are always accumulated as they come",
+        met=True,
     )
     check_grad_overflow: Flag = key(
         True, "Skip a step whose gradients hold inf or NaN; false is the same as `wherry.nonfinite: ignore`."
     )
-    bf16_master_weights_and_grads: Flag = key(False, "Master weights in bf16.", inert=_MASTER_IS_FP32)
+    bf16_master_weights_and_grads: Flag = key(
+        False, "Master weights in bf16. true is refused: they are fp32, or wherry.master split."
+    )
     bf16_optimizer_states: Flag = key(False, 'Moments in bf16; the same as "wherry": {"state_dtype": "bf16"}.')
     check_overflow: Any = renamed("check_grad_overflow", "Another spelling.")
 
 
 class TorchAutocast(Block):
-    enabled: Flag = key(False, "Run the model under torch.autocast.")
-    dtype: Dtype | None = key(None, "The type that autocast casts to.")
-    lower_precision_safe_modules: list[Text] | None = key(None, "Module classes reduced in the lower precision.")
+    enabled: Flag = key(
+        False,
+        "Run the engine's forward under torch.autocast. Weights, gradients and optimizer state keep their own types.",
+    )
+    dtype: Annotated[Literal["bf16", "fp16"], BeforeValidator(to_dtype)] = key(
+        "bf16", "The type that autocast casts to. fp16 scales the loss as torch.amp.GradScaler does by default."
+    )
+    lower_precision_safe_modules: list[Text] | None = key(
+        None,
+        "Module classes whose gradients and weights travel in the lower precision.",
+        inert="weights travel in their own type, and gradients in that or in communication_data_type",
+    )
 
 
 class DataTypes(Block):
@@ -52,9 +62,5 @@ class DataTypes(Block):
         None, "The type of the working weights, where neither fp16 nor bf16 says it. Unset: as the model has them."
     )
     buffer_dtype: Dtype | None = key(
-        None, "The type of the model's buffers.", inert="buffers keep the type that the model gives them"
+        None, "The type of the model's floating-point buffers. Unset: as the model has them."
     )
-
-
-def autocast_block() -> Any:
-    return block(TorchAutocast, "Mixed precision by torch.autocast.", inert=_AUTOCAST)

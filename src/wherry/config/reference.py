@@ -201,7 +201,7 @@ def _or_auto(schema: dict[str, Any]) -> dict[str, Any]:
     effect, why, only = schema.get("x-effect", "acts"), schema.get("x-why"), schema.get("x-only")
     if effect != "acts" or only is not None:
         outside["description"] = f"{outside['description']} {sentence(status(effect, why, only).replace('`', ''))}"
-    not_inside = {*outside, "title", "x-effect", "x-why", "x-neutral", "x-switch", "x-only"}
+    not_inside = {*outside, "title", "x-effect", "x-why", "x-neutral", "x-switch", "x-met", "x-only"}
     inside = {name: value for name, value in schema.items() if name not in not_inside}
     options = [_bounded(option) for option in inside.get("anyOf", [inside]) if option.get("type") != "null"]
     return {**outside, "anyOf": [*options, {"enum": ["auto", None]}]}

@@ -31,7 +31,7 @@ class Aio(Block):
     intra_op_parallelism: Integer = key(1, "Multiplies queue_depth: requests of one large transfer at once.", ge=1)
     single_submit: Flag = key(False, "Submit requests one by one.", inert="requests are always submitted together")
     overlap_events: Flag = key(True, "Overlap submitting with completing.", inert="they always overlap")
-    use_gds: Flag = key(False, "GPUDirect Storage.", inert="the disk tier reads into host memory")
+    use_gds: Flag = key(False, "GPUDirect Storage. true is refused: the disk tier reads into host memory.")
     checksum: Flag = key(
         False,
         "Compare all that is read from the disk with checksums of what was written: 4 bytes of host memory for every "
@@ -94,7 +94,7 @@ class Writer(Block):
     io_buffer_double: Flag = key(True, "Use two buffers.")
     io_multiplier: Integer = key(1, "Buffers per writer.", ge=1)
     data_parallel: Text | None = key(None, "Which data-parallel ranks write.")
-    decoupled: Flag = key(False, "Write while training goes on.")
+    decoupled: Flag = key(False, "Write while training goes on. true is refused: wherry.checkpoint.async_save does it.")
     show_statistics: Flag = key(False, "Print the writer's figures.")
 
 
@@ -106,9 +106,10 @@ class Checkpoint(Block):
         False,
         "Load a checkpoint that is independent of the number of ranks.",
         inert="every checkpoint loads on any number of ranks",
+        met=True,
     )
     use_node_local_storage: Flag = key(
-        False, "Every node writes to its own disk.", inert="a checkpoint is one folder that all ranks share"
+        False, "Every node writes to its own disk. true is refused: a checkpoint is one folder that all ranks see."
     )
     parallel_write: ParallelWrite = block(ParallelWrite, "Who writes in parallel.", inert=_ALL_WRITE)
     checkpoint_serialization: Flag = key(

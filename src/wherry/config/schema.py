@@ -26,7 +26,7 @@ from wherry.config.fields import (
     renamed,
 )
 from wherry.config.optimizer import Optimizer
-from wherry.config.precision import BF16, FP16, DataTypes, TorchAutocast, autocast_block
+from wherry.config.precision import BF16, FP16, DataTypes, TorchAutocast
 from wherry.config.problems import config_error
 from wherry.config.runtime import (
     ActivationCheckpointing,
@@ -100,7 +100,7 @@ class Config(Block):
 
     fp16: FP16 = block(FP16, "Training in fp16.")
     bf16: BF16 = block(BF16, "Training in bf16.")
-    torch_autocast: TorchAutocast = autocast_block()
+    torch_autocast: TorchAutocast = block(TorchAutocast, "Mixed precision by torch.autocast.")
     data_types: DataTypes = block(DataTypes, "Types of gradients, parameters and buffers.")
 
     communication_data_type: Dtype | None = key(
@@ -118,7 +118,10 @@ class Config(Block):
         False, "Vouch that an optimizer Wherry does not know treats every element by itself."
     )
     zero_force_ds_cpu_optimizer: Flag = key(
-        True, "Demand a special optimizer on the host.", inert="a torch optimizer gets its host counterpart by itself"
+        True,
+        "Demand a special optimizer on the host.",
+        inert="a torch optimizer gets its host counterpart by itself",
+        met=False,
     )
 
     dataloader_drop_last: Flag = key(False, "Drop the last, incomplete batch of an epoch.")
@@ -181,6 +184,7 @@ class Config(Block):
     _source: Source = PrivateAttr(default_factory=lambda: Source({}))
     _overrides: list[Mapping[str, Any]] = PrivateAttr(default_factory=list)
     _notes: list[str] = PrivateAttr(default_factory=list)
+    _idle: dict[str, str] = PrivateAttr(default_factory=dict)
     _auto: tuple[str, ...] = PrivateAttr(default=())
     _batches: dict[int, BatchSizes] = PrivateAttr(default_factory=dict)
 
@@ -191,16 +195,28 @@ class Config(Block):
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know and need not act on: one line each, to be logged once by rank 0."""
+        """What the user should know and need not act on, one line each."""
         return list(self._notes)
+
+    @property
+    def news(self) -> list[str]:
+        """The notes of keys that act, to be logged once by rank 0."""
+        return [note for note in self._notes if note not in self._idle]
+
+    @property
+    def idle(self) -> list[str]:
+        """The keys whose values have no effect, in words for one line, but those that ask for what is so."""
+        return [named for named in self._idle.values() if named]
 
     @property
     def auto(self) -> tuple[str, ...]:
         """The keys whose value was "auto"; each has its default here."""
         return self._auto
 
-    def batch(self, dp_world_size: int) -> BatchSizes:
+    def batch(self, dp_world_size: int, counted: str = "") -> BatchSizes:
         """The three batch sizes for so many data-parallel ranks. Raises `ConfigError` when they contradict.
+
+        `counted` is for that error: who says how many ranks there are.
 
         >>> from wherry.config import load
         >>> load({"train_batch_size": 16, "gradient_accumulation_steps": 2}).batch(4)
@@ -208,7 +224,7 @@ class Config(Block):
         """
         if dp_world_size not in self._batches:
             given = (self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps)
-            sizes, note, problem = resolve_batch(*given, dp_world_size, self._source.lines)
+            sizes, note, problem = resolve_batch(*given, dp_world_size, self._source.lines, counted)
             if problem is not None:
                 raise config_error([problem], self._source.name)
             assert sizes is not None
@@ -247,9 +263,22 @@ class Config(Block):
         """The same as torch knows it."""
         return _torch_dtype(self.working_precision())
 
+    def autocast_dtype(self) -> torch.dtype | None:
+        """The type that the engine's forward casts to; None where it does not run under torch.autocast."""
+        return _torch_dtype(self.torch_autocast.dtype) if self.torch_autocast.enabled else None
+
+    def scales_loss(self) -> bool:
+        """Whether gradients pass through fp16: the loss is scaled, and a step whose gradients overflow is skipped."""
+        autocast = self.torch_autocast
+        return self.fp16.enabled or (autocast.enabled and autocast.dtype == "fp16")
+
     def grad_accum_dtype(self) -> torch.dtype | None:
         """The type in which gradients are accumulated; None for that of the working weights."""
         return _torch_dtype(self.data_types.grad_accum_dtype)
+
+    def buffer_dtype(self) -> torch.dtype | None:
+        """The type of floating-point buffers; None to leave them as they are."""
+        return _torch_dtype(self.data_types.buffer_dtype)
 
     def communication_dtype(self) -> torch.dtype | None:
         """The type in which gradients are reduced; None for that of the gradients."""
@@ -263,7 +292,7 @@ class Config(Block):
 
     def nonfinite(self) -> str:
         """What becomes of a step whose gradients are not finite: skip, raise or ignore."""
-        if self.fp16.enabled and not self.fp16.loss_scale:
+        if self.scales_loss() and not (self.fp16.enabled and self.fp16.loss_scale):
             return "skip"
         if self.wherry.nonfinite != "auto":
             return self.wherry.nonfinite

@@ -32,13 +32,21 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any] | None) -> Source:
     if source is None:
         return Source({})
     if isinstance(source, Mapping):
-        return Source(_copy(source))
+        return Source(copied(source))
     if isinstance(source, os.PathLike):
         return _from_file(Path(source))
     if isinstance(source, str):
         return _from_string(source)
     expected = "expected a path, a dict, or JSON or Hjson text"
     raise config_error([Problem("", None, f"{expected}, got {type(source).__name__}")], None)
+
+
+def copied(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A tree of dicts and lists that shares nothing with what was given. One that holds itself is an error."""
+    try:
+        return _copy(given)
+    except RecursionError:
+        raise config_error([Problem("", None, "nested too deeply to be a config")], None) from None
 
 
 def nested(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,12 +73,15 @@ def nested(given: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _copy(value: Any) -> Any:
+def _copy(value: Any, path: KeyPath = (), around: tuple[Any, ...] = ()) -> Any:
+    if not isinstance(value, Mapping | list | tuple):
+        return value
+    if any(value is outer for outer in around):
+        raise config_error([Problem(".".join(path), None, "is the same object as one around it: it has no end")], None)
+    around = (*around, value)
     if isinstance(value, Mapping):
-        return {str(name): _copy(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_copy(inner) for inner in value]
-    return value
+        return {str(name): _copy(inner, (*path, str(name)), around) for name, inner in value.items()}
+    return [_copy(inner, (*path, str(index)), around) for index, inner in enumerate(value)]
 
 
 def _from_string(source: str) -> Source:

@@ -12,6 +12,7 @@ KeyPath = tuple[str, ...]
 _SPACE_AND_COMMENTS = re.compile(r"(?:\s+|#[^\n]*|//[^\n]*|/\*.*?\*/)*", re.DOTALL)
 _SPACE_COMMENTS_COMMAS = re.compile(r"(?:[\s,]+|#[^\n]*|//[^\n]*|/\*.*?\*/)*", re.DOTALL)
 _QUOTED = re.compile(r"'''.*?'''|\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'", re.DOTALL)
+_BRACKETS = re.compile(rf"{_QUOTED.pattern}|#[^\n]*|//[^\n]*|/\*.*?\*/|[{{}}\[\]]", re.DOTALL)
 _BARE_KEY = re.compile(r"[^\s:{}\[\],]+")
 _SCALAR = re.compile(
     r"(?:true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?)(?=[ \t]*(?:[,}\]#\n\r]|//|/\*|\Z))"
@@ -160,15 +161,42 @@ def _parse_hjson(text: str) -> tuple[Any, Lines]:
     except IndexError:  # how hjson meets the end of the text inside a comment
         raise TextError("not valid JSON or Hjson: a comment or a string does not end", None) from None
     except hjson.HjsonDecodeError as error:
-        bare = _QUOTED.sub("", text)
-        unclosed = [pair[0] for pair in ("{}", "[]") if bare.count(pair[0]) > bare.count(pair[1])]
         hint = "; a value without quotes runs to the end of its line" if "eof" in error.msg else ""
-        if unclosed:
-            hint = f"; {' and '.join(unclosed)} not closed: is the file whole?"
+        if unclosed := _unclosed(text):
+            marks = [mark for mark in "{[" if mark in unclosed]
+            opened = ", ".join(f"{mark} of line {unclosed[mark]}" for mark in marks)
+            hint = f"; {' and '.join(marks)} not closed ({opened}): is the file whole?"
         what = error.msg.replace(" %r at", "")
         message = f"not valid JSON or Hjson: {what} (column {error.colno}){hint}"
         raise TextError(message, max(1, error.lineno - 1)) from None
     return _plain(value), Lines(text if isinstance(value, dict) else "")
+
+
+def _unclosed(text: str) -> dict[str, int]:
+    """The kinds of brackets that are opened more often than closed, and the line of the first that is not closed.
+
+    Where a closing bracket begins a line, indentation tells which one it closes.
+    """
+    opened: list[tuple[str, int, int]] = []
+    left: list[tuple[str, int, int]] = []
+    counts = dict.fromkeys("{}[]", 0)
+    for found in _BRACKETS.finditer(text):
+        mark = found.group()
+        if mark not in counts:
+            continue
+        counts[mark] += 1
+        before = text[text.rfind("\n", 0, found.start()) + 1 : found.start()]
+        indent = len(before) - len(before.lstrip())
+        if mark in "{[":
+            opened.append((mark, text.count("\n", 0, found.start()) + 1, indent))
+            continue
+        begins_line = not before.strip()
+        while opened and (opened[-1][0] + mark not in ("{}", "[]") or (begins_line and opened[-1][2] > indent)):
+            left.append(opened.pop())
+        if opened:
+            opened.pop()
+    kinds = [pair[0] for pair in ("{}", "[]") if counts[pair[0]] > counts[pair[1]]]
+    return {kind: min(line for mark, line, _ in left + opened if mark == kind) for kind in kinds}
 
 
 def _plain(value: Any) -> Any:

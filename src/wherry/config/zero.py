@@ -9,6 +9,7 @@ from pydantic import BeforeValidator
 
 from wherry.config.fields import (
     Block,
+    Bucket,
     Flag,
     Folders,
     Integer,
@@ -52,7 +53,7 @@ class OffloadParam(Block):
         "a forward comes on top.",
         ge=1,
     )
-    buffer_size: Size = key(100_000_000, "Elements of one such buffer.", inert=_POOLED, ge=1)
+    buffer_size: Bucket = key(100_000_000, "Elements of one such buffer.", inert=_POOLED, ge=1)
     max_in_cpu: Size = key(
         1_000_000_000,
         "Elements of parameters, on each rank, kept in host memory when the device is nvme.",
@@ -74,11 +75,15 @@ class OffloadOptimizer(Block):
         "all but one of them are read while the backward ends, with in_backward one.",
         ge=1,
     )
-    buffer_size: Size | None = key(None, "Elements of one such buffer.", inert=_POOLED, ge=1)
+    buffer_size: Bucket | None = key(None, "Elements of one such buffer.", inert=_POOLED, ge=1)
     pin_memory: Flag = key(True, "Use page-locked host memory, which copies faster to and from a GPU.")
-    pipeline_read: Flag = key(False, "Overlap reading a state with the update before it.", inert=_ALWAYS_OVERLAPPED)
-    pipeline_write: Flag = key(False, "Overlap writing a state with the update after it.", inert=_ALWAYS_OVERLAPPED)
-    fast_init: Flag = key(False, "Initialise states on disk faster.", inert="states on disk are preallocated")
+    pipeline_read: Flag = key(
+        False, "Overlap reading a state with the update before it.", inert=_ALWAYS_OVERLAPPED, met=True
+    )
+    pipeline_write: Flag = key(
+        False, "Overlap writing a state with the update after it.", inert=_ALWAYS_OVERLAPPED, met=True
+    )
+    fast_init: Flag = key(False, "Initialise states on disk faster.", inert="states on disk are preallocated", met=True)
     ratio: Number = key(
         1.0,
         "Share of the optimizer state that is offloaded; that of the first units stays on the device. auto: the share "
@@ -111,7 +116,10 @@ class ZeroOptimization(Block):
     offload_optimizer: OffloadOptimizer = block(OffloadOptimizer, "Optimizer state outside the device.")
     offload_param: OffloadParam = block(OffloadParam, "Parameters outside the device (stage 3).")
     overlap_comm: Flag | None = key(
-        None, "Communicate while backward computes.", inert="communication always overlaps where the backend can"
+        None,
+        "Communicate while backward computes.",
+        inert="communication always overlaps where the backend can",
+        met=True,
     )
     contiguous_gradients: Flag = key(
         True, "Copy gradients to one buffer as they come.", inert="gradients always land in the unit's flat"
@@ -121,7 +129,7 @@ class ZeroOptimization(Block):
         "Reduce-scatter gradients instead of all-reducing them.",
         inert="the stage decides: partitioned gradients are reduce-scattered, replicated ones all-reduced",
     )
-    reduce_bucket_size: Size = key(
+    reduce_bucket_size: Bucket = key(
         500_000_000,
         "Elements of small flats whose gradients are reduced together, up to 4 million; 0: each by itself. A large "
         "flat always is.",
@@ -130,7 +138,7 @@ class ZeroOptimization(Block):
     allgather_partitions: Flag = key(
         True, "All-gather updated weights, instead of broadcasting them.", inert=_GATHERED_BY_UNIT
     )
-    allgather_bucket_size: Size = key(
+    allgather_bucket_size: Bucket = key(
         500_000_000,
         "Elements of small flats whose weights are gathered together, up to 4 million; 0: each by itself. A large "
         "flat always is.",
@@ -144,6 +152,7 @@ class ZeroOptimization(Block):
         False,
         "Checkpoints that load on another number of ranks.",
         inert="every checkpoint loads on any number of ranks",
+        met=True,
     )
     sub_group_size: Size = key(1_000_000_000, "Elements updated at a time.", inert=_BY_UNIT, ge=1)
     stage3_max_live_parameters: Size = key(
@@ -172,7 +181,7 @@ class ZeroOptimization(Block):
         "Gather between the nodes of a group first, then within them.",
         inert="which way a gather goes is the communication library's choice",
     )
-    stage3_prefetch_bucket_size: Size = key(
+    stage3_prefetch_bucket_size: Bucket = key(
         50_000_000,
         "Elements gathered ahead of use; over gloo, whatever this says, two large gathers are under way at most. "
         "auto: as many as the first windows turn out to wait less for.",
@@ -196,7 +205,10 @@ class ZeroOptimization(Block):
         inert="they are always allowed: what no rank has a gradient for is left alone, as torch.optim leaves it",
     )
     round_robin_gradients: Flag = key(
-        False, "Spread gradient copies over ranks.", inert="each rank already copies its own shard of every unit"
+        False,
+        "Spread gradient copies over ranks.",
+        inert="each rank already copies its own shard of every unit",
+        met=True,
     )
     grad_hooks: Flag = key(True, "Reduce gradients from hooks.", inert="gradients are always reduced as they come")
     memory_efficient_linear: Flag = key(
@@ -211,7 +223,9 @@ class ZeroOptimization(Block):
     log_trace_cache_warnings: Flag = key(
         False, "Warn when the order of modules changes.", inert="the order is recorded anew without a warning"
     )
-    enable_sanity_checks: Flag = key(False, "Check partitioning at run time.", inert="the checks are always on")
+    enable_sanity_checks: Flag = key(
+        False, "Check partitioning at run time.", inert="the checks are always on", met=True
+    )
     legacy_stage1: Flag = key(False, "The first implementation of stage 1.", inert="there is one engine for all stages")
     leaf_module: LeafModule = block(LeafModule, "Modules that are gathered whole.", inert=_WHOLE_UNITS)
 

@@ -1,11 +1,13 @@
-"""The `wherry` logger: ordinary news comes from rank 0 only, warnings from every rank with its number."""
+"""The `wherry` logger: ordinary news comes from rank 0 only, warnings from every rank with its number.
+
+Where a program has set up no logging, warnings go to standard error, and with a level of INFO all else does too.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,28 +28,40 @@ def say(message: str, *args: object) -> None:
         logger.info(message, *args)
 
 
+def warn(message: str, *args: object) -> None:
+    """Log a warning on rank 0 only: of what is the same on all of them."""
+    if is_rank_zero():
+        logger.warning(message, *args)
+
+
 class RankLogger(logging.LoggerAdapter[logging.Logger]):
     """A logger that knows its rank: the object's own, so that engines of several ranks can share a process."""
 
-    def __init__(self, logger: logging.Logger, rank: int) -> None:
+    def __init__(self, rank: int) -> None:
         super().__init__(logger, {"rank": rank})
         self.rank = rank
 
     def isEnabledFor(self, level: int) -> bool:
         return (self.rank == 0 or level >= logging.WARNING) and super().isEnabledFor(level)
 
-    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        return (msg if self.rank == 0 else f"[rank {self.rank}] {msg}"), kwargs
 
-
-def get_logger(rank: int | None = None, name: str = NAME) -> RankLogger:
+def get_logger(rank: int | None = None) -> RankLogger:
     """The logger of one rank; without a rank, that of this process.
 
     >>> get_logger(rank=0).info("ZeRO-3 over %d ranks", 2)
     """
+    return RankLogger(int(os.environ.get("RANK", "0")) if rank is None else rank)
+
+
+def _name_rank(record: logging.LogRecord) -> bool:
+    """Put the rank before a line of a rank other than 0, and before a warning of any of several."""
+    rank = getattr(record, "rank", None)
     if rank is None:
         rank = int(os.environ.get("RANK", "0"))
-    return RankLogger(logging.getLogger(name), rank)
+    several = record.levelno >= logging.WARNING and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if rank or several:
+        record.msg = f"[rank {rank}] {record.msg}"
+    return True
 
 
 class _StandardError(logging.StreamHandler[Any]):
@@ -58,31 +72,32 @@ class _StandardError(logging.StreamHandler[Any]):
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
+        self.setFormatter(_FORMAT)
 
     @property
     def stream(self) -> Any:
         return sys.stderr
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return not logging.getLogger().handlers and bool(super().filter(record))
+        return not _shown_elsewhere() and bool(super().filter(record))
 
 
-def show_on(stream: Any = None, level: int = logging.INFO, of: logging.Logger = logger) -> logging.Handler:
-    """Print the `wherry` logger's lines on `stream`, or on standard error. For programs that own their process.
+def _shown_elsewhere() -> bool:
+    return bool(logging.getLogger().handlers) or any(type(one) is not _StandardError for one in logger.handlers)
 
-    Returns the handler; `logging.getLogger("wherry").removeHandler(handler)` ends it.
-    """
-    handler = logging.StreamHandler(stream) if stream is not None else _StandardError()
-    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
-    of.addHandler(handler)
-    of.setLevel(level)
-    return handler
+
+_FORMAT = logging.Formatter("%(name)s: %(message)s")
+logger.addFilter(_name_rank)
+logger.addHandler(_StandardError())
 
 
 def show_unless_shown(level: int = logging.INFO, of: logging.Logger = logger) -> None:
-    """Print a logger's lines on standard error if nobody shows them."""
+    """Print a logger's lines, from a level on, on standard error if nobody shows them."""
     if not of.hasHandlers():
-        show_on(level=level, of=of)
+        of.addHandler(_StandardError())
+        of.setLevel(level)
+    elif of is logger and not _shown_elsewhere():
+        of.setLevel(level)
 
 
 def follow(config: Config) -> None:

@@ -98,7 +98,7 @@ def _policy(config: Config, optimizer: Tier) -> str:
     checked = config.bf16.enabled and config.bf16.check_grad_overflow
     waits = (
         config.gradient_clipping > 0
-        or config.fp16.enabled
+        or config.scales_loss()
         or (checked and "check_grad_overflow" in config.bf16.model_fields_set)
     )
     return "before_use" if waits else "in_backward"

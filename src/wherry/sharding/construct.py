@@ -293,12 +293,12 @@ def check_same_model(parameters: Sequence[tuple[str, nn.Parameter]], comm: Comm,
     raise AssertionError("digests differ and parameters do not")
 
 
-def move_buffers(model: nn.Module, device: torch.device, comm: Comm) -> None:
-    """Buffers go to the device with their own dtype, and with rank 0's values."""
+def move_buffers(model: nn.Module, device: torch.device, comm: Comm, dtype: torch.dtype | None) -> None:
+    """Buffers go to the device with rank 0's values: in their own dtype, or floating-point ones in a given one."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = buffer.to(device)
+                module._buffers[name] = buffer.to(device, dtype if buffer.is_floating_point() else None)
     if comm.size > 1:
         for buffer in model.buffers():
             if buffer.layout is not torch.strided or not buffer.numel() or 0 in buffer.stride():

@@ -336,6 +336,8 @@ class Hooks:
             return
         if not unit.shared or not (awaits_backward or self.running[self.root.index]):
             self.gatherer.release(unit)
+            if unit.travelling:
+                torch.clear_autocast_cache()  # else it holds what was cast of every unit's weights
         if self.updates_beside and not unit.root and sys.exc_info()[0] is None:
             # The device is at work on this unit: time to wait for the update of the next. After an exception in the
             # forward this hook is called as well, and another collective would only confuse the other ranks.

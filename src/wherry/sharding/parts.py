@@ -18,6 +18,7 @@ from wherry.parallel.comm import Comm
 from wherry.parallel.partition import local
 from wherry.sharding.fingerprint import alike, claims, fingerprint
 from wherry.tiers.disk_errors import DiskError, hint, human
+from wherry.tiers.disk_folder import make_folder
 
 PART = "_wherry_part"
 # On the memory of a placeholder: whose it is, as long as that lives.
@@ -34,7 +35,7 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device, folder: str |
     """Memory for a shard, of undefined contents: on `device`, or in a file of `folder` that is gone with the tensor."""
     if folder is None:
         return torch.empty(numel, dtype=dtype, device=device)
-    os.makedirs(folder, exist_ok=True)
+    make_folder(folder)
     handle, path = tempfile.mkstemp(prefix="wherry-init-", dir=folder)
     nbytes = max(1, numel * dtype.itemsize)
     try:

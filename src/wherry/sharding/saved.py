@@ -16,6 +16,9 @@ from wherry.parallel.partition import is_dtensor
 from wherry.sharding.unit import Flat, Unit, Weights
 from wherry.sharding.weights import Gatherer
 
+# A view of a flat, the flat, and for what was cast from the view its type, shape, strides and offset.
+Packed = tuple[torch.Tensor, Flat, tuple[torch.dtype, torch.Size, tuple[int, ...], int] | None]
+
 
 class SavedWeights:
     """Packs for autograd what it saves in the model's forwards, and unpacks it."""
@@ -32,19 +35,30 @@ class SavedWeights:
             return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, Flat]:
-        """What autograd keeps of a tensor: itself, or with the flat that it is a view of."""
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | Packed:
+        """What autograd keeps of a tensor: itself, or with the flat that it is a view of, or was cast from."""
         inner = tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+        flat = self._flat_of.get(inner.untyped_storage()._cdata) if self._flat_of else None
+        if flat is not None:
+            return tensor, flat, None
+        cast = tensor._base if tensor._is_view() else tensor
+        made_by = cast.grad_fn if cast is not None else None
+        if made_by is not None and self._flat_of and made_by.name() == "ToCopyBackward0":
+            # Of a weight, as autocast makes it: kept, they would be another whole model until the backward.
+            leaf = getattr(made_by.next_functions[0][0], "variable", None)
+            weight = leaf.data if leaf is not None and not is_dtensor(leaf) else inner
+            flat = self._flat_of.get(weight.untyped_storage()._cdata)
+            if flat is not None:
+                return weight, flat, (tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         if self.notice is not None:
             self.notice(inner)
-        flat = self._flat_of.get(inner.untyped_storage()._cdata) if self._flat_of else None
-        return tensor if flat is None else (tensor, flat)
+        return tensor
 
-    def unpack(self, saved: torch.Tensor | tuple[torch.Tensor, Flat]) -> torch.Tensor:
+    def unpack(self, saved: torch.Tensor | Packed) -> torch.Tensor:
         """The tensor again, its flat gathered."""
         if isinstance(saved, torch.Tensor):
             return saved
-        tensor, flat = saved
+        tensor, flat, cast = saved
         if flat.weights is not Weights.WHOLE:
             self._gatherer.gather_flat(flat)
-        return tensor
+        return tensor if cast is None else tensor.to(cast[0]).as_strided(*cast[1:])

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from wherry.native.disk import MAX_LANES, SECTOR, Counters, Engine, Fault, Layout, NativeEngine, Request
 from wherry.tiers.disk_clone import share_extents
 from wherry.tiers.disk_errors import DiskError, DiskSpaceError, DiskUseError, disk_error, hint, human
-from wherry.tiers.disk_folder import SwapFolder, sweep
+from wherry.tiers.disk_folder import SwapFolder, make_folder, sweep
 from wherry.tiers.disk_probe import O_DIRECT, Probe, probe
 from wherry.tiers.tickets import Ticket
 
@@ -438,8 +438,7 @@ def _checked_paths(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[st
     if not 1 <= len(roots) <= MAX_LANES:
         raise DiskUseError(f"disk paths: got {len(roots)}, expected 1 to {MAX_LANES}")
     for root in roots:
-        if not os.path.isdir(root):
-            raise DiskUseError(f"disk path {root!r} is not a directory: make it, or name another")
+        make_folder(root)
         if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
             raise DiskUseError(
                 f"disk path {root!r} cannot be read and written by this user: change its mode or name another"

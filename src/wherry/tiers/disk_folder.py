@@ -12,6 +12,8 @@ import stat
 import time
 from pathlib import Path
 
+from wherry.observe.log import logger
+from wherry.tiers.disk_errors import DiskUseError
 from wherry.tiers.machine import machine
 
 _NAME = re.compile(r"wherry-swap-(?P<uid>\d+)-(?P<pid>\d+)-(?P<started>\d+)-[0-9a-f]+")
@@ -19,6 +21,18 @@ _LOCK = "lock"
 _NO_LOCKS = "no locks here"
 # A folder without a lock file is one that is being made just now, or one whose maker died in that moment.
 _UNLOCKED_GRACE_SECONDS = 60
+
+
+def make_folder(path: str) -> None:
+    """Make the folder that a user has named, in one that is there. Of several ranks, the one that makes it says so."""
+    try:
+        os.mkdir(path)
+        logger.warning("disk path %s was not there, and is made", path)
+    except OSError as error:
+        if os.path.isdir(path):
+            return
+        why = "" if error.errno == errno.EEXIST else f", and cannot be made ({error.strerror})"
+        raise DiskUseError(f"disk path {path!r} is not a directory{why}: make it, or name another") from None
 
 
 class SwapFolder:

@@ -6,7 +6,6 @@ Step 0 is the first update. Each class takes its parameters under the names that
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from wherry.errors import WherryError
+from wherry.observe.log import warn
 
 Rates = float | Sequence[float]
 
@@ -291,11 +291,10 @@ def _progress(step: int, start: int, end: int) -> float:
 def _cycles_momentum(optimizer: Optimizer) -> bool:
     if any("betas" in group or group.get("momentum") for group in optimizer.param_groups):
         return True
-    warnings.warn(
-        f"scheduler.params.cycle_momentum: {type(optimizer).__name__} has no momentum to cycle; only the learning "
-        "rate cycles. Set cycle_momentum to false to say so.",
-        stacklevel=4,
-    )
+    warn(
+        "scheduler.params.cycle_momentum: %s has no momentum to cycle; only the learning rate cycles. Set "
+        "cycle_momentum to false to say so.", type(optimizer).__name__,
+    )  # fmt: skip
     return False
 
 

@@ -13,7 +13,7 @@ from wherry import config as configs
 from wherry.activations import recompute
 from wherry.compat.deepspeed.parts import not_part_of_wherry
 from wherry.config import Config
-from wherry.observe.log import say
+from wherry.observe.log import warn
 
 # Keys of the config's block, and the names that scripts read.
 _KEYS = {
@@ -67,7 +67,7 @@ def _tell_if_late() -> None:
         block = engine.config["activation_checkpointing"]
         late = [key for key, value in (_asked or {}).items() if block[key] != value]
         if late:
-            say("checkpointing: the engine keeps its own %s; configure before initialize", ", ".join(late))
+            warn("checkpointing: the engine keeps its own %s; configure before initialize", ", ".join(late))
 
 
 def laid_over(config: Config) -> Config:

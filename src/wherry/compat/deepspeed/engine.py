@@ -324,7 +324,7 @@ class DeepSpeedConfig:
 
         self.config = configs.load(config)
         self._param_dict = self.config.given
-        sizes = self.config.batch(get_world_size())
+        sizes = self.config.batch(get_world_size(), "as the world size says")
         self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps = sizes
         zero = self.config.zero_optimization
         self.zero_config = zero
