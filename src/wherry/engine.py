@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from wherry import ending
+from wherry.accounts import explain_shortage
 from wherry.accumulation import Accumulation
 from wherry.activations.manager import Activations
 from wherry.checkpoint.keeper import Checkpoints
@@ -172,6 +173,7 @@ class Engine(Surface):
             with phase, self._hooks.saved.around(), self._activations.forward():
                 return module(*args, **kwargs)
         except BaseException as error:
+            explain_shortage(self, error, "forward")
             self._hooks.break_off()
             if not self._hooks.interleaver.stopping:  # else it is stopped because of another's error
                 self.comm.tell(error)
@@ -211,6 +213,7 @@ class Engine(Surface):
             self._in_backward = True
             self.backward_ends()
         except BaseException as error:
+            explain_shortage(self, error, "backward")
             self.comm.tell(error)
             self._abandon_window()
             raise
