@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from wherry.placement import Tier
+from wherry.observe.memory import format_bytes, free_on_gpu, host_memory, out_of_memory
+from wherry.placement import Tier, place_name
 from wherry.sharding.gradients import Gradients
 from wherry.sharding.unit import Flat, Unit
 from wherry.sharding.weights import Gatherer
 from wherry.tiering import Tiering
 from wherry.update.pipeline import Updater
+
+if TYPE_CHECKING:
+    from wherry.engine import Engine
 
 
 class MemoryRow(NamedTuple):
@@ -25,6 +30,39 @@ class MemoryRow(NamedTuple):
     tier: str
     bytes_expected: int
     bytes_actual: int
+
+
+def explain_shortage(engine: Engine, error: BaseException, phase: str) -> None:
+    """Add to an error of memory that a forward or backward ran out of what takes it, and what to do."""
+    if not out_of_memory(error):
+        return
+    gpu = engine.device.type == "cuda"
+    place = "device" if gpu else "host"
+    free = free_on_gpu(engine.device) if gpu else host_memory().available
+    asked = re.search(r"tried to allocate ([\d.]+) ?(\w+)", str(error), re.IGNORECASE)
+    wanted = f"asked for {_size(*asked.groups())} more" if asked is not None else "needs more"
+    states = ", ".join(
+        f"{row.state} {format_bytes(row.bytes_actual)} on {place_name(row.tier, gpu=gpu)}"
+        for row in engine.memory()
+        if row.bytes_actual
+    )
+    policy = engine._config.activation_checkpointing.resolved_policy()
+    away = '"cpu_checkpointing": true' if gpu else '"nvme_path": "/a/folder"'
+    recompute = '"policy": "recompute"' + (f", {away}" if policy != "none" else "")
+    smaller = f"train_micro_batch_size_per_gpu {max(1, engine._batch.micro // 2)} with more gradient_accumulation_steps"
+    error.add_note(
+        f"wherry: {phase} {wanted}, and {format_bytes(free)} are free on this {place}. States of the engine take: "
+        f"{states}; the rest are activations and what the model makes. What takes less, in the config: "
+        f'"activation_checkpointing": {{{recompute}}} (now {policy}; "offload" puts activations away until backward, '
+        f'with "nvme_path" on a disk)'
+        + (f"; {smaller} (now {engine._batch.micro})" if engine._batch.micro > 1 else "; shorter samples")
+        + "; or states elsewhere, with a higher zero_optimization.stage, offload_optimizer and offload_param. "
+        "`wherry plan` tells what fits"
+    )
+
+
+def _size(number: str, unit: str) -> str:
+    return format_bytes(float(number)) if unit == "bytes" else f"{number} {unit}"
 
 
 def rows(

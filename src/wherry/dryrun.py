@@ -167,7 +167,8 @@ def _understood(name: str) -> Iterator[None]:
 def observe(engine: Engine, footprint: Footprint) -> None:
     """What there is now rests through the step: give it its names. Gradients that stay in autograd's tensors get theirs
     when they come."""
-    footprint.meter("gathered", [flat.whole.untyped_storage() for unit in engine.units for flat in unit.travelling])
+    flats = [flat for unit in engine.units for flat in unit.travelling]
+    footprint.meter("gathered", [flat.whole for flat in flats], lambda: sum(flat.elastic.nbytes for flat in flats))
     footprint.label_rest("resting")
     footprint.label("buffers", engine.module.buffers())
     for gradient in _loose(engine):

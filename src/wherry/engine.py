@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from wherry import ending
+from wherry.accounts import explain_shortage
 from wherry.accumulation import Accumulation
 from wherry.activations.manager import Activations
 from wherry.checkpoint.keeper import Checkpoints
@@ -163,6 +164,8 @@ class Engine(Surface):
             refuse_engine()
         if module._compiled_call_impl is not None:
             refuse_whole(module)
+        if self._hooks.travels:
+            self._check_process("forward")
         if self._hooks.running[0]:
             self._hooks.break_off()  # by Ctrl-C, in a call of the model itself
         if self._input_dtype is not None:
@@ -174,6 +177,7 @@ class Engine(Surface):
             with phase, self._autocast(), self._hooks.saved.around(), self._activations.forward():
                 return module(*args, **kwargs)
         except BaseException as error:
+            explain_shortage(self, error, "forward")
             self._hooks.break_off()
             if not self._hooks.interleaver.stopping:  # else it is stopped because of another's error
                 self.comm.tell(error)
@@ -213,6 +217,7 @@ class Engine(Surface):
             self._in_backward = True
             self.backward_ends()
         except BaseException as error:
+            explain_shortage(self, error, "backward")
             self.comm.tell(error)
             self._abandon_window()
             raise
@@ -251,6 +256,7 @@ class Engine(Surface):
         self._window_scale = self._gradient_scale()
 
     def _begin_backward(self, *, averaged: bool, micro_batches: int = 1) -> None:
+        self._check_process("backward")
         if self._generating:
             raise WherryError("backward: weights are held by gathered_for_generation; leave that context first")
         if self._hooks.backward_running:
@@ -320,6 +326,7 @@ class Engine(Surface):
             self._log.warning("step %d: no backward came before it, so nothing is updated", self.global_steps + 1)
             self._end_window()
             return True
+        self._check_process("step")
         self._roster.check()
         self._gradients.complete_window()
         norm = self._gradients.norm
@@ -581,6 +588,13 @@ class Engine(Surface):
             raise WherryError("this engine has been closed; call wherry.initialize again for a new one")
         if not self._offstage.empty:
             raise WherryError("this engine's states were sent away by offload_states(); call reload_states() first")
+
+    def _check_process(self, call: str) -> None:
+        if os.getpid() != self._process:
+            raise WherryError(
+                f"{call}: this engine is of process {self._process}, and process {os.getpid()} is its fork, which has "
+                "none of its threads, files and connections; train in the first process, or call wherry.initialize here"
+            )
 
 
 def _checked(loss: Any) -> torch.Tensor:

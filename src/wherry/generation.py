@@ -33,7 +33,7 @@ def gathered_for_generation(engine: Engine) -> Iterator[None]:
     pinned = []
     try:
         for flat in flats:
-            engine._gatherer.gather_flat(flat)
+            engine._gatherer.gather_for_readers(flat)
             flat.pins += 1
             pinned.append(flat)
         yield

@@ -9,7 +9,7 @@ import torch
 
 from wherry.errors import WherryError
 from wherry.sharding.gradients import Gradients
-from wherry.sharding.unit import Unit
+from wherry.sharding.unit import Flat, Unit
 from wherry.tiers.streams import Link
 from wherry.tiers.tickets import Ticket
 from wherry.update.pipeline import Updater
@@ -29,6 +29,7 @@ class Offstage:
     """Memory of the device that was freed for a while, and where its contents are meanwhile.
 
     A storage is emptied and later filled again: all tensors on it, views of the user's included, stay what they were.
+    Parameters read as NaN meanwhile.
     """
 
     def __init__(self, units: list[Unit], gradients: Gradients, updater: Updater | None, link: Link) -> None:
@@ -74,6 +75,9 @@ class Offstage:
             for ticket in tickets:
                 ticket.wait()
             given_up.pop_all()
+        if state == "parameters":
+            for flat in self._resident():
+                flat.show_blanks()
         for memory, _ in moved:
             memory.untyped_storage().resize_(0)
         self._away[state] = moved
@@ -89,6 +93,9 @@ class Offstage:
                 with torch.autograd._unsafe_preserve_version_counter(memory):
                     tickets.append(self._link.up(memory, host))
                 hosts.append(host)
+        if "parameters" in self._away:
+            for flat in self._resident():
+                flat.show_whole()
         self._away.clear()
         for ticket in tickets:
             ticket.finish()
@@ -110,6 +117,9 @@ class Offstage:
                 f"DeepSpeed has them {', '.join(SPELLINGS)}"
             )
         return list(dict.fromkeys(chosen))
+
+    def _resident(self) -> list[Flat]:
+        return [flat for unit in self._units for flat in unit.flats if flat.resident]
 
     def _on_device(self, state: str) -> Iterator[torch.Tensor]:
         """Whole storages, as bytes, each once."""

@@ -402,14 +402,7 @@ class Surface(nn.Module):
         )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Surface:
-        """`to`, `half`, `cuda` and the like: the placement says where weights rest, and the config in which dtype."""
-        for parameter in self.module.parameters():
-            changed = fn(torch.empty(0, dtype=parameter.dtype, device=parameter.device))
-            if (changed.dtype, changed.device) != (parameter.dtype, parameter.device):
-                raise WherryError(
-                    f"an engine's weights cannot be moved or cast from {parameter.dtype} on {parameter.device} to "
-                    f'{changed.dtype} on {changed.device}; set the dtype in the config ("bf16": {{"enabled": true}})'
-                )
+        self._modules["module"]._apply(fn, recurse)  # type: ignore[union-attr]
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import wherry
+from wherry.tiers.elastic import Elastic, Mapped
 
 WHERRY = str(Path(wherry.__file__).parent)
 # Frames of these are passed over: whoever called them asked.
@@ -30,23 +31,23 @@ SEES: dict[int, Allocations] = {}
 
 
 def watch_growth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Storages that are resized are told to whoever counts in their thread."""
-    resize = torch.UntypedStorage.resize_
+    """Memory that tensors grow by is told to whoever counts in their thread."""
+    for kind in (Elastic, Mapped):
 
-    def counted(storage: torch.UntypedStorage, nbytes: int) -> Any:
-        seen = SEES.get(threading.get_ident())
-        if seen is not None:
-            seen.grown += nbytes > storage.nbytes()
-        return resize(storage, nbytes)
+        def counted(elastic: Elastic, grow: Callable[[Elastic], None] = kind.grow) -> None:
+            seen = SEES.get(threading.get_ident())
+            if seen is not None:
+                seen.grown += not elastic.nbytes
+            grow(elastic)
 
-    monkeypatch.setattr(torch.UntypedStorage, "resize_", counted)
+        monkeypatch.setattr(kind, "grow", counted)
 
 
 class Allocations(TorchDispatchMode):
     """While entered: tensors with memory of their own that operations of this thread make, and flats that grow.
 
     `engine` counts those that the engine's code asked for, by file and line, with their bytes; `model` those of the
-    model's code and of autograd. `grown` counts storages that were resized: gathers of weights, in the same tensors.
+    model's code and of autograd. `grown` counts tensors whose memory came again: gathers.
     """
 
     def __init__(self) -> None:

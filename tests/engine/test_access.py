@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import WIDTH, TinyLM, adamw, make_model, settings, token_batch
+from tests.engine.harness import WIDTH, TinyLM, adamw, make_model, settings, token_batch, train_plain
 from torch import nn
 
 import wherry
@@ -102,6 +102,63 @@ def test_an_edit_reaches_the_fp32_master_and_reading_does_not(stage: int) -> Non
         assert not torch.equal(masters()["blocks.0"], before["blocks.0"])
 
     on_ranks(stage, use, more={"bf16": {"enabled": True}})
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_what_is_assigned_to_the_data_of_a_gathered_weight_is_an_edit(stage: int) -> None:
+    def use(engine: Any, comm: Comm) -> None:
+        weight = engine.module.blocks[1].mix.weight
+        with wherry.gathered(weight, modifier_rank=0):
+            if comm.rank == 0:
+                weight.data = torch.full_like(weight, 0.5)
+        with wherry.gathered(weight):
+            assert (weight == 0.5).all()
+        engine.backward(engine(*token_batch(0, 0, comm.rank)))
+        engine.step()
+        with wherry.gathered(weight):
+            assert 0 < (weight - 0.5).abs().max() < 1e-2
+
+    on_ranks(stage, use)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_is_kept_of_gathered_weights_stays(stage: int) -> None:
+    """In forms that torch knows of and in others. Weights that every rank holds are trained on, in the same memory."""
+
+    def use(engine: Any, comm: Comm) -> None:
+        weight = engine.module.blocks[1].mix.weight
+        with wherry.gathered(weight, modifier_rank=0):
+            kept, array = weight.detach(), weight.detach().numpy()
+            kept[0] = 2.0 if comm.rank == 0 else 3.0
+        assert (kept[0] == 2.0).all() and (array[0] == 2.0).all()
+        before = kept.clone()
+        for step in range(2):
+            engine.backward(engine(*token_batch(step, 0, comm.rank)))
+            engine.step()
+        assert torch.equal(kept, before) is (stage == 3)
+        assert torch.equal(torch.from_numpy(array), kept)
+        with wherry.gathered(weight), wherry.gathered_for_generation(engine):
+            # A forward inside reads what is shown, and its backward may come later.
+            loss = engine.module(*token_batch(2, 0, comm.rank))
+        assert torch.isfinite(loss)
+
+    on_ranks(stage, use)
+
+
+def test_a_backward_outside_of_gathered_of_a_forward_inside_equals_plain() -> None:
+    def use(engine: Any, comm: Comm) -> list[float]:
+        losses = []
+        for step in range(3):
+            with wherry.gathered(engine.module.blocks[1]):
+                loss = engine(*token_batch(step, 0, comm.rank))
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+        return losses
+
+    plain = train_plain(make_model(), ranks=2, steps=3).losses
+    found = [sum(step) / 2 for step in zip(*on_ranks(3, use), strict=True)]
+    assert found == pytest.approx(plain, rel=1e-5)
 
 
 def test_an_edit_that_fails_leaves_a_healthy_engine() -> None:

@@ -142,12 +142,13 @@ def storages(engine: Any) -> dict[str, int]:
     brought = [parameter.grad for flat in flats for parameter in flat.parameters if parameter.grad is not None]
     travelling = sum(pool.counters.allocated for pool in gradients._pools.values())
     held = {
-        "parameters": [flat.whole for flat in flats] + apart,
+        "parameters": [flat.whole for flat in flats if flat.resident] + apart,
         "gradients": sums + loose + brought,
         "optimizer": [memory for batch in engine._updater.batches for memory in batch.memory()],
     }
     found = {name: sum(tensor.untyped_storage().nbytes() for tensor in tensors) for name, tensors in held.items()}
     found["gradients"] += travelling
+    found["parameters"] += sum(flat.elastic.nbytes for flat in flats if not flat.resident)
     return found
 
 
@@ -195,9 +196,9 @@ def watched(stage: int, ranks: int, precision: str) -> list[dict[str, Any]]:
             config["zero_optimization"]["stage3_max_live_parameters"] = 0
             engine, *_ = wherry.initialize(model=mine, optimizer=adamw(mine.parameters()), config=config, mesh=comm)
             watch.begin(engine)
-            footprint.meter(
-                "gathered", [flat.whole.untyped_storage() for unit in engine.units for flat in unit.travelling]
-            )
+            gathered = [flat.elastic for unit in engine.units for flat in unit.travelling]
+            tensors = [elastic.tensor for elastic in gathered]
+            footprint.meter("gathered", tensors, lambda: sum(elastic.nbytes for elastic in gathered))
             footprint.label_rest("engine")
             for step in range(3):
                 batch = one_token(step, comm.rank)

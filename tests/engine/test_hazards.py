@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -239,12 +241,98 @@ def test_a_parameter_has_one_engine_at_a_time() -> None:
     wherry.initialize(model=model, config=settings(2))[0].close()
 
 
-def test_a_cast_of_the_engine_is_refused() -> None:
-    engine, *_ = wherry.initialize(model=make_model(), config=settings(2))
-    for change in (engine.half, engine.double, lambda: engine.to(torch.bfloat16)):
-        with pytest.raises(WherryError, match="cannot be moved or cast"):
-            change()
-    assert engine.to("cpu") is engine
+MOVES: dict[str, Callable[[nn.Module], object]] = {
+    "half": nn.Module.half,
+    "double": nn.Module.double,
+    "bfloat16": nn.Module.bfloat16,
+    "to(dtype)": lambda module: module.to(torch.bfloat16),
+    "to(meta)": lambda module: module.to("meta"),
+    "to_empty": lambda module: module.to_empty(device="cpu"),
+    "to(memory_format)": lambda module: module.to(memory_format=torch.channels_last),
+}
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3))
+        self.register_buffer("counts", torch.zeros(2, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).mean()
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_move_or_cast_of_what_an_engine_holds_is_refused_where_it_is_made(stage: int, move: str) -> None:
+    """Of the engine, the model, or a module of it: and nothing of it has changed by then."""
+
+    def body(comm: Comm) -> None:
+        mine = copy.deepcopy(model)
+        engine = built(mine, adamw(mine.parameters()), settings(stage), comm)
+        for module, name in ((engine, "inner.0.weight"), (mine, "inner.0.weight"), (mine.inner[1], "inner.1.weight")):
+            with pytest.raises(WherryError, match=rf"{name}: .* cannot be moved or cast") as told:
+                MOVES[move](module)
+            assert '"bf16"' in str(told.value) and "engine.unwrap()" in str(told.value)
+        assert {buffer.dtype for buffer in mine.buffers()} == {torch.float64}
+        assert {(p.dtype, p.device.type) for p in mine.parameters()} == {(torch.float32, "cpu")}
+        engine.backward(engine(torch.ones(1, 3, 8, 8)))
+        engine.step()
+        whole = engine.unwrap()
+        MOVES[move](whole)
+
+    model = make_model(Images)
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_move_that_changes_nothing_goes_through_and_copies_move_as_they_like(stage: int) -> None:
+    def body(comm: Comm) -> list[float]:
+        mine = copy.deepcopy(model)
+        engine = built(mine, adamw(mine.parameters()), settings(stage), comm)
+        losses = []
+        for step in range(3):
+            for module in (engine, mine, mine.blocks[1]):
+                assert module.to("cpu") is module
+                assert module.float() is module and module.cpu() is module and module.to(torch.float32) is module
+            mine.share_memory()
+            loss = engine(*token_batch(step, 0, comm.rank))
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+        with wherry.gathered(mine):
+            copies = [copy.deepcopy(mine), pickle.loads(pickle.dumps(mine))]
+        for other in copies:
+            assert {p.dtype for p in other.half().parameters()} == {torch.float16}
+            assert copy.deepcopy(other).double().head.weight.dtype == torch.float64
+        engine.close()
+        assert not any("_apply" in vars(module) for module in mine.modules())
+        return losses
+
+    model = make_model()
+    expected = train_engine(model, stage=stage, ranks=2, steps=3)
+    losses = run_ranks(2, body)
+    assert [sum(step) / 2 for step in zip(*losses, strict=True)] == expected.losses
+
+
+@pytest.mark.parametrize("how", ["data", "set_", "swap_tensors"])
+def test_other_data_in_a_parameter_are_told_of_and_not_left_untrained(how: str) -> None:
+    model = make_model()
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(2))
+    weight = model.blocks[0].mix.weight
+    other = weight.detach().clone()
+    if how == "data":
+        weight.data = other
+    elif how == "set_":
+        weight.data.set_(other)
+        with torch.no_grad():
+            weight.set_(other)
+    else:
+        torch.utils.swap_tensors(weight, nn.Parameter(other))
+    engine.backward(engine(*token_batch(0, 0, 0)))
+    with pytest.raises(WherryError, match=r"blocks\.0\.mix\.weight: this parameter has been given other data"):
+        engine.step()
+    engine.close()
 
 
 @pytest.mark.parametrize("stage", [0, 3])

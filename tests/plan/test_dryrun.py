@@ -184,7 +184,7 @@ def test_the_footprint_follows_storages() -> None:
         del view, y
         assert footprint.now() == {"activations": 0, "kept": 0}
         grown = torch.zeros(10)
-        footprint.meter("elastic", [grown.untyped_storage()])
+        footprint.meter("elastic", [grown], lambda: grown.untyped_storage().nbytes())
         grown.untyped_storage().resize_(4000)
         footprint.sample()
         assert footprint.peaks["elastic"] == 4000

@@ -22,6 +22,7 @@ from wherry.errors import WherryError
 from wherry.parallel.comm import Comm
 from wherry.parallel.threads import run_ranks
 from wherry.sharding import safetensors_folder
+from wherry.sharding.given import GIVEN
 
 
 def saved(model: nn.Module, folder: Path, files: int = 1, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
@@ -397,7 +398,7 @@ def test_weights_that_another_module_takes_over(tmp_path: Path, change: Any) -> 
         state[f"blocks.1.mix.{name}"] = state[f"blocks.1.mix.parametrizations.{name}.original"]
     for name, value in other.state_dict().items():
         assert torch.equal(state[name], value), name
-    assert not any("_apply" in module.__dict__ for module in engine.module.modules())
+    assert not any(GIVEN in module.__dict__ for module in engine.module.modules())
     assert not any("__deepcopy__" in parameter.__dict__ for parameter in engine.module.parameters())
 
 

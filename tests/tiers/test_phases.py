@@ -387,7 +387,7 @@ def test_weights_that_cannot_all_be_gathered_are_all_let_go_of(tmp_path: Path, m
     with pytest.raises(OSError, match="no memory"), wherry.gathered(model):
         pass
     assert [flat.pins for flat in flats] == [0] * len(flats)
-    assert not any(flat.whole.untyped_storage().nbytes() for flat in flats)
+    assert not any(flat.elastic.nbytes for flat in flats)
     engine.close()
 
 

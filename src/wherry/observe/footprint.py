@@ -115,14 +115,14 @@ class Footprint(TorchDispatchMode):
             if name == WORKING:
                 self._move(key, category)
 
-    def meter(self, category: str, storages: list[torch.UntypedStorage]) -> None:
-        """Storages that are resized while they live: their bytes are read each time."""
-        for storage in storages:
-            key = storage._cdata
+    def meter(self, category: str, tensors: Iterable[torch.Tensor], nbytes: Callable[[], int]) -> None:
+        """Tensors whose memory goes and comes while they live: how much there is of it is asked each time."""
+        for tensor in tensors:
+            key = tensor.untyped_storage()._cdata
             if key in self._entries:
                 self._free(key)
             self._metered.add(key)
-        self._meters[category] = lambda: sum(storage.nbytes() for storage in storages)
+        self._meters[category] = nbytes
 
     def _move(self, key: int, category: str) -> None:
         if key not in self._entries:

@@ -25,6 +25,16 @@ def format_bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
+def out_of_memory(error: BaseException) -> bool:
+    import torch
+
+    # The host's allocator has no error of its own.
+    told = str(error)
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and ("allocate memory" in told or "DefaultCPUAllocator" in told)
+    )
+
+
 @dataclass(frozen=True)
 class HostMemory:
     """This process's resident bytes now and at their highest, and what the machine has."""

@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from wherry.errors import DivergenceError, PeerError
 from wherry.observe.log import logger
+from wherry.observe.memory import out_of_memory
 
 # A collective, as a rank has asked for it: its number, operation, bytes, and what it was for.
 Asked = tuple[int, str, int, str]
@@ -353,7 +353,7 @@ class Peers:
     def explain(self, error: RuntimeError | MemoryError, asked: Asked) -> Exception:
         """What a backend's error comes from: too little memory here, a rank that failed, or one that is gone."""
         text = re.sub(r"^\[[^]]*\] |  ?This (is|may).*", "", str(error).strip().split("\n")[0])
-        if _out_of_memory(error):
+        if out_of_memory(error):
             text = f"no memory was left for {describe(asked)}: {text or type(error).__name__}"
             self._give_up(asked, text)
             return MemoryError(f"rank {self.rank}: {text}")
@@ -390,11 +390,6 @@ class Peers:
             _publish(self._store, Failure(self.rank, MANY, asked[0], self._name, message))
         except RuntimeError as error:
             logger.debug("the other ranks could not be told of the failure: %s", error)
-
-
-def _out_of_memory(error: BaseException) -> bool:
-    # The host's allocator has no error of its own.
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
 
 
 def _spin(completed: Callable[[], bool], seconds: float) -> bool:

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from wherry.errors import WherryError
+from wherry.fake import address_of
 from wherry.nn.tiled import tile_places
 from wherry.parallel.comm import Comm
+from wherry.parallel.partition import local
 from wherry.sharding.attached import Hook, Mark
 from wherry.sharding.init import entered
 from wherry.sharding.layout import SegmentSpan
@@ -110,6 +112,7 @@ class Access:
             before = {flat: flat.whole[slice(*flat.layout.shard_range(flat.rank))].clone() for flat in flats}
             yield
             for flat in () if self.closed else flats:
+                self._take(flat)
                 if modifier_rank is not None:
                     self.comm.broadcast(flat.whole, modifier_rank).wait()
                 self._write_back(flat, before[flat])
@@ -118,7 +121,7 @@ class Access:
     def _whole(self, flat: Flat) -> Iterator[None]:
         """One flat kept whole; released at the end if it was before."""
         released = flat.weights is Weights.RELEASED
-        self.gatherer.gather_flat(flat)
+        self.gatherer.gather_for_readers(flat)
         flat.pins += 1
         try:
             yield
@@ -126,6 +129,14 @@ class Access:
             flat.pins -= 1
             if released:
                 self.gatherer.release_flat(flat)
+
+    @torch.no_grad()
+    def _take(self, flat: Flat) -> None:
+        """What was assigned to a parameter's data is an edit like any other."""
+        for parameter, view in zip(flat.parameters, flat.views, strict=True):
+            if address_of(now := local(parameter)) != address_of(view):
+                view.copy_(now)
+        flat.show_whole()
 
     @torch.no_grad()
     def _write_back(self, flat: Flat, before: torch.Tensor) -> None:
@@ -239,7 +250,8 @@ def gathered(
     """Give parameters their full weights, for reading or for editing.
 
     Every rank must enter. With `modifier_rank`, that rank's edits become everybody's; without it, edits must be the
-    same on every rank. Tensors that no engine holds are left as they are.
+    same on every rank. Tensors that no engine holds are left as they are. What is kept of partitioned weights, by
+    `detach()` or `numpy()`, takes memory until it goes, and has their values of then.
 
         with wherry.gathered(model.head.weight, modifier_rank=0):
             if rank == 0:

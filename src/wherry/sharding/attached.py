@@ -61,6 +61,27 @@ class Mark:
         return Mark, ()
 
 
+class Moves:
+    """`module._apply`, of which `to`, `half` and `to_empty` are made, of a module whose parameters an engine holds.
+
+    `check` is called with the module and with what would be done to each of its parameters.
+    """
+
+    def __init__(self, module: nn.Module, check: Callable[[nn.Module, Callable[..., Any]], None] | None = None) -> None:
+        self._module = weakref.ref(module)
+        self._check = check
+
+    def __call__(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert module is not None
+        if self._check is not None:
+            self._check(module, fn)
+        return type(module)._apply(module, fn, *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return Moves, (self._module(),)
+
+
 class WatchedParameters(dict[str, "nn.Parameter | None"]):
     """A module's parameters, by name. Reading one whose unit is released, inside a forward, gathers it first.
 

@@ -200,7 +200,7 @@ class Builder:
             flat.show_whole()
             return flat
         flat.show_blanks()
-        flat.elastic.shrink()
+        flat.shrink()
         flat.elastic.trim()  # until the first step nobody wants it
         flat.weights = Weights.RELEASED
         return flat

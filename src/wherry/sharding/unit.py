@@ -56,10 +56,9 @@ class Flat:
         self.trainable = parameters[0].requires_grad
         # Whether there are DTensors among the parameters.
         self.distributed = any(is_dtensor(parameter) for parameter in parameters)
-        # The memory of `whole`.
         make = Elastic if resident or frames is None else frames.elastic
-        self.elastic = make(layout.numel, self.dtype, device)
-        self.whole = self.elastic.tensor
+        self._own = make(layout.numel, self.dtype, device)
+        self._own_views = self._lie_in(self._own)
         start, stop = layout.shard_range(rank)
         # Where the shard rests, if that is not the device's memory.
         self.home = home
@@ -67,9 +66,8 @@ class Flat:
         self._shard = None
         if home is None:
             self._shard = self.whole[start:stop] if resident else torch.empty_like(self.whole[start:stop])
-        self.views = [self.whole[s.start : s.stop].view(s.shape) for s in layout.slots]
         # What a released parameter reads as: a stray read is loud, never stale. A view that somebody made of it while
-        # it was whole, and kept, is none of these: its memory is gone until the next gather, and to read it is a crash.
+        # it was whole, and kept, is none of these: on Linux's host it reads as NaN too, elsewhere its memory is gone.
         nan = torch.full((), float("nan"), dtype=self.dtype, device=device)
         self.blanks = [nan.expand(slot.shape) for slot in layout.slots]
         self.weights = Weights.WHOLE
@@ -87,6 +85,31 @@ class Flat:
         # of the weights as they are. All ranks say so or none: whoever changes weights on all of them takes it back.
         self.secondary: torch.Tensor | None = None
         self.secondary_fresh = False
+
+    def _lie_in(self, elastic: Elastic, views: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
+        """Let this be the memory of `whole`. Of none no views can be made."""
+        self.elastic = elastic
+        self.whole = elastic.tensor
+        self.views = views or [self.whole[s.start : s.stop].view(s.shape) for s in self.layout.slots]
+        return self.views
+
+    def lend(self) -> None:
+        """Until it is released, a flat that is lies in memory that whoever keeps a view of it keeps as well."""
+        assert self.weights is Weights.RELEASED, self
+        self._own.trim()
+        with torch.inference_mode(False):
+            self._lie_in(Elastic(self.layout.numel, self.dtype, self.whole.device))
+
+    @property
+    def lent(self) -> bool:
+        return self.elastic is not self._own
+
+    def shrink(self) -> None:
+        """Let go of the memory of a flat that is whole. Nobody but those that it is lent to may still read it."""
+        if self.lent:
+            self._lie_in(self._own, self._own_views)
+        else:
+            self.elastic.shrink()
 
     @property
     def shard_memory(self) -> torch.Tensor:
@@ -157,7 +180,7 @@ class Flat:
     def close(self) -> None:
         """Free the weights of a flat that travels; its parameters stay placeholders."""
         assert not self.resident and self.weights is Weights.RELEASED, self
-        self.elastic.trim()
+        self._own.trim()
         if self.home is not None:
             self.home.close()
         self._shard = self.home = None

@@ -127,6 +127,17 @@ class Gatherer:
             self._start(flat)
         self._finish(flat)
 
+    def gather_for_readers(self, flat: Flat) -> None:
+        """As `gather_flat`, in memory that stays as long as a view that somebody keeps of it, if it was released."""
+        if flat.weights is Weights.RELEASED:
+            flat.lend()
+        try:
+            self.gather_flat(flat)
+        except BaseException:
+            if flat.weights is Weights.RELEASED:
+                flat.shrink()
+            raise
+
     def prefetch(self, *, settle: bool = False) -> None:
         """Set going the gathers of the units that are expected next, and reads from disk further ahead.
 
@@ -221,14 +232,14 @@ class Gatherer:
 
     def release_flat(self, flat: Flat) -> None:
         """Free the memory of a whole flat. Its parameters keep shape and dtype, and read as NaN."""
-        if flat.resident or flat.weights is Weights.RELEASED or flat.pins or self.hold:
+        if flat.resident or flat.weights is Weights.RELEASED or flat.pins or (self.hold and not flat.lent):
             return
         if flat.weights is Weights.GATHERING:
             flat.ticket.wait()
             self._carried -= flat not in self._small
         self._keep_near(flat)
         flat.show_blanks()
-        flat.elastic.shrink()
+        flat.shrink()
         flat.weights = Weights.RELEASED
         self.live -= flat.layout.numel
 

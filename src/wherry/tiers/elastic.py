@@ -6,20 +6,21 @@ import ctypes
 import errno
 import mmap
 import sys
+import weakref
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 
 from wherry.fake import faking
-from wherry.tiers.buffers import HUGE_PAGE, PAGE, advise_huge
+from wherry.tiers.buffers import HUGE_PAGE, PAGE
 
 # As Linux has them.
-_NO_ACCESS = 0
+_NO_ACCESS, _ACCESS = 0, mmap.PROT_READ | mmap.PROT_WRITE
 _MAY_MOVE, _FIXED, _STAYS_MAPPED = 1, 2, 4
-_AT_ITS_PLACE = 0x10
+_AT_ITS_PLACE, _NOT_COUNTED = 0x10, 0x4000
+_EMPTY = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 # After so many bytes that were let go of, the heap gives back what it has.
@@ -77,115 +78,145 @@ class Frames:
     """Memory that tensors of one size hand on to each other: what one has shrunk by, another grows by.
 
     Out of the heap each would take a place of its own: in a hole that aligned memory has left there is no room to align
-    memory of the same size. Here pages move from mapping to mapping, and are not cleared anew.
+    memory of the same size. Here pages move from area to area, and are not cleared anew. An area that has given its
+    pages away reads as NaN, so that a view of it that somebody has kept is loud, and no end of the process.
     """
 
     def __init__(self) -> None:
-        self._idle: defaultdict[int, list[Mapped]] = defaultdict(list)
+        # By size: areas that keep pages for whoever grows next, and those that have none.
+        self._idle: defaultdict[int, list[Area]] = defaultdict(list)
+        self._empty: defaultdict[int, list[Area]] = defaultdict(list)
+        self._keeps = not _counts_what_is_mapped()
+        self._nan: NaN | None = None
 
     def elastic(self, numel: int, dtype: torch.dtype, device: torch.device) -> Elastic:
-        """Mapped if it is large and on the host; else as torch allocates it."""
+        """Mapped if it is on the host; else as torch allocates it."""
         system = _system()
-        small = numel * dtype.itemsize < HUGE_PAGE
-        if system is None or device.type != "cpu" or small or faking() or _counts_what_is_mapped():
+        if system is None or device.type != "cpu" or not numel or faking():
             return Elastic(numel, dtype, device)
-        return Mapped(numel, dtype, self, system)
+        return Mapped(numel, dtype, self, Area(-(-numel * dtype.itemsize // PAGE) * PAGE, system))
 
-    def put(self, mapped: Mapped) -> None:
-        self._idle[mapped.span].append(mapped)
+    def put(self, area: Area) -> None:
+        # A 64th of the area at least, as the system counts mappings.
+        size = min(area.span, max(HUGE_PAGE, -(-area.span // (64 * PAGE)) * PAGE))
+        if self._nan is None or self._nan.size < size:
+            self._nan = NaN(size)
+        if self._keeps:
+            empty = self._empty[area.span]
+            keeper = empty.pop() if empty else Area(area.span, area.system)
+            (self._idle if keeper.take(area) else self._empty)[area.span].append(keeper)
+        area.show(self._nan)
 
-    def take(self, wanted: Mapped) -> None:
-        idle = self._idle[wanted.span]
-        if wanted in idle:
-            idle.remove(wanted)
-        elif idle:
-            idle[-1].move_to(wanted)
-            idle.pop()
-        else:
-            self._make_room(wanted.span)
+    def take(self, area: Area) -> None:
+        idle = self._idle[area.span]
+        if idle:
+            keeper = idle.pop()
+            moved = area.take(keeper)
+            keeper.clear()
+            self._empty[area.span].append(keeper)
+            if moved:
+                return
+        self._make_room(area.span)
+        area.fill()
 
     def _make_room(self, nbytes: int) -> None:
         """New memory takes the place of what lies idle in other sizes: no more is held than was in use at once."""
-        for idle in self._idle.values():
+        for span, idle in self._idle.items():
             while idle and nbytes > 0:
-                oldest = idle.pop(0)
-                oldest.clear()
-                nbytes -= oldest.span
+                idle[0].clear()
+                self._empty[span].append(idle.pop(0))
+                nbytes -= span
 
-    def drop(self, mapped: Mapped) -> None:
-        idle = self._idle[mapped.span]
-        if mapped in idle:
-            idle.remove(mapped)
-            mapped.clear()
+    def trim(self) -> None:
+        self._make_room(sys.maxsize)
 
 
 class Mapped(Elastic):
-    """Memory of a mapping of its own, on huge pages where there are any. Once it has shrunk nobody can read it."""
+    """Memory of a mapping of its own, on huge pages where there are any. Once it has shrunk it reads as NaN."""
 
-    def __init__(self, numel: int, dtype: torch.dtype, frames: Frames, system: ctypes.CDLL) -> None:
+    def __init__(self, numel: int, dtype: torch.dtype, frames: Frames, area: Area) -> None:
         self._frames = frames
-        self._system = system
+        self._area = area
         self._nbytes = numel * dtype.itemsize
-        self.span = -(-self._nbytes // PAGE) * PAGE
-        # With room to begin at a huge page.
-        area = mmap.mmap(-1, self.span + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        start = ctypes.addressof(ctypes.c_char.from_buffer(area))
-        skip = -start % HUGE_PAGE
-        self._address = start + skip
-        advise_huge(area, skip, self.span)
         with torch.inference_mode(False):
-            self.tensor = torch.frombuffer(area, dtype=dtype, count=numel, offset=skip)
-        # That room is for nobody, and so in no limit on memory.
-        _check(system.mprotect(start, self.span + HUGE_PAGE, _NO_ACCESS))
+            self.tensor = torch.frombuffer(area.memory, dtype=dtype, count=numel)
         self._grown = False
         self.grow()
         self.tensor.zero_()
 
     def grow(self) -> None:
         if not self._grown:
-            self._frames.take(self)
-            try:
-                self._allow(mmap.PROT_READ | mmap.PROT_WRITE)
-            except BaseException:
-                self._frames.put(self)
-                raise
+            self._frames.take(self._area)
             self._grown = True
 
     def shrink(self) -> None:
         if self._grown:
-            self._allow(_NO_ACCESS)
             self._grown = False
-            self._frames.put(self)
+            self._frames.put(self._area)
 
     @property
     def nbytes(self) -> int:
         return self._nbytes if self._grown else 0
 
     def trim(self) -> None:
-        self._frames.drop(self)
+        self._frames.trim()
 
-    def move_to(self, other: Mapped) -> None:
-        """Its pages become the other's. Both mappings stay where they are."""
+
+class Area:
+    """Addresses that stay, as long as `memory` does. At first nothing is there."""
+
+    def __init__(self, span: int, system: ctypes.CDLL) -> None:
+        self.span = span
+        self.system = system
+        # With room to begin at a huge page. That room is for nobody, and so in no limit on memory.
+        room = span + (HUGE_PAGE if span >= HUGE_PAGE else 0)
+        start = system.mmap(None, room, _NO_ACCESS, _EMPTY | _NOT_COUNTED, -1, 0)
+        _check(start != ctypes.c_void_p(-1).value)
+        self.address = start + (-start % HUGE_PAGE if span >= HUGE_PAGE else 0)
+        self.memory = (ctypes.c_char * span).from_address(self.address)
+        weakref.finalize(self.memory, system.munmap, start, room).atexit = False
+
+    def take(self, other: Area) -> bool:
+        """What is there comes here, if the system can move pages (Linux from 5.7 on); else there is nothing here."""
         flags = _MAY_MOVE | _FIXED | _STAYS_MAPPED
-        if self._system.mremap(self._address, self.span, self.span, flags, other._address) == other._address:
-            return
-        if ctypes.get_errno() != errno.EINVAL:
-            other._map_again()
-        self.clear()  # before Linux 5.7, or where there is no room for both mappings: the other gets new ones
-
-    def _map_again(self) -> None:
-        """The system may have let go of the mapping before it found that it could not move pages there."""
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _AT_ITS_PLACE
-        if self._system.mmap(self._address, self.span, _NO_ACCESS, flags, -1, 0) != self._address:
-            _raise_last()
-        # As it was before; where there are no huge pages, that changes nothing.
-        self._system.madvise(self._address, self.span, mmap.MADV_HUGEPAGE)
+        moved = self.system.mremap(other.address, self.span, self.span, flags, self.address) == self.address
+        if not moved:
+            self.clear()  # the system may have let go of the mapping before it found that it could not
+        return moved
 
     def clear(self) -> None:
-        _check(self._system.madvise(self._address, self.span, mmap.MADV_DONTNEED))
+        self._map(_NO_ACCESS, _EMPTY | _NOT_COUNTED)
 
-    def _allow(self, access: int) -> None:
-        _check(self._system.mprotect(self._address, self.span, access))
+    def fill(self) -> None:
+        try:
+            self._map(_ACCESS, _EMPTY)
+        except BaseException:
+            self.clear()
+            raise
+        if self.span >= HUGE_PAGE:
+            # Where there are no huge pages, that changes nothing.
+            self.system.madvise(self.address, self.span, mmap.MADV_HUGEPAGE)
+
+    def show(self, nan: NaN) -> None:
+        """Shared, as what is private counts as memory of the process: a stray write is seen by other stray reads."""
+        for where in range(self.address, self.address + self.span, nan.size):
+            size = min(nan.size, self.address + self.span - where)
+            # Of nothing that is moved the system makes another mapping of the same shared memory.
+            _check(self.system.mremap(nan.address, 0, size, _MAY_MOVE | _FIXED, where) == where)
+
+    def _map(self, access: int, flags: int) -> None:
+        found = self.system.mmap(self.address, self.span, access, flags | _AT_ITS_PLACE, -1, 0)
+        _check(found == self.address)
+
+
+class NaN:
+    """Shared memory whose bytes are all ones: NaN in every floating type. A larger area shows it many times."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._memory = mmap.mmap(-1, size)
+        self._memory.write(b"\xff" * size)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
 
 @cache
@@ -197,26 +228,22 @@ def _system() -> ctypes.CDLL | None:
     address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     library.mmap.argtypes, library.mmap.restype = [address, size, number, number, number, ctypes.c_long], address
     library.mremap.argtypes, library.mremap.restype = [address, size, size, number, address], address
-    library.mprotect.argtypes = library.madvise.argtypes = [address, size, number]
+    library.madvise.argtypes, library.munmap.argtypes = [address, size, number], [address, size]
     return library
 
 
 @cache
 def _counts_what_is_mapped() -> bool:
-    """Whether the system allows no more to be mapped than there is: then mappings that lie empty count as used."""
+    """Whether the system allows no more to be mapped than there is: then what lies idle would count as used twice."""
     try:
         return Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2"
     except OSError:  # it does not say
         return False
 
 
-def _check(code: int) -> None:
-    if code:
-        _raise_last()
-
-
-def _raise_last() -> NoReturn:
-    number = ctypes.get_errno()
-    if number == errno.ENOMEM:
-        raise MemoryError("no memory is left to gather weights in")
-    raise OSError(number, "memory to gather weights in could not be mapped")
+def _check(done: bool) -> None:
+    if not done:
+        number = ctypes.get_errno()
+        if number == errno.ENOMEM:
+            raise MemoryError("no memory is left to gather weights in")
+        raise OSError(number, "memory to gather weights in could not be mapped")

@@ -104,6 +104,8 @@ class Batch:
         self._bound: list[Segment] | None = None
         # The same, without gradients.
         self._bare: list[Segment] | None = None
+        # Where the flats' weights were then. Who sends a parameter to another process moves them to shared memory.
+        self._places: list[int] = []
 
     @property
     def name(self) -> str:
@@ -239,6 +241,10 @@ class Batch:
                 state.steps[slot] += slot not in gone
         if not self.spans:
             return DONE
+        places = [address_of(state.flat.whole) for state in self.states]
+        if places != self._places:
+            self._bound = self._bare = None
+            self._places = places
         loose = [gradient.loose for gradient in self.gradients if gradient.loose is not None]
         if not loose or len(loose) < len(self.gradients) or aside is not None or not self._updates_all:
             for gradient in self.gradients if loose else ():
