@@ -28,11 +28,10 @@ def format_bytes(count: float) -> str:
 def out_of_memory(error: BaseException) -> bool:
     import torch
 
-    # The host's allocator has no error of its own.
+    # The host's allocator has no error of its own, and differs in words between systems.
     told = str(error)
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and ("allocate memory" in told or "DefaultCPUAllocator" in told)
-    )
+    kinds = MemoryError | torch.OutOfMemoryError
+    return isinstance(error, kinds) or "allocate memory" in told or "DefaultCPUAllocator: not enough memory" in told
 
 
 @dataclass(frozen=True)

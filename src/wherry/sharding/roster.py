@@ -89,7 +89,7 @@ class Roster:
             if parameter not in ours or kind in seen:
                 continue
             seen.add(kind)
-            probe = torch.ones([2] * parameter.dim(), dtype=parameter.dtype, device=parameter.device)
+            probe = torch.empty([2] * parameter.dim(), dtype=parameter.dtype, device=parameter.device)
             changed = fn(probe)
             if changed is not probe:
                 raise WherryError(

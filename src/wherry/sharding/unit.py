@@ -94,7 +94,7 @@ class Flat:
         return self.views
 
     def lend(self) -> None:
-        """Until it is released, a flat that is lies in memory that whoever keeps a view of it keeps as well."""
+        """Until it is released again, a flat lies in memory that whoever keeps a view of it keeps as well."""
         assert self.weights is Weights.RELEASED, self
         self._own.trim()
         with torch.inference_mode(False):
