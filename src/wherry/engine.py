@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -164,8 +164,8 @@ class Engine(Surface):
             refuse_engine()
         if module._compiled_call_impl is not None:
             refuse_whole(module)
-        if self._hooks.travels:
-            self._check_process("forward")
+        if self._hooks.travels and os.getpid() != self._process:
+            self._refuse_fork("forward")
         if self._hooks.running[0]:
             self._hooks.break_off()  # by Ctrl-C, in a call of the model itself
         if self._input_dtype is not None:
@@ -256,7 +256,8 @@ class Engine(Surface):
         self._window_scale = self._gradient_scale()
 
     def _begin_backward(self, *, averaged: bool, micro_batches: int = 1) -> None:
-        self._check_process("backward")
+        if os.getpid() != self._process:
+            self._refuse_fork("backward")
         if self._generating:
             raise WherryError("backward: weights are held by gathered_for_generation; leave that context first")
         if self._hooks.backward_running:
@@ -326,7 +327,8 @@ class Engine(Surface):
             self._log.warning("step %d: no backward came before it, so nothing is updated", self.global_steps + 1)
             self._end_window()
             return True
-        self._check_process("step")
+        if os.getpid() != self._process:
+            self._refuse_fork("step")
         self._roster.check()
         self._gradients.complete_window()
         norm = self._gradients.norm
@@ -589,12 +591,11 @@ class Engine(Surface):
         if not self._offstage.empty:
             raise WherryError("this engine's states were sent away by offload_states(); call reload_states() first")
 
-    def _check_process(self, call: str) -> None:
-        if os.getpid() != self._process:
-            raise WherryError(
-                f"{call}: this engine is of process {self._process}, and process {os.getpid()} is its fork, which has "
-                "none of its threads, files and connections; train in the first process, or call wherry.initialize here"
-            )
+    def _refuse_fork(self, call: str) -> NoReturn:
+        raise WherryError(
+            f"{call}: this engine is of process {self._process}, and process {os.getpid()} is its fork, which has "
+            "none of its threads, files and connections; train in the first process, or call wherry.initialize here"
+        )
 
 
 def _checked(loss: Any) -> torch.Tensor:

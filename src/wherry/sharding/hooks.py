@@ -493,7 +493,8 @@ class Hooks:
             call.clear()
             unit.calls -= 1
         if outermost and not unit.in_backward:
-            self._complete_before(unit)
+            if self._open:
+                self._complete_before(unit)
             self._open.append(unit)
         self._need_in_backward(unit)
 
@@ -503,12 +504,15 @@ class Hooks:
         Autograd runs what the forward did last first, and so has run all of them. Another rank has reduced them, and
         goes on to gather; this one does so in the same order.
         """
-        done = [one for one in self._open if not (one.calls or one.shared or unit in self._inside[one])]
-        for one in done if done and self._makes_gradients() else ():
-            self._open.remove(one)
+        before, self._open = self._open, []
+        for one in before:
+            if one.calls or one.shared or unit in self._inside[one]:
+                self._open.append(one)
+                continue
             for place in self._places.get(one, ()):
-                if not self.gradients.all[place].collected:
-                    self.gradients.complete(self.gradients.all[place])
+                gradient = self.gradients.all[place]
+                if not gradient.collected and self._makes_gradients():
+                    self.gradients.complete(gradient)
 
     def _need_in_backward(self, unit: Unit) -> None:
         if unit.in_backward:

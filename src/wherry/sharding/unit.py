@@ -106,7 +106,7 @@ class Flat:
 
     def shrink(self) -> None:
         """Let go of the memory of a flat that is whole. Nobody but those that it is lent to may still read it."""
-        if self.lent:
+        if self.elastic is not self._own:
             self._lie_in(self._own, self._own_views)
         else:
             self.elastic.shrink()

@@ -10,6 +10,7 @@ import weakref
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -171,7 +172,8 @@ class Area:
         # With room to begin at a huge page. That room is for nobody, and so in no limit on memory.
         room = span + (HUGE_PAGE if span >= HUGE_PAGE else 0)
         start = system.mmap(None, room, _NO_ACCESS, _EMPTY | _NOT_COUNTED, -1, 0)
-        _check(start != ctypes.c_void_p(-1).value)
+        if start == ctypes.c_void_p(-1).value:
+            _fail()
         self.address = start + (-start % HUGE_PAGE if span >= HUGE_PAGE else 0)
         self.memory = (ctypes.c_char * span).from_address(self.address)
         weakref.finalize(self.memory, system.munmap, start, room).atexit = False
@@ -202,11 +204,12 @@ class Area:
         for where in range(self.address, self.address + self.span, nan.size):
             size = min(nan.size, self.address + self.span - where)
             # Of nothing that is moved the system makes another mapping of the same shared memory.
-            _check(self.system.mremap(nan.address, 0, size, _MAY_MOVE | _FIXED, where) == where)
+            if self.system.mremap(nan.address, 0, size, _MAY_MOVE | _FIXED, where) != where:
+                _fail()
 
     def _map(self, access: int, flags: int) -> None:
-        found = self.system.mmap(self.address, self.span, access, flags | _AT_ITS_PLACE, -1, 0)
-        _check(found == self.address)
+        if self.system.mmap(self.address, self.span, access, flags | _AT_ITS_PLACE, -1, 0) != self.address:
+            _fail()
 
 
 class NaN:
@@ -241,9 +244,8 @@ def _counts_what_is_mapped() -> bool:
         return False
 
 
-def _check(done: bool) -> None:
-    if not done:
-        number = ctypes.get_errno()
-        if number == errno.ENOMEM:
-            raise MemoryError("no memory is left to gather weights in")
-        raise OSError(number, "memory to gather weights in could not be mapped")
+def _fail() -> NoReturn:
+    number = ctypes.get_errno()
+    if number == errno.ENOMEM:
+        raise MemoryError("no memory is left to gather weights in")
+    raise OSError(number, "memory to gather weights in could not be mapped")
