@@ -365,6 +365,7 @@ class Hooks:
         unit = self._unit_of.get(parameter)
         if unit is None or self.running[unit.index]:
             return
+        unit.calls += 1  # no hook tells when the backward of whoever reads it is over
         if self.updates_beside and unit.pending:
             self.gatherer.settle(unit.flats)
         if unit.whole or not (self.running[self.root.index] or self.backward_running or self._calling):
@@ -489,12 +490,12 @@ class Hooks:
     def _pre_backward(self, unit: Unit, call: list[Unit], grad: torch.Tensor) -> None:
         """`call`: a forward of the unit, until its backward has come."""
         outermost = self._inside_backward()
+        if call and outermost and unit.travelling and not unit.in_backward:  # a graph that is kept may come again
+            self._complete_before(unit)
+            self._open.append(unit)
         if call:
             call.clear()
             unit.calls -= 1
-        if outermost and not unit.in_backward:
-            self._complete_before(unit)
-            self._open.append(unit)
         self._need_in_backward(unit)
 
     def _complete_before(self, unit: Unit) -> None:
