@@ -312,9 +312,12 @@ class Hooks:
         if self.updates_beside and not backward:
             self.gatherer.prefetch(settle=True)  # as after the forward of this unit, elsewhere
         if backward and self._makes_gradients():
-            for place in self._places.get(unit, ()):
-                if not self.gradients.all[place].collected:
-                    self.gradients.complete(self.gradients.all[place])
+            self._complete_missing(unit)
+
+    def _complete_missing(self, unit: Unit) -> None:
+        for place in self._places.get(unit, ()):
+            if not self.gradients.all[place].collected:
+                self.gradients.complete(self.gradients.all[place])
 
     def _makes_gradients(self) -> bool:
         """Whether the backward that runs is one for weights, and not for inputs only, as of torch.autograd.grad."""
@@ -504,12 +507,10 @@ class Hooks:
         Autograd runs what the forward did last first, and so has run all of them. Another rank has reduced them, and
         goes on to gather; this one does so in the same order.
         """
-        done = [one for one in self._open if not (one.calls or one.shared or unit in self._inside[one])]
-        for one in done if done and self._makes_gradients() else ():
-            self._open.remove(one)
-            for place in self._places.get(one, ()):
-                if not self.gradients.all[place].collected:
-                    self.gradients.complete(self.gradients.all[place])
+        for one in self._open.copy():
+            if not (one.calls or one.shared or unit in self._inside[one]) and self._makes_gradients():
+                self._open.remove(one)
+                self._complete_missing(one)
 
     def _need_in_backward(self, unit: Unit) -> None:
         if unit.in_backward:
