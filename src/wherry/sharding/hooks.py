@@ -118,12 +118,8 @@ class Hooks:
         self._places: dict[Unit, list[int]] = {}
         for place, unit in enumerate(self._home):
             self._places.setdefault(unit, []).append(place)
-        # The units that run inside of each.
-        unit_of_module = {module: unit for unit in units for module in unit.modules}
-        self._inside = {
-            unit: {unit_of_module[sub] for module in unit.modules for sub in module.modules() if sub in unit_of_module}
-            for unit in units
-        }
+        # The units that have run inside of each.
+        self._inside: dict[Unit, set[Unit]] = {unit: set() for unit in units}
         # The units that each forward has run whose backward may still come, the oldest first.
         self._awaited: list[set[Unit]] = []
         # Those that the backward has reached, and whose gradients it has not brought all.
@@ -331,6 +327,10 @@ class Hooks:
         # A recomputation inside a backward: the weights are needed again at once.
         if self.running[unit.index] or backward_task() != NO_TASK:
             return
+        if sum(self.running) > self.running[self.root.index]:
+            for other in self.units:
+                if self.running[other.index]:
+                    self._inside[other].add(unit)
         awaits_backward = torch.is_grad_enabled() and self._hook_outputs(
             output, partial(self._pre_backward, unit, [unit])
         )
