@@ -145,7 +145,8 @@ def _assemble(
     _check_possible(resolved)
     batch = resolved.batch(topology.data.size)
     follow(resolved)
-    if not any(is_fake(p) for p in model.parameters()):  # a dry run is no run of the config
+    dry = any(is_fake(p) for p in model.parameters())  # no run of the config, and takes no memory
+    if not dry:
         _tell(resolved)
     refuse_taken(model)
     refuse_whole(model)
@@ -202,7 +203,7 @@ def _assemble(
         shards=topology.shards,
     )
     plans = plan_units(model, resolved.wherry.unit_classes)
-    if not any(is_fake(p) for p in model.parameters()):  # a dry run takes no memory
+    if not dry:
         tiering.check_room(plans)
     units = builder.build(plans, model)
     move_buffers(model, topology.device, topology.data, resolved.buffer_dtype())

@@ -158,6 +158,46 @@ def test_the_unit_that_had_it_first_is_named(policy: str, caplog: pytest.LogCapt
         assert "(norm nan), first in blocks.1; no loss scale; last loss 1" in line, line
 
 
+class Branch(nn.Module):
+    """A block that one of the ranks does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, used: int) -> torch.Tensor:
+        for block in self.blocks[:used]:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ranks_that_miss_gradients_of_such_a_step_keep_to_the_others(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holdings, "BATCH_NUMEL", 1)
+    model = make_model(Branch)
+    own = {"update_policy": "in_backward", "unit_classes": ["Sequential"]}
+    config = settings(stage, more={"wherry": own, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}})
+
+    def body(comm: Comm) -> list[torch.Tensor]:
+        mine = copy.deepcopy(model)
+        engine, *_ = wherry.initialize(model=mine, optimizer=adamw(mine.parameters()), config=config, mesh=comm)
+        for step in range(4):
+            loss = engine(torch.ones(2, 8), 2 + comm.rank)
+            engine.backward(loss * NAN if step == 1 else loss)
+            engine.step()
+        with wherry.gathered(mine):
+            weights = [p.detach().clone() for p in mine.parameters()]
+        engine.close()
+        return weights
+
+    first, second = run_ranks(2, body)
+    for one, other in zip(first, second, strict=True):
+        assert one.isfinite().all()
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize(("stage", "ranks"), [(2, 1), (1, 2), (3, 2)])
 def test_what_the_backward_has_updated_by_then_is_told(
     stage: int, ranks: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

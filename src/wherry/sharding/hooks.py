@@ -118,12 +118,6 @@ class Hooks:
         self._places: dict[Unit, list[int]] = {}
         for place, unit in enumerate(self._home):
             self._places.setdefault(unit, []).append(place)
-        # The units that run inside of each.
-        unit_of_module = {module: unit for unit in units for module in unit.modules}
-        self._inside = {
-            unit: {unit_of_module[sub] for module in unit.modules for sub in module.modules() if sub in unit_of_module}
-            for unit in units
-        }
         # The units that each forward has run whose backward may still come, the oldest first.
         self._awaited: list[set[Unit]] = []
         # Those that the backward has reached, and whose gradients it has not brought all.
@@ -312,9 +306,12 @@ class Hooks:
         if self.updates_beside and not backward:
             self.gatherer.prefetch(settle=True)  # as after the forward of this unit, elsewhere
         if backward and self._makes_gradients():
-            for place in self._places.get(unit, ()):
-                if not self.gradients.all[place].collected:
-                    self.gradients.complete(self.gradients.all[place])
+            self._complete_missing(unit)
+
+    def _complete_missing(self, unit: Unit) -> None:
+        for place in self._places.get(unit, ()):
+            if not self.gradients.all[place].collected:
+                self.gradients.complete(self.gradients.all[place])
 
     def _makes_gradients(self) -> bool:
         """Whether the backward that runs is one for weights, and not for inputs only, as of torch.autograd.grad."""
@@ -328,10 +325,7 @@ class Hooks:
         # A recomputation inside a backward: the weights are needed again at once.
         if self.running[unit.index] or backward_task() != NO_TASK:
             return
-        awaits_backward = torch.is_grad_enabled() and self._hook_outputs(
-            output, partial(self._pre_backward, unit, [unit])
-        )
-        unit.calls += awaits_backward
+        awaits_backward = torch.is_grad_enabled() and self._hook_outputs(output, partial(self._pre_backward, unit))
         if self.interleaver.needed(unit):
             return
         if not unit.shared or not (awaits_backward or self.running[self.root.index]):
@@ -483,36 +477,27 @@ class Hooks:
 
     def end_window(self) -> None:
         self._awaited.clear()
-        for unit in self.units:
-            unit.calls = 0
 
-    def _pre_backward(self, unit: Unit, call: list[Unit], grad: torch.Tensor) -> None:
-        """`call`: a forward of the unit, until its backward has come."""
-        outermost = self._inside_backward()
-        if call:
-            call.clear()
-            unit.calls -= 1
-        if outermost and not unit.in_backward:
+    def _pre_backward(self, unit: Unit, grad: torch.Tensor) -> None:
+        if self._inside_backward() and unit.travelling and not unit.in_backward:
             if self._open:
-                self._complete_before(unit)
+                self._complete_open()
             self._open.append(unit)
         self._need_in_backward(unit)
 
-    def _complete_before(self, unit: Unit) -> None:
-        """The backward comes to `unit`: gradients that have not come of those before are missing here.
+    def _complete_open(self) -> None:
+        """The backward comes to another unit: what it has not brought of those before, and will not bring, is missing.
 
-        Autograd runs what the forward did last first, and so has run all of them. Another rank has reduced them, and
-        goes on to gather; this one does so in the same order.
+        A rank that misses nothing of them has reduced them, and goes on to gather; this one does so in the same order.
         """
         before, self._open = self._open, []
-        for one in before:
-            if one.calls or one.shared or unit in self._inside[one]:
-                self._open.append(one)
-                continue
-            for place in self._places.get(one, ()):
-                gradient = self.gradients.all[place]
-                if not gradient.collected and self._makes_gradients():
-                    self.gradients.complete(gradient)
+        for unit in before:
+            missing = [self.gradients.all[place] for place in self._places.get(unit, ())]
+            missing = [gradient for gradient in missing if not gradient.collected]
+            if any(gradient.comes() for gradient in missing):
+                self._open.append(unit)
+            elif missing and self._makes_gradients():
+                self._complete_missing(unit)
 
     def _need_in_backward(self, unit: Unit) -> None:
         if unit.in_backward:

@@ -38,18 +38,20 @@ class SavedWeights:
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | Packed:
         """What autograd keeps of a tensor: itself, or with the flat that it is a view of, or was cast from."""
         inner = tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
-        flat = self._flat_of.get(inner.untyped_storage()._cdata) if self._flat_of else None
-        if flat is not None:
-            return tensor, flat, None
-        cast = tensor._base if tensor._is_view() else tensor
-        made_by = cast.grad_fn if cast is not None else None
-        if made_by is not None and self._flat_of and made_by.name() == "ToCopyBackward0":
-            # Of a weight, as autocast makes it: kept, they would be another whole model until the backward.
-            leaf = getattr(made_by.next_functions[0][0], "variable", None)
-            weight = leaf.data if leaf is not None and not is_dtensor(leaf) else inner
-            flat = self._flat_of.get(weight.untyped_storage()._cdata)
+        if self._flat_of:
+            flat = self._flat_of.get(inner.untyped_storage()._cdata)
             if flat is not None:
-                return weight, flat, (tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+                return tensor, flat, None
+            cast = tensor._base if tensor._is_view() else tensor
+            made_by = cast.grad_fn if cast is not None else None
+            if made_by is not None and made_by.name() == "ToCopyBackward0":
+                # Of a weight, as autocast makes it: kept, they would be another whole model until the backward.
+                leaf = getattr(made_by.next_functions[0][0], "variable", None)
+                if leaf is not None and not is_dtensor(leaf):
+                    flat = self._flat_of.get(leaf.untyped_storage()._cdata)
+                if flat is not None:
+                    shape = (tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+                    return leaf.data, flat, shape  # type: ignore[union-attr]
         if self.notice is not None:
             self.notice(inner)
         return tensor

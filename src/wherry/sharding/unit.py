@@ -202,8 +202,6 @@ class Unit:
     # Kept gathered from its first use in a step to the end of the backward, because other units use it too.
     shared: bool = False
     in_backward: bool = False
-    # Forwards of the window whose backward has not reached it.
-    calls: int = 0
     travelling: list[Flat] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -180,10 +180,13 @@ class Updater:
         """
         if not self.early.end(groups, multiplier):
             return [], []
+        deferred = self._take_deferred()
+        for batch in deferred:  # a rank that misses nothing of it has begun its update, and sends its weights to all
+            unchanged = course(batch, self._ahead.take, groups, multiplier, self.link.fence(), fit=lambda: False)
+            self._send(batch, unchanged)
         self._arrange()
         self._promise()
         self._hide()
-        deferred = self._take_deferred()
         begun = [batch for batch in self.batches if batch.spans and batch not in deferred]
         made = [batch for batch in begun if not any(g in unfit for g in batch.gradients)]
         return made, [batch for batch in begun if batch not in made and self._inline(batch)]

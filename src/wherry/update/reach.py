@@ -188,8 +188,10 @@ class ParameterStates:
                 continue
             if isinstance(target, torch.Tensor) and value.dim():
                 target.copy_(value.flatten())
-            else:  # an optimizer of torch's makes its state at its first step: this is it
-                values[kind] = value.flatten().clone() if value.dim() else value.clone()
+            elif value.dim():  # an optimizer of torch's makes its state at its first step: this is it
+                values[kind] = value.flatten().to(values[MASTER].device, copy=True)  # type: ignore[union-attr]
+            else:
+                values[kind] = value.clone()
 
     def local_gradient(self, name: str) -> torch.Tensor:
         """This rank's part of the window's mean gradient, flat, in fp32; a copy."""

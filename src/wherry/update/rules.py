@@ -292,6 +292,8 @@ class TorchRule:
         self.defaults = {k: v for k, v in defaults.items() if k in _constructor_options(optimizer_class)}
         self._inner: torch.optim.Optimizer | None = None
         self._parameters: list[nn.Parameter] = []
+        # The groups that its segments are of.
+        self._used: list[int] = []
 
     def fields(self, group: Group, numel: int) -> list[Field]:
         return []
@@ -305,14 +307,15 @@ class TorchRule:
     def _bind(self, segments: Sequence[Segment]) -> torch.optim.Optimizer:
         if self._inner is None:
             self._parameters = [nn.Parameter(segment.whole_master, requires_grad=True) for segment in segments]
-            options = [_options(self.groups[segment.group]) for segment in segments]
-            if self._fuses():
-                for option in options:
-                    option["fused"] = True
+            members: dict[int, list[nn.Parameter]] = {}
+            for segment, parameter in zip(segments, self._parameters, strict=True):
+                members.setdefault(segment.group, []).append(parameter)
+            fused = {"fused": True} if self._fuses() else {}
             self._inner = self.optimizer_class(
-                [{**option, "params": [p]} for option, p in zip(options, self._parameters, strict=True)],
+                [{**_options(self.groups[group]), **fused, "params": params} for group, params in members.items()],
                 **self.defaults,
             )
+            self._used = list(members)
         return self._inner
 
     def _fuses(self) -> bool:
@@ -331,21 +334,23 @@ class TorchRule:
     ) -> Ticket:
         assert not loose, "gradients are laid out for torch's optimizers"
         inner = self._bind(segments)
-        scaled: list[torch.Tensor] = []
-        for segment, parameter, options in zip(segments, self._parameters, inner.param_groups, strict=True):
+        for number, options in zip(self._used, inner.param_groups, strict=True):
             fused = options.get("fused")
-            options.update(_options(groups[segment.group]))
+            options.update(_options(groups[number]))
             if "fused" in options:
                 options["fused"] = fused
-            if segment.grad is not None:  # else torch's optimizers leave it alone too, and count no step
-                parameter.grad = segment.grad.to(parameter.dtype, copy=True)
-                scaled.append(parameter.grad)
-        if scaled:
+        # Without a gradient, torch's optimizers leave a parameter alone too, and count no step.
+        present = [one for one in zip(segments, self._parameters, strict=True) if one[0].grad is not None]
+        scaled = [torch.empty_like(parameter, requires_grad=False) for _, parameter in present]
+        if present:
+            torch._foreach_copy_(scaled, [segment.grad for segment, _ in present])  # type: ignore[misc]
             torch._foreach_mul_(scaled, multiplier)
+        for (_, parameter), grad in zip(present, scaled, strict=True):
+            parameter.grad = grad
         inner.step()
-        for segment, parameter in zip(segments, self._parameters, strict=True):
+        for segment, parameter in present:
             parameter.grad = None
-            if segment.master is not None and segment.grad is not None:
+            if segment.master is not None:
                 segment.working.copy_(segment.master)
         return DONE
 
@@ -369,15 +374,14 @@ class TorchRule:
         self, segments: Sequence[Segment], steps: Sequence[int], kept: Sequence[Mapping[str, State]]
     ) -> None:
         inner = self._bind(segments)
-        groups = inner.param_groups
-        for parameter, count, values, options in zip(self._parameters, steps, kept, groups, strict=True):
-            if not values:
+        # The fused and capturable kernels read the count on the device.
+        on_device = any(options.get("fused") or options.get("capturable") for options in inner.param_groups)
+        for parameter, count, values in zip(self._parameters, steps, kept, strict=True):
+            if values:
+                step = torch.tensor(float(count), device=parameter.device if on_device else None)
+                inner.state[parameter].update({**values, "step": step})
+            else:
                 inner.state.pop(parameter, None)
-                continue
-            # The fused and capturable kernels read the count on the device.
-            on_device = options.get("fused") or options.get("capturable")
-            step = torch.tensor(float(count), device=parameter.device if on_device else None)
-            inner.state[parameter].update({**values, "step": step})
 
     def nbytes(self) -> int:
         if self._inner is None:
