@@ -43,6 +43,8 @@ def _arrival(hooks: weakref.ref[Hooks], place: int, index: int) -> Callable[[nn.
         gradients.arrivals += 1  # not before: this may have been what began the backward
         times = gradient.arrived
         times[index] += 1
+        if parameter.grad is not None:
+            gradient.defined[index] = True
         if nested:
             gradients.nested = True
             gradient.nested = max(gradient.nested, times[index])
@@ -500,15 +502,17 @@ class Hooks:
     def _complete_before(self, unit: Unit) -> None:
         """The backward comes to `unit`: gradients that have not come of those before are missing here.
 
-        Autograd runs what the forward did last first, and so has run all of them. Another rank has reduced them, and
-        goes on to gather; this one does so in the same order.
+        Autograd runs what the forward did last first, and so has run all of them but for weights that something before
+        the unit used as well. Another rank has reduced them, and goes on to gather; this one does so in the same order.
         """
         done = [one for one in self._open if not (one.calls or one.shared or unit in self._inside[one])]
         for one in done if done and self._makes_gradients() else ():
+            missing = [g for g in map(self.gradients.all.__getitem__, self._places.get(one, ())) if not g.collected]
+            if any(g.comes() for g in missing):
+                continue
             self._open.remove(one)
-            for place in self._places.get(one, ()):
-                if not self.gradients.all[place].collected:
-                    self.gradients.complete(self.gradients.all[place])
+            for gradient in missing:
+                self.gradients.complete(gradient)
 
     def _need_in_backward(self, unit: Unit) -> None:
         if unit.in_backward:
