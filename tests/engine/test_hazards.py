@@ -75,6 +75,49 @@ class DetachedWeight(Stack):
         self.blocks = nn.ModuleList(self.Both() for _ in range(3))
 
 
+class LaterWeight(Stack):
+    """A block uses a weight of one after it, whose gradient comes when the backward is through with both."""
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x + F.linear(x, self.blocks[2].linear.weight) / 4)
+        return self.out(x)
+
+
+class UndefinedGradient(Stack):
+    """Weights that autograd reaches by a function that has no gradient for them."""
+
+    class Straight(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return x + weight.mean()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+            return grad, None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.straight = nn.ParameterList(nn.Parameter(torch.ones(4)) for _ in self.blocks)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        for block, weight in zip(self.blocks, self.straight, strict=True):
+            x = self.Straight.apply(block(x), weight)
+        return self.out(x)
+
+
+@pytest.mark.parametrize("policy", ["at_step", "before_use", "in_backward"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("cls", [LaterWeight, UndefinedGradient])
+def test_gradients_that_come_after_their_unit_and_those_that_are_none(
+    cls: type[nn.Module], stage: int, policy: str
+) -> None:
+    model = make_model(cls)
+    common: dict[str, Any] = {"ranks": 2, "steps": 3, "batch": vectors, "optimizer": adamw}
+    config = {"wherry": {"update_policy": policy}}
+    assert_close(train_engine(model, stage=stage, config=config, **common), train_plain(model, **common))
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("cls", [BoxedOutputs, LossesAside, DetachedWeight])
 def test_weights_that_backward_wants_by_other_ways(cls: type[nn.Module], stage: int) -> None:

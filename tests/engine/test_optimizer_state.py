@@ -134,3 +134,19 @@ def test_counts_stay_a_checkpoints_without_its_states(tmp_path: Path, module_onl
     assert counts == ((0, 0, 0, 0) if module_only else (4, 8, 4, 0))
     # The optimizer has none of the checkpoint's: it begins anew.
     assert all(float(state["step"]) == 0 for state in engine.optimizer.state_dict()["state"].values())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_frozen_parameters_of_the_optimizer_have_no_state(stage: int) -> None:
+    model = make_model()
+    model.norm.weight.requires_grad_(False)
+    place = [name for name, _ in model.named_parameters()].index("norm.weight")
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    engine = wherry.initialize(model=model, optimizer=optimizer, config=settings(stage))[0]
+    steps(engine, 0, 2)
+    saved = engine.optimizer.state_dict()
+    assert set(saved["param_groups"][0]["params"]) - set(saved["state"]) == {place}
+    engine.optimizer.load_state_dict(copy.deepcopy(saved))
+    again = engine.optimizer.state_dict()["state"]
+    assert all(torch.equal(again[n][kind], value) for n, part in saved["state"].items() for kind, value in part.items())
+    engine.close()

@@ -12,6 +12,7 @@ from wherry import native
 from wherry.errors import WherryError
 from wherry.fake import address_of
 from wherry.parallel.partition import local_gradient
+from wherry.sharding.autograd import accumulates
 from wherry.sharding.unit import Flat
 from wherry.tiers.buffers import untouched_zeros
 from wherry.tiers.streams import Link
@@ -97,6 +98,8 @@ class FlatGradient:
         # How often each parameter's gradient has arrived in this backward, and how many have yet to. Hooks count.
         self.arrived = [0] * len(flat.parameters)
         self.awaited = len(flat.parameters)
+        # Whether there was one: what arrives may be undefined, as where a function gives None for a weight.
+        self.defined = [False] * len(flat.parameters)
         self._every = range(len(flat.parameters))
         # The parameters that no backward of the window has brought a gradient for.
         self.absent: Sequence[int] = self._every
@@ -214,15 +217,21 @@ class FlatGradient:
 
     def note_arrivals(self) -> None:
         """A backward has ended."""
-        if not self.awaited:
-            self.absent = ()
-        elif self.absent:
-            self.absent = [index for index in self.absent if not self.arrived[index]]
+        if self.absent:
+            self.absent = [index for index in self.absent if not self.defined[index]]
+
+    def comes(self) -> bool:
+        """Whether the backward that runs has yet to bring some of it."""
+        return any(
+            not times and accumulates(parameter)
+            for times, parameter in zip(self.arrived, self.flat.parameters, strict=True)
+        )
 
     def begin(self) -> None:
         """A backward begins: nothing has arrived."""
         self.arrived = [0] * len(self.arrived)
         self.awaited = len(self.arrived)
+        self.defined = [False] * len(self.arrived)
         self.nested = 0
         self.collected = False
 

@@ -43,6 +43,8 @@ def _arrival(hooks: weakref.ref[Hooks], place: int, index: int) -> Callable[[nn.
         gradients.arrivals += 1  # not before: this may have been what began the backward
         times = gradient.arrived
         times[index] += 1
+        if parameter.grad is not None:
+            gradient.defined[index] = True
         if nested:
             gradients.nested = True
             gradient.nested = max(gradient.nested, times[index])

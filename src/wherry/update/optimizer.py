@@ -190,7 +190,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         states = self._states()
         count = itertools.count()
         groups = [{**group, "params": [next(count) for _ in group["params"]]} for group in self.param_groups]
-        return {"state": dict(enumerate(states.parts(self._names(states)))), "param_groups": groups}
+        state = {number: part for number, part in enumerate(states.parts(self._names(states))) if part}
+        return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over hyper-parameters, and what `state_dict()` gave of the state; every rank calls it with its own.

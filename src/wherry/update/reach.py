@@ -125,16 +125,20 @@ class ParameterStates:
     # What this rank has of all of them, as `optimizer.state_dict()` has it.
 
     def parts(self, names: Sequence[str]) -> list[dict[str, torch.Tensor]]:
-        """Of each parameter the step count, the moments, and an fp32 master where the weights are not in fp32."""
+        """Of each parameter the step count, the moments, and an fp32 master where the weights are not in fp32.
+
+        Frozen ones have nothing.
+        """
         found: dict[str, dict[str, torch.Tensor]] = {}
-        for state, slot, _ in map(self._place, names):
+        places = [self._places[name] for name in names if name in self._places]
+        for state, slot, _ in places:
             if state.batch.on_disk:
                 raise WherryError(
                     "optimizer.state_dict: this state rests on disk, and would be in memory as a whole; "
                     "engine.save_checkpoint(folder) writes it, and engine.load_checkpoint takes it back"
                 )
             found[slot.name] = {"step": torch.tensor(float(state.steps[state.flat.layout.slots.index(slot)]))}
-        for state in dict.fromkeys(self._place(name)[0] for name in names):
+        for state in dict.fromkeys(state for state, *_ in places):
             with state.opened() as segments:
                 for span, values in zip(state.segments, segments, strict=True):
                     slot = state.flat.layout.slots[span.slot]
@@ -148,11 +152,12 @@ class ParameterStates:
                         if kind != MASTER or state.flat.dtype != torch.float32:
                             copy = value.detach().clone()
                             found[slot.name][kind] = copy.view(shape) if copy.dim() else copy
-        return [found[name] for name in names]
+        return [found.get(name, {}) for name in names]
 
     def load_parts(self, given: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Take back what `parts` gave, by name. Nothing is changed unless all of it fits. Every rank must call it."""
         self._everybody.meet("optimizer.load_state_dict()")
+        given = {name: part for name, part in given.items() if part or name in self._places}
         wrong = [
             f"{name}: expected {kind} of {stop - start} elements, which this rank has of it, got {tuple(value.shape)}"
             for name, part in given.items()
