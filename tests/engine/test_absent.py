@@ -6,6 +6,6 @@ import pytest
 from tests.engine.absent import check
 
 
-@pytest.mark.parametrize("number", range(40))
+@pytest.mark.parametrize("number", [*range(40), 5004])
 def test_experts_and_branches_at_random(number: int) -> None:
     check(number)

@@ -371,7 +371,8 @@ class TorchRule:
         inner = self._bind(segments)
         groups = inner.param_groups
         for parameter, count, values, options in zip(self._parameters, steps, kept, groups, strict=True):
-            if not values:
+            # Zeros before the first update are none: SGD's first has no dampening, which a buffer would bring.
+            if not (values and (count or any(bool(_data(value).any()) for value in values.values()))):
                 inner.state.pop(parameter, None)
                 continue
             # The fused and capturable kernels read the count on the device.
@@ -386,9 +387,12 @@ class TorchRule:
         return sum(v.nbytes for state in states for v in state.values() if isinstance(v, torch.Tensor) and v.dim())
 
 
+def _data(value: State) -> torch.Tensor:
+    return value.codes if isinstance(value, native.Blocks8) else value
+
+
 def _tensors(state: Mapping[str, State]) -> Iterator[torch.Tensor]:
-    for value in state.values():
-        yield value.codes if isinstance(value, native.Blocks8) else value
+    yield from map(_data, state.values())
 
 
 def _options(group: Group) -> dict[str, Any]:
