@@ -15,7 +15,7 @@ from wherry.parallel.comm import Comm
 from wherry.parallel.threads import run_ranks
 
 
-@pytest.mark.parametrize("number", range(40))
+@pytest.mark.parametrize("number", [*range(40), 5004])
 def test_experts_and_branches_at_random(number: int) -> None:
     check(number)
 

@@ -68,6 +68,9 @@ class NonFinite:
         norm, order = self._gradients.norm, self._gradients.in_order()
         unfit = [g for g in order if not math.isfinite(float(norm.squares_of(g)))]
         made, spoilt = ([], []) if self.ignores else updater.skip(groups, multiplier, unfit)
+        # Ranks that share a model each see a part of the gradients: what not all of them have updated has parted.
+        names = self._topology.tensor.gather_objects([batch.name for batch in made])
+        parted = {name for mine in names for name in mine if any(name not in theirs for theirs in names)}
         unit_of = {flat: unit.name for unit in self._units for flat in unit.flats}
         mine = Finding(
             # The backward comes to the last stage of a pipeline first.
@@ -77,7 +80,7 @@ class NonFinite:
             None if loss is None else float(loss),
             len(updater.batches),
             len(made),
-            tuple(batch.name for batch in spoilt),
+            (*(batch.name for batch in spoilt), *sorted(parted)),
         )
         return world_of(self._topology).gather_objects(mine)
 
@@ -106,8 +109,9 @@ class NonFinite:
                 self._warn(said)
         if spoilt:
             raise NonFiniteError(
-                f"{said}. But the update policy in_backward has updated {spoilt[0]} on the device from such gradients "
-                'already: go back to a checkpoint, and set "wherry": {"update_policy": "before_use"}'
+                f"{said}. But the update policy in_backward has updated {spoilt[0]} in that backward, on the device or "
+                "on some of the ranks that share the model, and that is not taken back: go back to a checkpoint, and "
+                'set "wherry": {"update_policy": "before_use"}'
             )
         if last:
             first = step - self._in_a_row + 1

@@ -163,7 +163,7 @@ class ParameterStates:
             for name, part in given.items()
             for start, stop in (self.local_range(name),)
             for kind, value in part.items()
-            if value.dim() and value.numel() != stop - start
+            if isinstance(value, torch.Tensor) and value.dim() and value.numel() != stop - start
         ]
         for rank, problem in enumerate(self._everybody.gather_objects(wrong[0] if wrong else None)):
             if problem is not None:

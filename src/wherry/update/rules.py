@@ -377,7 +377,8 @@ class TorchRule:
         # The fused and capturable kernels read the count on the device.
         on_device = any(options.get("fused") or options.get("capturable") for options in inner.param_groups)
         for parameter, count, values in zip(self._parameters, steps, kept, strict=True):
-            if values:
+            # Zeros before the first update are none: SGD's first has no dampening, which a buffer would bring.
+            if values and (count or any(bool(_data(value).any()) for value in values.values())):
                 step = torch.tensor(float(count), device=parameter.device if on_device else None)
                 inner.state[parameter].update({**values, "step": step})
             else:
@@ -390,9 +391,12 @@ class TorchRule:
         return sum(v.nbytes for state in states for v in state.values() if isinstance(v, torch.Tensor) and v.dim())
 
 
+def _data(value: State) -> torch.Tensor:
+    return value.codes if isinstance(value, native.Blocks8) else value
+
+
 def _tensors(state: Mapping[str, State]) -> Iterator[torch.Tensor]:
-    for value in state.values():
-        yield value.codes if isinstance(value, native.Blocks8) else value
+    yield from map(_data, state.values())
 
 
 def _options(group: Group) -> dict[str, Any]:
