@@ -131,6 +131,27 @@ def test_what_the_transport_says_of_a_dead_peer_is_not_told(tmp_path):
     assert done.stderr.count("Traceback") == 1 and "peer" not in done.stderr
 
 
+LEAVES_EARLY = """
+import torch, wherry
+config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}}
+engine, *_ = wherry.initialize(model=torch.nn.Linear(8, 1), config=config)
+for step in range(3):
+    if step == 1 and os.environ["RANK"] == "1":
+        sys.exit()
+    engine.backward(engine(torch.randn(2, 8)).square().mean())
+    engine.step()
+"""
+
+
+def test_a_rank_that_takes_fewer_steps_is_told_of_without_the_transports_words(tmp_path):
+    done = launched("run", "--nproc", 2, script(tmp_path, LEAVES_EARLY))
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert lines[0] == "wherry: rank 0 failed, and all ranks have ended. Its traceback:"
+    assert "rank 1 has ended, or has closed its engine: every rank must run as many steps" in lines[-1]
+    assert sum(line.startswith("  File") for line in lines) == 1 and len(lines) <= 7
+
+
 REFUSED = """
 import torch, wherry
 time.sleep(0.4 * (os.environ["RANK"] == sys.argv[1]))

@@ -150,3 +150,39 @@ def test_frozen_parameters_of_the_optimizer_have_no_state(stage: int) -> None:
     again = engine.optimizer.state_dict()["state"]
     assert all(torch.equal(again[n][kind], value) for n, part in saved["state"].items() for kind, value in part.items())
     engine.close()
+
+
+def test_state_that_is_not_there_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    engine = make_engine("adamw", 0)
+    steps(engine, 0, 1)
+    engine.optimizer.load_state_dict({"state": {}, "param_groups": engine.optimizer.state_dict()["param_groups"]})
+    assert "it holds no state: moments and step counts begin anew" in caplog.text
+    assert all(float(state["step"]) == 0 for state in engine.optimizer.state_dict()["state"].values())
+
+
+def test_torchs_sgd_which_counts_no_steps_goes_on_with_its_momentum() -> None:
+    model = make_model()
+    whole = train_plain(model, steps=6, optimizer=OPTIMIZERS["sgd momentum"])
+    optimizer = OPTIMIZERS["sgd momentum"](model.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        model(*token_batch(step, 0, 0)).backward()
+        optimizer.step()
+    engine = make_engine("sgd momentum", 3)
+    engine.module.load_state_dict(model.state_dict())
+    engine.optimizer.load_state_dict(optimizer.state_dict())
+    steps(engine, 3, 6)
+    for name, value in whole.weights.items():
+        torch.testing.assert_close(engine.states.full(name, "master"), value, rtol=0, atol=1e-6)
+
+
+def test_state_of_another_optimizer_or_other_parameters_is_refused() -> None:
+    engine, other = make_engine("adamw", 0), make_engine("sgd momentum", 0)
+    steps(other, 0, 1)
+    state = other.optimizer.state_dict()
+    with pytest.raises(WherryError, match=r"expected exp_avg, exp_avg_sq, got momentum_buffer, step"):
+        engine.optimizer.load_state_dict(state)
+    with pytest.raises(WherryError, match=r"state for parameter 99, and the groups have \d+ parameters"):
+        engine.optimizer.load_state_dict({"state": {99: {}}, "param_groups": state["param_groups"]})
+    with pytest.raises(WherryError, match=r"0 parameter groups were given, expected 1"):
+        engine.optimizer.load_state_dict({"state": {}})

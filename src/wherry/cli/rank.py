@@ -170,14 +170,16 @@ def _fail(error: Exception, *, alone: bool) -> int:
 
 
 def _traceback(error: Exception) -> str:
-    """Without the launcher's frames; and of a user's mistake, without those of Wherry that found it."""
-    from wherry.errors import WherryError
+    """Without the launcher's frames; and of a user's mistake or a lost peer, without those of Wherry that found it."""
+    from wherry.errors import PeerError, WherryError
 
     trace = error.__traceback__
     while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     shown = traceback.TracebackException(type(error), error, trace)
-    if isinstance(error, WherryError):
+    if isinstance(error, PeerError):
+        shown.__cause__, shown.__suppress_context__ = None, True  # the transport's own words are in its message
+    if isinstance(error, WherryError | PeerError):
         while shown.stack and Path(shown.stack[-1].filename).is_relative_to(_PACKAGE):
             shown.stack.pop()
     return "".join(shown.format())

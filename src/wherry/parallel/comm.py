@@ -350,7 +350,7 @@ def _copyable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _ended_well(work: Any, tells: bool) -> bool:
-    return work.is_completed() and (not tells or work.is_success())
+    return gloo.ended_well(work) if tells else work.is_completed()
 
 
 class ProcessGroupComm(Comm):

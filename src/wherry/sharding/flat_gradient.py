@@ -217,7 +217,9 @@ class FlatGradient:
 
     def note_arrivals(self) -> None:
         """A backward has ended."""
-        if self.absent:
+        if all(self.defined):
+            self.absent = ()
+        elif self.absent:
             self.absent = [index for index in self.absent if not self.defined[index]]
 
     def comes(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from wherry.errors import WherryError
@@ -65,12 +65,12 @@ class Early:
             assert self._complete(batch), batch.name
         return True
 
-    def drop(self, deferred: Sequence[Batch]) -> list[str]:
+    def drop(self, left: Collection[Batch]) -> list[str]:
         """No step will end the window. What has been updated from its gradients already, by name."""
         if self._terms is None:
             return []
         self._terms = None
-        return [batch.name for batch in self._batches if self._complete(batch) and batch not in deferred]
+        return [batch.name for batch in self._batches if self._complete(batch) and batch not in left]
 
     def _complete(self, batch: Batch) -> bool:
         return self._landed[batch] == len(batch.states)

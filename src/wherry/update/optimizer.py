@@ -198,14 +198,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         The groups stay the same objects, for the schedules that hold them.
         """
-        given = state_dict["param_groups"]
+        given = state_dict.get("param_groups", ())
         if len(given) != len(self.param_groups):
             raise WherryError(f"optimizer: {len(given)} parameter groups were given, expected {len(self.param_groups)}")
         if "state" in state_dict:
             states = self._states()
-            states.load_parts(
-                {name: state_dict["state"].get(number, {}) for number, name in enumerate(self._names(states))}
-            )
+            numbers = dict(enumerate(self._names(states)))
+            strange = [number for number in state_dict["state"] if number not in numbers]
+            if strange:
+                raise WherryError(
+                    f"optimizer.load_state_dict: it has state for parameter {strange[0]}, and the groups have "
+                    f"{len(numbers)} parameters; give the state_dict() of an optimizer of the same parameters"
+                )
+            states.load_parts({name: state_dict["state"].get(number, {}) for number, name in numbers.items()})
         for group, values in zip(self.param_groups, given, strict=True):
             group.update({key: value for key, value in values.items() if key != "params"})
 

@@ -89,6 +89,8 @@ class Updater:
         self._storing: dict[Batch, Job] = {}
         # In a backward, those of which this rank misses gradients: the step tells whether another rank has them.
         self._deferred: list[Batch] = []
+        # Those that a backward has not updated, as their gradients are not finite: the step is not taken.
+        self._left_alone: set[Batch] = set()
         # Whether no update has to read anything from disk.
         self._all_in_place = True
 
@@ -187,9 +189,12 @@ class Updater:
         self._arrange()
         self._promise()
         self._hide()
-        begun = [batch for batch in self.batches if batch.spans and batch not in deferred]
-        made = [batch for batch in begun if not any(g in unfit for g in batch.gradients)]
-        return made, [batch for batch in begun if batch not in made and self._inline(batch)]
+        for job in self._pending.values():
+            job.come_to_an_end()
+        left, self._left_alone = {*deferred, *self._left_alone}, set()
+        begun = [batch for batch in self.batches if batch.spans and batch not in left]
+        spoilt = [batch for batch in begun if self._inline(batch) and any(g in unfit for g in batch.gradients)]
+        return [batch for batch in begun if batch not in spoilt], spoilt
 
     def _arrange(self) -> None:
         """Updates came in the backward's order, and are waited for in the forward's."""
@@ -218,7 +223,10 @@ class Updater:
 
     def _fit(self, batch: Batch) -> bool:
         assert self.finite is not None
-        return all(map(self.finite, batch.gradients))
+        if all(map(self.finite, batch.gradients)):
+            return True
+        self._left_alone.add(batch)
+        return False
 
     def _inline(self, batch: Batch) -> bool:
         """Whether its updates are kernels of the device, queued by whoever asks for them."""
@@ -236,7 +244,8 @@ class Updater:
             for job in self._pending.values():
                 job.come_to_an_end()  # it may read the gradients that are given back next, and what was read for it
         self._ahead.stop()
-        return self.early.drop(self._take_deferred())
+        left, self._left_alone = {*self._take_deferred(), *self._left_alone}, set()
+        return self.early.drop(left)
 
     def _at_once(
         self, batches: Sequence[Batch], groups: Groups, multiplier: float, absent: Absent | None = None
@@ -442,6 +451,7 @@ class Updater:
         self.early.forget()
         self._ahead.forget()
         self._deferred.clear()
+        self._left_alone.clear()
         self._pending.clear()
         self._storing.clear()
 

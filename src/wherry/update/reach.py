@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from wherry.errors import WherryError
+from wherry.observe.log import warn
 from wherry.parallel.comm import Comm
 from wherry.sharding.access import gathered
 from wherry.sharding.gradients import Gradients
@@ -157,14 +158,10 @@ class ParameterStates:
     def load_parts(self, given: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Take back what `parts` gave, by name. Nothing is changed unless all of it fits. Every rank must call it."""
         self._everybody.meet("optimizer.load_state_dict()")
+        if not any(given.values()) and any(any(state.steps) for state, _, _ in self._places.values()):
+            warn("optimizer.load_state_dict: it holds no state: moments and step counts begin anew")
         given = {name: part for name, part in given.items() if part or name in self._places}
-        wrong = [
-            f"{name}: expected {kind} of {stop - start} elements, which this rank has of it, got {tuple(value.shape)}"
-            for name, part in given.items()
-            for start, stop in (self.local_range(name),)
-            for kind, value in part.items()
-            if isinstance(value, torch.Tensor) and value.dim() and value.numel() != stop - start
-        ]
+        wrong = [problem for name, part in given.items() for problem in self._problems(name, part)]
         for rank, problem in enumerate(self._everybody.gather_objects(wrong[0] if wrong else None)):
             if problem is not None:
                 raise WherryError(
@@ -174,12 +171,25 @@ class ParameterStates:
         for state in dict.fromkeys(self._place(name)[0] for name in given):
             names = [slot.name for slot in state.flat.layout.slots]
             for index, name in enumerate(names):
-                state.steps[index] = int(given.get(name, {}).get("step", 0))
+                part = given.get(name, {})
+                state.steps[index] = int(part.get("step", bool(part)))  # torch's SGD counts none
             with torch.no_grad(), state.opened(write=True) as segments:
                 for span, values in zip(state.segments, segments, strict=True):
                     self._load_part(state, span, values, given.get(names[span.slot], {}))
             if state.flat.resident and state.flat.layout.ranks > 1:
                 self._comm.all_gather(state.flat.whole, state.flat.shard_memory).wait()
+
+    def _problems(self, name: str, part: Mapping[str, torch.Tensor]) -> Iterator[str]:
+        """Why a part cannot be loaded. One of nothing is a parameter that has had no update."""
+        state, slot, _ = self._place(name)
+        start, stop = self.local_range(name)
+        for kind, value in part.items():
+            if isinstance(value, torch.Tensor) and value.dim() and value.numel() != stop - start:
+                got = tuple(value.shape)
+                yield f"{name}: expected {kind} of {stop - start} elements, which this rank has of it, got {got}"
+        kept = {field.name for field in state.rule.fields(self._groups[slot.group], 1)}
+        if part and kept and stop > start and kept != part.keys() - {"step", MASTER}:
+            yield f"{name}: expected {', '.join(sorted(kept))}, got {', '.join(sorted(part))}"
 
     def _load_part(
         self, state: FlatState, span: SegmentSpan, values: dict[str, State], part: Mapping[str, torch.Tensor]
