@@ -18,8 +18,7 @@ def accumulates(parameter: nn.Parameter) -> bool:
     with torch.enable_grad():
         node = parameter.view_as(parameter).grad_fn
     accumulate = node.next_functions[0][0] if node is not None else None
-    assert accumulate is not None
-    return torch._C._will_engine_execute_node(accumulate)
+    return accumulate is not None and torch._C._will_engine_execute_node(accumulate)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
