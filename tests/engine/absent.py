@@ -149,11 +149,13 @@ class Case:
         stage, state, weights = ROWS.get(row) or (int(row[-1]), "none", "none")
         zero: dict[str, Any] = {"stage3_prefetch_bucket_size": self.prefetch}
         zero |= {self.nodes: 2} if self.nodes else {}
+        disk = {"cpu": {}, "nvme": {"nvme_path": str(folder)}}
         if state != "none":
-            zero["offload_optimizer"] = {"device": state, "nvme_path": str(folder)}
+            zero["offload_optimizer"] = {"device": state} | disk[state]
         if weights != "none":
-            zero["offload_param"] = {"device": weights, "nvme_path": str(folder)}
-        own = {"update_policy": policy, "delayed_update_warmup": 1, "unit_classes": list(self.units)}
+            zero["offload_param"] = {"device": weights} | disk[weights]
+        own = {"update_policy": policy, "unit_classes": list(self.units)}
+        own |= {"delayed_update_warmup": 1} if policy == "delayed" else {}
         own |= self.precision.get("wherry", {})
         accumulation = self.ranks * self.accumulation // ranks
         return settings(
