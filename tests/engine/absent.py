@@ -119,13 +119,16 @@ class Case:
         resume = None
         if draw.random() < 0.3:
             resume = draw.randrange(1, STEPS), draw.choice([1, 2] if small else [1, 2, 3]), draw.choice(fitting)
+        precision = draw.choice(kinds)
+        if resume is not None and "wherry" in precision and rows[resume[2]][1] == "none":
+            resume = None  # such state is for the host
         nodes = None
         if row == "stage-3" and not small and draw.random() < 0.5:
             nodes, ranks, resume = draw.choice(["mics_shard_size", "zero_hpz_partition_size"]), 4, None
         units = draw.choice([("Block",), ("Block", "Sequential")])
         return cls(
             number, optimizer, row, ranks, accumulation, draw.choice([0.0, 0.0, 0.5]) if not small else 0.0,
-            draw.random() < 0.5, draw.choice(kinds), resume,
+            draw.random() < 0.5, precision, resume,
             draw.random() < 0.3, nodes, draw.choice([0, 600, 10**6]), units,
         )  # fmt: skip
 
