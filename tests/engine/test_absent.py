@@ -83,3 +83,54 @@ def test_gradients_that_come_after_those_of_other_units_are_not_missing(within: 
         optimizer.step()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found[name], parameter.detach(), rtol=0, atol=1e-6)
+
+
+class Branches(nn.Module):
+    """Branches of a trunk that always runs, and so has all of its gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.branches = nn.ModuleList(nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 8)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, taken: list[bool]) -> torch.Tensor:
+        for layer, branch, take in zip(self.trunk, self.branches, taken, strict=True):
+            x = torch.tanh(layer(x))
+            x = x + branch(x) if take else x
+        return x.square().mean()
+
+
+def test_what_is_outside_of_all_units_is_reduced_behind_units_that_a_rank_passes_over() -> None:
+    """A branch that nobody uses at first completes behind the root unit, and is another rank's alone later."""
+    model = make_model(Branches, seed=3)
+
+    def batch(step: int, rank: int) -> tuple[torch.Tensor, list[bool]]:
+        x = torch.randn(2, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+        return x, [rank == 1 and step > 0, False, False]
+
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=3e-3, eps=1e-2)
+    for step in range(4):
+        optimizer.zero_grad()
+        for rank in range(2):
+            (plain(*batch(step, rank)) / 2).backward()
+        optimizer.step()
+
+    def body(comm: Comm) -> dict[str, torch.Tensor]:
+        mine = copy.deepcopy(model)
+        zero = {"stage3_prefetch_bucket_size": 0}
+        engine, *_ = wherry.initialize(
+            model=mine,
+            optimizer=torch.optim.AdamW(mine.parameters(), lr=3e-3, eps=1e-2),
+            config=settings(3, more={"zero_optimization": zero, "wherry": {"unit_classes": ["Sequential"]}}),
+            mesh=comm,
+        )
+        for step in range(4):
+            engine.backward(engine(*batch(step, comm.rank)))
+            engine.step()
+        found = {name: engine.states.full(name, "master") for name, _ in mine.named_parameters()}
+        engine.close()
+        return found
+
+    for name, value in run_ranks(2, body)[0].items():
+        torch.testing.assert_close(value, plain.get_parameter(name).detach(), rtol=0, atol=1e-6)

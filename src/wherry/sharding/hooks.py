@@ -132,6 +132,8 @@ class Hooks:
         self._reduces: bool | None = None
         # Whether any weights do not stay whole.
         self.travels = any(unit.travelling for unit in units)
+        # Whether this rank may pass over units whose collectives the others run.
+        self._passes_over = gradients.comm.size > 1 and any(unit.travelling and not unit.root for unit in units)
         self._install()
 
     # Installation.
@@ -509,6 +511,8 @@ class Hooks:
             self._need(unit)
 
     def _all_arrived(self, place: int, gradient: FlatGradient) -> None:
+        if self._home[place].root and self._passes_over:
+            return  # it is reduced when the backward has ended, behind the units that this rank has passed over
         self.gradients.complete(gradient)
         # Every operation that used these weights has run: each needed them to make a gradient that has arrived.
         if not self._home[place].shared:
