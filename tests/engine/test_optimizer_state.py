@@ -82,20 +82,22 @@ def test_it_is_what_torch_has_and_torch_takes_it(name: str) -> None:
     OPTIMIZERS[name](plain.parameters()).load_state_dict(ours)
 
 
-def test_torchs_state_of_one_process_goes_on_in_an_engine() -> None:
+@pytest.mark.parametrize("name", ["adamw", "sgd momentum"])
+def test_torchs_state_of_one_process_goes_on_in_an_engine(name: str) -> None:
+    """That of SGD has momentum and counts no steps."""
     model = make_model()
-    whole = train_plain(model, steps=6, optimizer=OPTIMIZERS["adamw"])
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    whole = train_plain(model, steps=6, optimizer=OPTIMIZERS[name])
+    optimizer = OPTIMIZERS[name](model.parameters())
     for step in range(3):
         optimizer.zero_grad()
         model(*token_batch(step, 0, 0)).backward()
         optimizer.step()
-    engine = make_engine("adamw", 3)
+    engine = make_engine(name, 3)
     engine.module.load_state_dict(model.state_dict())
     engine.optimizer.load_state_dict(optimizer.state_dict())
     steps(engine, 3, 6)
-    for name, value in whole.weights.items():
-        torch.testing.assert_close(engine.states.full(name, "master"), value, rtol=0, atol=1e-6)
+    for key, value in whole.weights.items():
+        torch.testing.assert_close(engine.states.full(key, "master"), value, rtol=0, atol=1e-6)
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
@@ -158,22 +160,6 @@ def test_state_that_is_not_there_is_told(caplog: pytest.LogCaptureFixture) -> No
     engine.optimizer.load_state_dict({"state": {}, "param_groups": engine.optimizer.state_dict()["param_groups"]})
     assert "it holds no state: moments and step counts begin anew" in caplog.text
     assert all(float(state["step"]) == 0 for state in engine.optimizer.state_dict()["state"].values())
-
-
-def test_torchs_sgd_which_counts_no_steps_goes_on_with_its_momentum() -> None:
-    model = make_model()
-    whole = train_plain(model, steps=6, optimizer=OPTIMIZERS["sgd momentum"])
-    optimizer = OPTIMIZERS["sgd momentum"](model.parameters())
-    for step in range(3):
-        optimizer.zero_grad()
-        model(*token_batch(step, 0, 0)).backward()
-        optimizer.step()
-    engine = make_engine("sgd momentum", 3)
-    engine.module.load_state_dict(model.state_dict())
-    engine.optimizer.load_state_dict(optimizer.state_dict())
-    steps(engine, 3, 6)
-    for name, value in whole.weights.items():
-        torch.testing.assert_close(engine.states.full(name, "master"), value, rtol=0, atol=1e-6)
 
 
 def test_state_of_another_optimizer_or_other_parameters_is_refused() -> None:
