@@ -1,0 +1,81 @@
+"""Every name that people could write before stays: in Python, on the command line, in a config and under the alias.
+
+`promised.json` is what `tests.names.collect` saw. Names may be added without a word; one that goes is named in GONE.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.names import collect
+
+PROMISED = json.loads((Path(__file__).parent / "promised.json").read_text())
+
+GONE: dict[str, str] = {}
+"""A name, as `missing` gives it, and what to use instead."""
+
+
+def arguments(where: str, promised: list[str], now: list[str]) -> Iterator[str]:
+    """What can no longer be given by the same name, or in the same place."""
+    yield from (f"{where}({name})" for name in promised if name not in now)
+    kept = [name for name in now if name in promised]
+    if kept != [name for name in promised if name in now]:
+        yield f"{where}: the order of {', '.join(promised)}"
+
+
+def members(where: str, promised: dict[str, list[str]], now: dict[str, list[str]]) -> Iterator[str]:
+    for name, parameters in promised.items():
+        if name in now:
+            yield from arguments(f"{where}.{name}", parameters, now[name])
+        else:
+            yield f"{where}.{name}"
+
+
+def unexpected(missing: Iterator[str]) -> list[str]:
+    return [name for name in missing if name not in GONE]
+
+
+def test_names_of_the_package_and_their_arguments():
+    now = collect.python_names()
+    assert not unexpected(members("", PROMISED["python"], now))
+
+
+@pytest.mark.parametrize("path", collect.CLASSES)
+def test_members_of_what_people_hold(path):
+    now = collect.members(collect.resolve(path), collect.CLASSES[path])
+    assert not unexpected(members(path, PROMISED["members"][path], now))
+
+
+@pytest.mark.parametrize("command", collect.COMMANDS)
+def test_flags_of_the_command_line(command):
+    now = collect.flags(command)
+    assert now, f"the help of `wherry {command}` names no flag"
+    assert not unexpected(f"wherry {command} {flag}" for flag in PROMISED["flags"][command] if flag not in now)
+
+
+def test_keys_of_a_config():
+    now = set(collect.config_keys())
+    assert not unexpected(f"config: {key}" for key in PROMISED["keys"] if key not in now)
+
+
+def test_names_under_the_alias():
+    promised = PROMISED["alias"]
+    now = collect.alias(list(promised["modules"]))
+    gone = (
+        f"{module}.{name}"
+        for module, names in promised["modules"].items()
+        for name in names
+        if name not in now["modules"][module]
+    )
+    assert not unexpected(gone)
+    assert not unexpected(arguments("deepspeed.initialize", promised["initialize"], now["initialize"]))
+    assert not unexpected(members("DeepSpeedEngine", promised["engine"], now["engine"]))
+
+
+def test_nothing_is_gone_that_is_there():
+    told = {name.partition("(")[0].rpartition(".")[2] for name in GONE if not name.startswith(("wherry ", "config: "))}
+    here = set(collect.members(collect.resolve("wherry.Engine"), collect.CLASSES["wherry.Engine"]))
+    assert not told & here
