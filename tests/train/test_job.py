@@ -66,10 +66,14 @@ def test_one_rank_writes_all_it_promises(tmp_path, text, capsys):
 def test_two_ranks_read_and_learn_what_one_does(tmp_path, text):
     flags = (*TINY, *text, "--steps", 8)
     assert _here(*flags, "--batch-size", 8, "--stage", 0, "--run-dir", tmp_path / "one") == 0
-    done = launched("train", *flags, "--batch-size", 4, "--nproc", 2, "--run-dir", tmp_path / "two", cwd=tmp_path)
+    windows = ("--batch-size", 2, "--gradient-accumulation-steps", 2)
+    done = launched("train", *flags, *windows, "--nproc", 2, "--run-dir", tmp_path / "two", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "on 2 ranks" in done.stdout and done.stdout.count("Finished.") == 1
     assert _losses(tmp_path / "two") == pytest.approx(_losses(tmp_path / "one"), rel=1e-4)
+    # Each micro-batch would send weights and gradients between the two.
+    order = {run: json.loads((tmp_path / run / "config.json").read_text())["wherry"] for run in ("one", "two")}
+    assert order["two"]["accumulation"] == "layer_major" != order["one"]["accumulation"]
 
 
 def test_ctrl_c_ends_with_a_summary(tmp_path, text):

@@ -91,11 +91,9 @@ def _gpu() -> Finding:
     driver = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
     found = f"{names}; torch for {built}, driver for {driver // 1000}.{driver % 1000 // 10}"
     old = ", ".join(str(index) for index in indices if torch.cuda.get_device_capability(index) < (8, 0))
-    return (
-        Finding("GPU", found, NOTE, f"GPU {old} computes bf16 slowly: use fp16, or fp32")
-        if old
-        else Finding("GPU", found)
-    )
+    if old:
+        return Finding("GPU", found, NOTE, f"GPU {old} computes bf16 slowly: use fp16, or fp32")
+    return Finding("GPU", found)
 
 
 def _collectives() -> Finding:
