@@ -52,23 +52,27 @@ def test_ranks_of_two_machines_talk_and_say_who_they_are(tmp_path: Path, ray_add
     ]
 
 
-def test_a_failure_ends_all_and_all_start_again_as_often_as_allowed(
+def test_all_start_again_when_a_machine_is_lost_and_a_failure_ends_all(
     tmp_path: Path, ray_address: dict[str, str]
 ) -> None:
     body = (
-        WRITE_PID
+        "import psutil\n"
+        + WRITE_PID
         + "while len(list(HERE.glob('pid.*'))) % 2: time.sleep(0.01)\n"
-        + "if os.environ['RANK'] == '1': raise KeyError(f'unwell {len(list(HERE.glob(\"pid.*\"))) // 2}')\n"
+        + "if os.environ['RANK'] == '1':\n"
+        + "    if len(list(HERE.glob('pid.*'))) > 2: raise KeyError('unwell')\n"
+        + "    psutil.Process().parent().parent().kill()\n"  # Ray's process, which has started the launcher
         + "time.sleep(600)\n"
     )
     done = wherry("run", "--on", "ray", "--max-restarts", 1, script(tmp_path, body), cwd=tmp_path, **ray_address)
     assert done.returncode == 1, done.stdout + done.stderr
+    assert "is lost: " in done.stdout
     lines = done.stderr.rstrip().splitlines()
-    assert lines[-1] == "KeyError: 'unwell 2'"
-    assert [line for line in lines if line.startswith("wherry: rank")] == [
-        "wherry: rank 1 failed, and all ranks have ended. Its traceback:"
-    ] * 2
-    assert lines.count("wherry: a rank failed; all start again (restart 1 of 1)") == 1
+    again = lines.index("wherry: a rank failed; all start again (restart 1 of 1)")
+    assert lines[again - 1].endswith("ended with status 1")
+    assert lines[again + 1].startswith("wherry: on host ")
+    assert lines[again + 2] == "wherry: rank 1 failed, and all ranks have ended. Its traceback:"
+    assert lines[-1] == "KeyError: 'unwell'"
     assert len(pids_in(tmp_path)) == 4
     wait_for(lambda: gone(pids_in(tmp_path)))
 

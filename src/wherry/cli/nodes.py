@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from wherry.cli.rank import FAILURE_LINE, INTERRUPTED, Failure, root_cause
@@ -31,6 +31,7 @@ _PASSED_ON = ("NCCL_", "GLOO_", "PYTHON", "WHERRY_", "UCX_", "HF_", "TORCH_", "L
 _LOCAL_NAMES = {"localhost", "127.0.0.1", "::1"}
 # How long the ranks of other machines may take to end, which may be finishing a step, or cleaning up.
 _SECONDS_TO_END = 40.0
+_SECONDS_FOR_THE_PEER = 3.0
 
 
 class Node(Protocol):
@@ -46,8 +47,8 @@ class Node(Protocol):
     def wait(self) -> int:
         """Its exit status, when it has said all."""
 
-    def close(self) -> None:
-        """Close its standard input, which is a Ctrl-C there."""
+    def close(self, *, interrupted: bool) -> None:
+        """End it, as a Ctrl-C there would or at once."""
 
     def kill(self) -> None: ...
 
@@ -67,7 +68,7 @@ def passed_on() -> dict[str, str]:
 def follow(nodes: Sequence[Node], ranks: int) -> int:
     """Pass on what all nodes say, until all or one that fails have ended. Why it failed comes last."""
     failures: list[tuple[Node, Failure]] = []
-    ended: SimpleQueue[tuple[Node, int | OSError]] = SimpleQueue()
+    ended: SimpleQueue[tuple[Node, int | Exception]] = SimpleQueue()
 
     def pass_on(node: Node) -> None:
         try:
@@ -78,27 +79,33 @@ def follow(nodes: Sequence[Node], ranks: int) -> int:
                     sys.stdout.write(node.prefix + line)
                     sys.stdout.flush()
             ended.put((node, node.wait()))
-        except OSError as error:  # nobody reads what is said
+        except Exception as error:  # as when nobody reads what is said
             ended.put((node, error))
 
     threads = [threading.Thread(target=pass_on, args=(node,), daemon=True, name=node.name) for node in nodes]
     for thread in threads:
         thread.start()
+    interrupted = False
     try:
         for _ in nodes:
             node, status = ended.get()
-            if isinstance(status, OSError):
+            if isinstance(status, Exception):
                 raise status
             if status:
+                if all(failure.of_a_peer for _, failure in failures):
+                    # It only lost a peer: the one that was lost may still be telling why.
+                    with contextlib.suppress(Empty):
+                        ended.get(timeout=_SECONDS_FOR_THE_PEER)
                 break
         else:
             return 0
     except KeyboardInterrupt:
+        interrupted = True
         return INTERRUPTED
     finally:
         try:
             for each in nodes:
-                each.close()
+                each.close(interrupted=interrupted)
             deadline = time.monotonic() + _SECONDS_TO_END
             for thread in threads:
                 thread.join(max(0.0, deadline - time.monotonic()))
@@ -247,8 +254,10 @@ class _SshNode:
         status = self._process.wait()
         return 128 - status if status < 0 else status
 
-    def close(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
+    def close(self, *, interrupted: bool) -> None:
+        with contextlib.suppress(BrokenPipeError, ValueError):  # it has ended
+            if interrupted:
+                self._input.write("stop\n")
             self._input.close()
 
     def kill(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import socket
 import subprocess
@@ -97,7 +98,11 @@ def _attempt(
         ).remote()
         for index in range(nodes)
     ]
-    places = ray.get([actor.place.remote() for actor in actors])
+    try:
+        places = ray.get([actor.place.remote() for actor in actors])
+    except ray.exceptions.RayError as error:
+        print(f"wherry: a machine was lost before its ranks began: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 1
     address, port = places[0]
     # Torch's launcher says which rank a line is of, unless what ranks say is to go elsewhere.
     told = [] if arguments.tee != "0" or arguments.redirects != "0" else ["--tee", "3"]
@@ -128,7 +133,8 @@ class _Machine:
             stderr=subprocess.STDOUT,
             # The driver's folder where machines share it, else that of Ray's runtime environment.
             cwd=folder if os.path.isdir(folder) else None,
-            env=os.environ | settings,
+            # Ray has given the threads of one rank to the actor of all of them: each is to have its part.
+            env={key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"} | settings,
             start_new_session=True,
         )
         assert self.process.stdout is not None
@@ -136,9 +142,12 @@ class _Machine:
             yield said
         yield self.process.wait()
 
-    def close(self) -> None:
+    def close(self, interrupted: bool) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it has ended
+            if interrupted:
+                self.process.stdin.write(b"stop\n")
+            self.process.stdin.close()
 
 
 class _RayNode:
@@ -172,8 +181,8 @@ class _RayNode:
     def wait(self) -> int:
         return 128 - self._status if self._status < 0 else self._status
 
-    def close(self) -> None:
-        self._actor.close.remote()
+    def close(self, *, interrupted: bool) -> None:
+        self._actor.close.remote(interrupted)
 
     def kill(self) -> None:
         import ray

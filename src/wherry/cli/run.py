@@ -127,9 +127,9 @@ def main(argv: list[str]) -> int:
 
 
 def _follow_stdin() -> None:
-    """Live as long as the launcher on the other machine: the end of what it says is a Ctrl-C here."""
-    sys.stdin.read()
-    os.kill(os.getpid(), signal.SIGINT)
+    """Live as long as the launcher on the other machine: a word of it is Ctrl-C, and its silence is the end."""
+    said = sys.stdin.readline()
+    os.kill(os.getpid(), signal.SIGINT if said else signal.SIGTERM)
 
 
 def _number_of_nodes(arguments: argparse.Namespace) -> str:
