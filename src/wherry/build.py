@@ -186,7 +186,6 @@ def _build(
 ) -> Engine:
     """The parts of an engine, each given those that it uses: where states rest, units, gathers, gradients, updates."""
     zero = config.zero_optimization
-    batch = config.batch(topology.data.size)
     offload = Offload(config, placement, topology, spec, trainable=sum(p.numel() for p in group_of))
     gathers = Merging(zero.allgather_bucket_size)
     updater = None
@@ -219,11 +218,10 @@ def _build(
         offload.check_room(plans)
     units = builder.build(plans, model)
     move_buffers(model, topology.device, topology.data, config.buffer_dtype())
-    schedule = Schedule(units, topology.data.size)
     gatherer = Gatherer(
         units,
         topology.shards,
-        schedule,
+        Schedule(units, topology.data.size),
         offload.link,
         live_limit=zero.stage3_max_live_parameters,
         look_ahead=_look_ahead(config, units, topology.device),
@@ -233,7 +231,7 @@ def _build(
         **({"settle": updater.settle} if updater is not None else {}),
     )
     flats = [flat for unit in units for flat in unit.flats]
-    policy = offload.gradient_policy(flats, batch.accumulation)
+    policy = offload.gradient_policy(flats, config.batch(topology.data.size).accumulation)
     gradients = Gradients(
         flats,
         topology,
@@ -254,13 +252,10 @@ def _build(
         Parts(
             config=config,
             topology=topology,
-            placement=placement,
-            batch=batch,
+            offload=offload,
             units=units,
             gatherer=gatherer,
-            schedule=schedule,
             gradients=gradients,
-            offload=offload,
             updater=updater,
             optimizer=spec,
             scaler=_scaler(config),

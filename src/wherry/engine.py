@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -30,7 +29,6 @@ from wherry.offload import Offload
 from wherry.offload_states import OffloadedStates
 from wherry.parallel.topology import Topology
 from wherry.parallel.world import world_of
-from wherry.placement import Placement
 from wherry.sharding.access import Access
 from wherry.sharding.autograd import tensors_in, with_tensors
 from wherry.sharding.compiling import compile_units, refuse_engine, refuse_whole
@@ -38,7 +36,6 @@ from wherry.sharding.gradients import Gradients
 from wherry.sharding.hooks import Hooks
 from wherry.sharding.layer_major import sums_in_fp32
 from wherry.sharding.roster import Roster
-from wherry.sharding.schedule import Schedule
 from wherry.sharding.unit import Unit
 from wherry.sharding.weights import Gatherer
 from wherry.update.clipping import norm_and_multiplier
@@ -59,13 +56,10 @@ class Parts:
 
     config: Config
     topology: Topology
-    placement: Placement
-    batch: BatchSizes
+    offload: Offload
     units: list[Unit]
     gatherer: Gatherer
-    schedule: Schedule
     gradients: Gradients
-    offload: Offload
     updater: Updater | None
     optimizer: OptimizerSpec | None
     scaler: LossScaler
@@ -85,7 +79,7 @@ class Engine(nn.Module):
         super().__init__()
         config, topology = parts.config, parts.topology
         self._modules["module"] = module
-        self.placement = parts.placement
+        self.placement = parts.offload.placement
         self.topology = topology
         self.comm = topology.data
         self.device = topology.device
@@ -99,14 +93,16 @@ class Engine(nn.Module):
         self.life = Lifetime()
         self._config = config
         self._gatherer = parts.gatherer
-        self._schedule = parts.schedule
+        self._schedule = parts.gatherer.schedule
         self._gradients = parts.gradients
         self._updater = parts.updater
         self._offload = parts.offload
-        self._offloaded = OffloadedStates(parts.units, parts.gradients, parts.updater, parts.offload.link)
+        self._offloaded = OffloadedStates(
+            parts.units, parts.gatherer, parts.gradients, parts.updater, parts.offload.link
+        )
         self._scaler = parts.scaler
         layer_major = config.wherry.accumulation == "layer_major"
-        self._window = Window(parts.batch, self.comm.size, layer_major=layer_major)
+        self._window = Window(config.batch(self.comm.size), self.comm.size, layer_major=layer_major)
         self._autocast = _autocast(config, self.device)
         self._input_dtype = torch.float16 if config.fp16.enabled and config.fp16.auto_cast else None
         self._norm: float | None = None
@@ -115,21 +111,14 @@ class Engine(nn.Module):
         self._compiled = 0
         self._log = get_logger(topology.global_rank)
         synchronise = None if self.device.type == "cpu" else partial(torch.accelerator.synchronize, self.device)
-        reference = weakref.ref(self)
-        self._reporter = Reporter(
-            config,
-            lambda: reference()._model,  # type: ignore[union-attr]
-            topology.traffic,
-            self._log,
-            synchronise,
-        )
+        self._reporter = Reporter(config, module, topology.traffic, self._log, synchronise)
         self._nonfinite = NonFinite(config.nonfinite(), topology, parts.units, parts.gradients, parts.scaler, self._log)
         self._hooks = Hooks(
             module,
             parts.units,
             parts.gatherer,
             parts.gradients,
-            parts.schedule,
+            parts.gatherer.schedule,
             self,
             self.device,
             updates_beside=parts.offload.policy.beside,
@@ -218,11 +207,8 @@ class Engine(nn.Module):
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale, for a backward of one's own: `engine.scale(loss).backward()`."""
         scaled = loss * self._scaler.scale
-        scaled.register_hook(self._notice_scaled)
+        scaled.register_hook(self._hooks.backward.notice_scaled)
         return scaled
-
-    def _notice_scaled(self, grad: torch.Tensor) -> None:
-        self._hooks.backward.scaled = True
 
     def backward_begins(self) -> None:
         """Called by a hook: the user's own `loss.backward()` has begun."""
@@ -470,10 +456,7 @@ class Engine(nn.Module):
                 self.backward(loss)
                 self.step()
                 losses.append(loss.detach())
-        total = losses[0]
-        for loss in losses[1:]:
-            total = total + loss
-        return total / len(losses)
+        return sum(losses[1:], losses[0]) / len(losses)
 
     def _train_together(self, batches: Sequence[Any]) -> list[torch.Tensor]:
         """Layer-major: all micro-batches go through a unit before the next, and one backward is of them all."""
@@ -542,13 +525,6 @@ class Engine(nn.Module):
             self.life.check_not_generating("offload_states")
         if self._hooks.backward.running:
             self._abandon_window()
-        if self._updater is not None:
-            self._updater.rest()
-            self._updater.stop_reading()
-        self._gatherer.stop_reading()
-        self._gatherer.release_all()
-        self._gatherer.trim()
-        self._gradients.rest()
         try:
             return self._offloaded.offload(include)
         finally:
@@ -967,11 +943,7 @@ class Engine(nn.Module):
         """Close, and give the model back whole: partitioned weights are gathered on every rank's host."""
         self.settle()
         model = self.module
-        whole: dict[nn.Parameter, torch.Tensor] = {}
-        for unit in self.units:
-            with self._access.gathered(unit.travelling, None, "unwrap()"):
-                for flat in unit.travelling:
-                    whole.update({p: p.detach().to("cpu", copy=True) for p in flat.parameters})
+        whole = self._access.on_host("unwrap()")
         self.close()
         for parameter, value in whole.items():
             parameter.data = value

@@ -10,6 +10,7 @@ import torch
 from wherry.errors import WherryError
 from wherry.sharding.gradients import Gradients
 from wherry.sharding.unit import Flat, Unit
+from wherry.sharding.weights import Gatherer
 from wherry.tiers.streams import Link
 from wherry.tiers.tickets import Ticket
 from wherry.update.pipeline import Updater
@@ -32,8 +33,11 @@ class OffloadedStates:
     Parameters read as NaN meanwhile.
     """
 
-    def __init__(self, units: list[Unit], gradients: Gradients, updater: Updater | None, link: Link) -> None:
+    def __init__(
+        self, units: list[Unit], gatherer: Gatherer, gradients: Gradients, updater: Updater | None, link: Link
+    ) -> None:
         self._units = units
+        self._gatherer = gatherer
         self._gradients = gradients
         self._updater = updater
         self._link = link
@@ -47,9 +51,16 @@ class OffloadedStates:
     def offload(self, include: Iterable[str] | None = None) -> int:
         """Free the device's memory of these states, or of all; returns how many bytes that were.
 
-        What is away already stays away. No update, reduction or copy may be under way.
+        What is away already stays away. Updates, reductions and copies that are under way end first.
         """
         chosen = self._chosen(include)
+        if self._updater is not None:
+            self._updater.rest()
+            self._updater.stop_reading()
+        self._gatherer.stop_reading()
+        self._gatherer.release_all()
+        self._gatherer.trim()
+        self._gradients.rest()
         if self._link.shared:
             return 0  # the host's memory is where it is to go
         for flat in (flat for unit in self._units for flat in unit.flats):

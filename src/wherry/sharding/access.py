@@ -117,6 +117,15 @@ class Access:
                 flat.pins -= 1
                 self.gatherer.release_flat(flat)
 
+    def on_host(self, what: str) -> dict[nn.Parameter, torch.Tensor]:
+        """Copies of all weights that travel, whole, on every rank's host; a unit at a time is gathered."""
+        whole: dict[nn.Parameter, torch.Tensor] = {}
+        for unit in self.units:
+            with self.gathered(unit.travelling, None, what):
+                for flat in unit.travelling:
+                    whole |= {p: p.detach().to("cpu", copy=True) for p in flat.parameters}
+        return whole
+
     def meet(self, what: str, flats: Iterable[Flat]) -> None:
         """Before flats are gathered: all ranks have come here to do so, or whoever is here alone is told."""
         if any(flat.weights is Weights.RELEASED for flat in flats):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from wherry.sharding.autograd import NO_TASK, backward_task
 from wherry.sharding.unit import Unit
 
@@ -19,6 +21,10 @@ class Backward:
         self.reduces: bool | None = None
         # Units that it has reached, and whose gradients it has not brought all.
         self.open: list[Unit] = []
+
+    def notice_scaled(self, grad: torch.Tensor) -> None:
+        """A hook on a loss that carries the scale, which a backward of it calls first."""
+        self.scaled = True
 
     def begin(self) -> None:
         """It is about to run, or has just begun to."""
