@@ -218,7 +218,11 @@ class Engine(nn.Module):
         """Called by autograd, when the last gradient of the user's own backward has been computed."""
         if not self._hooks.backward.running:
             return
-        self._end_backward(makes_gradients=self._gradients.arrivals > 0)
+        try:
+            self._end_backward(makes_gradients=self._gradients.arrivals > 0)
+        except WherryError:
+            self._abandon_window()
+            raise
 
     def _begin_backward(self, *, averaged: bool, scaled: bool, micro_batches: int) -> None:
         if self.life.now is not Life.OPEN:

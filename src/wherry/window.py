@@ -44,19 +44,9 @@ class Window:
         self.scaled: bool | None = None
 
     @property
-    def begun(self) -> bool:
-        """Whether micro-batches of it have run."""
-        return bool(self.backwards or self.steps)
-
-    @property
-    def left_out(self) -> str | None:
-        """What a checkpoint that is written now lacks, in words; None where there is nothing."""
-        if not self.backwards:
-            return None
-        return (
-            f"{self.backwards} of the {self.batch.accumulation} micro-batches of this accumulation window have run, "
-            "and are not in it: it is of the last update, and the window begins anew where it is loaded"
-        )
+    def so_far(self) -> int:
+        """How many micro-batches of it have run. A checkpoint is of the last update, without them."""
+        return max(self.backwards, self.steps)
 
     # The micro-batches of a window.
 
@@ -72,7 +62,7 @@ class Window:
                 "engine.backward(loss), or engine.scale(loss).backward(), for all of them"
             )
         self.averaged, self.scaled, self.micro_batches = averaged, scaled, micro_batches
-        return self._is_boundary(max(self.backwards, self.steps) + micro_batches)
+        return self._is_boundary(self.so_far + micro_batches)
 
     def end_backward(self, scale: float) -> None:
         """The gradients of the micro-batches have come; their sum is to be multiplied by `scale`."""
@@ -98,7 +88,7 @@ class Window:
     def begin_step(self) -> bool:
         """`step` was called. Returns whether it is to update."""
         self.steps += 1
-        return self._is_boundary(max(self.steps, self.backwards))
+        return self._is_boundary(self.so_far)
 
     def ends_next(self) -> bool:
         """Whether the micro-batch at hand is the last, so that `step` will update."""
@@ -136,10 +126,10 @@ class Window:
         return batches
 
     def _check_whole(self) -> None:
-        if self.begun:
+        if self.so_far:
             raise WherryError(
                 f"train_batch: of this window's {self.batch.accumulation} micro-batches "
-                f"{max(self.backwards, self.steps)} have run already, and "
+                f"{self.so_far} have run already, and "
                 '"wherry": {"accumulation": "layer_major"} runs all of a window together; call train_batch for whole '
                 "windows only, or leave the key out"
             )
@@ -170,7 +160,7 @@ class Window:
 
     def check_between(self) -> None:
         """Raise within a window, whose size cannot change."""
-        if self.begun:
+        if self.so_far:
             raise WherryError(
                 f"the batch size cannot change within an accumulation window, of which {self.backwards} of "
                 f"{self.batch.accumulation} micro-batches have run; change it after the update"
