@@ -67,6 +67,7 @@ def train(options: Options) -> int:
     from wherry.train.data import Samples, Share, load_text
     from wherry.train.loop import Ending, Loop, Plan, Stop
     from wherry.train.model import GPT, GPTConfig
+    from wherry.train.order import runs_together
     from wherry.train.report import Report
     from wherry.train.resume import choose_start, keep_batch, own_settings, save_folder, saver
 
@@ -86,10 +87,9 @@ def train(options: Options) -> int:
     config = build_config(options, shape.parameters, bf16=bf16, given=given, earlier=start.config)
     sized = any(size is not None for size in (options.batch_size, options.global_batch_size, options.accumulation))
     keep_batch(config, start, place.data.size, sized, place.pipe.size)
+    if not piped and all(comm.gather_objects(runs_together(config, place, shape, options.checkpoint_activations))):
+        config["wherry"] = {**(config.get("wherry") or {}), "accumulation": "layer_major"}
     resolved = load(config)
-    pays = not piped and _layer_major_pays(options, resolved, shape, place, device)
-    if resolved.wherry.accumulation == "auto" and all(comm.gather_objects(pays)):
-        resolved = load(config, overrides={"wherry.accumulation": "layer_major"})
     text = load_text(options.data)
     text.check_length(shape.sequence)
 
@@ -104,9 +104,7 @@ def train(options: Options) -> int:
     if options.tensor_parallel > 1:
         parallel.cut_blocks(whole, mesh)
     model = parallel.Stage(whole, place.pipe.rank, place.pipe.size) if piped else whole
-    engine, optimizer, _, _ = wherry.initialize(
-        model=model, mesh=place, config=load(resolved.to_dict(), overrides=NO_SINKS)
-    )
+    engine, optimizer, _, _ = wherry.initialize(model=model, mesh=place, config=load(config, overrides=NO_SINKS))
     assert optimizer is not None, "the config always has an optimizer here"
     if start.checkpoint is not None:
         with own_settings(engine):
@@ -188,31 +186,6 @@ def _choose(options: Options, ranks: int, given: Mapping[str, Any] | None) -> tu
     copies = ranks // (options.tensor_parallel * options.pipeline_parallel)
     shape, why = choose(measure_machine(ranks), config.batch(copies).micro * ranks, itemsize=itemsize)
     return shape_of(options, shape), why
-
-
-def _layer_major_pays(options: Options, config: Any, shape: Shape, place: Any, device: Any) -> bool:
-    """Whether every micro-batch would send weights or gradients between ranks, over a bus or to a disk, and there is
-    room for the activations of all of a window's: half of what is free, at most.
-    """
-    import torch
-
-    from wherry.observe.memory import host_memory
-    from wherry.placement import Tier
-
-    batch, placement, dtype = config.batch(place.data.size), config.placement(), config.working_dtype()
-    on_gpu = device.type == "cuda"
-    near = (Tier.DEVICE,) if on_gpu else (Tier.DEVICE, Tier.HOST)
-    travels = any(
-        (state.partitioned and place.data.size > 1) or state.tier not in near
-        for state in (placement.parameters, placement.gradients)
-    )
-    if batch.accumulation == 1 or not travels or (dtype is not None and not hasattr(torch.Tensor, "grad_dtype")):
-        return False
-    activations = batch.accumulation * shape.activation_bytes(
-        batch.micro, checkpointed=options.checkpoint_activations, itemsize=dtype.itemsize if dtype else 4
-    )
-    free = torch.cuda.mem_get_info(device)[0] if on_gpu else host_memory().available // place.local_ranks
-    return bool(activations <= free / 2)
 
 
 def _facts(
