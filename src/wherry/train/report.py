@@ -16,7 +16,7 @@ from typing import Any
 from wherry.errors import WherryError
 from wherry.observe import stdout
 from wherry.observe.log import logger
-from wherry.train.display import Display, Header
+from wherry.train.display import Display
 from wherry.train.loop import Outcome, Plan, Record
 from wherry.train.options import Options
 from wherry.train.presets import Shape
@@ -74,17 +74,9 @@ class Report:
         thin = 1 if options.log_interval else max(1, plan.steps // plan.log_interval // 50)
         gpu = engine.device.type != "cpu"
         self.display = Display(Screen(), plan.steps, engine.memory, gpu=gpu, line_every=thin)
-        header = Header(
-            title=f"GPT-2 of {shape.size} parameters on {count(ranks, 'rank')}",
-            facts=facts,
-            placement_name=engine.placement.name,
-            placement=tuple(engine.placement.rows()),
-            memory=tuple(engine.memory()),
-            activations=activations,
-            run_dir=self.run_dir,
-        )
+        title = f"GPT-2 of {shape.size} parameters on {count(ranks, 'rank')}"
         try:
-            self.display.begin(header)
+            self.display.begin(title, facts, engine.placement, activations)
         except OSError as error:
             stdout.give_up()
             raise WherryError(
