@@ -20,12 +20,18 @@ ray = pytest.importorskip("ray", reason="an extra of 80 MB: pip install wherry[r
 
 @pytest.fixture(scope="module")
 def ray_address() -> Iterator[dict[str, str]]:
-    """The environment of a driver. Nothing is sent to Ray's makers, and no dashboard runs."""
+    """The environment of a driver. Nothing is sent to Ray's makers, and no dashboard runs; the GPUs are numbers."""
     from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        settings: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False}
+        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        settings: dict[str, Any] = {
+            "num_cpus": 2,
+            "num_gpus": 2,
+            "object_store_memory": 80 << 20,
+            "include_dashboard": False,
+        }
         cluster = Cluster(initialize_head=True, head_node_args=settings)
         cluster.add_node(**settings)
         yield {"RAY_ADDRESS": cluster.address}
@@ -38,17 +44,15 @@ def test_ranks_of_two_machines_talk_and_say_who_they_are(tmp_path: Path, ray_add
         "dist.init_process_group('gloo')\n"
         "total = torch.ones(1) * dist.get_rank()\n"
         "dist.all_reduce(total)\n"
-        "names = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'GROUP_RANK', 'NCCL_TEST')\n"
+        "names = 'RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK NCCL_TEST CUDA_VISIBLE_DEVICES'.split()\n"
         "print('sum', total.item(), *(os.environ[name] for name in names), *sys.argv[1:])\n"
         "assert os.environ['MASTER_ADDR'] and os.environ['MASTER_PORT']\n"
         "dist.destroy_process_group()\n"
     )
-    done = wherry(
-        "run", "--on", "ray", "--nproc", 2, script(tmp_path, body), "a b", cwd=tmp_path, NCCL_TEST="kept", **ray_address
-    )
+    done = wherry("run", "--on", "ray", script(tmp_path, body), "a b", cwd=tmp_path, NCCL_TEST="kept", **ray_address)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(line for line in done.stdout.splitlines() if "sum" in line) == [
-        f"[rank {rank}] sum 6.0 {rank} 4 {rank % 2} 2 {rank // 2} kept a b" for rank in range(4)
+        f"[rank {rank}] sum 6.0 {rank} 4 {rank % 2} 2 {rank // 2} kept 0,1 a b" for rank in range(4)
     ]
 
 
@@ -64,7 +68,9 @@ def test_all_start_again_when_a_machine_is_lost_and_a_failure_ends_all(
         + "    psutil.Process().parent().parent().kill()\n"  # Ray's process, which has started the launcher
         + "time.sleep(600)\n"
     )
-    done = wherry("run", "--on", "ray", "--max-restarts", 1, script(tmp_path, body), cwd=tmp_path, **ray_address)
+    done = wherry(
+        "run", "--on", "ray", "--nproc", 1, "--max-restarts", 1, script(tmp_path, body), cwd=tmp_path, **ray_address
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "is lost: " in done.stdout
     lines = done.stderr.rstrip().splitlines()
@@ -82,8 +88,8 @@ def test_ctrl_c_reaches_every_machine(tmp_path: Path, ray_address: dict[str, str
         "try:\n    " + WRITE_PID + "    time.sleep(600)\nexcept KeyboardInterrupt:\n"
         "    (HERE / f\"told.{os.environ['RANK']}\").touch()\n"
     )
-    driver = start("run", "--on", "ray", script(tmp_path, body), cwd=tmp_path, **ray_address)
-    wait_for(lambda: len(pids_in(tmp_path)) == 2)  # one a machine, as there are no GPUs
+    driver = start("run", "--on", "ray", "--nproc", 1, script(tmp_path, body), cwd=tmp_path, **ray_address)
+    wait_for(lambda: len(pids_in(tmp_path)) == 2)
     driver.send_signal(signal.SIGINT)
     output, _ = driver.communicate(timeout=60)
     assert driver.returncode == 130, output
@@ -92,12 +98,14 @@ def test_ctrl_c_reaches_every_machine(tmp_path: Path, ray_address: dict[str, str
 
 
 def test_more_than_there_is_is_waited_for_aloud(tmp_path: Path, ray_address: dict[str, str]) -> None:
-    driver = start("run", "--on", "ray", "--num_nodes", 3, script(tmp_path, ""), cwd=tmp_path, **ray_address)
+    driver = start(
+        "run", "--on", "ray", "--nproc", 1, "--num_nodes", 3, script(tmp_path, ""), cwd=tmp_path, **ray_address
+    )
     assert driver.stdout is not None
     line = driver.stdout.readline()
     driver.send_signal(signal.SIGINT)
     driver.communicate(timeout=60)
-    assert line == "wherry: waiting until Ray has 3 machines with 1 CPU free\n"
+    assert line == "wherry: waiting until Ray has 3 machines with 1 CPU and 1 GPU free\n"
     assert driver.returncode == 130
 
 
@@ -127,5 +135,6 @@ def test_ranks_take_gpus_where_there_are_some() -> None:
         return _shape(build_parser().parse_args([*map(str, flags), "train.py"]), machines)
 
     assert shape() == (2, {"CPU": 8, "GPU": 8})
+    assert _shape(build_parser().parse_args(["train.py"]), machines[-1:]) == (1, {"CPU": 1})
     assert shape("--num_nodes", 1, "--num_gpus", 4) == (1, {"CPU": 4, "GPU": 4})
     assert shape("--num_nodes", 3) == (3, {"CPU": 8, "GPU": 8})
