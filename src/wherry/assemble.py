@@ -20,7 +20,7 @@ from wherry.activations import build as activations
 from wherry.activations.manager import Activations
 from wherry.batches import make_dataloader
 from wherry.engine import Engine, Parts
-from wherry.errors import ConfigError, WherryError
+from wherry.errors import WherryError
 from wherry.fake import is_fake
 from wherry.nn.tiled import larger_than, tile_beyond
 from wherry.observe.log import follow, logger, say, warn
@@ -142,7 +142,6 @@ def _assemble(
     optimizer: OptimizerLike | None,
     model_parameters: Iterable[Any] | None,
 ) -> Engine:
-    _check_possible(resolved)
     batch = resolved.batch(topology.data.size)
     follow(resolved)
     dry = any(is_fake(p) for p in model.parameters())  # no run of the config, and takes no memory
@@ -374,13 +373,6 @@ def resolve_config(config: Any, config_params: Any, args: Any) -> Config:
         )
     source = next(iter(given.values()), None)
     return source if isinstance(source, configs.Config) else configs.load(source)
-
-
-def _check_possible(config: Config) -> None:
-    """Refuse what this version would otherwise do differently from what was asked."""
-    beyond = config.beyond()
-    if beyond:
-        raise ConfigError("\n".join(beyond))
 
 
 def _tile(

@@ -20,7 +20,7 @@ from wherry.tiers.streams import link_to
 
 if TYPE_CHECKING:
     from wherry.config import Config
-    from wherry.config.runtime import ActivationCheckpointing
+    from wherry.config.blocks import ActivationCheckpointing
 
 # A checkpoint that is smaller is not worth a gather.
 SMALLEST_CUT = 4096

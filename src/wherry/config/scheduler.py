@@ -97,9 +97,7 @@ def with_parameters(names: Iterable[str]) -> str | None:
 
 
 class Scheduler(Block):
-    type: Annotated[
-        str, BeforeValidator(_type), WithJsonSchema({"type": "string", "enum": list(SCHEDULES)})
-    ] = key(
+    type: Annotated[str, BeforeValidator(_type), WithJsonSchema({"type": "string", "enum": list(SCHEDULES)})] = key(
         ...,
         "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest. auto: the one that has the parameters "
         "given; none without any.",
@@ -107,6 +105,7 @@ class Scheduler(Block):
     params: dict[Text, Any] = key({}, "What the schedule is constructed with.")
 
 
-def params_model(type_name: Any) -> type[Block] | None:
-    """The schema of a schedule's params, or None if there is no such schedule."""
-    return SCHEDULES.get(_BY_LOWER_NAME.get(type_name.lower(), "")) if isinstance(type_name, str) else None
+def params_model(type_name: Any) -> tuple[str, type[Block] | None]:
+    """The schedule's name and the schema of its params, or None if there is no such schedule."""
+    name = _BY_LOWER_NAME.get(type_name.lower(), "") if isinstance(type_name, str) else ""
+    return name, SCHEDULES.get(name)
