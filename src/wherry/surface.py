@@ -18,7 +18,7 @@ from wherry.accumulation import Accumulation
 from wherry.checkpoint.keeper import Checkpoints
 from wherry.checkpoint.session import Counts, Window
 from wherry.errors import WherryError
-from wherry.observe.monitor import Monitor
+from wherry.observe.metrics import Monitor
 from wherry.observe.reporter import Reporter
 from wherry.offstage import Offstage
 from wherry.parallel.comm import Comm

@@ -14,7 +14,7 @@ from torch import nn
 from wherry.observe.flops import FlopCount
 from wherry.observe.log import RankLogger
 from wherry.observe.memory import format_bytes
-from wherry.observe.monitor import Monitor
+from wherry.observe.metrics import Monitor
 from wherry.observe.spans import Spans
 from wherry.parallel.comm import Traffic
 
