@@ -50,7 +50,6 @@ def policies(folder: str, budget: int) -> dict[str, dict[str, Any]]:
         "recompute": {"policy": "recompute"},
         "recompute every second": {"policy": "recompute", "every": 2},
         "recompute, keep matmul": {"policy": "recompute", "save_operations": ["matmul", "attention"]},
-        "recompute, contiguous": {"policy": "recompute", "contiguous_memory_optimization": True},
         "recompute, host": {"policy": "recompute", "cpu_checkpointing": True},
         "recompute, disk": {"policy": "recompute", "nvme_path": folder},
         "offload to host": offload,
@@ -143,9 +142,7 @@ class Trainee:
             self.engine.backward(self.engine(self.ids, self.ids))
             peak = footprint.peaks[WORKING]
         self.engine.step()
-        # Memory that is set aside for checkpoints rests, and is theirs.
-        blocks = self.engine._activations.blocks
-        return peak + (blocks.nbytes if blocks is not None else 0)
+        return peak
 
     def chosen(self) -> str:
         """How many units have each policy."""

@@ -48,7 +48,7 @@ TOKEN_ROUNDS = 2
 POLICIES = {1.0: ("before_use", "at_step", "delayed"), 0.0: ("in_backward", "before_use")}
 # With weights on the host beside the optimizer.
 WEIGHTS_TOO = "wherry-3-cpu"
-UNUSED = ("plain", "recompute", "recompute, contiguous")
+UNUSED = ("plain", "recompute")
 PEERS = ("fsdp2-cpu", "deepspeed-2-cpu", "deepspeed-3-super", "deepspeed-3-cpu", "deepspeed-3-reflow")
 TOKENS = tuple(1024 * 2**power for power in range(7))
 # Bytes of the device that what is closed may still have. More would be missing under the caps of the next stages, which

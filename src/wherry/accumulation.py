@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from wherry.activations.auto import is_strange
 from wherry.activations.build import free_bytes
-from wherry.activations.measure import is_strange
 from wherry.observe.log import say
 from wherry.observe.memory import format_bytes
 from wherry.sharding.thread_state import RandomStream

@@ -27,9 +27,7 @@ class Loaded:
     unexpected: list[str] = field(default_factory=list)
 
 
-def load_pretrained(
-    engine_or_model: Engine | nn.Module, folder_or_file: str | Path, *, strict: bool = True
-) -> Loaded:
+def load_pretrained(engine_or_model: Engine | nn.Module, folder_or_file: str | Path, *, strict: bool = True) -> Loaded:
     """Load weights from a safetensors file, or from a folder with one or several of them and their index.
 
     Every rank reads the slices of its own shards and nothing else; master weights get the precision of the file. Every

@@ -15,7 +15,6 @@ from tests.parallel.handmade import Model
 import wherry
 from wherry.activations import build
 from wherry.activations.cut import Cut
-from wherry.activations.stores import allocator
 from wherry.errors import WherryError
 from wherry.observe.footprint import WORKING, Footprint
 from wherry.parallel.threads import run_grid
@@ -68,14 +67,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         {},
         {"cpu_checkpointing": True, "offload_min_bytes": 1},
-        {"contiguous_memory_optimization": True},
         {"nvme_path": "DISK", "offload_min_bytes": 1},
     ],
 )
 @pytest.mark.parametrize(("stage", "data", "tensor"), [(0, 1, 2), (3, 2, 2), (2, 1, 4)])
-def test_partitioned_checkpoints(
-    stage: int, data: int, tensor: int, more: dict[str, Any], tmp_path: Path
-) -> None:
+def test_partitioned_checkpoints(stage: int, data: int, tensor: int, more: dict[str, Any], tmp_path: Path) -> None:
     model = model_of()
     more = {key: str(tmp_path) if value == "DISK" else value for key, value in more.items()}
     plain = run_grid(lambda place: train(model, place, stage, {}), data=data, tensor=tensor)
@@ -121,7 +117,7 @@ def test_a_length_that_does_not_divide_is_padded() -> None:
     data = torch.arange(21.0).view(3, 7)
 
     def body(place: Topology) -> tuple[int, torch.Tensor]:
-        cut = Cut(place.tensor, allocator(torch.device("cpu"), None), smallest=1)
+        cut = Cut(place.tensor, smallest=1)
         part = cut.part_of(data, "here")
         return part.numel(), cut.join(part, data.shape)
 

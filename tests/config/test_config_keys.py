@@ -78,7 +78,6 @@ KEYS = {
     "activation_checkpointing.partition_activations": (False, True, True),
     "activation_checkpointing.cpu_checkpointing": (False, True, True),
     "activation_checkpointing.contiguous_memory_optimization": (False, True, True),
-    "activation_checkpointing.number_checkpoints": (None, 4, 4),
     "activation_checkpointing.synchronize_checkpoint_boundary": (False, True, True),
     "activation_checkpointing.profile": (False, True, True),
     "checkpoint.tag_validation": ("WARN", "Fail", "FAIL"),

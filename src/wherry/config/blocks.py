@@ -223,9 +223,8 @@ class ActivationCheckpointing(Block):
         None, 'Device memory that `auto` may leave to activations: bytes, or like "3GB". Unset: what is free.', ge=0
     )
     contiguous_memory_optimization: Flag = key(
-        False, "Copy activation checkpoints to memory of their own, apart from what lives shortly."
+        False, "Recompute, as any key here asks. Checkpoints stay where torch's allocator has them, which holds less."
     )
-    number_checkpoints: Integer | None = key(None, "How many of them to make room for at once.", ge=1)
     synchronize_checkpoint_boundary: Flag = key(False, "Synchronize the device at each activation checkpoint.")
     profile: Flag = key(False, "Log the time of checkpoints and recomputations.")
 

@@ -217,13 +217,10 @@ def _idle_activations(config: Config) -> Iterator[Finding]:
         "every": block.every > 1 and policy != "recompute",
         "save_operations": block.save_operations and policy in ("none", "offload"),
         "memory": block.memory is not None and policy != "auto",
-        "number_checkpoints": block.number_checkpoints and not block.contiguous_memory_optimization,
     }
     for name, without_effect in idle.items():
         if without_effect:
-            contiguous = name == "number_checkpoints"
-            reason = "contiguous_memory_optimization is false" if contiguous else f"policy is {policy}"
-            yield (*path, name), f"no effect, as {reason}"
+            yield (*path, name), f"no effect, as policy is {policy}"
 
 
 def _delayed(config: Config, draft: Draft) -> Iterator[Finding]:
