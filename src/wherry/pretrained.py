@@ -12,10 +12,10 @@ from torch import nn
 
 from wherry.engine import Engine
 from wherry.errors import WherryError
-from wherry.nn.tiled import Place, tile_places
 from wherry.sharding.access import taken
 from wherry.sharding.given import give, pieces
 from wherry.sharding.parts import Part, own_parts, part_of
+from wherry.sharding.places import Place, tile_places
 from wherry.sharding.safetensors_folder import Block, Source, open_folder
 
 

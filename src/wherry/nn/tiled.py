@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,24 +16,14 @@ from wherry.observe.log import say
 from wherry.parallel.partition import MARKS, is_dtensor
 from wherry.sharding.given import give, given, is_written
 from wherry.sharding.parts import part_of
+from wherry.sharding.places import Place
 from wherry.sharding.safetensors_folder import Block
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a tile's parameter lies in that of the whole layer."""
-
-    whole: str
-    whole_shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[tuple(slice(o, o + n) for o, n in zip(self.offsets, self.shape, strict=True))]
 
 
 class Tile(nn.Linear):
     """One tile: a unit of its own. It is initialised as the part of the whole layer that it is."""
+
+    always_a_unit = True
 
     def __init__(self, in_features: int, out_features: int, bias: bool, fan_in: int, **kind: Any) -> None:
         self.fan_in = fan_in
@@ -53,6 +42,8 @@ class TiledLinear(nn.Module):
 
         layer = wherry.nn.TiledLinear(16384, 65536, out_splits=8)
     """
+
+    cut_into_tiles = True
 
     def __init__(
         self,
@@ -192,17 +183,6 @@ def _split(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) ->
             state[prefix + name] = place.of(whole)
     state.pop(prefix + "weight", None)
     state.pop(prefix + "bias", None)
-
-
-def tile_places(model: nn.Module) -> dict[str, Place]:
-    """For each tile's parameter, by its name in `model`, where it lies, with the whole's name in `model`."""
-    found: dict[str, Place] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, TiledLinear):
-            dot = prefix + "." if prefix else ""
-            for name, place in module.places().items():
-                found[dot + name] = Place(dot + place.whole, place.whole_shape, place.offsets, place.shape)
-    return found
 
 
 def tile(
