@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from wherry.activations.cut import Cut
 from wherry.activations.manager import Activations
+from wherry.activations.partition import CheckpointPartition
 from wherry.activations.saving import Beneath
 from wherry.activations.stores import DiskActivations, HostStore, Store
 from wherry.observe.log import say, warn
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from wherry.config.blocks import ActivationCheckpointing
 
 # A checkpoint that is smaller is not worth a gather.
-SMALLEST_CUT = 4096
+SMALLEST_PARTITIONED = 4096
 # Of what is free, `auto` leaves a part for what it cannot know: fragments, the largest unit's backward.
 SHARE_OF_FREE = 0.8
 
@@ -35,10 +35,10 @@ def build(
 ) -> Activations:
     """What the block `activation_checkpointing` asks for; with an empty one nothing is wrapped."""
     block = config.activation_checkpointing
-    cut = None
+    partition = None
     if block.partition_activations:
         if topology.tensor.size > 1:
-            cut = Cut(topology.tensor, smallest=SMALLEST_CUT)
+            partition = CheckpointPartition(topology.tensor, smallest=SMALLEST_PARTITIONED)
         else:
             warn("activation_checkpointing.partition_activations: no effect, as no ranks share a tensor-parallel axis")
     return Activations(
@@ -49,7 +49,7 @@ def build(
         gather=gather,
         free_bytes=lambda: free_bytes(topology),
         store=_store(block, topology, checksum=config.aio.checksum),
-        cut=cut,
+        partition=partition,
     )
 
 

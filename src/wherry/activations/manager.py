@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from wherry.activations.auto import Meter, Policy, is_strange
-from wherry.activations.cut import Cut
+from wherry.activations.partition import CheckpointPartition
 from wherry.activations.recompute import Anew, ContextPair, both, inside, operations, recomputed, running, selective
 from wherry.activations.saving import Beneath, Saver
-from wherry.activations.stores import Keep, Store
+from wherry.activations.stores import Store
 from wherry.observe.log import get_logger
 from wherry.observe.spans import Spans
 from wherry.parallel.topology import Topology
@@ -85,7 +85,7 @@ class Activations:
         gather: Callable[[Unit], None],
         free_bytes: Callable[[], int],
         store: Store | None = None,
-        cut: Cut | None = None,
+        partition: CheckpointPartition | None = None,
     ) -> None:
         self.units = [unit for unit in units if not unit.root]
         self.block = block
@@ -100,8 +100,8 @@ class Activations:
         smallest = block.offload_min_bytes if store is not None else 1
         saver = partial(Saver, beneath=beneath, smallest=smallest, weights=self._weights, device=self.device)
         # How checkpoints are kept, and how everything that an offloaded unit saves.
-        self._checkpoints = saver(store or Keep(), cut=cut) if store is not None or cut is not None else None
-        self._offloads = saver(store) if store is not None else None
+        self._checkpoints = saver(store, partition=partition) if store or partition else None
+        self._offloads = saver(store) if store else None
         self._log = get_logger(topology.global_rank)
         self._spans = Spans(wall_clock=block.profile, synchronise=self._synchronise if block.profile else None)
         self._meter: Meter | None = None

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
-from wherry.activations.cut import Cut
-from wherry.activations.stores import Held, Keep, Store
+from wherry.activations.partition import CheckpointPartition
+from wherry.activations.stores import Held, Kept, Store
 from wherry.fake import is_fake
 from wherry.parallel.partition import is_dtensor
 
@@ -96,14 +96,14 @@ class Saved:
         # How many saved tensors share what is parked.
         self.group: list[int]
         # How many elements all tensor-parallel ranks together hold of the tensor, of which this is one rank's part.
-        self.part: Cut | None = None
+        self.part: CheckpointPartition | None = None
         # Makes a DTensor of the local tensor again.
         self.wrapper: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def unpack(self) -> torch.Tensor:
         data = self.parked.take(self.group[0])
         if self.part is not None:
-            tensor = self.part.join(data.view(self.dtype), self.shape)
+            tensor = self.part.gather(data.view(self.dtype), self.shape)
         else:
             whole = data[: data.numel() // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)
             tensor = whole.as_strided(self.shape, self.stride, self.offset)
@@ -117,23 +117,25 @@ _Seen = tuple[weakref.ref[torch.UntypedStorage], weakref.ref[Parked], list[int]]
 class Saver:
     """Packs and unpacks for autograd: weights go the engine's way, large activations to the store, the rest stays.
 
+    Without a store, what is divided by `partition` stays as well, in its part.
+
     One object may serve several forwards whose backwards have not come yet; `begin` separates them.
     """
 
     def __init__(
         self,
-        store: Store,
+        store: Store | None,
         beneath: Beneath,
         *,
         smallest: int,
-        cut: Cut | None = None,
+        partition: CheckpointPartition | None = None,
         weights: Callable[[], Iterable[torch.Tensor]] = tuple,
         device: torch.device | None = None,
     ) -> None:
         self.store = store
         self.beneath = beneath
         self.smallest = smallest
-        self.cut = cut
+        self.partition = partition
         # Where what is put away comes from, and where it comes back to; None: from wherever it is.
         self.device = device
         self._weights = weights
@@ -168,10 +170,10 @@ class Saver:
             inner, wrapper = tensor._local_tensor, _wrapper(tensor)
         if not self._goes(inner):
             return tensor
-        if self.cut is not None and self.cut.cuts(inner, tensor):
+        if self.partition is not None and self.partition.divides(inner, tensor):
             saved = self._pack_part(inner, where, place)
         else:
-            if isinstance(self.store, Keep):
+            if self.store is None:
                 return tensor
             saved = self._pack_whole(inner)
         saved.wrapper = wrapper
@@ -193,10 +195,10 @@ class Saver:
         return tensor.untyped_storage()._cdata not in self._keep
 
     def _pack_part(self, tensor: torch.Tensor, where: str, place: int) -> Saved:
-        assert self.cut is not None
+        assert self.partition is not None
         saved = Saved(tensor, 0, ())
-        saved.part = self.cut
-        part = self.cut.part_of(tensor.detach(), f"{where}: input {place}")
+        saved.part = self.partition
+        part = self.partition.part_of(tensor.detach(), f"{where}: input {place}")
         saved.parked, saved.group = self._park(part.view(torch.uint8)), [1]
         return saved
 
@@ -228,7 +230,7 @@ class Saver:
     def _park(self, data: torch.Tensor) -> Parked:
         self.nbytes += data.numel()
         self.tensors += 1
-        return Parked(self.store.put(data), self._chain)
+        return Parked(Kept(data) if self.store is None else self.store.put(data), self._chain)
 
 
 def _wrapper(tensor: Any) -> Callable[[torch.Tensor], torch.Tensor]:

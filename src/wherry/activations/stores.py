@@ -38,8 +38,6 @@ class Held:
 class Store:
     """A place for activations."""
 
-    name: str
-
     def put(self, data: torch.Tensor) -> Held:
         raise AssertionError("a store says how")
 
@@ -47,22 +45,15 @@ class Store:
         """Free what the store has; what is held may not be taken any more."""
 
 
-class _Kept(Held):
+class Kept(Held):
+    """What stays as it is, on the device."""
+
     def __init__(self, data: torch.Tensor) -> None:
         self.data = data
         self.nbytes = data.numel()
 
     def take(self) -> torch.Tensor:
         return self.data
-
-
-class Keep(Store):
-    """No store: what is put away stays as it is."""
-
-    name = "as it is"
-
-    def put(self, data: torch.Tensor) -> Held:
-        return _Kept(data)
 
 
 class Returning:
@@ -88,14 +79,14 @@ class Returning:
                 return  # of a graph that another thread lets go of meanwhile, as autograd's for a GPU does
             if len(self._waiting) >= keep:
                 for ticket in tickets:
-                    settle(ticket)
+                    wait_on_host(ticket)
             if all(ticket.done() for ticket in tickets):
                 self.link.host.give(host)
             else:
                 self._waiting.append((host, tickets))
 
 
-def settle(ticket: Ticket) -> None:
+def wait_on_host(ticket: Ticket) -> None:
     """Wait on the host. Waiting for a copy to the device makes only its stream wait."""
     ticket.wait()
     while not ticket.done():
@@ -131,8 +122,6 @@ class _OnHost(Held):
 
 class HostStore(Store):
     """Copies to host memory on the link's stream."""
-
-    name = "host"
 
     def __init__(self, link: Link) -> None:
         self.link = link
@@ -190,8 +179,6 @@ class _OnDisk(Held):
 
 class DiskActivations(Store):
     """Writes to disk through host buffers; records are used again by tensors of their size."""
-
-    name = "disk"
 
     def __init__(self, disk: DiskStore, link: Link) -> None:
         self.disk = disk

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from wherry.config.fields import (
-    Block,
     Bucket,
     Bytes,
+    ConfigBlock,
     Dtype,
     Flag,
     Folders,
@@ -37,7 +37,7 @@ def _stage(value: Any) -> Any:
     return int(value) if is_whole else value
 
 
-class OffloadParam(Block):
+class OffloadParam(ConfigBlock):
     device: Device = key(
         "none",
         "Where parameters rest between uses: none (the device), cpu or nvme. Needs stage 3. auto: the planner chooses, "
@@ -58,7 +58,7 @@ class OffloadParam(Block):
     pin_memory: Flag = key(True, "Use page-locked host memory, which copies faster to and from a GPU.")
 
 
-class OffloadOptimizer(Block):
+class OffloadOptimizer(ConfigBlock):
     device: Device = key(
         "none",
         "Where optimizer state rests: none (the device), cpu or nvme. The latter two update on the host. auto: the "
@@ -88,7 +88,7 @@ class OffloadOptimizer(Block):
     )
 
 
-class ZeroOptimization(Block):
+class ZeroOptimization(ConfigBlock):
     stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_stage)] = key(
         0,
         "What is partitioned over the ranks: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters. auto: "
@@ -141,7 +141,7 @@ class ZeroOptimization(Block):
 # --- precision ---
 
 
-class FP16(Block):
+class FP16(ConfigBlock):
     enabled: Flag = key(False, "Working weights in fp16, with a loss scale and fp32 master weights.")
     auto_cast: Flag = key(False, "Cast the floating-point inputs of the model to fp16.")
     loss_scale: Number = key(0.0, "A fixed loss scale; 0 means dynamic.", ge=0)
@@ -153,7 +153,7 @@ class FP16(Block):
     fp16_master_weights_and_grads: Flag = key(False, "Master weights in fp16. true is refused: they are fp32.")
 
 
-class BF16(Block):
+class BF16(ConfigBlock):
     enabled: Flag = key(False, "Working weights in bf16, with fp32 master weights and no loss scale.")
     check_grad_overflow: Flag = key(
         True, "Skip a step whose gradients hold inf or NaN; false is the same as `wherry.nonfinite: ignore`."
@@ -164,7 +164,7 @@ class BF16(Block):
     bf16_optimizer_states: Flag = key(False, 'Moments in bf16; the same as "wherry": {"state_dtype": "bf16"}.')
 
 
-class TorchAutocast(Block):
+class TorchAutocast(ConfigBlock):
     enabled: Flag = key(
         False,
         "Run the engine's forward under torch.autocast. Weights, gradients and optimizer state keep their own types.",
@@ -174,7 +174,7 @@ class TorchAutocast(Block):
     )
 
 
-class DataTypes(Block):
+class DataTypes(ConfigBlock):
     grad_accum_dtype: Dtype | None = key(
         None, "The type in which gradients are accumulated over micro-batches. Unset: that of the working weights."
     )
@@ -189,7 +189,7 @@ class DataTypes(Block):
 # --- disk, activations, checkpoints, logging ---
 
 
-class Aio(Block):
+class Aio(ConfigBlock):
     block_size: Integer = key(1_048_576, "Bytes of one request to the disk.", ge=512)
     queue_depth: Integer = key(16, "Requests kept under way at once, on each path.", ge=1)
     intra_op_parallelism: Integer = key(1, "Multiplies queue_depth: requests of one large transfer at once.", ge=1)
@@ -201,7 +201,7 @@ class Aio(Block):
     )
 
 
-class ActivationCheckpointing(Block):
+class ActivationCheckpointing(ConfigBlock):
     """Beside the keys that DeepSpeed has, which say how checkpoints are kept, those that say what is checkpointed."""
 
     policy: Annotated[Literal["none", "recompute", "offload", "auto"] | None, BeforeValidator(lowered)] = key(
@@ -241,7 +241,7 @@ class ActivationCheckpointing(Block):
         return self.policy or ("recompute" if any(asked) else "none")
 
 
-class Checkpoint(Block):
+class Checkpoint(ConfigBlock):
     tag_validation: Annotated[Literal["WARN", "IGNORE", "FAIL"], BeforeValidator(uppered)] = key(
         "WARN", "What to do when ranks disagree about the tag of a checkpoint; rank 0's is used, unless it is FAIL."
     )
@@ -250,13 +250,13 @@ class Checkpoint(Block):
     )
 
 
-class CommsLogger(Block):
+class CommsLogger(ConfigBlock):
     enabled: Flag = key(False, "Log collectives.")
     prof_all: Flag = key(True, "Log all of them.")
     prof_ops: list[Text] = key([], "Log these only, where prof_all is false.")
 
 
-class FlopsProfiler(Block):
+class FlopsProfiler(ConfigBlock):
     enabled: Flag = key(False, "Count floating-point operations.")
     profile_step: Integer = key(1, "The step that is counted.", ge=0)
     module_depth: Integer = key(-1, "Depth of modules shown; -1 for all.")
@@ -265,26 +265,26 @@ class FlopsProfiler(Block):
     output_file: Text | None = key(None, "Write to this file instead of the screen.")
 
 
-class TensorBoard(Block):
+class TensorBoard(ConfigBlock):
     enabled: Flag = key(False, "Write metrics for TensorBoard.")
     output_path: Text = key("", "Folder for the files. Empty: wherry.run_dir, or the working folder.")
     job_name: Text = key("DeepSpeedJobName", "Folder inside output_path.")
 
 
-class CsvMonitor(Block):
+class CsvMonitor(ConfigBlock):
     enabled: Flag = key(False, "Write metrics as CSV.")
     output_path: Text = key("", "Folder for the files. Empty: csv_monitor in the working folder.")
     job_name: Text = key("DeepSpeedJobName", "Folder inside output_path.")
 
 
-class Wandb(Block):
+class Wandb(ConfigBlock):
     enabled: Flag = key(False, "Send metrics to Weights & Biases.")
     group: Text | None = key(None, "Group of the run.")
     team: Text | None = key(None, "Team that owns the run.")
     project: Text = key("deepspeed", "Project of the run.")
 
 
-class Checkpoints(Block):
+class Checkpoints(ConfigBlock):
     keep_last: Integer | None = key(
         None,
         "How many checkpoints a folder keeps: older ones that are named after their step are deleted. Unset: all.",
@@ -295,7 +295,7 @@ class Checkpoints(Block):
     )
 
 
-class Own(Block):
+class Own(ConfigBlock):
     """Keys that are Wherry's own, in the block `wherry`."""
 
     unit_classes: list[Text] = key([], "Module classes whose instances are units. Empty: the model's repeated blocks.")

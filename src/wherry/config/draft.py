@@ -8,7 +8,7 @@ from typing import Any
 
 from wherry.config.fields import to_flag
 from wherry.config.problems import Problem
-from wherry.config.source import KeyPath, Source
+from wherry.config.source import ConfigSource, KeyPath
 from wherry.config.without_effect import IdleKey, idle_keys
 
 _OVERRIDE: KeyPath = ("<override>",)
@@ -18,7 +18,7 @@ _ZERO = "zero_optimization"
 class Draft:
     """The tree of keys, with everything that there is to say about it."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ConfigSource) -> None:
         self.source = source
         self.tree: dict[str, Any] = copy.deepcopy(source.given)
         self.problems: list[Problem] = list(source.problems)

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from wherry.config.problems import shown, unit_missing
 
 
-class Block(BaseModel):
+class ConfigBlock(BaseModel):
     """A block of the config. Unknown keys are errors; a resolved block does not change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), populate_by_name=True)
@@ -26,7 +26,7 @@ def key(default: Any, text: str, **constraints: Any) -> Any:
     return Field(default, description=text, **constraints)
 
 
-def block(model: type[Block], text: str) -> Any:
+def block(model: type[ConfigBlock], text: str) -> Any:
     """A block that is always there, with its defaults."""
     return Field(default_factory=model, description=text)
 
@@ -36,16 +36,16 @@ def key_names(model: type[BaseModel]) -> dict[str, FieldInfo]:
     return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
-def block_of(field: FieldInfo) -> type[Block] | None:
+def block_of(field: FieldInfo) -> type[ConfigBlock] | None:
     """The model of a key that holds a block."""
     for candidate in (field.annotation, *get_args(field.annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, Block):
+        if isinstance(candidate, type) and issubclass(candidate, ConfigBlock):
             return candidate
     return None
 
 
 @functools.cache
-def checker(model: type[Block], name: str) -> TypeAdapter[Any]:
+def checker(model: type[ConfigBlock], name: str) -> TypeAdapter[Any]:
     """What takes a value of one key of a block, or says what is wrong with it."""
     field = key_names(model)[name]
     kind: Any = field.annotation

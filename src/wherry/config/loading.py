@@ -15,11 +15,11 @@ from wherry.config import optimizer as optimizers
 from wherry.config import scheduler as schedulers
 from wherry.config.checks import check
 from wherry.config.draft import Draft
-from wherry.config.fields import Block, block_of, checker, key_names, takes_auto
+from wherry.config.fields import ConfigBlock, block_of, checker, key_names, takes_auto
 from wherry.config.problems import Problem, config_error, did_you_mean, shown
 from wherry.config.reference import paths_ending_in
 from wherry.config.schema import Config
-from wherry.config.source import KeyPath, Source, TextError, copied, parse, read
+from wherry.config.source import ConfigSource, KeyPath, TextError, copied, parse, read
 from wherry.config.without_effect import IdleKey, idle_keys_in
 
 # What a block looks like, by the key that it is mostly about.
@@ -51,7 +51,7 @@ def load(
     return _load(read(source), laid_over)
 
 
-def _load(source: Source, overrides: list[Mapping[str, Any]]) -> Config:
+def _load(source: ConfigSource, overrides: list[Mapping[str, Any]]) -> Config:
     draft = Draft(source)
     draft.spread_dotted_keys()
     for layer in overrides:
@@ -150,7 +150,9 @@ class _Reader:
     def __init__(self, draft: Draft) -> None:
         self._draft = draft
 
-    def block(self, model: type[Block], tree: dict[str, Any], path: KeyPath, of: str = "") -> Block | _Invalid:
+    def block(
+        self, model: type[ConfigBlock], tree: dict[str, Any], path: KeyPath, of: str = ""
+    ) -> ConfigBlock | _Invalid:
         """The block of a part of the tree; of an optimizer's or a schedule's parameters `of` says which."""
         fields, idle = key_names(model), idle_keys_in(".".join(path), of)
         values: dict[str, Any] = {}
@@ -171,7 +173,7 @@ class _Reader:
             self._draft.problem_once((*path, name), "this key is required")
         return _INVALID if missing else model.model_construct(**values)
 
-    def _value(self, model: type[Block], name: str, path: KeyPath, value: Any) -> Any:
+    def _value(self, model: type[ConfigBlock], name: str, path: KeyPath, value: Any) -> Any:
         inner = block_of(key_names(model)[name])
         if inner is None:
             return self._checked(checker(model, name), path, value)
@@ -240,7 +242,7 @@ class _Reader:
         if model is None or not isinstance(params, dict | None):
             return {**tree, "params": self._without_auto(params, path)}
         checked = self.block(model, params or {}, path, of=name)
-        assert isinstance(checked, Block), "no optimizer has a required parameter"
+        assert isinstance(checked, ConfigBlock), "no optimizer has a required parameter"
         if name == "AdamW" and isinstance(checked, optimizers.AdamParams) and not checked.adam_w_mode:
             message = 'false contradicts the type AdamW, whose weight decay is decoupled; use the type "Adam"'
             draft.problem((*path, "adam_w_mode"), message)
@@ -255,7 +257,7 @@ class _Reader:
         if model is None or not isinstance(params, dict | None):
             return {**tree, "params": self._without_auto(params, path)}
         checked = self.block(model, params or {}, path, of=name)
-        if not isinstance(checked, Block):
+        if not isinstance(checked, ConfigBlock):
             return _INVALID
         resolved = checked.model_dump()
         if "scheduler.params.total_num_steps" in self._draft.autos:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
 
-from wherry.config.fields import Block, Flag, Number, Text, key
+from wherry.config.fields import ConfigBlock, Flag, Number, Text, key
 from wherry.config.problems import did_you_mean, shown
 
 
@@ -35,7 +35,7 @@ def _only(wanted: bool, why: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-class _Params(Block):
+class _Params(ConfigBlock):
     lr: Number = key(1e-3, "Learning rate.", ge=0)
     weight_decay: Number = key(0.0, "Weight decay.", ge=0)
     maximize: Flag = key(False, "Maximize the objective instead of minimizing it.")
@@ -75,7 +75,7 @@ class SGDParams(_Params):
     nesterov: Flag = key(False, "Nesterov momentum.")
 
 
-NATIVE: dict[str, type[Block]] = {
+NATIVE: dict[str, type[ConfigBlock]] = {
     "Adam": AdamParams,
     "AdamW": AdamParams,
     "Adagrad": AdagradParams,
@@ -122,7 +122,7 @@ def _type(value: Any) -> str:
     return name
 
 
-class Optimizer(Block):
+class Optimizer(ConfigBlock):
     type: Annotated[
         str,
         BeforeValidator(_type),
@@ -145,13 +145,13 @@ class Optimizer(Block):
         return self.type, params
 
 
-def params_model(type_name: Any) -> tuple[str, type[Block] | None]:
+def params_model(type_name: Any) -> tuple[str, type[ConfigBlock] | None]:
     """The optimizer's name and the schema of its params; None for one that only its own constructor can check."""
     name = _BY_LOWER_NAME.get(type_name.lower(), "") if isinstance(type_name, str) else ""
     return name, NATIVE.get(name)
 
 
-def resolve(type_name: str, params: Block) -> tuple[str, dict[str, Any]]:
+def resolve(type_name: str, params: ConfigBlock) -> tuple[str, dict[str, Any]]:
     """The rule that a type and its params mean, and the params with every default written out."""
     resolved = params.model_dump(exclude={"amsgrad", "bias_correction", "fp32_optimizer_states"})
     if isinstance(params, AdamParams):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from wherry.config.fields import Block, block_of, checker, key_names
+from wherry.config.fields import ConfigBlock, block_of, checker, key_names
 from wherry.config.optimizer import NATIVE
 from wherry.config.scheduler import SCHEDULES
 from wherry.config.schema import Config
@@ -61,7 +61,7 @@ def catalog() -> tuple[KeyInfo, ...]:
     return tuple(keys)
 
 
-def _keys(model: type[Block], block: str, of: str = "") -> Iterator[KeyInfo]:
+def _keys(model: type[ConfigBlock], block: str, of: str = "") -> Iterator[KeyInfo]:
     prefix = f"{block}." if block else ""
     for name, field in key_names(model).items():
         inner = block_of(field)
@@ -175,7 +175,7 @@ def json_schema() -> dict[str, Any]:
     return schema
 
 
-def _complete(schema: dict[str, Any], model: type[Block], block: str, definitions: dict[str, Any]) -> None:
+def _complete(schema: dict[str, Any], model: type[ConfigBlock], block: str, definitions: dict[str, Any]) -> None:
     """The keys of a block with "auto", and with those that have no effect."""
     properties = {name: _or_auto(inner) for name, inner in schema["properties"].items()}
     schema["properties"] = properties | _idle_properties(block)

@@ -24,11 +24,11 @@ from wherry.config.blocks import (
     Wandb,
     ZeroOptimization,
 )
-from wherry.config.fields import Block, Dtype, EverySteps, Flag, Integer, Number, Text, block, key, lowered
+from wherry.config.fields import ConfigBlock, Dtype, EverySteps, Flag, Integer, Number, Text, block, key, lowered
 from wherry.config.optimizer import Optimizer
 from wherry.config.problems import Problem, config_error
 from wherry.config.scheduler import Scheduler
-from wherry.config.source import Source
+from wherry.config.source import ConfigSource
 from wherry.errors import ConfigError
 from wherry.placement import Placement, Tier
 
@@ -48,7 +48,7 @@ class BatchSizes(NamedTuple):
     accumulation: int
 
 
-class Config(Block):
+class Config(ConfigBlock):
     """A config, checked and resolved. `load` makes it; it does not change afterwards.
 
     >>> from wherry.config import load
@@ -124,7 +124,7 @@ class Config(Block):
 
     wherry: Own = block(Own, "Wherry's own keys.")
 
-    _source: Source = PrivateAttr(default_factory=lambda: Source({}))
+    _source: ConfigSource = PrivateAttr(default_factory=lambda: ConfigSource({}))
     _overrides: list[Mapping[str, Any]] = PrivateAttr(default_factory=list)
     _notes: list[str] = PrivateAttr(default_factory=list)
     _idle: dict[str, str] = PrivateAttr(default_factory=dict)

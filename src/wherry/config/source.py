@@ -68,7 +68,7 @@ class Lines:
 
 
 @dataclass
-class Source:
+class ConfigSource:
     """What the user wrote, and where to point at it."""
 
     given: dict[str, Any]
@@ -77,12 +77,12 @@ class Source:
     problems: list[Problem] = field(default_factory=list)
 
 
-def read(source: str | os.PathLike[str] | Mapping[str, Any] | None) -> Source:
+def read(source: str | os.PathLike[str] | Mapping[str, Any] | None) -> ConfigSource:
     """Read a config from whatever holds it. The result shares nothing with `source`."""
     if source is None:
-        return Source({})
+        return ConfigSource({})
     if isinstance(source, Mapping):
-        return Source(copied(source))
+        return ConfigSource(copied(source))
     if isinstance(source, os.PathLike):
         return _from_file(Path(source))
     if isinstance(source, str):
@@ -134,7 +134,7 @@ def _copy(value: Any, path: KeyPath = (), around: tuple[Any, ...] = ()) -> Any:
     return [_copy(inner, (*path, str(index)), around) for index, inner in enumerate(value)]
 
 
-def _from_string(source: str) -> Source:
+def _from_string(source: str) -> ConfigSource:
     stripped = source.strip()
     if stripped.startswith("{") or "\n" in stripped:
         return _from_text(source, "config text")
@@ -159,7 +159,7 @@ def _from_base64(text: str) -> str | None:
     return decoded if decoded.lstrip().startswith("{") else None
 
 
-def _from_file(path: Path) -> Source:
+def _from_file(path: Path) -> ConfigSource:
     name = str(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -171,7 +171,7 @@ def _from_file(path: Path) -> Source:
     return _from_text(text, name)
 
 
-def _from_text(text: str, name: str) -> Source:
+def _from_text(text: str, name: str) -> ConfigSource:
     if not text.strip():
         raise config_error([Problem("", None, "is empty; write {} to take every default")], name)
     try:
@@ -181,7 +181,7 @@ def _from_text(text: str, name: str) -> Source:
     if not isinstance(value, dict):
         message = f"expected an object with config keys, got {shown(value)}"
         raise config_error([Problem("", None, message)], name)
-    return Source(value, name, lines, [_duplicate(lines, path, line) for path, line in lines.duplicates])
+    return ConfigSource(value, name, lines, [_duplicate(lines, path, line) for path, line in lines.duplicates])
 
 
 def _duplicate(lines: Lines, path: KeyPath, line: int) -> Problem:
@@ -225,7 +225,7 @@ def _parse_hjson(text: str) -> tuple[Any, Lines]:
         what = error.msg.replace(" %r at", "")
         message = f"not valid JSON or Hjson: {what} (column {error.colno}){hint}"
         raise TextError(message, max(1, error.lineno - 1)) from None
-    return _plain(value), Lines(text if isinstance(value, dict) else "")
+    return _copy(value), Lines(text if isinstance(value, dict) else "")
 
 
 def _unclosed(text: str) -> dict[str, int]:
@@ -253,14 +253,6 @@ def _unclosed(text: str) -> dict[str, int]:
             opened.pop()
     kinds = [pair[0] for pair in ("{}", "[]") if counts[pair[0]] > counts[pair[1]]]
     return {kind: min(line for mark, line, _ in left + opened if mark == kind) for kind in kinds}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _plain(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_plain(inner) for inner in value]
-    return value
 
 
 class _Scanner:

@@ -10,16 +10,16 @@ from wherry.parallel.comm import Comm
 from wherry.parallel.partition import is_dtensor
 
 
-class Cut:
-    """Cuts tensors that all ranks of `comm` hold alike into equal parts, and joins them again."""
+class CheckpointPartition:
+    """Divides tensors that all ranks of `comm` hold alike into equal parts, and gathers them again."""
 
     def __init__(self, comm: Comm, *, smallest: int) -> None:
         self.comm = comm
         self.smallest = smallest
         self._checked: set[str] = set()
 
-    def cuts(self, tensor: torch.Tensor, given: torch.Tensor) -> bool:
-        """Whether a tensor is cut. It depends on what all ranks have in common, as all must gather it or none."""
+    def divides(self, tensor: torch.Tensor, given: torch.Tensor) -> bool:
+        """Whether a tensor is divided. It depends on what all ranks have in common, as all must gather it or none."""
         if not tensor.is_floating_point() or tensor.numel() * tensor.element_size() < self.smallest:
             return False
         return not is_dtensor(given) or all(p.is_replicate() for p in given.placements)  # type: ignore[attr-defined]
@@ -39,7 +39,7 @@ class Cut:
             part[there.numel() :].zero_()
         return part
 
-    def join(self, part: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    def gather(self, part: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         whole = part.new_empty(part.numel() * self.comm.size)
         self.comm.all_gather(whole, part).wait()
         return whole[: shape.numel()].view(shape)
