@@ -24,7 +24,7 @@ from tests.engine.harness import (
 
 import wherry
 from wherry.activations import build
-from wherry.activations.auto import Policy
+from wherry.activations.auto import Policy, UnitCost, choose
 
 STEPS = 3
 
@@ -155,3 +155,19 @@ def test_auto_on_two_ranks(way: str, late: None, tmp_path: Path) -> None:
     )
     assert_equal(run, train_engine(model, stage=3, ranks=2, steps=STEPS))
     assert run.extra[0] == run.extra[1]
+
+
+@pytest.mark.parametrize(
+    ("speed", "budget", "chosen"),
+    [
+        (0, 200, (Policy.KEEP, Policy.KEEP)),
+        (0, 110, (Policy.RECOMPUTE, Policy.KEEP)),
+        # Copies that take as long as a forward are hidden behind it; slow ones are not.
+        (100, 110, (Policy.OFFLOAD, Policy.KEEP)),
+        (10, 20, (Policy.RECOMPUTE, Policy.RECOMPUTE)),
+        # Checkpoints alone would be too much.
+        (10, 0, (Policy.OFFLOAD, Policy.OFFLOAD)),
+    ],
+)
+def test_auto_takes_the_way_that_costs_least(speed: float, budget: int, chosen: tuple[Policy, ...]) -> None:
+    assert tuple(choose([UnitCost(forward_s=1.0, saved=100, inputs=10)] * 2, speed, budget)) == chosen

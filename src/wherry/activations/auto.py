@@ -29,40 +29,28 @@ class Policy(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Cost:
+class UnitCost:
     """One unit, measured: seconds of its forward, bytes that it saves, and bytes of its inputs (a checkpoint)."""
 
     forward_s: float
     saved: int
     inputs: int
 
-    def worst(self, other: Cost) -> Cost:
+    def worst(self, other: UnitCost) -> UnitCost:
         """Of two ranks' measurements the more cautious."""
-        return Cost(max(self.forward_s, other.forward_s), max(self.saved, other.saved), max(self.inputs, other.inputs))
+        return UnitCost(
+            max(self.forward_s, other.forward_s), max(self.saved, other.saved), max(self.inputs, other.inputs)
+        )
 
 
-@dataclass(frozen=True)
-class Speeds:
-    """Bytes a second to where activations are put away, and back; 0 where they cannot be."""
-
-    down: float = 0.0
-    up: float = 0.0
-
-
-def offload_cost(cost: Cost, speeds: Speeds) -> float:
-    """Seconds that copies outlast what hides them: the unit's forward on the way out, its backward on the way in."""
-    out = max(0.0, cost.saved / speeds.down - cost.forward_s)
-    back = max(0.0, cost.saved / speeds.up - 2 * cost.forward_s)
-    return out + back
-
-
-def choose(costs: Sequence[Cost], speeds: Speeds, budget: int, *, checkpoints_stay: bool = True) -> list[Policy]:
+def choose(costs: Sequence[UnitCost], speed: float, budget: int, *, checkpoints_stay: bool = True) -> list[Policy]:
     """A policy for each unit, so that what stays on the device is within `budget` bytes, at the least extra time.
 
-    Earlier units go first: a later one's activations are wanted back sooner. If even the cheapest in memory does not
-    fit, everything is recomputed or offloaded, whichever leaves less.
+    `speed`: bytes a second to where activations are put away and back; 0 where they cannot be. Earlier units go first:
+    a later one's activations are wanted back sooner. If even the cheapest in memory does not fit, everything is
+    recomputed or offloaded, whichever leaves less.
 
-    >>> choose([Cost(1.0, 100, 10)] * 3, Speeds(), budget=210)
+    >>> choose([UnitCost(1.0, 100, 10)] * 3, speed=0, budget=210)
     [<Policy.RECOMPUTE: 'recompute'>, <Policy.KEEP: 'keep'>, <Policy.KEEP: 'keep'>]
     """
     policies = [Policy.KEEP] * len(costs)
@@ -72,8 +60,11 @@ def choose(costs: Sequence[Cost], speeds: Speeds, budget: int, *, checkpoints_st
         recomputed = cost.saved - (cost.inputs if checkpoints_stay else 0)
         if recomputed > 0:
             ways.append((cost.forward_s / recomputed, place, recomputed, Policy.RECOMPUTE))
-        if speeds.down > 0 and speeds.up > 0 and cost.saved > 0:
-            ways.append((offload_cost(cost, speeds) / cost.saved, place, cost.saved, Policy.OFFLOAD))
+        if speed > 0 and cost.saved > 0:
+            # What outlasts that which hides it: the unit's forward on the way out, its backward on the way in.
+            copy = cost.saved / speed
+            uncovered = max(0.0, copy - cost.forward_s) + max(0.0, copy - 2 * cost.forward_s)
+            ways.append((uncovered / cost.saved, place, cost.saved, Policy.OFFLOAD))
     freed_by = [0] * len(costs)
     for _, place, freed, policy in sorted(ways, key=lambda way: (way[0], way[1])):
         if excess <= 0:
@@ -133,16 +124,16 @@ class Meter:
     ) -> tuple[list[Policy], int]:
         """A policy for each unit, and the bytes that may stay: the same on all ranks that hold these units."""
         costs = [
-            Cost(self._seconds(place), self._saved.get(place, 0), self._inputs.get(place, 0)) for place in range(units)
+            UnitCost(self._seconds(place), self._saved.get(place, 0), self._inputs.get(place, 0))
+            for place in range(units)
         ]
-        speeds = speeds_of(store, self.device)
+        speed = _speed_of(store, self.device)
         for comm in comms:
-            for other_costs, other_speeds, other_free in comm.gather_objects((costs, speeds, free)):
+            for other_costs, other_speed, other_free in comm.gather_objects((costs, speed, free)):
                 # Of two measurements the more cautious.
                 costs = [cost.worst(other) for cost, other in zip(costs, other_costs, strict=True)]
-                speeds = min(speeds, other_speeds, key=lambda s: s.down)
-                free = min(free, other_free)
-        return choose(costs, speeds, free, checkpoints_stay=checkpoints_stay), free
+                speed, free = min(speed, other_speed), min(free, other_free)
+        return choose(costs, speed, free, checkpoints_stay=checkpoints_stay), free
 
     def _seconds(self, place: int) -> float:
         if place not in self._spans:
@@ -159,10 +150,10 @@ def is_strange(tensor: torch.Tensor) -> bool:
     return type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided
 
 
-def speeds_of(store: Store | None, device: torch.device) -> Speeds:
+def _speed_of(store: Store | None, device: torch.device) -> float:
     """How fast a store takes and gives back: the mean of both, from one round trip after a first."""
     if store is None:
-        return Speeds()
+        return 0.0
     data = torch.zeros(PROBE, dtype=torch.uint8, device=device)
     seconds = 0.0
     for _ in range(2):
@@ -173,5 +164,4 @@ def speeds_of(store: Store | None, device: torch.device) -> Speeds:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds = time.perf_counter() - begin
-    speed = 2 * PROBE / max(seconds, 1e-6)
-    return Speeds(speed, speed)
+    return 2 * PROBE / max(seconds, 1e-6)
