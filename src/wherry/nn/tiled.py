@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -245,6 +245,43 @@ def tile_beyond(model: nn.Module, live: int) -> dict[nn.Parameter, list[nn.Param
     for name, weight in larger_than(model, live).items():
         replaced |= tile(model, max_bytes=max(1, live // 2) * weight.element_size(), names=[name])
     return replaced
+
+
+def tile_large_layers(
+    model: nn.Module, live: int, optimizer: Any, model_parameters: Iterable[Any] | None
+) -> list[Any] | None:
+    """`tile_beyond`, told of, with the tiles in an optimizer's groups. Returns `model_parameters` with them."""
+    large = larger_than(model, live)
+    replaced: dict[Any, list[nn.Parameter]] = tile_beyond(model, live)
+    for name, weight in large.items():
+        if tiles := replaced.get(weight):
+            say("%s has more than the %d elements that may be live: %d tiles instead", name, live, len(tiles))
+
+    def renewed(parameters: Iterable[Any]) -> list[Any]:
+        # Groups that are dicts have no hash.
+        return [
+            new for old in parameters for new in (replaced.get(old, [old]) if isinstance(old, nn.Parameter) else [old])
+        ]
+
+    if isinstance(optimizer, torch.optim.Optimizer):
+        for group in optimizer.param_groups:
+            group["params"] = renewed(group["params"])
+    if model_parameters is None:
+        return None
+    given = renewed(model_parameters)
+    return [{**group, "params": renewed(group["params"])} if isinstance(group, dict) else group for group in given]
+
+
+def tell_of_large_layers(model: nn.Module, live: int) -> None:
+    """Say which layers are gathered whole although the budget of live parameters does not allow it."""
+    if large := larger_than(model, live):
+        say(
+            "%s (of %d linear layers) has more elements than the %d of stage3_max_live_parameters, and is gathered "
+            'whole nevertheless; "wherry": {"tile_linear": true} cuts such layers into tiles',
+            next(iter(large)),
+            len(large),
+            live,
+        )
 
 
 def _why_whole(linear: nn.Linear, parent: nn.Module, users: dict[nn.Parameter, int]) -> str | None:
