@@ -412,9 +412,7 @@ class ProcessGroupComm(Comm):
     def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
         if whole.device.type == "cpu" and self._over_gloo:
             return self._ticket(lambda: gloo.reduce_scatter(shard, whole, self._process_group), shard, whole)
-        return self._ticket(
-            lambda: _reduce_scatter_single(shard, whole, group=self.group, async_op=True), shard, whole
-        )
+        return self._ticket(lambda: _reduce_scatter_single(shard, whole, group=self.group, async_op=True), shard, whole)
 
     def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
         whole, shard = _copyable(whole), _copyable(shard)

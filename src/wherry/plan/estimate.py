@@ -154,7 +154,7 @@ def estimate(
     """
     setting = Setting.of(config, grid.data_ranks(ranks), gpu=machine.gpus > 0, grid=grid)
     rows = tuple(_rows(profile, setting))
-    notes = [*config.beyond(), *_of_activations(config, machine)]
+    notes = [*_of_activations(config, machine)]
     if setting.prefetch is None and setting.placement.parameters.partitioned:
         notes.append(
             'stage3_prefetch_bucket_size is "auto": gathered weights are counted at the furthest look ahead that the '

@@ -7,7 +7,7 @@ from typing import Any
 
 from wherry import config as configs
 from wherry.compat.deepspeed.comm import get_rank
-from wherry.observe.monitor import Monitor
+from wherry.observe.metrics import Monitor
 
 
 def get_monitor_config(config: Any) -> Any:

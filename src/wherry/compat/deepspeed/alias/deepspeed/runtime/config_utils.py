@@ -1,1 +1,1 @@
-from wherry.config.fields import Block as DeepSpeedConfigModel
+from wherry.config.fields import ConfigBlock as DeepSpeedConfigModel

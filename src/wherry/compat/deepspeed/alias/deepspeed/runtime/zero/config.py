@@ -1,6 +1,6 @@
 import enum
 
-from wherry.config.zero import ZeroOptimization as DeepSpeedZeroConfig
+from wherry.config.blocks import ZeroOptimization as DeepSpeedZeroConfig
 
 
 class ZeroStageEnum(enum.IntEnum):

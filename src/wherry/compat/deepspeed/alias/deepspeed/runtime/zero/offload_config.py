@@ -1,7 +1,7 @@
 import enum
 
-from wherry.config.zero import OffloadOptimizer as DeepSpeedZeroOffloadOptimizerConfig
-from wherry.config.zero import OffloadParam as DeepSpeedZeroOffloadParamConfig
+from wherry.config.blocks import OffloadOptimizer as DeepSpeedZeroOffloadOptimizerConfig
+from wherry.config.blocks import OffloadParam as DeepSpeedZeroOffloadParamConfig
 
 
 class OffloadDeviceEnum(enum.StrEnum):
