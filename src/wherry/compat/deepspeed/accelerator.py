@@ -155,7 +155,7 @@ def get_accelerator() -> Accelerator:
 
 def set_accelerator(accelerator: Any) -> None:
     if accelerator is not get_accelerator():
-        from wherry.compat.deepspeed.parts import not_part_of_wherry
+        from wherry.compat.deepspeed import not_part_of_wherry
 
         raise not_part_of_wherry("set_accelerator with an accelerator of one's own", "torch's accelerator is used")
 

@@ -11,7 +11,7 @@ import torch
 import wherry
 from wherry import config as configs
 from wherry.activations import recompute
-from wherry.compat.deepspeed.parts import not_part_of_wherry
+from wherry.compat.deepspeed import not_part_of_wherry
 from wherry.config import Config
 from wherry.observe.log import warn
 

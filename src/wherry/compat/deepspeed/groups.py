@@ -9,8 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from wherry.compat.deepspeed import comm
-from wherry.compat.deepspeed.parts import absent, not_part_of_wherry
+from wherry.compat.deepspeed import absent, comm, not_part_of_wherry
 
 mpu: Any = None
 
