@@ -15,27 +15,6 @@ from torch.distributed import ReduceOp
 from wherry.observe.log import is_rank_zero, logger, say
 from wherry.parallel.topology import default_device, local_rank
 
-__all__ = [
-    "ReduceOp",
-    "all_gather_coalesced",
-    "all_reduce_coalesced",
-    "allgather_fn",
-    "configure",
-    "get_global_rank",
-    "get_local_rank",
-    "get_rank",
-    "get_world_group",
-    "get_world_size",
-    "has_all_gather_into_tensor",
-    "has_reduce_scatter_tensor",
-    "inference_all_reduce",
-    "init_distributed",
-    "is_available",
-    "is_initialized",
-    "log_summary",
-    "reduce_scatter_fn",
-]  # fmt: skip
-
 
 def __getattr__(name: str) -> Any:
     if name.startswith("__"):
