@@ -483,7 +483,6 @@ class Engine(Surface):
             self._updater.stop_reading()
         self._gatherer.stop_reading()
         self._gatherer.release_all()
-        self._gatherer.trim()
         self._gradients.rest()
 
     def _rest(self) -> None:
