@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from wherry.native.blocks import BLOCK, Blocks8
 from wherry.native.rules import (
     FLAG_FIRST,
     FLAG_L2,
@@ -25,9 +24,10 @@ from wherry.native.rules import (
     Lion,
     Rule,
 )
+from wherry.native.segment import BLOCK, Blocks8
 
 if TYPE_CHECKING:
-    from wherry.native.plan import Segment
+    from wherry.native.segment import Segment
 
 # Elements at a time: temporaries stay in cache. A multiple of BLOCK, and the kernels' unit of summing.
 CHUNK = 32768

@@ -8,10 +8,10 @@ from torch import Tensor
 from wherry.errors import WherryError
 from wherry.fake import is_fake
 from wherry.native import fallback
-from wherry.native.blocks import Blocks8
 from wherry.native.loading import engine
-from wherry.native.plan import INLINE_RUN, KINDS
+from wherry.native.plan import INLINE_RUN
 from wherry.native.pool import Pool, default_pool
+from wherry.native.segment import KINDS, Blocks8
 
 # Elements up to which a sum is quicker here than by waking the pool: it reads, and writes nothing.
 INLINE_SUM = 1 << 18
