@@ -188,12 +188,6 @@ def accumulate(dst: Tensor, src: Tensor, scale: float) -> None:
         dst[at] = dst[at].float() + src[at].float() * scale
 
 
-def cast_stochastic(dst: Tensor, src: Tensor, start: int, seed: int) -> None:
-    dst, src, seed = dst.detach().view(-1), src.detach().view(-1), _seed_of(seed, start)
-    for at in _chunks(dst.numel()):
-        _put_stochastic(dst[at], src[at], _noise(start + at.start, at.stop - at.start, seed, 0))
-
-
 def sum_squares(tensor: Tensor) -> float:
     """32 running sums side by side over each chunk, folded in halves; the chunks then in order."""
     total = 0.0

@@ -31,7 +31,6 @@ _PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {
     "wherry_plan_submit": (c_void_p, [c_void_p, c_void_p, c_char_p, c_int64, c_float, c_void_p, c_void_p]),
     "wherry_plan_run": (None, [c_void_p, c_char_p, c_int64, c_float, c_void_p, c_void_p]),
     "wherry_cast": (None, [c_int, c_void_p, c_void_p, c_int32, c_void_p, c_int32, c_int64]),
-    "wherry_cast_stochastic": (None, [c_int, c_void_p, c_void_p, c_void_p, c_int64, c_uint32, c_int64]),
     "wherry_accumulate": (None, [c_int, c_void_p, c_void_p, c_int32, c_void_p, c_int32, c_float, c_int64]),
     "wherry_split": (None, [c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int64]),
     "wherry_join": (None, [c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int64]),

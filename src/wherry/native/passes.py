@@ -75,29 +75,11 @@ def sum_squares(tensor: Tensor, pool: Pool | None = None, *, isa: str | None = N
     return fallback.sum_squares(tensor) if total is None else total
 
 
-def cast_copy(
-    dst: Tensor,
-    src: Tensor,
-    *,
-    stochastic: int | None = None,
-    start: int = 0,
-    pool: Pool | None = None,
-    isa: str | None = None,
-) -> None:
-    """Copy with a cast among fp32, bf16 and fp16, to nearest even.
-
-    `stochastic`, a seed, rounds fp32 to bf16 up or down by chance instead, so that the mean is kept; the draws are a
-    function of the seed and the element's number, counted from `start`.
-    """
+def cast_copy(dst: Tensor, src: Tensor, *, pool: Pool | None = None, isa: str | None = None) -> None:
+    """Copy with a cast among fp32, bf16 and fp16, to nearest even."""
+    numel = _check("cast_copy", dst=(dst, _FLOATS), src=(src, _FLOATS))
     if is_fake(dst):
         return
-    if stochastic is not None:
-        numel = _check("cast_copy(stochastic=...)", dst=(dst, (torch.bfloat16,)), src=(src, (torch.float32,)))
-        drawn = dst.data_ptr(), src.data_ptr(), start, stochastic & 0xFFFFFFFF
-        if _native("wherry_cast_stochastic", numel, pool, isa, *drawn) is None:
-            fallback.cast_stochastic(dst, src, start, stochastic)
-        return
-    numel = _check("cast_copy", dst=(dst, _FLOATS), src=(src, _FLOATS))
     given = dst.data_ptr(), KINDS[dst.dtype], src.data_ptr(), KINDS[src.dtype]
     if _native("wherry_cast", numel, pool, isa, *given) is None:
         dst.view(-1).copy_(src.view(-1))
