@@ -14,6 +14,11 @@ from tests.names import collect
 
 PROMISED = json.loads((Path(__file__).parent / "promised.json").read_text())
 
+GONE = {
+    "wherry bench disk --peers": "python benchmarks/disk.py measures fio and DeepSpeed's aio beside the disk tier",
+}
+"""A name, as `missing` gives it, and what to use instead."""
+
 # What modules under the alias had imported for themselves from elsewhere: DeepSpeed's have no such names.
 _IMPORTED = {
     "accelerator": "AbstractContextManager default_device host_memory nullcontext",
@@ -22,13 +27,11 @@ _IMPORTED = {
     "runtime.lr_schedules": "SCHEDULES",
     "utils.tensor_fragment": "Callable Engine Sequence WherryError",
 }
-
-GONE: dict[str, str] = {
+GONE |= {
     f"deepspeed.{module}.{name}": "import it from where it lives"
     for module, names in _IMPORTED.items()
     for name in names.split()
 }
-"""A name, as `missing` gives it, and what to use instead."""
 
 
 def arguments(where: str, promised: list[str], now: list[str]) -> Iterator[str]:
