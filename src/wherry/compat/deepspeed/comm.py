@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
+from wherry.compat.deepspeed.parameters import live_engines
 from wherry.observe.log import is_rank_zero, logger, say
 from wherry.parallel.topology import default_device, local_rank
 
@@ -190,8 +191,6 @@ def configure(*_: Any, **__: Any) -> None:
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, dict[str, int]] | None:
     """Log what this process's engines have sent, by operation."""
-    from wherry.compat.deepspeed.engine import live_engines
-
     table: dict[str, dict[str, int]] = {}
     for engine in live_engines():
         for among, traffic in engine.topology.traffic():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -33,13 +32,6 @@ from wherry.compat.deepspeed.export import main
 raise SystemExit(main())
 """
 
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-
-
-def live_engines() -> list[Engine]:
-    """The engines of this process that have not been closed, for calls that name none."""
-    return list(_engines)
-
 
 class DeepSpeedEngine(Engine):
     """Wherry's engine, with the rest of the names that scripts call."""
@@ -50,7 +42,6 @@ class DeepSpeedEngine(Engine):
         super().__init__(*args, **kwargs)
         self._shown = ExitStack()
         parameters.mark(self)
-        _engines.add(self)
         if self.optimizer is not None:
             self.optimizer.parameter_offload = Hooked(self.module)  # type: ignore[attr-defined]
 
@@ -86,8 +77,7 @@ class DeepSpeedEngine(Engine):
 
     def close(self) -> None:
         self._shown.close()
-        parameters.unmark(self.module)
-        _engines.discard(self)
+        parameters.unmark(self)
         super().close()
 
     # Names for what the engine says under another one.

@@ -78,8 +78,17 @@ class _Handle:
         return {name: getattr(parameter, "ds_" + name) for name in ("id", "status", "numel", "shape")}
 
 
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def live_engines() -> list[Engine]:
+    """The engines of this process that have not been closed, for calls that name none."""
+    return list(_engines)
+
+
 def mark(engine: Engine) -> None:
     """Put the marks on an engine's parameters; those of sharding only where weights are partitioned."""
+    _engines.add(engine)
     reference = weakref.ref(engine)
     partitioned = engine.placement.parameters.partitioned
     if partitioned:
@@ -113,12 +122,13 @@ def _no_external_parameters() -> list[tuple[str, torch.Tensor]]:
     return []
 
 
-def unmark(module: nn.Module) -> None:
-    for parameter in module.parameters():
+def unmark(engine: Engine) -> None:
+    _engines.discard(engine)
+    for parameter in engine.module.parameters():
         for name in _MARKS:
             if name in parameter.__dict__:
                 delattr(parameter, name)
-    for inner in module.modules():
+    for inner in engine.module.modules():
         inner.__dict__.pop("ds_external_parameters", None)
 
 
