@@ -177,11 +177,6 @@ class Setting:
         """Times that a window goes through the model: weights come, and gradients leave, once each time."""
         return -(-self.accumulation // self.together)
 
-    @property
-    def over_gloo(self) -> bool:
-        """Whether ranks talk to each other over gloo, as they do where the device is the host."""
-        return not self.resting.gpu
-
     def flats(self, profile: Profile) -> list[list[Placed]]:
         """The flats of each unit, in the order in which the engine places them."""
         planned = plan_flats(

@@ -19,7 +19,6 @@ from wherry.tiers.streams import Link
 from wherry.tiers.tickets import CallbackTicket, Ticket, TicketGroup
 
 JOURNAL = 1_000_003
-EVERY = 1 << 30
 
 
 class Gatherer:
@@ -50,9 +49,6 @@ class Gatherer:
         self.merging = merging or Merging(0)
         travelling = (flat for unit in units for flat in unit.travelling)
         self._small = {flat for flat in travelling if flat.home is None and self.merging.takes(flat.whole)}
-        # How many large flats are worth having on their way at once, and how many are on it.
-        self._abreast = comm.abreast(link.device) or EVERY
-        self._carried = 0
         # The ranks among which weights are shared a second time, so that backward gathers from near.
         self.node = node if node is not None and node.size > 1 else None
         if self.node is not None:
@@ -149,7 +145,7 @@ class Gatherer:
             self._read_ahead()
 
     def _gather_ahead(self, settle: bool) -> None:
-        ahead, begun, under_way, large, wanted = 0, 0, False, False, list[Unit]()
+        ahead, under_way, large, wanted = 0, False, False, list[Unit]()
         for follower in self.schedule.ahead():
             released = [flat for flat in follower.travelling if flat.weights is Weights.RELEASED]
             if not settle and any(flat.ungathered for flat in released):
@@ -162,10 +158,6 @@ class Gatherer:
             too_far = ahead + size > self.look_ahead.limit and (large or (small and ahead > 0))
             if self.live + ahead + size > self.live_limit or too_far:
                 break
-            more = 0 if small else len(released)
-            if more and self._carried + begun >= self._abreast:
-                break
-            begun += more
             ahead += size
             large = large or not small
             if released:
@@ -219,7 +211,6 @@ class Gatherer:
                     flat.ticket.wait()
                 except Exception:
                     # What has failed may still write to its memory: that goes with the tensor, and to no other before.
-                    self._carried -= flat not in self._small
                     flat.show_blanks()
                     flat.weights = Weights.RELEASED
                     self.live -= flat.layout.numel
@@ -230,7 +221,6 @@ class Gatherer:
             return
         if flat.weights is Weights.GATHERING:
             flat.ticket.wait()
-            self._carried -= flat not in self._small
         self._keep_near(flat)
         flat.show_blanks()
         flat.shrink()
@@ -256,7 +246,6 @@ class Gatherer:
             flat.weights = Weights.GATHERING
             self.journal = (self.journal * 31 + self._number[flat] + 1) % JOURNAL
             self.live += flat.layout.numel
-            self._carried += flat not in self._small
         self.peak_live = max(self.peak_live, self.live)
 
     def _fetch(self, flat: Flat, home: Home) -> None:
@@ -307,6 +296,5 @@ class Gatherer:
             self.look_ahead.wait(flat.ticket)
         else:
             flat.ticket.wait()
-        self._carried -= flat not in self._small
         flat.show_whole()
         flat.weights = Weights.WHOLE
