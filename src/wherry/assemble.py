@@ -34,9 +34,7 @@ from wherry.sharding.gradients import Gradients
 from wherry.sharding.grouping import plan_units
 from wherry.sharding.hooks import Hooks, Phases
 from wherry.sharding.interleave import Interleaver
-from wherry.sharding.lookahead import LookAhead
 from wherry.sharding.schedule import Schedule
-from wherry.sharding.unit import Unit
 from wherry.sharding.weights import Gatherer
 from wherry.tiering import Tiering
 from wherry.update import schedules
@@ -214,7 +212,7 @@ def _assemble(
         schedule,
         tiering.link,
         live_limit=zero.stage3_max_live_parameters,
-        look_ahead=_look_ahead(resolved, units, topology.device),
+        look_ahead=zero.stage3_prefetch_bucket_size,
         read_ahead=tiering.read_ahead,
         merging=gathers,
         node=topology.node,
@@ -424,16 +422,6 @@ def _divided(topology: topologies.Topology, config: Config) -> topologies.Topolo
             "that share out the weights; give the number of ranks in a node"
         )
     return replace(topology, node=shards.within(size))
-
-
-def _look_ahead(config: Config, units: list[Unit], device: torch.device) -> LookAhead:
-    """How far gathers look ahead; with "auto", to be found in the first windows."""
-    zero = config.zero_optimization
-    if "zero_optimization.stage3_prefetch_bucket_size" not in config.auto:
-        return LookAhead(zero.stage3_prefetch_bucket_size)
-    # What rests on disk is never gathered further ahead than one unit.
-    sizes = [sum(flat.layout.numel for flat in unit.travelling) for unit in units if not unit.root and not unit.on_disk]
-    return LookAhead(0, device=device, step=max(sizes, default=0), most=zero.stage3_max_live_parameters)
 
 
 def _optimizer(

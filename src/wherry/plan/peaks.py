@@ -15,7 +15,6 @@ from wherry.plan.memory import WORD
 from wherry.plan.profile import Moment, Profile
 from wherry.plan.reductions import Buffers, Reductions, Together
 from wherry.plan.setting import Placed, Setting, all_of
-from wherry.sharding.reach import furthest
 from wherry.update.sizes import BATCH_NUMEL
 
 
@@ -54,19 +53,10 @@ class _Weights:
         for position, unit in enumerate(self.order):
             self.place.setdefault(unit, position)
         self.live = 0
-        self.look_ahead = self._furthest() if setting.prefetch is None else setting.prefetch
+        self.look_ahead = setting.prefetch
         self.buffers = Buffers()
         self._together: dict[tuple[int, int], Together] = {}
         self._last_wanted: int | None = None
-
-    def _furthest(self) -> int:
-        """The most that a search comes to: what is planned for must hold whatever it finds."""
-        sizes = [
-            sum(each.layout.numel for each in unit)
-            for index, unit in enumerate(self.travelling)
-            if index not in self.roots and not any(each.home is Tier.DISK for each in unit)
-        ]
-        return furthest(max(sizes, default=0), self.setting.live_limit)
 
     def follow(self, moment: Moment) -> None:
         kind, unit = moment.kind, moment.unit

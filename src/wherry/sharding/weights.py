@@ -11,7 +11,6 @@ from wherry.observe.spans import span
 from wherry.parallel import merged
 from wherry.parallel.comm import Comm
 from wherry.parallel.merged import Merging
-from wherry.sharding.lookahead import LookAhead
 from wherry.sharding.schedule import Pass, Schedule
 from wherry.sharding.unit import Flat, Unit, Weights
 from wherry.tiers.homes import Home
@@ -32,7 +31,7 @@ class Gatherer:
         link: Link,
         *,
         live_limit: int,
-        look_ahead: LookAhead,
+        look_ahead: int,
         read_ahead: int = 0,
         merging: Merging | None = None,
         node: Comm | None = None,
@@ -57,6 +56,7 @@ class Gatherer:
                     flat.layout.numel // self.node.size, dtype=flat.dtype, device=flat.whole.device
                 )
         self.live_limit = live_limit
+        # Elements that may be on their way beside the unit at work; one unit always may.
         self.look_ahead = look_ahead
         # Elements of flats that travel and are whole, or on the way to be.
         self.live = 0
@@ -155,7 +155,7 @@ class Gatherer:
             under_way = under_way or not released
             # One unit ahead is always allowed as far as the live limit goes, or nothing larger than a bucket overlaps;
             # small ones before it do not take its place.
-            too_far = ahead + size > self.look_ahead.limit and (large or (small and ahead > 0))
+            too_far = ahead + size > self.look_ahead and (large or (small and ahead > 0))
             if self.live + ahead + size > self.live_limit or too_far:
                 break
             ahead += size
@@ -163,7 +163,7 @@ class Gatherer:
             if released:
                 wanted.append(follower)
             # What rests on disk is gathered one unit ahead only: reading is what looks further.
-            if ahead > self.look_ahead.limit or follower.on_disk:
+            if ahead > self.look_ahead or follower.on_disk:
                 break
         # Small units wait for each other as long as something is ahead without them.
         if not (under_way and not large and ahead < self.merging.limit // 2):
@@ -292,9 +292,6 @@ class Gatherer:
         if flat.weights is Weights.WHOLE:
             return
         assert flat.weights is Weights.GATHERING, flat
-        if self.look_ahead.searching:
-            self.look_ahead.wait(flat.ticket)
-        else:
-            flat.ticket.wait()
+        flat.ticket.wait()
         flat.show_whole()
         flat.weights = Weights.WHOLE
