@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from wherry.assemble import initialize as wherry_initialize
-from wherry.assemble import resolve_config
-from wherry.batches import make_dataloader
+from wherry.build import initialize as wherry_initialize
+from wherry.build import resolve_config
 from wherry.compat.deepspeed import checkpointing, not_part_of_wherry, parameters
 from wherry.compat.deepspeed.comm import init_distributed
+from wherry.dataloader import make_dataloader
 from wherry.engine import Engine
 from wherry.errors import WherryError
 from wherry.observe.log import say
