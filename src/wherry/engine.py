@@ -168,8 +168,6 @@ class Engine(nn.Module):
         """Called by the model's hook. What an exception left behind is cleared here, so that this step is healthy."""
         if self._hooks.backward.running:
             self._abandon_window()
-        if torch.is_grad_enabled():
-            self._gradients.let_go()
         self._activations.begin()
 
     # Backward.
@@ -315,8 +313,6 @@ class Engine(nn.Module):
             self._abandon_window()
             raise
         self._schedule.settle(norm.one_path, self.comm.gather_objects)
-        if self._gatherer.look_ahead.searching:
-            self._gatherer.look_ahead.settle(self.comm.gather_objects)
         self._norm, multiplier = norm_and_multiplier(squares, window.scale, self._config.gradient_clipping)
         groups, found = optimizer.param_groups, None
         if not math.isfinite(self._norm):

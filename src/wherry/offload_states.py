@@ -59,7 +59,6 @@ class OffloadedStates:
             self._updater.stop_reading()
         self._gatherer.stop_reading()
         self._gatherer.release_all()
-        self._gatherer.trim()
         self._gradients.rest()
         if self._link.shared:
             return 0  # the host's memory is where it is to go

@@ -39,7 +39,7 @@ def _load(arguments: argparse.Namespace) -> Any:
 
 
 def _deepspeed(arguments: argparse.Namespace) -> int:
-    from wherry.compat.deepspeed.written import for_deepspeed
+    from wherry.compat.deepspeed.config import for_deepspeed
     from wherry.config import ConfigError
 
     try:

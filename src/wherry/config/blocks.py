@@ -123,12 +123,7 @@ class ZeroOptimization(ConfigBlock):
         "it, gather within themselves, and sum their gradients once for an update. -1: all ranks share out one.",
         ge=-1,
     )
-    stage3_prefetch_bucket_size: Bucket = key(
-        50_000_000,
-        "Elements gathered ahead of use; over gloo, whatever this says, two large gathers are under way at most. "
-        "auto: as many as the first windows turn out to wait less for.",
-        ge=0,
-    )
+    stage3_prefetch_bucket_size: Bucket = key(50_000_000, "Elements gathered ahead of use; one unit always is.", ge=0)
     stage3_param_persistence_threshold: Size = key(
         100_000, "Parameters with fewer elements than this stay gathered.", ge=0
     )
