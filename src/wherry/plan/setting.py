@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from wherry.config import Config
 
 
-
 @dataclass(frozen=True)
 class Placed:
     """A flat, where its weights rest, and where its optimizer state does and its gradients go."""

@@ -6,9 +6,14 @@ import argparse
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pydantic import ConfigDict, Field, model_validator
+
 from wherry import config as configs
 from wherry.config import Config
+from wherry.config.blocks import OffloadOptimizer, OffloadParam, ZeroOptimization
+from wherry.config.fields import ConfigBlock
 from wherry.config.scheduler import SCHEDULES
+from wherry.config.without_effect import IdleKey, idle_keys_in
 from wherry.plan.write import tree_of
 
 LR_SCHEDULE = "lr_schedule"
@@ -27,6 +32,71 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
+class _WithIdleKeys(ConfigBlock):
+    """A block that scripts make and read: its keys without effect are there too, with what was given or the default."""
+
+    model_config = ConfigDict(extra="allow")
+
+    @classmethod
+    def idle_keys(cls) -> Mapping[str, IdleKey]:
+        raise NotImplementedError
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check(cls, given: dict[str, Any]) -> dict[str, Any]:
+        idle = cls.idle_keys()
+        unknown = [name for name in given if name not in idle and name not in cls.model_fields]
+        if unknown:
+            raise ValueError(f"{unknown[0]}: there is no such key in {cls.__name__}")
+        return {
+            name: idle[name].checker.validate_python(value) if name in idle else value for name, value in given.items()
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        idle = self.idle_keys().get(name)
+        extra = self.model_extra or {}
+        if idle is not None and name not in extra:
+            return idle.default
+        return super().__getattr__(name)  # type: ignore[misc]
+
+
+class DeepSpeedZeroOffloadOptimizerConfig(OffloadOptimizer, _WithIdleKeys):
+    """`zero_optimization.offload_optimizer`."""
+
+    @classmethod
+    def idle_keys(cls) -> Mapping[str, IdleKey]:
+        return idle_keys_in("zero_optimization.offload_optimizer")
+
+
+class DeepSpeedZeroOffloadParamConfig(OffloadParam, _WithIdleKeys):
+    """`zero_optimization.offload_param`."""
+
+    @classmethod
+    def idle_keys(cls) -> Mapping[str, IdleKey]:
+        return idle_keys_in("zero_optimization.offload_param")
+
+
+class DeepSpeedZeroConfig(ZeroOptimization, _WithIdleKeys):
+    """`zero_optimization`."""
+
+    offload_optimizer: DeepSpeedZeroOffloadOptimizerConfig = Field(default_factory=DeepSpeedZeroOffloadOptimizerConfig)
+    offload_param: DeepSpeedZeroOffloadParamConfig = Field(default_factory=DeepSpeedZeroOffloadParamConfig)
+
+    @classmethod
+    def idle_keys(cls) -> Mapping[str, IdleKey]:
+        return idle_keys_in("zero_optimization")
+
+
+def _with_idle_keys(block: ConfigBlock, written: Any, path: str) -> dict[str, Any]:
+    """A resolved block's values, and those that were written for its keys without effect."""
+    written = written if isinstance(written, dict) else {}
+    found = {name: written[name] for name in idle_keys_in(path) if name in written}
+    for name, value in block:
+        inner = isinstance(value, ConfigBlock)
+        found[name] = _with_idle_keys(value, written.get(name), f"{path}.{name}") if inner else value
+    return found
+
+
 class DeepSpeedConfig:
     """A config, checked; its values under the names that scripts read."""
 
@@ -38,7 +108,8 @@ class DeepSpeedConfig:
         sizes = self.config.batch(get_world_size(), "as the world size says")
         self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps = sizes
         zero = self.config.zero_optimization
-        self.zero_config = zero
+        written = self._param_dict.get("zero_optimization")
+        self.zero_config = DeepSpeedZeroConfig(**_with_idle_keys(zero, written, "zero_optimization"))
         self.zero_optimization_stage = zero.stage
         self.zero_enabled = zero.stage > 0
         self.gradient_clipping = self.config.gradient_clipping

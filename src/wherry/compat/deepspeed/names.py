@@ -101,11 +101,10 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     ),
     "runtime.utils": (".utils: see_memory_usage", "torch.nn.utils: clip_grad_norm_"),
     "runtime.zero": (_ZERO, ".zero: unwrap_model_for_generation", _STATUS, _TILED),
-    "runtime.zero.config": ("wherry.config.blocks: DeepSpeedZeroConfig=ZeroOptimization", ".zero: ZeroStageEnum"),
+    "runtime.zero.config": (".config: DeepSpeedZeroConfig", ".zero: ZeroStageEnum"),
     "runtime.zero.mics": (".zero: MiCS_Init",),
     "runtime.zero.offload_config": (
-        "wherry.config.blocks: DeepSpeedZeroOffloadOptimizerConfig=OffloadOptimizer "
-        "DeepSpeedZeroOffloadParamConfig=OffloadParam",
+        ".config: DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig",
         ".zero: OffloadDeviceEnum OffloadStateTypeEnum",
     ),
     "runtime.zero.offload_states": (".utils: get_state_devices",),
