@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -12,15 +12,16 @@ import torch
 
 from wherry.errors import WherryError
 from wherry.observe.spans import span
+from wherry.parallel import merged
 from wherry.parallel.comm import Comm
 from wherry.parallel.merged import Merging
 from wherry.placement import Tier
 from wherry.sharding.gradients import FlatGradient
 from wherry.sharding.unit import Flat
 from wherry.tiers.streams import Link
+from wherry.tiers.tickets import Ticket, TicketGroup
 from wherry.update.ahead import Ahead
 from wherry.update.course import course
-from wherry.update.departures import Departure, Departures
 from wherry.update.early import Early
 from wherry.update.holdings import Holdings, StateTier
 from wherry.update.jobs import Crew, Job, Steps, drive_all, drive_one
@@ -77,7 +78,11 @@ class Updater:
         self.finite: Callable[[FlatGradient], bool] | None = None
         self.steps_made = 0
         self._ahead = Ahead()
-        self._departures = Departures(comm, merging)
+        self._merging = merging
+        # Of each batch the flats that every rank holds whole and ranks share the update of: those that are gathered
+        # together, and their gathers that have begun.
+        self._together: dict[Batch, list[list[Flat]]] = {}
+        self._gathers: dict[Batch, list[Ticket]] = {}
         self._crew = Crew(policy.depth, link.device)
         # The thread of the crew is in this process alone, and not in one that is forked from it.
         self._process = os.getpid()
@@ -99,15 +104,13 @@ class Updater:
     def attach(self, gradients: Sequence[FlatGradient]) -> None:
         """All flats have been adopted; these are their gradients from now on."""
         self.holdings.complete()
-        self._departures.pack(self.batches)
+        self._together = {batch: self._gathered_together(batch) for batch in self.batches}
         self._all_in_place = all(batch.in_place for batch in self.batches)
         if self.reads_ahead and self.policy.when == "in_backward":
             self._crew.depth = max(1, self.policy.depth - 1)  # one buffer is for what is read ahead
         gradient_of = {gradient.flat: gradient for gradient in gradients}
         for batch in self.batches:
             batch.gradients = [gradient_of[state.flat] for state in batch.states]
-        if self.policy.when in ("before_use", "in_backward"):
-            self._departures.open_beside(self.link.device)
 
     def detach(self) -> None:
         """The gradients are about to be others. Updates under way read them to their ends first."""
@@ -169,7 +172,7 @@ class Updater:
             else:
                 self._at_once(self.batches, groups, multiplier, absent)
             if self._pending and when != "delayed":
-                self._promise()
+                self._begin_gathers()
                 self._hide()
 
     @torch.no_grad()
@@ -187,7 +190,7 @@ class Updater:
             unchanged = course(batch, self._ahead.take, groups, multiplier, self.link.fence(), fit=lambda: False)
             self._send(batch, unchanged)
         self._arrange()
-        self._promise()
+        self._begin_gathers()
         self._hide()
         for job in self._pending.values():
             job.come_to_an_end()
@@ -250,7 +253,7 @@ class Updater:
     def _at_once(
         self, batches: Sequence[Batch], groups: Groups, multiplier: float, absent: Absent | None = None
     ) -> None:
-        if self._pending or self._departures.arriving or self._storing:
+        if self._pending or self._gathers or self._storing:
             self.complete()
         # Records that were read for other updates are in memory beside these.
         depth = EVERYTHING if self._all_in_place else max(1, self.policy.depth - self._ahead.beside(batches))
@@ -258,8 +261,8 @@ class Updater:
         read = self._ahead.take
         jobs = {batch: Job(batch.name, course(batch, read, groups, multiplier, fence, absent)) for batch in batches}
         drive_all(jobs.values(), depth)  # to their ends, also if one has failed
-        self._set_out(jobs)
-        self._arrive(batches)
+        self._publish(jobs)
+        self._wait_for_gathers(batches)
 
     def _begin(self, groups: Groups, multiplier: float, absent: Absent | None, *, late: bool = False) -> None:
         """Set all updates going beside what comes next, in the order in which units run."""
@@ -295,17 +298,13 @@ class Updater:
             return drive_one(job)
         self._crew.add(job)
 
-    def _promise(self) -> None:
-        """New weights that every rank holds whole will set out without further ado, and each unit waits for its own.
+    def _begin_gathers(self) -> None:
+        """New weights that every rank holds whole are gathered from here on, and each unit waits for its own.
 
-        If they set out where a unit is used, a rank that looks at its model alone would wait for the others. Here all
-        ranks are: where no group is for gathers after an update, they begin here.
+        All ranks are here. Were gathers begun where a unit is used, a rank that looks at its model alone would wait for
+        the others.
         """
-        jobs = {b: self._pending[b] for b in self.batches if b in self._pending and self._departures.travels(b)}
-        if self._departures.beside is None:
-            return self._set_out(jobs)
-        for batch, job in jobs.items():
-            self._departures.promise(batch, job)
+        self._publish({b: self._pending[b] for b in self.batches if b in self._pending and self._together[b]})
 
     def _hide(self) -> None:
         """Weights that an update is about to change, or is changing, are read by nobody who has not waited for it."""
@@ -322,13 +321,13 @@ class Updater:
         if flats is None and self._storing:
             for batch in [batch for batch, job in self._storing.items() if job.done()]:
                 self._stored(batch)  # it may have failed
-        if not (self._pending or self._departures.arriving):
+        if not (self._pending or self._gathers):
             return
         self._refuse_fork()
         # In one order on every rank, whatever order the updates were begun in.
         batches = self.batches if flats is None else self.holdings.of(flats)
-        self._set_out({batch: self._pending[batch] for batch in batches if batch in self._pending})
-        self._arrive([batch for batch in batches if batch in self._departures.arriving])
+        self._publish({batch: self._pending[batch] for batch in batches if batch in self._pending})
+        self._wait_for_gathers([batch for batch in batches if batch in self._gathers])
 
     def complete(self) -> None:
         """As `settle`, for all, and nothing is on its way to the disk any more."""
@@ -350,27 +349,57 @@ class Updater:
             self._wait(job)
         self._all_stored()
 
-    def _set_out(self, jobs: Mapping[Batch, Job]) -> None:
-        """These updates come to their ends, and what every rank holds whole of their weights sets out to all."""
+    def _publish(self, jobs: Mapping[Batch, Job]) -> None:
+        """Wait for these updates, and begin to gather what every rank holds whole of their weights."""
         try:
             for batch, job in jobs.items():
-                self._wait(self._departures.promised.get(batch) or job)
+                self._wait(job)
                 if batch.fresh is not None:
-                    self._publish(batch)
-                self._departures.set_out(batch)
+                    for ticket in batch.publish(self.link.fence()):
+                        ticket.finish()  # the next update writes the memory that is copied from
+                tickets = self._gathers[batch] = []
+                for flats in self._together[batch]:
+                    wholes, shards = [flat.whole for flat in flats], [flat.shard_memory for flat in flats]
+                    tickets.append(merged.all_gather(self.comm, wholes, shards, merged.name_of(flats)))
                 self._pending.pop(batch, None)
                 if not job.done():
                     self._storing[batch] = job
         except BaseException:
-            self._departures.arrive_quietly()
+            self._end_gathers()
             raise
 
-    def _arrive(self, batches: Iterable[Batch]) -> None:
+    def _wait_for_gathers(self, batches: Iterable[Batch]) -> None:
         """The weights of these batches are whole everywhere."""
         for batch in batches:
-            self._departures.arrive(batch)
+            try:
+                for ticket in self._gathers[batch]:
+                    ticket.wait()
+            except BaseException:
+                self._end_gathers()
+                raise
+            del self._gathers[batch]
             if self.policy.beside:
                 self._show(batch)
+
+    def _end_gathers(self) -> None:
+        """Wait for every gather that was begun; there is an error to be told already."""
+        with suppress(Exception):
+            TicketGroup([ticket for tickets in self._gathers.values() for ticket in tickets]).wait()
+
+    def _gathered_together(self, batch: Batch) -> list[list[Flat]]:
+        found: list[list[Flat]] = []
+        together: list[Flat] = []
+        for flat in (state.flat for state in batch.states if state.updated):
+            if not flat.resident or flat.layout.ranks == 1:
+                continue
+            if not self._merging.takes(flat.whole):
+                found.append([flat])
+                continue
+            if not self._merging.fits([other.whole for other in together], flat.whole):
+                found.append(together)
+                together = []
+            together.append(flat)
+        return [*found, together] if together else found
 
     def _show(self, batch: Batch) -> None:
         for state in batch.states:
@@ -378,11 +407,6 @@ class Updater:
                 state.flat.pending = False
                 if state.flat.resident:
                     state.flat.show_whole()
-
-    def _publish(self, batch: Batch) -> None:
-        """Put weights that a delayed update has made to where they rest."""
-        for ticket in batch.publish(self.link.fence()):
-            ticket.finish()  # the next update writes the memory that is copied from
 
     def _all_stored(self) -> None:
         if self._storing:
@@ -397,7 +421,7 @@ class Updater:
             job.come_to_an_end()
             self._wait(job)
 
-    def _wait(self, update: Job | Departure) -> None:
+    def _wait(self, update: Job) -> None:
         try:
             update.wait()
         except BaseException as error:
@@ -420,7 +444,7 @@ class Updater:
     @property
     def publishes(self) -> bool:
         """Whether to complete delayed updates takes all ranks: new weights that every rank holds whole travel then."""
-        return any(map(self._departures.travels, self._pending))
+        return any(self._together[batch] for batch in self._pending)
 
     def behind(self, flat: Flat) -> bool:
         """Whether a flat's weights are one update older than its master, between two steps of delayed updates."""
@@ -444,7 +468,7 @@ class Updater:
             end.callback(self.holdings.close)
             for batch in self.batches:
                 end.callback(self._show, batch)
-            end.callback(self._departures.close)
+            end.callback(self._end_gathers)
             end.callback(self._crew.close)  # first of all: what it runs uses the batches
 
     def _forget(self) -> None:
@@ -454,6 +478,8 @@ class Updater:
         self._left_alone.clear()
         self._pending.clear()
         self._storing.clear()
+        self._together.clear()
+        self._gathers.clear()
 
 
 def _no_steps() -> Steps:
