@@ -152,7 +152,7 @@ class Engine(Surface):
         self.optimizer = parts.optimizer(self)
         self._checkpoints = Checkpoints(self._session, parts.config)
         state_of = parts.updater.holdings.state_of if parts.updater is not None else {}
-        self._access = Access(module, parts.units, parts.gatherer, self.comm, state_of.get, self._rest, self.settle)
+        self._access = Access(module, parts.units, parts.gatherer, self.comm, state_of.get, self.settle)
 
     # Forward.
 
@@ -479,29 +479,27 @@ class Engine(Surface):
         if self._hooks.backward_running:
             self._abandon_window()
         if self._updater is not None:
-            self._updater.rest()
+            self._flush(self._updater)
             self._updater.stop_reading()
         self._gatherer.stop_reading()
         self._gatherer.release_all()
         self._gatherer.trim()
         self._gradients.rest()
 
-    def _rest(self) -> None:
-        self._check_open()
-        if self._updater is not None:
-            self._updater.rest()
-
     def settle(self) -> None:
         """Complete updates that are still under way, so that weights and state are those after the last step.
 
-        Whoever reads weights or state need not call it. With delayed updates it is how training ends: the weights
+        Calls that read weights or state do so by themselves. With delayed updates it is how training ends: the weights
         take the last update, which they otherwise do in the next step.
         """
         self._check_open()
         if self._updater is not None:
-            if self._updater.policy.when == "delayed" and self._updater.publishes:
-                self._updater.comm.meet("settle()")
-            self._updater.complete()
+            self._flush(self._updater)
+
+    def _flush(self, updater: Updater) -> None:
+        late = updater.policy.when == "delayed" and updater.pending
+        updater.flush()
+        self._hooks.version += late  # a forward before this was of other weights
 
     # What a checkpoint holds of the step.
 

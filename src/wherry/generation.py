@@ -27,7 +27,7 @@ def gathered_for_generation(engine: Engine) -> Iterator[None]:
     if engine._hooks.backward_running:
         raise WherryError("gathered_for_generation: a backward is running; enter it between steps")
     engine._access.meet("gathered_for_generation()", [flat for unit in engine.units for flat in unit.travelling])
-    engine._rest()
+    engine.settle()
     before, engine._generating = engine._generating, True
     flats = [flat for unit in engine.units for flat in unit.travelling]
     pinned = []

@@ -74,9 +74,6 @@ class Surface(nn.Module):
     def settle(self) -> None:
         raise AssertionError("the engine settles")
 
-    def _rest(self) -> None:
-        raise AssertionError("the engine has updates under way")
-
     def _check_open(self) -> None:
         raise AssertionError("the engine is open or closed")
 
@@ -180,7 +177,7 @@ class Surface(nn.Module):
         and dicts of these. Whatever happens on the way, the checkpoint before stays whole.
         """
         self._meet("save_checkpoint()")
-        self._rest()
+        self.settle()
         self._checkpoints.save(save_dir, tag, client_state, save_latest, not exclude_frozen_parameters)
         return True
 
@@ -238,7 +235,7 @@ class Surface(nn.Module):
         it is one file of torch.save's, for which rank 0 holds the whole model.
         """
         self._meet("save_16bit_model()")
-        self._rest()
+        self.settle()
         self._checkpoints.save_model(Path(save_dir), save_filename, exclude_frozen=exclude_frozen_parameters)
         return True
 
@@ -250,7 +247,7 @@ class Surface(nn.Module):
         Weights are the working ones, or in `dtype`; torch.float32 gives the masters.
         """
         self._meet("consolidated_state_dict()")
-        self._rest()
+        self.settle()
         return self._checkpoints.consolidated(dtype, exclude_frozen=exclude_frozen_parameters)
 
     # What people ask.
@@ -268,7 +265,7 @@ class Surface(nn.Module):
     @property
     def states(self) -> ParameterStates:
         """Masters, moments and gradients of single parameters. What is under way is completed first."""
-        self._rest()
+        self.settle()
         if self._states is None:
             self._states = ParameterStates(
                 self.units,
@@ -416,8 +413,9 @@ class Surface(nn.Module):
         modules = self.__dict__.get("_modules", {})
         if name == "module" and name in modules:
             updater = self.__dict__.get("_updater")
-            if updater is not None and not self._hooks.busy:
-                updater.rest()  # whoever takes the model may read its weights
+            # Whoever takes the model may read its weights. A delayed update has not begun to change them.
+            if updater is not None and updater.policy.when != "delayed" and not self._hooks.busy:
+                updater.flush()
             return modules[name]
         try:
             return super().__getattr__(name)

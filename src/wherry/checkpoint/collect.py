@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from wherry.checkpoint.manifest import BEHIND, GRADIENT, WEIGHT
+from wherry.checkpoint.manifest import GRADIENT, WEIGHT
 from wherry.checkpoint.session import Logical, Session, addend_of, own_sum, within
 from wherry.checkpoint.slices import Run
 from wherry.native import Blocks8
@@ -61,8 +61,8 @@ class FlatCut:
     """What this rank writes of a flat: of each segment of the optimizer's state, and of the bare shard."""
 
     segments: list[Stretch | None] = field(default_factory=list)
-    # Parameters without a master, or that it is ahead of, by what they are stored as.
-    bare: list[tuple[str, Stretch]] = field(default_factory=list)
+    # Parameters without a master.
+    bare: list[Stretch] = field(default_factory=list)
 
 
 def cut_flat(session: Session, flat: Flat, share: tuple[int, int]) -> FlatCut:
@@ -77,12 +77,10 @@ def cut_flat(session: Session, flat: Flat, share: tuple[int, int]) -> FlatCut:
                 start, stop, at = place
                 cut.segments.append(Stretch.of(session.logical(slot), start, stop, at - span.start))
     stateless = session.without_state(flat)
-    behind = session.behind(flat)
-    for slot in filter(session.writes, flat.layout.slots):
-        state = WEIGHT if slot in stateless else BEHIND if behind else None
+    for slot in filter(session.writes, stateless):
         place = within(flat, slot, *share)
-        if state is not None and place is not None:
-            cut.bare.append((state, Stretch.of(session.logical(slot), *place)))
+        if place is not None:
+            cut.bare.append(Stretch.of(session.logical(slot), *place))
     return cut
 
 
@@ -95,14 +93,13 @@ def flat_pieces(session: Session, flat: Flat, cut: FlatCut) -> Iterator[Piece | 
 
 
 def pieces(cut: FlatCut, segments: Sequence[dict[str, State]], shard: torch.Tensor | None) -> Iterator[Piece | Scalar]:
-    """A weight with an fp32 master is stored as its master alone, from which the working weight follows; but one whose
-    last update is a delayed one also as the weight that training goes on with."""
+    """A weight with an fp32 master is stored as its master alone, from which the working weight follows."""
     for stretch, values in zip(cut.segments, segments, strict=True):
         if stretch is not None:
             yield from _segment_pieces(stretch, values)
-    for state, stretch in cut.bare:
+    for stretch in cut.bare:
         assert shard is not None
-        yield Piece(stretch.name, state, stretch.run, stretch.take(shard))
+        yield Piece(stretch.name, WEIGHT, stretch.run, stretch.take(shard))
 
 
 def _segment_pieces(stretch: Stretch, values: dict[str, State]) -> Iterator[Piece | Scalar]:

@@ -11,7 +11,6 @@ import torch
 
 from wherry.checkpoint.collect import FlatCut, Piece, Scalar, flat_pieces, gradient_pieces
 from wherry.checkpoint.held import held_batches
-from wherry.checkpoint.manifest import BEHIND
 from wherry.checkpoint.session import Session
 from wherry.observe.memory import format_bytes
 from wherry.placement import Tier
@@ -189,11 +188,11 @@ def what_goes_down(
 
 
 def _open_to_all(flat: Flat, item: Piece | Scalar) -> bool:
-    """Whether others than the flat's update may change it: weights that the model's parameters show, or late ones."""
+    """Whether others than the flat's update may change it: weights that the model's parameters show."""
     if isinstance(item, Scalar):
         return False
     shown = item.values.untyped_storage()._cdata == flat.whole.untyped_storage()._cdata
-    return item.state == BEHIND or (flat.resident and shown)
+    return flat.resident and shown
 
 
 def _tensors(item: Piece | Scalar) -> list[torch.Tensor]:
@@ -226,7 +225,7 @@ def host_bytes(
             if state is not None:
                 total += _segment_bytes(state, cut)
             if not flat.at_rest_on_disk:
-                total += flat.dtype.itemsize * sum(stretch.run.numel for _, stretch in cut.bare)
+                total += flat.dtype.itemsize * sum(stretch.run.numel for stretch in cut.bare)
         if not sums_on_device(session, flat):
             total += sum(piece.values.nbytes for piece in gradient_pieces(session, flat, shares[flat]))
     return round(total)

@@ -232,8 +232,7 @@ def joined(weights: Iterable[tuple[str, torch.Tensor]], places: dict[str, Place]
 
 @torch.no_grad()
 def _whole(session: Session, flat: Flat, precise: bool) -> torch.Tensor:
-    apart = flat.dtype.itemsize < torch.float32.itemsize or session.behind(flat)
-    state = session.states.get(flat) if precise and apart else None
+    state = session.states.get(flat) if precise and flat.dtype.itemsize < torch.float32.itemsize else None
     if state is None and flat.resident:
         return flat.whole
     with flat.opened() as working:

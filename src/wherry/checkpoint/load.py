@@ -12,7 +12,7 @@ import torch
 from wherry.checkpoint import folder as folders
 from wherry.checkpoint.collect import is_scalar
 from wherry.checkpoint.errors import CheckpointError, on_first, together
-from wherry.checkpoint.manifest import BEHIND, GRADIENT, WEIGHT, Manifest, read_manifest
+from wherry.checkpoint.manifest import GRADIENT, WEIGHT, Manifest, read_manifest
 from wherry.checkpoint.session import (
     Counts,
     Session,
@@ -234,13 +234,6 @@ class _Loader:
         self.options = options
         self.optimizer = options.optimizer and session.optimizer is not None
         self.steps = int(self.manifest.engine["optimizer"]["steps"]) if self.optimizer else 0
-        # Whether updates go on as late as they were; elsewhere weights follow their masters at once.
-        self.behind = (
-            self.optimizer
-            and session.updater is not None
-            and session.updater.policy.when == "delayed"
-            and any(BEHIND in entry.states for entry in self.manifest.entries.values())
-        )
 
     @torch.no_grad()
     def run(self) -> None:
@@ -256,9 +249,6 @@ class _Loader:
             for flat in flats:
                 self._load_flat(flat)
                 progress.advance()
-        if self.behind:
-            assert session.updater is not None
-            session.updater.hold_back()
         self._load_plain()
         self._load_values()
 
@@ -280,15 +270,11 @@ class _Loader:
             with state.opened(write=True) as segments:
                 for span, values in zip(self.session.spans(flat), segments, strict=True):
                     self._load_segment(flat, span, values)
-        stateless = self.session.without_state(flat)
-        rest = [(slot, WEIGHT) for slot in stateless if self._has(slot)]
-        if self.behind:
-            mine = [slot for slot in flat.layout.slots if slot not in stateless and self._has(slot)]
-            rest += [(slot, BEHIND) for slot in mine if self._stored(slot, BEHIND)]
-        if rest:
+        stateless = [slot for slot in self.session.without_state(flat) if self._has(slot)]
+        if stateless:
             with flat.opened(write=True) as shard:
-                for slot, name in rest:
-                    self._read(flat, slot, name, shard, 0, shard.numel())
+                for slot in stateless:
+                    self._read(flat, slot, WEIGHT, shard, 0, shard.numel())
 
     def _load_segment(self, flat: Flat, span: SegmentSpan, values: dict[str, Any]) -> None:
         slot = flat.layout.slots[span.slot]

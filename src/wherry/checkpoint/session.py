@@ -123,10 +123,6 @@ class Session:
             return list(flat.layout.slots)
         return [slot for slot in flat.layout.slots if slot.group >= self.groups]
 
-    def behind(self, flat: Flat) -> bool:
-        """Whether a flat's working weights do not follow from its master, as its last update is a delayed one."""
-        return self.updater is not None and self.updater.behind(flat)
-
     def shares(self) -> dict[Flat, tuple[int, int]]:
         """The part of its shard of each flat that this rank writes. Data-parallel ranks with one shard divide it."""
         flats = list(self.flats)

@@ -114,7 +114,7 @@ class Updater:
 
     def detach(self) -> None:
         """The gradients are about to be others. Updates under way read them to their ends first."""
-        self.rest()
+        self.flush()
         for batch in self.batches:
             batch.detach()
 
@@ -254,7 +254,7 @@ class Updater:
         self, batches: Sequence[Batch], groups: Groups, multiplier: float, absent: Absent | None = None
     ) -> None:
         if self._pending or self._gathers or self._storing:
-            self.complete()
+            self.flush()
         # Records that were read for other updates are in memory beside these.
         depth = EVERYTHING if self._all_in_place else max(1, self.policy.depth - self._ahead.beside(batches))
         fence = self.link.fence()
@@ -329,25 +329,25 @@ class Updater:
         self._publish({batch: self._pending[batch] for batch in batches if batch in self._pending})
         self._wait_for_gathers([batch for batch in batches if batch in self._gathers])
 
-    def complete(self) -> None:
-        """As `settle`, for all, and nothing is on its way to the disk any more."""
+    def flush(self) -> None:
+        """As `settle`, for all, and nothing is on its way to the disk any more. Whoever reads from outside calls it."""
+        if self.publishes:
+            self.comm.meet("settle()")
         self.settle()
-        self._all_stored()
-
-    def rest(self) -> None:
-        """Updates under way have ended, and the training that follows is what it would be without this call.
-
-        For whoever only looks, or writes both weights and masters. As `settle`, but that weights which a delayed
-        update has made are published when its time has come.
-        """
-        if self.policy.when != "delayed":
-            self.settle()
-        if self._pending:
+        if self._storing:
             self._refuse_fork()
-        for job in self._pending.values():
-            job.come_to_an_end()
-            self._wait(job)
-        self._all_stored()
+        for batch in [*self._storing]:
+            self._stored(batch)
+
+    @property
+    def pending(self) -> bool:
+        """Whether there are updates whose weights are not published."""
+        return bool(self._pending)
+
+    @property
+    def publishes(self) -> bool:
+        """Whether to settle takes all ranks, as delayed updates have made new weights that every rank holds whole."""
+        return any(self._together[batch] for batch in self._pending)
 
     def _publish(self, jobs: Mapping[Batch, Job]) -> None:
         """Wait for these updates, and begin to gather what every rank holds whole of their weights."""
@@ -408,12 +408,6 @@ class Updater:
                 if state.flat.resident:
                     state.flat.show_whole()
 
-    def _all_stored(self) -> None:
-        if self._storing:
-            self._refuse_fork()
-        for batch in [*self._storing]:
-            self._stored(batch)
-
     def _stored(self, batch: Batch) -> None:
         """The state that the last update has made is at home: the next one may change it."""
         job = self._storing.pop(batch, None)
@@ -439,27 +433,6 @@ class Updater:
                 "DataLoader starts its workers), or read weights in the first process"
             )
 
-    # Delayed updates.
-
-    @property
-    def publishes(self) -> bool:
-        """Whether to complete delayed updates takes all ranks: new weights that every rank holds whole travel then."""
-        return any(self._together[batch] for batch in self._pending)
-
-    def behind(self, flat: Flat) -> bool:
-        """Whether a flat's weights are one update older than its master, between two steps of delayed updates."""
-        state = self.holdings.state_of.get(flat)
-        return state is not None and state.batch.fresh is not None
-
-    @torch.no_grad()
-    def hold_back(self) -> None:
-        """Masters were loaded that are one update ahead of the weights: these follow in the next step."""
-        assert self.policy.when == "delayed" and not self._pending, self.policy
-        for batch in self.batches:
-            batch.fresh = batch.fetched_working()
-            self._pending[batch] = job = Job(batch.name, _no_steps())
-            drive_one(job)
-
     # The end.
 
     def close(self) -> None:
@@ -481,6 +454,3 @@ class Updater:
         self._together.clear()
         self._gathers.clear()
 
-
-def _no_steps() -> Steps:
-    yield from ()

@@ -67,8 +67,7 @@ class FlatState:
         """The state of each segment, by name: `master` in fp32 and the moments, wherever they rest.
 
         What is changed inside is kept if `write` is given, names that were added become state, and the working
-        weights follow their masters: between two delayed updates, those that are yet to be published. Tensors are
-        valid inside only.
+        weights follow their masters. Tensors are valid inside only.
         """
         with self.batch.opened(self if write else None) as views:
             yield views[self.first : self.first + len(self.segments)]
@@ -272,13 +271,6 @@ class Batch:
         """The working weights of each segment that the record holds."""
         return [fields["working"] for fields in self._views()]  # type: ignore[misc]
 
-    def fetched_working(self) -> list[torch.Tensor]:
-        """As `working`, wherever the record is; copies of what rests on disk."""
-        if self._home is None or not self.on_disk:
-            return self.working()
-        with opened(self._home, write=False):
-            return [weights.clone() for weights in self.working()]
-
     def publish(self, fence: Ticket) -> list[Ticket]:
         """Send working weights, those of the record or fresh ones, to where flats have theirs."""
         parts = iter(self.working() if self.fresh is None else self.fresh)
@@ -336,6 +328,7 @@ class Batch:
 
         What is kept is of the flat that is `changed`: weights of the others may be in an edit of their own.
         """
+        assert self.fresh is None, f"{self.name}: its update is yet to be published"
         write = changed is not None
         for state in self.states if write else ():
             state.flat.quiet()
@@ -343,11 +336,8 @@ class Batch:
             if self._home is not None:
                 stack.enter_context(opened(self._home, write=write))
             fields = self._views()
-            if self.fresh is not None:
-                owns = self.fresh  # what follows from masters now
-            else:
-                shards = {state: stack.enter_context(state.flat.opened(write=write)) for state in self.states}
-                owns = [shards[state][span.start : span.stop] for state, span in self.spans]
+            shards = {state: stack.enter_context(state.flat.opened(write=write)) for state in self.states}
+            owns = [shards[state][span.start : span.stop] for state, span in self.spans]
             shown = _shown(fields, owns, self.rule.kept() or [{} for _ in self.spans])
             yield shown
             if write:
