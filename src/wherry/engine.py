@@ -187,8 +187,6 @@ class Engine(Surface):
         """Called by the model's hook. What an exception left behind is cleared here, so that this step is healthy."""
         if self._hooks.backward_running:
             self._abandon_window()
-        if torch.is_grad_enabled():
-            self._gradients.let_go()
         self._activations.begin()
 
     # Backward.
@@ -483,7 +481,6 @@ class Engine(Surface):
             self._updater.stop_reading()
         self._gatherer.stop_reading()
         self._gatherer.release_all()
-        self._gatherer.trim()
         self._gradients.rest()
 
     def settle(self) -> None:

@@ -277,8 +277,6 @@ class Tiering:
 
     def way_of(self, policy: GradientPolicy, flat: Flat) -> Landing:
         """How a flat's gradient gets to where its update finds it."""
-        if self._updates_loose(policy, flat):
-            return Landing.LOOSE
         if self.link.shared or (self.spec is not None and self.state_tier(flat).tier is Tier.DEVICE):
             return Landing.STAYS
         if self.spec is None:
@@ -287,16 +285,6 @@ class Tiering:
         alone = self.placement.gradients.partitioned or self.topology.data.size == 1
         sums = policy.accumulates and (policy.sums_on_device or not alone)
         return Landing.COPIED if sums or not self._reduces_to_shards() else Landing.STREAMED
-
-    def _updates_loose(self, policy: GradientPolicy, flat: Flat) -> bool:
-        """Whether gradients are used one by one: they do not travel, nor are they summed, nor kept for later."""
-        alone = self.topology.data.size == self.topology.tensor.size == 1 and not flat.distributed
-        at_once = self.link.shared and not self.policy.beside and not policy.accumulates
-        # A parameter without elements is in no segment, and so there is nothing to use its gradient for.
-        every_one = all(slot.stop > slot.start for slot in flat.layout.slots)
-        as_it_comes = policy.accumulation_dtype in (None, flat.dtype) and flat.dtype.itemsize <= torch.float32.itemsize
-        native = self.spec is not None and self.spec.native_family is not None
-        return alone and at_once and as_it_comes and every_one and native
 
     # When.
 

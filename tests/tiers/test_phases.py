@@ -145,8 +145,7 @@ def test_sums_are_gone_before_there_are_others(
             for micro in range(engine.gradient_accumulation_steps()):
                 engine.backward(engine(*token_batch(0, micro, 0)))
                 engine.step()
-        held = [getattr(g, kind) for g in engine._gradients.all for kind in ("_sum", "_owned", "_aside")]
-        held += [tensor for g in engine._gradients.all if g.loose is not None for tensor in g.loose.tensors]
+        held = [getattr(g, kind) for g in engine._gradients.all for kind in ("accumulated", "_owned", "_aside")]
         before[:] = references(tensor for tensor in held if tensor is not None)
         del held
         assert before

@@ -123,11 +123,7 @@ class Setting:
             return Cost.of(precision, counted, accumulated, state_dtype=config.state_dtype(), split=split)
 
         wire = {"fp32": 4, "bf16": 2, "fp16": 2}[config.communication_data_type or precision]
-        found = cls.with_cost(config, config.placement(), ranks, cost, wire, gpu=gpu, grid=grid)
-        by_parameter = name in STATE_WORDS
-        alone = ranks == grid.tensor == found.accumulation == 1 and not gpu
-        as_they_come = found.resting.policy == "at_step" and found.cost.gradients == found.cost.parameters
-        return replace(found, loose=by_parameter and alone and as_they_come)
+        return cls.with_cost(config, config.placement(), ranks, cost, wire, gpu=gpu, grid=grid)
 
     @classmethod
     def with_cost(

@@ -96,12 +96,6 @@ class Gradients:
         # Gradients of parameters that this backward has brought.
         self.arrivals = 0
 
-    def let_go(self) -> None:
-        """A window begins: what is left of the one before is not needed any more."""
-        for gradient in self.all:
-            if gradient.fresh:
-                gradient.loose = None
-
     # A backward, from begin to finish.
 
     def begin(self, *, boundary: bool, micro_batches: int = 1) -> None:
@@ -142,12 +136,10 @@ class Gradients:
                 gradient.collected = True
                 if not gradient.partitioned:
                     gradient.absorb()
-            if not gradient.waits:  # else it travels nowhere, and is measured with all others in one pass
-                self._launch(gradient)
+            self._launch(gradient)
         self._next = len(self._order)
         for gradient in self.all:
-            if not gradient.waits:  # else who was absent is known since they were taken
-                gradient.note_arrivals()
+            gradient.note_arrivals()
         if self.boundary and self._tells:
             self._tell_of_missing()
         self._send_waiting()
@@ -420,9 +412,7 @@ class Gradients:
 
     def _summed(self, gradient: FlatGradient) -> None:
         """The window's sum is complete: measure it, and send it to where its update reads it."""
-        if gradient.way is Landing.LOOSE:
-            gradient.sum_squares = None  # taken of all in one pass
-        elif gradient.keeps:
+        if gradient.keeps:
             gradient.sum_squares = self.norm.measure(gradient, gradient.own_sum)
             if gradient.way is Landing.COPIED:
                 gradient.landing = self.link.down(gradient.owned, gradient.own_sum)
@@ -430,8 +420,7 @@ class Gradients:
             gradient.sum_squares = self.norm.measure(gradient, gradient.owned)
         if self.on_complete is None:
             return
-        if not gradient.waits:
-            gradient.note_arrivals()  # what is absent now is so for the whole window
+        gradient.note_arrivals()  # what is absent now is so for the whole window
         if self.nested and (self._late_before is None or gradient in self._late_before):
             self._held[gradient] = None
         else:

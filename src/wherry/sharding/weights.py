@@ -224,12 +224,6 @@ class Gatherer:
                     flat.weights = Weights.RELEASED
                     self.live -= flat.layout.numel
 
-    def trim(self) -> None:
-        """Keep no memory for gathers to come."""
-        for unit in self._travelling:
-            for flat in unit.travelling:
-                flat.elastic.trim()
-
     def release_flat(self, flat: Flat) -> None:
         """Free the memory of a whole flat. Its parameters keep shape and dtype, and read as NaN."""
         if flat.resident or flat.weights is Weights.RELEASED or flat.pins or (self.hold and not flat.lent):

@@ -39,7 +39,6 @@ class FlatState:
         known = [slot.group < groups for slot in flat.layout.slots]
         # Ranks whose shard is all padding have no segments, and yet take part in the flat's collectives.
         self.updated = any(known)
-        self.updates_all = all(known)
         # The updates that each parameter of the flat has had: one that no rank has a gradient for is left alone.
         self.steps = [0] * len(known)
         # The first of the batch's segments that is this flat's.
@@ -94,15 +93,11 @@ class Batch:
         # Those of the states' flats.
         self.gradients: list[FlatGradient] = []
         self.spans: list[tuple[FlatState, SegmentSpan]] = []
-        # Whether the optimizer was given every parameter.
-        self._updates_all = True
         self._layout: RecordLayout | None = None
         self._home: Home | None = None
         # New weights of a delayed update, of each segment, until they are published: the flats have those before it.
         self.fresh: list[torch.Tensor] | None = None
         self._bound: list[Segment] | None = None
-        # The same, without gradients.
-        self._bare: list[Segment] | None = None
         # Where the flats' weights were then. Who sends a parameter to another process moves them to shared memory.
         self._places: list[int] = []
 
@@ -117,7 +112,6 @@ class Batch:
     def add(self, state: FlatState) -> None:
         state.first = len(self.spans)
         self.states.append(state)
-        self._updates_all = self._updates_all and state.updates_all
         self.spans += [(state, span) for span in state.segments]
 
     # The record.
@@ -242,25 +236,15 @@ class Batch:
             return DONE
         places = [address_of(state.flat.whole) for state in self.states]
         if places != self._places:
-            self._bound = self._bare = None
+            self._bound = None
             self._places = places
-        loose = [gradient.loose for gradient in self.gradients if gradient.loose is not None]
-        if not loose or len(loose) < len(self.gradients) or aside is not None or not self._updates_all:
-            for gradient in self.gradients if loose else ():
-                gradient.lay_out()
-            segments = self.bind(aside)
-            if absent:
-                segments = [
-                    replace(segment, grad=None) if span.slot in absent.get(state.flat, ()) else segment
-                    for segment, (state, span) in zip(segments, self.spans, strict=True)
-                ]
-            return self.rule.update(segments, self.steps, groups, multiplier)
-        bare = self._bare
-        if bare is None:
-            bare = self._segments(self._views())
-            if self.in_place:
-                self._bare = bare
-        return self.rule.update(bare, self.steps, groups, multiplier, loose)
+        segments = self.bind(aside)
+        if absent:
+            segments = [
+                replace(segment, grad=None) if span.slot in absent.get(state.flat, ()) else segment
+                for segment, (state, span) in zip(segments, self.spans, strict=True)
+            ]
+        return self.rule.update(segments, self.steps, groups, multiplier)
 
     @property
     def in_place(self) -> bool:
@@ -292,7 +276,7 @@ class Batch:
 
     def forget(self) -> None:
         """Let go of memory that is only borrowed for an update: it is about to be given back, or to move."""
-        self._bound = self._bare = None
+        self._bound = None
         self.rule.forget()
 
     def detach(self) -> None:
