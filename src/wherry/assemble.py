@@ -40,8 +40,7 @@ from wherry.sharding.unit import Unit
 from wherry.sharding.weights import Gatherer
 from wherry.tiering import Tiering
 from wherry.update import schedules
-from wherry.update.clipping import sum_squares
-from wherry.update.loss_scale import LossScaler
+from wherry.update.loss_scale import LossScaler, sum_squares
 from wherry.update.optimizer import OptimizerSpec, ShardedOptimizer, describe, from_config
 from wherry.update.pipeline import Updater
 
@@ -180,11 +179,11 @@ def _assemble(
         Updater(
             spec.groups,
             topology.shards,
-            tiering.link,
+            tiering,
             tiering.policy,
-            tiering.state_tier,
             gathers,
             alone=topology.data.size == 1,
+            checks_finite=resolved.nonfinite() != "ignore",
         )
         if spec is not None
         else None
@@ -198,7 +197,7 @@ def _assemble(
         persistence_threshold=zero.stage3_param_persistence_threshold,
         persistence_limit=zero.stage3_model_persistence_threshold,
         home_of=tiering.home_of,
-        adopt=updater.holdings.adopt if updater is not None else lambda flat, master: None,
+        adopt=updater.states.adopt if updater is not None else lambda flat, master: None,
         tensor=topology.tensor,
         shards=topology.shards,
     )
@@ -233,9 +232,9 @@ def _assemble(
         Merging(zero.reduce_bucket_size),
     )
     if updater is not None:
-        updater.attach(gradients.all)
+        updater.attach(gradients)
         # Each rank has rounded its own part anew where masters are split.
-        split = {state.flat for held in updater.holdings.batches if held.split for state in held.states}
+        split = {state.flat for bucket in updater.buckets if bucket.split for state in bucket.states}
         for flat in flats:
             if flat in split and flat.resident and flat.layout.ranks > 1 and flat.dtype is torch.bfloat16:
                 topology.shards.all_gather(flat.whole, flat.shard_memory).wait()
@@ -243,7 +242,6 @@ def _assemble(
         gatherer.settle = updater.settle
         if tiering.policy.when == "in_backward":
             gradients.on_complete = updater.landed
-            updater.finite = gradients.finite if resolved.nonfinite() != "ignore" else None
         if updater.reads_ahead:
             gradients.on_half = updater.read_ahead
 

@@ -39,12 +39,11 @@ from wherry.sharding.unit import Unit
 from wherry.sharding.weights import Gatherer
 from wherry.surface import Surface
 from wherry.tiering import Tiering
-from wherry.update.clipping import norm_and_multiplier
-from wherry.update.loss_scale import LossScaler
+from wherry.update.loss_scale import LossScaler, norm_and_multiplier
 from wherry.update.nonfinite import NonFinite
 from wherry.update.optimizer import ShardedOptimizer
+from wherry.update.parameter_states import ParameterStates
 from wherry.update.pipeline import Updater
-from wherry.update.reach import ParameterStates
 
 if TYPE_CHECKING:
     from wherry.config import BatchSizes, Config
@@ -151,7 +150,7 @@ class Engine(Surface):
         self._activations = parts.activations(self._hooks)
         self.optimizer = parts.optimizer(self)
         self._checkpoints = Checkpoints(self._session, parts.config)
-        state_of = parts.updater.holdings.state_of if parts.updater is not None else {}
+        state_of = parts.updater.states.state_of if parts.updater is not None else {}
         self._access = Access(module, parts.units, parts.gatherer, self.comm, state_of.get, self.settle)
 
     # Forward.
@@ -247,7 +246,7 @@ class Engine(Surface):
         self._hooks.end_backward(reduces=makes_gradients)
         if not makes_gradients:
             if self._updater is not None:
-                self._updater.early.retract()
+                self._updater.cancel_backward()
             return  # gradients of inputs only, as of torch.autograd.grad: no micro-batch of the window
         self._gradients.finish()
         self._backwards_in_window += self._micro_batches
@@ -276,18 +275,10 @@ class Engine(Surface):
         self._micro_batches = micro_batches
         micro_batch = max(self._backwards_in_window, self._steps_in_window) + micro_batches
         boundary = self._is_boundary(micro_batch)
-        self._updates_begin_with(boundary)
+        if self._updater is not None:
+            self._updater.begin_backward(self._groups(), self._gradient_scale(), boundary=boundary)
         self._gradients.begin(boundary=boundary, micro_batches=micro_batches)
         self._hooks.begin_backward()
-
-    def _updates_begin_with(self, boundary: bool) -> None:
-        """No update is under way while gradients come, but those that a policy makes of these very gradients."""
-        if self._updater is None or not self._updater.policy.beside:
-            return
-        if self._updater.policy.when != "delayed":
-            self._updater.settle()
-        if boundary and self._updater.policy.when == "in_backward":
-            self._updater.early.expect(self._groups(), self._gradient_scale())
 
     # Step.
 
@@ -409,7 +400,7 @@ class Engine(Surface):
         """Forget the window's gradients. What has been updated from them already, by name."""
         self._gatherer.hold = False
         self._hooks.end_backward()
-        changed = self._updater.abandon() if self._updater is not None else []
+        changed = self._updater.drop() if self._updater is not None else []
         self._gradients.drop()
         self._end_window()
         self._in_backward = False
@@ -423,7 +414,7 @@ class Engine(Surface):
             self._log.warning(
                 "gradients are dropped that no step has ended, and the update policy in_backward has updated %d of %d "
                 "parts of the model from them already: %s ...; to lose nothing go back to a checkpoint",
-                len(changed), len(self._updater.batches), changed[0],
+                len(changed), len(self._updater.buckets), changed[0],
             )  # fmt: skip
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -138,4 +138,4 @@ class Offstage:
             for gradient in self._gradients.all:
                 yield gradient.accumulated
         elif self._updater is not None:
-            yield from self._updater.holdings.device_memory()
+            yield from self._updater.states.device_memory()

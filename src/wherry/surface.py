@@ -33,8 +33,8 @@ from wherry.sharding.weights import Gatherer
 from wherry.tiering import Tiering
 from wherry.update.loss_scale import LossScaler
 from wherry.update.optimizer import ShardedOptimizer
+from wherry.update.parameter_states import ParameterStates
 from wherry.update.pipeline import Updater
-from wherry.update.reach import ParameterStates
 
 if TYPE_CHECKING:
     from wherry.config import BatchSizes, Config
@@ -158,7 +158,7 @@ class Surface(nn.Module):
         self._gradients.choose(policy, partial(self._tiering.way_of, policy))
         self._hooks.watch_arrivals()
         if self._updater is not None:
-            self._updater.attach(self._gradients.all)
+            self._updater.attach(self._gradients)
         self._states = None
 
     # Checkpoints.

@@ -143,7 +143,7 @@ def storages(engine: Any) -> dict[str, int]:
     held = {
         "parameters": [flat.whole for flat in flats if flat.resident] + apart,
         "gradients": sums + brought,
-        "optimizer": [memory for batch in engine._updater.batches for memory in batch.memory()],
+        "optimizer": [memory for batch in engine._updater.buckets for memory in batch.memory()],
     }
     found = {name: sum(tensor.untyped_storage().nbytes() for tensor in tensors) for name, tensors in held.items()}
     found["gradients"] += travelling

@@ -85,7 +85,7 @@ def test_new_weights_go_up_before_anything_asks_for_them(tmp_path: Path) -> None
     jobs = list(engine._updater._pending.values())
     assert len(jobs) == 4
     for job in jobs:
-        job.come_to_an_end()
+        job.wait_for_end()
     whole, updated = psi(1)
     assert 2 * updated <= link.bytes_up - before <= 2 * whole
     engine.close()
@@ -112,7 +112,7 @@ def test_a_step_waits_for_no_update_and_each_unit_for_its_own(row: str, policy: 
 
         return wait
 
-    for batch in engine._updater.batches:
+    for batch in engine._updater.buckets:
         batch.rule.update = behind(batch.rule.update)
 
     def pending() -> list[str]:
@@ -230,7 +230,7 @@ def test_after_a_backward_its_updates_are_made_in_the_order_of_the_forward(tmp_p
 
         return wait
 
-    for batch in engine._updater.batches:
+    for batch in engine._updater.buckets:
         batch.update = behind(batch.name, batch.update)  # type: ignore[method-assign]
     engine.backward(engine(*token_batch(0, 0, 0)))
     assert met.wait(50)

@@ -415,7 +415,7 @@ def test_gathers_that_were_begun_are_waited_for_when_an_update_fails(policy: str
             config=settings(2, more=offload("offload-2", tmp_path, policy)),
             mesh=comm,
         )
-        engine._updater.batches[2].rule.update = fail
+        engine._updater.buckets[2].rule.update = fail
         engine.backward(engine(*token_batch(0, 0, comm.rank)))
         comm.all_gather = gather  # type: ignore[method-assign]
         with pytest.raises(WherryError, match="a bad kernel"):

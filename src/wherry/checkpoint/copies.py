@@ -19,7 +19,7 @@ from wherry.tiers.budget import Room, rooms
 from wherry.tiers.buffers import host_copy
 from wherry.tiers.streams import Readers
 from wherry.tiers.tickets import Ticket, TicketGroup
-from wherry.update.state import Batch, FlatState
+from wherry.update.optimizer_states import FlatState, UpdateBucket
 
 # Of the memory that is free, what copies may take: training wants some as well.
 SHARE_OF_FREE = 0.9
@@ -159,7 +159,7 @@ def parted(session: Session, flat: Flat, cut: FlatCut) -> tuple[FlatCut, FlatCut
 def _state_on_device(session: Session, flat: Flat) -> bool:
     if session.updater is None or flat not in session.states:
         return False
-    return session.updater.holdings.tiers[session.states[flat].batch] is Tier.DEVICE
+    return session.states[flat].bucket.tier is Tier.DEVICE
 
 
 def sums_on_device(session: Session, flat: Flat) -> bool:
@@ -221,7 +221,7 @@ def host_bytes(
     for flat, whole in cuts.items():
         _, cut = parted(session, flat, whole)
         state = session.states.get(flat)
-        if state is None or state.batch not in beside:
+        if state is None or state.bucket not in beside:
             if state is not None:
                 total += _segment_bytes(state, cut)
             if not flat.at_rest_on_disk:
@@ -231,7 +231,7 @@ def host_bytes(
     return round(total)
 
 
-def _held_bytes(session: Session, batch: Batch, cuts: Mapping[Flat, FlatCut]) -> int:
+def _held_bytes(session: Session, batch: UpdateBucket, cuts: Mapping[Flat, FlatCut]) -> int:
     """Records on disk stay where they are; what rests in memory is copied whole."""
     left = {state: parted(session, state.flat, cuts.get(state.flat, FlatCut()))[1] for state in batch.states}
     whole = any(cut.segments for cut in left.values())
@@ -243,7 +243,7 @@ def _held_bytes(session: Session, batch: Batch, cuts: Mapping[Flat, FlatCut]) ->
 
 
 def _segment_bytes(state: FlatState, cut: FlatCut) -> float:
-    own = state.batch.widths()[state.first : state.first + len(cut.segments)]
+    own = state.bucket.widths()[state.first : state.first + len(cut.segments)]
     pairs = zip(own, cut.segments, strict=True)
     return sum(width * stretch.run.numel for width, stretch in pairs if stretch is not None)
 

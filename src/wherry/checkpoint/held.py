@@ -13,15 +13,15 @@ from wherry.sharding.unit import Flat
 from wherry.tiers.disk import DiskClone, DiskStore
 from wherry.tiers.homes import DiskHome, Home, Kept, KeptMemory
 from wherry.tiers.tickets import CallbackTicket, TicketGroup
+from wherry.update.optimizer_states import KeptBucket, UpdateBucket
 from wherry.update.record import State
-from wherry.update.state import Batch, KeptBatch
 
 
 @dataclass
 class _Item:
     """What is read at once: one record, of one flat or of small ones together."""
 
-    batch: KeptBatch | None = None
+    batch: KeptBucket | None = None
     # Of each flat what is written, the first of its segments in the batch, and its shard where that is needed.
     flats: list[tuple[FlatCut, int, Kept | None]] = field(default_factory=list)
 
@@ -37,24 +37,24 @@ class _Item:
                 yield from pieces(cut, views[first : first + len(cut.segments)], shard)
 
 
-def held_batches(session: Session, shares: Mapping[Flat, tuple[int, int]]) -> list[Batch]:
+def held_batches(session: Session, shares: Mapping[Flat, tuple[int, int]]) -> list[UpdateBucket]:
     """Those whose states no copy is made of at once: anything of them rests on disk, or all of them in host memory that
     their update alone changes. In the order of their updates."""
     updater = session.updater
     if updater is None:
         return []
-    found = [batch for batch in updater.batches if _on_disk(batch) or _is_apart(session, batch, shares)]
+    found = [batch for batch in updater.buckets if _on_disk(batch) or _is_apart(session, batch, shares)]
     return found[::-1] if updater.policy.when == "in_backward" else found
 
 
-def _on_disk(batch: Batch) -> bool:
+def _on_disk(batch: UpdateBucket) -> bool:
     return any(home.on_disk for home in batch.homes())
 
 
-def _is_apart(session: Session, batch: Batch, shares: Mapping[Flat, tuple[int, int]]) -> bool:
+def _is_apart(session: Session, batch: UpdateBucket, shares: Mapping[Flat, tuple[int, int]]) -> bool:
     """Whether this rank writes all of a record in host memory: what it has a part of is copied in that part alone."""
     assert session.updater is not None
-    if session.updater.holdings.tiers[batch] is Tier.DEVICE and not session.link.shared:
+    if batch.tier is Tier.DEVICE and not session.link.shared:
         return False
     return all(shares[state.flat] == (0, state.flat.layout.shard_numel) for state in batch.states)
 

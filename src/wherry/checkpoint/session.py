@@ -21,8 +21,8 @@ from wherry.sharding.weights import Gatherer
 from wherry.tiers.streams import Link
 from wherry.update.loss_scale import LossScaler
 from wherry.update.optimizer import ShardedOptimizer
+from wherry.update.optimizer_states import FlatState
 from wherry.update.pipeline import Updater
-from wherry.update.state import FlatState
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Session:
     def __post_init__(self) -> None:
         self.log = get_logger(self.comm.rank)
         self.places = tile_places(self.module)
-        self.states: dict[Flat, FlatState] = dict(self.updater.holdings.state_of) if self.updater else {}
+        self.states: dict[Flat, FlatState] = dict(self.updater.states.state_of) if self.updater else {}
         self.gradient_of: dict[Flat, FlatGradient] = {g.flat: g for g in self.gradients.all}
 
     @property
