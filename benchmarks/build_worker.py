@@ -208,7 +208,7 @@ def _first_step(built: Any, recipe: Recipe) -> float:
     return float(loss.detach())
 
 
-_ENGINE, _FSDP2 = "wherry.assemble", "torch.distributed.fsdp"
+_ENGINE, _FSDP2 = "wherry.build", "torch.distributed.fsdp"
 WAYS: dict[str, Way] = {
     "plain": Way("plain PyTorch", "torch", _plain),
     "wherry": Way("Wherry, whole model first", _ENGINE, _whole),

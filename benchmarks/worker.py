@@ -20,7 +20,7 @@ from benchmarks.systems import SYSTEMS, Recipe, Trainee
 # What systems import, at first use too.
 IMPORTS = {
     "fsdp2": ("torch.distributed.fsdp",),
-    "wherry": ("wherry.assemble", "wherry.config.loading", "wherry.config.schema"),
+    "wherry": ("wherry.build", "wherry.config.loading", "wherry.config.schema"),
     "deepspeed": ("deepspeed", "torch._inductor.compile_fx"),
 }
 
