@@ -31,9 +31,8 @@ from wherry.sharding.compiling import refuse_whole
 from wherry.sharding.construct import Builder, move_buffers
 from wherry.sharding.gradients import Gradients
 from wherry.sharding.grouping import plan_units
-from wherry.sharding.lookahead import LookAhead
 from wherry.sharding.schedule import Schedule
-from wherry.sharding.unit import Flat, Unit
+from wherry.sharding.unit import Flat
 from wherry.sharding.weights import Gatherer
 from wherry.update import schedules
 from wherry.update.loss_scale import LossScaler, sum_squares
@@ -222,7 +221,7 @@ def _build(
         Schedule(units, topology.data.size),
         offload.link,
         live_limit=zero.stage3_max_live_parameters,
-        look_ahead=_look_ahead(config, units, topology.device),
+        look_ahead=zero.stage3_prefetch_bucket_size,
         read_ahead=offload.read_ahead,
         merging=gathers,
         node=topology.node,
@@ -406,16 +405,6 @@ def _divided(topology: topologies.Topology, config: Config) -> topologies.Topolo
             "that share out the weights; give the number of ranks in a node"
         )
     return replace(topology, node=shards.within(size))
-
-
-def _look_ahead(config: Config, units: list[Unit], device: torch.device) -> LookAhead:
-    """How far gathers look ahead; with "auto", to be found in the first windows."""
-    zero = config.zero_optimization
-    if "zero_optimization.stage3_prefetch_bucket_size" not in config.auto:
-        return LookAhead(zero.stage3_prefetch_bucket_size)
-    # What rests on disk is never gathered further ahead than one unit.
-    sizes = [sum(flat.layout.numel for flat in unit.travelling) for unit in units if not unit.root and not unit.on_disk]
-    return LookAhead(0, device=device, step=max(sizes, default=0), most=zero.stage3_max_live_parameters)
 
 
 def _optimizer(

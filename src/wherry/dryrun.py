@@ -95,14 +95,14 @@ def dry_run(
                 "its inputs, as a tuple"
             )
         batch = Batch(tuple(faked(fake, a) for a in batch.args), {k: faked(fake, v) for k, v in batch.kwargs.items()})
-        comm = FakeComm(rank, ranks, gpu=gpu)
+        comm = FakeComm(rank, ranks)
         topology = Topology(
             comm,
             torch.device("cpu"),
             rank,
             rank,
             ranks,
-            tensor=FakeComm(0, tensor, gpu=gpu),
+            tensor=FakeComm(0, tensor),
             link=lambda pin: FakeLink(FakePool(fake, footprint), shared=not gpu),
             open_store=FakeStore,  # type: ignore[arg-type]
         )

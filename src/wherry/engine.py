@@ -304,8 +304,6 @@ class Engine(nn.Module):
             self._abandon_window()
             raise
         self._schedule.settle(norm.one_path, self.comm.gather_objects)
-        if self._gatherer.look_ahead.searching:
-            self._gatherer.look_ahead.settle(self.comm.gather_objects)
         self._norm, multiplier = norm_and_multiplier(squares, window.scale, self._config.gradient_clipping)
         groups, found = optimizer.param_groups, None
         if not math.isfinite(self._norm):

@@ -131,7 +131,7 @@ def _gathered(units: list[Unit], gatherer: Gatherer) -> MemoryRow:
     stay = sum(flat.layout.numel for unit in units if unit.shared for flat in unit.travelling)
     largest = max((sum(f.layout.numel for f in unit.travelling) for unit in units if not unit.shared), default=0)
     room = max(0, gatherer.live_limit - stay - largest)
-    ahead = min(room, max(largest, gatherer.look_ahead.limit))
+    ahead = min(room, max(largest, gatherer.look_ahead))
     most = min(stay + largest + ahead, sum(flat.layout.numel for flat in travelling))
     width = max((flat.dtype.itemsize for flat in travelling), default=0)
     whole = sum(flat.elastic.nbytes for flat in travelling)

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import TinyLM, adamw, make_model, settings, token_batch
+from tests.engine.harness import adamw, make_model, settings, token_batch
 from tests.plan.measured import Unseen
 
 import wherry
 from wherry.observe.footprint import Footprint
 from wherry.parallel.comm import Comm
-from wherry.parallel.threads import ThreadComm, run_ranks
+from wherry.parallel.threads import run_ranks
 
 # A shard is a multiple of 128 elements, and a parameter starts on a multiple of 32.
 SHARD, PARAMETER = 128, 32
@@ -321,25 +321,6 @@ def test_prefetch_follows_the_schedule() -> None:
 
     first, second = run_ranks(2, body)[0]
     assert second > first
-
-
-def test_no_more_large_gathers_are_under_way_than_ranks_carry_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_model(functools.partial(TinyLM, blocks=6))
-    units = padded(model, 2)
-
-    def body(comm: Comm) -> int:
-        mine = copy.deepcopy(model)
-        engine, *_ = wherry.initialize(model=mine, optimizer=adamw(mine.parameters()), config=settings(3), mesh=comm)
-        for step in range(3):
-            engine.backward(engine(*token_batch(step, 0, comm.rank)))
-            engine.step()
-        return engine._gatherer.peak_live
-
-    block = units["blocks.0"]
-    assert run_ranks(2, body) == [units["root"] + 6 * block] * 2
-    for most in (1, 2):
-        monkeypatch.setattr(ThreadComm, "abreast", lambda comm, device, most=most: most)
-        assert run_ranks(2, body) == [units["root"] + (1 + most) * block] * 2
 
 
 def test_small_flats_stay_whole_below_the_persistence_threshold() -> None:

@@ -163,16 +163,6 @@ def test_layers_that_are_cut_into_tiles_are_gathered_tile_by_tile() -> None:
     assert told["gathered"] < 0.5 * predicted(cut, 2, whole, 0)["gathered"]
 
 
-def test_a_look_ahead_that_is_to_be_found_is_counted_at_its_furthest() -> None:
-    def gathered(ahead: int | str) -> int:
-        zero = {"stage": 3, "stage3_prefetch_bucket_size": ahead, "stage3_param_persistence_threshold": 0, **ALONE}
-        setting = Setting.of(configs.load(config(3, zero_optimization=zero)), 2)
-        return peak(profiled(), setting).highest_gathered
-
-    one_ahead, all_ahead = gathered(0), gathered(10**9)
-    assert gathered("auto") == all_ahead > one_ahead
-
-
 def test_a_line_through_two_batches_meets_the_third() -> None:
     line = Line(profiled(16), profiled(32))
     assert line.at(64).activations == pytest.approx(profiled(64).activations, rel=0.001)

@@ -21,9 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from wherry.errors import DivergenceError, PeerError
 from wherry.fake import address_of
-from wherry.parallel import gloo
 from wherry.parallel.peers import Asked, Peers
-from wherry.parallel.sizes import ABREAST
 from wherry.tiers.tickets import DONE, CallbackTicket, Ticket
 
 # Newer releases of torch have these under other names, and warn about the old ones.
@@ -158,18 +156,6 @@ class Comm:
         if len(members) == self.size:
             return self
         return SoloComm() if len(members) == 1 else self._group(axis, members)
-
-    def buffers(self, whole: torch.Tensor) -> bool:
-        """Whether a reduce-scatter of `whole` takes up to as much memory again until it is waited for."""
-        return False
-
-    def swaps(self, tensor: torch.Tensor) -> bool:
-        """Whether a sum of `tensor`, an all-reduce, takes as much memory again until it is waited for."""
-        return False
-
-    def abreast(self, device: torch.device) -> int | None:
-        """How many large gathers to tensors there are worth having under way at once; None for any number."""
-        return None
 
     def fail(self, message: str) -> None:
         """Tell the other ranks that this one cannot go on: whoever waits for it raises `message` as a `PeerError`.
@@ -309,7 +295,14 @@ def _copyable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _ended_well(work: Any, tells: bool) -> bool:
-    return gloo.ended_well(work) if tells else work.is_completed()
+    """Whether a work has ended, and without an error if it `tells`: torch's own question for that is deprecated."""
+    if not (work.is_completed() and tells):
+        return work.is_completed()
+    try:
+        work.wait()
+    except RuntimeError:
+        return False
+    return True
 
 
 class ProcessGroupComm(Comm):
@@ -355,28 +348,23 @@ class ProcessGroupComm(Comm):
         return not all(_ended_well(work, tells) for work, tells in tuple(self._begun.items()))
 
     def _all_reduce(self, tensor: torch.Tensor, op: str) -> Ticket:
-        if op == "sum" and self.swaps(tensor):
-            return self._ticket(lambda: gloo.all_reduce(tensor, self._process_group), tensor)
         reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
         return self._ticket(lambda: dist.all_reduce(tensor, reduce_op, group=self.group, async_op=True), tensor)
 
-    def swaps(self, tensor: torch.Tensor) -> bool:
-        return tensor.device.type == "cpu" and self._over_gloo and gloo.swaps(tensor, self.size)
-
-    def buffers(self, whole: torch.Tensor) -> bool:
-        return whole.device.type == "cpu" and self._over_gloo and gloo.buffers(whole)
-
     def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
         if whole.device.type == "cpu" and self._over_gloo:
-            return self._ticket(lambda: gloo.reduce_scatter(shard, whole, self._process_group), shard, whole)
+            # gloo has no reduce-scatter, and a wait for torch's stand-in, which copies the whole, has no end.
+            summed = self._all_reduce(whole, "sum")
+
+            def take() -> None:
+                summed.wait()
+                _copy_unless_same(shard, whole.view(self.size, -1)[self.rank].view_as(shard))
+
+            return CallbackTicket(take, summed.done)
         return self._ticket(lambda: _reduce_scatter_single(shard, whole, group=self.group, async_op=True), shard, whole)
 
     def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
         whole, shard = _copyable(whole), _copyable(shard)
-        by_parts = self.size <= gloo.FEW and whole.nbytes >= gloo.LARGE
-        if by_parts and whole.device.type == "cpu" and self._over_gloo:
-            _copy_unless_same(whole.view(self.size, -1)[self.rank], shard.view(-1))
-            return self._ticket(lambda: gloo.all_gather(whole, self._process_group), whole)
         return self._ticket(lambda: _all_gather_single(whole, shard, group=self.group, async_op=True), whole, shard)
 
     def _broadcast(self, tensor: torch.Tensor, source: int) -> Ticket:
@@ -441,8 +429,6 @@ class ProcessGroupComm(Comm):
         """The ranks of this group, by their numbers in the world."""
         return tuple(dist.get_process_group_ranks(self.group) if self.group else range(dist.get_world_size()))
 
-    def abreast(self, device: torch.device) -> int | None:
-        return ABREAST if device.type == "cpu" and self._over_gloo else None
 
     def fail(self, message: str) -> None:
         self.peers.fail(self.asked, message)

@@ -19,7 +19,6 @@ from wherry.update.sizes import BUCKET_NUMEL, records_at_once, records_waiting, 
 if TYPE_CHECKING:
     from wherry.config import Config
 
-PREFETCH = "zero_optimization.stage3_prefetch_bucket_size"
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class Setting:
     accumulation: int
     live_limit: int
     # None where the engine is to find out.
-    prefetch: int | None
+    prefetch: int
     persistence_threshold: int
     persistence_limit: int
     # Elements of parameters that rest in memory though they may rest on disk.
@@ -158,7 +157,7 @@ class Setting:
             wire=wire,
             accumulation=accumulation,
             live_limit=zero.stage3_max_live_parameters,
-            prefetch=None if PREFETCH in config.auto else zero.stage3_prefetch_bucket_size,
+            prefetch=zero.stage3_prefetch_bucket_size,
             persistence_threshold=zero.stage3_param_persistence_threshold,
             persistence_limit=zero.stage3_model_persistence_threshold,
             in_memory=zero.offload_param.max_in_cpu if placement.parameters.tier is Tier.DISK else 0,
@@ -176,11 +175,6 @@ class Setting:
     def passes(self) -> int:
         """Times that a window goes through the model: weights come, and gradients leave, once each time."""
         return -(-self.accumulation // self.together)
-
-    @property
-    def over_gloo(self) -> bool:
-        """Whether ranks talk to each other over gloo, as they do where the device is the host."""
-        return not self.resting.gpu
 
     def flats(self, profile: Profile) -> list[list[Placed]]:
         """The flats of each unit, in the order in which the engine places them."""

@@ -395,9 +395,7 @@ class Gradients:
             return
         whole, owned = gradient.accumulated, gradient.own_sum
         cast = gradient.dtype != gradient.wire_dtype
-        received = self.comm.buffers(whole) if self._optimizer_partitioned else self.comm.swaps(whole)
-        buffered = cast or self._merging.takes(whole) or received
-        if buffered or self._replicas.size > 1 or self._updates_in_backward:
+        if cast or self._merging.takes(whole) or self._replicas.size > 1 or self._updates_in_backward:
             # Buffers are to be few, and what follows a sum is to begin soon. Else nothing is gained by waiting here.
             self._drain(IN_FLIGHT - 1)
         if self.policy.predivide != 1.0:
