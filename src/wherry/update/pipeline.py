@@ -281,10 +281,10 @@ class Updater:
             for home in weights:
                 tickets.append(home.fetch())
                 fetched.append(home)
-            # What was begun before and still reads the weights that are about to change.
-            tickets += [home.quiet() for home in weights]
-            if aside is None:
-                tickets += [gradient.landing for gradient in bucket.gradients]
+            for home in weights:
+                tickets.append(home.quiet())  # what was begun before and still reads what is about to change
+            for gradient in bucket.gradients if aside is None else ():
+                tickets.append(gradient.landing)
             for ticket in tickets:
                 if ticket is not DONE:
                     yield FETCH, ticket
@@ -298,10 +298,9 @@ class Updater:
                 bucket.fresh = [w.clone() if bucket.on_disk else w for w in bucket.working()]
             elif bucket.apart:
                 uploads = [OnHost(ticket) for ticket in bucket.publish(terms.fence)]
-            stores = [home.store() for home in fetched]
+            stores = [ticket for home in fetched if (ticket := home.store()) is not DONE]
             for ticket in uploads:
                 yield STORE, ticket
-            stores = [ticket for ticket in stores if ticket is not DONE]
             if stores:
                 yield READY, DONE
             for ticket in stores:
