@@ -23,7 +23,7 @@ from wherry.tiers.homes import Home, Kept, opened
 from wherry.tiers.streams import Link
 from wherry.tiers.tickets import DONE, Ticket
 from wherry.update.record import Field, RecordLayout, State
-from wherry.update.rules import Group, Groups, Rule, Segment
+from wherry.update.rules import Group, Groups, UpdateRule, UpdateSegment
 from wherry.update.sizes import BUCKET_NUMEL, records_at_once
 
 # What an update of an element reads besides its moments, by name.
@@ -54,7 +54,7 @@ class StateHomes(Protocol):
 
     def state_tier(self, flat: Flat) -> StateTier: ...
 
-    def make_rule(self, kept: StateTier) -> Rule: ...
+    def make_rule(self, kept: StateTier) -> UpdateRule: ...
 
     def make_home(self, tier: Tier, name: str, nbytes: int, untouched: int) -> Home:
         """A new one of so many bytes, of which `untouched` stay the zeros that they are until the first update."""
@@ -77,7 +77,7 @@ class FlatState:
         self.first = 0
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> UpdateRule:
         return self.bucket.rule
 
     def begin_again(self, group: Group, values: dict[str, State], name: str) -> None:
@@ -129,7 +129,7 @@ class UpdateBucket:
         self.home: Home | None = None
         # New weights of a delayed update, of each segment, until they are published: the flats have those before it.
         self.fresh: list[torch.Tensor] | None = None
-        self._bound: list[Segment] | None = None
+        self._bound: list[UpdateSegment] | None = None
         # Where the flats' weights were then. Who sends a parameter to another process moves them to shared memory.
         self._places: list[int] = []
 
@@ -303,13 +303,13 @@ class UpdateBucket:
         assert self._layout is not None
         return self._layout.views(self.home.memory) if self.home is not None else [{} for _ in self.spans]
 
-    def _segments(self, fields: list[dict[str, State]]) -> list[Segment]:
+    def _segments(self, fields: list[dict[str, State]]) -> list[UpdateSegment]:
         segments = []
         for (state, span), views in zip(self.spans, fields, strict=True):
             flat = state.flat
             working = views["working"] if self.apart else flat.shard_memory[span.start : span.stop]
             segments.append(
-                Segment(
+                UpdateSegment(
                     group=span.group,
                     working=working,  # type: ignore[arg-type]
                     master=views.get("master"),  # type: ignore[arg-type]
