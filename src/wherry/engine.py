@@ -18,8 +18,7 @@ from wherry import ending
 from wherry.accounts import explain_shortage
 from wherry.accumulation import Accumulation
 from wherry.activations.manager import Activations
-from wherry.checkpoint.keeper import Checkpoints
-from wherry.checkpoint.session import Counts, Session, Window
+from wherry.checkpoint.session import Checkpoints, Counts, Session
 from wherry.errors import DivergenceError, WherryError
 from wherry.fake import host_value
 from wherry.observe.log import get_logger
@@ -513,12 +512,10 @@ class Engine(Surface):
             units=self.units,
             comm=world_of(self.topology),
             data=self.comm,
-            replicas=self.topology.replicas,
             tensor=self.topology.tensor,
             device=self.device,
             link=self._tiering.link,
             gatherer=self._gatherer,
-            gradients=self._gradients,
             updater=self._updater,
             optimizer=self.optimizer,
             scaler=self._scaler,
@@ -527,30 +524,32 @@ class Engine(Surface):
             config=self.config,
             placement=[list(row) for row in self.placement.rows()],
             counts=Counts(
-                self.global_steps, self.micro_steps, self.skipped_steps, self.global_samples, self._norm, self._applied
+                self.global_steps,
+                self.micro_steps - self._steps_in_window,
+                self.skipped_steps,
+                self.global_samples,
+                self._norm,
+                self._applied,
             ),
-            window=Window(
-                self._backwards_in_window,
-                self._steps_in_window,
-                self._averaged,
-                self._scaled,
-                self._gradients.boundary,
-                self._batch.accumulation,
-                self.comm.size,
-                self._gradients.policy.predivide,
-            ),
+            left_out=self._left_out(),
+            complete=self._gradients.boundary,
         )
 
-    def _go_on_from(self, counts: Counts, window: Window | None) -> None:
+    def _left_out(self) -> str | None:
+        """What a checkpoint that is written now lacks, in words; None where there is nothing."""
+        if not self._backwards_in_window:
+            return None
+        return (
+            f"{self._backwards_in_window} of the {self._batch.accumulation} micro-batches of this accumulation window "
+            "have run, and are not in it: it is of the last update, and the window begins anew where it is loaded"
+        )
+
+    def _go_on_from(self, counts: Counts) -> None:
         self.global_steps, self.micro_steps = counts.global_steps, counts.micro_steps
         self.global_samples = counts.samples
         self.skipped_steps, self._norm, self._applied = counts.skipped_steps, counts.norm, counts.applied
         if self._updater is not None:
             self._updater.steps_made = self.global_steps - self.skipped_steps
-        if window is not None:
-            self._backwards_in_window, self._steps_in_window = window.backwards, window.steps
-            self._averaged, self._scaled = window.averaged, window.scaled
-            self._window_scale = self._gradient_scale()
 
     # The end.
 

@@ -15,8 +15,7 @@ from torch import nn
 from wherry import accounts
 from wherry.accounts import MemoryRow
 from wherry.accumulation import Accumulation
-from wherry.checkpoint.keeper import Checkpoints
-from wherry.checkpoint.session import Counts, Window
+from wherry.checkpoint.session import Checkpoints, Counts
 from wherry.errors import WherryError
 from wherry.observe.monitor import Monitor
 from wherry.observe.reporter import Reporter
@@ -86,7 +85,7 @@ class Surface(nn.Module):
     def _come_to_rest(self) -> None:
         raise AssertionError("the engine has everything under way")
 
-    def _go_on_from(self, counts: Counts, window: Window | None) -> None:
+    def _go_on_from(self, counts: Counts) -> None:
         raise AssertionError("the engine counts")
 
     # Between phases.
@@ -180,7 +179,7 @@ class Surface(nn.Module):
         and dicts of these. Whatever happens on the way, the checkpoint before stays whole.
         """
         self._meet("save_checkpoint()")
-        self._rest()
+        self.settle()
         self._checkpoints.save(save_dir, tag, client_state, save_latest, not exclude_frozen_parameters)
         return True
 
@@ -206,14 +205,14 @@ class Surface(nn.Module):
         states = load_optimizer_states and not load_module_only
         schedule = load_lr_scheduler_states and not load_module_only
         options = LoadOptions(load_module_strict, states, schedule, counts=not load_module_only)
-        if self._hooks.backward_running or (states and self._backwards_in_window):
+        if self._hooks.backward_running or (states and (self._backwards_in_window or self._steps_in_window)):
             self._abandon_window()
         loaded = self._checkpoints.load(load_dir, tag, options)
         self._gatherer.forget_near()
         if loaded is None:
             return None, None
         if loaded.counts is not None:
-            self._go_on_from(loaded.counts, loaded.window)
+            self._go_on_from(loaded.counts)
         return str(loaded.path), loaded.client_state
 
     def _meet(self, call: str) -> None:
