@@ -48,7 +48,6 @@ LONGEST = [
     "scale/test_transformers.py",
     "scale/test_room.py",
     "examples/test_examples.py",
-    "benchmarks/test_gpu.py",
     "parallel/test_torch_axes.py",
     "parallel/test_peers.py",
     "checkpoint/test_tensor.py",

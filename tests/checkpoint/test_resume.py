@@ -128,13 +128,11 @@ def micro_batches(engine: Any, comm: Comm, first: int, last: int) -> None:
         engine.step()
 
 
-NOT_IN_IT = "{} of the {} micro-batches of this accumulation window have run, and are not in it: it is of the last update"
+NOT_IN_IT = "{} of the {} micro-batches of this accumulation window have run, and are not in it: it is of the last"
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_within_a_window_it_is_of_the_last_update(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, stage: int
-) -> None:
+def test_within_a_window_it_is_of_the_last_update(tmp_path: Path, caplog: pytest.LogCaptureFixture, stage: int) -> None:
     """Saved after 5 micro-batches of windows of 3: the window begins anew, also on other ranks with another one."""
     shape = Shape(2, stage, 3)
 

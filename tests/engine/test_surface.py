@@ -350,9 +350,9 @@ def test_windows_that_grow_run_no_more_together_than_fit(monkeypatch: pytest.Mon
 
     def body(comm: Comm) -> list[list[int]]:
         model = copy.deepcopy(source)
-        engine = wherry.initialize(
-            model=model, optimizer=adamw(model.parameters()), config=settings(3, 2), mesh=comm
-        )[0]
+        engine = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(3, 2), mesh=comm)[
+            0
+        ]
         run_together, together = engine._hooks.run_together, [[]]
 
         def noted(forwards: Any, *how: Any) -> Any:

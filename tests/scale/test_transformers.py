@@ -98,9 +98,7 @@ def test_layer_major_training_equals_plain(family: Any, checkpointing: str) -> N
     def body(comm: Comm) -> Run:
         run, mine = Run(extra=[]), copy.deepcopy(model)
         config = settings(3, accumulation, more={"wherry": {"accumulation": "layer_major"}})
-        engine, *_ = wherry.initialize(
-            model=mine, optimizer=adamw(mine.parameters()), mesh=comm, config=config
-        )
+        engine, *_ = wherry.initialize(model=mine, optimizer=adamw(mine.parameters()), mesh=comm, config=config)
         for step in range(steps):
             comm.traffic.clear()
             batches = iter([batch(step, micro, comm.rank) for micro in range(accumulation)])

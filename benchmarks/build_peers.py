@@ -1,4 +1,4 @@
-"""Builds what the peers compile at their first use, so that no benchmark waits: python benchmarks/peers.py.
+"""Builds what the peers compile at their first use, so that no benchmark waits: python benchmarks/build_peers.py.
 
 DeepSpeed's host optimizer takes about a minute, its aio as long, which needs libaio's header (Debian: libaio-dev).
 What cannot be built is named with the reason; its rows will say so too.
@@ -18,7 +18,7 @@ from pathlib import Path
 if not __package__:  # run as a script: this folder is found as it is when imported
     sys.path[0] = str(Path(__file__).parents[1])
 
-from benchmarks import alone, systems
+from benchmarks import harness, systems
 
 HOST_OPTIMIZER = "CPUAdamBuilder"
 OPERATORS = (HOST_OPTIMIZER, "AsyncIOBuilder")
@@ -64,7 +64,7 @@ def built(operator: str) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    argparse.ArgumentParser(prog="wherry bench peers", description=__doc__).parse_args(argv)
+    argparse.ArgumentParser(description=__doc__).parse_args(argv)
     if importlib.util.find_spec("deepspeed") is None:
         print("deepspeed is not installed (pip install '.[bench]'): its rows will say so")
         return 0
@@ -75,4 +75,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    alone(main)
+    harness.alone(main)

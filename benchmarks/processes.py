@@ -1,6 +1,6 @@
-"""Rooms: processes of their own in which systems are built and measured, one process for each rank.
+"""Processes in which systems are built and measured, one for each rank.
 
-The script that measures stays outside and asks; what fails in a room, or hangs, costs that room alone.
+The script that measures stays outside and asks; what fails there, or hangs, costs these processes alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -26,8 +25,8 @@ from typing import IO, Any
 import psutil
 
 from benchmarks import systems
+from benchmarks.harness import ROOT, without_folders
 from wherry.errors import WherryError
-from wherry.observe.bench import ROOT, without_folders
 
 TIMEOUT = 600.0
 # Letters of a reason.
@@ -35,16 +34,16 @@ LONGEST = 300
 _WORKER = Path(__file__).parent / "worker.py"
 
 
-class RoomFailed(WherryError):
-    """A room has ended without an answer. The message is the reason, in a line."""
+class Failed(WherryError):
+    """There was no answer, or it is that of an error. The message is the reason, in a line."""
 
 
-class Room:
+class Processes:
     """`ranks` processes that share the cores evenly, or are bound to one core each.
 
-    >>> with Room(ranks=2) as room:
-    ...     room.ask(do="build", system="ddp", recipe=recipe)
-    ...     answers = room.ask(do="time", system="ddp", steps=10)     # one for each rank
+    >>> with Processes(ranks=2) as processes:
+    ...     processes.ask(do="build", system="ddp", recipe=recipe)
+    ...     answers = processes.ask(do="time", system="ddp", steps=10)     # one for each rank
     """
 
     def __init__(
@@ -53,11 +52,12 @@ class Room:
         *,
         one_core: bool = False,
         worker: Path = _WORKER,
-        environment: Mapping[str, str] | None = None,
+        gpu: bool = False,
+        python: str = sys.executable,
     ) -> None:
         self.ranks = ranks
-        self._worker = worker
-        self._environment = systems.environment(ranks) if environment is None else environment
+        self._command = [python, "-P", str(worker)]
+        self._environment = systems.environment(ranks, gpu)
         self.threads = 1 if one_core else max(1, _cores() // ranks)
         self._one_core = one_core
         self._logs: list[IO[bytes]] = []
@@ -65,7 +65,7 @@ class Room:
         self._partial: list[bytes] = []
         systems.remove_dead_locks()
         self._port = _free_port()
-        # What ranks leave on the disk goes with the room.
+        # What ranks leave on the disk goes with them.
         self._disk = tempfile.mkdtemp(prefix="benchmark-", dir=systems.disk_folder())
         try:
             for rank in range(ranks):
@@ -91,9 +91,9 @@ class Room:
         }
         if self._one_core:
             environment["BENCHMARK_ONE_CORE"] = "1"
-        log = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the room
+        log = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as they do
         process = subprocess.Popen(
-            [sys.executable, "-P", str(self._worker)],
+            self._command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -112,7 +112,7 @@ class Room:
                 process.stdin.write(line)
                 process.stdin.flush()
             except BrokenPipeError:
-                raise RoomFailed(self._reason(rank)) from None
+                raise Failed(self._reason(rank)) from None
         return self._answers(time.monotonic() + timeout)
 
     def _answers(self, deadline: float) -> list[Any]:
@@ -124,17 +124,20 @@ class Room:
             while len(answers) < self.ranks:
                 ready = selector.select(max(0.0, deadline - time.monotonic()))
                 if not ready:
-                    raise RoomFailed("no answer in time")
+                    raise Failed("no answer in time")
                 for key, _ in ready:
                     data = os.read(key.fd, 1 << 16)
                     if not data:
-                        raise RoomFailed(self._reason(key.data))
+                        raise Failed(self._reason(key.data))
                     self._partial[key.data] += data
                     if b"\n" in data:
                         line, _, self._partial[key.data] = self._partial[key.data].partition(b"\n")
                         answers[key.data] = json.loads(line)
                         selector.unregister(key.fileobj)
-        return [answers[rank] for rank in range(self.ranks)]
+                        if "failed" in answers[key.data]:
+                            # The others may wait for it.
+                            raise Failed(without_folders(answers[key.data]["failed"])[:LONGEST])
+        return [answers[rank]["found"] for rank in range(self.ranks)]
 
     def _reason(self, rank: int) -> str:
         """Why a rank has ended: the error at the end of what it printed."""
@@ -148,7 +151,7 @@ class Room:
     def close(self) -> None:
         for process in self._processes:
             assert process.stdin is not None and process.stdout is not None
-            # Nothing in a room is worth an orderly end, which may wait for a rank that is gone.
+            # Nothing there is worth an orderly end, which may wait for a rank that is gone.
             started = _children(process.pid)
             process.kill()
             process.wait()
@@ -165,7 +168,7 @@ class Room:
         shutil.rmtree(self._disk, ignore_errors=True)
         systems.remove_shared_memory(self._port)
 
-    def __enter__(self) -> Room:
+    def __enter__(self) -> Processes:
         return self
 
     def __exit__(
