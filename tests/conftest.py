@@ -46,7 +46,6 @@ LONGEST = [
     "engine/test_models.py",
     "disk/test_store.py",
     "scale/test_transformers.py",
-    "scale/test_room.py",
     "examples/test_examples.py",
     "parallel/test_torch_axes.py",
     "parallel/test_peers.py",

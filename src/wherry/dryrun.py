@@ -18,7 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode, UnsupportedFakeTensorException
 
 from wherry import config as configs
-from wherry.assemble import initialize
+from wherry.build import initialize
 from wherry.config import Config
 from wherry.engine import Engine
 from wherry.errors import WherryError
@@ -62,8 +62,6 @@ class DryRun:
     bytes: dict[str, int]
     memory: tuple[Line, ...]
     seconds: float
-    # What an engine may do otherwise than it is counted here.
-    notes: tuple[str, ...] = ()
 
     def peak(self, tier: str) -> int:
         """The highest sum of all tensors' bytes on a tier."""
@@ -123,7 +121,6 @@ def dry_run(
         calls, nbytes = make_step(engine, batch, accumulation)
         memory = tuple(memory_lines(engine, footprint))
         placement = engine.placement.name
-        notes = tuple(_order_notes(engine))
         engine.close()
     return DryRun(
         model=source.name,
@@ -137,20 +134,7 @@ def dry_run(
         bytes=dict(nbytes),
         memory=memory,
         seconds=time.perf_counter() - begun,
-        notes=notes,
     )
-
-
-def _order_notes(engine: Engine) -> Iterator[str]:
-    """Where the engine is to choose the order of a window: what it would choose."""
-    order = engine._accumulation
-    if order.order == "auto" and engine.gradient_accumulation_steps() > 1:
-        order._choose()
-        if order.order == "layer_major":
-            yield (
-                "micro-batches are counted one after another; engine.train_batch runs as many together as there is "
-                "room for, and together they send what one of them does"
-            )
 
 
 @contextmanager
@@ -210,7 +194,7 @@ def memory_lines(engine: Engine, footprint: Footprint) -> Iterator[Line]:
 
 def make_step(engine: Engine, batch: Batch, accumulation: int) -> tuple[Counter[str], Counter[str]]:
     """One accumulation window and its update; the collectives of all its micro-batches."""
-    if accumulation > 1 and engine._accumulation.order == "layer_major":
+    if accumulation > 1 and engine.config["wherry"].get("accumulation") == "layer_major":
         return _make_step_together(engine, batch, accumulation)
     calls: Counter[str] = Counter()
     nbytes: Counter[str] = Counter()

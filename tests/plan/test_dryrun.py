@@ -62,15 +62,6 @@ def test_a_window_whose_micro_batches_go_together() -> None:
     assert_same(config(3, accumulation=3, wherry={"accumulation": "layer_major"}), 2)
 
 
-def test_where_an_engine_may_run_them_together_it_is_said() -> None:
-    def notes(accumulation: int, ranks: int, **more: Any) -> tuple[str, ...]:
-        return dry_run(find(make), config(3, accumulation, **more), ranks=ranks, sequence=24).notes
-
-    (note,) = notes(2, 2)
-    assert "are counted one after another" in note
-    assert not notes(1, 2) and not notes(2, 1) and not notes(2, 2, wherry={"accumulation": "step_major"})
-
-
 @pytest.mark.parametrize("block", [{"policy": "recompute"}, {"every": 2}, {"save_operations": ["matmul"]}])
 def test_recomputation(block: dict[str, Any]) -> None:
     again = config(3, activation_checkpointing=block)

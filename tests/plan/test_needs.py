@@ -21,6 +21,7 @@ import wherry
 from wherry import config as configs
 from wherry.config import Config
 from wherry.errors import WherryError
+from wherry.offload import Offload, _Needs
 from wherry.parallel.comm import Comm
 from wherry.parallel.threads import run_ranks
 from wherry.parallel.topology import Topology
@@ -34,7 +35,6 @@ from wherry.plan.profile import Profile
 from wherry.plan.setting import Setting
 from wherry.plan.units import unit_sizes
 from wherry.sharding.grouping import plan_units
-from wherry.tiering import Tiering, _Needs
 from wherry.tiers import budget
 from wherry.tiers.budget import HostMemoryError
 from wherry.tiers.buffers import HostPool
@@ -86,7 +86,7 @@ def tiering(
     gpu: bool,
     disk: int = 10**15,
     optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
-) -> Tiering:
+) -> Offload:
     topology = Topology(
         FakeComm(0, ranks),
         torch.device("cpu"),
@@ -97,7 +97,7 @@ def tiering(
         open_store=partial(Disk, disk),  # type: ignore[arg-type]
     ).divided(config.shard_ranks(ranks))
     spec = describe(optimizer(model.parameters()), state_dtype=config.state_dtype())
-    return Tiering(config, config.placement(), topology, spec, sum(p.numel() for p in model.parameters()))
+    return Offload(config, config.placement(), topology, spec, trainable=sum(p.numel() for p in model.parameters()))
 
 
 def starts(model: nn.Module, config: Config, ranks: int, *, gpu: bool, disk: int = 10**15) -> bool:
@@ -190,7 +190,7 @@ def held_by_engines(
     def body(comm: Comm) -> tuple[dict[tuple[str, str], tuple[int, int]], dict[str, int]]:
         engine, *_ = wherry.initialize(model=copy.deepcopy(model), config=given, mesh=comm, optimizer=torch.optim.AdamW)
         shelves = {"optimizer read": "_records_shelf", "parameters read": "_weights_shelf"}
-        found = {name: getattr(engine._tiering, shelf) for name, shelf in shelves.items()}
+        found = {name: getattr(engine._offload, shelf) for name, shelf in shelves.items()}
         for shelf in found.values():
             if shelf is not None:
                 shelf.most = 0  # of training, not of its beginning

@@ -341,8 +341,6 @@ def _show_dry_run(found: DryRun, *, gpu: bool) -> None:
     for place, peak in _peaks(found, gpu).items():
         table.add_row("[bold]peak[/]", place, f"[bold]{size(peak)}[/]", "")
     console.print(table)
-    for note in found.notes:
-        console.print(f"Note: {note}", style="dim", markup=False)
 
 
 def _by_place(found: DryRun, gpu: bool) -> dict[tuple[str, str], tuple[int, int]]:

@@ -10,6 +10,7 @@ import torch
 from wherry.errors import WherryError
 from wherry.sharding.gradients import Gradients
 from wherry.sharding.unit import Flat, Unit
+from wherry.sharding.weights import Gatherer
 from wherry.tiers.streams import Link
 from wherry.tiers.tickets import Ticket
 from wherry.update.pipeline import Updater
@@ -25,44 +26,50 @@ SPELLINGS = {
 }
 
 
-class Offstage:
+class OffloadedStates:
     """Memory of the device that was freed for a while, and where its contents are meanwhile.
 
     A storage is emptied and later filled again: all tensors on it, views of the user's included, stay what they were.
     Parameters read as NaN meanwhile.
     """
 
-    def __init__(self, units: list[Unit], gradients: Gradients, updater: Updater | None, link: Link) -> None:
+    def __init__(
+        self, units: list[Unit], gatherer: Gatherer, gradients: Gradients, updater: Updater | None, link: Link
+    ) -> None:
         self._units = units
+        self._gatherer = gatherer
         self._gradients = gradients
         self._updater = updater
         self._link = link
         self._away: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     @property
-    def empty(self) -> bool:
-        return not self._away
-
-    @property
-    def away(self) -> dict[str, int]:
-        """The states that have left, and their bytes."""
+    def nbytes(self) -> dict[str, int]:
+        """The states that are away, and their bytes."""
         return {state: sum(host.nbytes for _, host in moved) for state, moved in self._away.items()}
 
-    def leave(self, include: Iterable[str] | None = None) -> int:
+    def offload(self, include: Iterable[str] | None = None) -> int:
         """Free the device's memory of these states, or of all; returns how many bytes that were.
 
-        What is away already stays away. No update, reduction or copy may be under way.
+        What is away already stays away. Updates, reductions and copies that are under way end first.
         """
         chosen = self._chosen(include)
+        if self._updater is not None:
+            self._updater.rest()
+            self._updater.stop_reading()
+        self._gatherer.stop_reading()
+        self._gatherer.release_all()
+        self._gatherer.trim()
+        self._gradients.rest()
         if self._link.shared:
             return 0  # the host's memory is where it is to go
         for flat in (flat for unit in self._units for flat in unit.flats):
             flat.quiet()  # a save may still copy from it
-        freed = sum(self._leave(state) for state in chosen if state not in self._away)
+        freed = sum(self._offload(state) for state in chosen if state not in self._away)
         self._link.return_unused()
         return freed
 
-    def _leave(self, state: str) -> int:
+    def _offload(self, state: str) -> int:
         moved: list[tuple[torch.Tensor, torch.Tensor]] = []
         with ExitStack() as given_up:
             tickets: list[Ticket] = []
@@ -83,7 +90,7 @@ class Offstage:
         self._away[state] = moved
         return sum(host.nbytes for _, host in moved)
 
-    def come_back(self) -> None:
+    def reload(self) -> None:
         """Everything is on the device again."""
         tickets: list[Ticket] = []
         hosts: list[torch.Tensor] = []

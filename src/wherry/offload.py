@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 ROOM_FOR_SUMS = 0.25
 
 
-class Tiering:
+class Offload:
     """What rests where, on this rank. `close` gives back what it has opened."""
 
     def __init__(
-        self, config: Config, placement: Placement, topology: Topology, spec: OptimizerSpec | None, trainable: int
+        self, config: Config, placement: Placement, topology: Topology, spec: OptimizerSpec | None, *, trainable: int
     ) -> None:
         zero = config.zero_optimization
         self.config = config
@@ -351,9 +351,9 @@ class Tiering:
 class _Needs:
     """Bytes that the states of these units take on one rank, on the host and on disk, by placement: as plans count."""
 
-    def __init__(self, tiering: Tiering, plans: Sequence[UnitPlan]) -> None:
-        config, spec = tiering.config, tiering.spec
-        self.tiering = tiering
+    def __init__(self, offload: Offload, plans: Sequence[UnitPlan]) -> None:
+        config, spec = offload.config, offload.spec
+        self.offload = offload
         parameters = [p for plan in plans for _, p in plan.parameters]
         # What of the model is in host memory already.
         self.held = sum(local(p).untyped_storage().nbytes() for p in parameters if p.device.type == "cpu")
@@ -376,7 +376,7 @@ class _Needs:
     def _cost(self, on_host: bool) -> Cost:
         working = self.working.itemsize
         split = on_host and self.splits and self.working is torch.bfloat16
-        split = split and self.tiering.config.wherry.master != "whole"
+        split = split and self.offload.config.wherry.master != "whole"
         return Cost(
             parameters=working,
             gradients=self.gradient,
@@ -387,10 +387,10 @@ class _Needs:
         )
 
     def _setting(self, placement: Placement) -> Setting:
-        tiering = self.tiering
-        data, gpu = tiering.topology.data.size, not tiering.link.shared
-        setting = Setting.with_cost(tiering.config, placement, data, self._cost, self.wire, gpu=gpu)
-        return replace(setting, shards=tiering.topology.shards.size)
+        offload = self.offload
+        data, gpu = offload.topology.data.size, not offload.link.shared
+        setting = Setting.with_cost(offload.config, placement, data, self._cost, self.wire, gpu=gpu)
+        return replace(setting, shards=offload.topology.shards.size)
 
     def on_host(self, placement: Placement) -> int:
         return self._setting(placement).host_needs(self.profile)
@@ -403,7 +403,7 @@ class _Needs:
         """Other placements, by the keys that choose them, and what they need of host memory."""
         if not self.splits:
             return  # state on disk is for optimizers that the host's kernels know
-        mine = self.tiering.placement
+        mine = self.offload.placement
         on_disk = replace(mine, optimizer=replace(mine.optimizer, tier=Tier.DISK))
         if mine.optimizer.tier is not Tier.DISK:
             yield '"offload_optimizer": {"device": "nvme", "nvme_path": ...}', self.on_host(on_disk)

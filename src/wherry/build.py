@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,29 +15,26 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
 
 from wherry import config as configs
-from wherry.activations import build as activations
-from wherry.activations.manager import Activations
-from wherry.batches import make_dataloader
+from wherry.dataloader import make_dataloader
 from wherry.engine import Engine, Parts
 from wherry.errors import ConfigError, WherryError
 from wherry.fake import is_fake
 from wherry.nn.tiled import larger_than, tile_beyond
 from wherry.observe.log import follow, logger, say, warn
 from wherry.observe.memory import format_bytes
+from wherry.offload import Offload
 from wherry.parallel import topology as topologies
 from wherry.parallel.merged import Merging
+from wherry.placement import Placement
 from wherry.sharding.access import refuse_taken
 from wherry.sharding.compiling import refuse_whole
 from wherry.sharding.construct import Builder, move_buffers
 from wherry.sharding.gradients import Gradients
 from wherry.sharding.grouping import plan_units
-from wherry.sharding.hooks import Hooks, Phases
-from wherry.sharding.interleave import Interleaver
 from wherry.sharding.lookahead import LookAhead
 from wherry.sharding.schedule import Schedule
-from wherry.sharding.unit import Unit
+from wherry.sharding.unit import Flat, Unit
 from wherry.sharding.weights import Gatherer
-from wherry.tiering import Tiering
 from wherry.update import schedules
 from wherry.update.clipping import sum_squares
 from wherry.update.loss_scale import LossScaler
@@ -142,8 +138,10 @@ def _assemble(
     optimizer: OptimizerLike | None,
     model_parameters: Iterable[Any] | None,
 ) -> Engine:
-    _check_possible(resolved)
-    batch = resolved.batch(topology.data.size)
+    beyond = resolved.beyond()
+    if beyond:  # what this version would otherwise do differently from what was asked
+        raise ConfigError("\n".join(beyond))
+    _check_layer_major(resolved, model)
     follow(resolved)
     dry = any(is_fake(p) for p in model.parameters())  # no run of the config, and takes no memory
     if not dry:
@@ -172,55 +170,68 @@ def _assemble(
     group_of = {p: i for i, group in enumerate(spec.groups) for p in group["params"]} if spec else {}
     _check_groups(model, group_of)
 
-    zero = resolved.zero_optimization
-    trainable = sum(p.numel() for p in group_of)
-    tiering = Tiering(resolved, placement, topology, spec, trainable)
+    return _build(engine_class, resolved, topology, placement, model, spec, group_of, checks_room=not dry)
+
+
+def _build(
+    engine_class: type[Engine],
+    config: Config,
+    topology: topologies.Topology,
+    placement: Placement,
+    model: nn.Module,
+    spec: OptimizerSpec | None,
+    group_of: dict[nn.Parameter, int],
+    *,
+    checks_room: bool,
+) -> Engine:
+    """The parts of an engine, each given those that it uses: where states rest, units, gathers, gradients, updates."""
+    zero = config.zero_optimization
+    offload = Offload(config, placement, topology, spec, trainable=sum(p.numel() for p in group_of))
     gathers = Merging(zero.allgather_bucket_size)
-    updater = (
-        Updater(
+    updater = None
+    if spec is not None:
+        updater = Updater(
             spec.groups,
             topology.shards,
-            tiering.link,
-            tiering.policy,
-            tiering.state_tier,
+            offload.link,
+            offload.policy,
+            offload.state_tier,
             gathers,
             alone=topology.data.size == 1,
+            checks_finite=config.nonfinite() != "ignore",
         )
-        if spec is not None
-        else None
-    )
     builder = Builder(
         placement,
         topology.data,
         topology.device,
-        working_dtype=resolved.working_dtype(),
+        working_dtype=config.working_dtype(),
         group_of=group_of,
         persistence_threshold=zero.stage3_param_persistence_threshold,
         persistence_limit=zero.stage3_model_persistence_threshold,
-        home_of=tiering.home_of,
+        home_of=offload.home_of,
         adopt=updater.holdings.adopt if updater is not None else lambda flat, master: None,
         tensor=topology.tensor,
         shards=topology.shards,
     )
-    plans = plan_units(model, resolved.wherry.unit_classes)
-    if not dry:
-        tiering.check_room(plans)
+    plans = plan_units(model, config.wherry.unit_classes)
+    if checks_room:
+        offload.check_room(plans)
     units = builder.build(plans, model)
-    move_buffers(model, topology.device, topology.data, resolved.buffer_dtype())
-    schedule = Schedule(units, topology.data.size)
+    move_buffers(model, topology.device, topology.data, config.buffer_dtype())
     gatherer = Gatherer(
         units,
         topology.shards,
-        schedule,
-        tiering.link,
+        Schedule(units, topology.data.size),
+        offload.link,
         live_limit=zero.stage3_max_live_parameters,
-        look_ahead=_look_ahead(resolved, units, topology.device),
-        read_ahead=tiering.read_ahead,
+        look_ahead=_look_ahead(config, units, topology.device),
+        read_ahead=offload.read_ahead,
         merging=gathers,
         node=topology.node,
+        **({"settle": updater.settle} if updater is not None else {}),
     )
     flats = [flat for unit in units for flat in unit.flats]
-    policy = tiering.gradient_policy(flats, batch.accumulation)
+    policy = offload.gradient_policy(flats, config.batch(topology.data.size).accumulation)
     gradients = Gradients(
         flats,
         topology,
@@ -228,69 +239,36 @@ def _assemble(
         placement.optimizer,
         policy,
         sum_squares,
-        tiering.link,
-        partial(tiering.way_of, policy),
+        offload.link,
+        partial(offload.way_of, policy),
         Merging(zero.reduce_bucket_size),
+        updates=updater,
     )
     if updater is not None:
-        updater.attach(gradients.all)
-        # Each rank has rounded its own part anew where masters are split.
-        split = {state.flat for held in updater.holdings.batches if held.split for state in held.states}
-        for flat in flats:
-            if flat in split and flat.resident and flat.layout.ranks > 1 and flat.dtype is torch.bfloat16:
-                topology.shards.all_gather(flat.whole, flat.shard_memory).wait()
-        gradients.on_trim = updater.forget
-        gatherer.settle = updater.settle
-        if tiering.policy.when == "in_backward":
-            gradients.on_complete = updater.landed
-            updater.finite = gradients.finite if resolved.nonfinite() != "ignore" else None
-        if updater.reads_ahead:
-            gradients.on_half = updater.read_ahead
-
-    def make_hooks(engine: Engine) -> Hooks:
-        phases = Phases(engine.backward_begins, engine.backward_ends, engine.forward_begins)
-        return Hooks(
-            model,
-            units,
-            gatherer,
-            gradients,
-            schedule,
-            phases,
-            Interleaver(len(units), topology.device),
-            updates_beside=tiering.policy.beside,
-        )
-
-    def make_activations(hooks: Hooks) -> Activations:
-        return activations.build(resolved, units, hooks.saved, topology, gatherer.gather)
-
-    def make_optimizer(engine: Engine) -> ShardedOptimizer | None:
-        if spec is None:
-            return None
-        return ShardedOptimizer(spec.instance, engine.update, engine.zero_grad_of_loop, lambda: engine.states)
-
-    fp16, cast_to = resolved.fp16, resolved.autocast_dtype()
-    autocast = partial(torch.autocast, topology.device.type, cast_to) if cast_to is not None else nullcontext
+        updater.attach(gradients)
+        _share_rounded(updater, flats, topology)
     return engine_class(
         model,
         Parts(
-            config=resolved,
+            config=config,
             topology=topology,
-            placement=placement,
-            batch=batch,
+            offload=offload,
             units=units,
             gatherer=gatherer,
-            schedule=schedule,
             gradients=gradients,
-            tiering=tiering,
-            hooks=make_hooks,
-            activations=make_activations,
             updater=updater,
-            optimizer=make_optimizer,
-            scaler=_scaler(resolved),
-            autocast=autocast,
-            autocast_inputs=torch.float16 if fp16.enabled and fp16.auto_cast else None,
+            optimizer=spec,
+            scaler=_scaler(config),
         ),
     )
+
+
+def _share_rounded(updater: Updater, flats: list[Flat], topology: topologies.Topology) -> None:
+    """Where masters are split each rank has rounded its own part anew, of weights that all of them hold whole."""
+    split = {state.flat for held in updater.holdings.batches if held.split for state in held.states}
+    for flat in flats:
+        if flat in split and flat.resident and flat.layout.ranks > 1 and flat.dtype is torch.bfloat16:
+            topology.shards.all_gather(flat.whole, flat.shard_memory).wait()
 
 
 def _who_counts(mesh: Any) -> str:
@@ -376,11 +354,17 @@ def resolve_config(config: Any, config_params: Any, args: Any) -> Config:
     return source if isinstance(source, configs.Config) else configs.load(source)
 
 
-def _check_possible(config: Config) -> None:
-    """Refuse what this version would otherwise do differently from what was asked."""
-    beyond = config.beyond()
-    if beyond:
-        raise ConfigError("\n".join(beyond))
+def _check_layer_major(config: Config, model: nn.Module) -> None:
+    """Gradients of micro-batches that run together are summed in fp32, which not every torch does."""
+    if config.wherry.accumulation != "layer_major" or hasattr(torch.Tensor, "grad_dtype"):
+        return
+    dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
+    working = config.working_dtype()
+    if any(dtype.itemsize < torch.float32.itemsize for dtype in ({working} if working is not None else dtypes)):
+        raise ConfigError(
+            f"wherry.accumulation: layer_major sums gradients in fp32, and torch {torch.__version__} sums them in the "
+            "type of the weights, which is narrower here; install torch 2.10 or later, or leave the key out"
+        )
 
 
 def _tile(

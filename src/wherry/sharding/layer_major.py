@@ -1,4 +1,7 @@
-"""Several forwards of one model on one thread, taking turns at unit boundaries: each unit runs for all, then the next.
+"""Layer-major accumulation: several forwards of one model on one thread, each unit run for all of them, then the next.
+
+Every unit is gathered once in the forward and once in the backward for all micro-batches of a window, and their
+gradients are summed in fp32 on the device and reduced once.
 
 A forward is a greenlet. It stops where it reaches a unit, and goes on when it is that unit's turn. What torch keeps for
 the thread is taken off at each stop and put back at each start, so that the model's own `with` blocks hold.
@@ -7,10 +10,12 @@ the thread is taken off at each stop and put back at each start, so that the mod
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from wherry.sharding.thread_state import RandomStream, ThreadState, can_switch, swap
 from wherry.sharding.unit import Unit
@@ -38,10 +43,6 @@ class Interleaver:
     def __init__(self, units: int, device: torch.device) -> None:
         self.units = units
         self.device = device
-        # Told of every unit that a forward reaches, whether forwards take turns or not.
-        self.observer: Callable[[Unit], None] | None = None
-        # Whether all forwards of the last run took the same way through the units.
-        self.uniform = True
         self._micros: list[MicroBatch] = []
         self._current: MicroBatch | None = None
         self._hub: Any = None
@@ -63,8 +64,6 @@ class Interleaver:
 
     def reach(self, unit: Unit) -> bool:
         """The forward that runs has come to `unit`: wait for its turn. True for the first forward of a turn."""
-        if self.observer is not None:
-            self.observer(unit)
         micro = self._current
         if micro is None:
             return True
@@ -86,12 +85,7 @@ class Interleaver:
         first, self._first_of_wave = self._first_of_wave, False
         return first
 
-    def run(
-        self,
-        forwards: Sequence[Callable[[], T]],
-        enter: Callable[[list[int]], None],
-        streams: Sequence[RandomStream],
-    ) -> list[T]:
+    def run(self, forwards: Sequence[Callable[[], T]], enter: Callable[[list[int]], None]) -> list[T]:
         """The results of `forwards`, run together, each with a stream of random numbers of its own.
 
         `enter` is given the counters of the forward about to run.
@@ -102,7 +96,7 @@ class Interleaver:
         self._hub = greenlet.getcurrent()
         self._base = swap(None, self.device)
         self.stopping = False
-        self.uniform = True
+        streams = RandomStream.now(self.device).several(len(forwards))
         self._micros = [MicroBatch(index, None, self.units, stream) for index, stream in enumerate(streams)]
         for micro, forward in zip(self._micros, forwards, strict=True):
             micro.greenlet = greenlet.greenlet(lambda micro=micro, forward=forward: setattr(micro, "result", forward()))
@@ -131,7 +125,6 @@ class Interleaver:
         assert all(micro.waits_at is not None for micro in waiting)
         _, _, unit = min((m.calls, m.waits_at.index, m.waits_at) for m in waiting)  # type: ignore[union-attr]
         turn = [micro for micro in waiting if micro.waits_at is unit]
-        self.uniform = self.uniform and len(turn) == len(self._micros)
         self._first_of_wave = True
         for micro in turn:
             self._resume(micro, enter)
@@ -160,3 +153,22 @@ class Interleaver:
             if not micro.greenlet.dead:
                 self._resume(micro, enter, greenlet.GreenletExit)
             assert micro.greenlet.dead, f"the forward of micro-batch {micro.index} does not end"
+
+
+def low_precision(units: Iterable[Unit]) -> list[nn.Parameter]:
+    """The trained parameters whose gradients autograd would sum in fewer bits than those of fp32."""
+    flats = (flat for unit in units for flat in unit.flats if flat.trainable)
+    return [p for flat in flats if flat.dtype.itemsize < torch.float32.itemsize for p in flat.parameters]
+
+
+@contextmanager
+def sums_in_fp32(units: Iterable[Unit]) -> Iterator[None]:
+    """Around a backward of several micro-batches: autograd adds up their gradients in fp32."""
+    parameters = low_precision(units)
+    for parameter in parameters:
+        parameter.grad_dtype = torch.float32
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.grad_dtype = parameter.dtype

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
 
 from wherry.observe.memory import format_bytes, free_on_gpu, host_memory, out_of_memory
+from wherry.offload import Offload
 from wherry.placement import Tier, place_name
 from wherry.sharding.gradients import Gradients
 from wherry.sharding.unit import Flat, Unit
 from wherry.sharding.weights import Gatherer
-from wherry.tiering import Tiering
 from wherry.update.pipeline import Updater
-
-if TYPE_CHECKING:
-    from wherry.engine import Engine
 
 
 class MemoryRow(NamedTuple):
@@ -32,30 +31,39 @@ class MemoryRow(NamedTuple):
     bytes_actual: int
 
 
-def explain_shortage(engine: Engine, error: BaseException, phase: str) -> None:
-    """Add to an error of memory that a forward or backward ran out of what takes it, and what to do."""
+def explain_shortage(
+    error: BaseException,
+    phase: str,
+    device: torch.device,
+    held: Callable[[], list[MemoryRow]],
+    policy: str,
+    micro_batch: int,
+) -> None:
+    """Add to an error of memory that a forward or backward ran out of what takes it, and what to do.
+
+    `policy` is that of the activations.
+    """
     if not out_of_memory(error):
         return
-    gpu = engine.device.type == "cuda"
+    gpu = device.type == "cuda"
     place = "device" if gpu else "host"
-    free = free_on_gpu(engine.device) if gpu else host_memory().available
+    free = free_on_gpu(device) if gpu else host_memory().available
     asked = re.search(r"tried to allocate ([\d.]+) ?(\w+)", str(error), re.IGNORECASE)
     wanted = f"asked for {_size(*asked.groups())} more" if asked is not None else "needs more"
     states = ", ".join(
         f"{row.state} {format_bytes(row.bytes_actual)} on {place_name(row.tier, gpu=gpu)}"
-        for row in engine.memory()
+        for row in held()
         if row.bytes_actual
     )
-    policy = engine._config.activation_checkpointing.resolved_policy()
     away = '"cpu_checkpointing": true' if gpu else '"nvme_path": "/a/folder"'
     recompute = '"policy": "recompute"' + (f", {away}" if policy != "none" else "")
-    smaller = f"train_micro_batch_size_per_gpu {max(1, engine._batch.micro // 2)} with more gradient_accumulation_steps"
+    smaller = f"train_micro_batch_size_per_gpu {max(1, micro_batch // 2)} with more gradient_accumulation_steps"
     error.add_note(
         f"wherry: {phase} {wanted}, and {format_bytes(free)} are free on this {place}. States of the engine take: "
         f"{states}; the rest are activations and what the model makes. What takes less, in the config: "
         f'"activation_checkpointing": {{{recompute}}} (now {policy}; "offload" puts activations away until backward, '
         f'with "nvme_path" on a disk)'
-        + (f"; {smaller} (now {engine._batch.micro})" if engine._batch.micro > 1 else "; shorter samples")
+        + (f"; {smaller} (now {micro_batch})" if micro_batch > 1 else "; shorter samples")
         + "; or states elsewhere, with a higher zero_optimization.stage, offload_optimizer and offload_param. "
         "`wherry plan` tells what fits"
     )
@@ -70,15 +78,15 @@ def rows(
     gatherer: Gatherer,
     gradients: Gradients,
     updater: Updater | None,
-    tiering: Tiering,
+    offload: Offload,
     away: Mapping[str, int],
 ) -> list[MemoryRow]:
     """One row for each state and tier that it rests on. `away`: bytes of states that were sent from the device."""
     flats = [flat for unit in units for flat in unit.flats]
     found = [
-        *_parameters(flats, tiering),
+        *_parameters(flats, offload),
         _gathered(units, gatherer),
-        *_gradients(gradients, tiering),
+        *_gradients(gradients, offload),
         *_optimizer(updater),
     ]
     return list(_without(found, away)) if away else found
@@ -99,7 +107,7 @@ def _tier_of(flat: Flat) -> Tier:
     return Tier.DISK if flat.home.on_disk else Tier.HOST
 
 
-def _parameters(flats: list[Flat], tiering: Tiering) -> list[MemoryRow]:
+def _parameters(flats: list[Flat], offload: Offload) -> list[MemoryRow]:
     owed: defaultdict[Tier, int] = defaultdict(int)
     held: defaultdict[Tier, int] = defaultdict(int)
     for flat in flats:
@@ -113,7 +121,7 @@ def _parameters(flats: list[Flat], tiering: Tiering) -> list[MemoryRow]:
     if Tier.DISK in owed:
         on_disk = [flat for flat in flats if _tier_of(flat) is Tier.DISK]
         cached = sum(flat.resting_nbytes for flat in on_disk)
-        found.append(MemoryRow("parameters read", str(Tier.HOST), tiering.weights_read(on_disk), cached))
+        found.append(MemoryRow("parameters read", str(Tier.HOST), offload.weights_read(on_disk), cached))
     return found
 
 
@@ -130,7 +138,7 @@ def _gathered(units: list[Unit], gatherer: Gatherer) -> MemoryRow:
     return MemoryRow("gathered", str(Tier.DEVICE), most * width, whole)
 
 
-def _gradients(gradients: Gradients, tiering: Tiering) -> list[MemoryRow]:
+def _gradients(gradients: Gradients, offload: Offload) -> list[MemoryRow]:
     device = sum(g.device_nbytes for g in gradients.all)
     host = sum(g.host_nbytes for g in gradients.all)
     owed_device = sum(
@@ -141,7 +149,7 @@ def _gradients(gradients: Gradients, tiering: Tiering) -> list[MemoryRow]:
     owed_host = sum(
         g.flat.layout.shard_numel * g.owned_dtype.itemsize for g in gradients.all if not g.stays and not g.brief
     )
-    if tiering.policy.when == "delayed":  # the copies that late updates read
+    if offload.policy.when == "delayed":  # the copies that late updates read
         owed_host += sum(g.flat.layout.shard_numel * g.owned_dtype.itemsize for g in gradients.all)
     found = [MemoryRow("gradients", str(Tier.DEVICE), owed_device, device)]
     if owed_host or host:
