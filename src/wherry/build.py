@@ -31,13 +31,11 @@ from wherry.sharding.compiling import refuse_whole
 from wherry.sharding.construct import Builder, move_buffers
 from wherry.sharding.gradients import Gradients
 from wherry.sharding.grouping import plan_units
-from wherry.sharding.lookahead import LookAhead
 from wherry.sharding.schedule import Schedule
-from wherry.sharding.unit import Flat, Unit
+from wherry.sharding.unit import Flat
 from wherry.sharding.weights import Gatherer
 from wherry.update import schedules
-from wherry.update.clipping import sum_squares
-from wherry.update.loss_scale import LossScaler
+from wherry.update.loss_scale import LossScaler, sum_squares
 from wherry.update.optimizer import OptimizerSpec, ShardedOptimizer, describe, from_config
 from wherry.update.pipeline import Updater
 
@@ -193,9 +191,8 @@ def _build(
         updater = Updater(
             spec.groups,
             topology.shards,
-            offload.link,
+            offload,
             offload.policy,
-            offload.state_tier,
             gathers,
             alone=topology.data.size == 1,
             checks_finite=config.nonfinite() != "ignore",
@@ -209,7 +206,7 @@ def _build(
         persistence_threshold=zero.stage3_param_persistence_threshold,
         persistence_limit=zero.stage3_model_persistence_threshold,
         home_of=offload.home_of,
-        adopt=updater.holdings.adopt if updater is not None else lambda flat, master: None,
+        adopt=updater.states.adopt if updater is not None else lambda flat, master: None,
         tensor=topology.tensor,
         shards=topology.shards,
     )
@@ -224,7 +221,7 @@ def _build(
         Schedule(units, topology.data.size),
         offload.link,
         live_limit=zero.stage3_max_live_parameters,
-        look_ahead=_look_ahead(config, units, topology.device),
+        look_ahead=zero.stage3_prefetch_bucket_size,
         read_ahead=offload.read_ahead,
         merging=gathers,
         node=topology.node,
@@ -265,7 +262,7 @@ def _build(
 
 def _share_rounded(updater: Updater, flats: list[Flat], topology: topologies.Topology) -> None:
     """Where masters are split each rank has rounded its own part anew, of weights that all of them hold whole."""
-    split = {state.flat for held in updater.holdings.batches if held.split for state in held.states}
+    split = {state.flat for bucket in updater.buckets if bucket.split for state in bucket.states}
     for flat in flats:
         if flat in split and flat.resident and flat.layout.ranks > 1 and flat.dtype is torch.bfloat16:
             topology.shards.all_gather(flat.whole, flat.shard_memory).wait()
@@ -408,16 +405,6 @@ def _divided(topology: topologies.Topology, config: Config) -> topologies.Topolo
             "that share out the weights; give the number of ranks in a node"
         )
     return replace(topology, node=shards.within(size))
-
-
-def _look_ahead(config: Config, units: list[Unit], device: torch.device) -> LookAhead:
-    """How far gathers look ahead; with "auto", to be found in the first windows."""
-    zero = config.zero_optimization
-    if "zero_optimization.stage3_prefetch_bucket_size" not in config.auto:
-        return LookAhead(zero.stage3_prefetch_bucket_size)
-    # What rests on disk is never gathered further ahead than one unit.
-    sizes = [sum(flat.layout.numel for flat in unit.travelling) for unit in units if not unit.root and not unit.on_disk]
-    return LookAhead(0, device=device, step=max(sizes, default=0), most=zero.stage3_max_live_parameters)
 
 
 def _optimizer(

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,14 +25,12 @@ from wherry.observe.footprint import WORKING, Footprint
 from wherry.parallel.topology import Topology
 from wherry.plan.imagined import HOST, FakeComm, FakeLink, FakePool, FakeStore
 from wherry.plan.trace import faked, loss_of, without_values
-from wherry.sharding.flat_gradient import FlatGradient, Landing
 from wherry.sources import Batch, Source, told_by
 
 # Micro-batches of a window that are run. The ones between the first and the last do the same, and are run once.
 WINDOW = 3
 STATES = ("parameters", "gradients", "optimizer")
 # What a footprint calls the gradients that stay in autograd's own tensors until the next forward.
-LOOSE = "loose gradients"
 
 
 @dataclass(frozen=True)
@@ -98,14 +95,14 @@ def dry_run(
                 "its inputs, as a tuple"
             )
         batch = Batch(tuple(faked(fake, a) for a in batch.args), {k: faked(fake, v) for k, v in batch.kwargs.items()})
-        comm = FakeComm(rank, ranks, gpu=gpu)
+        comm = FakeComm(rank, ranks)
         topology = Topology(
             comm,
             torch.device("cpu"),
             rank,
             rank,
             ranks,
-            tensor=FakeComm(0, tensor, gpu=gpu),
+            tensor=FakeComm(0, tensor),
             link=lambda pin: FakeLink(FakePool(fake, footprint), shared=not gpu),
             open_store=FakeStore,  # type: ignore[arg-type]
         )
@@ -149,40 +146,23 @@ def _understood(name: str) -> Iterator[None]:
 
 
 def observe(engine: Engine, footprint: Footprint) -> None:
-    """What there is now rests through the step: give it its names. Gradients that stay in autograd's tensors get theirs
-    when they come."""
+    """What there is now rests through the step: give it its names."""
     flats = [flat for unit in engine.units for flat in unit.travelling]
     footprint.meter("gathered", [flat.whole for flat in flats], lambda: sum(flat.elastic.nbytes for flat in flats))
     footprint.label_rest("resting")
     footprint.label("buffers", engine.module.buffers())
-    for gradient in _loose(engine):
-        for parameter in gradient.flat.parameters:
-            parameter.register_post_accumulate_grad_hook(partial(_came, footprint))
-
-
-def _loose(engine: Engine) -> list[FlatGradient]:
-    return [gradient for gradient in engine._gradients.all if gradient.way is Landing.LOOSE]
-
-
-def _came(footprint: Footprint, parameter: torch.Tensor) -> None:
-    if parameter.grad is not None:
-        footprint.label(LOOSE, [parameter.grad])
 
 
 def memory_lines(engine: Engine, footprint: Footprint) -> Iterator[Line]:
     """The footprint by category and tier. What rests is told apart by the engine's own account of it."""
     peak = footprint.at_peak
     stated = {tier: 0 for tier in ("device", "host")}
-    loose = sum(gradient.device_nbytes for gradient in _loose(engine))
     for row in engine.memory():
         if row.state not in STATES:
             continue
-        resting, come, most = row.bytes_actual, 0, 0
-        if loose and (row.state, row.tier) == ("gradients", "device"):
-            resting, come, most = resting - loose, peak.get(LOOSE, 0), footprint.peaks.get(LOOSE, 0)
-        yield Line(row.state, row.tier, resting + come, resting + most)
+        yield Line(row.state, row.tier, row.bytes_actual, row.bytes_actual)
         if row.tier in stated:
-            stated[row.tier] += resting
+            stated[row.tier] += row.bytes_actual
     extra = peak.get("resting", 0) - stated["device"] + peak.get("buffers", 0)
     yield Line("buffers", "device", extra, extra)
     if peak.get(HOST):

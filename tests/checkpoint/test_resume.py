@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import MultiStepLR, OneCycleLR
 import wherry
 from wherry.checkpoint.errors import CheckpointError
 from wherry.parallel.comm import Comm
-from wherry.update.lion import Lion
+from wherry.update.optimizer import Lion
 
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 3}}
 BF16 = {"bf16": {"enabled": True}}

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import wherry
 from wherry.errors import WherryError
-from wherry.update.lion import Lion
+from wherry.update.optimizer import Lion
 from wherry.update.rules import Segment, TorchRule
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

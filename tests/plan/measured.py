@@ -18,9 +18,7 @@ from wherry import dryrun
 from wherry.dryrun import Line
 from wherry.engine import Engine
 from wherry.observe.footprint import Footprint
-from wherry.parallel import gloo
 from wherry.parallel.comm import Comm, SoloComm
-from wherry.parallel.sizes import ABREAST
 from wherry.parallel.threads import ThreadComm, run_ranks
 from wherry.parallel.topology import Topology
 from wherry.plan.imagined import held
@@ -28,7 +26,7 @@ from wherry.sources import Batch
 from wherry.tiers.buffers import Block, HostPool
 from wherry.tiers.streams import Link
 from wherry.tiers.tickets import Ticket
-from wherry.update.jobs import Crew, Job
+from wherry.update.update_thread import UpdateJob, UpdateThread
 
 WIDTH, LENGTH, MICRO = 64, 24, 2
 
@@ -73,47 +71,32 @@ def make(micro_batch: int = MICRO, sequence: int = LENGTH) -> tuple[nn.Module, A
 
 
 class Unseen(ThreadComm):
-    """A rank whose collectives make no tensor that counts, but for what those of a process group over gloo do.
+    """A rank whose collectives make no tensor that counts.
 
     The others are given copies: they may hold them a moment longer than this rank does.
     """
 
-    over_gloo: bool = False
-
-    def buffers(self, whole: torch.Tensor) -> bool:
-        return self.over_gloo and gloo.buffers(whole)
-
-    def swaps(self, tensor: torch.Tensor) -> bool:
-        return self.over_gloo and gloo.swaps(tensor, self.size)
-
-    def abreast(self, device: torch.device) -> int | None:
-        return ABREAST if self.over_gloo else None
-
     def _all_reduce(self, tensor: torch.Tensor, op: str) -> Ticket:
-        received = (torch.empty_like(tensor),) if op == "sum" and self.swaps(tensor) else ()
         with _disable_current_modes():
             mine = tensor.clone()
             super()._all_reduce(mine, op).wait()
             tensor.copy_(mine)
-            return held(tensor, *received)
+            return held(tensor)
 
     def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
-        received = (gloo.room_for(whole, self.size),) if self.buffers(whole) else ()
         with _disable_current_modes():
-            return held(shard, whole, *received, ticket=super()._reduce_scatter(shard, whole.clone()))
+            return held(shard, whole, ticket=super()._reduce_scatter(shard, whole.clone()))
 
     def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
         with _disable_current_modes():
             return held(whole, shard, ticket=super()._all_gather(whole, shard.clone()))
 
     def _group(self, axis: str, members: list[int]) -> Comm:
-        return unseen(super()._group(axis, members), over_gloo=self.over_gloo)
+        return unseen(super()._group(axis, members))
 
 
-def unseen(comm: Comm, *, over_gloo: bool) -> Comm:
+def unseen(comm: Comm) -> Comm:
     comm.__class__ = Unseen
-    assert isinstance(comm, Unseen)
-    comm.over_gloo = over_gloo
     return comm
 
 
@@ -193,7 +176,7 @@ def measure(
     model, args = build()
 
     def body(comm: Comm) -> Measured:
-        mine, seen = copy.deepcopy(model), unseen(comm, over_gloo=not gpu)
+        mine, seen = copy.deepcopy(model), unseen(comm)
         return observed(config, seen, mine, args, gpu=gpu, optimizer=optimizer, tensor=tensor)
 
     return run_ranks(ranks, body)
@@ -201,21 +184,21 @@ def measure(
 
 def updates_begin_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Updates beside a backward begin when it has ended: no buffer comes back before, however busy the machine is."""
-    add, backward = Crew.add, Engine.backward
+    add, backward = UpdateThread.add, Engine.backward
 
-    def hold(crew: Crew, job: Job) -> None:
-        held = vars(crew).get("held")
-        add(crew, job) if held is None else held.append(job)
+    def hold(thread: UpdateThread, job: UpdateJob) -> None:
+        held = vars(thread).get("held")
+        add(thread, job) if held is None else held.append(job)
 
     def run(engine: Engine, *args: Any, **kwargs: Any) -> torch.Tensor:
         assert engine._updater is not None
-        crew: Any = engine._updater._crew
-        crew.held = []
+        thread: Any = engine._updater._thread
+        thread.held = []
         try:
             return backward(engine, *args, **kwargs)
         finally:
-            for job in vars(crew).pop("held"):
-                add(crew, job)
+            for job in vars(thread).pop("held"):
+                add(thread, job)
 
-    monkeypatch.setattr(Crew, "add", hold)
+    monkeypatch.setattr(UpdateThread, "add", hold)
     monkeypatch.setattr(Engine, "backward", run)

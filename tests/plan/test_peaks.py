@@ -12,7 +12,6 @@ from tests.plan.test_dryrun import config
 from wherry import config as configs
 from wherry.dryrun import dry_run
 from wherry.forecast import Forecaster
-from wherry.plan.estimate import Subject, estimate
 from wherry.plan.machine import described, known
 from wherry.plan.peaks import buffers, peak
 from wherry.plan.profile import Line, Profile, Recompute
@@ -47,7 +46,7 @@ def predicted(given: dict[str, Any], ranks: int, found: Profile, rank: int) -> d
         "activations": highest.highest_working,
         "peak": states.parameters
         + states.optimizer
-        + (highest.loose if setting.loose else states.gradients)
+        + states.gradients
         + buffers(found, setting)
         + found.buffers
         + highest.gathered
@@ -56,7 +55,7 @@ def predicted(given: dict[str, Any], ranks: int, found: Profile, rank: int) -> d
     }
 
 
-LOOSE_OR_NOT: list[dict[str, Any]] = [
+ONE_RANK: list[dict[str, Any]] = [
     {},
     {"activation_checkpointing": {"policy": "recompute"}},
     {"wherry": {"state_dtype": "int8"}},
@@ -90,18 +89,9 @@ def test_every_stage(stage: int, ranks: int) -> None:
     assert_predicted(config(stage), ranks)
 
 
-@pytest.mark.parametrize("more", LOOSE_OR_NOT, ids=str)
+@pytest.mark.parametrize("more", ONE_RANK, ids=str)
 def test_one_rank(more: dict[str, Any]) -> None:
-    """Its gradients stay in autograd's tensors, which are gone before the next forward, unless they have to rest."""
-    given = config(0, **more)
-    assert_predicted(given, 1)
-    setting, found = Setting.of(configs.load(given), 1), profiled(recompute=Recompute.of(configs.load(given)))
-    highest, gradients = peak(found, setting), setting.states(found).gradients
-    assert setting.loose == (more in LOOSE_OR_NOT[:3])
-    assert highest.loose < gradients if setting.loose else highest.loose == 0
-    rows = estimate(Subject("model"), found, configs.load(given), described(known("4090"), gpus=0), 1).rows
-    told = next(row.bytes for row in rows if row.category == "gradients")
-    assert told == (highest.loose if setting.loose else gradients)
+    assert_predicted(config(0, **more), 1)
 
 
 @pytest.mark.parametrize("together", [90_000, 500_000_000], ids=["in twos", "all"])
@@ -171,16 +161,6 @@ def test_layers_that_are_cut_into_tiles_are_gathered_tile_by_tile() -> None:
         for line in lines:
             assert told[line.category] == pytest.approx(line.highest, rel=0.03, abs=2048), line.category
     assert told["gathered"] < 0.5 * predicted(cut, 2, whole, 0)["gathered"]
-
-
-def test_a_look_ahead_that_is_to_be_found_is_counted_at_its_furthest() -> None:
-    def gathered(ahead: int | str) -> int:
-        zero = {"stage": 3, "stage3_prefetch_bucket_size": ahead, "stage3_param_persistence_threshold": 0, **ALONE}
-        setting = Setting.of(configs.load(config(3, zero_optimization=zero)), 2)
-        return peak(profiled(), setting).highest_gathered
-
-    one_ahead, all_ahead = gathered(0), gathered(10**9)
-    assert gathered("auto") == all_ahead > one_ahead
 
 
 def test_a_line_through_two_batches_meets_the_third() -> None:

@@ -25,7 +25,7 @@ FORMAT = "wherry checkpoint"
 VERSION = 1
 WEIGHT = "weight"
 GRADIENT = "gradient"
-# Working weights that are one update older than the master, between two steps of delayed updates.
+# Working weights one update older than the master: some checkpoints have them, and the master is what is loaded.
 BEHIND = "behind"
 _NO_DIGEST = "0" * 64
 

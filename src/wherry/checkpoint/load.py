@@ -252,10 +252,10 @@ class _Loader:
             with state.opened(write=True) as segments:
                 for span, values in zip(self.session.spans(flat), segments, strict=True):
                     self._load_segment(flat, span, values)
-        stateless = self.session.without_state(flat)
-        if any(self._has(slot) for slot in stateless):
+        stateless = [slot for slot in self.session.without_state(flat) if self._has(slot)]
+        if stateless:
             with flat.opened(write=True) as shard:
-                for slot in filter(self._has, stateless):
+                for slot in stateless:
                     self._read(flat, slot, WEIGHT, shard, 0, shard.numel())
 
     def _load_segment(self, flat: Flat, span: SegmentSpan, values: dict[str, Any]) -> None:

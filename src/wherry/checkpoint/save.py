@@ -108,7 +108,7 @@ def save(session: Session, folder: Path, tag: str, options: SaveOptions) -> Save
 
 def _tell_of_window(session: Session, what: str) -> None:
     """What is saved is of the last update, also within an accumulation window."""
-    if session.left_out is None:
+    if not session.micro_batches:
         return
     if session.complete and session.updater is not None and session.updater.policy.when == "in_backward":
         raise CheckpointError(
@@ -116,7 +116,11 @@ def _tell_of_window(session: Session, what: str) -> None:
             "step() has not been called; call step() first, or save before the window's last backward"
         )
     if session.comm.rank == 0:
-        session.log.warning("%s: %s", what, session.left_out)
+        session.log.warning(
+            "%s: %d of the %d micro-batches of this accumulation window have run, and are not in it: it is of the last "
+            "update, and the window begins anew where it is loaded",
+            what, session.micro_batches, session.accumulation,
+        )  # fmt: skip
 
 
 def _agree_on_tag(session: Session, tag: str, validation: str) -> str:

@@ -23,8 +23,8 @@ from wherry.sharding.weights import Gatherer
 from wherry.tiers.streams import Link
 from wherry.update.loss_scale import LossScaler
 from wherry.update.optimizer import ShardedOptimizer
+from wherry.update.optimizer_states import FlatState
 from wherry.update.pipeline import Updater
-from wherry.update.state import FlatState
 
 if TYPE_CHECKING:  # imported with the first save or load
     from wherry.checkpoint.load import Loaded, LoadOptions
@@ -76,15 +76,16 @@ class Session:
     config: dict[str, Any]
     placement: list[list[str]]
     counts: Counts
-    # What of the accumulation window under way no checkpoint has, in words, or None; whether its last backward has run.
-    left_out: str | None
+    # The accumulation window under way: micro-batches so far, of how many, and whether its last backward has run.
+    micro_batches: int
+    accumulation: int
     complete: bool
     places: dict[str, Place] = field(init=False)
 
     def __post_init__(self) -> None:
         self.log = get_logger(self.comm.rank)
         self.places = tile_places(self.module)
-        self.states: dict[Flat, FlatState] = dict(self.updater.holdings.state_of) if self.updater else {}
+        self.states: dict[Flat, FlatState] = dict(self.updater.states.state_of) if self.updater else {}
 
     @property
     def flats(self) -> Iterator[Flat]:

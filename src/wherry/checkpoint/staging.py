@@ -121,9 +121,8 @@ class Staging:
 
 
 def _state_on_device(session: Session, flat: Flat) -> bool:
-    if session.link.shared or session.updater is None or flat not in session.states:
-        return False
-    return session.updater.holdings.tiers[session.states[flat].batch] is Tier.DEVICE
+    state = session.states.get(flat)
+    return state is not None and not session.link.shared and state.bucket.tier is Tier.DEVICE
 
 
 def _weights_on_device(session: Session, flat: Flat) -> bool:
@@ -170,7 +169,7 @@ def why_not_behind(session: Session, shares: Shares, plain: Iterable[torch.Tenso
     What earlier saves have pinned counts as had.
     """
     states = [session.states[flat] for flat in shares if flat in session.states]
-    on_disk = any(flat.at_rest_on_disk for flat in shares) or any(state.batch.on_disk for state in states)
+    on_disk = any(flat.at_rest_on_disk for flat in shares) or any(state.bucket.on_disk for state in states)
     wanted = sum(_staged_bytes(session, flat, share) for flat, share in shares.items())
     wanted += sum(tensor.nbytes for tensor in plain)
     pinned = session.link.aside_pool.counters
@@ -186,7 +185,7 @@ def _staged_bytes(session: Session, flat: Flat, share: tuple[int, int]) -> float
     slots, total = flat.layout.slots, 0.0
     state = session.states.get(flat)
     if state is not None:
-        widths = state.batch.widths()[state.first : state.first + len(state.segments)]
+        widths = state.bucket.widths()[state.first : state.first + len(state.segments)]
         for span, width in zip(session.spans(flat), widths, strict=True):
             if session.writes(slots[span.slot]):
                 total += width * max(0, min(span.stop, share[1]) - max(span.start, share[0]))

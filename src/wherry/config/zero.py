@@ -181,12 +181,7 @@ class ZeroOptimization(Block):
         "Gather between the nodes of a group first, then within them.",
         inert="which way a gather goes is the communication library's choice",
     )
-    stage3_prefetch_bucket_size: Bucket = key(
-        50_000_000,
-        "Elements gathered ahead of use; over gloo, whatever this says, two large gathers are under way at most. "
-        "auto: as many as the first windows turn out to wait less for.",
-        ge=0,
-    )
+    stage3_prefetch_bucket_size: Bucket = key(50_000_000, "Elements gathered ahead of use; one unit always is.", ge=0)
     stage3_param_persistence_threshold: Size = key(
         100_000, "Parameters with fewer elements than this stay gathered.", ge=0
     )

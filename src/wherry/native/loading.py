@@ -38,7 +38,6 @@ _PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {
     "wherry_quantize": (None, [c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int32, c_int64]),
     "wherry_dequantize": (None, [c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int32, c_int64]),
     "wherry_sum_squares": (c_double, [c_int, c_void_p, c_void_p, c_int32, c_int64]),
-    "wherry_sum_squares_of": (c_double, [c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int64]),
     "wherry_limit": (None, [c_int, c_void_p, c_int32, c_void_p, c_int64]),
 }
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -11,9 +9,8 @@ from wherry.errors import WherryError
 from wherry.fake import is_fake
 from wherry.native import fallback
 from wherry.native.blocks import Blocks8
-from wherry.native.bundle import Bundle
 from wherry.native.loading import Engine, engine
-from wherry.native.plan import INLINE_RUN, KINDS, joined
+from wherry.native.plan import INLINE_RUN, KINDS
 from wherry.native.pool import Pool, default_pool
 
 # Elements up to which a sum is quicker here than by waking the pool: it reads, and writes nothing.
@@ -73,21 +70,6 @@ def sum_squares(tensor: Tensor, pool: Pool | None = None, *, isa: str | None = N
         return fallback.sum_squares(tensor)
     return use.library.wherry_sum_squares(
         use.code, _threads(use, pool, numel, INLINE_SUM), tensor.data_ptr(), KINDS[tensor.dtype], numel
-    )
-
-
-def sum_squares_of(bundles: Sequence[Bundle], pool: Pool | None = None, *, isa: str | None = None) -> float:
-    """The same of many tensors: each is summed by itself, and the sums are added up in their order."""
-    if bundles and is_fake(bundles[0].tensors[0]):
-        return 1.0
-    use = engine(isa)
-    if use.library is None:
-        return sum(fallback.sum_squares(tensor) for bundle in bundles for tensor in bundle.tensors)
-    addresses, kinds, numels = joined(bundles)
-    count, total = len(numels), sum(numels)
-    threads = _threads(use, pool, total, INLINE_SUM)
-    return use.library.wherry_sum_squares_of(
-        use.code, threads, addresses.tobytes(), kinds.tobytes(), numels.tobytes(), count
     )
 
 

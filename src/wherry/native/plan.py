@@ -15,7 +15,6 @@ from wherry.errors import WherryError
 from wherry.fake import is_fake
 from wherry.native import fallback
 from wherry.native.blocks import Blocks8
-from wherry.native.bundle import Bundle
 from wherry.native.loading import engine
 from wherry.native.pool import Flight, Pool, default_pool
 from wherry.native.rules import Rule
@@ -28,7 +27,6 @@ INLINE_SUBMIT = 1 << 13
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}
 _GRADS = (torch.float32, torch.bfloat16, torch.float16)
 _WORDS = (torch.int16, torch.uint16)
-Grads = Sequence[Tensor] | Sequence[Bundle]
 # As kernels.h: numel, start, grad, weight, working, low, state x2, scale x2, four kinds, seed
 _LAYOUT = struct.Struct("=qq8QiiiiIi")
 _F32, _BF16, _F16, _SPLIT = range(4)
@@ -112,10 +110,6 @@ def _check_segment(where: str, s: Segment) -> None:
             _check_tensor(f"{where}.state[{k}]", state, s.numel, (torch.float32, torch.bfloat16))
 
 
-def _one_by_one(grads: Grads) -> list[Tensor]:
-    return [tensor for grad in grads for tensor in (grad.tensors if isinstance(grad, Bundle) else [grad])]
-
-
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
@@ -172,13 +166,12 @@ class Plan:
         rules: Rule | Sequence[Rule],
         multiplier: float = 1.0,
         pool: Pool | None = None,
-        grads: Grads | None = None,
+        grads: Sequence[Tensor] | None = None,
     ) -> Ticket:
         """Start updating every segment by its rule (one for all, or one each); every gradient is first multiplied.
 
-        `grads`, instead of the segments' own, may have any shape, and come in bundles. Submissions are not ordered
-        among each other: wait for one before submitting another on the same tensors. The torch fallback has finished
-        when this returns.
+        `grads`, instead of the segments' own, may have any shape. Submissions are not ordered among each other:
+        wait for one before submitting another on the same tensors. The torch fallback has finished when this returns.
         """
         packed, count = self._pack_rules(rules)
         if self._fake:
@@ -186,7 +179,7 @@ class Plan:
         pointers, kinds = self._grads(grads)
         native = self._native
         if native is None:
-            fallback.update(self.segments, rules, multiplier, None if grads is None else _one_by_one(grads))
+            fallback.update(self.segments, rules, multiplier, grads)
             return DONE
         if self.numel <= INLINE_SUBMIT:
             native.wherry_plan_run(self._handle, packed, count, multiplier, pointers, kinds)
@@ -202,7 +195,7 @@ class Plan:
         rules: Rule | Sequence[Rule],
         multiplier: float = 1.0,
         pool: Pool | None = None,
-        grads: Grads | None = None,
+        grads: Sequence[Tensor] | None = None,
     ) -> None:
         """The same, to its end; a small plan runs in the calling thread."""
         if self._native is None or self.numel > INLINE_RUN or self._fake:
@@ -247,29 +240,19 @@ class Plan:
                     f"sign there; make it by Blocks8.zeros(numel, signed={signed})"
                 )
 
-    def _grads(self, grads: Grads | None) -> tuple[bytes | None, bytes | None]:
+    def _grads(self, grads: Sequence[Tensor] | None) -> tuple[bytes | None, bytes | None]:
         if grads is None:
             if self._needs_grads:
                 missing = next(i for i, s in enumerate(self.segments) if s.grad is None)
                 where = self._where(missing, self.segments[missing])
                 raise WherryError(f"{where}: it was made without a gradient; pass `grads` to submit or run")
             return None, None
-        bundles = [grad if isinstance(grad, Bundle) else Bundle([grad]) for grad in grads]
-        addresses, numbers, numels = joined(bundles)
-        count = len(numels)
-        if count != len(self.segments):
-            raise WherryError(f"Plan: {count} gradients for {len(self.segments)} segments")
-        if numels != self._numels or not all(bundle.dtype in _GRADS for bundle in bundles):
-            for i, (grad, segment) in enumerate(zip(_one_by_one(bundles), self.segments, strict=True)):
-                _check_tensor(f"{self._where(i, segment)}: grads[{i}]", grad.view(-1), segment.numel, _GRADS)
-        return addresses.tobytes(), numbers.tobytes()
-
-
-def joined(bundles: Sequence[Bundle]) -> tuple[array[int], array[int], array[int]]:
-    """Of all tensors of the bundles: addresses, the kernels' numbers of their dtypes, and elements."""
-    addresses, kinds, numels = array("Q"), array("i"), array("q")
-    for bundle in bundles:
-        addresses += bundle.addresses
-        numels += bundle.numels
-        kinds += array("i", [KINDS.get(bundle.dtype, -1)]) * len(bundle.numels)
-    return addresses, kinds, numels
+        if len(grads) != len(self.segments):
+            raise WherryError(f"Plan: {len(grads)} gradients for {len(self.segments)} segments")
+        fit = all(grad.is_cpu and grad.dtype in _GRADS and grad.is_contiguous() for grad in grads)
+        if not fit or array("q", map(Tensor.numel, grads)) != self._numels:
+            for i, (grad, segment) in enumerate(zip(grads, self.segments, strict=True)):
+                flat = grad.view(-1) if grad.is_contiguous() else grad
+                _check_tensor(f"{self._where(i, segment)}: grads[{i}]", flat, segment.numel, _GRADS)
+        addresses = array("Q", map(_address, grads))
+        return addresses.tobytes(), array("i", [KINDS[grad.dtype] for grad in grads]).tobytes()

@@ -155,11 +155,6 @@ def estimate(
     setting = Setting.of(config, grid.data_ranks(ranks), gpu=machine.gpus > 0, grid=grid)
     rows = tuple(_rows(profile, setting))
     notes = [*config.beyond(), *_of_activations(config, machine)]
-    if setting.prefetch is None and setting.placement.parameters.partitioned:
-        notes.append(
-            'stage3_prefetch_bucket_size is "auto": gathered weights are counted at the furthest look ahead that the '
-            "engine may come to"
-        )
     if config.activation_checkpointing.policy == "auto":
         notes.append(
             'activation_checkpointing.policy "auto" is counted as if every unit were recomputed: an engine measures '

@@ -9,14 +9,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from wherry.parallel.sizes import ABREAST, SMALL
+from wherry.parallel.sizes import SMALL
 from wherry.placement import Tier
 from wherry.plan.memory import WORD
 from wherry.plan.profile import Moment, Profile
 from wherry.plan.reductions import Buffers, Reductions, Together
 from wherry.plan.setting import Placed, Setting, all_of
-from wherry.sharding.reach import furthest
-from wherry.update.sizes import BATCH_NUMEL
+from wherry.update.sizes import BUCKET_NUMEL
 
 
 @dataclass
@@ -54,22 +53,10 @@ class _Weights:
         for position, unit in enumerate(self.order):
             self.place.setdefault(unit, position)
         self.live = 0
-        self.look_ahead = self._furthest() if setting.prefetch is None else setting.prefetch
+        self.look_ahead = setting.prefetch
         self.buffers = Buffers()
         self._together: dict[tuple[int, int], Together] = {}
-        # Large flats that are on their way, and how many are worth having on it at once.
-        self._carried: set[tuple[int, int]] = set()
-        self._abreast = ABREAST if setting.over_gloo and setting.shards > 1 else None
         self._last_wanted: int | None = None
-
-    def _furthest(self) -> int:
-        """The most that a search comes to: what is planned for must hold whatever it finds."""
-        sizes = [
-            sum(each.layout.numel for each in unit)
-            for index, unit in enumerate(self.travelling)
-            if index not in self.roots and not any(each.home is Tier.DISK for each in unit)
-        ]
-        return furthest(max(sizes, default=0), self.setting.live_limit)
 
     def follow(self, moment: Moment) -> None:
         kind, unit = moment.kind, moment.unit
@@ -105,7 +92,6 @@ class _Weights:
                 self.whole[unit].add(index)
                 self.live += each.layout.numel
                 if not self._is_small(each):
-                    self._carried.add((unit, index))
                     continue
                 if self._numel(together) + each.layout.numel > self.setting.gathered_together:
                     self._send(together)
@@ -126,7 +112,6 @@ class _Weights:
             self._together.update(dict.fromkeys(flats, self.buffers.take((numel + own) * self.setting.cost.parameters)))
 
     def _wait(self, unit: int, index: int) -> None:
-        self._carried.discard((unit, index))
         self.buffers.free(self._together.pop((unit, index), None))
 
     def release(self, unit: int, *, frozen_only: bool = False, trained_only: bool = False) -> None:
@@ -141,7 +126,7 @@ class _Weights:
             self.live -= each.layout.numel
 
     def prefetch(self, followers: Iterable[int]) -> None:
-        ahead, begun, under_way, large, wanted = 0, 0, False, False, list[int]()
+        ahead, under_way, large, wanted = 0, False, False, list[int]()
         for unit in followers:
             released = [each for i, each in enumerate(self.travelling[unit]) if i not in self.whole[unit]]
             size = sum(each.layout.numel for each in released)
@@ -150,10 +135,6 @@ class _Weights:
             too_far = ahead + size > self.look_ahead and (large or (small and ahead > 0))
             if self.live + ahead + size > self.setting.live_limit or too_far:
                 break
-            more = 0 if small else len(released)
-            if more and self._abreast is not None and len(self._carried) + begun >= self._abreast:
-                break
-            begun += more
             ahead += size
             large = large or not small
             if released:
@@ -228,7 +209,7 @@ def _refreshed(setting: Setting, flats: Sequence[Placed]) -> int:
         if not (each.flat.trainable and each.flat.resident and layout.ranks > 1):
             continue
         batch += layout.shard_numel
-        if batch > BATCH_NUMEL:
+        if batch > BUCKET_NUMEL:
             send()
             batch = layout.shard_numel
         if layout.numel > min(SMALL, setting.gathered_together):

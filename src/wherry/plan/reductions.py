@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from wherry.parallel.sizes import EXCHANGED, SMALL, SWAPPED, SWAPPED_FROM
+from wherry.parallel.sizes import SMALL
 from wherry.plan.resting import Landing
 from wherry.plan.setting import Placed, Setting
 from wherry.update.sizes import records_waiting
@@ -144,7 +144,7 @@ class Reductions:
 
     def _travel(self, reductions: list[_Reduction], *, joined: bool = False) -> None:
         numel = sum(reduction.each.layout.numel for reduction in reductions)
-        nbytes = self._received(numel)
+        nbytes = 0
         if len(reductions) > 1 or joined:
             own = numel // self.setting.shards if self.setting.placement.optimizer.partitioned else 0
             nbytes += (numel + own) * self.setting.wire
@@ -153,17 +153,6 @@ class Reductions:
             for reduction in reductions:
                 reduction.together = together
         self._travelling += reductions
-
-    def _received(self, numel: int) -> int:
-        """Bytes of what a sum receives beside what it sums, where it is an exchange."""
-        setting = self.setting
-        nbytes = numel * setting.wire
-        if not setting.over_gloo:
-            return 0
-        if setting.placement.optimizer.partitioned:
-            received = nbytes // 2 if setting.shards == 2 else nbytes
-            return received if setting.shards > 1 and nbytes <= EXCHANGED else 0
-        return nbytes if setting.ranks == 2 and SWAPPED_FROM <= nbytes <= SWAPPED else 0
 
     def _drain(self, keep: int) -> None:
         crossing: list[_Reduction] = []

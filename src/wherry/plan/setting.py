@@ -14,12 +14,11 @@ from wherry.plan.memory import STATE_WORDS, WORD, Cost, PlannedFlat, States, fla
 from wherry.plan.profile import Profile
 from wherry.plan.resting import Landing, Resting
 from wherry.sharding.layout import FlatLayout
-from wherry.update.sizes import BATCH_NUMEL, records_at_once, records_waiting, weights_at_once
+from wherry.update.sizes import BUCKET_NUMEL, records_at_once, records_waiting, weights_at_once
 
 if TYPE_CHECKING:
     from wherry.config import Config
 
-PREFETCH = "zero_optimization.stage3_prefetch_bucket_size"
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class _Records:
     def of(self, numel: int, resting: Resting, home: Tier) -> int:
         alone, kind = home is Tier.DISK, (resting, resting.apart(at_home=home is not Tier.DEVICE))
         self._numel += numel
-        if alone or kind != self._kind or self._numel > BATCH_NUMEL:
+        if alone or kind != self._kind or self._numel > BUCKET_NUMEL:
             self._last += 1
             self._numel = numel
         self._kind = None if alone else kind
@@ -83,7 +82,7 @@ class Setting:
     accumulation: int
     live_limit: int
     # None where the engine is to find out.
-    prefetch: int | None
+    prefetch: int
     persistence_threshold: int
     persistence_limit: int
     # Elements of parameters that rest in memory though they may rest on disk.
@@ -123,11 +122,7 @@ class Setting:
             return Cost.of(precision, counted, accumulated, state_dtype=config.state_dtype(), split=split)
 
         wire = {"fp32": 4, "bf16": 2, "fp16": 2}[config.communication_data_type or precision]
-        found = cls.with_cost(config, config.placement(), ranks, cost, wire, gpu=gpu, grid=grid)
-        by_parameter = name in STATE_WORDS
-        alone = ranks == grid.tensor == found.accumulation == 1 and not gpu
-        as_they_come = found.resting.policy == "at_step" and found.cost.gradients == found.cost.parameters
-        return replace(found, loose=by_parameter and alone and as_they_come)
+        return cls.with_cost(config, config.placement(), ranks, cost, wire, gpu=gpu, grid=grid)
 
     @classmethod
     def with_cost(
@@ -162,7 +157,7 @@ class Setting:
             wire=wire,
             accumulation=accumulation,
             live_limit=zero.stage3_max_live_parameters,
-            prefetch=None if PREFETCH in config.auto else zero.stage3_prefetch_bucket_size,
+            prefetch=zero.stage3_prefetch_bucket_size,
             persistence_threshold=zero.stage3_param_persistence_threshold,
             persistence_limit=zero.stage3_model_persistence_threshold,
             in_memory=zero.offload_param.max_in_cpu if placement.parameters.tier is Tier.DISK else 0,
@@ -180,11 +175,6 @@ class Setting:
     def passes(self) -> int:
         """Times that a window goes through the model: weights come, and gradients leave, once each time."""
         return -(-self.accumulation // self.together)
-
-    @property
-    def over_gloo(self) -> bool:
-        """Whether ranks talk to each other over gloo, as they do where the device is the host."""
-        return not self.resting.gpu
 
     def flats(self, profile: Profile) -> list[list[Placed]]:
         """The flats of each unit, in the order in which the engine places them."""

@@ -112,12 +112,6 @@ class Gradients:
         # Gradients of parameters that this backward has brought.
         self.arrivals = 0
 
-    def let_go(self) -> None:
-        """A window begins: what is left of the one before is not needed any more."""
-        for gradient in self.all:
-            if gradient.fresh:
-                gradient.loose = None
-
     # A backward, from begin to finish.
 
     def begin(self, *, boundary: bool, micro_batches: int = 1) -> None:
@@ -164,12 +158,10 @@ class Gradients:
                 gradient.collected = True
                 if not gradient.partitioned:
                     gradient.absorb()
-            if not gradient.waits:  # else it travels nowhere, and is measured with all others in one pass
-                self._launch(gradient)
+            self._launch(gradient)
         self._next = len(self._order)
         for gradient in self.all:
-            if not gradient.waits:  # else who was absent is known since they were taken
-                gradient.note_arrivals()
+            gradient.note_arrivals()
         if self.boundary and self._tells:
             self._tell_of_missing()
         self._send_waiting()
@@ -403,9 +395,7 @@ class Gradients:
             return
         whole, owned = gradient.accumulated, gradient.own_sum
         cast = gradient.dtype != gradient.wire_dtype
-        received = self.comm.buffers(whole) if self._optimizer_partitioned else self.comm.swaps(whole)
-        buffered = cast or self._merging.takes(whole) or received
-        if buffered or self._replicas.size > 1 or self._updates_in_backward:
+        if cast or self._merging.takes(whole) or self._replicas.size > 1 or self._updates_in_backward:
             # Buffers are to be few, and what follows a sum is to begin soon. Else nothing is gained by waiting here.
             self._drain(IN_FLIGHT - 1)
         if self.policy.predivide != 1.0:
@@ -443,9 +433,7 @@ class Gradients:
 
     def _summed(self, gradient: FlatGradient) -> None:
         """The window's sum is complete: measure it, and send it to where its update reads it."""
-        if gradient.way is Landing.LOOSE:
-            gradient.sum_squares = None  # taken of all in one pass
-        elif gradient.keeps:
+        if gradient.keeps:
             gradient.sum_squares = self.norm.measure(gradient, gradient.own_sum)
             if gradient.way is Landing.COPIED:
                 gradient.landing = self.link.down(gradient.owned, gradient.own_sum)
@@ -453,8 +441,7 @@ class Gradients:
             gradient.sum_squares = self.norm.measure(gradient, gradient.owned)
         if self._updates is None or not self._updates_in_backward:
             return
-        if not gradient.waits:
-            gradient.note_arrivals()  # what is absent now is so for the whole window
+        gradient.note_arrivals()  # what is absent now is so for the whole window
         if self.nested and (self._late_before is None or gradient in self._late_before):
             self._held[gradient] = None
         else:

@@ -77,12 +77,10 @@ class Rule(Protocol):
         steps: Sequence[int],
         groups: Groups,
         multiplier: float,
-        loose: Sequence[native.Bundle] = (),
     ) -> Ticket:
         """Apply the gradients times `multiplier`, and write the new working weights.
 
-        `steps` number the update for each segment, from 1. Segments without a gradient are left alone, unless `loose`
-        has those of all.
+        `steps` number the update for each segment, from 1. Segments without a gradient are left alone.
         """
 
     def forget(self) -> None:
@@ -214,13 +212,12 @@ class NativeRule:
         steps: Sequence[int],
         groups: Groups,
         multiplier: float,
-        loose: Sequence[native.Bundle] = (),
     ) -> Ticket:
         rules: dict[tuple[int, int], native.Rule] = {}
         present: list[Segment] = []
         chosen: list[native.Rule] = []
         for segment, step in zip(segments, steps, strict=True):
-            if segment.grad is None and not loose:
+            if segment.grad is None:
                 continue
             rule = rules.get((segment.group, step))
             if rule is None:
@@ -234,7 +231,7 @@ class NativeRule:
         if segments is not self._bound:
             self._bound, self._plan = segments, self._plan_for(segments)
         assert self._plan is not None
-        return self._plan.submit(chosen, multiplier, self.pool, loose or None)
+        return self._plan.submit(chosen, multiplier, self.pool)
 
     def _plan_for(self, segments: Sequence[Segment]) -> native.Plan:
         # Memory that was a buffer of one type may have become one of another.
@@ -330,9 +327,7 @@ class TorchRule:
         steps: Sequence[int],
         groups: Groups,
         multiplier: float,
-        loose: Sequence[native.Bundle] = (),
     ) -> Ticket:
-        assert not loose, "gradients are laid out for torch's optimizers"
         inner = self._bind(segments)
         for number, options in zip(self._used, inner.param_groups, strict=True):
             fused = options.get("fused")

@@ -9,7 +9,7 @@ import torch
 
 from wherry import optim
 from wherry.errors import WherryError
-from wherry.update.lion import Lion
+from wherry.update.optimizer import Lion
 
 
 class _Anywhere(torch.optim.Optimizer):

@@ -14,10 +14,10 @@ from wherry.sharding.access import gathered
 from wherry.sharding.gradients import Gradients
 from wherry.sharding.layout import SegmentSpan, Slot
 from wherry.sharding.unit import Unit
+from wherry.update.optimizer_states import FlatState
 from wherry.update.pipeline import Updater
 from wherry.update.record import State
 from wherry.update.rules import Groups
-from wherry.update.state import FlatState
 
 MASTER = "master"
 
@@ -52,7 +52,7 @@ class ParameterStates:
             for parameter, slot in zip(flat.parameters, flat.layout.slots, strict=True)
         }
         self._places: dict[str, tuple[FlatState, Slot, torch.nn.Parameter]] = {}
-        for state in updater.holdings.state_of.values() if updater is not None else ():
+        for state in updater.states.state_of.values() if updater is not None else ():
             for slot, parameter in zip(state.flat.layout.slots, state.flat.parameters, strict=True):
                 self._places[slot.name] = (state, slot, parameter)
 
@@ -133,7 +133,7 @@ class ParameterStates:
         found: dict[str, dict[str, torch.Tensor]] = {}
         places = [self._places[name] for name in names if name in self._places]
         for state, slot, _ in places:
-            if state.batch.on_disk:
+            if state.bucket.on_disk:
                 raise WherryError(
                     "optimizer.state_dict: this state rests on disk, and would be in memory as a whole; "
                     "engine.save_checkpoint(folder) writes it, and engine.load_checkpoint takes it back"
