@@ -47,7 +47,6 @@ LONGEST = [
     "disk/test_store.py",
     "scale/test_transformers.py",
     "examples/test_examples.py",
-    "benchmarks/test_gpu.py",
     "parallel/test_torch_axes.py",
     "parallel/test_peers.py",
     "checkpoint/test_tensor.py",

@@ -16,8 +16,7 @@ from torch import nn
 
 from wherry import memory_report
 from wherry.activations import build as activations
-from wherry.checkpoint import session
-from wherry.checkpoint.keeper import Checkpoints
+from wherry.checkpoint.session import Checkpoints, Counts, Session
 from wherry.errors import DivergenceError, WherryError
 from wherry.fake import host_value
 from wherry.life import Life, Lifetime
@@ -569,14 +568,14 @@ class Engine(nn.Module):
         states = load_optimizer_states and not load_module_only
         schedule = load_lr_scheduler_states and not load_module_only
         options = LoadOptions(load_module_strict, states, schedule, counts=not load_module_only)
-        if self._hooks.backward.running or (states and self._window.backwards):
+        if self._hooks.backward.running or (states and self._window.so_far):
             self._abandon_window()
         loaded = self._checkpoints.load(load_dir, tag, options)
         self._gatherer.forget_near()
         if loaded is None:
             return None, None
         if loaded.counts is not None:
-            self._go_on_from(loaded.counts, loaded.window)
+            self._go_on_from(loaded.counts)
         return str(loaded.path), loaded.client_state
 
     def wait_for_checkpoint(self) -> None:
@@ -616,19 +615,17 @@ class Engine(nn.Module):
         self._check_open()
         world_of(self.topology).meet(call)
 
-    def _session(self) -> session.Session:
-        window, counts = self._window, session.Counts
-        return session.Session(
+    def _session(self) -> Session:
+        window = self._window
+        return Session(
             module=self._model,
             units=self.units,
             comm=world_of(self.topology),
             data=self.comm,
-            replicas=self.topology.replicas,
             tensor=self.topology.tensor,
             device=self.device,
             link=self._offload.link,
             gatherer=self._gatherer,
-            gradients=self._gradients,
             updater=self._updater,
             optimizer=self.optimizer,
             scaler=self._scaler,
@@ -636,32 +633,25 @@ class Engine(nn.Module):
             dataloader=self.training_dataloader,
             config=self.config,
             placement=[list(row) for row in self.placement.rows()],
-            counts=counts(
-                self.global_steps, self.micro_steps, self.skipped_steps, self.global_samples, self._norm, window.applied
+            counts=Counts(
+                self.global_steps,
+                self.micro_steps - window.steps,
+                self.skipped_steps,
+                self.global_samples,
+                self._norm,
+                window.applied,
             ),
-            window=session.Window(
-                window.backwards,
-                window.steps,
-                window.averaged,
-                window.scaled,
-                self._gradients.boundary,
-                window.batch.accumulation,
-                self.comm.size,
-                self._gradients.policy.predivide,
-            ),
+            micro_batches=window.so_far,
+            accumulation=window.batch.accumulation,
+            complete=self._gradients.boundary,
         )
 
-    def _go_on_from(self, counts: session.Counts, saved: session.Window | None) -> None:
+    def _go_on_from(self, counts: Counts) -> None:
         self.global_steps, self.micro_steps = counts.global_steps, counts.micro_steps
         self.global_samples = counts.samples
         self.skipped_steps, self._norm, self._window.applied = counts.skipped_steps, counts.norm, counts.applied
         if self._updater is not None:
             self._updater.steps_made = self.global_steps - self.skipped_steps
-        if saved is not None:
-            window = self._window
-            window.backwards, window.steps = saved.backwards, saved.steps
-            window.averaged, window.scaled = saved.averaged, saved.scaled
-            window.scale = self._gradient_scale()
 
     # What people ask.
 

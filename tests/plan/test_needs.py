@@ -144,9 +144,7 @@ def test_a_plan_asks_for_what_an_engine_asks_for_at_its_start(
                 assert needs.on_host(given.placement()) == setting.host_needs(found), (row, gpu, ranks)
                 rows = setting.rows(found)
                 assert {state for state, *_ in rows if state in READ} == {
-                    state
-                    for state, tier in zip(READ, ROWS[row][1:], strict=True)
-                    if tier == "nvme"
+                    state for state, tier in zip(READ, ROWS[row][1:], strict=True) if tier == "nvme"
                 }, row
                 for state in ("parameters", "optimizer"):
                     told = sum(nbytes for name, tier, nbytes in rows if (name, tier) == (state, Tier.DISK))

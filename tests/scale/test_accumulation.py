@@ -156,9 +156,7 @@ def test_ranks_whose_micro_batches_branch_in_another_order_agree() -> None:
     model = make_model(Branching)
     plain = train_plain(model, ranks=2, accumulation=4, steps=4, batch=turned, optimizer=sgd)
     assert_close(
-        train_windows(
-            model, stage=2, order="layer_major", accumulation=4, ranks=2, batch=turned, optimizer=sgd
-        ),
+        train_windows(model, stage=2, order="layer_major", accumulation=4, ranks=2, batch=turned, optimizer=sgd),
         plain,
     )
 
@@ -351,9 +349,7 @@ def test_on_two_ranks_an_error_of_one_ends_both() -> None:
 
     def body(comm: Comm) -> None:
         mine = copy.deepcopy(model)
-        engine, *_ = wherry.initialize(
-            model=mine, optimizer=adamw(mine.parameters()), mesh=comm, config=settings(3, 2)
-        )
+        engine, *_ = wherry.initialize(model=mine, optimizer=adamw(mine.parameters()), mesh=comm, config=settings(3, 2))
         for step in range(3):
             batches = [token_batch(step, micro, comm.rank) for micro in range(2)]
             if step == 2 and comm.rank == 1:

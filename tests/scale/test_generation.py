@@ -25,9 +25,7 @@ def test_many_forwards_gather_once_and_ranks_may_make_different_numbers() -> Non
 
     def body(comm: Comm) -> list[float]:
         mine = copy.deepcopy(model)
-        engine, *_ = wherry.initialize(
-            model=mine, optimizer=adamw(mine.parameters()), config=settings(3), mesh=comm
-        )
+        engine, *_ = wherry.initialize(model=mine, optimizer=adamw(mine.parameters()), config=settings(3), mesh=comm)
         losses = []
         for step in range(4):
             if step in (0, 2):

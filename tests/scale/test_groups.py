@@ -169,9 +169,7 @@ def test_gathers_stay_in_the_group_and_sums_cross_once_a_window(order: str) -> N
         shards = sum(flat.nbytes // 2 for unit in engine.units for flat in unit.flats)
         return counted, shards
 
-    run = train_windows(
-        MODEL, stage=3, order=order, accumulation=k, ranks=4, steps=3, config=groups(), each_step=seen
-    )
+    run = train_windows(MODEL, stage=3, order=order, accumulation=k, ranks=4, steps=3, config=groups(), each_step=seen)
     counted, shards = run.extra[-1]
     times = 1 if order == "layer_major" else k
     assert counted[""] == ({"all_reduce": 1}, {"all_reduce": 6 * 8})

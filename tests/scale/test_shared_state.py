@@ -68,9 +68,7 @@ def test_random_numbers_repeat_and_models_without_them_leave_the_generator_alone
     for _ in range(2):
         torch.manual_seed(5)
         runs.append(
-            train_windows(
-                make_model(Drops), stage=3, order="layer_major", accumulation=4, batch=vectors, optimizer=sgd
-            )
+            train_windows(make_model(Drops), stage=3, order="layer_major", accumulation=4, batch=vectors, optimizer=sgd)
         )
     assert_equal(*runs)
     torch.manual_seed(7)

@@ -181,9 +181,7 @@ def test_what_the_next_forward_waits_for_first_is_read_in_the_backward(
     """By the thread of the backward; each record once for a step; a window that is dropped gives all back."""
     model = make_model()
     config = offload("disk-2", tmp_path, policy, optimizer={"buffer_count": 3})
-    engine, *_ = wherry.initialize(
-        model=model, optimizer=adamw(model.parameters()), config=settings(2, 2, more=config)
-    )
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(2, 2, more=config))
     (store,) = engine._offload.stores
     here, read, ahead, others = threading.current_thread(), store.read, list[str](), list[str]()
 

@@ -86,9 +86,7 @@ def test_memory_of_states_that_have_left_is_other_programs() -> None:
     left: list[int] = []
     link, model = Returns(Chaos(4)), make_model()
     mesh = topology(SoloComm(), link.chaos, link=link)
-    engine, *_ = wherry.initialize(
-        model=model, optimizer=adamw(model.parameters()), config=settings(2), mesh=mesh
-    )
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(2), mesh=mesh)
     engine.backward(engine(*token_batch(0, 0, 0)))
     engine.step()
     assert not left

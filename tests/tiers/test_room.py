@@ -80,9 +80,7 @@ def test_too_little_host_memory_is_found_before_training(tmp_path: Path, monkeyp
     assert caught.value.missing == 8 * numel + stay + 2 * state - 1
 
 
-def test_weights_that_stay_in_memory_need_no_room_on_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_stay_in_memory_need_no_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "_free", lambda folder: 0)
     config = offload("disk-parameters", tmp_path, "at_step")
     config["zero_optimization"]["offload_param"]["max_in_cpu"] = 10_000

@@ -18,13 +18,12 @@ from typing import Any
 import torch
 
 from wherry.checkpoint import folder as folders
-from wherry.checkpoint.collect import Piece
+from wherry.checkpoint.contents import Piece
 from wherry.checkpoint.errors import CheckpointError
-from wherry.checkpoint.manifest import WEIGHT, Entry, Manifest
+from wherry.checkpoint.format import WEIGHT, Entry, Manifest, encode
 from wherry.checkpoint.rank_files import RankFiles
+from wherry.checkpoint.reshard import Run
 from wherry.checkpoint.save import versions
-from wherry.checkpoint.slices import Run
-from wherry.checkpoint.values import encode
 from wherry.observe.progress import Progress
 
 _KNOWN = {

@@ -1,22 +1,32 @@
-"""What one rank writes of a checkpoint: its files, and what it tells the first rank of them."""
+"""What one rank writes of a checkpoint: its files, what it tells the first rank of them, and how ranks meet without a
+collective."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from wherry.checkpoint.collect import Piece
-from wherry.checkpoint.files import FileRecord, TensorWriter
-from wherry.checkpoint.manifest import Entry, Slice
-from wherry.checkpoint.slices import Box
+from wherry.checkpoint.contents import Piece
+from wherry.checkpoint.errors import CheckpointError
+from wherry.checkpoint.files import FileRecord, TensorWriter, write_text
+from wherry.checkpoint.format import Entry, Slice
+from wherry.checkpoint.reshard import Box
+
+# Bytes of a rank's note: a block, so that its text takes no more room than it has.
+NOTE = 4096
+PAUSE = 0.02
 
 
 @dataclass
-class Part:
+class RankPart:
     """What one rank has written: its files, the slices in them, and its own values."""
 
     files: dict[str, FileRecord] = field(default_factory=dict)
@@ -46,7 +56,7 @@ class Part:
         )
 
     @classmethod
-    def from_text(cls, text: str) -> Part:
+    def from_text(cls, text: str) -> RankPart:
         value = json.loads(text)
         return cls(
             {name: FileRecord(**record) for name, record in value["files"].items()},
@@ -66,7 +76,7 @@ class RankFiles:
         self.partial = partial
         self.rank = rank
         self.room = room
-        self.part = Part()
+        self.part = RankPart()
         self._writer: TensorWriter | None = None
 
     def put(self, name: str, tensor: torch.Tensor) -> str:
@@ -115,7 +125,7 @@ class RankFiles:
         self.part.files[self._writer.path.name] = self._writer.finish()
         self._writer = None
 
-    def finish(self) -> Part:
+    def finish(self) -> RankPart:
         if self._writer is not None:
             self._finish()
         return self.part
@@ -124,3 +134,86 @@ class RankFiles:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+class Rendezvous:
+    """How ranks that write behind training meet: by small files in the folder that is written, never by a collective.
+
+    A rank whose disk is full cannot write that it is full. So its note has its room on the disk before anything else
+    has, and failing is renaming it.
+    """
+
+    def __init__(self, partial: Path, rank: int) -> None:
+        self.partial = partial
+        self.rank = rank
+
+    def open(self) -> None:
+        """Take the room for this rank's note, while a failure of that can still be told by a collective."""
+        with open(self._note(self.rank), "xb") as file:
+            file.write(b" " * NOTE)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def report(self, text: str) -> None:
+        """This rank has written its part; `text` is its record of it."""
+        write_text(self._record(self.rank), text)
+
+    def fail(self, message: str) -> None:
+        """This rank has given up. What it has written is deleted, which makes room; then rank 0 hears of it."""
+        # Rank 0 may have given up before, and the folder be gone. A note without its text still says who has failed.
+        with contextlib.suppress(OSError):
+            for path in self.partial.glob(f"rank-{self.rank:05}*"):
+                path.unlink()
+        with contextlib.suppress(OSError):
+            self._fill(message)
+        with contextlib.suppress(OSError):
+            os.rename(self._note(self.rank), self._failure(self.rank))
+
+    def _fill(self, message: str) -> None:
+        fd = os.open(self._note(self.rank), os.O_WRONLY)
+        try:
+            os.pwrite(fd, message.encode()[:NOTE], 0)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def gather(self, ranks: int, timeout: float, take: Callable[[str], None]) -> None:
+        """Hand every rank's record to `take`, in rank order. Raises as soon as any rank has failed, and names it;
+        and names those that are not there when none has come for `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        waited = list(range(ranks))
+        while waited:
+            self._raise_if_failed(waited)
+            if self._record(waited[0]).exists():
+                rank = waited.pop(0)
+                take(self._record(rank).read_text(encoding="utf-8"))
+                self._record(rank).unlink()
+                self._note(rank).unlink(missing_ok=True)
+                deadline = time.monotonic() + timeout
+            elif time.monotonic() > deadline:
+                late = [rank for rank in waited if not self._record(rank).exists()]
+                who = f"{'rank' if len(late) == 1 else 'ranks'} {', '.join(map(str, late[:8]))}"
+                verb = "has" if len(late) == 1 else "have"
+                raise CheckpointError(
+                    f"{who} {verb} not written {'its' if verb == 'has' else 'their'} part in {timeout:g} s; if the "
+                    'disk is only slow, raise "wherry": {"timeout_s": ...}'
+                )
+            else:
+                time.sleep(PAUSE)
+
+    def _raise_if_failed(self, ranks: list[int]) -> None:
+        there = set(os.listdir(self.partial))
+        for rank in ranks:
+            failure = self._failure(rank)
+            if failure.name in there:
+                text = failure.read_bytes().decode(errors="replace").strip()
+                raise CheckpointError(f"rank {rank}: {text or 'it has failed, and could not write why'}")
+
+    def _note(self, rank: int) -> Path:
+        return self.partial / f"{rank}.note"
+
+    def _failure(self, rank: int) -> Path:
+        return self.partial / f"{rank}.failed"
+
+    def _record(self, rank: int) -> Path:
+        return self.partial / f"{rank}.part"

@@ -6,7 +6,7 @@ A bucket's state is one record, which rests on one tier, and which an update fet
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -19,7 +19,7 @@ from wherry.placement import Tier
 from wherry.sharding.gradients import FlatGradient
 from wherry.sharding.layout import SegmentSpan
 from wherry.sharding.unit import Flat
-from wherry.tiers.homes import Home, Kept, opened
+from wherry.tiers.homes import Home, opened
 from wherry.tiers.streams import Link
 from wherry.tiers.tickets import DONE, Ticket
 from wherry.update.record import Field, RecordLayout, State
@@ -348,18 +348,6 @@ class UpdateBucket:
 
     # For checkpoints.
 
-    def homes(self) -> list[Home]:
-        """Where its record and its flats' weights rest, outside the device."""
-        homes = [self.home, *(state.flat.home for state in self.states)]
-        return [home for home in homes if home is not None]
-
-    @property
-    def follows(self) -> bool:
-        """Whether masters are made of the flats' own weights."""
-        assert self._layout is not None
-        named = {field.name for fields in self._layout.fields for field, _ in fields}
-        return named.isdisjoint(("master", "working"))
-
     def widths(self) -> list[float]:
         """Bytes of an element of each segment, as `opened` shows its master and moments."""
         assert self._layout is not None
@@ -372,17 +360,6 @@ class UpdateBucket:
             found.append(whole + moments + sum(value.element_size() for value in own.values() if value.dim()))
         return found
 
-    def keep(self, keep: Callable[[Home], Kept]) -> KeptBucket:
-        """The state as it is now, for a reader beside updates to come; `keep` says how of a home."""
-        assert self._layout is not None
-        return KeptBucket(
-            layout=self._layout,
-            spans=[(self.states.index(state), span) for state, span in self.spans],
-            home=keep(self.home) if self.home is not None else None,
-            shards=[state.flat.keep(keep) for state in self.states] if self.follows else [],
-            moments=[{name: value.to("cpu", copy=True) for name, value in kept.items()} for kept in self.rule.kept()],
-        )
-
     def close(self) -> None:
         self.detach()
         self.fresh = None
@@ -391,35 +368,6 @@ class UpdateBucket:
             self.home = None
         self.states.clear()
         self.spans.clear()
-
-
-@dataclass
-class KeptBucket:
-    """A bucket's state as it was at one moment. It knows nothing of the engine."""
-
-    layout: RecordLayout
-    # Each segment, and the number of its flat in the bucket.
-    spans: list[tuple[int, SegmentSpan]]
-    home: Kept | None
-    shards: list[Kept]
-    moments: list[dict[str, torch.Tensor]]
-
-    @property
-    def parts(self) -> list[Kept]:
-        return [*([self.home] if self.home is not None else []), *self.shards]
-
-    @contextmanager
-    @torch.no_grad()
-    def opened(self) -> Iterator[list[dict[str, State]]]:
-        """Of each segment `master` and moments; see `FlatState.opened`."""
-        with ExitStack() as stack:
-            fields: list[dict[str, State]] = [{} for _ in self.spans]
-            if self.home is not None:
-                fields = self.layout.views(stack.enter_context(self.home.opened()))
-            shards = [stack.enter_context(shard.opened()) for shard in self.shards]
-            none = torch.empty(0)
-            owns = [shards[flat][span.start : span.stop] if shards else none for flat, span in self.spans]
-            yield _shown(fields, owns, self.moments or [{} for _ in self.spans])
 
 
 def _shown(
