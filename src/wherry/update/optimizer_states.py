@@ -103,10 +103,6 @@ class FlatState:
         with self.bucket.opened(self if write else None) as views:
             yield views[self.first : self.first + len(self.segments)]
 
-    @property
-    def numel(self) -> int:
-        return sum(span.stop - span.start for span in self.segments)
-
 
 class UpdateBucket:
     """Flats that one rule updates, and whose state is one record: a large one, or small ones that follow each other."""
@@ -337,7 +333,11 @@ class UpdateBucket:
             fields = self._views()
             shards = {state: stack.enter_context(state.flat.opened(write=write)) for state in self.states}
             owns = [shards[state][span.start : span.stop] for state, span in self.spans]
-            shown = _shown(fields, owns, self.rule.kept() or [{} for _ in self.spans])
+            kept = self.rule.kept() or [{} for _ in self.spans]
+            shown = [
+                {"master": _join(views, views.get("working", own)), **_moments(views), **moments}
+                for views, own, moments in zip(fields, owns, kept, strict=True)
+            ]
             yield shown
             if write:
                 for (state, _), views, own, after in zip(self.spans, fields, owns, shown, strict=True):
@@ -368,16 +368,6 @@ class UpdateBucket:
             self.home = None
         self.states.clear()
         self.spans.clear()
-
-
-def _shown(
-    fields: Sequence[dict[str, State]], owns: Sequence[torch.Tensor], kept: Sequence[Mapping[str, State]]
-) -> list[dict[str, State]]:
-    """Of each segment `master` and moments; `owns` are its working weights, `kept` what the rule keeps itself."""
-    return [
-        {"master": _join(views, views.get("working", own)), **_moments(views), **moments}
-        for views, own, moments in zip(fields, owns, kept, strict=True)
-    ]
 
 
 def _moments(views: dict[str, State]) -> dict[str, State]:
