@@ -36,9 +36,9 @@ def _check(function: str, **tensors: tuple[Tensor, tuple[torch.dtype, ...]]) -> 
     return numel
 
 
-def _threads(chosen: Engine, pool: Pool | None, numel: int, inline: int = INLINE_RUN) -> int | None:
+def _threads(chosen: Engine, pool: Pool | None, numel: int) -> int | None:
     """The library's pool for a pass of this size, or None for the calling thread, which waits for it."""
-    if chosen.library is None or numel <= inline:
+    if chosen.library is None or numel <= INLINE_RUN:
         return None
     pool = pool or default_pool()
     return pool.handle(chosen.library) if pool.threads > 1 else None
@@ -68,9 +68,8 @@ def sum_squares(tensor: Tensor, pool: Pool | None = None, *, isa: str | None = N
     use = engine(isa)
     if use.library is None:
         return fallback.sum_squares(tensor)
-    return use.library.wherry_sum_squares(
-        use.code, _threads(use, pool, numel, INLINE_SUM), tensor.data_ptr(), KINDS[tensor.dtype], numel
-    )
+    threads = None if numel <= INLINE_SUM else _threads(use, pool, numel)
+    return use.library.wherry_sum_squares(use.code, threads, tensor.data_ptr(), KINDS[tensor.dtype], numel)
 
 
 def cast_copy(
