@@ -15,7 +15,7 @@ from wherry.checkpoint.format import WEIGHT, PutTensor, encode
 from wherry.checkpoint.reshard import Run
 from wherry.checkpoint.session import Session, extra_states, within
 from wherry.native import Blocks8
-from wherry.native.blocks import BLOCK
+from wherry.native.segment import BLOCK
 from wherry.sharding.unit import Flat
 from wherry.update.record import State
 

@@ -8,7 +8,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +139,18 @@ class Manifest:
         """The optimizer's states that are inside."""
         names = {state for _, entry in self.parameters() for state in entry.states}
         return sorted(names - {WEIGHT, GRADIENT, BEHIND})
+
+    def merge(self, part: Manifest) -> None:
+        """Take over what another rank has written."""
+        self.files.update(part.files)
+        self.tensors.update(part.tensors)
+        self.ranks += part.ranks
+        for name, entry in part.entries.items():
+            mine = self.entries.setdefault(name, replace(entry, states={}))
+            for state, slices in entry.states.items():
+                mine.states.setdefault(state, []).extend(slices)
+        for name, scalars in part.engine.get("optimizer", {}).get("scalars", {}).items():
+            self.engine["optimizer"]["scalars"].setdefault(name, {}).update(scalars)
 
     def check_complete(self) -> None:
         """Every element of every state is in a slice: what the ranks wrote fits together."""

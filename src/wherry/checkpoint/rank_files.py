@@ -1,23 +1,19 @@
-"""What one rank writes of a checkpoint: its files, what it tells the first rank of them, and how ranks meet without a
-collective."""
+"""What one rank writes of a checkpoint: its files and its part of the manifest; how ranks meet without a collective."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from wherry.checkpoint.contents import Piece
 from wherry.checkpoint.errors import CheckpointError
-from wherry.checkpoint.files import FileRecord, TensorWriter, write_text
-from wherry.checkpoint.format import Entry, Slice
+from wherry.checkpoint.files import TensorWriter, write_text
+from wherry.checkpoint.format import Manifest, Slice
 from wherry.checkpoint.reshard import Box
 
 # Bytes of a rank's note: a block, so that its text takes no more room than it has.
@@ -25,64 +21,21 @@ NOTE = 4096
 PAUSE = 0.02
 
 
-@dataclass
-class RankPart:
-    """What one rank has written: its files, the slices in them, and its own values."""
-
-    files: dict[str, FileRecord] = field(default_factory=dict)
-    # (parameter, state, slice)
-    slices: list[tuple[str, str, Slice]] = field(default_factory=list)
-    rank_values: dict[str, Any] = field(default_factory=dict)
-    # On rank 0: what belongs to the run as a whole.
-    engine: dict[str, Any] = field(default_factory=dict)
-    # Parameter -> state -> value.
-    scalars: dict[str, dict[str, float]] = field(default_factory=dict)
-    # Tensors of values -> their files.
-    tensors: dict[str, str] = field(default_factory=dict)
-    # On the first rank of a pipeline's stage: what the stage holds.
-    entries: dict[str, Entry] = field(default_factory=dict)
-
-    def to_text(self) -> str:
-        return json.dumps(
-            {
-                "files": {name: asdict(record) for name, record in self.files.items()},
-                "slices": [[name, state, piece.to_json()] for name, state, piece in self.slices],
-                "rank_values": self.rank_values,
-                "engine": self.engine,
-                "scalars": self.scalars,
-                "tensors": self.tensors,
-                "entries": {name: entry.to_json() for name, entry in self.entries.items()},
-            }
-        )
-
-    @classmethod
-    def from_text(cls, text: str) -> RankPart:
-        value = json.loads(text)
-        return cls(
-            {name: FileRecord(**record) for name, record in value["files"].items()},
-            [(name, state, Slice.from_json(piece)) for name, state, piece in value["slices"]],
-            value["rank_values"],
-            value["engine"],
-            value["scalars"],
-            value["tensors"],
-            {name: Entry.from_json(entry) for name, entry in value["entries"].items()},
-        )
-
-
 class RankFiles:
-    """The files of one rank: one, and another when the first one's header is full."""
+    """The files of one rank: one, and another when the first one's header is full. `part` is what the rank has of the
+    manifest; its entries are there before their pieces come."""
 
-    def __init__(self, partial: Path, rank: int, room: int) -> None:
+    def __init__(self, partial: Path, rank: int, room: int, part: Manifest) -> None:
         self.partial = partial
         self.rank = rank
         self.room = room
-        self.part = RankPart()
+        self.part = part
         self._writer: TensorWriter | None = None
 
     def put(self, name: str, tensor: torch.Tensor) -> str:
         """Write a tensor; returns the name of its file."""
         if self._writer is not None and not self._writer.fits(name):
-            self._finish()
+            self.finish()
         if self._writer is None:
             number = len(self.part.files)
             path = self.partial / f"rank-{self.rank:05}{f'-{number}' if number else ''}.safetensors"
@@ -90,9 +43,9 @@ class RankFiles:
         self._writer.add(name, tensor)
         return self._writer.path.name
 
-    def put_piece(self, piece: Piece, whole: tuple[int, ...]) -> None:
-        box = piece.run.box
-        inside = box != Box.whole(whole)
+    def put_piece(self, piece: Piece) -> None:
+        entry, box = self.part.entries[piece.name], piece.run.box
+        inside = box != Box.whole(entry.shape)
         # A rank has one run of a box at most, of each state.
         name = f"{piece.name}:{piece.state}"
         if inside or piece.run.numel != box.numel or piece.addend is not None:
@@ -101,34 +54,25 @@ class RankFiles:
         if piece.scales is not None:
             scales = f"{name}:scales"
             self.part.tensors[scales] = self.put(scales, piece.scales)
-        file = self.put(name, piece.values)
-        self.part.slices.append(
-            (
-                piece.name,
-                piece.state,
-                Slice(
-                    file,
-                    name,
-                    piece.run.start,
-                    piece.run.stop,
-                    offsets=box.offsets if inside else None,
-                    shape=box.shape if inside else None,
-                    scales=scales,
-                    phase=piece.phase,
-                    addend=piece.addend,
-                ),
+        entry.states.setdefault(piece.state, []).append(
+            Slice(
+                self.put(name, piece.values),
+                name,
+                piece.run.start,
+                piece.run.stop,
+                offsets=box.offsets if inside else None,
+                shape=box.shape if inside else None,
+                scales=scales,
+                phase=piece.phase,
+                addend=piece.addend,
             )
         )
 
-    def _finish(self) -> None:
-        assert self._writer is not None
-        self.part.files[self._writer.path.name] = self._writer.finish()
-        self._writer = None
-
-    def finish(self) -> RankPart:
+    def finish(self) -> None:
+        """Everything that was put is on the disk."""
         if self._writer is not None:
-            self._finish()
-        return self.part
+            self.part.files[self._writer.path.name] = self._writer.finish()
+            self._writer = None
 
     def abandon(self) -> None:
         if self._writer is not None:

@@ -15,7 +15,7 @@ from wherry.checkpoint.files import Pool, TensorReader
 from wherry.checkpoint.format import Manifest, Slice, decode, dtype_named, read_manifest
 from wherry.checkpoint.reshard import Box, Overlap, Run, overlaps
 from wherry.native import Blocks8, dequantize
-from wherry.native.blocks import BLOCK, blocks_of
+from wherry.native.segment import BLOCK, blocks_of
 
 # Elements that are converted at once, so that memory stays small whatever the slice.
 PART = 1 << 22

@@ -19,7 +19,7 @@ from wherry.checkpoint.contents import Piece, Scalar, Values, encode_values, sta
 from wherry.checkpoint.errors import CheckpointError, describe, on_first, together
 from wherry.checkpoint.files import host_parts
 from wherry.checkpoint.format import WEIGHT, Entry, Manifest
-from wherry.checkpoint.rank_files import RankFiles, RankPart, Rendezvous
+from wherry.checkpoint.rank_files import RankFiles, Rendezvous
 from wherry.checkpoint.reshard import Run
 from wherry.checkpoint.session import Session, aliases, plain_tensors
 from wherry.checkpoint.staging import Staging, why_not_behind
@@ -240,7 +240,6 @@ class _Job:
         saved: Saved,
         begin: float,
     ) -> None:
-        self.entries = plan.entries
         self.encoded = encoded
         self.partial = partial
         self.tag = tag
@@ -249,22 +248,23 @@ class _Job:
         self.begin = begin
         self.rank, self.ranks = session.comm.rank, session.comm.size
         self.log = session.log
+        # Whether this is the first rank of a pipeline's stage, which knows of all that the stage holds.
+        self.first_of_stage = session.data.rank == session.tensor.rank == 0
+        # This rank's part; on rank 0 it becomes that of all.
         self.manifest = Manifest(
             tag=tag,
             created=datetime.now(UTC).isoformat(),
             versions=versions(),
             world_size=self.ranks,
-            entries={},
+            entries=plan.entries,
             engine={},
             ranks=[],
-            config=session.config,
+            config=session.config if self.rank == 0 else {},
             files={},
             placement=session.placement,
         )
-        self.files = RankFiles(partial, self.rank, plan.header_room)
+        self.files = RankFiles(partial, self.rank, plan.header_room, self.manifest)
         self.rendezvous = Rendezvous(partial, self.rank)
-        if session.data.rank == session.tensor.rank == 0:
-            self.files.part.entries = plan.entries
 
     def run(self, session: Session, plan: _Plan) -> None:
         """Write it while training stands still."""
@@ -306,9 +306,11 @@ class _Job:
         try:
             self.rendezvous.report(self._write(staging.pieces()).to_text())
             if self.rank == 0:
-                parts: list[RankPart] = []
+                parts: list[Manifest] = []
                 self.rendezvous.gather(
-                    self.ranks, self.options.timeout_s, lambda text: parts.append(RankPart.from_text(text))
+                    self.ranks,
+                    self.options.timeout_s,
+                    lambda text: parts.append(Manifest.from_text(text, self.partial)),
                 )
                 self._commit(parts)
         except Exception as error:
@@ -319,40 +321,31 @@ class _Job:
             if self.rank:
                 self.rendezvous.fail(describe(error))
 
-    def _write(self, pieces: Iterable[Piece | Scalar]) -> RankPart:
-        part = self.files.part
+    def _write(self, pieces: Iterable[Piece | Scalar]) -> Manifest:
+        part, encoded = self.manifest, self.encoded
+        scalars: dict[str, dict[str, float]] = {}
         for item in pieces:
             if isinstance(item, Scalar):
-                part.scalars.setdefault(item.name, {})[item.state] = item.value
+                scalars.setdefault(item.name, {})[item.state] = item.value
             else:
-                self.files.put_piece(item, self.entries[item.name].shape)
-        for name, tensor in self.encoded.tensors.items():
+                self.files.put_piece(item)
+        for name, tensor in encoded.tensors.items():
             part.tensors[name] = self.files.put(name, tensor.detach().contiguous())
-        part.engine, part.rank_values = self.encoded.engine, self.encoded.rank
-        part = self.files.finish()
-        self.saved.bytes = sum(file.bytes for file in part.files.values())
+        self.files.finish()
+        part.ranks, part.engine = [encoded.rank], encoded.engine
+        if scalars or "optimizer" in part.engine:
+            part.engine.setdefault("optimizer", {})["scalars"] = scalars
+        if not self.first_of_stage:
+            part.entries = {name: entry for name, entry in part.entries.items() if entry.states}
+        self.saved.bytes = part.bytes
         return part
 
-    def _commit(self, parts: list[RankPart]) -> None:
+    def _commit(self, parts: list[Manifest]) -> None:
         """On rank 0: the manifest from all parts, the name, the pointer; then old ones go."""
-        manifest = self.manifest
-        manifest.engine = parts[0].engine
-        scalars: dict[str, dict[str, float]] = {}
-        tensors: dict[str, str] = {}
-        for part in parts:
-            manifest.entries.update(part.entries)
-        for part in parts:
-            manifest.files.update(part.files)
-            manifest.ranks.append(part.rank_values)
-            tensors.update(part.tensors)
-            for name, found in part.scalars.items():
-                scalars.setdefault(name, {}).update(found)
-            for name, state, piece in part.slices:
-                manifest.entries[name].states.setdefault(state, []).append(piece)
-        manifest.tensors = tensors
+        manifest = parts[0]
+        for part in parts[1:]:
+            manifest.merge(part)
         manifest.engine["frozen_excluded"] = self.options.exclude_frozen
-        if "optimizer" in manifest.engine:
-            manifest.engine["optimizer"]["scalars"] = scalars
         manifest.check_complete()
         path = folders.commit(self.partial, self.tag, manifest, latest=self.options.save_latest)
         self.saved.seconds = time.perf_counter() - self.begin

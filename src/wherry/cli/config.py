@@ -44,7 +44,7 @@ def _add_deepspeed(commands: Any) -> None:
 
 
 def _deepspeed(arguments: argparse.Namespace) -> int:
-    from wherry.compat.deepspeed.written import for_deepspeed
+    from wherry.compat.deepspeed.config import for_deepspeed
     from wherry.config import ConfigError, load, parse_overrides
 
     try:

@@ -241,17 +241,6 @@ class Gradients:
         for gradient in self.all:
             gradient.end_window()
 
-    def resume(self, *, boundary: bool) -> None:
-        """The sums of a window have been put back from a checkpoint; `boundary`: no micro-batch of it is to come."""
-        self._reducer.boundary = boundary
-        self.norm.missing = None
-        for gradient in self.all:
-            gradient.absent = ()  # which were missing is not in a checkpoint: their zeros count
-            if boundary:
-                gradient.reduced = gradient.reduced or gradient.partitioned
-                self._summed(gradient)
-        self._tell_of_held()
-
     def _forget(self) -> None:
         for gradient in self.all:
             gradient.close()

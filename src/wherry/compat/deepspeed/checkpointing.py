@@ -11,7 +11,8 @@ import torch
 import wherry
 from wherry import config as configs
 from wherry.activations import recompute
-from wherry.compat.deepspeed.parts import not_part_of_wherry
+from wherry.compat.deepspeed import not_part_of_wherry
+from wherry.compat.deepspeed.parameters import live_engines
 from wherry.config import Config
 from wherry.observe.log import warn
 
@@ -61,8 +62,6 @@ def configure(
 
 
 def _tell_if_late() -> None:
-    from wherry.compat.deepspeed.engine import live_engines
-
     for engine in live_engines():
         block = engine.config["activation_checkpointing"]
         late = [key for key, value in (_asked or {}).items() if block[key] != value]

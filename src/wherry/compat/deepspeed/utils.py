@@ -1,24 +1,42 @@
-"""`deepspeed.utils` and `deepspeed.runtime.utils`: small things that scripts take from there."""
+"""`deepspeed.utils`, `deepspeed.monitor` and the like: small things that scripts take from there."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from wherry import config as configs
+from wherry.compat.deepspeed.comm import get_rank
 from wherry.errors import WherryError
 from wherry.observe.log import logger, show_unless_shown
 from wherry.observe.memory import device_memory, format_bytes, host_memory
+from wherry.observe.monitor import Monitor
 from wherry.offload_states import SPELLINGS, STATES
 from wherry.parallel.topology import default_device
 from wherry.placement import Tier
 from wherry.sharding.grouping import LEAF
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
+INFERENCE_GENERIC_MODE = "generic"
+default_pg_timeout = timedelta(minutes=30)
+git_hash = git_branch = None
+installed_ops: dict[str, bool] = {}
+compatible_ops: dict[str, bool] = {}
+
+
+def env_report(hide_operator_status: bool = False, hide_errors_and_warnings: bool = False) -> None:
+    """`wherry doctor`."""
+    from wherry.cli.doctor import main as doctor
+
+    doctor(as_json=False)
 
 
 def log_dist(message: str, ranks: list[int] | None = None, level: int = logging.INFO) -> None:
@@ -185,3 +203,17 @@ def get_state_devices(engine: Any, state: Any) -> set[torch.device]:
     away = any(row.state == f"{name} away" for row in engine.memory())
     on_device = getattr(engine.placement, name).tier is Tier.DEVICE and not away
     return {engine.device if on_device else torch.device("cpu")}
+
+
+def get_monitor_config(config: Any) -> Any:
+    return configs.load(config)
+
+
+class MonitorMaster(Monitor):
+    """Writes `(name, value, step)` events to TensorBoard, Weights & Biases and CSV, as the config's blocks say."""
+
+    def __init__(self, monitor_config: Any) -> None:
+        super().__init__(configs.load(monitor_config).to_dict(), get_rank())
+
+    def write_events(self, event_list: Sequence[tuple[str, float, int]], flush: bool = True) -> None:
+        super().write_events(list(event_list))

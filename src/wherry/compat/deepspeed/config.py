@@ -1,12 +1,50 @@
-"""A config written as DeepSpeed itself reads it: in its keys only, and with what would mean something else there."""
+"""Configs: what scripts read of one, and one written in DeepSpeed's keys only, with what would mean otherwise there."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from wherry import config as configs
 from wherry.config import Config
+from wherry.config.scheduler import SCHEDULES
 from wherry.plan.write import tree_of
+
+LR_SCHEDULE = "lr_schedule"
+VALID_LR_SCHEDULES = list(SCHEDULES)
+LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR = "LRRangeTest", "OneCycle", "WarmupLR"
+WARMUP_DECAY_LR, WARMUP_COSINE_LR = "WarmupDecayLR", "WarmupCosineLR"
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """`--deepspeed` and `--deepspeed_config FILE` on a script's own parser."""
+    group = parser.add_argument_group("DeepSpeed", "configuration")
+    group.add_argument("--deepspeed", default=False, action="store_true", help="train with the engine")
+    group.add_argument("--deepspeed_config", default=None, type=str, help="the engine's config, a JSON file")
+    group.add_argument("--deepscale", default=False, action="store_true", help=argparse.SUPPRESS)
+    group.add_argument("--deepscale_config", default=None, type=str, help=argparse.SUPPRESS)
+    return parser
+
+
+class DeepSpeedConfig:
+    """A config, checked; its values under the names that scripts read."""
+
+    def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
+        from wherry.compat.deepspeed.comm import get_world_size
+
+        self.config = configs.load(config)
+        self._param_dict = self.config.given
+        sizes = self.config.batch(get_world_size(), "as the world size says")
+        self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps = sizes
+        zero = self.config.zero_optimization
+        self.zero_config = zero
+        self.zero_optimization_stage = zero.stage
+        self.zero_enabled = zero.stage > 0
+        self.gradient_clipping = self.config.gradient_clipping
+        self.fp16_enabled = self.config.fp16.enabled
+        self.bfloat16_enabled = self.config.bf16.enabled
+
 
 # What DeepSpeed does not have, or refuses, and what becomes of it there.
 OWN_KEYS: Mapping[str, str] = {

@@ -1,4 +1,7 @@
-"""`deepspeed.ops`: the host optimizers with DeepSpeed's arguments. Inside an engine each runs where its state rests."""
+"""`deepspeed.ops`: the host optimizers with DeepSpeed's arguments, and the builders that say which there are.
+
+Inside an engine an optimizer runs where its state rests. Nothing is built at first use.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,11 @@ from typing import Any
 import torch
 
 from wherry import optim
+from wherry.compat.deepspeed import not_part_of_wherry
 from wherry.errors import WherryError
 from wherry.update.optimizer import Lion
+
+COMPATIBLE_OPS = {"cpu_adam": True, "cpu_adagrad": True, "cpu_lion": True, "fused_adam": True, "fused_lion": True}
 
 
 class _Anywhere(torch.optim.Optimizer):
@@ -118,3 +124,48 @@ class FusedLion(Lion):
         set_grad_none: bool = True,
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay)
+
+
+class OpBuilder:
+    """An operation that DeepSpeed compiles. Wherry has those of `COMPATIBLE_OPS`, compiled at install."""
+
+    NAME = ""
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        return COMPATIBLE_OPS.get(self.NAME, False)
+
+    builder_available = is_compatible
+
+    def absolute_name(self) -> str:
+        return f"deepspeed.ops.{self.NAME}"
+
+    def load(self, verbose: bool = False) -> Any:
+        raise not_part_of_wherry(
+            f"{type(self).__name__}().load()", "kernels are compiled at install and called by the optimizers themselves"
+        )
+
+
+class CPUAdamBuilder(OpBuilder):
+    NAME = "cpu_adam"
+
+
+class CPUAdagradBuilder(OpBuilder):
+    NAME = "cpu_adagrad"
+
+
+class CPULionBuilder(OpBuilder):
+    NAME = "cpu_lion"
+
+
+class FusedAdamBuilder(OpBuilder):
+    NAME = "fused_adam"
+
+
+class FusedLionBuilder(OpBuilder):
+    NAME = "fused_lion"
+
+
+def __getattr__(name: str) -> Any:
+    if not name.endswith("Builder"):
+        raise AttributeError(f"module 'deepspeed.ops.op_builder' has no attribute {name!r}")
+    return type(name, (OpBuilder,), {"NAME": name.removesuffix("Builder").lower()})
