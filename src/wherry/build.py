@@ -35,8 +35,7 @@ from wherry.sharding.schedule import Schedule
 from wherry.sharding.unit import Flat
 from wherry.sharding.weights import Gatherer
 from wherry.update import schedules
-from wherry.update.clipping import sum_squares
-from wherry.update.loss_scale import LossScaler
+from wherry.update.loss_scale import LossScaler, sum_squares
 from wherry.update.optimizer import OptimizerSpec, ShardedOptimizer, describe, from_config
 from wherry.update.pipeline import Updater
 
@@ -184,9 +183,8 @@ def _build(
         updater = Updater(
             spec.groups,
             topology.shards,
-            offload.link,
+            offload,
             offload.policy,
-            offload.state_tier,
             gathers,
             alone=topology.data.size == 1,
             checks_finite=config.nonfinite() != "ignore",
@@ -200,7 +198,7 @@ def _build(
         persistence_threshold=zero.stage3_param_persistence_threshold,
         persistence_limit=zero.stage3_model_persistence_threshold,
         home_of=offload.home_of,
-        adopt=updater.holdings.adopt if updater is not None else lambda flat, master: None,
+        adopt=updater.states.adopt if updater is not None else lambda flat, master: None,
         tensor=topology.tensor,
         shards=topology.shards,
     )
@@ -256,7 +254,7 @@ def _build(
 
 def _share_rounded(updater: Updater, flats: list[Flat], topology: topologies.Topology) -> None:
     """Where masters are split each rank has rounded its own part anew, of weights that all of them hold whole."""
-    split = {state.flat for held in updater.holdings.batches if held.split for state in held.states}
+    split = {state.flat for bucket in updater.buckets if bucket.split for state in bucket.states}
     for flat in flats:
         if flat in split and flat.resident and flat.layout.ranks > 1 and flat.dtype is torch.bfloat16:
             topology.shards.all_gather(flat.whole, flat.shard_memory).wait()

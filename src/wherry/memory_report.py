@@ -160,13 +160,13 @@ def _gradients(gradients: Gradients, offload: Offload) -> list[MemoryRow]:
 def _optimizer(updater: Updater | None) -> list[MemoryRow]:
     if updater is None:
         return []
-    holdings, policy = updater.holdings, updater.policy
-    held, owed = holdings.nbytes(), holdings.expected_nbytes()
+    states, policy = updater.states, updater.policy
+    held, owed = states.nbytes(), states.expected_nbytes()
     found = [MemoryRow("optimizer", str(tier), owed[tier], held[tier]) for tier in Tier if tier in held]
     if Tier.DISK in held:
-        host, read = str(Tier.HOST), holdings.host_bytes()
-        found.append(MemoryRow("optimizer read", host, holdings.expected_host_bytes(policy.depth), read))
-        waiting = holdings.expected_waiting_bytes() if policy.when == "delayed" else 0
+        host, read = str(Tier.HOST), states.host_bytes()
+        found.append(MemoryRow("optimizer read", host, states.expected_host_bytes(policy.depth), read))
+        waiting = states.expected_waiting_bytes() if policy.when == "delayed" else 0
         if waiting:
-            found.append(MemoryRow("parameters to come", host, waiting, holdings.waiting_bytes()))
+            found.append(MemoryRow("parameters to come", host, waiting, states.waiting_bytes()))
     return found

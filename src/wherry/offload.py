@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,10 +27,10 @@ from wherry.tiers.disk import DiskStore
 from wherry.tiers.disk_errors import DiskSpaceError, DiskUseError, human
 from wherry.tiers.homes import DiskHome, Home, MemoryHome, Shelf
 from wherry.tiers.streams import Link, link_to
-from wherry.update.holdings import StateTier
 from wherry.update.optimizer import OptimizerSpec
+from wherry.update.optimizer_states import StateTier
 from wherry.update.pipeline import UpdatePolicy
-from wherry.update.rules import Rule
+from wherry.update.rules import UpdateRule
 from wherry.update.sizes import weights_at_once
 
 if TYPE_CHECKING:
@@ -62,8 +61,7 @@ class Offload:
         share = 1.0 - zero.offload_optimizer.ratio if placement.optimizer.tier is not Tier.DEVICE else 0.0
         self._stays = round(share * trainable)
         self._in_host = zero.offload_param.max_in_cpu if zero.offload_param.device == "nvme" else 0
-        self._states: dict[tuple[Tier, bool, bool], StateTier] = {}
-        self._given: dict[Flat, StateTier] = {}
+        self._state_tiers: dict[Flat, StateTier] = {}
         self._pool: native.Pool | None = None
         # Weights and optimizer state may share folders, and so a store; what is kept in memory of each they do not.
         self._open_stores: dict[tuple[str, ...], DiskStore] = {}
@@ -140,9 +138,9 @@ class Offload:
 
     def state_tier(self, flat: Flat) -> StateTier:
         """How the optimizer keeps its state of a flat."""
-        given = self._given.get(flat)
-        if given is not None:
-            return given
+        known = self._state_tiers.get(flat)
+        if known is not None:
+            return known
         tier = self.placement.optimizer.tier
         if tier is not Tier.DEVICE and self._stays >= flat.layout.payload:
             self._stays -= flat.layout.payload
@@ -159,21 +157,13 @@ class Offload:
         apart = beyond_reach or (self.policy.when == "delayed" and on_host)
         # The native kernels know no float64.
         on_host = on_host and flat.dtype.itemsize <= torch.float32.itemsize
-        key = tier, apart, on_host
-        if key not in self._states:
-            self._states[key] = StateTier(
-                tier=tier,
-                make_rule=partial(self._make_rule, on_host, tier),
-                make_home=partial(self._make_home, tier),
-                apart=apart,
-                split=self.config.wherry.master != "whole",
-            )
-        self._given[flat] = self._states[key]
-        return self._given[flat]
+        split = self.config.wherry.master != "whole"
+        self._state_tiers[flat] = StateTier(tier=tier, on_host=on_host, apart=apart, split=split)
+        return self._state_tiers[flat]
 
-    def _make_rule(self, on_host: bool, tier: Tier) -> Rule:
+    def make_rule(self, kept: StateTier) -> UpdateRule:
         assert self.spec is not None
-        return self.spec.make_rule(on_host=on_host, on_disk=tier is Tier.DISK, pool=self._threads())
+        return self.spec.make_rule(on_host=kept.on_host, on_disk=kept.tier is Tier.DISK, pool=self._threads())
 
     def _threads(self) -> native.Pool | None:
         """A pool of the engine's own, where updates run beside something else and are to leave cores to it."""
@@ -185,7 +175,7 @@ class Offload:
             self._pool.throttle(offload.cpuadam_cores_perc)
         return self._pool
 
-    def _make_home(self, tier: Tier, name: str, nbytes: int, untouched: int) -> Home:
+    def make_home(self, tier: Tier, name: str, nbytes: int, untouched: int) -> Home:
         if tier is Tier.DEVICE:
             if self.link.shared:
                 return MemoryHome(zeros_on_host(nbytes), zeros=True, lazy=untouched)

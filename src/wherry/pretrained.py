@@ -184,7 +184,7 @@ def _load_engine(engine: Engine, sources: Mapping[torch.Tensor, Source]) -> None
     pinned = [flat.name for unit in engine.units for flat in unit.flats if flat.pins]
     if pinned:
         raise WherryError(f"load_pretrained: {pinned[0]} is inside wherry.gathered; leave that context first")
-    states = engine._updater.holdings.state_of if engine._updater is not None else {}
+    states = engine._updater.states.state_of if engine._updater is not None else {}
     for unit in engine.units:
         engine._gatherer.release(unit)
         for flat in unit.flats:

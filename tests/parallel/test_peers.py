@@ -108,25 +108,6 @@ try:
             comm.all_reduce(torch.ones(4), label="blocks.6").wait()
         else:
             comm.all_gather(torch.ones(4), torch.ones(2), label="blocks.5").wait()
-    elif mode == "beside":
-        beside = comm.beside(torch.device("cpu"))
-        whole, ready, tickets = torch.zeros(4), threading.Event(), []
-        def gather():
-            tickets.append(beside.all_gather(whole, torch.full((2,), float(comm.rank)), label="blocks.1"))
-            ready.set()
-        if comm.rank == 1:
-            wait()
-        beside.starter.add(gather)
-        if comm.rank == 0:
-            wait()
-        ready.wait()
-        tickets[0].wait()
-        print("gathered", whole.tolist(), flush=True)
-        if comm.rank == 1:
-            beside.tell(OSError("its update failed"))
-            others_have_told()
-        else:
-            beside.all_gather(torch.zeros(4), torch.ones(2), label="blocks.2").wait()
     elif mode == "groups":
         for group in (inside, across):
             tensor = torch.tensor([float(comm.rank)])
@@ -203,7 +184,7 @@ print("ended well", flush=True)
 # And how many ranks take part in it.
 MODES = {
     "fails": 3, "alike": 2, "uncaught": 2, "dies": 3, "dies in the middle": 2, "late": 3, "other": 2, "groups": 4,
-    "beside": 2, "no memory": 2, "alone": 2, "closes": 2, "ends": 2, "meets": 2,
+    "no memory": 2, "alone": 2, "closes": 2, "ends": 2, "meets": 2,
     "fails in a reduce-scatter": 2, "closes early": 2, "ends early": 2,
 }  # fmt: skip
 Outputs = Callable[[str], list[str]]
@@ -336,15 +317,6 @@ def test_sums_and_gathers_of_processes_are_those_of_threads(outputs: Outputs) ->
     """A shard may be a part of the whole."""
     for output in outputs("groups"):
         assert output.count("same True") == 9 and "same False" not in output, output
-
-
-def test_collectives_beside_others_come_in_any_order(outputs: Outputs) -> None:
-    """And one of them that does not come is told of like any other."""
-    printed = outputs("beside")
-    assert all("gathered [0.0, 0.0, 1.0, 1.0]" in output for output in printed), printed
-    assert "PeerError rank 1 has failed" in printed[0], printed[0]
-    assert "all_gather of blocks.2" in printed[0]
-    assert "OSError: its update failed" in printed[0]
 
 
 @pytest.mark.parametrize(

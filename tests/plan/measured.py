@@ -26,7 +26,7 @@ from wherry.sources import Batch
 from wherry.tiers.buffers import Block, HostPool
 from wherry.tiers.streams import Link
 from wherry.tiers.tickets import Ticket
-from wherry.update.jobs import Crew, Job
+from wherry.update.update_thread import UpdateJob, UpdateThread
 
 WIDTH, LENGTH, MICRO = 64, 24, 2
 
@@ -184,21 +184,21 @@ def measure(
 
 def updates_begin_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Updates beside a backward begin when it has ended: no buffer comes back before, however busy the machine is."""
-    add, backward = Crew.add, Engine.backward
+    add, backward = UpdateThread.add, Engine.backward
 
-    def hold(crew: Crew, job: Job) -> None:
-        held = vars(crew).get("held")
-        add(crew, job) if held is None else held.append(job)
+    def hold(thread: UpdateThread, job: UpdateJob) -> None:
+        held = vars(thread).get("held")
+        add(thread, job) if held is None else held.append(job)
 
     def run(engine: Engine, *args: Any, **kwargs: Any) -> torch.Tensor:
         assert engine._updater is not None
-        crew: Any = engine._updater._crew
-        crew.held = []
+        thread: Any = engine._updater._thread
+        thread.held = []
         try:
             return backward(engine, *args, **kwargs)
         finally:
-            for job in vars(crew).pop("held"):
-                add(crew, job)
+            for job in vars(thread).pop("held"):
+                add(thread, job)
 
-    monkeypatch.setattr(Crew, "add", hold)
+    monkeypatch.setattr(UpdateThread, "add", hold)
     monkeypatch.setattr(Engine, "backward", run)

@@ -18,7 +18,7 @@ from wherry.parallel.threads import run_ranks
 from wherry.placement import Placement
 from wherry.plan.memory import Cost, plan_flats
 from wherry.plan.units import unit_sizes
-from wherry.update.lion import Lion
+from wherry.update.optimizer import Lion
 
 
 def measure(

@@ -40,9 +40,8 @@ from wherry.tiers.budget import HostMemoryError
 from wherry.tiers.buffers import HostPool
 from wherry.tiers.disk_errors import DiskSpaceError
 from wherry.tiers.homes import Shelf
-from wherry.update import holdings
-from wherry.update.lion import Lion
-from wherry.update.optimizer import describe
+from wherry.update import optimizer_states
+from wherry.update.optimizer import Lion, describe
 
 READ = ("optimizer read", "parameters read")
 ON_DISK = [row for row, (_, *tiers) in ROWS.items() if "nvme" in tiers]
@@ -131,7 +130,7 @@ def test_a_plan_asks_for_what_an_engine_asks_for_at_its_start(
     more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the host and of the disk, to the byte: in every placement, with a device of its own and without."""
-    monkeypatch.setattr(setting_room, "BATCH_NUMEL", 5000)
+    monkeypatch.setattr(setting_room, "BUCKET_NUMEL", 5000)
     model = on_meta(64, 12)
     found = Profile.of_sizes(unit_sizes(model), 1)
     for row, (_, optimizer, _) in ROWS.items():
@@ -214,8 +213,8 @@ def test_what_is_read_from_disk_takes_what_was_planned(
     policy: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within 3 % where updates are made in the step. Beside it they may be fewer at a time, and never more."""
-    for module in (setting_room, holdings):
-        monkeypatch.setattr(module, "BATCH_NUMEL", 1)
+    for module in (setting_room, optimizer_states):
+        monkeypatch.setattr(module, "BUCKET_NUMEL", 1)
     for row in ON_DISK:
         if policy == "delayed" and ROWS[row][1] == "none":
             continue
@@ -276,7 +275,7 @@ def picked(chance: random.Random, folder: Path, monkeypatch: pytest.MonkeyPatch)
     model, given, ranks, host = random_case(chance)
     together = chance.choice([1, 10_000, 1 << 18])
     for module in (setting_room, peaks):
-        monkeypatch.setattr(module, "BATCH_NUMEL", together)
+        monkeypatch.setattr(module, "BUCKET_NUMEL", together)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     monkeypatch.setattr(budget, "free_host_memory", partial(host.capacity, Tier.HOST, ranks))
     config, found = configs.load(given), Profile.of_sizes(unit_sizes(model), 1)

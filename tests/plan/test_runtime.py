@@ -255,7 +255,7 @@ def test_the_disk_is_chosen_where_memory_is_short_and_a_folder_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for room in (setting_room, peaks):
-        monkeypatch.setattr(room, "BATCH_NUMEL", 1)
+        monkeypatch.setattr(room, "BUCKET_NUMEL", 1)
     model = make_model(lambda: TinyLM(blocks=8, width=64))
     offload = {"device": "auto", "buffer_count": 1}
     zero = {"stage": "auto", "offload_optimizer": offload | {"nvme_path": str(tmp_path)}, "offload_param": offload}

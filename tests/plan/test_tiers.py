@@ -27,7 +27,7 @@ from wherry.plan.profile import Profile
 from wherry.plan.setting import Setting
 from wherry.plan.units import unit_sizes
 from wherry.sources import find
-from wherry.update import holdings
+from wherry.update import optimizer_states
 
 # One of each kind: the others differ from these in how many ranks hold what, and not in where it rests.
 CHOSEN = (
@@ -149,8 +149,8 @@ class Even(nn.Module):
 def test_what_is_read_to_host_memory_follows_real_engines(
     row: str, gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (setting_room, holdings):
-        monkeypatch.setattr(module, "BATCH_NUMEL", 1)
+    for module in (setting_room, optimizer_states):
+        monkeypatch.setattr(module, "BUCKET_NUMEL", 1)
     given, found = placed(row, tmp_path, wherry={"update_policy": "at_step"}), Profile.of_sizes(unit_sizes(Even()), 2)
     for block in ("offload_optimizer", "offload_param"):
         given["zero_optimization"][block]["buffer_count"] = 2

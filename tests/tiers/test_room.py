@@ -44,7 +44,7 @@ def updated(layout: FlatLayout) -> int:
 
 
 def test_too_little_host_memory_is_found_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setting_room, "BATCH_NUMEL", 1)
+    monkeypatch.setattr(setting_room, "BUCKET_NUMEL", 1)
     limit = 200_000
     with pytest.raises(HostMemoryError) as caught:
         start({"wherry": {"host_memory": limit}}, blocks=12)
@@ -170,7 +170,7 @@ def test_what_is_written_when_an_engine_is_built_is_not_promised_too(
     engine, *_ = wherry.initialize(model=model, optimizer=optimizer, config=settings(3, more=more))
     moments = 0 if initial else 4 * sum(p.numel() for p in model.parameters())
     assert moments <= budget.promised() <= 1.1 * moments
-    homes = [batch._home for batch in engine._updater.batches]
+    homes = [batch.home for batch in engine._updater.buckets]
     engine.close()
     assert homes and budget.promised() == 0  # though somebody may still hold what it had
 

@@ -232,17 +232,21 @@ def test_the_last_delayed_update_is_made(tmp_path, text, monkeypatch):
     config = tmp_path / "config.json"
     policy = {"update_policy": "delayed", "delayed_update_warmup": 1}
     config.write_text(json.dumps({"zero_optimization": {"stage": 2}, "wherry": policy}))
-    begun, held = [], []
-    begin, close = Updater._begin, Engine.close
+    late, pending = [], []
+    step, close = Updater.step, Engine.close
+
+    def steps(updater, *given):
+        step(updater, *given)
+        late.append(updater.pending)
 
     def closes(engine):
-        held.extend(flat for unit in engine.units for flat in unit.flats if engine._updater.behind(flat))
+        pending.append(engine._updater.pending)
         close(engine)
 
-    monkeypatch.setattr(Updater, "_begin", lambda *given, **more: (begun.append(1), begin(*given, **more)))
+    monkeypatch.setattr(Updater, "step", steps)
     monkeypatch.setattr(Engine, "close", closes)
     assert _here(*TINY, *text, "--steps", 2, "--config", config, "--run-dir", tmp_path / "run") == 0
-    assert len(begun) == 2 and not held
+    assert late == [True, True] and pending == [False]
 
 
 def test_a_lost_loss_ends_the_run_loudly(tmp_path, text, capsys):

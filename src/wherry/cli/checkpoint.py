@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from wherry.errors import WherryError
 
 if TYPE_CHECKING:
-    from wherry.checkpoint.manifest import Manifest
+    from wherry.checkpoint.format import Manifest
 
 
 def export(argv: list[str]) -> int:
@@ -51,7 +51,7 @@ def inspect(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     from wherry.checkpoint import folder as folders
     from wherry.checkpoint.export import find
-    from wherry.checkpoint.manifest import read_manifest
+    from wherry.checkpoint.format import read_manifest
 
     path = find(arguments.checkpoint)
     manifest = read_manifest(path)

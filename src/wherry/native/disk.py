@@ -81,10 +81,6 @@ class Request(Protocol):
 class Layout(Protocol):
     """A record as an engine knows it: where its blocks lie, and its checksums."""
 
-    def copy(self) -> Layout:
-        """The same, with checksums of its own."""
-        ...
-
 
 class Engine(Protocol):
     """Moves records between memory and the files ("lanes") it was opened with, `depth` chunks deep on each."""
@@ -154,10 +150,6 @@ class _Layout:
     bases: ctypes.Array[ctypes.c_int64]
     rotate: int
     checksums: ctypes.Array[ctypes.c_uint32] | None
-
-    def copy(self) -> _Layout:
-        sums = self.checksums
-        return _Layout(self.bases, self.rotate, None if sums is None else type(sums).from_buffer_copy(sums))
 
 
 class NativeEngine:

@@ -25,9 +25,6 @@ class _Layout:
     rotate: int
     checksums: list[int] | None
 
-    def copy(self) -> _Layout:
-        return _Layout(self.bases, self.rotate, None if self.checksums is None else list(self.checksums))
-
 
 class PythonRequest:
     """A request of the Python engine: its chunks that are not over, and the first failure among them."""

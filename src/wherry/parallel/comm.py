@@ -7,10 +7,8 @@ Replacing the object replaces the cluster: `SoloComm` is one rank, `ProcessGroup
 from __future__ import annotations
 
 import atexit
-import itertools
 import os
 import pickle
-import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable
@@ -24,7 +22,6 @@ from torch.distributed.rendezvous import rendezvous
 from wherry.errors import DivergenceError, PeerError
 from wherry.fake import address_of
 from wherry.parallel.peers import Asked, Peers
-from wherry.parallel.starter import Starter
 from wherry.tiers.tickets import DONE, CallbackTicket, Ticket
 
 # Newer releases of torch have these under other names, and warn about the old ones.
@@ -42,13 +39,10 @@ class Traffic:
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
-        # What is begun beside is counted here as well.
-        self._lock = threading.Lock()
 
     def add(self, operation: str, nbytes: int) -> None:
-        with self._lock:
-            self.calls[operation] += 1
-            self.bytes[operation] += nbytes
+        self.calls[operation] += 1
+        self.bytes[operation] += nbytes
 
     def clear(self) -> None:
         self.calls.clear()
@@ -81,9 +75,6 @@ class Comm:
         # What this rank has asked for: how many collectives so far, and the last of them.
         self.asked = 0
         self.recent: deque[Asked] = deque(maxlen=REMEMBERED)
-        # What begins its collectives, where that is not whoever asks for them, and the end of its service.
-        self.starter: Starter | None = None
-        self._leave_starter: Callable[[], object] | None = None
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum", label: str = "") -> Ticket:
         """Reduce `tensor` in place over the ranks; `op` is "sum" or "max"."""
@@ -166,22 +157,6 @@ class Comm:
             return self
         return SoloComm() if len(members) == 1 else self._group(axis, members)
 
-    def beside(self, device: torch.device) -> Comm | None:
-        """The same ranks as a group of their own, whose collectives its `starter` begins beside those of this one.
-
-        None where the two may hold each other up: on a GPU, where collectives that wait for each other's kernels in
-        another order on another rank never end.
-        """
-        return None
-
-    def _begun_by(self, starter: Starter) -> None:
-        self.starter = starter
-        self._leave_starter = starter.serve(self)
-
-    def _anybody_stopped(self, starter: Starter) -> bool:
-        """Whether an update has failed on any rank: what ranks have begun in that group since is out of step."""
-        return any(self.gather_objects(starter.stopped is not None))
-
     def fail(self, message: str) -> None:
         """Tell the other ranks that this one cannot go on: whoever waits for it raises `message` as a `PeerError`.
 
@@ -195,8 +170,6 @@ class Comm:
 
     def close(self) -> None:
         """Give back what this object itself made."""
-        if self._leave_starter is not None:
-            self._leave_starter()
 
     def _all_reduce(self, tensor: torch.Tensor, op: str) -> Ticket:
         raise AssertionError(f"{type(self).__name__} has {self.size} ranks and no all_reduce")
@@ -251,7 +224,6 @@ class _DefaultGroup:
         self._ends = False
         self._comms: weakref.WeakSet[ProcessGroupComm] = weakref.WeakSet()
         self._parts: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._beside: dict[tuple[tuple[int, ...], int], tuple[dist.ProcessGroup, Starter]] = {}
 
     def start(self, device_type: str, timeout: float | None = None) -> None:
         """Start torch.distributed from the environment that a launcher has set."""
@@ -277,17 +249,9 @@ class _DefaultGroup:
         """
         known = self._parts.get(ranks)
         if known is None or not _alive(known):
-            known = self._parts[ranks] = _new_group(ranks, timeout)
-        return known
-
-    def beside(self, ranks: tuple[int, ...], turn: int, timeout: float) -> tuple[dist.ProcessGroup, Starter]:
-        """A group of these ranks beside the one they have, over gloo, with the one starter that all its users share.
-
-        Those of earlier turns live on: collectives of theirs may wait for ranks that will not come.
-        """
-        known = self._beside.get((ranks, turn))
-        if known is None or not _alive(known[0]):
-            known = self._beside[ranks, turn] = _new_group(ranks, timeout, "gloo"), Starter()
+            patience = timedelta(seconds=timeout + GRACE)
+            known = dist.new_group(list(ranks), timeout=patience, use_local_synchronization=True)
+            self._parts[ranks] = known
         return known
 
     def join(self) -> bool:
@@ -323,11 +287,6 @@ start_default_group = _default_group.start
 
 def _alive(group: dist.ProcessGroup) -> bool:
     return group in dist.distributed_c10d._world.pg_map
-
-
-def _new_group(ranks: tuple[int, ...], timeout: float, backend: str | None = None) -> dist.ProcessGroup:
-    patience = timedelta(seconds=timeout + GRACE)
-    return dist.new_group(list(ranks), timeout=patience, backend=backend, use_local_synchronization=True)
 
 
 def _copyable(tensor: torch.Tensor) -> torch.Tensor:
@@ -386,8 +345,6 @@ class ProcessGroupComm(Comm):
     @property
     def under_way(self) -> bool:
         """Whether a collective has not come to its end, or not to a good one. One that nobody waits for may have."""
-        if self.starter is not None and self.starter.busy:
-            return True
         return not all(_ended_well(work, tells) for work, tells in tuple(self._begun.items()))
 
     def _all_reduce(self, tensor: torch.Tensor, op: str) -> Ticket:
@@ -472,24 +429,11 @@ class ProcessGroupComm(Comm):
         """The ranks of this group, by their numbers in the world."""
         return tuple(dist.get_process_group_ranks(self.group) if self.group else range(dist.get_world_size()))
 
-    def beside(self, device: torch.device) -> Comm | None:
-        if device.type != "cpu" or not self._over_gloo:
-            return None
-        everybody = self._everybody()
-        for turn in itertools.count():
-            group, starter = _default_group.beside(everybody, turn, self.timeout)
-            if not self._anybody_stopped(starter):
-                break
-        comm = ProcessGroupComm(group, timeout=self.timeout)
-        comm.traffic = self.traffic
-        comm._begun_by(starter)
-        return comm
 
     def fail(self, message: str) -> None:
         self.peers.fail(self.asked, message)
 
     def close(self) -> None:
-        super().close()
         self.peers.close()
         if self._shares_default_group:
             self._shares_default_group = False

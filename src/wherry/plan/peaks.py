@@ -15,7 +15,7 @@ from wherry.plan.memory import WORD
 from wherry.plan.profile import Moment, Profile
 from wherry.plan.reductions import Buffers, Reductions, Together
 from wherry.plan.setting import Placed, Setting, all_of
-from wherry.update.sizes import BATCH_NUMEL
+from wherry.update.sizes import BUCKET_NUMEL
 
 
 @dataclass
@@ -209,7 +209,7 @@ def _refreshed(setting: Setting, flats: Sequence[Placed]) -> int:
         if not (each.flat.trainable and each.flat.resident and layout.ranks > 1):
             continue
         batch += layout.shard_numel
-        if batch > BATCH_NUMEL:
+        if batch > BUCKET_NUMEL:
             send()
             batch = layout.shard_numel
         if layout.numel > min(SMALL, setting.gathered_together):

@@ -14,7 +14,7 @@ from wherry.plan.memory import STATE_WORDS, WORD, Cost, PlannedFlat, States, fla
 from wherry.plan.profile import Profile
 from wherry.plan.resting import Landing, Resting
 from wherry.sharding.layout import FlatLayout
-from wherry.update.sizes import BATCH_NUMEL, records_at_once, records_waiting, weights_at_once
+from wherry.update.sizes import BUCKET_NUMEL, records_at_once, records_waiting, weights_at_once
 
 if TYPE_CHECKING:
     from wherry.config import Config
@@ -55,7 +55,7 @@ class _Records:
     def of(self, numel: int, resting: Resting, home: Tier) -> int:
         alone, kind = home is Tier.DISK, (resting, resting.apart(at_home=home is not Tier.DEVICE))
         self._numel += numel
-        if alone or kind != self._kind or self._numel > BATCH_NUMEL:
+        if alone or kind != self._kind or self._numel > BUCKET_NUMEL:
             self._last += 1
             self._numel = numel
         self._kind = None if alone else kind

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -13,7 +13,7 @@ from torch import nn
 from wherry.parallel.partition import is_dtensor, point_at
 from wherry.sharding.layout import FlatLayout
 from wherry.tiers.elastic import Elastic
-from wherry.tiers.homes import Home, Kept, KeptPart, MemoryHome, opened
+from wherry.tiers.homes import Home, opened
 from wherry.tiers.tickets import DONE, Ticket
 
 
@@ -138,15 +138,6 @@ class Flat:
         """What the current stream does from here on comes after whatever reads this rank's part on the device."""
         reader, self.reader = self.reader, DONE
         reader.wait()
-
-    def keep(self, keep: Callable[[Home], Kept]) -> Kept:
-        """This rank's shard as it is now, for a reader beside whatever goes on; `keep` says how of a home."""
-        if self.home is None:
-            kept = keep(MemoryHome(self.shard_memory))
-            if self.resident:
-                kept.copy()  # the model's parameters show it: others than its update may write to it
-            return kept
-        return KeptPart(keep(self.home), self.shard_nbytes, self.dtype)
 
     def show_whole(self) -> None:
         """Let the parameters be views of the whole buffer."""

@@ -11,7 +11,7 @@ from typing import Any
 from wherry.checkpoint import folder as folders
 from wherry.checkpoint.errors import on_first
 from wherry.checkpoint.export import find
-from wherry.checkpoint.manifest import read_manifest
+from wherry.checkpoint.format import read_manifest
 from wherry.errors import WherryError
 from wherry.observe.log import logger
 from wherry.parallel.comm import Comm

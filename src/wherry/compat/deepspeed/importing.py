@@ -18,13 +18,12 @@ from typing import Any
 import torch
 
 from wherry.checkpoint import folder as folders
-from wherry.checkpoint.collect import Piece
+from wherry.checkpoint.contents import Piece
 from wherry.checkpoint.errors import CheckpointError
-from wherry.checkpoint.manifest import WEIGHT, Entry, Manifest
+from wherry.checkpoint.format import WEIGHT, Entry, Manifest, encode
 from wherry.checkpoint.rank_files import RankFiles
+from wherry.checkpoint.reshard import Run
 from wherry.checkpoint.save import versions
-from wherry.checkpoint.slices import Run
-from wherry.checkpoint.values import encode
 from wherry.observe.progress import Progress
 
 _KNOWN = {
@@ -158,24 +157,21 @@ class _Import:
         step = int(self.model.get("global_steps", 0))
         name = folders.check_tag(tag or folders.step_tag(step))
         partial = folders.begin(out, name)
-        self.files = RankFiles(partial, 0, 1 << 20)
+        manifest = Manifest(
+            tag=name,
+            created=datetime.now(UTC).isoformat(),
+            versions={**versions(), "deepspeed": str(self.model.get("ds_version"))},
+            world_size=int(self.model.get("dp_world_size", 1)),
+            entries=self.entries,
+            engine={},
+            ranks=[],
+            config={},
+            files={},
+        )
+        self.files = RankFiles(partial, 0, 1 << 20, manifest)
         try:
-            engine = self._engine_values(self._write_tensors())
-            part = self.files.finish()
-            manifest = Manifest(
-                tag=name,
-                created=datetime.now(UTC).isoformat(),
-                versions={**versions(), "deepspeed": str(self.model.get("ds_version"))},
-                world_size=int(self.model.get("dp_world_size", 1)),
-                entries=self.entries,
-                engine=engine,
-                ranks=[],
-                config={},
-                files=part.files,
-                tensors=part.tensors,
-            )
-            for parameter, state, piece in part.slices:
-                self.entries[parameter].states.setdefault(state, []).append(piece)
+            manifest.engine = self._engine_values(self._write_tensors())
+            self.files.finish()
             manifest.check_complete()
             return folders.commit(partial, name, manifest, latest=True)
         except BaseException:
@@ -213,7 +209,7 @@ class _Import:
     def _write_whole(self, name: str, tensor: torch.Tensor, kind: str) -> None:
         shape = tuple(tensor.shape)
         self._entry(name, shape, tensor.dtype, kind)
-        self.files.put_piece(Piece(name, WEIGHT, Run.of(shape), tensor.detach().contiguous().reshape(-1)), shape)
+        self.files.put_piece(Piece(name, WEIGHT, Run.of(shape), tensor.detach().contiguous().reshape(-1)))
 
     def _write_trained(self) -> dict[str, Any]:
         module: dict[str, torch.Tensor] = self.model["module"]
@@ -270,7 +266,7 @@ class _Import:
         run = Run(Run.of(part.shape).box, part.start, part.stop)
         for state, values in flat.items():
             piece = Piece(part.name, state, run, values[at : at + part.stop - part.start].contiguous())
-            self.files.put_piece(piece, part.shape)
+            self.files.put_piece(piece)
 
     def _engine_values(self, optimizer: dict[str, Any] | None) -> dict[str, Any]:
         """What an engine keeps beside tensors: its counts, the schedule's state and the client state."""

@@ -13,7 +13,7 @@ import torch
 from wherry import optim
 from wherry.compat.deepspeed import not_part_of_wherry
 from wherry.errors import WherryError
-from wherry.update.lion import Lion
+from wherry.update.optimizer import Lion
 
 COMPATIBLE_OPS = {"cpu_adam": True, "cpu_adagrad": True, "cpu_lion": True, "fused_adam": True, "fused_lion": True}
 

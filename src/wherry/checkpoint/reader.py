@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -11,11 +11,9 @@ from typing import Any
 import torch
 
 from wherry.checkpoint.errors import CheckpointError
-from wherry.checkpoint.files import TensorReader
-from wherry.checkpoint.manifest import GRADIENT, Manifest, Slice, read_manifest
-from wherry.checkpoint.slices import Box, Overlap, Run, overlaps
-from wherry.checkpoint.values import decode, dtype_named
-from wherry.checkpoint.workers import Workers
+from wherry.checkpoint.files import Pool, TensorReader
+from wherry.checkpoint.format import Manifest, Slice, decode, dtype_named, read_manifest
+from wherry.checkpoint.reshard import Box, Overlap, Run, overlaps
 from wherry.native import Blocks8, dequantize
 from wherry.native.segment import BLOCK, blocks_of
 
@@ -27,18 +25,18 @@ OPEN_FILES = 64
 WHOLE_ROWS = 16384
 
 
-class Source:
+class CheckpointReader:
     """Reads what is asked for, and nothing else.
 
-    with Source(folder) as source:
-        weight = source.tensor("blocks.0.mix.weight", "weight")
+    with CheckpointReader(folder) as reader:
+        weight = reader.tensor("blocks.0.mix.weight", "weight")
     """
 
     def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
         self.folder = folder
         self.manifest = manifest or read_manifest(folder)
         self._readers: dict[str, TensorReader] = {}
-        self._workers = Workers()
+        self._pool = Pool()
         self._closed_bytes = 0
 
     @property
@@ -46,13 +44,13 @@ class Source:
         """Of tensors, so far."""
         return self._closed_bytes + sum(reader.bytes_read for reader in self._readers.values())
 
-    def __enter__(self) -> Source:
+    def __enter__(self) -> CheckpointReader:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._workers.close()
+        self._pool.close()
         while self._readers:
             self._close(next(iter(self._readers)))
 
@@ -66,17 +64,18 @@ class Source:
         if reader is None:
             if len(self._readers) >= OPEN_FILES:
                 self._close(next(iter(self._readers)))
-            reader = TensorReader(self.folder / file, self._workers)
+            reader = TensorReader(self.folder / file, self._pool)
         self._readers[file] = reader  # the last one used comes last
         return reader
 
     def value(self, encoded: Any) -> Any:
-        """What `values.encode` was given."""
-        return decode(encoded, lambda name: self._value_tensor(name))
+        """What `encode` was given."""
 
-    def _value_tensor(self, name: str) -> torch.Tensor:
-        reader = self._reader(self.manifest.tensors[name])
-        return reader.read(name).view(reader.tensors[name].shape)
+        def tensor(name: str) -> torch.Tensor:
+            reader = self._reader(self.manifest.tensors[name])
+            return reader.read(name).view(reader.tensors[name].shape)
+
+        return decode(encoded, tensor)
 
     def has(self, name: str, state: str) -> bool:
         return state in self.manifest.entries[name].states
@@ -110,28 +109,9 @@ class Source:
         return self._reader(slices[0].file).tensors[slices[0].tensor].dtype
 
     def read(self, name: str, state: str, run: Run, out: torch.Tensor, *, addend: int | None = None) -> None:
-        """Fill `out`, of one dim, with a run of a state. Of a gradient in parts the sum, unless `addend` names one."""
+        """Fill `out`, of one dim, with a run of a state. `addend`: of a buffer, the one that this rank wrote."""
         assert out.numel() == run.numel and out.dim() == 1, (name, out.shape, run)
-        slices = self._slices(name, state)
-        chosen = [piece for piece in slices if piece.addend == addend] if addend is not None else slices
-        total = addend is None and state == GRADIENT and any(piece.addend is not None for piece in slices)
-        if not total:
-            if addend is None:
-                chosen = [piece for piece in slices if piece.addend is None]
-            self._fill(name, chosen, run, out)
-            return
-        part = torch.empty_like(out)
-        for number, rank in enumerate(sorted({piece.addend or 0 for piece in slices})):
-            self._fill(name, [piece for piece in slices if piece.addend == rank], run, part)
-            (out.add_ if number else out.copy_)(part)
-
-    def addends(self, name: str, state: str) -> set[int]:
-        return {piece.addend for piece in self._slices(name, state) if piece.addend is not None}
-
-    def _slices(self, name: str, state: str) -> list[Slice]:
-        return self.manifest.entries[name].states.get(state, [])
-
-    def _fill(self, name: str, slices: Iterable[Slice], run: Run, out: torch.Tensor) -> None:
+        slices = [piece for piece in self._slices(name, state) if piece.addend == addend]
         whole = self.manifest.entries[name].shape
         filled = 0
         for piece in slices:
@@ -143,6 +123,12 @@ class Source:
                 f"{self.folder}: {name} has {filled:,} of the {run.numel:,} elements that are wanted; its manifest "
                 "does not fit the model"
             )
+
+    def addends(self, name: str, state: str) -> set[int]:
+        return {piece.addend for piece in self._slices(name, state) if piece.addend is not None}
+
+    def _slices(self, name: str, state: str) -> list[Slice]:
+        return self.manifest.entries[name].states.get(state, [])
 
     def _copy(self, piece: Slice, overlap: Overlap, out: torch.Tensor) -> None:
         start, box = overlap.source

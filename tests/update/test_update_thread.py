@@ -1,6 +1,7 @@
-"""Updates that run beside each other in a crew's thread."""
+"""Updates that run beside each other in a thread of their own."""
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ from wherry.parallel.comm import SoloComm
 from wherry.parallel.merged import Merging
 from wherry.tiers.streams import link_to
 from wherry.tiers.tickets import DONE, CallbackTicket, Ticket
-from wherry.update.jobs import READY, WRITE, Crew, Job, Steps, drive_all
 from wherry.update.pipeline import UpdatePolicy, Updater
+from wherry.update.update_thread import READY, STORE, Steps, UpdateJob, UpdateThread, drive_all
 
 
 class SlowWrite(Ticket):
@@ -30,41 +31,41 @@ class SlowWrite(Ticket):
 
 
 def test_a_job_that_comes_while_another_one_writes_begins_at_once() -> None:
-    crew, write = Crew(depth=2, device=torch.device("cpu")), SlowWrite()
+    thread, write = UpdateThread(depth=2, device=torch.device("cpu")), SlowWrite()
 
     def writes(ticket: Ticket) -> Steps:
         yield READY, DONE
-        yield WRITE, ticket
+        yield STORE, ticket
 
-    first, second = Job("first", writes(write)), Job("second", writes(DONE))
-    crew.add(first)
+    first, second = UpdateJob("first", writes(write)), UpdateJob("second", writes(DONE))
+    thread.add(first)
     assert write.met.wait(30)
-    crew.add(second)
+    thread.add(second)
     second.finish()
     assert first.ready_for_use and not first.done()
     write.ends.set()
-    crew.close()
+    thread.close()
     assert first.done()
 
 
 def test_jobs_that_have_not_begun_are_arranged_anew() -> None:
-    crew, write = Crew(depth=1, device=torch.device("cpu")), SlowWrite()
+    thread, write = UpdateThread(depth=1, device=torch.device("cpu")), SlowWrite()
     seen: list[str] = []
 
-    def noted(name: str, ticket: Ticket = DONE) -> Job:
+    def noted(name: str, ticket: Ticket = DONE) -> UpdateJob:
         def steps() -> Steps:
             seen.append(name)
-            yield WRITE, ticket
+            yield STORE, ticket
 
-        return Job(name, steps())
+        return UpdateJob(name, steps())
 
     jobs = {name: noted(name, write if name == "under way" else DONE) for name in ("under way", "a", "b", "c", "d")}
     for job in jobs.values():
-        crew.add(job)
+        thread.add(job)
     assert write.met.wait(30)
-    crew.arrange([jobs[name] for name in ("under way", "d", "b")])
+    thread.arrange([jobs[name] for name in ("under way", "d", "b")])
     write.ends.set()
-    crew.close()
+    thread.close()
     assert seen == ["under way", "d", "b", "a", "c"]
 
 
@@ -73,7 +74,7 @@ def test_ctrl_c_in_an_update_is_no_error_of_the_update() -> None:
         raise KeyboardInterrupt
         yield READY, DONE
 
-    job = Job("first", interrupted())
+    job = UpdateJob("first", interrupted())
     drive_all([job], depth=2)
     for wait in (job.wait, job.finish):
         with pytest.raises(KeyboardInterrupt):
@@ -111,10 +112,10 @@ class _Interrupted(Ticket):
 
 @pytest.mark.parametrize("done", [False, True])
 def test_ctrl_c_breaks_an_engine_where_an_update_is_left_unfinished(done: bool) -> None:
-    """One that goes on in the crew's thread comes to its end."""
+    """One that goes on in the thread comes to its end."""
     link = link_to(torch.device("cpu"))
-    nowhere: Any = None
-    updater = Updater([], SoloComm(), link, UpdatePolicy(), nowhere, Merging(0), alone=True)
+    homes: Any = SimpleNamespace(link=link)
+    updater = Updater([], SoloComm(), homes, UpdatePolicy(), Merging(0), alone=True)
     with pytest.raises(KeyboardInterrupt):
         updater._wait(_Interrupted(done))  # type: ignore[arg-type]
     assert (updater._broken is not None) == done

@@ -1,39 +1,71 @@
-"""The optimizer's side of flats: masters and moments of what this rank owns, and where they rest."""
+"""The optimizer's state of all flats: masters and moments of what this rank owns, in buckets that are updated together.
+
+A bucket's state is one record, which rests on one tier, and which an update fetches, changes and stores.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
 from wherry import native
 from wherry.fake import address_of
+from wherry.placement import Tier
 from wherry.sharding.gradients import FlatGradient
 from wherry.sharding.layout import SegmentSpan
 from wherry.sharding.unit import Flat
-from wherry.tiers.homes import Home, Kept, opened
+from wherry.tiers.homes import Home, opened
 from wherry.tiers.streams import Link
 from wherry.tiers.tickets import DONE, Ticket
 from wherry.update.record import Field, RecordLayout, State
-from wherry.update.rules import Group, Groups, Rule, Segment
+from wherry.update.rules import Group, Groups, UpdateRule, UpdateSegment
+from wherry.update.sizes import BUCKET_NUMEL, records_at_once
 
 # What an update of an element reads besides its moments, by name.
 WEIGHTS = ("working", "low", "master")
 
 # Parameters that no rank has a gradient for, by their place in the flat.
 Absent = Mapping[Flat, Collection[int]]
-# By its name, its bytes, and how many of them stay the zeros that they are until the first update.
-MakeHome = Callable[[str, int, int], Home]
+
+
+@dataclass(frozen=True)
+class StateTier:
+    """How the state of a flat is kept: on which tier, updated by the host's kernels or the device's.
+
+    `apart` says that its record has a copy of the working weights, because the flat's own are out of the update's reach
+    (on the device), or must not change yet (a delayed update). `split` asks for masters whose upper half these are.
+    """
+
+    tier: Tier
+    on_host: bool
+    apart: bool
+    split: bool
+
+
+class StateHomes(Protocol):
+    """What knows where optimizer state rests: the placement table put to work."""
+
+    link: Link
+
+    def state_tier(self, flat: Flat) -> StateTier: ...
+
+    def make_rule(self, kept: StateTier) -> UpdateRule: ...
+
+    def make_home(self, tier: Tier, name: str, nbytes: int, untouched: int) -> Home:
+        """A new one of so many bytes, of which `untouched` stay the zeros that they are until the first update."""
 
 
 class FlatState:
     """What the optimizer knows about one flat."""
 
-    def __init__(self, flat: Flat, groups: int, batch: Batch) -> None:
+    def __init__(self, flat: Flat, groups: int, bucket: UpdateBucket) -> None:
         self.flat = flat
-        self.batch = batch
+        self.bucket = bucket
         # Parameters that the optimizer was not given lie behind its groups.
         self.segments = [span for span in flat.layout.segments(flat.rank) if span.group < groups]
         known = [slot.group < groups for slot in flat.layout.slots]
@@ -41,12 +73,12 @@ class FlatState:
         self.updated = any(known)
         # The updates that each parameter of the flat has had: one that no rank has a gradient for is left alone.
         self.steps = [0] * len(known)
-        # The first of the batch's segments that is this flat's.
+        # The first of the bucket's segments that is this flat's.
         self.first = 0
 
     @property
-    def rule(self) -> Rule:
-        return self.batch.rule
+    def rule(self) -> UpdateRule:
+        return self.bucket.rule
 
     def begin_again(self, group: Group, values: dict[str, State], name: str) -> None:
         """Let a moment, among the `values` of a segment that is opened, be as before the parameter's first update."""
@@ -66,39 +98,34 @@ class FlatState:
         """The state of each segment, by name: `master` in fp32 and the moments, wherever they rest.
 
         What is changed inside is kept if `write` is given, names that were added become state, and the working
-        weights follow their masters: between two delayed updates, those that are yet to be published. Tensors are
-        valid inside only.
+        weights follow their masters. Tensors are valid inside only.
         """
-        with self.batch.opened(self if write else None) as views:
+        with self.bucket.opened(self if write else None) as views:
             yield views[self.first : self.first + len(self.segments)]
 
-    @property
-    def numel(self) -> int:
-        return sum(span.stop - span.start for span in self.segments)
 
+class UpdateBucket:
+    """Flats that one rule updates, and whose state is one record: a large one, or small ones that follow each other."""
 
-class Batch:
-    """Flats that one rule updates, and whose state is one record: one large flat, or small ones that follow each other.
-
-    `apart` says that the record has a copy of the working weights, because the flat's own are out of the update's
-    reach (on the device), or must not change yet (a delayed update).
-    """
-
-    def __init__(self, rule: Rule, link: Link, *, apart: bool, split: bool, make_home: MakeHome) -> None:
-        self.rule = rule
-        self.link = link
-        self.apart = apart
-        self.split = split and rule.splits
-        self.make_home = make_home
+    def __init__(self, kept: StateTier, homes: StateHomes) -> None:
+        self.tier = kept.tier
+        self.apart = kept.apart
+        self.rule = homes.make_rule(kept)
+        self.split = kept.split and self.rule.splits
+        self.link = homes.link
+        # Whether its updates are kernels of the device, queued by whoever asks for them.
+        self.on_device = kept.tier is Tier.DEVICE and not homes.link.shared
         self.states: list[FlatState] = []
         # Those of the states' flats.
         self.gradients: list[FlatGradient] = []
         self.spans: list[tuple[FlatState, SegmentSpan]] = []
+        self._homes = homes
         self._layout: RecordLayout | None = None
-        self._home: Home | None = None
+        # Where the record rests; None where there is none, as rules of torch's keep their state themselves.
+        self.home: Home | None = None
         # New weights of a delayed update, of each segment, until they are published: the flats have those before it.
         self.fresh: list[torch.Tensor] | None = None
-        self._bound: list[Segment] | None = None
+        self._bound: list[UpdateSegment] | None = None
         # Where the flats' weights were then. Who sends a parameter to another process moves them to shared memory.
         self._places: list[int] = []
 
@@ -110,10 +137,12 @@ class Batch:
     def numel(self) -> int:
         return sum(span.stop - span.start for _, span in self.spans)
 
-    def add(self, state: FlatState) -> None:
+    def add(self, flat: Flat, groups: int) -> FlatState:
+        state = FlatState(flat, groups, self)
         state.first = len(self.spans)
         self.states.append(state)
         self.spans += [(state, span) for span in state.segments]
+        return state
 
     # The record.
 
@@ -124,31 +153,27 @@ class Batch:
             fields.append(Field("low", torch.int16, numel) if split else Field("master", torch.float32, numel))
         return fields
 
-    def layout(self, groups: Groups) -> RecordLayout:
-        """Where everything lies; `groups` are the optimizer's."""
+    @torch.no_grad()
+    def fill(self, groups: Groups, masters: Sequence[torch.Tensor | None]) -> None:
+        """Make the record, from the fp32 masters of the states' flats, None where the working weights are as good."""
         segments = []
         for state, span in self.spans:
             numel = span.stop - span.start
             segments.append(self._weight_fields(state.flat.dtype, numel) + self.rule.fields(groups[span.group], numel))
-        return RecordLayout(segments)
-
-    @torch.no_grad()
-    def fill(self, groups: Groups, masters: Sequence[torch.Tensor | None]) -> None:
-        """Make the record, from the fp32 masters of the states' flats, None where the working weights are as good."""
-        self._layout = self.layout(groups)
+        self._layout = RecordLayout(segments)
         if not self._layout.nbytes:
             return
-        self._home = self.make_home(self.name, self._layout.nbytes, self._untouched(groups))
+        self.home = self._homes.make_home(self.tier, self.name, self._layout.nbytes, self._untouched(groups))
         master_of = dict(zip(self.states, masters, strict=True))
-        memory = self._home.blank(zeros=True)
+        memory = self.home.blank(zeros=True)
         for (state, span), views in zip(self.spans, self._layout.views(memory), strict=True):
             self.rule.begin(groups[span.group], _moments(views))
             master = master_of[state]
             with state.flat.opened(write=True) as shard:
                 own = shard[span.start : span.stop]
                 _set_master(views, own, own if master is None else master[span.start : span.stop])
-        self._home.store().wait()
-        self._home.leave()
+        self.home.store().wait()
+        self.home.leave()
 
     def _untouched(self, groups: Groups) -> int:
         """Bytes of the new record that nothing is written to: moments that begin as zeros."""
@@ -161,24 +186,14 @@ class Batch:
             if field.name not in WEIGHTS
         )
 
-    def fetch(self) -> Ticket | None:
-        return self._home.fetch() if self._home is not None else None
-
-    def store(self) -> Ticket | None:
-        return self._home.store() if self._home is not None else None
-
-    def leave(self, after: Ticket) -> None:
-        if self._home is not None:
-            self._home.leave(after)
-
     @property
     def on_disk(self) -> bool:
-        return self._home is not None and self._home.on_disk
+        return self.home is not None and self.home.on_disk
 
     @property
     def nbytes(self) -> int:
-        """Of the record, wherever it is; without what aligns its fields, as that is a matter of the layout."""
-        return self._layout.payload if self._layout is not None else 0
+        """Of the state, wherever it is; without what aligns a record's fields, as that is a matter of the layout."""
+        return (self._layout.payload if self._layout is not None else 0) + self.rule.nbytes()
 
     @property
     def record_nbytes(self) -> int:
@@ -187,32 +202,16 @@ class Batch:
 
     @property
     def in_memory(self) -> int:
-        return (self._home.in_memory if self._home is not None else 0) + self.rule.nbytes()
+        return (self.home.in_memory if self.home is not None else 0) + self.rule.nbytes()
 
     def memory(self) -> Iterator[torch.Tensor]:
         """What holds the state, where it rests in memory."""
-        if self._home is not None and not self._home.on_disk:
-            yield self._home.memory
+        if self.home is not None and not self.home.on_disk:
+            yield self.home.memory
         for kept in self.rule.kept():
             yield from (value for value in kept.values() if value.dim())
 
-    # The segments, with their tensors in place.
-
-    def bind(self, aside: Sequence[torch.Tensor] | None = None) -> list[Segment]:
-        """The segments for an update; record and weights have been fetched, and gradients have arrived.
-
-        `aside` are gradients to be used instead of the states' own.
-        """
-        if self._bound is not None and aside is None:
-            return self._bound
-        grads = aside or [gradient.owned for gradient in self.gradients]
-        grad_of = dict(zip(self.states, grads, strict=True))
-        bound = self._segments(self._views())
-        for segment, (state, span) in zip(bound, self.spans, strict=True):
-            segment.grad = grad_of[state][span.start : span.stop]
-        if aside is None and self.in_place and all(gradient.steady for gradient in self.gradients):
-            self._bound = bound
-        return bound
+    # The update.
 
     @property
     def steps(self) -> list[int]:
@@ -226,7 +225,10 @@ class Batch:
         absent: Absent | None = None,
         aside: Sequence[torch.Tensor] | None = None,
     ) -> Ticket:
-        """Begin the update, with the states' gradients or with those set aside; `absent` ones are left alone."""
+        """Begin the update, with the states' gradients or with those set aside; `absent` ones are left alone.
+
+        Record and weights have been fetched, and gradients have arrived.
+        """
         for state in self.states:
             if state.flat.reader is not DONE:
                 state.flat.quiet()
@@ -239,7 +241,15 @@ class Batch:
         if places != self._places:
             self._bound = None
             self._places = places
-        segments = self.bind(aside)
+        segments = self._bound
+        if segments is None or aside is not None:
+            grads = aside or [gradient.owned for gradient in self.gradients]
+            grad_of = dict(zip(self.states, grads, strict=True))
+            segments = self._segments(self._views())
+            for segment, (state, span) in zip(segments, self.spans, strict=True):
+                segment.grad = grad_of[state][span.start : span.stop]
+            if aside is None and self.in_place and all(gradient.steady for gradient in self.gradients):
+                self._bound = segments
         if absent:
             segments = [
                 replace(segment, grad=None) if span.slot in absent.get(state.flat, ()) else segment
@@ -255,13 +265,6 @@ class Batch:
     def working(self) -> list[torch.Tensor]:
         """The working weights of each segment that the record holds."""
         return [fields["working"] for fields in self._views()]  # type: ignore[misc]
-
-    def fetched_working(self) -> list[torch.Tensor]:
-        """As `working`, wherever the record is; copies of what rests on disk."""
-        if self._home is None or not self.on_disk:
-            return self.working()
-        with opened(self._home, write=False):
-            return [weights.clone() for weights in self.working()]
 
     def publish(self, fence: Ticket) -> list[Ticket]:
         """Send working weights, those of the record or fresh ones, to where flats have theirs."""
@@ -294,15 +297,15 @@ class Batch:
 
     def _views(self) -> list[dict[str, State]]:
         assert self._layout is not None
-        return self._layout.views(self._home.memory) if self._home is not None else [{} for _ in self.spans]
+        return self._layout.views(self.home.memory) if self.home is not None else [{} for _ in self.spans]
 
-    def _segments(self, fields: list[dict[str, State]]) -> list[Segment]:
+    def _segments(self, fields: list[dict[str, State]]) -> list[UpdateSegment]:
         segments = []
         for (state, span), views in zip(self.spans, fields, strict=True):
             flat = state.flat
             working = views["working"] if self.apart else flat.shard_memory[span.start : span.stop]
             segments.append(
-                Segment(
+                UpdateSegment(
                     group=span.group,
                     working=working,  # type: ignore[arg-type]
                     master=views.get("master"),  # type: ignore[arg-type]
@@ -320,19 +323,21 @@ class Batch:
 
         What is kept is of the flat that is `changed`: weights of the others may be in an edit of their own.
         """
+        assert self.fresh is None, f"{self.name}: its update is yet to be published"
         write = changed is not None
         for state in self.states if write else ():
             state.flat.quiet()
         with ExitStack() as stack:
-            if self._home is not None:
-                stack.enter_context(opened(self._home, write=write))
+            if self.home is not None:
+                stack.enter_context(opened(self.home, write=write))
             fields = self._views()
-            if self.fresh is not None:
-                owns = self.fresh  # what follows from masters now
-            else:
-                shards = {state: stack.enter_context(state.flat.opened(write=write)) for state in self.states}
-                owns = [shards[state][span.start : span.stop] for state, span in self.spans]
-            shown = _shown(fields, owns, self.rule.kept() or [{} for _ in self.spans])
+            shards = {state: stack.enter_context(state.flat.opened(write=write)) for state in self.states}
+            owns = [shards[state][span.start : span.stop] for state, span in self.spans]
+            kept = self.rule.kept() or [{} for _ in self.spans]
+            shown = [
+                {"master": _join(views, views.get("working", own)), **_moments(views), **moments}
+                for views, own, moments in zip(fields, owns, kept, strict=True)
+            ]
             yield shown
             if write:
                 for (state, _), views, own, after in zip(self.spans, fields, owns, shown, strict=True):
@@ -341,17 +346,7 @@ class Batch:
                         _replace(_moments(views), after)
                 self.rule.load_kept(self._segments(fields), self.steps, [_moments(after) for after in shown])
 
-    def homes(self) -> list[Home]:
-        """Where its record and its flats' weights rest, outside the device."""
-        homes = [self._home, *(state.flat.home for state in self.states)]
-        return [home for home in homes if home is not None]
-
-    @property
-    def follows(self) -> bool:
-        """Whether masters are made of the flats' own weights."""
-        assert self._layout is not None
-        named = {field.name for fields in self._layout.fields for field, _ in fields}
-        return named.isdisjoint(("master", "working"))
+    # For checkpoints.
 
     def widths(self) -> list[float]:
         """Bytes of an element of each segment, as `opened` shows its master and moments."""
@@ -365,64 +360,14 @@ class Batch:
             found.append(whole + moments + sum(value.element_size() for value in own.values() if value.dim()))
         return found
 
-    def keep(self, keep: Callable[[Home], Kept]) -> KeptBatch:
-        """The state as it is now, for a reader beside updates to come; `keep` says how of a home."""
-        assert self._layout is not None
-        return KeptBatch(
-            layout=self._layout,
-            spans=[(self.states.index(state), span) for state, span in self.spans],
-            home=keep(self._home) if self._home is not None else None,
-            shards=[state.flat.keep(keep) for state in self.states] if self.follows else [],
-            moments=[{name: value.to("cpu", copy=True) for name, value in kept.items()} for kept in self.rule.kept()],
-        )
-
     def close(self) -> None:
         self.detach()
         self.fresh = None
-        if self._home is not None:
-            self._home.close()
-            self._home = None
+        if self.home is not None:
+            self.home.close()
+            self.home = None
         self.states.clear()
         self.spans.clear()
-
-
-@dataclass
-class KeptBatch:
-    """A batch's state as it was at one moment. It knows nothing of the engine."""
-
-    layout: RecordLayout
-    # Each segment, and the number of its flat in the batch.
-    spans: list[tuple[int, SegmentSpan]]
-    home: Kept | None
-    shards: list[Kept]
-    moments: list[dict[str, torch.Tensor]]
-
-    @property
-    def parts(self) -> list[Kept]:
-        return [*([self.home] if self.home is not None else []), *self.shards]
-
-    @contextmanager
-    @torch.no_grad()
-    def opened(self) -> Iterator[list[dict[str, State]]]:
-        """Of each segment `master` and moments; see `FlatState.opened`."""
-        with ExitStack() as stack:
-            fields: list[dict[str, State]] = [{} for _ in self.spans]
-            if self.home is not None:
-                fields = self.layout.views(stack.enter_context(self.home.opened()))
-            shards = [stack.enter_context(shard.opened()) for shard in self.shards]
-            none = torch.empty(0)
-            owns = [shards[flat][span.start : span.stop] if shards else none for flat, span in self.spans]
-            yield _shown(fields, owns, self.moments or [{} for _ in self.spans])
-
-
-def _shown(
-    fields: Sequence[dict[str, State]], owns: Sequence[torch.Tensor], kept: Sequence[Mapping[str, State]]
-) -> list[dict[str, State]]:
-    """Of each segment `master` and moments; `owns` are its working weights, `kept` what the rule keeps itself."""
-    return [
-        {"master": _join(views, views.get("working", own)), **_moments(views), **moments}
-        for views, own, moments in zip(fields, owns, kept, strict=True)
-    ]
 
 
 def _moments(views: dict[str, State]) -> dict[str, State]:
@@ -468,3 +413,98 @@ def _set_master(views: dict[str, State], own: torch.Tensor, master: torch.Tensor
         own.copy_(master)
     if "working" in views:
         views["working"].copy_(own)  # type: ignore[union-attr]
+
+
+class OptimizerStates:
+    """The buckets, built flat by flat, so that one flat's state above the rest is ever in memory."""
+
+    def __init__(self, groups: Groups, homes: StateHomes) -> None:
+        self._groups = groups
+        self._homes = homes
+        # In the order in which units run.
+        self.buckets: list[UpdateBucket] = []
+        self.state_of: dict[Flat, FlatState] = {}
+        # The bucket that flats are still added to, how they are kept, and their masters.
+        self._open: tuple[UpdateBucket, StateTier, torch.dtype] | None = None
+        self._masters: list[torch.Tensor | None] = []
+
+    def adopt(self, flat: Flat, master: torch.Tensor | None) -> None:
+        """Begin to keep state for a flat. `master` is the fp32 shard, None where the working weights are as good."""
+        kept = self._homes.state_tier(flat)
+        if self._open is not None:
+            bucket, open_tier, dtype = self._open
+            # Of whole shards, padding included: every rank makes the same buckets.
+            numel = sum(state.flat.layout.shard_numel for state in bucket.states) + flat.layout.shard_numel
+            if numel > BUCKET_NUMEL or dtype != flat.dtype or open_tier != kept or flat.at_rest_on_disk:
+                self.complete()
+        if self._open is None:
+            self._open = UpdateBucket(kept, self._homes), kept, flat.dtype
+            self.buckets.append(self._open[0])
+        bucket = self._open[0]
+        self.state_of[flat] = bucket.add(flat, len(self._groups))
+        self._masters.append(master)
+        if flat.at_rest_on_disk:
+            self.complete()
+
+    def complete(self) -> None:
+        """No flat is added to the last bucket any more."""
+        if self._open is not None:
+            self._open[0].fill(self._groups, self._masters)
+        self._open = None
+        self._masters = []
+
+    def of(self, flats: Iterable[Flat]) -> list[UpdateBucket]:
+        """The buckets that these flats are in, in the order in which units run."""
+        wanted = {self.state_of[flat].bucket for flat in flats if flat in self.state_of}
+        return [bucket for bucket in self.buckets if bucket in wanted]
+
+    # Accounts.
+
+    def nbytes(self) -> dict[Tier, int]:
+        """Bytes of state by tier: whole masters or low halves, and moments."""
+        total: dict[Tier, int] = {}
+        for bucket in self.buckets:
+            total[bucket.tier] = total.get(bucket.tier, 0) + bucket.nbytes
+        return total
+
+    def expected_nbytes(self) -> dict[Tier, int]:
+        """What the placement comes to, padding of shards included."""
+        total: dict[Tier, float] = {}
+        for bucket in self.buckets:
+            shards = sum(state.flat.layout.shard_numel for state in bucket.states)
+            padded = bucket.nbytes * max(1.0, shards / max(1, bucket.numel))
+            total[bucket.tier] = total.get(bucket.tier, 0.0) + padded
+        return {tier: math.ceil(value) for tier, value in total.items()}
+
+    def device_memory(self) -> Iterator[torch.Tensor]:
+        """The tensors of state that rests on the device."""
+        for bucket in self.buckets:
+            if bucket.tier is Tier.DEVICE:
+                yield from bucket.memory()
+
+    def on_disk(self) -> list[UpdateBucket]:
+        return [bucket for bucket in self.buckets if bucket.on_disk]
+
+    def host_bytes(self) -> int:
+        """Host memory that records on disk take at the moment."""
+        return sum(bucket.in_memory for bucket in self.on_disk())
+
+    def expected_host_bytes(self, depth: int) -> int:
+        """The most that may be: so many of the largest records as may be in memory at once."""
+        return records_at_once((bucket.record_nbytes for bucket in self.on_disk()), depth)
+
+    def waiting_bytes(self) -> int:
+        """Weights that delayed updates have made, in memory of their own until they are published."""
+        return sum(weights.nbytes for bucket in self.on_disk() for weights in bucket.fresh or ())
+
+    def expected_waiting_bytes(self) -> int:
+        """What they come to once updates are delayed."""
+        spans = (item for bucket in self.on_disk() for item in bucket.spans)
+        return sum((span.stop - span.start) * state.flat.dtype.itemsize for state, span in spans)
+
+    def close(self) -> None:
+        with ExitStack() as end:
+            for bucket in self.buckets:
+                end.callback(bucket.close)
+        self.buckets.clear()
+        self.state_of.clear()

@@ -1,4 +1,4 @@
-"""Jobs: the update of one batch as steps between waits, and what runs many of them at once."""
+"""Updates under way: each one a generator of steps between waits, many of them driven at once, by a thread beside."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from wherry.errors import WherryError
 from wherry.fake import faking
 from wherry.tiers.tickets import Ticket
 
-# What a job is waiting for, and which of them is worth waiting for first: the update keeps the cores busy, a read
-# feeds the next update, a write only gives its memory back.
-UPDATE, READ, WRITE = range(3)
-# Seconds after which a write is looked at again, while another job may come.
-PAUSE = 0.001
+# What an update is waiting for, and which of them is worth waiting for first: the update itself keeps the cores busy,
+# a read feeds the next one, a write only gives its memory back.
+UPDATE, FETCH, STORE = range(3)
 # Not a wait: the new weights are where they are used, and what is left is to write.
 READY = -1
+# Seconds after which a write is looked at again, while another update may come.
+PAUSE = 0.001
 Steps = Generator[tuple[int, Ticket], None, None]
 
 
-class Job(Ticket):
+class UpdateJob(Ticket):
     """One update under way. `wait()` is until its weights may be used, `finish()` until nothing is left to do.
 
     Both raise what went wrong in it, with the unit's name.
@@ -34,7 +34,7 @@ class Job(Ticket):
 
     def __init__(self, name: str, steps: Steps) -> None:
         self.name = name
-        self.stage = READ
+        self.stage = FETCH
         self._steps = steps
         self._under_way: Ticket | None = None
         self._error: BaseException | None = None
@@ -42,11 +42,8 @@ class Job(Ticket):
         self._event = threading.Event()
         self._ended: threading.Event | None = None
 
-    @property
-    def begun(self) -> bool:
-        return self._under_way is not None or self.done()
-
     def begin(self) -> None:
+        """Take the first step."""
         self._advance()
 
     def ready(self) -> bool:
@@ -68,6 +65,13 @@ class Job(Ticket):
         else:
             self._advance()
 
+    def run(self) -> None:
+        """All steps, to its end; the first may have been taken."""
+        if self._under_way is None and not self.done():
+            self._advance()
+        while self._under_way is not None:
+            self.go_on()
+
     def _advance(self) -> None:
         try:
             stage, ticket = next(self._steps)
@@ -77,14 +81,12 @@ class Job(Ticket):
                 stage, ticket = next(self._steps)
             self.stage, self._under_way = stage, ticket
         except StopIteration:
-            self._under_way = None
             self._end()
         except BaseException as error:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
         self._error = error
-        self._under_way = None
         try:
             self._steps.close()
         except BaseException as another:
@@ -93,6 +95,7 @@ class Job(Ticket):
             self._end()
 
     def _end(self) -> None:
+        self._under_way = None
         if self._ended is not None:
             self._ended.set()
         self._event.set()
@@ -104,14 +107,14 @@ class Job(Ticket):
     def done(self) -> bool:
         return self._event.is_set() and (self._ended is None or self._ended.is_set())
 
-    def come_to_an_end(self) -> None:
-        """Wait until nothing is left to do, and leave an error to `finish()`."""
+    def wait_for_end(self) -> None:
+        """Wait until nothing is left to do, and leave an error to `wait()` and `finish()`."""
         self._event.wait()
         if self._ended is not None:
             self._ended.wait()
 
     def finish(self) -> None:
-        self.come_to_an_end()
+        self.wait_for_end()
         self.wait()
 
     def wait(self) -> None:
@@ -125,12 +128,12 @@ class Job(Ticket):
             ) from self._error
 
 
-def drive(take: Callable[[float | None], Job | None], depth: int) -> None:
-    """Run jobs, at most `depth` at a time, until none comes any more.
+def drive(take: Callable[[float | None], UpdateJob | None], depth: int) -> None:
+    """Run updates, at most `depth` at a time, until none comes any more.
 
     `take(seconds)` gives the next one, None where there is none any more; where none comes in time it raises `Empty`.
     """
-    flying: deque[Job] = deque()
+    under_way: deque[UpdateJob] = deque()
     ended = False
 
     def begin_next(seconds: float | None) -> bool:
@@ -143,39 +146,31 @@ def drive(take: Callable[[float | None], Job | None], depth: int) -> None:
             ended = True
             return False
         job.begin()
-        flying.append(job)
+        under_way.append(job)
         return True
 
-    while not ended or flying:
-        while not ended and len(flying) < depth and begin_next(0 if flying else None):
+    while not ended or under_way:
+        while not ended and len(under_way) < depth and begin_next(0 if under_way else None):
             pass
         moved = False
-        for job in list(flying):
+        for job in list(under_way):
             while job.ready():
                 job.go_on()
                 moved = True
             if job.done():
-                flying.remove(job)
+                under_way.remove(job)
                 moved = True
-        if moved or not flying:
+        if moved or not under_way:
             continue
-        first = min(flying, key=lambda job: job.stage)
-        if first.ready_for_use and not ended and len(flying) < depth:
+        first = min(under_way, key=lambda job: job.stage)
+        if first.ready_for_use and not ended and len(under_way) < depth:
             begin_next(PAUSE)  # somebody may wait for what comes, and nobody does for this write
         else:
             first.go_on()
 
 
-def drive_one(job: Job) -> None:
-    """Run a job to its end."""
-    if not job.begun:
-        job.begin()
-    while not job.done():
-        job.go_on()
-
-
-def drive_all(jobs: Collection[Job], depth: int) -> None:
-    """Run these jobs in the calling thread, at most `depth` at a time, to their ends."""
+def drive_all(jobs: Collection[UpdateJob], depth: int) -> None:
+    """Run these in the calling thread, at most `depth` at a time, to their ends, also if one has failed."""
     if len(jobs) > depth:
         waiting = iter(jobs)
         drive(lambda seconds: next(waiting, None), depth)
@@ -183,62 +178,64 @@ def drive_all(jobs: Collection[Job], depth: int) -> None:
         for job in jobs:
             job.begin()
     for job in jobs:
-        drive_one(job)
+        job.run()
 
 
-class Line:
-    """Jobs that have not begun, in the order in which they will."""
+class _Queue:
+    """Updates that have not begun, in the order in which they will."""
 
     def __init__(self) -> None:
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[UpdateJob] = deque()
         self._lock = threading.Lock()
+        # True for each of them; None ends the thread. A finalizer may put it, wherever it runs.
+        self.bell: SimpleQueue[bool | None] = SimpleQueue()
 
-    def add(self, job: Job) -> None:
+    def add(self, job: UpdateJob) -> None:
         with self._lock:
             self._jobs.append(job)
+        self.bell.put(True)
 
-    def first(self) -> Job:
+    def take(self, seconds: float | None) -> UpdateJob | None:
+        if not self.bell.get(timeout=seconds):
+            return None
         with self._lock:
             return self._jobs.popleft()
 
-    def arrange(self, order: Sequence[Job]) -> None:
-        """Those of `order` that are here come first, in that order."""
+    def put_first(self, order: Sequence[UpdateJob]) -> None:
         with self._lock:
             here = set(self._jobs)
             first = [job for job in order if job in here]
             self._jobs = deque(dict.fromkeys([*first, *self._jobs]))
 
 
-class Crew:
-    """A thread that runs jobs beside the forward and backward, in the order in which they come or are arranged.
+class UpdateThread:
+    """Runs updates beside the forward and backward, in the order in which they come or are arranged.
 
-    It ends with `close()`, with the crew's last reference, or before the interpreter does.
+    The thread begins with the first of them. It ends with `close()`, with the last reference to this object, or before
+    the interpreter does.
     """
 
     def __init__(self, depth: int, device: torch.device) -> None:
         self.depth = depth
         self.device = device
-        self._line = Line()
-        # For each job in the line its bell; None ends the thread. A finalizer may ring it wherever it runs.
-        self._bell: SimpleQueue[bool | None] = SimpleQueue()
+        self._queue = _Queue()
         self._finalizer: weakref.finalize | None = None
 
-    def add(self, job: Job) -> None:
+    def add(self, job: UpdateJob) -> None:
         if faking():  # fake tensors know one thread
-            drive_one(job)
+            job.run()
             return
         if self._finalizer is None:
-            # The thread knows the line and not the crew, which may so be let go of.
-            work = (self._line, self._bell, self.depth, self.device)
+            # The thread knows the queue and not this object, which may so be let go of.
+            work = (self._queue, self.depth, self.device)
             thread = threading.Thread(target=_work, args=work, name="wherry-update", daemon=True)
             thread.start()
-            self._finalizer = weakref.finalize(self, _end, self._bell, thread)
-        self._line.add(job)
-        self._bell.put(True)
+            self._finalizer = weakref.finalize(self, _end, self._queue, thread)
+        self._queue.add(job)
 
-    def arrange(self, order: Sequence[Job]) -> None:
-        """Of jobs that have not begun, these come first, in this order."""
-        self._line.arrange(order)
+    def arrange(self, order: Sequence[UpdateJob]) -> None:
+        """Of updates that have not begun, these come first, in this order."""
+        self._queue.put_first(order)
 
     def close(self) -> None:
         """Finish what was begun and end the thread."""
@@ -247,14 +244,14 @@ class Crew:
             finalizer()
 
 
-def _end(bell: SimpleQueue[bool | None], thread: threading.Thread) -> None:
-    bell.put(None)
+def _end(queue: _Queue, thread: threading.Thread) -> None:
+    queue.bell.put(None)
     if thread is not threading.current_thread():
         thread.join()
 
 
-def _work(line: Line, bell: SimpleQueue[bool | None], depth: int, device: torch.device) -> None:
+def _work(queue: _Queue, depth: int, device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with torch.no_grad():
-        drive(lambda seconds: line.first() if bell.get(timeout=seconds) else None, depth)
+        drive(queue.take, depth)

@@ -14,10 +14,9 @@ from wherry.sharding.access import gathered
 from wherry.sharding.gradients import Gradients
 from wherry.sharding.layout import SegmentSpan, Slot
 from wherry.sharding.unit import Unit
-from wherry.update.pipeline import Updater
+from wherry.update.optimizer_states import FlatState, OptimizerStates
 from wherry.update.record import State
 from wherry.update.rules import Groups
-from wherry.update.state import FlatState
 
 MASTER = "master"
 
@@ -32,7 +31,7 @@ class ParameterStates:
     def __init__(
         self,
         units: list[Unit],
-        updater: Updater | None,
+        states: OptimizerStates | None,
         groups: Groups,
         gradients: Gradients,
         shards: Comm,
@@ -52,7 +51,7 @@ class ParameterStates:
             for parameter, slot in zip(flat.parameters, flat.layout.slots, strict=True)
         }
         self._places: dict[str, tuple[FlatState, Slot, torch.nn.Parameter]] = {}
-        for state in updater.holdings.state_of.values() if updater is not None else ():
+        for state in states.state_of.values() if states is not None else ():
             for slot, parameter in zip(state.flat.layout.slots, state.flat.parameters, strict=True):
                 self._places[slot.name] = (state, slot, parameter)
 
@@ -133,7 +132,7 @@ class ParameterStates:
         found: dict[str, dict[str, torch.Tensor]] = {}
         places = [self._places[name] for name in names if name in self._places]
         for state, slot, _ in places:
-            if state.batch.on_disk:
+            if state.bucket.on_disk:
                 raise WherryError(
                     "optimizer.state_dict: this state rests on disk, and would be in memory as a whole; "
                     "engine.save_checkpoint(folder) writes it, and engine.load_checkpoint takes it back"

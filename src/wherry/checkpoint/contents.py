@@ -1,8 +1,9 @@
-"""What a checkpoint holds beside tensors by name: counts, schedules, generators, the user's own values."""
+"""What goes into a checkpoint: this rank's pieces of parameters and their states, and values beside them."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -10,8 +11,86 @@ import numpy as np
 import torch
 
 from wherry.checkpoint.errors import CheckpointError
-from wherry.checkpoint.session import Session, extra_states
-from wherry.checkpoint.values import PutTensor, encode
+from wherry.checkpoint.format import WEIGHT, PutTensor, encode
+from wherry.checkpoint.reshard import Run
+from wherry.checkpoint.session import Session, extra_states, within
+from wherry.native import Blocks8
+from wherry.native.segment import BLOCK
+from wherry.sharding.unit import Flat
+from wherry.update.record import State
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements of one state of one parameter: a run of them, and their values in one dim."""
+
+    name: str
+    state: str
+    run: Run
+    values: torch.Tensor
+    # Of 8-bit states: the scales of the blocks that the values lie in, and the first value's place in its block.
+    scales: torch.Tensor | None = None
+    phase: int = 0
+    # Of a buffer that differs between ranks: whose it is.
+    addend: int | None = None
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A state of one parameter with one value for all elements, such as a product of momenta."""
+
+    name: str
+    state: str
+    value: float
+
+
+def state_pieces(session: Session, flat: Flat, share: tuple[int, int]) -> Iterator[Piece | Scalar]:
+    """Masters and moments of a share of this rank's shard; each is valid until the next.
+
+    A weight with an fp32 master is stored as its master alone, from which the working weight follows.
+    """
+    if flat not in session.states or share[0] == share[1]:
+        return
+    with session.states[flat].opened() as segments:
+        for span, values in zip(session.spans(flat), segments, strict=True):
+            slot = flat.layout.slots[span.slot]
+            place = within(flat, slot, *share) if session.writes(slot) else None
+            if place is not None:
+                start, stop, at = place
+                logical = session.logical(slot)
+                yield from _segment_pieces(logical.name, Run(logical.box, start, stop), at - span.start, values)
+
+
+def _segment_pieces(name: str, run: Run, first: int, values: dict[str, State]) -> Iterator[Piece | Scalar]:
+    last = first + run.numel
+    for key, value in values.items():
+        state = WEIGHT if key == "master" else key
+        if isinstance(value, Blocks8):
+            scales = value.scales[first // BLOCK : -(-last // BLOCK)]
+            yield Piece(name, state, run, value.codes[first:last], scales, first % BLOCK)
+        elif is_scalar(value):
+            yield Scalar(name, key, float(value))
+        else:
+            yield Piece(name, state, run, value[first:last])
+
+
+def is_scalar(value: State) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0
+
+
+def weight_pieces(session: Session, flat: Flat, share: tuple[int, int]) -> Iterator[Piece]:
+    """The weights without a master of a share of this rank's shard; each is valid until the next."""
+    slots = filter(session.writes, session.without_state(flat))
+    places = [(slot, place) for slot in slots if (place := within(flat, slot, *share)) is not None]
+    if not places:
+        return
+    with flat.opened() as shard:
+        for slot, (start, stop, at) in places:
+            logical = session.logical(slot)
+            yield Piece(logical.name, WEIGHT, Run(logical.box, start, stop), shard[at : at + stop - start])
+
+
+# Values.
 
 
 @dataclass
@@ -26,13 +105,9 @@ class Values:
         return Values(self.engine, self.rank, {name: t.to("cpu", copy=True) for name, t in self.tensors.items()})
 
 
-def encode_values(
-    session: Session, client_state: dict[str, Any], steps: tuple[int, dict[str, int]], absent: list[str]
-) -> Values:
-    """`steps`: updates made so far, and by parameter; `absent`: parameters without a gradient in the window.
-
-    Raises `CheckpointError`, with the place, for what cannot be stored.
-    """
+def encode_values(session: Session, client_state: dict[str, Any], steps: tuple[int, dict[str, int]]) -> Values:
+    """`steps`: updates made so far, and by parameter. Raises `CheckpointError`, with the place, for what cannot be
+    stored."""
     if not isinstance(client_state, dict):
         raise CheckpointError(f"client_state is a {type(client_state).__name__}, expected a dict")
     found = Values()
@@ -43,8 +118,6 @@ def encode_values(
         return name
 
     found.rank["rng"] = encode(random_state(session.device), "random state", put)
-    if absent:
-        found.rank["absent"] = absent
     loader = getattr(session.dataloader, "state_dict", None)
     if loader is not None:
         found.rank["data"] = encode(loader(), "training_dataloader.state_dict()", put)
@@ -52,7 +125,7 @@ def encode_values(
         return found
     engine = found.engine
     engine.update({key: encode(value, key, put) for key, value in asdict(session.counts).items()})
-    engine["window"] = encode(asdict(session.window), "window", put)
+    engine["window"] = {"backwards": 0}  # no sums are in it: readers of this version of the format ask
     engine["loss_scale"] = session.scaler.state_dict()
     engine["client_state"] = encode(dict(client_state), "client_state", put)
     if session.lr_scheduler is not None:
