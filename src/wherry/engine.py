@@ -684,7 +684,7 @@ class Engine(nn.Module):
         if self._states is None:
             self._states = ParameterStates(
                 self.units,
-                self._updater,
+                self._updater.states if self._updater is not None else None,
                 self._groups(),
                 self._gradients,
                 self._gatherer.comm,

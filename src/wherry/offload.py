@@ -30,7 +30,7 @@ from wherry.tiers.streams import Link, link_to
 from wherry.update.optimizer import OptimizerSpec
 from wherry.update.optimizer_states import StateTier
 from wherry.update.pipeline import UpdatePolicy
-from wherry.update.rules import Rule
+from wherry.update.rules import UpdateRule
 from wherry.update.sizes import weights_at_once
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class Offload:
         self._state_tiers[flat] = StateTier(tier=tier, on_host=on_host, apart=apart, split=split)
         return self._state_tiers[flat]
 
-    def make_rule(self, kept: StateTier) -> Rule:
+    def make_rule(self, kept: StateTier) -> UpdateRule:
         assert self.spec is not None
         return self.spec.make_rule(on_host=kept.on_host, on_disk=kept.tier is Tier.DISK, pool=self._threads())
 

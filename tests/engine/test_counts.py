@@ -139,7 +139,7 @@ def storages(engine: Any) -> dict[str, int]:
     apart = [flat.shard_memory for flat in flats if not flat.resident]
     sums = [gradient.accumulated for gradient in gradients.all]
     brought = [parameter.grad for flat in flats for parameter in flat.parameters if parameter.grad is not None]
-    travelling = sum(pool.counters.allocated for pool in gradients._pools.values())
+    travelling = gradients.pool.counters.allocated
     held = {
         "parameters": [flat.whole for flat in flats if flat.resident] + apart,
         "gradients": sums + brought,

@@ -143,14 +143,18 @@ def test_a_step_waits_for_no_update_and_each_unit_for_its_own(row: str, policy: 
 
 @pytest.mark.usefixtures("every_flat_alone")
 def test_gathers_begin_in_the_step(tmp_path: Path) -> None:
-    """Each unit waits for its own, and a rank that looks at its model alone asks for nothing."""
+    """Each unit waits for its own, and a rank that looks at its model alone asks for nothing.
+
+    Whoever has kept parameters reads nothing that is only half gathered.
+    """
     model = make_model()
 
     def body(comm: Comm) -> dict[str, torch.Tensor]:
         mine = copy.deepcopy(model)
+        kept = list(mine.parameters())
         engine, *_ = wherry.initialize(
             model=mine,
-            optimizer=adamw(mine.parameters()),
+            optimizer=adamw(kept),
             config=settings(2, more=offload("offload-2", tmp_path, "before_use")),
             mesh=comm,
         )
@@ -160,10 +164,12 @@ def test_gathers_begin_in_the_step(tmp_path: Path) -> None:
             engine.step()
             assert comm.traffic.calls["all_gather"] == 4
             assert all(unit.pending for unit in engine.units)
+            assert all(parameter.isnan().all() for parameter in kept)
         if comm.rank == 1:
             with torch.no_grad():
                 engine(*token_batch(3, 0, 0))
             assert comm.traffic.calls["all_gather"] == 4
+            assert not any(parameter.isnan().any() for parameter in kept)
         comm.barrier()
         weights = {name: weight.clone() for name, weight in engine.module.state_dict().items()}
         engine.close()

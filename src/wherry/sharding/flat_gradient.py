@@ -50,7 +50,11 @@ class FlatGradient:
     update finds it; it is complete once the boundary's reduction and `landing` are.
     """
 
-    def __init__(self, flat: Flat, *, partitioned: bool, policy: GradientPolicy, way: Landing, link: Link) -> None:
+    def __init__(
+        self, index: int, flat: Flat, *, partitioned: bool, policy: GradientPolicy, way: Landing, link: Link
+    ) -> None:
+        # Its place among all of them.
+        self.index = index
         self.flat = flat
         self.way = way
         self.link = link
@@ -183,6 +187,12 @@ class FlatGradient:
         self.defined = [False] * len(self.arrived)
         self.nested = 0
         self.collected = False
+
+    def collect(self) -> None:
+        """What this backward brings has arrived."""
+        self.collected = True
+        if not self.partitioned:
+            self.absorb()
 
     def absorb(self) -> None:
         """Add autograd's gradients to the replicated sum, while that is this rank's own."""

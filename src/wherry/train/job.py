@@ -76,6 +76,7 @@ def train(options: Options) -> int:
     from wherry.train.data import Samples, Share, load_text
     from wherry.train.loop import Ending, Loop, Plan, Stop
     from wherry.train.model import GPT, GPTConfig
+    from wherry.train.order import runs_together
     from wherry.train.resume import changes, choose_start, keep_batch, own_settings, save_folder, saver
 
     # Ranks of the whole run agree on what to train and when to stop; data is shared out along the data axis alone.
@@ -89,7 +90,7 @@ def train(options: Options) -> int:
     place, mesh = parallel.lay_out(world, options.tensor_parallel, options.pipeline_parallel)
     keep_batch(config, start, place.data.size, options.sizes_the_batch, place.pipe.size)
     piped = options.pipeline_parallel > 1
-    if not piped and all(comm.gather_objects(_runs_together(config, place, shape, options))):
+    if not piped and all(comm.gather_objects(runs_together(config, place, shape, options.checkpoint_activations))):
         config["wherry"] = {**(config.get("wherry") or {}), "accumulation": "layer_major"}
     resolved = load(config)
     torch.manual_seed(options.seed)
@@ -276,37 +277,6 @@ def _choose(options: Options, ranks: int, given: Mapping[str, Any] | None) -> tu
     copies = ranks // (options.tensor_parallel * options.pipeline_parallel)
     shape, why = choose(measure_machine(ranks), config.batch(copies).micro * ranks, itemsize=itemsize)
     return shape_of(options, shape), why
-
-
-def _runs_together(config: Mapping[str, Any], place: Any, shape: Shape, options: Options) -> bool:
-    """Whether the micro-batches of a window are to go through a unit together, where the config leaves it open.
-
-    They are where each would send weights or gradients over a wire, a bus or to a disk, and half of what is free has
-    room for the activations of all of them.
-    """
-    import torch
-
-    from wherry.activations.build import free_bytes
-    from wherry.config import load
-    from wherry.placement import Tier
-
-    resolved = load(config)
-    placement, batch = resolved.placement(), resolved.batch(place.data.size)
-    if batch.accumulation == 1 or (config.get("wherry") or {}).get("accumulation", "auto") != "auto":
-        return False
-    dtype = resolved.working_dtype() or torch.float32
-    if dtype is not torch.float32 and not hasattr(torch.Tensor, "grad_dtype"):
-        return False  # torch before 2.10 would sum the gradients of all of them in so few bits
-    states = (placement.parameters, placement.gradients)
-    travels = (
-        (place.data.size > 1 and any(state.partitioned for state in states))
-        or (place.device.type != "cpu" and any(state.tier is not Tier.DEVICE for state in states))
-        or placement.parameters.tier is Tier.DISK
-    )
-    needed = batch.accumulation * shape.activation_bytes(
-        batch.micro, checkpointed=options.checkpoint_activations, itemsize=_itemsize(resolved.working_dtype())
-    )
-    return travels and needed <= free_bytes(place) // 2
 
 
 def _has_bf16(device: Any) -> bool:

@@ -15,7 +15,7 @@ from torch import nn
 
 from wherry import native
 from wherry.errors import WherryError
-from wherry.update.rules import NATIVE_FAMILIES, NativeRule, Rule, TorchRule
+from wherry.update.rules import NATIVE_FAMILIES, NativeRule, TorchRule, UpdateRule
 
 if TYPE_CHECKING:
     from wherry.update.parameter_states import ParameterStates
@@ -68,7 +68,7 @@ class OptimizerSpec:
     def groups(self) -> list[dict[str, Any]]:
         return self.instance.param_groups
 
-    def make_rule(self, *, on_host: bool, on_disk: bool = False, pool: native.Pool | None = None) -> Rule:
+    def make_rule(self, *, on_host: bool, on_disk: bool = False, pool: native.Pool | None = None) -> UpdateRule:
         """The rule for state that the host's kernels can reach, or not; with state on disk there is no other."""
         if self.native_family is not None and on_host:
             return NativeRule(NATIVE_FAMILIES[self.native_family], self.state_dtype, pool)

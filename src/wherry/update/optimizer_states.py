@@ -23,7 +23,7 @@ from wherry.tiers.homes import Home, opened
 from wherry.tiers.streams import Link
 from wherry.tiers.tickets import DONE, Ticket
 from wherry.update.record import Field, RecordLayout, State
-from wherry.update.rules import Group, Groups, Rule, Segment
+from wherry.update.rules import Group, Groups, UpdateRule, UpdateSegment
 from wherry.update.sizes import BUCKET_NUMEL, records_at_once
 
 # What an update of an element reads besides its moments, by name.
@@ -54,7 +54,7 @@ class StateHomes(Protocol):
 
     def state_tier(self, flat: Flat) -> StateTier: ...
 
-    def make_rule(self, kept: StateTier) -> Rule: ...
+    def make_rule(self, kept: StateTier) -> UpdateRule: ...
 
     def make_home(self, tier: Tier, name: str, nbytes: int, untouched: int) -> Home:
         """A new one of so many bytes, of which `untouched` stay the zeros that they are until the first update."""
@@ -77,7 +77,7 @@ class FlatState:
         self.first = 0
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> UpdateRule:
         return self.bucket.rule
 
     def begin_again(self, group: Group, values: dict[str, State], name: str) -> None:
@@ -103,10 +103,6 @@ class FlatState:
         with self.bucket.opened(self if write else None) as views:
             yield views[self.first : self.first + len(self.segments)]
 
-    @property
-    def numel(self) -> int:
-        return sum(span.stop - span.start for span in self.segments)
-
 
 class UpdateBucket:
     """Flats that one rule updates, and whose state is one record: a large one, or small ones that follow each other."""
@@ -129,7 +125,7 @@ class UpdateBucket:
         self.home: Home | None = None
         # New weights of a delayed update, of each segment, until they are published: the flats have those before it.
         self.fresh: list[torch.Tensor] | None = None
-        self._bound: list[Segment] | None = None
+        self._bound: list[UpdateSegment] | None = None
         # Where the flats' weights were then. Who sends a parameter to another process moves them to shared memory.
         self._places: list[int] = []
 
@@ -303,13 +299,13 @@ class UpdateBucket:
         assert self._layout is not None
         return self._layout.views(self.home.memory) if self.home is not None else [{} for _ in self.spans]
 
-    def _segments(self, fields: list[dict[str, State]]) -> list[Segment]:
+    def _segments(self, fields: list[dict[str, State]]) -> list[UpdateSegment]:
         segments = []
         for (state, span), views in zip(self.spans, fields, strict=True):
             flat = state.flat
             working = views["working"] if self.apart else flat.shard_memory[span.start : span.stop]
             segments.append(
-                Segment(
+                UpdateSegment(
                     group=span.group,
                     working=working,  # type: ignore[arg-type]
                     master=views.get("master"),  # type: ignore[arg-type]
@@ -337,7 +333,11 @@ class UpdateBucket:
             fields = self._views()
             shards = {state: stack.enter_context(state.flat.opened(write=write)) for state in self.states}
             owns = [shards[state][span.start : span.stop] for state, span in self.spans]
-            shown = _shown(fields, owns, self.rule.kept() or [{} for _ in self.spans])
+            kept = self.rule.kept() or [{} for _ in self.spans]
+            shown = [
+                {"master": _join(views, views.get("working", own)), **_moments(views), **moments}
+                for views, own, moments in zip(fields, owns, kept, strict=True)
+            ]
             yield shown
             if write:
                 for (state, _), views, own, after in zip(self.spans, fields, owns, shown, strict=True):
@@ -368,16 +368,6 @@ class UpdateBucket:
             self.home = None
         self.states.clear()
         self.spans.clear()
-
-
-def _shown(
-    fields: Sequence[dict[str, State]], owns: Sequence[torch.Tensor], kept: Sequence[Mapping[str, State]]
-) -> list[dict[str, State]]:
-    """Of each segment `master` and moments; `owns` are its working weights, `kept` what the rule keeps itself."""
-    return [
-        {"master": _join(views, views.get("working", own)), **_moments(views), **moments}
-        for views, own, moments in zip(fields, owns, kept, strict=True)
-    ]
 
 
 def _moments(views: dict[str, State]) -> dict[str, State]:

@@ -14,8 +14,7 @@ from wherry.sharding.access import gathered
 from wherry.sharding.gradients import Gradients
 from wherry.sharding.layout import SegmentSpan, Slot
 from wherry.sharding.unit import Unit
-from wherry.update.optimizer_states import FlatState
-from wherry.update.pipeline import Updater
+from wherry.update.optimizer_states import FlatState, OptimizerStates
 from wherry.update.record import State
 from wherry.update.rules import Groups
 
@@ -32,7 +31,7 @@ class ParameterStates:
     def __init__(
         self,
         units: list[Unit],
-        updater: Updater | None,
+        states: OptimizerStates | None,
         groups: Groups,
         gradients: Gradients,
         shards: Comm,
@@ -52,7 +51,7 @@ class ParameterStates:
             for parameter, slot in zip(flat.parameters, flat.layout.slots, strict=True)
         }
         self._places: dict[str, tuple[FlatState, Slot, torch.nn.Parameter]] = {}
-        for state in updater.states.state_of.values() if updater is not None else ():
+        for state in states.state_of.values() if states is not None else ():
             for slot, parameter in zip(state.flat.layout.slots, state.flat.parameters, strict=True):
                 self._places[slot.name] = (state, slot, parameter)
 

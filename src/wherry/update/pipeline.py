@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -46,7 +47,7 @@ class UpdatePolicy:
     # Buckets that may have their state in host memory at once, where it rests on disk.
     depth: int = 4
 
-    @property
+    @cached_property
     def beside(self) -> bool:
         """Whether updates run beside the forward or the backward."""
         return self.when != "at_step"
@@ -227,10 +228,11 @@ class Updater:
 
     def _run(self, groups: Groups, multiplier: float, absent: Absent | None) -> None:
         """Update everything, here and now."""
-        if self._pending or self._gathers or self._storing:
-            self.flush()
+        self.flush()
         terms = UpdateTerms(groups, multiplier, absent, self.link.fence())
-        jobs = {bucket: UpdateJob(bucket.name, self._steps(bucket, terms)) for bucket in self.buckets}
+        jobs: dict[UpdateBucket, UpdateJob] = {}
+        for bucket in self.buckets:
+            jobs[bucket] = UpdateJob(bucket.name, self._steps(bucket, terms))
         drive_all(jobs.values(), len(jobs) if self._all_in_place else self.policy.depth)
         self._publish(jobs)
         self._wait_for_gathers(self.buckets)
@@ -374,6 +376,8 @@ class Updater:
 
     def flush(self) -> None:
         """As `settle`, for all, and nothing is on its way to the disk any more. Whoever reads from outside calls it."""
+        if not (self._pending or self._gathers or self._storing):
+            return
         if self.publishes:
             self.comm.meet("settle()")
         self.settle()

@@ -43,9 +43,8 @@ class UpdateJob(Ticket):
         self._ended: threading.Event | None = None
 
     def begin(self) -> None:
-        """Take the first step, if it has not been taken."""
-        if self._under_way is None and not self.done():
-            self._advance()
+        """Take the first step."""
+        self._advance()
 
     def ready(self) -> bool:
         """Whether it can go on without a wait."""
@@ -67,9 +66,10 @@ class UpdateJob(Ticket):
             self._advance()
 
     def run(self) -> None:
-        """All steps, to its end."""
-        self.begin()
-        while not self.done():
+        """All steps, to its end; the first may have been taken."""
+        if self._under_way is None and not self.done():
+            self._advance()
+        while self._under_way is not None:
             self.go_on()
 
     def _advance(self) -> None:
