@@ -26,6 +26,7 @@ void* wherry_plan_submit(void* plan, void* pool, const Rule* rules, int64_t rule
 void wherry_plan_run(void* plan, const Rule* rules, int64_t rule_count, float multiplier, const void* const* grads,
                      const int32_t* kinds);
 void wherry_cast(int isa, void* pool, void* dst, int32_t to, const void* src, int32_t from, int64_t n);
+void wherry_cast_stochastic(int isa, void* pool, uint16_t* dst, const float* src, int64_t start, uint32_t seed, int64_t n);
 void wherry_accumulate(int isa, void* pool, void* dst, int32_t to, const void* src, int32_t from, float scale, int64_t n);
 void wherry_split(int isa, void* pool, const float* master, uint16_t* hi, uint16_t* low, int64_t n);
 void wherry_join(int isa, void* pool, const uint16_t* hi, const uint16_t* low, float* master, int64_t n);
@@ -160,6 +161,8 @@ void test_passes(int isa) {
     wherry_split(isa, nullptr, values.data(), hi.data(), low.data(), n);
     wherry_join(isa, nullptr, hi.data(), low.data(), back.data(), n);
     CHECK(back == values);
+    wherry_cast_stochastic(isa, nullptr, hi.data(), values.data(), (int64_t{1} << 32) - 7, 5, n);
+    add_to_digest(hi);
     const std::vector<double> sum = {wherry_sum_squares(isa, nullptr, values.data(), KIND_F32, n)};
     CHECK(sum[0] == wherry_sum_squares(1, nullptr, values.data(), KIND_F32, n));
     add_to_digest(sum);

@@ -12,7 +12,7 @@ from wherry.errors import WherryError
 from wherry.fake import is_fake
 from wherry.native import fallback
 from wherry.native.loading import engine
-from wherry.native.pool import Flight, Pool, default_pool
+from wherry.native.pool import Pool, default_pool
 from wherry.native.rules import Rule
 from wherry.native.segment import GRADS, KINDS, Blocks8, Segment, check_segment, check_tensor, pack
 from wherry.tiers.tickets import DONE, Ticket
@@ -78,9 +78,7 @@ class Plan:
             return DONE
         pool = pool or default_pool()
         job = native.wherry_plan_submit(self._handle, pool.handle(native), packed, count, multiplier, pointers, kinds)
-        flight = Flight(native, job, (self, grads))
-        pool.keep(flight)
-        return flight
+        return pool.ticket(native, job, (self, grads))
 
     def run(
         self,

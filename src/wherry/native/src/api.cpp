@@ -182,6 +182,11 @@ WHERRY_API void wherry_cast(int isa, void* pool, void* dst, int32_t to, const vo
   pass(static_cast<Pool*>(pool), n,
        [=](int64_t begin, int64_t end) { table(isa)->cast(dst, to, src, from, begin, end); });
 }
+WHERRY_API void wherry_cast_stochastic(int isa, void* pool, uint16_t* dst, const float* src, int64_t start,
+                                       uint32_t seed, int64_t n) {
+  pass(static_cast<Pool*>(pool), n,
+       [=](int64_t begin, int64_t end) { table(isa)->cast_stochastic(dst, src, start, seed, begin, end); });
+}
 WHERRY_API void wherry_accumulate(int isa, void* pool, void* dst, int32_t to, const void* src, int32_t from,
                                   float scale, int64_t n) {
   pass(static_cast<Pool*>(pool), n,
