@@ -282,9 +282,7 @@ def build_config(
     return config
 
 
-def _keep(
-    config: dict[str, Any], earlier: Mapping[str, Any], given: Mapping[str, Any] | None, steps: int
-) -> None:
+def _keep(config: dict[str, Any], earlier: Mapping[str, Any], given: Mapping[str, Any] | None, steps: int) -> None:
     """What a resumed run goes on with where no file says it. A schedule that would end before the run is stretched."""
     from wherry.config.source import nested
 

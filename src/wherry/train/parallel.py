@@ -100,9 +100,7 @@ class Pipeline:
         kinds = {"1f1b": pipelining.Schedule1F1B, "gpipe": pipelining.ScheduleGPipe}
         stage = pipelining.PipelineStage(engine, pipe.rank, pipe.size, engine.device, group=pipe.group)
         # The engine divides by the number of micro-batches itself.
-        self.schedule = kinds[schedule](
-            stage, n_microbatches=self.micro_batches, loss_fn=loss_of, scale_grads=False
-        )
+        self.schedule = kinds[schedule](stage, n_microbatches=self.micro_batches, loss_fn=loss_of, scale_grads=False)
 
     @property
     def device(self) -> torch.device:

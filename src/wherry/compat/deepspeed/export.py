@@ -27,9 +27,9 @@ from wherry.checkpoint.format import WEIGHT, Entry, Manifest, read_manifest
 from wherry.checkpoint.reader import CheckpointReader
 from wherry.compat.deepspeed import VERSION
 from wherry.errors import WherryError
-from wherry.nn.tiled import Place, tile_places
 from wherry.observe.log import say
 from wherry.plan.quantities import parse_bytes
+from wherry.sharding.places import Place, tile_places
 
 
 class LazyTensor:

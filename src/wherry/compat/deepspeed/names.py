@@ -87,7 +87,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "wherry.update.optimizer: DeepSpeedOptimizer=ShardedOptimizer ZeROOptimizer=ShardedOptimizer",
     ),
     "runtime.config": (_CONFIG, _CONFIG_ERROR),
-    "runtime.config_utils": ("wherry.config.fields: DeepSpeedConfigModel=Block",),
+    "runtime.config_utils": ("wherry.config.fields: DeepSpeedConfigModel=ConfigBlock",),
     "runtime.dataloader": (".utils: RepeatingLoader",),
     "runtime.engine": (
         ".engine: DeepSpeedEngine",
@@ -101,10 +101,10 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     ),
     "runtime.utils": (".utils: see_memory_usage", "torch.nn.utils: clip_grad_norm_"),
     "runtime.zero": (_ZERO, ".zero: unwrap_model_for_generation", _STATUS, _TILED),
-    "runtime.zero.config": ("wherry.config.zero: DeepSpeedZeroConfig=ZeroOptimization", ".zero: ZeroStageEnum"),
+    "runtime.zero.config": ("wherry.config.blocks: DeepSpeedZeroConfig=ZeroOptimization", ".zero: ZeroStageEnum"),
     "runtime.zero.mics": (".zero: MiCS_Init",),
     "runtime.zero.offload_config": (
-        "wherry.config.zero: DeepSpeedZeroOffloadOptimizerConfig=OffloadOptimizer "
+        "wherry.config.blocks: DeepSpeedZeroOffloadOptimizerConfig=OffloadOptimizer "
         "DeepSpeedZeroOffloadParamConfig=OffloadParam",
         ".zero: OffloadDeviceEnum OffloadStateTypeEnum",
     ),

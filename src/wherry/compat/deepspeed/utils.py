@@ -16,7 +16,7 @@ from wherry.compat.deepspeed.comm import get_rank
 from wherry.errors import WherryError
 from wherry.observe.log import logger, show_unless_shown
 from wherry.observe.memory import device_memory, format_bytes, host_memory
-from wherry.observe.monitor import Monitor
+from wherry.observe.metrics import Monitor
 from wherry.offload_states import SPELLINGS, STATES
 from wherry.parallel.topology import default_device
 from wherry.placement import Tier

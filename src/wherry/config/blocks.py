@@ -1,46 +1,202 @@
-"""The blocks around training: disk I/O, activations, checkpoints, logging, and Wherry's own."""
+"""The blocks of a config: what is partitioned and where it rests, precision, and what is around training."""
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
 from wherry.config.fields import (
-    Block,
+    Bucket,
     Bytes,
+    ConfigBlock,
+    Dtype,
     Flag,
     Folders,
     Integer,
     Memory,
     Number,
+    Size,
     Text,
     block,
     key,
     lowered,
-    renamed,
+    to_dtype,
     uppered,
 )
 
-_SUMMED = "collectives are summed up; a torch.profiler trace has each of them under its unit's name"
+# --- zero_optimization ---
+
+Device = Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(lowered)]
 
 
-class Aio(Block):
+def _stage(value: Any) -> Any:
+    """`true` and `false` are spellings of stages 1 and 0 from before there were stages."""
+    is_whole = isinstance(value, bool) or (isinstance(value, float) and value.is_integer())
+    return int(value) if is_whole else value
+
+
+class OffloadParam(ConfigBlock):
+    device: Device = key(
+        "none",
+        "Where parameters rest between uses: none (the device), cpu or nvme. Needs stage 3. auto: the planner chooses, "
+        "nvme only with an nvme_path.",
+    )
+    nvme_path: Folders | None = key(None, "Folder, or list of folders, for parameters on disk.")
+    buffer_count: Integer = key(
+        5,
+        "Units of parameters in host memory at once: read ahead from disk, in use, or kept. What updates write beside "
+        "a forward comes on top.",
+        ge=1,
+    )
+    max_in_cpu: Size = key(
+        1_000_000_000,
+        "Elements of parameters, on each rank, kept in host memory when the device is nvme.",
+        ge=0,
+    )
+    pin_memory: Flag = key(True, "Use page-locked host memory, which copies faster to and from a GPU.")
+
+
+class OffloadOptimizer(ConfigBlock):
+    device: Device = key(
+        "none",
+        "Where optimizer state rests: none (the device), cpu or nvme. The latter two update on the host. auto: the "
+        "planner chooses, nvme only with an nvme_path.",
+    )
+    nvme_path: Folders | None = key(None, "Folder, or list of folders, for optimizer state on disk.")
+    buffer_count: Integer = key(
+        4,
+        "Units whose optimizer state may be in host memory at once, on its way from disk or to it. With before_use "
+        "all but one of them are read while the backward ends, with in_backward one.",
+        ge=1,
+    )
+    pin_memory: Flag = key(True, "Use page-locked host memory, which copies faster to and from a GPU.")
+    ratio: Number = key(
+        1.0,
+        "Share of the optimizer state that is offloaded; that of the first units stays on the device. auto: the share "
+        "with the fastest step, where initialize() is given training_data to tell it by; else 1.",
+        ge=0,
+        le=1,
+    )
+    cpuadam_cores_perc: Number = key(
+        0.8,
+        "Share of the cores that update optimizer state on the host, where that runs beside something else. Not given, "
+        "an update has all of them.",
+        gt=0,
+        le=1,
+    )
+
+
+class ZeroOptimization(ConfigBlock):
+    stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_stage)] = key(
+        0,
+        "What is partitioned over the ranks: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters. auto: "
+        "the planner chooses, for the model and what is free.",
+    )
+    offload_optimizer: OffloadOptimizer = block(OffloadOptimizer, "Optimizer state outside the device.")
+    offload_param: OffloadParam = block(OffloadParam, "Parameters outside the device (stage 3).")
+    reduce_bucket_size: Bucket = key(
+        500_000_000,
+        "Elements of small flats whose gradients are reduced together, up to 4 million; 0: each by itself. A large "
+        "flat always is.",
+        ge=0,
+    )
+    allgather_bucket_size: Bucket = key(
+        500_000_000,
+        "Elements of small flats whose weights are gathered together, up to 4 million; 0: each by itself. A large "
+        "flat always is.",
+        ge=0,
+    )
+    stage3_max_live_parameters: Size = key(
+        1_000_000_000, "Elements of gathered parameters at which gathering ahead stops.", ge=0
+    )
+    zero_hpz_partition_size: Integer = key(
+        1,
+        "Ranks of a node that share the weights among themselves as well, so that backward gathers stay in the node. "
+        "Stage 3.",
+        ge=1,
+    )
+    mics_shard_size: Integer = key(
+        -1,
+        "Ranks, next to each other, that share out one copy of what is partitioned. Groups of so many hold copies of "
+        "it, gather within themselves, and sum their gradients once for an update. -1: all ranks share out one.",
+        ge=-1,
+    )
+    stage3_prefetch_bucket_size: Bucket = key(50_000_000, "Elements gathered ahead of use; one unit always is.", ge=0)
+    stage3_param_persistence_threshold: Size = key(
+        100_000, "Parameters with fewer elements than this stay gathered.", ge=0
+    )
+    stage3_model_persistence_threshold: Size = key(sys.maxsize, "At most so many elements stay gathered in all.", ge=0)
+    stage3_gather_16bit_weights_on_model_save: Flag = key(
+        False, "Let a save of the model at stage 3 gather whole working weights on rank 0."
+    )
+
+
+# --- precision ---
+
+
+class FP16(ConfigBlock):
+    enabled: Flag = key(False, "Working weights in fp16, with a loss scale and fp32 master weights.")
+    auto_cast: Flag = key(False, "Cast the floating-point inputs of the model to fp16.")
+    loss_scale: Number = key(0.0, "A fixed loss scale; 0 means dynamic.", ge=0)
+    initial_scale_power: Integer = key(16, "The dynamic loss scale starts at 2 to this power.", ge=0, le=126)
+    loss_scale_window: Integer = key(1000, "Steps without overflow after which the loss scale doubles.", ge=1)
+    hysteresis: Integer = key(2, "Overflows before the loss scale is halved.", ge=1)
+    consecutive_hysteresis: Flag = key(False, "A step without overflow restores the full hysteresis.")
+    min_loss_scale: Number = key(1.0, "The dynamic loss scale does not fall below this.", gt=0)
+    fp16_master_weights_and_grads: Flag = key(False, "Master weights in fp16. true is refused: they are fp32.")
+
+
+class BF16(ConfigBlock):
+    enabled: Flag = key(False, "Working weights in bf16, with fp32 master weights and no loss scale.")
+    check_grad_overflow: Flag = key(
+        True, "Skip a step whose gradients hold inf or NaN; false is the same as `wherry.nonfinite: ignore`."
+    )
+    bf16_master_weights_and_grads: Flag = key(
+        False, "Master weights in bf16. true is refused: they are fp32, or wherry.master split."
+    )
+    bf16_optimizer_states: Flag = key(False, 'Moments in bf16; the same as "wherry": {"state_dtype": "bf16"}.')
+
+
+class TorchAutocast(ConfigBlock):
+    enabled: Flag = key(
+        False,
+        "Run the engine's forward under torch.autocast. Weights, gradients and optimizer state keep their own types.",
+    )
+    dtype: Annotated[Literal["bf16", "fp16"], BeforeValidator(to_dtype)] = key(
+        "bf16", "The type that autocast casts to. fp16 scales the loss as torch.amp.GradScaler does by default."
+    )
+
+
+class DataTypes(ConfigBlock):
+    grad_accum_dtype: Dtype | None = key(
+        None, "The type in which gradients are accumulated over micro-batches. Unset: that of the working weights."
+    )
+    param_dtype: Dtype | None = key(
+        None, "The type of the working weights, where neither fp16 nor bf16 says it. Unset: as the model has them."
+    )
+    buffer_dtype: Dtype | None = key(
+        None, "The type of the model's floating-point buffers. Unset: as the model has them."
+    )
+
+
+# --- disk, activations, checkpoints, logging ---
+
+
+class Aio(ConfigBlock):
     block_size: Integer = key(1_048_576, "Bytes of one request to the disk.", ge=512)
     queue_depth: Integer = key(16, "Requests kept under way at once, on each path.", ge=1)
     intra_op_parallelism: Integer = key(1, "Multiplies queue_depth: requests of one large transfer at once.", ge=1)
-    single_submit: Flag = key(False, "Submit requests one by one.", inert="requests are always submitted together")
-    overlap_events: Flag = key(True, "Overlap submitting with completing.", inert="they always overlap")
     use_gds: Flag = key(False, "GPUDirect Storage. true is refused: the disk tier reads into host memory.")
     checksum: Flag = key(
         False,
         "Compare all that is read from the disk with checksums of what was written: 4 bytes of host memory for every "
         "4,096 on the disk. A difference is an error that names the record, the file and the place in it.",
     )
-    thread_count: Any = renamed("intra_op_parallelism", "Older spelling.")
 
 
-class ActivationCheckpointing(Block):
+class ActivationCheckpointing(ConfigBlock):
     """Beside the keys that DeepSpeed has, which say how checkpoints are kept, those that say what is checkpointed."""
 
     policy: Annotated[Literal["none", "recompute", "offload", "auto"] | None, BeforeValidator(lowered)] = key(
@@ -62,9 +218,8 @@ class ActivationCheckpointing(Block):
         None, 'Device memory that `auto` may leave to activations: bytes, or like "3GB". Unset: what is free.', ge=0
     )
     contiguous_memory_optimization: Flag = key(
-        False, "Copy activation checkpoints to memory of their own, apart from what lives shortly."
+        False, "Recompute, as any key here asks. Checkpoints stay where torch's allocator has them, which holds less."
     )
-    number_checkpoints: Integer | None = key(None, "How many of them to make room for at once.", ge=1)
     synchronize_checkpoint_boundary: Flag = key(False, "Synchronize the device at each activation checkpoint.")
     profile: Flag = key(False, "Log the time of checkpoints and recomputations.")
 
@@ -81,56 +236,23 @@ class ActivationCheckpointing(Block):
         return self.policy or ("recompute" if any(asked) else "none")
 
 
-_ALL_WRITE = "every rank writes its own part, straight to its file"
-
-
-class ParallelWrite(Block):
-    pipeline_stage: Flag = key(False, "Let pipeline stages write in parallel.")
-
-
-class Writer(Block):
-    type: Text = key("FAST", "The kind of writer.")
-    io_buffer_size: Bytes = key(64 * 1024 * 1024, "Bytes of its buffer.", ge=1)
-    io_buffer_double: Flag = key(True, "Use two buffers.")
-    io_multiplier: Integer = key(1, "Buffers per writer.", ge=1)
-    data_parallel: Text | None = key(None, "Which data-parallel ranks write.")
-    decoupled: Flag = key(False, "Write while training goes on. true is refused: wherry.checkpoint.async_save does it.")
-    show_statistics: Flag = key(False, "Print the writer's figures.")
-
-
-class Checkpoint(Block):
+class Checkpoint(ConfigBlock):
     tag_validation: Annotated[Literal["WARN", "IGNORE", "FAIL"], BeforeValidator(uppered)] = key(
         "WARN", "What to do when ranks disagree about the tag of a checkpoint; rank 0's is used, unless it is FAIL."
-    )
-    load_universal: Flag = key(
-        False,
-        "Load a checkpoint that is independent of the number of ranks.",
-        inert="every checkpoint loads on any number of ranks",
-        met=True,
     )
     use_node_local_storage: Flag = key(
         False, "Every node writes to its own disk. true is refused: a checkpoint is one folder that all ranks see."
     )
-    parallel_write: ParallelWrite = block(ParallelWrite, "Who writes in parallel.", inert=_ALL_WRITE)
-    checkpoint_serialization: Flag = key(
-        True, "Write with the compressed format.", inert="files are safetensors, uncompressed"
-    )
-    writer: Writer | None = key(None, "How files are written.", inert=_ALL_WRITE)
 
 
-class CommsLogger(Block):
+class CommsLogger(ConfigBlock):
     enabled: Flag = key(False, "Log collectives.")
     prof_all: Flag = key(True, "Log all of them.")
     prof_ops: list[Text] = key([], "Log these only, where prof_all is false.")
-    verbose: Flag = key(False, "One line for each.", inert=_SUMMED)
-    debug: Flag = key(False, "With the caller's name.", inert=_SUMMED)
 
 
-class FlopsProfiler(Block):
+class FlopsProfiler(ConfigBlock):
     enabled: Flag = key(False, "Count floating-point operations.")
-    recompute_fwd_factor: Number = key(
-        0.0, "Share of the forward that is computed twice.", ge=0, inert="operations are counted as they are run"
-    )
     profile_step: Integer = key(1, "The step that is counted.", ge=0)
     module_depth: Integer = key(-1, "Depth of modules shown; -1 for all.")
     top_modules: Integer = key(1, "Modules shown at each depth.", ge=0)
@@ -138,35 +260,26 @@ class FlopsProfiler(Block):
     output_file: Text | None = key(None, "Write to this file instead of the screen.")
 
 
-class TensorBoard(Block):
+class TensorBoard(ConfigBlock):
     enabled: Flag = key(False, "Write metrics for TensorBoard.")
     output_path: Text = key("", "Folder for the files. Empty: wherry.run_dir, or the working folder.")
     job_name: Text = key("DeepSpeedJobName", "Folder inside output_path.")
 
 
-class CsvMonitor(Block):
+class CsvMonitor(ConfigBlock):
     enabled: Flag = key(False, "Write metrics as CSV.")
     output_path: Text = key("", "Folder for the files. Empty: csv_monitor in the working folder.")
     job_name: Text = key("DeepSpeedJobName", "Folder inside output_path.")
 
 
-class Wandb(Block):
+class Wandb(ConfigBlock):
     enabled: Flag = key(False, "Send metrics to Weights & Biases.")
     group: Text | None = key(None, "Group of the run.")
     team: Text | None = key(None, "Team that owns the run.")
     project: Text = key("deepspeed", "Project of the run.")
 
 
-class Throughput(Block):
-    enabled: Flag = key(True, "Measure throughput.")
-    synchronized: Flag = key(True, "Synchronize the device around the measure.")
-
-
-class Timers(Block):
-    throughput: Throughput = block(Throughput, "The throughput timer.")
-
-
-class Checkpoints(Block):
+class Checkpoints(ConfigBlock):
     keep_last: Integer | None = key(
         None,
         "How many checkpoints a folder keeps: older ones that are named after their step are deleted. Unset: all.",
@@ -177,7 +290,7 @@ class Checkpoints(Block):
     )
 
 
-class Own(Block):
+class Own(ConfigBlock):
     """Keys that are Wherry's own, in the block `wherry`."""
 
     unit_classes: list[Text] = key([], "Module classes whose instances are units. Empty: the model's repeated blocks.")

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import torch
 
-from wherry.activations.stores import Allocate
 from wherry.errors import WherryError
 from wherry.fake import is_fake
 from wherry.parallel.comm import Comm
 from wherry.parallel.partition import is_dtensor
 
 
-class Cut:
-    """Cuts tensors that all ranks of `comm` hold alike into equal parts, and joins them again."""
+class CheckpointPartition:
+    """Divides tensors that all ranks of `comm` hold alike into equal parts, and gathers them again."""
 
-    def __init__(self, comm: Comm, allocate: Allocate, *, smallest: int) -> None:
+    def __init__(self, comm: Comm, *, smallest: int) -> None:
         self.comm = comm
-        self.allocate = allocate
         self.smallest = smallest
         self._checked: set[str] = set()
 
-    def cuts(self, tensor: torch.Tensor, given: torch.Tensor) -> bool:
-        """Whether a tensor is cut. It depends on what all ranks have in common, as all must gather it or none."""
+    def divides(self, tensor: torch.Tensor, given: torch.Tensor) -> bool:
+        """Whether a tensor is divided. It depends on what all ranks have in common, as all must gather it or none."""
         if not tensor.is_floating_point() or tensor.numel() * tensor.element_size() < self.smallest:
             return False
         return not is_dtensor(given) or all(p.is_replicate() for p in given.placements)  # type: ignore[attr-defined]
@@ -32,8 +30,8 @@ class Cut:
         if where not in self._checked:
             self._checked.add(where)
             self._check(flat, where)
-        numel = self.part_numel(flat.numel())
-        part = self.allocate(numel * flat.element_size()).view(flat.dtype)
+        numel = -(-flat.numel() // self.comm.size)
+        part = flat.new_empty(numel)
         start = self.comm.rank * numel
         there = flat[start : start + numel]
         part[: there.numel()].copy_(there)
@@ -41,11 +39,8 @@ class Cut:
             part[there.numel() :].zero_()
         return part
 
-    def part_numel(self, numel: int) -> int:
-        return -(-numel // self.comm.size)
-
-    def join(self, part: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        whole = self.allocate(part.numel() * self.comm.size * part.element_size()).view(part.dtype)
+    def gather(self, part: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        whole = part.new_empty(part.numel() * self.comm.size)
         self.comm.all_gather(whole, part).wait()
         return whole[: shape.numel()].view(shape)
 
