@@ -24,9 +24,9 @@ NAME = "manifest.json"
 FORMAT = "wherry checkpoint"
 VERSION = 1
 WEIGHT = "weight"
-GRADIENT = "gradient"
-# Working weights one update older than the master: some checkpoints have them, and the master is what is loaded.
-BEHIND = "behind"
+# States that earlier versions wrote, and nobody reads: sums of an open accumulation window, and working weights that a
+# delayed update had yet to change.
+_UNREAD = {"gradient", "behind"}
 _NO_DIGEST = "0" * 64
 
 
@@ -36,7 +36,7 @@ class Slice:
 
     `offsets` and `shape` say which box of the parameter is counted; without them it is the whole. `scales`: the tensor
     holds 8-bit codes, this one the scales of their blocks, and `phase` is the first code's place in its block.
-    `addend`: the number of the rank whose part of a sum this is.
+    `addend`: of a buffer that differs between ranks, whose it is.
     """
 
     file: str
@@ -138,7 +138,7 @@ class Manifest:
     def state_names(self) -> list[str]:
         """The optimizer's states that are inside."""
         names = {state for _, entry in self.parameters() for state in entry.states}
-        return sorted(names - {WEIGHT, GRADIENT, BEHIND})
+        return sorted(names - {WEIGHT} - _UNREAD)
 
     def merge(self, part: Manifest) -> None:
         """Take over what another rank has written."""

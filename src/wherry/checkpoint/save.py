@@ -162,10 +162,9 @@ class _Plan:
             values = tensor.detach().contiguous().reshape(-1)
             yield Piece(name, WEIGHT, Run.of(tuple(tensor.shape)), values, addend=addend)
 
-    def pieces(self, session: Session) -> Iterator[Piece | Scalar]:
+    def pieces(self, session: Session, tag: str) -> Iterator[Piece | Scalar]:
         """All that this rank writes; each is valid until the next is asked for."""
-        total, rank = len(self.shares), session.comm.rank
-        with Progress("saving", total, unit="flats", rank=rank) as progress:
+        with Progress(f"saving {tag}", len(self.shares), unit="flats", rank=session.comm.rank) as progress:
             for flat, share in self.shares.items():
                 yield from state_pieces(session, flat, share)
                 yield from weight_pieces(session, flat, share)
@@ -270,7 +269,7 @@ class _Job:
         """Write it while training stands still."""
         comm, what = session.comm, f"saving {self.saved.path}"
         try:
-            parts = together(comm, what, lambda: self._write(plan.pieces(session)))
+            parts = together(comm, what, lambda: self._write(plan.pieces(session, self.tag)))
             on_first(comm, what, lambda: self._commit(parts))
         except BaseException:
             self._abandon()

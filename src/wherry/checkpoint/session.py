@@ -96,7 +96,31 @@ class Session:
         return len(self.optimizer.param_groups) if self.optimizer is not None else 0
 
     def logical(self, slot: Slot) -> Logical:
-        return logical_of(slot, self.places.get(slot.name))
+        part, place = slot.part, self.places.get(slot.name)
+        if part is None:
+            if place is None:
+                return Logical(slot.name, Box.whole(slot.shape), slot.shape)
+            return Logical(place.whole, Box(place.offsets, slot.shape), place.whole_shape)
+        if part.global_shape is None or part.offsets is None:
+            raise CheckpointError(
+                f"{slot.name}: it is marked as cut by tensor parallelism and does not say along which dim, so it has "
+                "no place in a checkpoint; set its attribute `partition_dim`"
+            )
+        if place is None:
+            return Logical(slot.name, Box(tuple(part.offsets), slot.shape), tuple(part.global_shape))
+        # The layer was cut first: this tile is one of those that this rank's part of it was tiled into.
+        offsets, shape = [], []
+        for size, whole, offset, tile, own in zip(
+            slot.shape, part.global_shape, part.offsets, place.offsets, place.whole_shape, strict=True
+        ):
+            if whole % size or offset % size:
+                raise CheckpointError(
+                    f"{slot.name}: a tile of a layer that tensor-parallel ranks have cut into unequal parts has no "
+                    "place in a checkpoint; tile the layer before it is cut, or let the ranks divide it"
+                )
+            offsets.append(offset // size * own + tile)
+            shape.append(whole // size * own)
+        return Logical(place.whole, Box(tuple(offsets), slot.shape), tuple(shape))
 
     def whole_name(self, name: str) -> str:
         """The name of a parameter; of a tile's, that of the layer which was tiled."""
@@ -220,35 +244,6 @@ class Checkpoints:
 
 
 # By the names that people know.
-
-
-def logical_of(slot: Slot, place: Place | None) -> Logical:
-    """`place` is that of a tile in its layer."""
-    part = slot.part
-    if part is None:
-        if place is None:
-            return Logical(slot.name, Box.whole(slot.shape), slot.shape)
-        return Logical(place.whole, Box(place.offsets, slot.shape), place.whole_shape)
-    if part.global_shape is None or part.offsets is None:
-        raise CheckpointError(
-            f"{slot.name}: it is marked as cut by tensor parallelism and does not say along which dim, so it has no "
-            "place in a checkpoint; set its attribute `partition_dim`"
-        )
-    if place is None:
-        return Logical(slot.name, Box(tuple(part.offsets), slot.shape), tuple(part.global_shape))
-    # The layer was cut first: this tile is one of those that this rank's part of it was tiled into.
-    offsets, shape = [], []
-    for size, whole, offset, tile, own in zip(
-        slot.shape, part.global_shape, part.offsets, place.offsets, place.whole_shape, strict=True
-    ):
-        if whole % size or offset % size:
-            raise CheckpointError(
-                f"{slot.name}: a tile of a layer that tensor-parallel ranks have cut into unequal parts has no place "
-                "in a checkpoint; tile the layer before it is cut, or let the ranks divide it"
-            )
-        offsets.append(offset // size * own + tile)
-        shape.append(whole // size * own)
-    return Logical(place.whole, Box(tuple(offsets), slot.shape), tuple(shape))
 
 
 def within(flat: Flat, slot: Slot, low: int, high: int) -> tuple[int, int, int] | None:

@@ -88,9 +88,6 @@ def _facts(path: Path, manifest: Manifest) -> dict[str, Any]:
     if optimizer is not None:
         states = ", ".join(manifest.state_names()) or "no state"
         facts["optimizer"] = f"{optimizer['type']} after {optimizer['steps']:,} updates: {states}"
-    window = manifest.engine.get("window", {}).get("backwards", 0)
-    if window:
-        facts["window"] = f"{window} micro-batches accumulated"
     if manifest.engine.get("client_state"):
         facts["client state"] = ", ".join(manifest.engine["client_state"])
     return facts
