@@ -19,7 +19,7 @@ from wherry.dataloader import make_dataloader
 from wherry.engine import Engine, Parts
 from wherry.errors import ConfigError, WherryError
 from wherry.fake import is_fake
-from wherry.nn.tiled import larger_than, tile_beyond
+from wherry.nn.tiled import tell_of_large_layers, tile_large_layers
 from wherry.observe.log import follow, logger, say, warn
 from wherry.observe.memory import format_bytes
 from wherry.offload import Offload
@@ -137,9 +137,6 @@ def _assemble(
     optimizer: OptimizerLike | None,
     model_parameters: Iterable[Any] | None,
 ) -> Engine:
-    beyond = resolved.beyond()
-    if beyond:  # what this version would otherwise do differently from what was asked
-        raise ConfigError("\n".join(beyond))
     _check_layer_major(resolved, model)
     follow(resolved)
     dry = any(is_fake(p) for p in model.parameters())  # no run of the config, and takes no memory
@@ -155,15 +152,10 @@ def _assemble(
     if placement.parameters.partitioned:
         _warn_of_frozen_casts(model, resolved)
         live = resolved.zero_optimization.stage3_max_live_parameters
-        large = larger_than(model, live)
         if resolved.wherry.tile_linear:
-            optimizer, model_parameters = _tile(model, large, live, optimizer, model_parameters)
-        elif large:
-            say(
-                "%s (of %d linear layers) has more elements than the %d of stage3_max_live_parameters, and is gathered "
-                'whole nevertheless; "wherry": {"tile_linear": true} cuts such layers into tiles',
-                next(iter(large)), len(large), live,
-            )  # fmt: skip
+            model_parameters = tile_large_layers(model, live, optimizer, model_parameters)
+        else:
+            tell_of_large_layers(model, live)
     spec = _optimizer(model, resolved, optimizer, model_parameters)
     # The groups hold the very parameters, in the order of the user's optimizer.
     group_of = {p: i for i, group in enumerate(spec.groups) for p in group["params"]} if spec else {}
@@ -364,34 +356,6 @@ def _check_layer_major(config: Config, model: nn.Module) -> None:
             f"wherry.accumulation: layer_major sums gradients in fp32, and torch {torch.__version__} sums them in the "
             "type of the weights, which is narrower here; install torch 2.10 or later, or leave the key out"
         )
-
-
-def _tile(
-    model: nn.Module,
-    large: dict[str, nn.Parameter],
-    live: int,
-    optimizer: OptimizerLike | None,
-    model_parameters: Iterable[Any] | None,
-) -> tuple[OptimizerLike | None, list[Any] | None]:
-    """Cut linear layers into tiles that the budget of live parameters allows, and tell the optimizer."""
-    replaced: dict[Any, list[nn.Parameter]] = tile_beyond(model, live)
-    for name, weight in large.items():
-        if tiles := replaced.get(weight):
-            say("%s has more than the %d elements that may be live: %d tiles instead", name, live, len(tiles))
-
-    def renewed(parameters: Iterable[Any]) -> list[Any]:
-        # Groups that are dicts have no hash.
-        return [
-            new for old in parameters for new in (replaced.get(old, [old]) if isinstance(old, nn.Parameter) else [old])
-        ]
-
-    if isinstance(optimizer, torch.optim.Optimizer):
-        for group in optimizer.param_groups:
-            group["params"] = renewed(group["params"])
-    given = renewed(model_parameters) if model_parameters is not None else None
-    if given is not None:
-        given = [{**group, "params": renewed(group["params"])} if isinstance(group, dict) else group for group in given]
-    return optimizer, given
 
 
 def _divided(topology: topologies.Topology, config: Config) -> topologies.Topology:

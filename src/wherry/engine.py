@@ -23,7 +23,7 @@ from wherry.fake import host_value
 from wherry.life import Life, Lifetime
 from wherry.memory_report import MemoryRow
 from wherry.observe.log import get_logger
-from wherry.observe.monitor import Monitor
+from wherry.observe.metrics import Monitor
 from wherry.observe.reporter import Reporter, Update
 from wherry.offload import Offload
 from wherry.offload_states import OffloadedStates

@@ -12,10 +12,10 @@ from torch import nn
 
 from wherry.engine import Engine
 from wherry.errors import WherryError
-from wherry.nn.tiled import Place, tile_places
 from wherry.sharding.access import taken
 from wherry.sharding.given import give, pieces
 from wherry.sharding.parts import Part, own_parts, part_of
+from wherry.sharding.places import Place, tile_places
 from wherry.sharding.safetensors_folder import Block, Source, open_folder
 
 
@@ -27,9 +27,7 @@ class Loaded:
     unexpected: list[str] = field(default_factory=list)
 
 
-def load_pretrained(
-    engine_or_model: Engine | nn.Module, folder_or_file: str | Path, *, strict: bool = True
-) -> Loaded:
+def load_pretrained(engine_or_model: Engine | nn.Module, folder_or_file: str | Path, *, strict: bool = True) -> Loaded:
     """Load weights from a safetensors file, or from a folder with one or several of them and their index.
 
     Every rank reads the slices of its own shards and nothing else; master weights get the precision of the file. Every

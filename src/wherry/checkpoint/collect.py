@@ -12,7 +12,7 @@ from wherry.checkpoint.manifest import BEHIND, GRADIENT, WEIGHT
 from wherry.checkpoint.session import Logical, Session, addend_of, own_sum, within
 from wherry.checkpoint.slices import Run
 from wherry.native import Blocks8
-from wherry.native.blocks import BLOCK
+from wherry.native.segment import BLOCK
 from wherry.sharding.unit import Flat
 from wherry.update.record import State
 

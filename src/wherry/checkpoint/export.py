@@ -21,8 +21,8 @@ from wherry.checkpoint.session import Session, plain_tensors
 from wherry.checkpoint.session import aliases as tied_names
 from wherry.checkpoint.source import Source
 from wherry.checkpoint.values import dtype_named
-from wherry.nn.tiled import Place, tile_places
 from wherry.observe.progress import Progress
+from wherry.sharding.places import Place, tile_places
 from wherry.sharding.unit import Flat
 
 INDEX = "model.safetensors.index.json"

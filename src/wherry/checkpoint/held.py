@@ -72,9 +72,7 @@ class Held:
         self._kept: list[Kept] = []
         self._clones: dict[DiskStore, DiskClone | None] = {}
 
-    def take(
-        self, session: Session, cuts: Mapping[Flat, FlatCut], shares: Mapping[Flat, tuple[int, int]]
-    ) -> set[Flat]:
+    def take(self, session: Session, cuts: Mapping[Flat, FlatCut], shares: Mapping[Flat, tuple[int, int]]) -> set[Flat]:
         """Begin to hold everything as it is now; returns the flats that this is about. No update may be under way."""
         batches = held_batches(session, shares)
         alone = [flat for flat in cuts if flat not in session.states and flat.at_rest_on_disk]

@@ -11,11 +11,11 @@ from torch import nn
 
 from wherry.checkpoint.errors import CheckpointError
 from wherry.checkpoint.slices import Box
-from wherry.nn.tiled import Place, tile_places
 from wherry.observe.log import get_logger
 from wherry.parallel.comm import Comm
 from wherry.sharding.gradients import FlatGradient, Gradients
 from wherry.sharding.layout import SegmentSpan, Slot
+from wherry.sharding.places import Place, tile_places
 from wherry.sharding.unit import Flat, Unit
 from wherry.sharding.weights import Gatherer
 from wherry.tiers.streams import Link

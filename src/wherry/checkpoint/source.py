@@ -17,7 +17,7 @@ from wherry.checkpoint.slices import Box, Overlap, Run, overlaps
 from wherry.checkpoint.values import decode, dtype_named
 from wherry.checkpoint.workers import Workers
 from wherry.native import Blocks8, dequantize
-from wherry.native.blocks import BLOCK, blocks_of
+from wherry.native.segment import BLOCK, blocks_of
 
 # Elements that are converted at once, so that memory stays small whatever the slice.
 PART = 1 << 22

@@ -148,7 +148,7 @@ def import_deepspeed(argv: list[str]) -> int:
     parser.add_argument("out", metavar="OUT", type=Path, help="folder for the checkpoint")
     parser.add_argument("--tag", help="the tag to read (default: what `latest` says), and to write")
     arguments = parser.parse_args(argv)
-    from wherry.checkpoint.deepspeed import import_checkpoint
+    from wherry.compat.deepspeed.importing import import_checkpoint
 
     try:
         path = import_checkpoint(arguments.source, arguments.out, arguments.tag)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from wherry.native.blocks import Blocks8
 from wherry.native.loading import available_isas, isa, library, why_not
 from wherry.native.passes import accumulate, cast_copy, dequantize, join, quantize, split, sum_squares
-from wherry.native.plan import Plan, Segment
+from wherry.native.plan import Plan
 from wherry.native.pool import Pool, default_pool
 from wherry.native.rules import SGD, Adagrad, Adam, Lion, Rule
+from wherry.native.segment import Blocks8, Segment
 
 __all__ = [
     "SGD", "Adagrad", "Adam", "Blocks8", "Lion", "Plan", "Pool", "Rule", "Segment", "accumulate",

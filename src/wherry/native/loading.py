@@ -31,7 +31,6 @@ _PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {
     "wherry_plan_submit": (c_void_p, [c_void_p, c_void_p, c_char_p, c_int64, c_float, c_void_p, c_void_p]),
     "wherry_plan_run": (None, [c_void_p, c_char_p, c_int64, c_float, c_void_p, c_void_p]),
     "wherry_cast": (None, [c_int, c_void_p, c_void_p, c_int32, c_void_p, c_int32, c_int64]),
-    "wherry_cast_stochastic": (None, [c_int, c_void_p, c_void_p, c_void_p, c_int64, c_uint32, c_int64]),
     "wherry_accumulate": (None, [c_int, c_void_p, c_void_p, c_int32, c_void_p, c_int32, c_float, c_int64]),
     "wherry_split": (None, [c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int64]),
     "wherry_join": (None, [c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int64]),
@@ -39,6 +38,24 @@ _PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {
     "wherry_dequantize": (None, [c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int32, c_int64]),
     "wherry_sum_squares": (c_double, [c_int, c_void_p, c_void_p, c_int32, c_int64]),
     "wherry_limit": (None, [c_int, c_void_p, c_int32, c_void_p, c_int64]),
+    "wherry_has_crc32": (c_int32, []),
+    "wherry_crc32": (c_uint32, [c_uint32, c_void_p, c_int64]),
+    "wherry_crc32c": (c_uint32, [c_void_p, c_int64]),
+    "wherry_disk_probe_uring": (c_int, []),
+    "wherry_disk_open": (c_void_p, [c_int, c_void_p, c_int32, c_int64, c_int32, c_void_p]),
+    "wherry_disk_drain": (None, [c_void_p]),
+    "wherry_disk_close": (None, [c_void_p]),
+    "wherry_disk_submit": (
+        c_void_p,
+        [c_void_p, c_int32, c_void_p, c_int64, c_int64, c_void_p, c_int32, c_void_p],
+    ),
+    "wherry_disk_wait": (c_int32, [c_void_p, c_int64]),
+    "wherry_disk_failure": (c_int32, [c_void_p, c_void_p]),
+    "wherry_disk_drop": (None, [c_void_p]),
+    "wherry_disk_add_memory": (c_int32, [c_void_p, c_void_p, c_int64]),
+    "wherry_disk_remove_memory": (c_int32, [c_void_p, c_void_p]),
+    "wherry_disk_counters": (None, [c_void_p, c_void_p]),
+    "wherry_disk_inject": (None, [c_void_p, c_int32, c_int64, c_int64, c_int32, c_int64, c_int64]),
 }
 
 

@@ -404,9 +404,7 @@ class ProcessGroupComm(Comm):
                 _copy_unless_same(shard, whole.view(self.size, -1)[self.rank].view_as(shard))
 
             return CallbackTicket(take, summed.done)
-        return self._ticket(
-            lambda: _reduce_scatter_single(shard, whole, group=self.group, async_op=True), shard, whole
-        )
+        return self._ticket(lambda: _reduce_scatter_single(shard, whole, group=self.group, async_op=True), shard, whole)
 
     def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
         whole, shard = _copyable(whole), _copyable(shard)

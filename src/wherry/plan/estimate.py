@@ -154,7 +154,7 @@ def estimate(
     """
     setting = Setting.of(config, grid.data_ranks(ranks), gpu=machine.gpus > 0, grid=grid)
     rows = tuple(_rows(profile, setting))
-    notes = [*config.beyond(), *_of_activations(config, machine)]
+    notes = [*_of_activations(config, machine)]
     if config.activation_checkpointing.policy == "auto":
         notes.append(
             'activation_checkpointing.policy "auto" is counted as if every unit were recomputed: an engine measures '

@@ -23,11 +23,11 @@ from torch._subclasses.fake_tensor import (
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
-from wherry.activations.build import SMALLEST_CUT
-from wherry.activations.cut import Cut
+from wherry.activations.build import SMALLEST_PARTITIONED
+from wherry.activations.partition import CheckpointPartition
 from wherry.activations.recompute import operations, recomputed, selective
 from wherry.activations.saving import Saver
-from wherry.activations.stores import DiskActivations, HostStore, Keep, Store, allocator
+from wherry.activations.stores import DiskActivations, HostStore, Store
 from wherry.errors import WherryError
 from wherry.fake import is_fake
 from wherry.observe.footprint import WORKING, Footprint
@@ -114,12 +114,12 @@ class _Away:
 
     def __init__(self, how: PutAway, model: nn.Module, mode: FakeTensorMode, footprint: Footprint) -> None:
         self._pool, self._disk = FakePool(mode, footprint), FakeStore(())
-        link, allocate = _Way(self._pool, shared=False), allocator(torch.device("cpu"), None)
+        link = _Way(self._pool, shared=False)
         disk: Any = self._disk
-        stores: dict[Tier, Store] = {
-            Tier.DEVICE: Keep(),
-            Tier.HOST: HostStore(link, allocate),
-            Tier.DISK: DiskActivations(disk, link, allocate),
+        stores: dict[Tier, Store | None] = {
+            Tier.DEVICE: None,
+            Tier.HOST: HostStore(link),
+            Tier.DISK: DiskActivations(disk, link),
         }
         # The ranks with the other parts of what is kept.
         self._others = FakeComm(0, how.parts)
@@ -128,7 +128,7 @@ class _Away:
             stores[how.tier],
             _AsItIs(),
             smallest=how.smallest,
-            cut=Cut(self._others, allocate, smallest=SMALLEST_CUT) if how.parts > 1 else None,
+            partition=CheckpointPartition(self._others, smallest=SMALLEST_PARTITIONED) if how.parts > 1 else None,
             weights=lambda: (*model.parameters(), *model.buffers()),
         )
         self.saver.begin()

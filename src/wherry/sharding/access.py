@@ -11,13 +11,13 @@ from torch import nn
 
 from wherry.errors import WherryError
 from wherry.fake import address_of
-from wherry.nn.tiled import tile_places
 from wherry.parallel.comm import Comm
 from wherry.parallel.partition import local
 from wherry.sharding.attached import Hook, Mark
 from wherry.sharding.init import entered
 from wherry.sharding.layout import SegmentSpan
 from wherry.sharding.parts import own_parts, part_of, parts_gathered
+from wherry.sharding.places import tile_places
 from wherry.sharding.unit import Flat, Unit, Weights
 from wherry.sharding.weights import Gatherer
 

@@ -89,9 +89,7 @@ class Rule(Protocol):
     def kept(self) -> list[dict[str, torch.Tensor]]:
         """The state that it keeps itself, by segment; empty where that is none."""
 
-    def load_kept(
-        self, segments: Sequence[Segment], steps: Sequence[int], kept: Sequence[Mapping[str, State]]
-    ) -> None:
+    def load_kept(self, segments: Sequence[Segment], steps: Sequence[int], kept: Sequence[Mapping[str, State]]) -> None:
         """Replace the state that it keeps itself, of segments that have been updated so often."""
 
     def nbytes(self) -> int:
@@ -269,9 +267,7 @@ class NativeRule:
     def kept(self) -> list[dict[str, torch.Tensor]]:
         return []
 
-    def load_kept(
-        self, segments: Sequence[Segment], steps: Sequence[int], kept: Sequence[Mapping[str, State]]
-    ) -> None:
+    def load_kept(self, segments: Sequence[Segment], steps: Sequence[int], kept: Sequence[Mapping[str, State]]) -> None:
         return None
 
     def nbytes(self) -> int:
@@ -365,9 +361,7 @@ class TorchRule:
             for state, parameter in zip(states, self._parameters, strict=True)
         ]
 
-    def load_kept(
-        self, segments: Sequence[Segment], steps: Sequence[int], kept: Sequence[Mapping[str, State]]
-    ) -> None:
+    def load_kept(self, segments: Sequence[Segment], steps: Sequence[int], kept: Sequence[Mapping[str, State]]) -> None:
         inner = self._bind(segments)
         # The fused and capturable kernels read the count on the device.
         on_device = any(options.get("fused") or options.get("capturable") for options in inner.param_groups)

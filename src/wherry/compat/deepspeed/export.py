@@ -27,9 +27,9 @@ from wherry.checkpoint.manifest import WEIGHT, Entry, Manifest, read_manifest
 from wherry.checkpoint.source import Source
 from wherry.compat.deepspeed import VERSION
 from wherry.errors import WherryError
-from wherry.nn.tiled import Place, tile_places
 from wherry.observe.log import say
 from wherry.plan.quantities import parse_bytes
+from wherry.sharding.places import Place, tile_places
 
 
 class LazyTensor:
