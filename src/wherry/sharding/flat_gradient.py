@@ -71,6 +71,9 @@ class FlatGradient:
         self.own_sum = self.accumulated
         if self.keeps and not self.partitioned and layout.ranks > 1:
             self.own_sum = self.accumulated[slice(*layout.shard_range(flat.rank))]
+        self._sum_parts: list[torch.Tensor] = []
+        if self.keeps and not self.partitioned:
+            self._sum_parts = [self.accumulated[slot.start : slot.stop].view(slot.shape) for slot in layout.slots]
         # A single micro-batch is kept as it came over the wire.
         self.owned_dtype = self.dtype if self.keeps or policy.accumulates else self.wire_dtype
         self._owned: torch.Tensor | None = None
@@ -87,6 +90,7 @@ class FlatGradient:
         # None: to be taken from `owned`, once that is complete.
         self.sum_squares: float | torch.Tensor | None = 0.0
         self._parts: dict[int, list[torch.Tensor]] = {}
+        self._gaps = layout.gaps()
         # How often the gradient of each parameter arrives in one backward.
         self.expected = 1
         # How often one did in the last backward, by backwards within it: those of reentrant checkpoints.
@@ -189,23 +193,24 @@ class FlatGradient:
         self.collected = False
 
     def collect(self) -> None:
-        """What this backward brings has arrived."""
+        """What autograd has brought is added to the replicated sum, as long as that is this rank's own."""
         self.collected = True
-        if not self.partitioned:
-            self.absorb()
-
-    def absorb(self) -> None:
-        """Add autograd's gradients to the replicated sum, while that is this rank's own."""
-        if self.reduced:
+        if self.partitioned or self.reduced:
             return
-        if self.fresh or any(parameter.grad is not None for parameter in self.flat.parameters):
-            self.take_into(self.accumulated, add=not self.fresh)
+        if self.fresh or any([parameter.grad is not None for parameter in self.flat.parameters]):
+            self._take_into(self._sum_parts, add=not self.fresh)
             self.fresh = False
 
-    def take_into(self, buffer: torch.Tensor, *, add: bool) -> None:
-        """Move autograd's gradients into a buffer shaped like the whole flat; missing ones count as zeros."""
+    def fill(self, buffer: torch.Tensor) -> None:
+        """Move autograd's gradients into a buffer of the whole flat, whose other values are zeros."""
+        self._take_into(self._parts_of(buffer), add=False)
+        for start, stop in self._gaps:
+            buffer[start:stop].zero_()
+
+    def _take_into(self, parts: Sequence[torch.Tensor], *, add: bool) -> None:
+        """Move autograd's gradients to the parts of a flat; missing ones count as zeros."""
         present, grads, missing = [], [], []
-        for parameter, part in zip(self.flat.parameters, self._parts_of(buffer), strict=True):
+        for parameter, part in zip(self.flat.parameters, parts, strict=True):
             grad = parameter.grad
             if grad is None:
                 missing.append(part)
@@ -223,13 +228,12 @@ class FlatGradient:
 
     def _parts_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Views of `buffer`, one for each parameter. A step meets the same few buffers again and again."""
-        parts = self._parts.get(address_of(buffer))
-        if parts is None:
+        address = address_of(buffer)
+        if address not in self._parts:
             if len(self._parts) >= 8:
                 self._parts.clear()
-            parts = [buffer[slot.start : slot.stop].view(slot.shape) for slot in self.flat.layout.slots]
-            self._parts[address_of(buffer)] = parts
-        return parts
+            self._parts[address] = [buffer[slot.start : slot.stop].view(slot.shape) for slot in self.flat.layout.slots]
+        return self._parts[address]
 
     def forget(self) -> None:
         """Buffers are about to be freed: no views of them are kept."""
@@ -264,4 +268,5 @@ class FlatGradient:
         self.drop()
         self.give_back()
         self.accumulated = self.own_sum = torch.empty(0)
+        self._sum_parts.clear()
         self._aside = None

@@ -139,7 +139,7 @@ class Gradients:
         """All gradients of a flat have arrived."""
         self._completed.append(gradient.index)
         half = len(self._completed) == (len(self.all) + 1) // 2
-        if half and self.boundary and self._updates is not None and self._updates.reads_ahead:
+        if half and self._reducer.boundary and self._updates is not None and self._updates.reads_ahead:
             self._updates.read_ahead()
         gradient.collect()
         while self._next < len(self._order):
@@ -168,11 +168,13 @@ class Gradients:
         self._next = len(self._order)
         for gradient in self.all:
             gradient.note_arrivals()
-        if self.boundary and self._tells:
+        if self._tells and self._reducer.boundary:
             self._reducer.tell_of_missing(self.norm, self.all)
         self._reducer.finish()
-        self._agree()
-        self._collect_late()
+        if not self._order_agreed:
+            self._agree()
+        if self.nested or self._late:
+            self._collect_late()
         if self._held:
             self._tell_of_held()
 
@@ -281,8 +283,6 @@ class Gradients:
 
         And where a backward within a backward was one rank's alone, all look for late gradients together.
         """
-        if self._order_agreed:
-            return
         self._order_agreed = True
         told = self.comm.gather_objects((self._completed, self.nested))
         self.nested = any(nested for _, nested in told)
@@ -292,9 +292,7 @@ class Gradients:
 
     def _collect_late(self) -> None:
         """A second collection for the flats that any rank got late gradients for."""
-        if not self.nested:
-            assert not self._late, [self.all[i].flat for i in self._late]
-            return
+        assert self.nested, [self.all[i].flat for i in self._late]
         late = torch.tensor([float(i in self._late) for i in range(len(self.all))])
         late = late.to(self.all[0].flat.whole.device)
         self.comm.all_reduce(late, "max").wait()
@@ -313,6 +311,6 @@ class Gradients:
             if gradient.partitioned or gradient.reduced:
                 self._reducer.reduce_late(gradient)
             else:
-                gradient.absorb()
+                gradient.collect()
                 if self.boundary:
                     self._summed(gradient)

@@ -111,7 +111,8 @@ class Norm:
         total: float | torch.Tensor = 0.0
         for gradient in gradients:
             self._any_absent = self._any_absent or bool(gradient.absent)
-            total = total + self.squares_of(gradient)
+            squares = gradient.sum_squares
+            total = total + (self.squares_of(gradient) if squares is None else squares)
         return total
 
     def to_tell(self, gradients: Sequence[FlatGradient], dtype: torch.dtype) -> torch.Tensor | None:

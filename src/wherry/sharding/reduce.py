@@ -46,7 +46,11 @@ class Lane:
         self._under_way: deque[tuple[Ticket, Callable[[], None]]] = deque()
 
     def send(self, reduction: Reduction) -> None:
-        if self.comm.size == 1 or not self._merging.takes(reduction.whole):
+        if self.comm.size == 1:
+            self.comm.reduce_scatter(reduction.owned, reduction.whole)
+            reduction.finish()
+            return
+        if not self._merging.takes(reduction.whole):
             self._launch([reduction])
             return
         if not self._merging.fits([other.whole for other in self._waiting], reduction.whole):
@@ -144,6 +148,8 @@ class Reducer:
             self._reduce_micro_batch(gradient)
         elif gradient.reduced:
             self.reduce_late(gradient)
+        elif self.boundary and self.comm.size == 1:
+            self._summed(gradient)
         elif self.boundary:
             self._reduce_sum(gradient)
 
@@ -152,7 +158,7 @@ class Reducer:
         if self._replicas.size > 1 and gradient.partitioned:
             self._cross(gradient)
             self._across.flush()
-        elif gradient.partitioned or gradient.reduced:
+        elif gradient.partitioned or gradient.reduced or self.comm.size == 1:
             self._summed(gradient)
         else:
             self._reduce_sum(gradient)
@@ -179,8 +185,9 @@ class Reducer:
 
     def finish(self) -> None:
         """Wait for all of them."""
-        self._lane.flush()
-        self._wait(0)
+        if self.comm.size > 1:
+            self._lane.flush()
+            self._wait(0)
 
     def drop(self) -> None:
         self.boundary = False  # no sum is complete, whatever still arrives
@@ -223,9 +230,6 @@ class Reducer:
 
     def _reduce_sum(self, gradient: FlatGradient) -> None:
         """The window's replicated sum is reduced where it lies, in the wire's dtype if that is another."""
-        if self.comm.size == 1:
-            self._summed(gradient)
-            return
         whole, owned = gradient.accumulated, gradient.own_sum
         cast = gradient.dtype != gradient.wire_dtype
         if cast or self._merging.takes(whole) or self._replicas.size > 1 or self._eager:
@@ -275,9 +279,7 @@ class Reducer:
     def _filled(self, gradient: FlatGradient) -> torch.Tensor:
         """A buffer with autograd's gradients of the whole flat, ready for the wire."""
         whole = self.pool.take(gradient.flat.layout.numel, gradient.wire_dtype)
-        gradient.take_into(whole, add=False)
-        for start, stop in gradient.flat.layout.gaps():
-            whole[start:stop].zero_()
+        gradient.fill(whole)
         if self._predivide != 1.0:
             whole.div_(self._predivide)
         return whole

@@ -79,7 +79,8 @@ class Schedule:
         place = next((place for place in range(self._place, len(expected)) if expected[place] is unit), None)
         if place is None:
             return  # not expected any more: gathered as it comes
-        yield from self._until(place)
+        if not self._trusted and self.running is not Pass.LOOK:
+            yield from self._until(place)
         self._place = place + 1
 
     def end(self) -> Iterator[Unit]:
@@ -87,7 +88,8 @@ class Schedule:
         kind = self.running
         if kind is None:
             return
-        yield from self._until(len(self._expected[kind]))
+        if not self._trusted and self.running is not Pass.LOOK:
+            yield from self._until(len(self._expected[kind]))
         self.running = None
         if kind is Pass.LOOK or self._trusted:
             self._follow(kind)
@@ -111,8 +113,6 @@ class Schedule:
 
     def _until(self, place: int) -> Iterator[Unit]:
         assert self.running is not None
-        if self._trusted or self.running is Pass.LOOK:
-            return
         expected = self._expected[self.running]
         while self._place < place:
             self._place += 1
