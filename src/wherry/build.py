@@ -91,6 +91,8 @@ def initialize(
     try:
         topology = _divided(topology, resolved)
         resolved = _settled(resolved, topology, model, training_data, collate_fn)
+        if topology.pipe.size > 1:
+            resolved = without_layer_major(resolved, "a pipeline")
         resolved.batch(topology.data.size, _who_counts(mesh))
         engine = _assemble(engine_class, resolved, topology, model, optimizer, model_parameters)
     except BaseException as error:
@@ -217,7 +219,7 @@ def _build(
         read_ahead=offload.read_ahead,
         merging=gathers,
         node=topology.node,
-        **({"settle": updater.settle} if updater is not None else {}),
+        settle=updater.settle if updater is not None else lambda flats: None,
     )
     flats = [flat for unit in units for flat in unit.flats]
     policy = offload.gradient_policy(flats, config.batch(topology.data.size).accumulation)
@@ -341,6 +343,14 @@ def resolve_config(config: Any, config_params: Any, args: Any) -> Config:
         )
     source = next(iter(given.values()), None)
     return source if isinstance(source, configs.Config) else configs.load(source)
+
+
+def without_layer_major(config: Config, caller: str) -> Config:
+    """The config for one that runs the backwards of a window by itself, and cannot run its micro-batches together."""
+    if config.wherry.accumulation != "layer_major":
+        return config
+    warn('wherry.accumulation: %s runs the backward of each micro-batch by itself: "layer_major" is left out', caller)
+    return configs.load(config, overrides={"wherry.accumulation": "step_major"})
 
 
 def _check_layer_major(config: Config, model: nn.Module) -> None:

@@ -88,7 +88,7 @@ class Engine(nn.Module):
         self.global_samples = 0
         self.micro_steps = 0
         self.skipped_steps = 0
-        self.life = Lifetime()
+        self._life = Lifetime()
         self._config = config
         self._gatherer = parts.gatherer
         self._schedule = parts.gatherer.schedule
@@ -104,6 +104,10 @@ class Engine(nn.Module):
         self._autocast = _autocast(config, self.device)
         self._input_dtype = torch.float16 if config.fp16.enabled and config.fp16.auto_cast else None
         self._norm: float | None = None
+        # Whether the last call of `step` has updated the weights, and what sums over ranks and micro-batches were
+        # multiplied by, clipping aside.
+        self._applied = False
+        self._scale = 1.0
         self._states: ParameterStates | None = None
         # How many modules `compile` has compiled.
         self._compiled = 0
@@ -136,10 +140,10 @@ class Engine(nn.Module):
     # Forward.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.life.now is not Life.OPEN:
+        if not self._life.free:
             self._check_open()
             if self._hooks.travels:
-                self.life.check_process("forward")
+                self._life.check_process("forward")
         model = self._model
         if torch.compiler.is_compiling():
             refuse_engine()
@@ -176,7 +180,7 @@ class Engine(nn.Module):
         Gradients are averaged over the micro-batches of the window, unless `scale_wrt_gas` is False because the loss
         was divided already. A plain `loss.backward()` does the same as this with the defaults.
         """
-        if self.life.now is not Life.OPEN:
+        if not self._life.free:
             self._check_open()
         _checked(loss)
         self._backward([loss], retain_graph=retain_graph, averaged=scale_wrt_gas)
@@ -208,7 +212,12 @@ class Engine(nn.Module):
 
     def backward_begins(self) -> None:
         """Called by a hook: the user's own `loss.backward()` has begun."""
-        self._begin_backward(averaged=True, scaled=self._hooks.backward.scaled, micro_batches=1)
+        self._begin_backward(
+            averaged=True,
+            scaled=self._hooks.backward.scaled,
+            micro_batches=1,
+            makes_gradients=self._hooks.reaches_weights,
+        )
 
     def backward_ends(self) -> None:
         """Called by autograd, when the last gradient of the user's own backward has been computed."""
@@ -220,15 +229,21 @@ class Engine(nn.Module):
             self._abandon_window()
             raise
 
-    def _begin_backward(self, *, averaged: bool, scaled: bool, micro_batches: int) -> None:
-        if self.life.now is not Life.OPEN:
-            self.life.check_process("backward")
-            self.life.check_not_generating("backward")
+    def _begin_backward(
+        self, *, averaged: bool, scaled: bool, micro_batches: int, makes_gradients: Callable[[], bool] = lambda: True
+    ) -> None:
+        if not self._life.free:
+            self._life.check_process("backward")
+            self._life.check_not_generating("backward")
         if self._hooks.backward.running:
             self._abandon_window()
         try:
             boundary = self._window.begin_backward(
-                micro_batches, averaged=averaged, scaled=scaled, loss_scale=self._scaler.scale
+                micro_batches,
+                averaged=averaged,
+                scaled=scaled,
+                loss_scale=self._scaler.scale,
+                makes_gradients=makes_gradients,
             )
         except WherryError:
             self._abandon_window()
@@ -242,12 +257,12 @@ class Engine(nn.Module):
         """Finish the reductions, release the weights. One for inputs only is no micro-batch of the window."""
         self._hooks.end_backward(reduces=makes_gradients)
         if not makes_gradients:
-            self._window.cancel_backward()
             if self._updater is not None:
                 self._updater.cancel_backward()
             return
         self._gradients.finish()
-        self._window.end_backward(self._gradient_scale())
+        self._window.end_backward()
+        self._scale = self._gradient_scale()
 
     def _gradient_scale(self) -> float:
         return self._window.scale_of(self._scaler.scale, self._gradients.policy.predivide)
@@ -259,11 +274,11 @@ class Engine(nn.Module):
 
         `lr_kwargs` go to the schedule's `step`. One that waits for a metric moves only when it is given here.
         """
-        if self.life.now is not Life.OPEN:
+        if not self._life.free:
             self._check_open()
         self.micro_steps += 1
         if not self._window.begin_step():
-            self._window.applied = False
+            self._applied = False
             return
         if self.optimizer is None:
             raise WherryError(
@@ -277,7 +292,7 @@ class Engine(nn.Module):
             self.comm.tell(error)
             raise
         needs_metric = isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-        if self._window.applied and self.lr_scheduler is not None and (lr_kwargs or not needs_metric):
+        if self._applied and self.lr_scheduler is not None and (lr_kwargs or not needs_metric):
             self.lr_scheduler.step(**(lr_kwargs or {}))
 
     def update(self) -> bool:
@@ -285,13 +300,13 @@ class Engine(nn.Module):
         updater, optimizer, window = self._updater, self.optimizer, self._window
         assert updater is not None and optimizer is not None
         if not window.backwards:
-            window.applied = False
+            self._applied = False
             self._log.warning("step %d: no backward came before it, so nothing is updated", self.global_steps + 1)
             self._end_window()
             return True
-        if self.life.now is not Life.OPEN:
-            self.life.check_process("step")
-            self.life.check_not_generating("step")
+        if not self._life.free:
+            self._life.check_process("step")
+            self._life.check_not_generating("step")
         self._roster.check()
         self._gradients.complete_window()
         # One all-reduce gives the norm. Scale, clipping and overflow become one multiplier.
@@ -303,12 +318,12 @@ class Engine(nn.Module):
             self._abandon_window()
             raise
         self._schedule.settle(norm.one_path, self.comm.gather_objects)
-        self._norm, multiplier = norm_and_multiplier(squares, window.scale, self._config.gradient_clipping)
+        self._norm, multiplier = norm_and_multiplier(squares, self._scale, self._config.gradient_clipping)
         groups, found = optimizer.param_groups, None
         if not math.isfinite(self._norm):
             found = self._nonfinite.look(updater, groups, multiplier, self._reporter.last_loss)
-        window.applied = found is None or self._nonfinite.ignores
-        if window.applied:
+        self._applied = found is None or self._nonfinite.ignores
+        if self._applied:
             updater.step(groups, multiplier, norm.absent(self._gradients.all))
             self._hooks.version += 1
         else:
@@ -324,7 +339,7 @@ class Engine(nn.Module):
         if self._reporter.tells_of(self.global_steps):
             scale = self._scaler.scale if self._scaler.dynamic else None
             self._reporter.updated(Update(self.global_steps, self.global_samples, self.get_lr(), self._norm, scale))
-        return window.applied
+        return self._applied
 
     # The accumulation window.
 
@@ -378,7 +393,7 @@ class Engine(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the window so far; its micro-batches are counted from the start again."""
-        if not (self._window.backwards or self._hooks.backward.running):
+        if not (self._window.so_far or self._hooks.backward.running):
             return
         changed = self._drop_window()
         if changed:
@@ -437,8 +452,8 @@ class Engine(nn.Module):
             )
         self._check_open()
         batches = self._window.take(data)
-        if self._window.together:
-            losses = self._train_together(batches)
+        if self._window.layer_major:
+            losses = self._train_layer_major(batches)
         else:
             losses = []
             for batch in batches:
@@ -448,7 +463,7 @@ class Engine(nn.Module):
                 losses.append(loss.detach())
         return sum(losses[1:], losses[0]) / len(losses)
 
-    def _train_together(self, batches: Sequence[Any]) -> list[torch.Tensor]:
+    def _train_layer_major(self, batches: Sequence[Any]) -> list[torch.Tensor]:
         """Layer-major: all micro-batches go through a unit before the next, and one backward is of them all."""
         forwards = [partial(self._loss_of, self._to_device(batch)) for batch in batches]
         try:
@@ -493,6 +508,27 @@ class Engine(nn.Module):
             self._updater.flush()
             self._hooks.version += late  # a forward before this was of other weights
 
+    @contextmanager
+    def gathered_for_generation(self) -> Iterator[None]:
+        """As `wherry.gathered_for_generation(engine)`."""
+        self._check_open()
+        if self._hooks.travels:
+            self._life.check_process("gathered_for_generation")
+        if self._hooks.backward.running:
+            raise WherryError("gathered_for_generation: a backward is running; enter it between steps")
+        before = self._life.now
+        with self._access.held_whole("gathered_for_generation()"):
+            self._life.become(Life.GENERATING)
+            try:
+                yield
+            finally:
+                if not self.closed:
+                    self._life.become(before)
+
+    def is_generating(self) -> bool:
+        """Whether weights are held whole, by `gathered_for_generation`."""
+        return self._life.now is Life.GENERATING
+
     def offload_states(
         self,
         include: Iterable[str] | None = None,
@@ -508,9 +544,9 @@ class Engine(nn.Module):
         """
         if str(device) not in ("host", "cpu"):
             raise WherryError(f'offload_states: expected the device "host" (or "cpu"), got {device!r}')
-        if self.life.now is not Life.OFFLOADED:
+        if self._life.now is not Life.OFFLOADED:
             self._check_open()
-            self.life.check_not_generating("offload_states")
+            self._life.check_not_generating("offload_states")
         if self._hooks.backward.running:
             self._abandon_window()
         self._flush()
@@ -518,13 +554,17 @@ class Engine(nn.Module):
             return self._offloaded.offload(include)
         finally:
             if self._offloaded.nbytes:
-                self.life.become(Life.OFFLOADED)
+                self._life.become(Life.OFFLOADED)
+
+    def offloaded_states(self) -> list[str]:
+        """The states that `offload_states` has sent away, and that are not back."""
+        return list(self._offloaded.nbytes)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring what `offload_states` has sent away back to the device."""
-        if self.life.now is Life.OFFLOADED:
+        if self._life.now is Life.OFFLOADED:
             self._offloaded.reload()
-            self.life.become(Life.OPEN)
+            self._life.become(Life.OPEN)
 
     # Checkpoints.
 
@@ -639,7 +679,7 @@ class Engine(nn.Module):
                 self.skipped_steps,
                 self.global_samples,
                 self._norm,
-                window.applied,
+                self._applied,
             ),
             micro_batches=window.so_far,
             accumulation=window.batch.accumulation,
@@ -649,7 +689,7 @@ class Engine(nn.Module):
     def _go_on_from(self, counts: Counts) -> None:
         self.global_steps, self.micro_steps = counts.global_steps, counts.micro_steps
         self.global_samples = counts.samples
-        self.skipped_steps, self._norm, self._window.applied = counts.skipped_steps, counts.norm, counts.applied
+        self.skipped_steps, self._norm, self._applied = counts.skipped_steps, counts.norm, counts.applied
         if self._updater is not None:
             self._updater.steps_made = self.global_steps - self.skipped_steps
 
@@ -665,7 +705,7 @@ class Engine(nn.Module):
 
     @property
     def closed(self) -> bool:
-        return self.life.now is Life.CLOSED
+        return self._life.now is Life.CLOSED
 
     @property
     def monitor(self) -> Monitor:
@@ -689,7 +729,7 @@ class Engine(nn.Module):
                 self._gradients,
                 self._gatherer.comm,
                 self.comm,
-                lambda: self._window.scale,
+                lambda: self._scale,
             )
         return self._states
 
@@ -713,14 +753,14 @@ class Engine(nn.Module):
         )
 
     def was_step_applied(self) -> bool:
-        return self._window.applied
+        return self._applied
 
     def gradients(self, name: str) -> torch.Tensor:
         """The whole mean gradient of a parameter, in fp32, from the boundary's backward until the next window begins.
 
         Every rank must call it.
         """
-        return self._gradients.named.whole(name).float() * self._window.scale
+        return self._gradients.named.whole(name).float() * self._scale
 
     def gradient_norms(self) -> dict[str, float]:
         """The norm of the last window's gradients by unit, before clipping. Every rank must call it."""
@@ -729,7 +769,7 @@ class Engine(nn.Module):
         by_unit: dict[str, float] = {}
         for flat, value in squares.items():
             by_unit[unit_of[flat]] = by_unit.get(unit_of[flat], 0.0) + value
-        return {name: math.sqrt(value) * self._window.scale for name, value in by_unit.items()}
+        return {name: math.sqrt(value) * self._scale for name, value in by_unit.items()}
 
     def memory(self) -> list[MemoryRow]:
         """Bytes by state and tier on this rank: what the placement comes to, and what is held now."""
@@ -874,7 +914,7 @@ class Engine(nn.Module):
     # Its end.
 
     def _check_open(self) -> None:
-        self.life.check_open()
+        self._life.check_open()
 
     def _explain_shortage(self, error: BaseException, phase: str) -> None:
         policy = self._config.activation_checkpointing.resolved_policy()
@@ -886,9 +926,10 @@ class Engine(nn.Module):
         Weights that are whole on every rank stay with the model, which is an ordinary module again. Partitioned ones
         are gone: save or gather them before. In a fork there is nothing to give back: it is all of the first process.
         """
-        before = self.life.now
-        self.life.become(Life.CLOSED)
-        if before is Life.CLOSED or before is Life.FORKED:
+        if self.closed:
+            return
+        self._life.become(Life.CLOSED)
+        if self._life.forked:
             return
         self._states = None
         # In this order, whatever of it fails; then the last error is raised, with the others.
@@ -940,8 +981,7 @@ class Engine(nn.Module):
         self.close()
 
 
-@contextmanager
-def gathered_for_generation(engine: Engine) -> Iterator[None]:
+def gathered_for_generation(engine: Engine) -> AbstractContextManager[None]:
     """Gather every unit once, for as many forwards as run inside, and release them at the end.
 
     Every rank must enter. The forwards communicate nothing, so ranks may make different numbers of them. Weights are
@@ -951,17 +991,7 @@ def gathered_for_generation(engine: Engine) -> Iterator[None]:
         with wherry.gathered_for_generation(engine):
             tokens = engine.module.generate(prompt, max_new_tokens=200)
     """
-    engine._check_open()
-    if engine._hooks.backward.running:
-        raise WherryError("gathered_for_generation: a backward is running; enter it between steps")
-    before = engine.life.now
-    with engine._access.held_whole("gathered_for_generation()"):
-        engine.life.become(Life.GENERATING)
-        try:
-            yield
-        finally:
-            if engine.life.now is Life.GENERATING:
-                engine.life.become(before)
+    return engine.gathered_for_generation()
 
 
 def _checked(loss: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What can be done with an engine at the moment: open, generating, offloaded, closed, or in a fork of its process."""
+"""What can be done with an engine at the moment: it is open, generating, offloaded or closed, and maybe in a fork."""
 
 from __future__ import annotations
 
@@ -12,31 +12,37 @@ from wherry.errors import WherryError
 class Life(enum.Enum):
     OPEN = "open"
     GENERATING = "inside gathered_for_generation: weights are whole, and do not change"
-    OFFLOADED = "states are away from the device, by offload_states"
+    OFFLOADED = "offloaded: states are away from the device"
     CLOSED = "closed"
-    FORKED = "in a fork of the engine's process, without its threads, connections and files"
 
 
 _NEXT = {
-    Life.OPEN: {Life.GENERATING, Life.OFFLOADED, Life.CLOSED, Life.FORKED},
-    Life.GENERATING: {Life.OPEN, Life.CLOSED, Life.FORKED},
-    Life.OFFLOADED: {Life.OPEN, Life.CLOSED, Life.FORKED},
-    Life.FORKED: {Life.CLOSED},
+    Life.OPEN: {Life.GENERATING, Life.OFFLOADED, Life.CLOSED},
+    Life.GENERATING: {Life.OPEN, Life.CLOSED},
+    Life.OFFLOADED: {Life.OPEN, Life.CLOSED},
     Life.CLOSED: set[Life](),
 }
 
 
 class Lifetime:
-    """One engine's."""
+    """One engine's. `forked`, in a copy of its process without its threads, connections and files, goes with any."""
 
     def __init__(self) -> None:
         self.now = Life.OPEN
+        self.process = os.getpid()
+        self.forked = False
+        # Whether nothing is forbidden: it is open, in its own process. All that a step has to look at.
+        self.free = True
         _all.add(self)
 
     def become(self, life: Life) -> None:
-        if life is not self.now:
-            assert life in _NEXT[self.now], f"{self.now} -> {life}"
-            self.now = life
+        if life is not self.now and life not in _NEXT[self.now]:
+            raise WherryError(f"this engine is {self.now.value}; it cannot be {life.value} now")
+        self.now = life
+        self.free = life is Life.OPEN and not self.forked
+
+    def fork(self) -> None:
+        self.forked, self.free = True, False
 
     def check_open(self) -> None:
         if self.now is Life.CLOSED:
@@ -49,10 +55,11 @@ class Lifetime:
             raise WherryError(f"{call}: weights are held by gathered_for_generation; leave that context first")
 
     def check_process(self, call: str) -> None:
-        if self.now is Life.FORKED:
+        if self.forked:
             raise WherryError(
-                f"{call}: this engine is of another process, and process {os.getpid()} is its fork, which has none of "
-                "its threads, files and connections; train in the first process, or call wherry.initialize here"
+                f"{call}: this engine is of process {self.process}, and process {os.getpid()} is its fork, which has "
+                "none of its threads, files and connections; train in the first process, or call wherry.initialize "
+                "here with a model of its own"
             )
 
 
@@ -60,10 +67,8 @@ _all: weakref.WeakSet[Lifetime] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """In a child process: threads, connections and files stay with the first."""
     for lifetime in _all:
-        if lifetime.now is not Life.CLOSED:
-            lifetime.become(Life.FORKED)
+        lifetime.fork()
 
 
 os.register_at_fork(after_in_child=_forked)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -15,33 +15,30 @@ if TYPE_CHECKING:
 class Window:
     """How far the window under way has come. One for the life of an engine: `reset` begins the next.
 
-    Micro-batches are counted twice: by their backwards, and by the calls of `step`. A loop may call `step` once for
-    several backwards, or learn of the boundary before the backward of its last micro-batch.
+    `batch` has its size, on so many `ranks`. Micro-batches are counted twice: by their backwards, and by the calls of
+    `step`. A loop may call `step` once for several backwards, or learn of the boundary before the backward of its last
+    micro-batch.
     """
 
     def __init__(self, batch: BatchSizes, ranks: int, *, layer_major: bool = False) -> None:
         self.batch = batch
         self.ranks = ranks
-        # Whether all micro-batches of a window go through a unit before the next unit.
         self._layer_major = layer_major
         # Whether the next backward is the window's last, decided by hand; None to count micro-batches.
         self.forced_boundary: bool | None = None
-        # Whether the last call of `step` has updated the weights.
-        self.applied = False
-        # What sums over ranks and micro-batches were multiplied by, clipping aside. It stays for who asks after a step.
-        self.scale = 1.0
+        # Of the last backward: how many micro-batches it was of, whether their gradients are to be divided by the
+        # window's number of them, and whether their losses carried the loss scale.
+        self.micro_batches = 1
+        self.averaged = True
+        self.scaled = True
         self.reset()
 
     def reset(self) -> None:
         """No micro-batch has run."""
         self.backwards = 0
         self.steps = 0
-        # How many micro-batches the backward under way is of.
-        self.micro_batches = 1
-        # Whether its gradients are to be divided by the number of micro-batches; None before the first backward.
-        self.averaged: bool | None = None
-        # Whether its losses carry the loss scale; None before the first backward.
-        self.scaled: bool | None = None
+        # What `averaged` and `scaled` were in the backwards that have made its gradients; None before the first.
+        self._alike: tuple[bool, bool] | None = None
 
     @property
     def so_far(self) -> int:
@@ -50,39 +47,52 @@ class Window:
 
     # The micro-batches of a window.
 
-    def begin_backward(self, micro_batches: int, *, averaged: bool, scaled: bool, loss_scale: float) -> bool:
-        """A backward of so many micro-batches begins. Returns whether it is the window's last."""
-        if self.averaged is not None and averaged != self.averaged:
-            raise WherryError(
-                "backward: scale_wrt_gas changed within an accumulation window; use one value for all its micro-batches"
-            )
-        if self.scaled is not None and scaled != self.scaled and loss_scale != 1.0:
-            raise WherryError(
-                "backward: some losses of this accumulation window carry the loss scale and some do not; use "
-                "engine.backward(loss), or engine.scale(loss).backward(), for all of them"
-            )
-        self.averaged, self.scaled, self.micro_batches = averaged, scaled, micro_batches
+    def begin_backward(
+        self,
+        micro_batches: int,
+        *,
+        averaged: bool,
+        scaled: bool,
+        loss_scale: float,
+        makes_gradients: Callable[[], bool] = lambda: True,
+    ) -> bool:
+        """A backward of so many micro-batches begins. Returns whether it is the window's last.
+
+        One that makes no gradients of weights, as of torch.autograd.grad for inputs, is no micro-batch of it.
+        """
+        wrong = self._what_is_wrong(micro_batches, averaged, scaled, loss_scale)
+        if wrong is not None and makes_gradients():
+            raise WherryError(wrong)
+        self.micro_batches, self.averaged, self.scaled = micro_batches, averaged, scaled
         return self._is_boundary(self.so_far + micro_batches)
 
-    def end_backward(self, scale: float) -> None:
-        """The gradients of the micro-batches have come; their sum is to be multiplied by `scale`."""
-        if self.together and self.micro_batches < self.batch.accumulation:
-            raise WherryError(
+    def _what_is_wrong(self, micro_batches: int, averaged: bool, scaled: bool, loss_scale: float) -> str | None:
+        if self.layer_major and micro_batches < self.batch.accumulation:
+            return (
                 'backward: "wherry": {"accumulation": "layer_major"} runs all micro-batches of a window together, and '
                 "this is the backward of one of them; call engine.train_batch(iterator) for whole windows, or leave "
                 "the key out"
             )
-        self.backwards += self.micro_batches
-        self.scale = scale
+        averaged_before, scaled_before = self._alike or (averaged, scaled)
+        if averaged != averaged_before:
+            return (
+                "backward: scale_wrt_gas changed within an accumulation window; use one value for all its micro-batches"
+            )
+        if scaled != scaled_before and loss_scale != 1.0:
+            return (
+                "backward: some losses of this accumulation window carry the loss scale and some do not; use "
+                "engine.backward(loss), or engine.scale(loss).backward(), for all of them"
+            )
+        return None
 
-    def cancel_backward(self) -> None:
-        """It was for inputs only, as of torch.autograd.grad: no micro-batch of the window."""
-        if not self.backwards:
-            self.averaged = self.scaled = None
+    def end_backward(self) -> None:
+        """The gradients of the micro-batches have come."""
+        self.backwards += self.micro_batches
+        self._alike = self.averaged, self.scaled
 
     def scale_of(self, loss_scale: float, predivide: float) -> float:
         """What turns sums over ranks and micro-batches, of a scaled loss, into the mean gradient of the loss."""
-        micro_batches = self.batch.accumulation if self.averaged is not False else 1
+        micro_batches = self.batch.accumulation if self.averaged else 1
         return predivide / ((loss_scale if self.scaled else 1.0) * self.ranks * micro_batches)
 
     def begin_step(self) -> bool:
@@ -107,14 +117,14 @@ class Window:
     # Whole windows.
 
     @property
-    def together(self) -> bool:
-        """Whether its micro-batches run together."""
+    def layer_major(self) -> bool:
+        """Whether all its micro-batches go through a unit before the next unit."""
         return self._layer_major and self.batch.accumulation > 1
 
     def take(self, data: Iterator[Any]) -> list[Any]:
         """The micro-batches of a window. Of too few none is run: the window would go on with the data's next pass."""
         count = self.batch.accumulation
-        if self.together:
+        if self.layer_major:
             self._check_whole()
         batches = list(islice(data, count))
         if len(batches) < count:
@@ -131,7 +141,7 @@ class Window:
                 f"train_batch: of this window's {self.batch.accumulation} micro-batches "
                 f"{self.so_far} have run already, and "
                 '"wherry": {"accumulation": "layer_major"} runs all of a window together; call train_batch for whole '
-                "windows only, or leave the key out"
+                "windows only, drop what has run with zero_grad(), or leave the key out"
             )
         if self.forced_boundary is not None:
             raise WherryError(
@@ -162,6 +172,6 @@ class Window:
         """Raise within a window, whose size cannot change."""
         if self.so_far:
             raise WherryError(
-                f"the batch size cannot change within an accumulation window, of which {self.backwards} of "
+                f"the batch size cannot change within an accumulation window, of which {self.so_far} of "
                 f"{self.batch.accumulation} micro-batches have run; change it after the update"
             )

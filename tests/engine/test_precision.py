@@ -100,6 +100,22 @@ def test_a_plain_backward_carries_no_loss_scale_and_is_right(stage: int) -> None
     assert plain.norms == pytest.approx(ours.norms, rel=2e-2)
 
 
+def test_gradients_of_inputs_without_the_scale_are_no_part_of_a_window() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    config = settings(3, 2, more={"fp16": {"enabled": True, "loss_scale": 128}})
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+    x = torch.ones(1, 4, dtype=torch.float16, requires_grad=True)
+    engine.backward(engine(x).sum())
+    assert torch.autograd.grad(engine(x).sum(), x)[0].isfinite().all()
+    engine.backward(engine(x).sum())
+    assert engine.has_gradients()
+    engine.step()
+    engine.backward(engine(x).sum())
+    with pytest.raises(WherryError, match="carry the loss scale and some do not"):
+        engine(x).sum().backward()
+    engine.close()
+
+
 def test_scale_is_for_a_backward_of_ones_own() -> None:
     model = make_model()
     more = {"fp16": {"enabled": True, "loss_scale": 256}}

@@ -26,6 +26,7 @@ from torch import nn
 
 import wherry
 from wherry.dryrun import Line
+from wherry.errors import WherryError
 from wherry.parallel import merged
 from wherry.parallel.comm import MANY, ProcessGroupComm
 from wherry.parallel.peers import _left
@@ -386,6 +387,29 @@ def close_in_a_fork(rank: int) -> None:
     peers = engine.comm.peers
     assert not peers._store.check([_left(peers._name, rank)])
     engine.close()
+
+
+def use_in_a_fork(rank: int) -> None:
+    model = make_model()
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(1))
+    engine.offload_states()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        try:
+            engine.reload_states()
+            with wherry.gathered_for_generation(engine):  # weights are whole on every rank
+                assert engine.is_generating() and engine(*token_batch(0, 0, rank)).isfinite()
+            with pytest.raises(WherryError, match=rf"is of process {os.getppid()}, .* with a model of its own"):
+                engine.backward(engine(*token_batch(0, 0, rank)))
+        finally:
+            os._exit(7 if sys.exc_info()[0] is None else 8)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    engine.close()
+
+
+def test_a_fork_may_look_and_not_train(pool: Pool) -> None:
+    pool.run(use_in_a_fork)
 
 
 def test_a_fork_closes_nothing_of_the_first_process(pool: Pool) -> None:

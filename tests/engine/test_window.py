@@ -17,7 +17,7 @@ def window(accumulation: int, *, layer_major: bool = False) -> Window:
 
 def backward(of: Window, micro_batches: int = 1, *, averaged: bool = True, scaled: bool = True, scale: float = 1.0):
     boundary = of.begin_backward(micro_batches, averaged=averaged, scaled=scaled, loss_scale=scale)
-    of.end_backward(of.scale_of(scale, predivide=1.0))
+    of.end_backward()
     return boundary
 
 
@@ -31,7 +31,7 @@ def test_it_ends_with_its_last_micro_batch(steps_first: bool) -> None:
             ends.append((backward(of), of.begin_step()))
     assert [end for end, _ in ends] == [False, False, True] and of.complete and of.so_far == 3
     of.reset()
-    assert of.so_far == 0 and not of.complete and of.scale == pytest.approx(1 / (RANKS * 3))
+    assert of.so_far == 0 and not of.complete and of.scale_of(1.0, predivide=1.0) == pytest.approx(1 / (RANKS * 3))
 
 
 def test_the_end_is_decided_by_hand() -> None:
@@ -50,7 +50,7 @@ def test_the_end_is_decided_by_hand() -> None:
 def test_what_sums_are_multiplied_by(averaged: bool, scaled: bool, scale: float) -> None:
     of = window(3)
     backward(of, averaged=averaged, scaled=scaled, scale=4.0)
-    assert of.scale == pytest.approx(scale)
+    assert of.scale_of(4.0, predivide=1.0) == pytest.approx(scale)
 
 
 def test_micro_batches_of_one_window_are_alike() -> None:
@@ -66,20 +66,22 @@ def test_micro_batches_of_one_window_are_alike() -> None:
 def test_a_backward_for_inputs_is_no_micro_batch() -> None:
     of = window(2)
     of.begin_backward(1, averaged=True, scaled=False, loss_scale=2.0)
-    of.cancel_backward()
     assert not backward(of, averaged=False, scale=2.0) and of.so_far == 1
+    of.begin_backward(1, averaged=True, scaled=False, loss_scale=2.0, makes_gradients=lambda: False)
+    assert backward(of, averaged=False, scale=2.0)
+    assert of.scale_of(2.0, predivide=1.0) == pytest.approx(1 / (2 * RANKS))
 
 
 def test_micro_batches_that_run_together_are_a_whole_window() -> None:
     of = window(2, layer_major=True)
-    assert of.together and backward(of, 2) and of.begin_step()
+    assert of.layer_major and backward(of, 2) and of.begin_step()
     of.reset()
     with pytest.raises(WherryError, match="this is the backward of one of them"):
         backward(of)
     of.begin_step()
     with pytest.raises(WherryError, match="window's 2 micro-batches 1 have run already"):
         of.take(iter([1, 2]))
-    assert not window(1, layer_major=True).together
+    assert not window(1, layer_major=True).layer_major
 
 
 def test_its_size_changes_between_windows() -> None:
@@ -88,6 +90,6 @@ def test_its_size_changes_between_windows() -> None:
     for wrong in (0, 12):
         with pytest.raises(WherryError, match=rf"multiple of 8 \(micro-batch 4 x 2 ranks\), got {wrong}"):
             of.of_train_batch(wrong)
-    backward(of)
+    of.begin_step()
     with pytest.raises(WherryError, match="of which 1 of 2 micro-batches have run"):
         of.check_between()

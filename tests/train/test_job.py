@@ -74,6 +74,7 @@ def test_two_ranks_read_and_learn_what_one_does(tmp_path, text):
     # Each micro-batch would send weights and gradients between the two.
     order = {run: json.loads((tmp_path / run / "config.json").read_text())["wherry"] for run in ("one", "two")}
     assert order["two"]["accumulation"] == "layer_major" != order["one"]["accumulation"]
+    assert "layer_major: all micro-batches of a step go through a block" in done.stdout
 
 
 def test_ctrl_c_ends_with_a_summary(tmp_path, text):

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from wherry import config as configs
-from wherry.build import initialize
+from wherry.build import initialize, without_layer_major
 from wherry.config import Config
 from wherry.engine import Engine
 from wherry.errors import WherryError
@@ -172,7 +172,7 @@ class WherryStrategy(DDPStrategy):
             overrides["gradient_clipping"] = float(trainer.gradient_clip_val)
         if not fitting:
             overrides |= {"optimizer": None, "scheduler": None}
-        return configs.load(self._config, overrides=overrides)
+        return without_layer_major(configs.load(self._config, overrides=overrides), "Lightning's Trainer")
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """`setup` has done it, with the engine."""

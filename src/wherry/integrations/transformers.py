@@ -24,11 +24,10 @@ from accelerate.utils import DynamoBackend
 from torch import nn
 
 from wherry import config as configs
-from wherry.build import initialize
+from wherry.build import initialize, without_layer_major
 from wherry.config import Config
 from wherry.engine import Engine
 from wherry.errors import ConfigError, WherryError
-from wherry.life import Life
 from wherry.parallel import topology
 from wherry.sharding.access import gathered
 from wherry.sharding.attached import Mark
@@ -59,7 +58,7 @@ class _Travelling(Mark):
 
     def __bool__(self) -> bool:
         engine = self()
-        return engine is not None and engine.life.now not in (Life.CLOSED, Life.GENERATING)
+        return engine is not None and not (engine.closed or engine.is_generating())
 
     def __reduce__(self) -> Any:
         return bool, ()
@@ -290,7 +289,7 @@ def resolve(config: Config, args: transformers.TrainingArguments, max_steps: int
             'the config and the TrainingArguments differ; write "auto" in the config, or make them equal:\n'
             + "\n".join(differences)
         )
-    return configs.load(config, overrides=overrides)
+    return without_layer_major(configs.load(config, overrides=overrides), "the Trainer")
 
 
 def _fill(

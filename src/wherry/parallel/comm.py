@@ -429,7 +429,6 @@ class ProcessGroupComm(Comm):
         """The ranks of this group, by their numbers in the world."""
         return tuple(dist.get_process_group_ranks(self.group) if self.group else range(dist.get_world_size()))
 
-
     def fail(self, message: str) -> None:
         self.peers.fail(self.asked, message)
 

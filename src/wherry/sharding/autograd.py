@@ -18,7 +18,12 @@ def accumulates(parameter: nn.Parameter) -> bool:
     with torch.enable_grad():
         node = parameter.view_as(parameter).grad_fn
     accumulate = node.next_functions[0][0] if node is not None else None
-    return accumulate is not None and torch._C._will_engine_execute_node(accumulate)
+    if accumulate is None:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(accumulate)
+    except RuntimeError:  # torch's, in a torch.autograd.grad for this very parameter: it accumulates nothing
+        return False
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

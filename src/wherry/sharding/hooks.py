@@ -295,9 +295,12 @@ class Hooks:
     def _makes_gradients(self) -> bool:
         """Whether the backward that runs is one for weights, and not for inputs only, as of torch.autograd.grad."""
         if self.backward.reduces is None:
-            parameters = (p for gradient in self.gradients.all for p in gradient.flat.parameters)
-            self.backward.reduces = self.gradients.arrivals > 0 or any(map(accumulates, parameters))
+            self.backward.reduces = self.gradients.arrivals > 0 or self.reaches_weights()
         return self.backward.reduces
+
+    def reaches_weights(self) -> bool:
+        """Inside a backward, a nested one included: whether it makes gradients of weights."""
+        return any(accumulates(p) for gradient in self.gradients.all for p in gradient.flat.parameters)
 
     def _post_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         self.running[unit.index] = max(0, self.running[unit.index] - 1)

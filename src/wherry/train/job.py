@@ -128,7 +128,8 @@ def train(options: Options) -> int:
     # Tell what is about to happen.
     report = None
     if chief:
-        facts = _facts(shape, why, share, plan, place, text, device, start, resolved.to_dict())
+        order = engine.config["wherry"]["accumulation"]
+        facts = _facts(shape, why, share, plan, place, text, device, start, resolved.to_dict(), order)
         working = resolved.working_dtype()
         activations = shape.activation_bytes(
             micro, checkpointed=options.checkpoint_activations, itemsize=working.itemsize if working else 4
@@ -198,6 +199,7 @@ def _facts(
     device: Any,
     start: Any,
     config: dict[str, Any],
+    order: str,
 ) -> tuple[tuple[str, str], ...]:
     """What a person should know of the run before its first step, a line each."""
     import torch
@@ -218,6 +220,8 @@ def _facts(
     if place.tensor.size > 1 or place.pipe.size > 1:
         axes = f"{place.pipe.size} stages x {place.data.size} data x {place.tensor.size} tensor"
         facts.insert(2, ("ranks", axes))
+    if order == "layer_major" and share.accumulation > 1:
+        facts.append(("order", "layer_major: all micro-batches of a step go through a block before the next block"))
     threads = f"CPU, {count(torch.get_num_threads(), 'thread')} a rank"
     facts.append(("device", torch.cuda.get_device_name(device) if device.type == "cuda" else threads))
     if start.checkpoint is not None:

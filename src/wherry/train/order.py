@@ -20,7 +20,7 @@ def runs_together(config: Mapping[str, Any], place: Topology, shape: Shape, chec
     """
     resolved = load(config)
     placement, batch, dtype = resolved.placement(), resolved.batch(place.data.size), resolved.working_dtype()
-    if batch.accumulation == 1 or (config.get("wherry") or {}).get("accumulation", "auto") != "auto":
+    if batch.accumulation == 1 or resolved.wherry.accumulation != "auto":
         return False
     itemsize = (dtype or torch.float32).itemsize
     if itemsize < torch.float32.itemsize and not hasattr(torch.Tensor, "grad_dtype"):

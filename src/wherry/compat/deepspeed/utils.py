@@ -200,8 +200,7 @@ def get_state_devices(engine: Any, state: Any) -> set[torch.device]:
     name = SPELLINGS.get(spelling, spelling)
     if name not in STATES:
         raise WherryError(f"get_state_devices: {spelling} is no state; they are {', '.join(SPELLINGS)}")
-    away = any(row.state == f"{name} away" for row in engine.memory())
-    on_device = getattr(engine.placement, name).tier is Tier.DEVICE and not away
+    on_device = getattr(engine.placement, name).tier is Tier.DEVICE and name not in engine.offloaded_states()
     return {engine.device if on_device else torch.device("cpu")}
 
 
