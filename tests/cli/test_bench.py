@@ -49,12 +49,16 @@ def test_the_smallest_settings_that_are_as_good_as_the_best_win():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["adam", "--sizes", "0.5"], "--sizes"),
+        (["adam", "--sizes", "0.5"], "--sizes: expected a whole number above 0, got '0.5'"),
+        (["adam", "--threads", "1,x"], "--threads: expected a whole number above 0, got 'x'"),
+        (["adam", "--json", "."], "--json . is a folder"),
         (["adam", "--families", "fp64"], "fp64"),
-        (["adam", "--isa", "torch"], "not a native instruction set"),
+        (["adam", "--isa", "torch"], "expected some of"),
         (["disk", "--path", "/nowhere/at/all"], "not a folder"),
         (["disk", "--path", ".", "--size", "1"], "expected 8388608 or more"),
+        (["disk", "--path", ".", "--peers"], "usage: wherry bench disk"),
         (["steps"], "steps"),
+        (["adm"], 'did you mean "adam"?'),
     ],
 )
 def test_a_mistake_is_one_line_and_no_traceback(words, said, capsys):

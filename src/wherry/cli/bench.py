@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from wherry import native
+from wherry.config.problems import did_you_mean
 from wherry.errors import WherryError
 from wherry.native.loading import ISA_CODES, engine
 from wherry.tiers.buffers import HostPool
@@ -39,19 +41,31 @@ def main(argv: list[str]) -> int:
     if not argv:
         parser.print_help()
         return 0
-    if argv[0] not in commands.choices and not argv[0].startswith("-"):
+    if argv[0].startswith("-"):
+        parser.parse_args(argv)
+    if argv[0] not in commands.choices:
         parser.error(
-            f"there is no measure {argv[0]!r}; expected adam or disk. What compares Wherry with others comes with the "
-            "sources: python benchmarks/steps.py, and the scripts beside it"
+            f"there is no measure {argv[0]!r}{did_you_mean(argv[0], commands.choices)}; expected adam or disk. What "
+            "compares Wherry with others comes with the sources: python benchmarks/steps.py, and the scripts beside it"
         )
-    options = parser.parse_args(argv)
-    if options.json is not None and not os.access(options.json.parent, os.W_OK):
-        raise WherryError(f"bench: nothing can be written in {options.json.parent}, where --json is to go")
+    options = commands.choices[argv[0]].parse_args(argv[1:])
+    _check_writable(options.json)
+    busy = os.getloadavg()[0]
+    if busy > 0.5:
+        print(f"this machine is at work already: a load of {busy:.1f} on {os.cpu_count()} CPUs lowers what follows")
     rows: list[Row] = options.function(options)
     if options.json is not None:
         options.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
         print(f"written: {options.json}")
     return 0
+
+
+def _check_writable(path: Path | None) -> None:
+    """Before anything is measured: whether the figures can be written."""
+    if path is not None and path.is_dir():
+        raise WherryError(f"bench: --json {path} is a folder; name a file in it")
+    if path is not None and not os.access(path.parent, os.W_OK):
+        raise WherryError(f"bench: nothing can be written in {path.parent}, where --json is to go")
 
 
 def _add_shared_flags(parser: argparse.ArgumentParser) -> None:
@@ -61,17 +75,17 @@ def _add_shared_flags(parser: argparse.ArgumentParser) -> None:
 
 def _number(text: str) -> int:
     """An argparse type: 3, or 1e8."""
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not math.isfinite(value) or value < 1 or value != int(value):
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
     return int(value)
 
 
 def _numbers(text: str) -> list[int]:
     return [_number(part) for part in text.split(",")]
-
-
-_number.__name__ = _numbers.__name__ = "whole number above 0"
 
 
 # The host optimizers: an update's time for each parameter, against an update of the same streams without arithmetic.
@@ -109,17 +123,20 @@ class Setting:
     def forms(self, name: str, nbytes: int, kind: int, streams: list[Tensor], segment: native.Segment) -> list[Form]:
         """The limit, and Wherry's update by instruction set."""
         use = engine(self.isas[0])
-        assert use.library is not None
+        library = use.library
+        assert library is not None
         pointers = (ctypes.c_void_p * 8)(*[tensor.data_ptr() for tensor in streams])
-        handle = self.pool.handle(use.library)
-        # The streams are bound so that their memory lives as long as the form.
-        limit = lambda _keep=streams: use.library.wherry_limit(use.code, handle, kind, pointers, self.numel)  # noqa: E731
-        found = [Form(LIMIT, nbytes, limit)]
-        for isa in self.isas:
-            plan = native.Plan([segment], isa=isa)
-            run = lambda plan=plan: plan.submit(_RULE, 0.5, self.pool).wait()  # noqa: E731
-            found.append(Form(f"Wherry {name}, {isa}", nbytes, run))
-        return found
+        handle = self.pool.handle(library)
+
+        def limit(streams: list[Tensor] = streams) -> None:  # whose memory lives as long as what moves it
+            library.wherry_limit(use.code, handle, kind, pointers, self.numel)
+
+        def update(plan: native.Plan) -> None:
+            plan.submit(_RULE, 0.5, self.pool).wait()
+
+        plans = {isa: native.Plan([segment], isa=isa) for isa in self.isas}
+        updates = [Form(f"Wherry {name}, {isa}", nbytes, partial(update, plan)) for isa, plan in plans.items()]
+        return [Form(LIMIT, nbytes, limit), *updates]
 
 
 def _fp32(s: Setting) -> Iterator[Form]:
@@ -200,11 +217,14 @@ def instruction_sets(wanted: str | None) -> list[str]:
     """Those to measure: as asked for, or all that are faster than portable C++."""
     if native.library() is None:
         raise WherryError(f"bench adam measures the native library, which is not active: {native.why_not()}")
-    fast = [name for name in native.available_isas() if name in ISA_CODES and name != "portable"] or ["portable"]
+    here = [name for name in native.available_isas() if name in ISA_CODES]
     for name in wanted.split(",") if wanted else ():
-        if name not in native.available_isas() or engine(name).library is None:
-            raise WherryError(f"bench adam: --isa {name} is not a native instruction set; this machine has {fast}")
-    return wanted.split(",") if wanted else fast
+        if name not in here:
+            raise WherryError(
+                f"bench adam: --isa {name} is not a native instruction set of this machine; expected some of "
+                f"{', '.join(here)}"
+            )
+    return wanted.split(",") if wanted else [name for name in here if name != "portable"] or ["portable"]
 
 
 def bench_adam(options: argparse.Namespace) -> list[Row]:
