@@ -468,7 +468,7 @@ class Engine(nn.Module):
         forwards = [partial(self._loss_of, self._to_device(batch)) for batch in batches]
         try:
             with self._reporter.phase("forward", self.global_steps + 1):
-                losses = self._hooks.run_together(forwards)
+                losses = self._hooks.run_layer_major(forwards)
         except Exception as error:
             error.add_note(
                 "This was raised while micro-batches ran together, a unit at a time; "

@@ -14,7 +14,7 @@ SHAPE = Shape(layers=2, hidden=32, heads=2, sequence=16)
 
 def chosen(config: dict[str, Any], *, ranks: int = 2, device: str = "cpu", checkpointed: bool = False) -> bool:
     place: Any = SimpleNamespace(data=SimpleNamespace(size=ranks), device=torch.device(device), world_size=ranks)
-    return order.runs_together({"train_micro_batch_size_per_gpu": 2} | config, place, SHAPE, checkpointed)
+    return order.layer_major_pays({"train_micro_batch_size_per_gpu": 2} | config, place, SHAPE, checkpointed)
 
 
 def windows(stage: int, accumulation: int = 4, **more: Any) -> dict[str, Any]:

@@ -107,9 +107,10 @@ class Access:
                 pinned.append(flat)
             yield
         finally:
-            for flat in () if self.closed else pinned:
-                flat.pins -= 1
-                self.gatherer.release_flat(flat)
+            if not self.closed:
+                for flat in pinned:
+                    flat.pins -= 1
+                    self.gatherer.release_flat(flat)
 
     def on_host(self, what: str) -> dict[nn.Parameter, torch.Tensor]:
         """Copies of all weights that travel, whole, on every rank's host; a unit at a time is gathered."""
@@ -132,7 +133,9 @@ class Access:
                 stack.enter_context(self._whole(flat))
             before = {flat: flat.whole[slice(*flat.layout.shard_range(flat.rank))].clone() for flat in flats}
             yield
-            for flat in () if self.closed else flats:
+            if self.closed:
+                return
+            for flat in flats:
                 self._take(flat)
                 if modifier_rank is not None:
                     self.comm.broadcast(flat.whole, modifier_rank).wait()

@@ -33,6 +33,25 @@ class Backward:
         self.reduces = None
         self.open = []
 
+    def is_task(self, task: int) -> bool:
+        """Whether `task`, which a hook has found running, is it, and no backward within it. The first to ask is."""
+        if self.task == NO_TASK:
+            self.task = task
+        return task == self.task
+
+    def reach(self, unit: Unit) -> None:
+        """Gradients of the unit are to come next."""
+        self.open.append(unit)
+
+    def take_open(self) -> list[Unit]:
+        """The units that are open, of which those that stay so are reached again."""
+        units, self.open = self.open, []
+        return units
+
+    def conclude(self, reduces: bool | None) -> None:
+        """It is known whether it makes gradients of weights; None where it has failed before that."""
+        self.reduces = reduces
+
     def end(self) -> None:
         """Nothing of it is left to run."""
         self.running = False

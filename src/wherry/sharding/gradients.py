@@ -150,7 +150,7 @@ class Gradients:
             self._next += 1
 
     def arrived_nested(self, gradient: FlatGradient, times: int) -> None:
-        """A backward within the backward has brought a parameter's gradient, for the so manieth time."""
+        """A backward within the backward has brought a gradient of a parameter, which has had so many in it now."""
         self.nested = True
         gradient.nested = max(gradient.nested, times)
 

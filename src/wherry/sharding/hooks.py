@@ -99,7 +99,6 @@ class Hooks:
         self._frozen = FrozenCalls(gatherer, self.interleaver)
         self._handles: list[RemovableHandle] = []
         self._arrivals: list[RemovableHandle] = []
-        self._layer_major = layer_major
         self._unit_of: dict[nn.Parameter, Unit] = {}
         unit_of = {flat: unit for unit in units for flat in unit.flats}
         self._home = [unit_of[gradient.flat] for gradient in gradients.all]
@@ -116,17 +115,17 @@ class Hooks:
         self.travels = any(unit.travelling for unit in units)
         # Whether this rank may pass over units whose collectives the others run.
         self._passes_over = gradients.comm.size > 1 and any(unit.travelling and not unit.root for unit in units)
-        self._install()
+        self._install(layer_major=layer_major)
 
     # Installation.
 
-    def _install(self) -> None:
+    def _install(self, *, layer_major: bool) -> None:
         # Root hooks come first in the forward and last after it, whatever else is on the module.
         self._keep(self.model.register_forward_pre_hook(Hook(self._root_pre_forward, compiles=True), prepend=True))
         for unit in self.units:
             if unit.travelling or self.updates_beside:
                 self._install_unit(unit)
-            elif self._layer_major and not unit.root:
+            elif layer_major and not unit.root:
                 # Forwards that run together stop at every unit, at those that never move as well.
                 for module in unit.modules:
                     turn = Hook(partial(self._pre_forward_of_resident, unit))
@@ -295,8 +294,8 @@ class Hooks:
     def _makes_gradients(self) -> bool:
         """Whether the backward that runs is one for weights, and not for inputs only, as of torch.autograd.grad."""
         if self.backward.reduces is None:
-            self.backward.reduces = self.gradients.arrivals > 0 or self.reaches_weights()
-        return self.backward.reduces
+            self.backward.conclude(self.gradients.arrivals > 0 or self.reaches_weights())
+        return self.backward.reduces is True
 
     def reaches_weights(self) -> bool:
         """Inside a backward, a nested one included: whether it makes gradients of weights."""
@@ -374,7 +373,7 @@ class Hooks:
 
     # Forwards that run together.
 
-    def run_together(self, forwards: Sequence[Callable[[], T]]) -> list[T]:
+    def run_layer_major(self, forwards: Sequence[Callable[[], T]]) -> list[T]:
         """The results of several forwards of the model, each unit gathered once for all of them.
 
         Each draws its random numbers from a stream of its own, and the first of these becomes the thread's.
@@ -418,7 +417,7 @@ class Hooks:
         """
         if reduces is None:
             self.schedule.abandon()
-        self.backward.reduces = reduces
+        self.backward.conclude(reduces)
         for skipped in self.schedule.end():
             self._stand_in(skipped)
         del self._awaited[:1]
@@ -428,14 +427,11 @@ class Hooks:
 
     def _inside_backward(self) -> bool:
         """Called from every hook that a backward runs. False inside a backward that runs within another."""
-        task, backward = backward_task(), self.backward
-        if not backward.running:  # the user's own `loss.backward()`
+        if not self.backward.running:  # the user's own `loss.backward()`
             self._start_backward()
         if torch.is_grad_enabled():  # create_graph: a second backward will need the weights of this one
             self.gatherer.hold = True
-        if backward.task == NO_TASK:
-            backward.task = task
-        return task == backward.task
+        return self.backward.is_task(backward_task())
 
     def _start_backward(self) -> None:
         self.phases.backward_begins()
@@ -460,7 +456,7 @@ class Hooks:
         if self._inside_backward() and unit.travelling and not unit.in_backward:
             if self.backward.open:
                 self._complete_open()
-            self.backward.open.append(unit)
+            self.backward.reach(unit)
         self._need_in_backward(unit)
 
     def _complete_open(self) -> None:
@@ -468,12 +464,11 @@ class Hooks:
 
         A rank that misses nothing of them has reduced them, and goes on to gather; this one does so in the same order.
         """
-        before, self.backward.open = self.backward.open, []
-        for unit in before:
+        for unit in self.backward.take_open():
             missing = [self.gradients.all[place] for place in self._places.get(unit, ())]
             missing = [gradient for gradient in missing if not gradient.collected]
             if any(gradient.comes() for gradient in missing):
-                self.backward.open.append(unit)
+                self.backward.reach(unit)
             elif missing and self._makes_gradients():
                 self._complete_missing(unit)
 

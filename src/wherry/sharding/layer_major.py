@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
 from wherry.sharding.thread_state import RandomStream, ThreadState, can_switch, swap
 from wherry.sharding.unit import Unit
@@ -155,16 +154,11 @@ class Interleaver:
             assert micro.greenlet.dead, f"the forward of micro-batch {micro.index} does not end"
 
 
-def low_precision(units: Iterable[Unit]) -> list[nn.Parameter]:
-    """The trained parameters whose gradients autograd would sum in fewer bits than those of fp32."""
-    flats = (flat for unit in units for flat in unit.flats if flat.trainable)
-    return [p for flat in flats if flat.dtype.itemsize < torch.float32.itemsize for p in flat.parameters]
-
-
 @contextmanager
 def sums_in_fp32(units: Iterable[Unit]) -> Iterator[None]:
     """Around a backward of several micro-batches: autograd adds up their gradients in fp32."""
-    parameters = low_precision(units)
+    flats = [flat for unit in units for flat in unit.flats if flat.trainable]
+    parameters = [p for flat in flats if flat.dtype.itemsize < torch.float32.itemsize for p in flat.parameters]
     for parameter in parameters:
         parameter.grad_dtype = torch.float32
     try:

@@ -67,7 +67,7 @@ def train(options: Options) -> int:
     from wherry.train.data import Samples, Share, load_text
     from wherry.train.loop import Ending, Loop, Plan, Stop
     from wherry.train.model import GPT, GPTConfig
-    from wherry.train.order import runs_together
+    from wherry.train.order import layer_major_pays
     from wherry.train.report import Report
     from wherry.train.resume import choose_start, keep_batch, own_settings, save_folder, saver
 
@@ -87,7 +87,7 @@ def train(options: Options) -> int:
     config = build_config(options, shape.parameters, bf16=bf16, given=given, earlier=start.config)
     sized = any(size is not None for size in (options.batch_size, options.global_batch_size, options.accumulation))
     keep_batch(config, start, place.data.size, sized, place.pipe.size)
-    if not piped and all(comm.gather_objects(runs_together(config, place, shape, options.checkpoint_activations))):
+    if not piped and all(comm.gather_objects(layer_major_pays(config, place, shape, options.checkpoint_activations))):
         config["wherry"] = {**(config.get("wherry") or {}), "accumulation": "layer_major"}
     resolved = load(config)
     text = load_text(options.data)

@@ -1,4 +1,4 @@
-"""Whether the micro-batches of a window go through a unit together: `wherry train` asks for it where that pays."""
+"""Whether layer-major accumulation pays: `wherry train` asks for it where it does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from wherry.placement import Tier
 from wherry.train.presets import Shape
 
 
-def runs_together(config: Mapping[str, Any], place: Topology, shape: Shape, checkpointed: bool) -> bool:
+def layer_major_pays(config: Mapping[str, Any], place: Topology, shape: Shape, checkpointed: bool) -> bool:
     """Where the config leaves it open: whether each micro-batch would send weights or gradients over a wire, a bus or
     to a disk, and half of what is free has room for the activations of all of them.
     """
