@@ -21,8 +21,8 @@ __all__ = [
 
 if TYPE_CHECKING:
     from wherry.activations.recompute import checkpoint
-    from wherry.build import initialize
-    from wherry.engine import Engine, gathered_for_generation
+    from wherry.build import gathered_for_generation, initialize
+    from wherry.engine import Engine
     from wherry.errors import WherryError
     from wherry.forecast import estimate
     from wherry.nn.tiled import tile
@@ -38,7 +38,7 @@ _HOMES = {
     "checkpoint": "wherry.activations.recompute",
     "estimate": "wherry.forecast",
     "gathered": "wherry.sharding.access",
-    "gathered_for_generation": "wherry.engine",
+    "gathered_for_generation": "wherry.build",
     "initialize": "wherry.build",
     "load_pretrained": "wherry.pretrained",
     "tile": "wherry.nn.tiled",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -109,6 +110,19 @@ def initialize(
         engine.close()
         raise
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def gathered_for_generation(engine: Engine) -> AbstractContextManager[None]:
+    """Gather every unit once, for as many forwards as run inside, and release them at the end.
+
+    Every rank must enter. The forwards communicate nothing, so ranks may make different numbers of them. Weights are
+    for reading here: edits are lost, and there are no backwards or steps inside. It takes the memory of a whole model
+    in the working type.
+
+        with wherry.gathered_for_generation(engine):
+            tokens = engine.module.generate(prompt, max_new_tokens=200)
+    """
+    return engine.gathered_for_generation()
 
 
 def _settled(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial, update_wrapper
 from pathlib import Path
@@ -28,6 +28,7 @@ from wherry.offload import Offload
 from wherry.offload_states import OffloadedStates
 from wherry.parallel.topology import Topology
 from wherry.parallel.world import world_of
+from wherry.precision import Precision
 from wherry.sharding.access import Access
 from wherry.sharding.autograd import tensors_in, with_tensors
 from wherry.sharding.compiling import compile_units, refuse_engine, refuse_whole
@@ -101,8 +102,7 @@ class Engine(nn.Module):
         self._scaler = parts.scaler
         layer_major = config.wherry.accumulation == "layer_major"
         self._window = Window(config.batch(self.comm.size), self.comm.size, layer_major=layer_major)
-        self._autocast = _autocast(config, self.device)
-        self._input_dtype = torch.float16 if config.fp16.enabled and config.fp16.auto_cast else None
+        self._precision = Precision(config, self.device)
         self._norm: float | None = None
         # Whether the last call of `step` has updated the weights, and what sums over ranks and micro-batches were
         # multiplied by, clipping aside.
@@ -151,13 +151,13 @@ class Engine(nn.Module):
             refuse_whole(model)
         if self._hooks.running[0]:
             self._hooks.break_off()  # by Ctrl-C, in a call of the model itself
-        if self._input_dtype is not None:
-            args, kwargs = with_tensors((args, kwargs), partial(_cast, self._input_dtype))
+        if self._precision.casts_inputs:
+            args, kwargs = self._precision.cast((args, kwargs))
         try:
             # Of forwards that run together no single one has a time.
             together = self._hooks.interleaver.active
             phase = nullcontext() if together else self._reporter.phase("forward", self.global_steps + 1)
-            with phase, self._autocast(), self._hooks.saved.around(), self._activations.forward():
+            with phase, self._precision.autocast(), self._hooks.saved.around(), self._activations.forward():
                 return model(*args, **kwargs)
         except BaseException as error:
             self._explain_shortage(error, "forward")
@@ -981,19 +981,6 @@ class Engine(nn.Module):
         self.close()
 
 
-def gathered_for_generation(engine: Engine) -> AbstractContextManager[None]:
-    """Gather every unit once, for as many forwards as run inside, and release them at the end.
-
-    Every rank must enter. The forwards communicate nothing, so ranks may make different numbers of them. Weights are
-    for reading here: edits are lost, and there are no backwards or steps inside. It takes the memory of a whole model
-    in the working type.
-
-        with wherry.gathered_for_generation(engine):
-            tokens = engine.module.generate(prompt, max_new_tokens=200)
-    """
-    return engine.gathered_for_generation()
-
-
 def _checked(loss: Any) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
@@ -1003,12 +990,3 @@ def _checked(loss: Any) -> torch.Tensor:
             "backward: the loss has no gradient; was it computed under no_grad, or from detached outputs?"
         )
     return loss
-
-
-def _autocast(config: Config, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    dtype = config.autocast_dtype()
-    return nullcontext if dtype is None else partial(torch.autocast, device.type, dtype)
-
-
-def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
