@@ -19,9 +19,9 @@ if not __package__:  # run as a script: this folder is found as it is when impor
 from benchmarks import alone, steps, systems
 from benchmarks.steps import MODELS, ORACLE, Entry
 from wherry import config as configs
-from wherry.forecast import Forecaster
 from wherry.observe import bench
 from wherry.plan import probe
+from wherry.plan.forecaster import Forecaster
 from wherry.plan.machine import Machine
 from wherry.sources import of_shape
 from wherry.train.presets import Shape

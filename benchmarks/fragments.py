@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import wherry
-from wherry.dryrun import FakeLink, FakePool, FakeStore
 from wherry.observe import bench
 from wherry.observe.footprint import WORKING, Footprint
 from wherry.parallel.comm import SoloComm
 from wherry.parallel.topology import Topology
+from wherry.plan.imagined import FakeLink, FakePool, FakeStore
 from wherry.train.model import GPT, GPTConfig
 
 MIB = 1 << 20
@@ -234,9 +236,10 @@ def measure(system: str, config: GPTConfig, batch: int, steps: int, device: str 
         else:
             fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             memory = simulated = stack.enter_context(Simulated())
-            link = FakeLink(FakePool(fake, simulated), shared=False)
+            moved = Counter[str]()
+            link = FakeLink(FakePool(fake, simulated), moved, shared=False)
             cpu = torch.device("cpu")
-            mesh = Topology(SoloComm(), cpu, 0, 0, 1, link=lambda pin: link, open_store=FakeStore)  # type: ignore[arg-type]
+            mesh = Topology(SoloComm(), cpu, 0, 0, 1, link=lambda pin: link, open_store=partial(FakeStore, moved))  # type: ignore[arg-type]
         step = stack.enter_context(_training(system, config, batch, mesh, "cuda" if device == "cuda" else "cpu"))
         return over(step, lengths_of(config.sequence, steps), memory)
 

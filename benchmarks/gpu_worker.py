@@ -138,7 +138,7 @@ class GpuWorker:
 
     def fits(self, recipe: dict[str, Any], system: str) -> dict[str, Any]:
         """Peak bytes by tier of a step of this recipe, from a dry run of the engine."""
-        from wherry.dryrun import dry_run
+        from wherry.plan.dry_run import dry_run
         from wherry.sources import of_shape
         from wherry.train.presets import Shape
 

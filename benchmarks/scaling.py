@@ -81,7 +81,7 @@ def _too_large(entry: Entry) -> str | None:
 
 def by_ranks(stage: int, counts: Sequence[int], model: str, rounds: int) -> list[bench.Row]:
     """What one rank of many does in a step, from dry runs; what they count is the same in every round."""
-    from wherry.dryrun import dry_run
+    from wherry.plan.dry_run import dry_run
     from wherry.sources import find
 
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
