@@ -36,19 +36,17 @@ wheel-test: $(INSTALLED)
 # One that fails says so, and the others go on; Ctrl-C ends all.
 bench: $(PEERS)
 	@ended=0; measure() { \
-	  echo "wherry bench $$*"; $(BIN)/wherry bench "$$@" || { ended=$$?; test $$ended -ne 130 || exit 130; }; }; \
-	measure adam --quick; \
-	measure disk --quick --path .; \
-	measure overhead --quick --systems ddp,fsdp2,deepspeed-0,deepspeed-3,wherry-0,wherry-3; \
-	measure steps --quick --ranks 2 --systems ddp,fsdp2,deepspeed-0,deepspeed-3,wherry-0,wherry-3; \
-	measure offload_step --quick --path . --dtypes bf16 --places 3-cpu,3-nvme --policies before_use --peers fsdp2-cpu,fsdp2-nvme,deepspeed-3-nvme; \
-	measure accumulation --quick --path . --windows 8 --few-windows none --steps 1; \
-	measure memory --quick --path . --dtypes fp32 --ranks 2 --systems ddp,fsdp2,deepspeed-3,wherry-0,wherry-3; \
-	measure construction --quick; \
-	measure checkpoint --quick --path .; \
-	measure tiling --quick --path .; \
-	measure scaling --quick --systems plain,deepspeed-3,wherry-3; \
-	measure imports --quick; \
+	  echo "$$*"; $(BIN)/python "$$@" --quick || { ended=$$?; test $$ended -ne 130 || exit 130; }; }; \
+	measure benchmarks/cpu_adam.py; \
+	measure benchmarks/disk.py --path .; \
+	measure benchmarks/overhead.py --systems ddp,fsdp2,deepspeed-0,deepspeed-3,wherry-0,wherry-3; \
+	measure benchmarks/steps.py resident --ranks 2 --places 0,3; \
+	measure benchmarks/steps.py offload --path . --dtypes bf16 --places 3-cpu,3-nvme; \
+	measure benchmarks/steps.py window --path . --places 3-nvme; \
+	measure benchmarks/memory.py --path . --dtypes fp32 --systems ddp,fsdp2,deepspeed-3,wherry-0,wherry-3; \
+	measure benchmarks/construction.py; \
+	measure benchmarks/checkpoint.py --path .; \
+	measure benchmarks/import_time.py; \
 	exit $$ended
 
 lint: $(INSTALLED)
@@ -76,4 +74,4 @@ $(INSTALLED): $(INPUTS)
 
 # DeepSpeed compiles its parts at their first use: here, so that no benchmark waits. What is missing, the benchmarks say.
 $(PEERS): $(INSTALLED)
-	@DS_BUILD_OPS=0 PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) --no-build-isolation -e '.[bench]' && $(BIN)/python benchmarks/peers.py && touch $@ || echo "DeepSpeed could not be installed: its rows will be empty"
+	@DS_BUILD_OPS=0 PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) --no-build-isolation -e '.[bench]' && $(BIN)/python benchmarks/build_peers.py && touch $@ || echo "DeepSpeed could not be installed: its rows will be empty"

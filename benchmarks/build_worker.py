@@ -18,7 +18,6 @@ from benchmarks.worker import answer_requests, forget_peak, peak_bytes, resident
 if TYPE_CHECKING:
     from torch import nn
 
-STAGE3 = PLACES["3"]
 # Bytes of a parameter in fp32, with AdamW: of the states that a system must have when it is built, and after a step.
 WEIGHTS, WEIGHTS_AND_MOMENTS = 4, 12
 # Tokens of the first step, of one sequence: enough to make every state.
@@ -27,17 +26,16 @@ FIRST_TOKENS = 16
 
 @dataclass(frozen=True)
 class Way:
-    """How an engine comes to be: the title people know it by, the module it is in, and what is done."""
+    """How an engine comes to be: the module it is in, and what is done."""
 
-    title: str
     module: str
     build: Callable[[Recipe, str], Any]
     loads: bool = False
 
 
-def _config(recipe: Recipe, ranks: int = 1) -> dict[str, Any]:
+def _config(recipe: Recipe) -> dict[str, Any]:
     options = {"lr": systems.LEARNING_RATE, "weight_decay": systems.WEIGHT_DECAY}
-    return systems.config_of(STAGE3, recipe, ranks) | {"optimizer": {"type": "AdamW", "params": options}}
+    return systems.config_of(PLACES["3"], recipe, 1) | {"optimizer": {"type": "AdamW", "params": options}}
 
 
 def _wherry(model: nn.Module, recipe: Recipe) -> Any:
@@ -55,15 +53,12 @@ def _whole(recipe: Recipe, file: str) -> Any:
     return _wherry(recipe.model(), recipe)
 
 
-def _wherry_parts(recipe: Recipe, ranks: int) -> nn.Module:
+def _init(recipe: Recipe, file: str) -> Any:
     import wherry
 
-    with wherry.Init(config=_config(recipe, ranks)):
-        return recipe.model()
-
-
-def _init(recipe: Recipe, file: str) -> Any:
-    return _wherry(_wherry_parts(recipe, 1), recipe)
+    with wherry.Init(config=_config(recipe)):
+        model = recipe.model()
+    return _wherry(model, recipe)
 
 
 def _meta(recipe: Recipe, file: str) -> Any:
@@ -74,22 +69,13 @@ def _meta(recipe: Recipe, file: str) -> Any:
     return _wherry(model, recipe)
 
 
-def _wherry_meta_parts(recipe: Recipe, ranks: int) -> Any:
-    import wherry
-
-    with wherry.Init(meta=True):
-        model = recipe.model()
-    config = {key: value for key, value in _config(recipe, ranks).items() if key != "optimizer"}
-    return wherry.initialize(model=model, config=config)[0]
-
-
-def _fsdp2_empty(recipe: Recipe, ranks: int) -> Any:
+def _fsdp2_empty(recipe: Recipe) -> Any:
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     systems.start_group()
-    mesh = init_device_mesh("cpu", (ranks,))
+    mesh = init_device_mesh("cpu", (1,))
     with torch.device("meta"):
         model: Any = recipe.model()
     for block in model.blocks:
@@ -99,21 +85,16 @@ def _fsdp2_empty(recipe: Recipe, ranks: int) -> Any:
     return model
 
 
-def _fsdp2_parts(recipe: Recipe, ranks: int) -> Any:
-    model = _fsdp2_empty(recipe, ranks)
+def _fsdp2_meta(recipe: Recipe, file: str) -> Any:
+    model = _fsdp2_empty(recipe)
     for module in model.modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
-    return model
-
-
-def _fsdp2_meta(recipe: Recipe, file: str) -> Any:
-    model = _fsdp2_parts(recipe, 1)
     return model, systems.adamw(model.parameters())
 
 
-def _deepspeed_config(recipe: Recipe, ranks: int = 1) -> dict[str, Any]:
-    config = _config(recipe, ranks) | {"steps_per_print": 2**31}
+def _deepspeed_config(recipe: Recipe) -> dict[str, Any]:
+    config = _config(recipe) | {"steps_per_print": 2**31}
     config["optimizer"]["params"]["torch_adam"] = True  # its own is compiled at first use
     return config
 
@@ -132,16 +113,13 @@ def _deepspeed(recipe: Recipe, file: str) -> Any:
     return _deepspeed_engine(recipe.model(), recipe)
 
 
-def _deepspeed_parts(recipe: Recipe, ranks: int) -> nn.Module:
+def _deepspeed_init(recipe: Recipe, file: str) -> Any:
     import deepspeed
 
     deepspeed.init_distributed(dist_backend="gloo")
-    with deepspeed.zero.Init(config_dict_or_path=_deepspeed_config(recipe, ranks)):
-        return recipe.model()
-
-
-def _deepspeed_init(recipe: Recipe, file: str) -> Any:
-    return _deepspeed_engine(_deepspeed_parts(recipe, 1), recipe)
+    with deepspeed.zero.Init(config_dict_or_path=_deepspeed_config(recipe)):
+        model = recipe.model()
+    return _deepspeed_engine(model, recipe)
 
 
 def _loaded(recipe: Recipe, file: str) -> nn.Module:
@@ -165,7 +143,7 @@ def _fsdp2_load(recipe: Recipe, file: str) -> Any:
     from safetensors.torch import load_file
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-    model = _fsdp2_empty(recipe, 1)
+    model = _fsdp2_empty(recipe)
     set_model_state_dict(model, load_file(file), options=StateDictOptions(full_state_dict=True, strict=False))
     return model, systems.adamw(model.parameters())
 
@@ -208,26 +186,19 @@ def _first_step(built: Any, recipe: Recipe) -> float:
     return float(loss.detach())
 
 
-_ENGINE, _FSDP2 = "wherry.assemble", "torch.distributed.fsdp"
+_ENGINE, _FSDP2 = "wherry.engine", "torch.distributed.fsdp"
 WAYS: dict[str, Way] = {
-    "plain": Way("plain PyTorch", "torch", _plain),
-    "wherry": Way("Wherry, whole model first", _ENGINE, _whole),
-    "wherry-init": Way("Wherry, Init", _ENGINE, _init),
-    "wherry-meta": Way("Wherry, Init(meta=True)", _ENGINE, _meta),
-    "fsdp2-meta": Way("FSDP2, meta device", _FSDP2, _fsdp2_meta),
-    "deepspeed": Way("DeepSpeed, whole first", "deepspeed", _deepspeed),
-    "deepspeed-init": Way("DeepSpeed, zero.Init", "deepspeed", _deepspeed_init),
-    "plain-load": Way("plain PyTorch", "torch", _plain_load, loads=True),
-    "wherry-load": Way("Wherry, load_pretrained", _ENGINE, _wherry_load, loads=True),
-    "fsdp2-load": Way("FSDP2, meta device", _FSDP2, _fsdp2_load, loads=True),
-    "deepspeed-load": Way("DeepSpeed", "deepspeed", _deepspeed_load, loads=True),
-}
-# Those that build a model of which no rank ever holds the whole, by what they do without an optimizer.
-PARTITIONED: dict[str, Callable[[Recipe, int], Any]] = {
-    "wherry-init": _wherry_parts,
-    "wherry-meta": _wherry_meta_parts,
-    "fsdp2-meta": _fsdp2_parts,
-    "deepspeed-init": _deepspeed_parts,
+    "plain": Way("torch", _plain),
+    "wherry": Way(_ENGINE, _whole),
+    "wherry-init": Way(_ENGINE, _init),
+    "wherry-meta": Way(_ENGINE, _meta),
+    "fsdp2-meta": Way(_FSDP2, _fsdp2_meta),
+    "deepspeed": Way("deepspeed", _deepspeed),
+    "deepspeed-init": Way("deepspeed", _deepspeed_init),
+    "plain-load": Way("torch", _plain_load, loads=True),
+    "wherry-load": Way(_ENGINE, _wherry_load, loads=True),
+    "fsdp2-load": Way(_FSDP2, _fsdp2_load, loads=True),
+    "deepspeed-load": Way("deepspeed", _deepspeed_load, loads=True),
 }
 
 
@@ -286,35 +257,6 @@ class BuildWorker:
             built = WAYS[way].build(small, file)
             _first_step(built, small)
         return built
-
-    def partition(self, way: str, recipe: dict[str, Any]) -> dict[str, float]:
-        """Seconds and the peak of building a model in shards, above what was there, and what that owes at least.
-
-        Which is the shards and one module.
-        """
-        import torch
-        import torch.distributed as dist
-
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-        importlib.import_module(WAYS[way].module)
-        made, ranks, build = Recipe(**recipe), int(os.environ["WORLD_SIZE"]), PARTITIONED[way]
-        systems.start_group()
-        # What is loaded at first use is not of the model; this one stays, and with it the groups that it has opened.
-        first = build(_next_to_nothing(made), ranks)
-        gc.collect()
-        dist.barrier()
-        forget_peak()
-        empty = resident_bytes()
-        begun = time.perf_counter()
-        model = build(made, ranks)
-        seconds = time.perf_counter() - begun
-        peak = peak_bytes() - empty
-        del first, model
-        with torch.device("meta"):
-            whole = made.model()
-        largest = max(sum(p.nbytes for p in module.parameters(recurse=False)) for module in whole.modules())
-        shards = sum(p.nbytes for p in whole.parameters()) // ranks
-        return {"seconds": seconds, "peak_bytes": peak, "owed_bytes": shards + largest}
 
 
 if __name__ == "__main__":

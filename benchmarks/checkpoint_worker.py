@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.systems import PLACES, SYSTEMS, Engine, Recipe, adamw, config_of, start_group
-from benchmarks.worker import answer_requests, peak_bytes, resident_bytes
+from benchmarks.worker import answer_requests
 
 if TYPE_CHECKING:
     import torch
@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Keeping:
-    """One way to keep a state: the title people know it by, what it imports, what trains, and its calls."""
+    """One way to keep a state: what it imports, what trains, and its calls."""
 
-    title: str
     package: str
     system: str
     save: Callable[[Any, Path], None]
@@ -150,17 +149,17 @@ def _wherry_wait(trainee: Any, folder: Path) -> None:
     trainee.engine.wait_for_checkpoint()
 
 
-DCP = "torch.distributed.checkpoint.state_dict"
+_DCP = "torch.distributed.checkpoint.state_dict"
 # What no way to keep these bytes is sooner than.
 LIMIT = "limit: the same bytes"
 KEEPINGS: dict[str, Keeping] = {
-    LIMIT: Keeping("the same bytes", "torch", "plain", _bytes_save, _bytes_load),
-    "torch-save": Keeping("torch.save", "torch", "plain", _torch_save, _torch_load, _sync, one_rank=True),
-    "dcp": Keeping("torch DCP, FSDP2", DCP, "fsdp2", _dcp_save, _dcp_load),
-    "dcp-async": Keeping("torch DCP, async", DCP, "fsdp2", _dcp_begin, _dcp_load, _dcp_wait),
-    "deepspeed": Keeping("DeepSpeed 3", "deepspeed", "deepspeed-3", _engine_save, _engine_load, _sync),
-    "wherry": Keeping("Wherry 3", "wherry", "wherry-3", _engine_save, _engine_load),
-    "wherry-async": Keeping("Wherry 3, async", "wherry", "wherry-3", _engine_save, _engine_load, _wherry_wait),
+    LIMIT: Keeping("torch", "plain", _bytes_save, _bytes_load),
+    "torch-save": Keeping("torch", "plain", _torch_save, _torch_load, _sync, one_rank=True),
+    "dcp": Keeping(_DCP, "fsdp2", _dcp_save, _dcp_load),
+    "dcp-async": Keeping(_DCP, "fsdp2", _dcp_begin, _dcp_load, _dcp_wait),
+    "deepspeed": Keeping("deepspeed", "deepspeed-3", _engine_save, _engine_load, _sync),
+    "wherry": Keeping("wherry", "wherry-3", _engine_save, _engine_load),
+    "wherry-async": Keeping("wherry", "wherry-3", _engine_save, _engine_load, _wherry_wait),
 }
 
 
@@ -193,7 +192,6 @@ class CheckpointWorker:
         assert self.keeping is not None
         path, rank = Path(folder), int(os.environ["RANK"])
         path.mkdir(parents=True, exist_ok=True)
-        before = resident_bytes()
         self._meet()
         begun = time.perf_counter()
         self.keeping.save(self.trainee, path)
@@ -209,8 +207,7 @@ class CheckpointWorker:
         loaded = time.perf_counter() - begun
         if rank == 0:
             shutil.rmtree(path)
-        memory = {"before_bytes": before, "peak_bytes": peak_bytes()}
-        return {"stall": stall, "save": saved, "load": loaded, "written_bytes": written, **memory}
+        return {"stall": stall, "save": saved, "load": loaded, "written_bytes": written}
 
     def _meet(self) -> None:
         import torch.distributed as dist

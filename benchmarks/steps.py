@@ -1,36 +1,41 @@
-"""A training step of GPT-2 under each system: python benchmarks/steps.py [--quick] [--full].
+"""A training step of GPT-2 under each system: python benchmarks/steps.py [WHAT] [--quick] [--path FOLDER].
 
-The same model, seed, data and optimizer settings for all, fp32 on the CPU, the global batch and the cores divided among
-the ranks. Every measure has processes of its own, which end with it: peak memory is that of one system alone.
+`resident`: all states on the device, beside plain PyTorch, DDP, FSDP2 and DeepSpeed. `offload`: optimizer, or optimizer
+and parameters, on host and disk, by update policy, beside FSDP2 and DeepSpeed. `window`: eight micro-batches a step,
+layer by layer and step by step, with states on host and disk.
+
+The same model, seed, data and optimizer settings for all, on the CPU or with --gpu on a GPU, the global batch and the
+cores divided among the ranks. Every measure has processes of its own, which end with it: peak memory is that of one
+system alone. `--before PYTHON` measures another Wherry beside this one: that of another environment's interpreter.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 if not __package__:  # run as a script: this folder is found as it is when imported
     sys.path[0] = str(Path(__file__).parents[1])
 
-from benchmarks import alone, bounds, explain, systems
-from benchmarks.rooms import Room, RoomFailed
+from benchmarks import harness, systems
+from benchmarks.processes import Failed, Processes
 from benchmarks.systems import Recipe
-from wherry.observe import bench
-from wherry.train.presets import PRESETS, Shape
+from wherry.train.presets import GPT2, PRESETS, Shape
 
 ORACLE = "plain"
-# With states on the device; those on host and disk are in offload_step.py.
-_ENGINES = tuple(f"{who}-{place.name}" for who in ("deepspeed", "wherry") for place in systems.RESIDENT)
-SYSTEMS = ("plain", "ddp", "fsdp2", *_ENGINES)
 WARMUP = 2
+POLICIES = ("at_step", "before_use", "in_backward", "delayed")
+PEERS = ("plain", "ddp", "fsdp2", "deepspeed")
 
 
-def _recipe(shape: Shape, batch: int, length: int) -> Recipe:
+def _recipe(shape: Shape, batch: int, length: int, **more: Any) -> Recipe:
     return Recipe(
         layers=shape.layers,
         hidden=shape.hidden,
@@ -40,13 +45,23 @@ def _recipe(shape: Shape, batch: int, length: int) -> Recipe:
         batch=batch,
         length=length,
         clip=1.0,
+        **more,
     )
+
+
+def _large(layers: int, hidden: int, batch: int) -> Recipe:
+    shape = Shape(layers, hidden, hidden // 128 if hidden % 128 == 0 else 24, 1024, GPT2)
+    return _recipe(shape, batch, 1024, dtype="bf16", recompute=True, built_there=True)
 
 
 MODELS: dict[str, Recipe] = {
     "tiny": _recipe(Shape(layers=2, hidden=32, heads=2, sequence=16), batch=4, length=16),
     "10m": _recipe(PRESETS["gpt2-10m"], batch=4, length=128),
     "125m": _recipe(PRESETS["gpt2-124m"], batch=2, length=256),
+    # Of the published table of ZeRO-Offload, for a GPU.
+    "1b": _large(20, 2048, 8),
+    "4b": _large(64, 2304, 8),
+    "10b": _large(50, 4096, 8),
 }
 
 
@@ -61,51 +76,55 @@ class Turn:
     # Before a model was built: Python, torch and the system itself.
     empty_bytes: int
     losses: list[float]
-    built_seconds: float
-    # What the engine itself says that it holds on rank 0, by state and tier, if it can say.
+    built_s: float
+    # What rank 0's engine says that it holds, by state and tier, and what its device held.
     memory: list[dict[str, Any]]
-    # From disks, by all ranks, in a step.
-    read_bytes: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        return statistics.median(self.steps)
+    device_bytes: int | None
+    trace: dict[str, Any] | None = None
 
 
-def repeats_of(turns: Sequence[Turn]) -> list[float]:
-    """Seconds of a step: the median of each measure, or of one measure the steps themselves."""
-    return [turn.seconds for turn in turns] if len(turns) > 1 else list(turns[0].steps)
-
-
-class Entry:
+@dataclass
+class Subject:
     """One system with one recipe on some ranks: its turns, or the reason why there are none."""
 
-    def __init__(
-        self, model: str, ranks: int, system: str, steps: int, *, recipe: Recipe | None = None, label: str = ""
-    ) -> None:
-        self.model = model
-        self.ranks = ranks
-        self.system = system
-        self.label = label or system
-        self.steps = steps
-        self.recipe = recipe or MODELS[model]
-        self.reason = systems.cannot_run(system)
+    model: str
+    ranks: int
+    system: str
+    label: str
+    recipe: Recipe
+    steps: int
+    gpu: bool = False
+    python: str = sys.executable
+    trace: Path | None = None
+    # Seconds of time.monotonic() after which it is not measured any more.
+    deadline: float = float("inf")
+    reason: str | None = None
+
+    def __post_init__(self) -> None:
+        self.reason = systems.cannot_run(self.system)
 
     def case(self, measure: str) -> dict[str, Any]:
-        return {"model": self.model, "dtype": self.recipe.dtype, "ranks": self.ranks, "measure": measure}
-
-    def __str__(self) -> str:
-        return f"{self.model} {self.recipe.dtype} {self.ranks} {self.label}"
+        recipe = self.recipe
+        found = {"model": self.model, "dtype": recipe.dtype, "ranks": self.ranks, "clip": recipe.clip}
+        if recipe.accumulation > 1:
+            found["window"] = recipe.accumulation
+        return found | {"tokens": recipe.batch * recipe.length, "measure": measure}
 
     def take(self) -> Turn | None:
         """Measure once more; after a failure, nothing more."""
         if self.reason is not None:
             return None
+        if time.monotonic() > self.deadline:
+            self.reason = "no time was left"
+            return None
         try:
-            with Room(self.ranks) as room:
-                built = room.ask(do="build", system=self.system, recipe=self.recipe, warmup=WARMUP)
-                timed = room.ask(do="time", system=self.system, steps=self.steps)
-        except RoomFailed as failure:
+            with Processes(self.ranks, gpu=self.gpu, python=self.python) as processes:
+                built = processes.ask(do="build", system=self.system, recipe=self.recipe, warmup=WARMUP)
+                timed = processes.ask(do="time", system=self.system, steps=self.steps)
+                trace = None
+                if self.trace is not None:
+                    trace = processes.ask(do="trace", system=self.system, steps=2, path=str(self.trace))[0]
+        except Failed as failure:
             self.reason = str(failure)
             return None
         losses = [b["losses"] + t["losses"] for b, t in zip(built, timed, strict=True)]
@@ -114,164 +133,178 @@ class Entry:
             peak_bytes=sum(t["peak_bytes"] for t in timed),
             empty_bytes=sum(b["empty_bytes"] for b in built),
             losses=[statistics.fmean(step) for step in zip(*losses, strict=True)],
-            built_seconds=max(b["seconds"] for b in built),
+            built_s=max(b["seconds"] for b in built),
             memory=timed[0]["memory"],
-            read_bytes=sum(t["read_bytes"] for t in timed),
+            device_bytes=timed[0]["device_bytes"],
+            trace=trace,
         )
 
 
-def measure(entries: Sequence[Entry], rounds: int, what: str = "training steps") -> list[bench.Row]:
-    """Two rows for each entry, in their order: its step's time, and its peak of memory.
+def measure(subjects: Sequence[Subject], rounds: int, results: harness.Results) -> None:
+    """Two rows for each subject, kept as rounds go on: its step's time, and its peak of memory.
 
-    The limit of a step is plain PyTorch on one rank with all cores, which computes and does nothing else; that of
-    memory an empty process and the states, by the published formula.
+    The losses of plain PyTorch on one rank are the oracle of those of the same recipe.
     """
-    turns = bench.interleave({str(entry): entry.take for entry in entries}, rounds, what)
-    rows = []
-    for entry in entries:
-        taken = [turn for turn in turns[str(entry)] if turn is not None]
-        rows += _rows(entry, taken, turns.get(f"{entry.model} {entry.recipe.dtype} 1 {ORACLE}", []))
-    bench.compare(rows)
-    return rows
-
-
-def loss_difference(turns: Sequence[Turn], oracle: Sequence[Turn | None]) -> float | None:
-    """How far any loss is from the oracle's, relative to it; None where that has none."""
-    expected = next((turn.losses for turn in oracle if turn is not None), None)
-    if expected is None:
-        return None
-    return max(systems.loss_difference(turn.losses, expected) for turn in turns)
-
-
-def _rows(entry: Entry, turns: Sequence[Turn], oracle: Sequence[Turn | None]) -> list[bench.Row]:
-    step, memory = entry.case("step"), entry.case("peak memory")
-    if entry.reason is not None:
-        return [bench.row(case, entry.label, unit, reason=entry.reason) for case, unit in ((step, "s"), (memory, "B"))]
-    recipe = entry.recipe
-    difference = loss_difference(turns, oracle)
-    seconds = repeats_of(turns)
-    states = bounds.states_bytes(entry.system, recipe.parameters, entry.ranks, recipe.dtype)
-    rows = [
-        bench.row(
-            step,
-            entry.label,
-            "s",
-            seconds,
-            tokens_per_s=recipe.batch * recipe.length / statistics.median(seconds),
-            built_s=statistics.median(turn.built_seconds for turn in turns),
-            first_loss=turns[0].losses[0],
-            last_loss=turns[0].losses[-1],
-            loss_difference=difference,
-        ),
-        bench.row(
-            memory,
-            entry.label,
-            "B",
-            [float(turn.peak_bytes) for turn in turns],
-            empty_bytes=statistics.median(turn.empty_bytes for turn in turns),
-            memory=turns[0].memory,
-            states_bytes=states,
-        ),
-    ]
-    alone = [turn.seconds for turn in oracle if turn is not None]
-    if alone and len(alone) == len(turns) and (entry.ranks, entry.label) != (1, ORACLE):
-        rows[0]["of_limit"] = bench.paired_ratio(alone, [turn.seconds for turn in turns])
-    rows[1]["of_limit"] = (rows[1]["empty_bytes"] + states) / rows[1]["value"]
-    return rows
-
-
-def by_case(rows: Sequence[Mapping[str, Any]]) -> list[tuple[dict[str, Any], list[Mapping[str, Any]]]]:
-    """The cases in their order, each with its rows."""
-    cases = [dict(pairs) for pairs in dict.fromkeys(tuple(row["case"].items()) for row in rows)]
-    return [(case, [row for row in rows if row["case"] == case]) for case in cases]
-
-
-def table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print the rows at 80 columns, a table for each size and number of ranks."""
-    peaks = {(*_place(row), row["system"]): row for row in rows if row["case"]["measure"] == "peak memory"}
-    rows = [row for row in rows if row["case"]["measure"] == "step"]
-    for model, ranks in dict.fromkeys(map(_place, rows)):
-        recipe, lines, notes = MODELS[model], [], []
-        for row in rows:
-            if _place(row) != (model, ranks):
-                continue
-            title = systems.TITLES[row["system"]] if row["system"] != ORACLE else "plain PyTorch"
-            if row["reason"] is not None:
-                lines.append([title, *["-"] * 7])
-                notes.append(f"{title}: {row['reason']}")
-                continue
-            lines.append(
-                [
-                    title,
-                    f"{1000 * row['value']:,.0f}" if row["value"] > 0.1 else f"{1000 * row['value']:.1f}",
-                    bench.spread_words(row),
-                    f"{row['tokens_per_s']:,.0f}",
-                    f"{peaks[model, ranks, row['system']]['value'] / 1e6:,.0f}",
-                    systems.loss_words(row["loss_difference"], row["case"]["dtype"]),
-                    bench.ratio_words(row, "ddp"),
-                    bench.ratio_words(row, _peer(row["system"])),
-                ]
+    turns: list[list[Turn]] = [[] for _ in subjects]
+    for turn in range(rounds):
+        order = [(index + turn) % len(subjects) for index in range(len(subjects))]
+        for index in order:
+            subject = subjects[index]
+            print(f"round {turn + 1} of {rounds}: {subject.model} {subject.label}", file=sys.stderr, flush=True)
+            taken = subject.take()
+            if taken is not None:
+                turns[index].append(taken)
+            results.add(
+                *(row for i, one in enumerate(subjects) if turns[i] or one.reason for row in _rows(one, turns[i]))
             )
-        columns = ("", "ms/step", "spread", "tokens/s", "peak MB", "losses", "x DDP", "x DS")
-        title = f"{model}: {recipe.batch} x {recipe.length} tokens on {systems.ranked(ranks)}"
-        bench.show(title, columns, lines, [*notes, ""])
-    explain(
-        "x DDP, x DS: times as fast as DDP, as DeepSpeed in the same place (FSDP2: 3). losses: of every step, against "
-        "plain PyTorch on one rank. peak MB: of all ranks together, Python and torch included."
+    oracles = {
+        _same_training(subject): taken[0].losses
+        for subject, taken in zip(subjects, turns, strict=True)
+        if subject.system == ORACLE and taken
+    }
+    rows = []
+    for subject, taken in zip(subjects, turns, strict=True):
+        oracle = oracles.get(_same_training(subject))
+        for row in _rows(subject, taken):
+            if oracle and taken:
+                row["loss_difference"] = max(systems.loss_difference(turn.losses, oracle) for turn in taken)
+            rows.append(row)
+    results.add(*rows)
+
+
+def _same_training(subject: Subject) -> Recipe:
+    return replace(subject.recipe, order="", policy="auto", persistence=None)
+
+
+def _rows(subject: Subject, turns: Sequence[Turn]) -> list[harness.Row]:
+    step, peak = subject.case("step"), subject.case("peak memory")
+    if not turns:
+        reason = subject.reason or "not measured yet"
+        return [harness.row(case, subject.label, unit, reason=reason) for case, unit in ((step, "s"), (peak, "B"))]
+    recipe, last = subject.recipe, turns[-1]
+    # Of one measure the steps themselves are the repeats.
+    seconds = [statistics.median(turn.steps) for turn in turns] if len(turns) > 1 else turns[0].steps
+    times = harness.row(step, subject.label, "s", seconds)
+    times["tokens_per_s"] = recipe.batch * recipe.length / times["value"]
+    # Of the model's own operations, without those that recomputation repeats.
+    times["tflops"] = recipe.flops / times["value"] / 1e12 * (3 / 4 if recipe.recompute else 1)
+    times |= {"built_s": statistics.median(turn.built_s for turn in turns), "first_losses": turns[0].losses[:4]}
+    if last.trace is not None:
+        times["trace"] = last.trace
+    peaks = harness.row(peak, subject.label, "B", [float(turn.peak_bytes) for turn in turns])
+    peaks["empty_bytes"] = statistics.median(turn.empty_bytes for turn in turns)
+    peaks["states_bytes"] = systems.states_bytes(subject.system, recipe, subject.ranks)
+    peaks |= {"memory": last.memory, "device_bytes": last.device_bytes}
+    return [times, peaks]
+
+
+# What is measured.
+
+
+def systems_of(
+    what: str, places: Sequence[str], peers: Sequence[str], clip: float, policies: Sequence[str]
+) -> list[str]:
+    """Their labels: a system of Wherry's may have its policy, or the order of a window, behind a colon."""
+    found = []
+    for place in places:
+        ours = f"wherry-{place}"
+        if what == "window":
+            found += [f"{ours}:layer_major", f"{ours}:step_major"]
+        elif what == "offload":
+            # An update in the backward cannot know the norm that it would clip by.
+            found += [f"{ours}:{policy}" for policy in policies if not (clip and policy == "in_backward")]
+        else:
+            found.append(ours)
+        found += [name for peer in peers if (name := systems.peer_of(ours, peer)) in systems.SYSTEMS]
+    plain = [peer for peer in peers if peer in systems.SYSTEMS and peer != "fsdp2"]
+    return list(dict.fromkeys([*plain, *found]))
+
+
+def recipe_of(model: str, label: str, dtype: str, clip: float, window: int, batch: int | None) -> Recipe:
+    """A window has as many micro-batches, each of the model's own size."""
+    recipe = MODELS[model]
+    word = label.partition(":")[2]
+    chosen = {"order": word} if word.endswith("_major") else {"policy": word} if word else {}
+    return replace(
+        recipe, dtype=dtype, clip=clip, accumulation=window, batch=(batch or recipe.batch) * window, **chosen
     )
 
 
-def _place(row: Mapping[str, Any]) -> tuple[str, int]:
-    return row["case"]["model"], row["case"]["ranks"]
+PLACES = {
+    "resident": tuple(place.name for place in systems.RESIDENT),
+    "offload": tuple(place.name for place in systems.OFFLOADED),
+    "window": ("3-cpu", "3-nvme"),
+}
 
 
-def _peer(system: str) -> str:
-    """DeepSpeed with the same placement: FSDP2 partitions what stage 3 does."""
-    return f"deepspeed-{systems.place_of(system).name}"
-
-
-def entries_of(models: Sequence[str], ranks: Sequence[int], names: Sequence[str], steps: int) -> list[Entry]:
-    """Plain PyTorch on one rank is always among them, as the oracle of the losses."""
-    entries = []
-    for model in models:
-        entries.append(Entry(model, 1, ORACLE, steps))
-        entries += [Entry(model, count, name, steps) for count in ranks for name in names if name != ORACLE]
-    return entries
-
-
-def check_ranks(parser: argparse.ArgumentParser, models: Sequence[str], ranks: Sequence[int]) -> None:
-    for model in models:
-        for count in ranks:
-            if MODELS[model].batch % count:
-                sequences = f"the {MODELS[model].batch} sequences of a step of {model}"
-                parser.error(f"--ranks {count}: {sequences} do not divide among them")
+def subjects_of(what: str, options: argparse.Namespace, window: int) -> list[Subject]:
+    found: list[Subject] = []
+    for model in options.models:
+        for dtype in options.dtypes or [MODELS[model].dtype]:
+            for clip in options.clips:
+                recipe = recipe_of(model, "", dtype, clip, window, options.batch)
+                if "plain" in options.peers and not options.gpu and 1 not in options.ranks:
+                    found.append(Subject(model, 1, ORACLE, ORACLE, recipe, options.steps))
+                for ranks in options.ranks:
+                    if recipe.batch // window % ranks:
+                        raise SystemExit(f"--ranks {ranks}: {recipe.batch} sequences do not divide among them")
+                    for label in systems_of(what, options.places, options.peers, clip, options.policies):
+                        if label == ORACLE and ranks > 1:
+                            continue
+                        own = recipe_of(model, label, dtype, clip, window, options.batch)
+                        one = Subject(model, ranks, label.partition(":")[0], label, own, options.steps, options.gpu)
+                        found.append(one)
+                        if options.before and label.startswith("wherry"):
+                            found.append(replace(one, label=f"before: {label}", python=options.before))
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = bench.parser("steps", __doc__ or "")
-    parser.add_argument("--full", action="store_true", help="the model of 125 million parameters too; takes 10 GB")
-    parser.add_argument("--models", type=bench.listed(tuple(MODELS)), help=f"of {', '.join(MODELS)} (default: 10m)")
-    parser.add_argument(
-        "--systems", type=bench.listed(SYSTEMS), default=list(SYSTEMS), help="with commas between them"
-    )
-    parser.add_argument("--ranks", type=bench.positives, default=[1, 2], help="numbers of ranks (default: 1,2)")
-    parser.add_argument("--rounds", type=bench.positive, help="times that every system is measured")
-    parser.add_argument("--steps", type=bench.positive, help="steps in one measure")
-    options = bench.parse(parser, argv)
-    models = options.models or (["10m", "125m"] if options.full else ["10m"])
-    check_ranks(parser, models, options.ranks)
-    rounds = options.rounds or (1 if options.quick else 5)
-    steps = options.steps or (3 if options.quick else 8)
-    settings = {"rounds": rounds, "steps": steps, "warmup": WARMUP, "models": {m: vars(MODELS[m]) for m in models}}
-    results = bench.Results("steps", options, settings, part="-".join(models))
-    rows = []
-    for model in models:
-        rows += measure(entries_of([model], options.ranks, options.systems, steps), rounds)
-        results.add(*rows[len(results.rows) :])
-    table(rows)
+    parser = harness.parser(__doc__ or "")
+    parser.add_argument("what", nargs="?", choices=tuple(PLACES), default="resident", help="(default: resident)")
+    models = ", ".join(MODELS)
+    parser.add_argument("--models", type=harness.listed(MODELS), default=["10m"], help=f"of {models} (default: 10m)")
+    parser.add_argument("--dtypes", type=harness.listed(("fp32", "bf16")), help="(default: the model's own)")
+    parser.add_argument("--clips", type=lambda text: [float(x) for x in text.split(",")], default=[1.0], help="(1)")
+    parser.add_argument("--places", type=harness.listed(systems.PLACES), help=f"of {', '.join(systems.PLACES)}")
+    parser.add_argument("--policies", type=harness.listed(POLICIES), default=["before_use"], help=", ".join(POLICIES))
+    parser.add_argument("--peers", type=harness.listed((*PEERS, "none")), default=list(PEERS), help=", ".join(PEERS))
+    parser.add_argument("--ranks", type=harness.positives, default=[1], help="numbers of ranks (default: 1)")
+    parser.add_argument("--batch", type=harness.positive, help="sequences of a micro-batch, over all ranks")
+    parser.add_argument("--window", type=harness.positive, default=8, help="micro-batches of a window (8)")
+    parser.add_argument("--before", metavar="PYTHON", help="the interpreter of an environment with another Wherry")
+    parser.add_argument("--gpu", action="store_true", help="on the GPU of this machine")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="keep a profiler's trace of the last system")
+    parser.add_argument("--path", type=harness.folder, default=".", help="a folder on the disk for states (current)")
+    parser.add_argument("--steps", type=harness.positive, help="steps in one measure")
+    parser.add_argument("--deadline", type=harness.positive, help="seconds after which nothing more is begun")
+    options = harness.parse(parser, argv)
+    options.places = options.places or list(PLACES[options.what])
+    options.steps = options.steps or (3 if options.quick else 8)
+    rounds = options.rounds or (1 if options.quick or options.gpu else 5)
+    os.environ[systems.DISK_FOLDER] = os.path.abspath(options.path)
+    subjects = subjects_of(options.what, options, options.window if options.what == "window" else 1)
+    if options.deadline:
+        for subject in subjects:
+            subject.deadline = time.monotonic() + options.deadline
+    subjects[-1].trace = options.trace
+    part = "-".join([options.what, *options.models, *(["gpu"] if options.gpu else [])])
+    settings = {"rounds": rounds, "steps": options.steps, "warmup": WARMUP}
+    settings["models"] = {model: vars(MODELS[model]) for model in options.models}
+    results = harness.Results("steps", options, settings, part)
+    measure(subjects, rounds, results)
+    harness.show(results.rows, {"losses": losses_words})
     results.close()
     return 0
 
 
+def losses_words(row: harness.Row) -> str:
+    """How losses compare with those of plain PyTorch."""
+    difference = row.get("loss_difference")
+    if difference is None:
+        return ""
+    return "same" if systems.same_losses(difference, row["case"]["dtype"]) else f"{difference:.0e} off"
+
+
 if __name__ == "__main__":
-    alone(main)
+    harness.alone(main)

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -70,18 +69,12 @@ class Recipe:
     accumulation: int = 1
     # The order of a window, "layer_major" or "step_major", for a system that can choose; "" is the loop's own.
     order: str = ""
-    # Elements of parameters on disk that may stay in host memory, beside those in use, and how many units may be in use
-    # at a time, for a system that can choose; None leaves each system its default.
-    in_memory: int | None = None
-    units: int | None = None
     # When a unit is updated, for a system that can choose.
     policy: str = "auto"
     # Blocks are computed again in the backward instead of keeping their activations.
     recompute: bool = False
     # Built where it trains, in the dtype of its working weights: a model that is too large to be built in fp32 first.
     built_there: bool = False
-    # Built partitioned, by a system that can: the device never holds the whole of it.
-    in_parts: bool = False
 
     def model(self) -> nn.Module:
         import torch
@@ -286,16 +279,12 @@ class Row:
     stage: int
     optimizer: str = "none"
     parameters: str = "none"
-    # DeepSpeed's overlapped update of states on the host: "super_offload", or "reflow" once a release has it.
+    # DeepSpeed's overlapped update of states on the host: "super_offload".
     mode: str = ""
-    # In how many groups DeepSpeed updates states on disk, one read and one written beside it; 1 leaves its defaults.
-    groups: int = 1
 
     @property
     def name(self) -> str:
         """2, 3-cpu, 3-nvme: the optimizer's tier; parameters rest where it does at stage 3."""
-        if self.groups > 1:
-            return f"{self.stage}-{self.optimizer}-groups"
         if self.mode:
             return f"{self.stage}-{self.mode.partition('_')[0]}"
         return str(self.stage) if self.optimizer == "none" else f"{self.stage}-{self.optimizer}"
@@ -309,9 +298,6 @@ class Row:
                 found[key]["nvme_path"] = disk_folder()
         if self.mode:
             found["offload_optimizer"][self.mode] = True
-        if self.groups > 1:
-            # With its default of 4 buffers it ends in an assertion.
-            found["offload_optimizer"] |= {"pipeline_read": True, "pipeline_write": True, "buffer_count": 16}
         return found
 
 
@@ -325,10 +311,7 @@ def _wherry(place: Row) -> Callable[[Recipe, int], Trainee]:
         if recipe.policy == "delayed":  # from the first step on, which warms up
             own["delayed_update_warmup"] = 1
         config = config_of(place, recipe, ranks) | {"wherry": own}
-        if recipe.units is not None and place.parameters == "nvme":
-            config["zero_optimization"]["offload_param"]["buffer_count"] = recipe.units
-        with wherry.Init(config=config, enabled=recipe.in_parts):
-            model = recipe.model()
+        model = recipe.model()
         optimizer = adamw(model.parameters())
         return Engine(wherry.initialize(model=model, optimizer=optimizer, config=config)[0], recipe)
 
@@ -344,8 +327,6 @@ def _deepspeed(place: Row) -> Callable[[Recipe, int], Trainee]:
         config = config_of(place, recipe, ranks) | {"steps_per_print": 2**31}
         config["zero_optimization"] |= _beside_computing(place)
         config |= right_gradients(place, recipe, ranks)
-        if place.parameters == "nvme":
-            config["zero_optimization"]["offload_param"] |= enough_buffers(recipe)
         given: dict[str, Any] = {}
         if place.optimizer == "none":
             given["optimizer"] = adamw(model.parameters())
@@ -355,11 +336,6 @@ def _deepspeed(place: Row) -> Callable[[Recipe, int], Trainee]:
             config["optimizer"] = {"type": "AdamW", "params": options}
             given["model_parameters"] = model.parameters()
         deepspeed.init_distributed(dist_backend=_backend())
-        if place.parameters == "nvme" and recipe.in_memory == 0:
-            # Left to its engine, weights on disk are of another dtype on a CPU than the model; read ahead, one is read
-            # twice in its second window, which ends in an assertion.
-            config["zero_optimization"]["stage3_prefetch_bucket_size"] = 0
-            deepspeed.zero.Init(module=model, config_dict_or_path=config)
         return Engine(deepspeed.initialize(model=model, config=config, **given)[0], recipe)
 
     return build
@@ -378,17 +354,6 @@ def right_gradients(place: Row, recipe: Recipe, ranks: int) -> dict[str, Any]:
     return {"aio": {"block_size": (largest // 2**20 + 1) * 2**20}}
 
 
-def enough_buffers(recipe: Recipe) -> dict[str, int]:
-    """What DeepSpeed needs to have no weights in host memory beside those in use: it ends where one finds no buffer.
-
-    By default it has five of 1e8 elements; each of a block's four matrices may ask for one.
-    """
-    if recipe.in_memory != 0:
-        return {}
-    largest = max(recipe.vocabulary, recipe.sequence, 4 * recipe.hidden) * recipe.hidden
-    return {"buffer_count": 6 * recipe.layers + 4, "buffer_size": largest}
-
-
 def _beside_computing(place: Row) -> dict[str, Any]:
     """What DeepSpeed must be told on a GPU so that copies and updates of states on the host run beside the backward.
 
@@ -404,10 +369,6 @@ def config_of(place: Row, recipe: Recipe, ranks: int) -> dict[str, Any]:
     zero = place.zero()
     if recipe.persistence is not None:
         zero["stage3_param_persistence_threshold"] = recipe.persistence
-    if recipe.in_memory is not None and place.parameters == "nvme":
-        zero["offload_param"]["max_in_cpu"] = recipe.in_memory
-    if place.groups > 1:
-        zero["sub_group_size"] = recipe.parameters // place.groups
     found: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": recipe.batch // ranks // recipe.accumulation,
         "gradient_accumulation_steps": recipe.accumulation,
@@ -442,15 +403,12 @@ def start_group() -> None:
         dist.init_process_group(_backend())
 
 
-STAGES = (0, 1, 2, 3)
-RESIDENT = tuple(Row(stage) for stage in STAGES)
+RESIDENT = tuple(Row(stage) for stage in (0, 1, 2, 3))
 OFFLOADED = (Row(2, "cpu"), Row(3, "cpu", "cpu"), Row(2, "nvme"), Row(3, "nvme", "nvme"))
-MODES = (Row(3, "cpu", mode="super_offload"), Row(3, "cpu", mode="reflow"))
-# By default a model of less than a billion is one group, which is read, updated and written in turn.
-GROUPED = Row(3, "nvme", "nvme", groups=6)
-PLACES = {place.name: place for place in (*RESIDENT, *OFFLOADED, *MODES, GROUPED)}
-# FSDP2 partitions everything, as stage 3 does; the last of them has none of its own, and its rows say so.
-FSDP2 = {"fsdp2": "3", "fsdp2-cpu": "3-cpu", "fsdp2-nvme": "3-nvme"}
+SUPER = Row(3, "cpu", mode="super_offload")
+PLACES = {place.name: place for place in (*RESIDENT, *OFFLOADED, SUPER)}
+# FSDP2 partitions everything, as stage 3 does.
+FSDP2 = {"fsdp2": "3", "fsdp2-cpu": "3-cpu"}
 SYSTEMS: dict[str, Callable[[Recipe, int], Trainee]] = {
     "plain": _plain,
     "plain-default": _plain_default,
@@ -461,7 +419,8 @@ SYSTEMS: dict[str, Callable[[Recipe, int], Trainee]] = {
     **{f"deepspeed-{place.name}": _deepspeed(place) for place in PLACES.values()},
     **{f"wherry-{place.name}": _wherry(place) for place in RESIDENT + OFFLOADED},
 }
-_TIERS = {"cpu": "host", "nvme": "disk"}
+# Bytes of a parameter: working weight, gradient, and what the optimizer keeps beside the working weight.
+STATES = {"fp32": (4, 4, 8), "bf16": (2, 2, 12)}
 
 
 def place_of(system: str) -> Row:
@@ -469,65 +428,32 @@ def place_of(system: str) -> Row:
     return PLACES.get(FSDP2.get(system, system.partition("-")[2]), PLACES["0"])
 
 
-def peer_in(name: str, place: str) -> str:
-    """What the system of a peer, DeepSpeed or FSDP2, is called in a place of stage 3."""
-    if name == "fsdp2":
-        return next(system for system, there in FSDP2.items() if there == place)
-    return f"{name}-{place}"
+def peer_of(system: str, peer: str) -> str:
+    """What DeepSpeed or FSDP2 is called in the place of a system of Wherry's."""
+    place = system.partition(":")[0].partition("-")[2]
+    if peer == "fsdp2":
+        return {there: name for name, there in FSDP2.items()}.get(place, "")
+    return f"{peer}-{place}"
 
 
-TITLES = {
-    "plain": "plain, fused",
-    "plain-default": "plain, AdamW()",
-    COMPUTE: "forward and backward",
-    "ddp": "DDP",
-    "fsdp2": "FSDP2",
-    "fsdp2-cpu": "FSDP2 host",
-    "fsdp2-nvme": "FSDP2 disk",
-    **{f"deepspeed-{place.name}": f"DeepSpeed {place.name.replace('-', ' ')}" for place in MODES},
-    f"deepspeed-{GROUPED.name}": "DeepSpeed 3 disk, groups",
-    **{
-        f"{key}-{place.name}": f"{title} {place.stage} {_TIERS.get(place.optimizer, '')}".strip()
-        for key, title in (("deepspeed", "DeepSpeed"), ("wherry", "Wherry"))
-        for place in RESIDENT + OFFLOADED
-    },
-}
-
-
-def without_window(label: str) -> str:
-    """The system of a row of accumulation, whose case has the window: `wherry-3-cpu k=8` is `wherry-3-cpu`."""
-    return label.partition(" k=")[0]
+def states_bytes(system: str, recipe: Recipe, ranks: int) -> float:
+    """Bytes in memory of all ranks' states together, by the published formulas. What rests on disk is not in memory."""
+    place = place_of(system)
+    copies = [ranks if place.stage < level else 1 for level in (3, 2, 1)]
+    # In bf16 torch's own systems compute by autocast, and keep fp32.
+    weight, gradient, optimizer = STATES["fp32" if system.startswith(("plain", "ddp", "fsdp2")) else recipe.dtype]
+    kept = [weight * (place.parameters != "nvme"), gradient, optimizer * (place.optimizer != "nvme")]
+    return float(recipe.parameters * sum(count * nbytes for count, nbytes in zip(copies, kept, strict=True)))
 
 
 def cannot_run(name: str) -> str | None:
     """Why a system cannot even be tried here."""
-    if name == "fsdp2-nvme":
-        return "FSDP2 keeps states on the device or on the host"
     if name.startswith("deepspeed"):
         if importlib.util.find_spec("deepspeed") is None:
             return "deepspeed is not installed (pip install '.[bench]')"
         if name == "deepspeed-2-nvme":
             return "DeepSpeed moves optimizer state to disk at stage 3 only"
-        mode = place_of(name).mode
-        if mode and not _deepspeed_has(mode):
-            return f"{_installed_deepspeed()} has no {mode}"
     return None
-
-
-def _deepspeed_has(mode: str) -> bool:
-    """Whether the installed release has an option of this name for an optimizer on the host."""
-    found = importlib.util.find_spec("deepspeed")
-    folders = (found and found.submodule_search_locations) or ()
-    options = [Path(folder, "runtime", "zero", "offload_config.py") for folder in folders]
-    return any(file.is_file() and f"{mode}:" in file.read_text() for file in options)
-
-
-def _installed_deepspeed() -> str:
-    """What is on the path alone, as sources are, has no metadata."""
-    try:
-        return f"the installed release, {metadata.version('deepspeed')},"
-    except metadata.PackageNotFoundError:
-        return "the deepspeed on the path, which pip has not installed,"
 
 
 def same_losses(difference: float, dtype: str = "fp32") -> bool:
@@ -538,17 +464,6 @@ def same_losses(difference: float, dtype: str = "fp32") -> bool:
 def loss_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
     """How far any of them is from what it should be, relative to that."""
     return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
-
-
-def ranked(ranks: int) -> str:
-    return f"{ranks:,} rank{'s' * (ranks > 1)}"
-
-
-def loss_words(difference: float | None, dtype: str = "fp32") -> str:
-    """How losses compare with those of plain PyTorch."""
-    if difference is None:
-        return "?"
-    return "same" if same_losses(difference, dtype) else f"{difference:.0e} off"
 
 
 def remove_dead_locks() -> None:
@@ -570,22 +485,6 @@ def remove_shared_memory(port: int) -> None:
         left.unlink(missing_ok=True)
 
 
-def gpu_environment() -> dict[str, str]:
-    """For one rank with the GPU to itself, or without one on the CPU."""
-    from sys import executable
-
-    found = {"PATH": os.pathsep.join([os.path.dirname(executable), os.environ.get("PATH", "")])}
-    return found if device_type() == "cuda" else found | {"DS_ACCELERATOR": "cpu"}
-
-
-def environment(ranks: int) -> dict[str, str]:
+def environment(ranks: int, gpu: bool) -> dict[str, str]:
     """What the systems read from the environment, the same for each."""
-    from sys import executable
-
-    return {
-        "CUDA_VISIBLE_DEVICES": "",
-        "DS_ACCELERATOR": "cpu",
-        "LOCAL_SIZE": str(ranks),
-        # DeepSpeed compiles parts of itself when they are first used, with the ninja of this environment.
-        "PATH": os.pathsep.join([os.path.dirname(executable), os.environ.get("PATH", "")]),
-    }
+    return {} if gpu else {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "LOCAL_SIZE": str(ranks)}

@@ -1,4 +1,4 @@
-"""One rank of a room: builds systems, times their steps, and answers in JSON lines."""
+"""One rank: builds systems, times their steps, and answers in JSON lines."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import gc
 import importlib
 import json
 import os
+import resource
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +17,12 @@ from typing import Any
 
 import psutil
 
-from benchmarks.systems import SYSTEMS, Recipe, Trainee
+from benchmarks.systems import SYSTEMS, Recipe, Trainee, device_type
 
 # What systems import, at first use too.
 IMPORTS = {
     "fsdp2": ("torch.distributed.fsdp",),
-    "wherry": ("wherry.assemble", "wherry.config.loading", "wherry.config.schema"),
+    "wherry": ("wherry.engine", "wherry.config"),
     "deepspeed": ("deepspeed", "torch._inductor.compile_fx"),
 }
 
@@ -42,39 +44,56 @@ class Worker:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         import_all_of(system)
         empty = resident_bytes()
-        if system.startswith("wherry") and recipe["order"]:
-            DiskReads.count()
         begun = time.perf_counter()
         self.recipes[system] = Recipe(**recipe)
-        self.trainees[system] = SYSTEMS[system](self.recipes[system], self.ranks)
+        self.trainees[system] = SYSTEMS[system.partition(":")[0]](self.recipes[system], self.ranks)
+        self._synchronize()
         built = time.perf_counter() - begun
         losses = self._run(system, warmup)[1]
         self._settle(system)
-        # What has been built stays: the collector need not look at it again for each system in the room.
+        # What has been built stays: the collector need not look at it again for each system of this process.
         gc.collect()
         gc.freeze()
         return {"seconds": built, "empty_bytes": empty, "losses": losses}
 
     def time(self, system: str, steps: int) -> dict[str, Any]:
-        """Steps in their steady state, after one that is not counted. What that puts off is, what the last does not.
-
-        Bytes are those of all of them, and of what they have put off, for each: threads read beside the steps, and
-        between any two of these it may be of the one or of the other. Before and after, nothing is under way.
-        """
-        used, before = 0.0, read_bytes(system)
+        """Steps in their steady state, after one that is not counted. What that puts off is, what the last does not."""
+        used = begun = 0.0
 
         def begin() -> None:
-            nonlocal used
-            used = time.process_time()
+            nonlocal used, begun
+            self._synchronize()
+            used, begun = time.process_time(), time.perf_counter()
 
+        if device_type() == "cuda":
+            import torch
+
+            torch.cuda.reset_peak_memory_stats()
         seconds, losses = self._run(system, steps + 1, begin)
+        self._synchronize()
+        if device_type() == "cuda":
+            # Its queue goes on across steps: they are timed together.
+            seconds = [0.0, (time.perf_counter() - begun) / steps]
         used = time.process_time() - used
         self._settle(system)
-        read = (read_bytes(system) - before) / (steps + 1)
-        engine = getattr(self.trainees[system], "engine", None)
-        memory = [row._asdict() for row in engine.memory()] if hasattr(engine, "memory") else []
         found = {"seconds": seconds[1:], "cpu_seconds": used / steps, "losses": losses, "peak_bytes": peak_bytes()}
-        return found | {"memory": memory, "read_bytes": read}
+        return found | self._memory(system)
+
+    def trace(self, system: str, steps: int, path: str) -> dict[str, Any]:
+        """A profiler's trace of some steps, and which part of the copying ran beside kernels."""
+        import torch
+
+        from benchmarks.trace import overlap
+
+        with torch.profiler.profile() as profile:
+            self._run(system, steps)
+        profile.export_chrome_trace(path)
+        return overlap(Path(path))
+
+    def rates(self, dtype: str, folder: str | None, quick: bool) -> dict[str, list[float]]:
+        from benchmarks import bounds
+
+        return bounds.measure(device_type(), dtype, folder, quick)
 
     def calls(self, system: str, steps: int) -> dict[str, Any]:
         """Calls of Python and of C functions in one step, the functions that are called most first."""
@@ -126,10 +145,29 @@ class Worker:
         settle = getattr(self.trainees[system], "settle", None)
         if settle is not None:
             settle()
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        if device_type() == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+
+    def _memory(self, system: str) -> dict[str, Any]:
+        """What an engine says that it holds, and what the device held at most."""
+        engine = getattr(self.trainees[system], "engine", None)
+        rows = [row._asdict() for row in engine.memory()] if hasattr(engine, "memory") else []
+        found: dict[str, Any] = {"memory": rows, "device_bytes": None, "reserved_bytes": None}
+        if device_type() == "cuda":
+            import torch
+
+            found["device_bytes"] = torch.cuda.max_memory_allocated()
+            found["reserved_bytes"] = torch.cuda.max_memory_reserved()
+        return found
 
 
 def import_all_of(system: str) -> None:
-    """What is imported is no part of what a system takes, which imports.py measures: some have it done at once.
+    """What is imported is no part of what a system takes, which import_time.py measures.
 
     torch's first optimizer, which Wherry does without, imports 800 modules of 76 MB: all have it done.
     """
@@ -144,32 +182,6 @@ def resident_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-class DiskReads:
-    """Bytes that Wherry's disk tier is asked to read. The system's own count leaves out what its cache has."""
-
-    total = 0
-
-    @classmethod
-    def count(cls) -> None:
-        from wherry.tiers.disk import DiskStore
-
-        read = DiskStore.read
-
-        def counted(self: Any, record: Any, buffer: Any, offset: int = 0, nbytes: int | None = None) -> Any:
-            cls.total += buffer.nbytes if nbytes is None else nbytes
-            return read(self, record, buffer, offset, nbytes)
-
-        DiskStore.read = counted  # type: ignore[method-assign]
-
-
-def read_bytes(system: str) -> int:
-    """Read from disks so far: asked for by Wherry, or else as the system counts it, its cache left out."""
-    if system.startswith("wherry"):
-        return DiskReads.total
-    process = psutil.Process()
-    return int(process.io_counters().read_bytes) if hasattr(process, "io_counters") else 0
-
-
 def peak_bytes() -> int:
     """The most this process ever held. What getrusage tells begins with the peak of the process that started it."""
     status = Path("/proc/self/status")
@@ -177,9 +189,7 @@ def peak_bytes() -> int:
         for line in status.read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    from wherry.observe.memory import peak_resident
-
-    return peak_resident()
+    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * (1 if sys.platform == "darwin" else 1024)
 
 
 def forget_peak() -> bool:
@@ -212,7 +222,11 @@ def answer_requests(make: Callable[[], Any]) -> None:
     worker = make()
     for line in sys.stdin:
         request = json.loads(line)
-        answer = getattr(worker, request.pop("do"))(**request)
+        try:
+            answer = {"found": getattr(worker, request.pop("do"))(**request)}
+        except Exception as error:  # whatever a system may raise is why it has no figures
+            traceback.print_exc()
+            answer = {"failed": " ".join(f"{type(error).__name__}: {error}".split())}
         print(json.dumps(answer), file=answers, flush=True)
 
 

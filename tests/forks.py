@@ -33,7 +33,7 @@ from tests.cli.programs import environment, free_port
 
 ROOT = Path(__file__).parents[1]
 # What nearly every program imports, and torch itself when it first makes an optimizer.
-ENGINE = ("wherry.assemble", "wherry.engine", "torch._dynamo")
+ENGINE = ("wherry.build", "wherry.engine", "torch._dynamo")
 QUIET = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 _SET_PARENT_DEATH_SIGNAL = 1
 

@@ -21,11 +21,10 @@ __all__ = [
 
 if TYPE_CHECKING:
     from wherry.activations.recompute import checkpoint
-    from wherry.assemble import initialize
-    from wherry.engine import Engine
+    from wherry.build import initialize
+    from wherry.engine import Engine, gathered_for_generation
     from wherry.errors import WherryError
     from wherry.forecast import estimate
-    from wherry.generation import gathered_for_generation
     from wherry.nn.tiled import tile
     from wherry.pretrained import load_pretrained
     from wherry.sharding.access import gathered
@@ -39,8 +38,8 @@ _HOMES = {
     "checkpoint": "wherry.activations.recompute",
     "estimate": "wherry.forecast",
     "gathered": "wherry.sharding.access",
-    "gathered_for_generation": "wherry.generation",
-    "initialize": "wherry.assemble",
+    "gathered_for_generation": "wherry.engine",
+    "initialize": "wherry.build",
     "load_pretrained": "wherry.pretrained",
     "tile": "wherry.nn.tiled",
 }

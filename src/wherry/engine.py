@@ -4,47 +4,47 @@ from __future__ import annotations
 
 import math
 import os
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from functools import partial, update_wrapper
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from wherry import ending
-from wherry.accounts import explain_shortage
-from wherry.accumulation import Accumulation
-from wherry.activations.manager import Activations
+from wherry import memory_report
+from wherry.activations import build as activations
+from wherry.checkpoint import session
 from wherry.checkpoint.keeper import Checkpoints
-from wherry.checkpoint.session import Counts, Session, Window
 from wherry.errors import DivergenceError, WherryError
 from wherry.fake import host_value
+from wherry.life import Life, Lifetime
+from wherry.memory_report import MemoryRow
 from wherry.observe.log import get_logger
+from wherry.observe.monitor import Monitor
 from wherry.observe.reporter import Reporter, Update
-from wherry.offstage import Offstage
+from wherry.offload import Offload
+from wherry.offload_states import OffloadedStates
 from wherry.parallel.topology import Topology
 from wherry.parallel.world import world_of
-from wherry.placement import Placement
 from wherry.sharding.access import Access
 from wherry.sharding.autograd import tensors_in, with_tensors
-from wherry.sharding.compiling import refuse_engine, refuse_whole
+from wherry.sharding.compiling import compile_units, refuse_engine, refuse_whole
 from wherry.sharding.gradients import Gradients
 from wherry.sharding.hooks import Hooks
+from wherry.sharding.layer_major import sums_in_fp32
 from wherry.sharding.roster import Roster
-from wherry.sharding.schedule import Schedule
 from wherry.sharding.unit import Unit
 from wherry.sharding.weights import Gatherer
-from wherry.surface import Surface
-from wherry.tiering import Tiering
 from wherry.update.clipping import norm_and_multiplier
 from wherry.update.loss_scale import LossScaler
 from wherry.update.nonfinite import NonFinite
-from wherry.update.optimizer import ShardedOptimizer
+from wherry.update.optimizer import OptimizerSpec, ShardedOptimizer
 from wherry.update.pipeline import Updater
 from wherry.update.reach import ParameterStates
+from wherry.window import Window
 
 if TYPE_CHECKING:
     from wherry.config import BatchSizes, Config
@@ -56,23 +56,16 @@ class Parts:
 
     config: Config
     topology: Topology
-    placement: Placement
-    batch: BatchSizes
+    offload: Offload
     units: list[Unit]
     gatherer: Gatherer
-    schedule: Schedule
     gradients: Gradients
-    tiering: Tiering
-    hooks: Callable[[Engine], Hooks]
-    activations: Callable[[Hooks], Activations]
     updater: Updater | None
-    optimizer: Callable[[Engine], ShardedOptimizer | None]
+    optimizer: OptimizerSpec | None
     scaler: LossScaler
-    autocast: Callable[[], AbstractContextManager[Any]]
-    autocast_inputs: torch.dtype | None
 
 
-class Engine(Surface):
+class Engine(nn.Module):
     """A model, its optimizer and their placement. It is called like the model.
 
         loss = engine(inputs, targets)
@@ -84,11 +77,12 @@ class Engine(Surface):
 
     def __init__(self, module: nn.Module, parts: Parts) -> None:
         super().__init__()
-        self.module = module
-        self.placement = parts.placement
-        self.topology = parts.topology
-        self.comm = parts.topology.data
-        self.device = parts.topology.device
+        config, topology = parts.config, parts.topology
+        self._modules["module"] = module
+        self.placement = parts.offload.placement
+        self.topology = topology
+        self.comm = topology.data
+        self.device = topology.device
         self.units = parts.units
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
@@ -96,76 +90,63 @@ class Engine(Surface):
         self.global_samples = 0
         self.micro_steps = 0
         self.skipped_steps = 0
-        self._config = parts.config
-        self._batch = parts.batch
+        self.life = Lifetime()
+        self._config = config
         self._gatherer = parts.gatherer
-        self._schedule = parts.schedule
+        self._schedule = parts.gatherer.schedule
         self._gradients = parts.gradients
         self._updater = parts.updater
-        self._tiering = parts.tiering
-        self._offstage = Offstage(parts.units, parts.gradients, parts.updater, parts.tiering.link)
+        self._offload = parts.offload
+        self._offloaded = OffloadedStates(
+            parts.units, parts.gatherer, parts.gradients, parts.updater, parts.offload.link
+        )
         self._scaler = parts.scaler
-        self._autocast = parts.autocast
-        self._input_dtype = parts.autocast_inputs
-        self._log = get_logger(parts.topology.global_rank)
-        reference = weakref.ref(self)
-        self._reporter = Reporter(
-            parts.config,
-            lambda: reference().module,  # type: ignore[union-attr]
-            parts.topology.traffic,
-            self._log,
-            _synchronise(self.device),
-        )
-        self._spans = self._reporter.spans
-        self._nonfinite = NonFinite(
-            parts.config.nonfinite(), parts.topology, parts.units, parts.gradients, parts.scaler, self._log
-        )
+        layer_major = config.wherry.accumulation == "layer_major"
+        self._window = Window(config.batch(self.comm.size), self.comm.size, layer_major=layer_major)
+        self._autocast = _autocast(config, self.device)
+        self._input_dtype = torch.float16 if config.fp16.enabled and config.fp16.auto_cast else None
         self._norm: float | None = None
-        # What the window's sums are multiplied by, clipping aside.
-        self._window_scale = 1.0
-        self._applied = False
-        self._closed = False
-        # Threads, connections and files are of this process, and of none that is forked from it.
-        self._process = os.getpid()
-        # Inside gathered_for_generation: weights are whole, and do not change.
-        self._generating = False
         self._states: ParameterStates | None = None
-        # Modules that `compile` has compiled.
+        # How many modules `compile` has compiled.
         self._compiled = 0
-        self._forced_boundary: bool | None = None
-        self._backwards_in_window = 0
-        # How many micro-batches the backward that runs is of.
-        self._micro_batches = 1
-        self._steps_in_window = 0
-        # Whether gradients of this window are to be divided by the number of its micro-batches; None before the first.
-        self._averaged: bool | None = None
-        # Whether the losses of this window carry the loss scale; None before its first backward.
-        self._scaled: bool | None = None
-        # True from the moment a backward is known to be of a loss that carries the scale.
-        self._loss_is_scaled = False
-        # True while the backward that ends is one of `backward()`.
-        self._in_backward = False
-        self._hooks = parts.hooks(self)
+        self._log = get_logger(topology.global_rank)
+        synchronise = None if self.device.type == "cpu" else partial(torch.accelerator.synchronize, self.device)
+        self._reporter = Reporter(config, module, topology.traffic, self._log, synchronise)
+        self._nonfinite = NonFinite(config.nonfinite(), topology, parts.units, parts.gradients, parts.scaler, self._log)
+        self._hooks = Hooks(
+            module,
+            parts.units,
+            parts.gatherer,
+            parts.gradients,
+            parts.gatherer.schedule,
+            self,
+            self.device,
+            updates_beside=parts.offload.policy.beside,
+            layer_major=layer_major,
+        )
         self._roster = Roster(module, parts.units)
-        self._accumulation = Accumulation(self, parts.config.wherry.accumulation)
-        self._activations = parts.activations(self._hooks)
-        self.optimizer = parts.optimizer(self)
-        self._checkpoints = Checkpoints(self._session, parts.config)
+        self._activations = activations.build(config, parts.units, self._hooks.saved, topology, parts.gatherer.gather)
+        self.optimizer: ShardedOptimizer | None = None
+        if parts.optimizer is not None:
+            self.optimizer = ShardedOptimizer(
+                parts.optimizer.instance, self.update, self.zero_grad_of_loop, lambda: self.states
+            )
+        self._checkpoints = Checkpoints(self._session, config)
         state_of = parts.updater.holdings.state_of if parts.updater is not None else {}
         self._access = Access(module, parts.units, parts.gatherer, self.comm, state_of.get, self._rest, self.settle)
 
     # Forward.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._check_open()
-        module = self._modules["module"]  # as an attribute it would settle updates that may still run
-        assert module is not None
+        if self.life.now is not Life.OPEN:
+            self._check_open()
+            if self._hooks.travels:
+                self.life.check_process("forward")
+        model = self._model
         if torch.compiler.is_compiling():
             refuse_engine()
-        if module._compiled_call_impl is not None:
-            refuse_whole(module)
-        if self._hooks.travels and os.getpid() != self._process:
-            self._refuse_fork("forward")
+        if model._compiled_call_impl is not None:
+            refuse_whole(model)
         if self._hooks.running[0]:
             self._hooks.break_off()  # by Ctrl-C, in a call of the model itself
         if self._input_dtype is not None:
@@ -175,9 +156,9 @@ class Engine(Surface):
             together = self._hooks.interleaver.active
             phase = nullcontext() if together else self._reporter.phase("forward", self.global_steps + 1)
             with phase, self._autocast(), self._hooks.saved.around(), self._activations.forward():
-                return module(*args, **kwargs)
+                return model(*args, **kwargs)
         except BaseException as error:
-            explain_shortage(self, error, "forward")
+            self._explain_shortage(error, "forward")
             self._hooks.break_off()
             if not self._hooks.interleaver.stopping:  # else it is stopped because of another's error
                 self.comm.tell(error)
@@ -185,7 +166,7 @@ class Engine(Surface):
 
     def forward_begins(self) -> None:
         """Called by the model's hook. What an exception left behind is cleared here, so that this step is healthy."""
-        if self._hooks.backward_running:
+        if self._hooks.backward.running:
             self._abandon_window()
         if torch.is_grad_enabled():
             self._gradients.let_go()
@@ -199,85 +180,63 @@ class Engine(Surface):
         Gradients are averaged over the micro-batches of the window, unless `scale_wrt_gas` is False because the loss
         was divided already. A plain `loss.backward()` does the same as this with the defaults.
         """
-        self._check_open()
+        if self.life.now is not Life.OPEN:
+            self._check_open()
         _checked(loss)
         self._backward([loss], retain_graph=retain_graph, averaged=scale_wrt_gas)
         return loss
 
     def _backward(self, losses: Sequence[torch.Tensor], *, retain_graph: bool = False, averaged: bool = True) -> None:
         """One backward of the sum of so many micro-batches' losses."""
-        self._loss_is_scaled = True
-        self._begin_backward(averaged=averaged, micro_batches=len(losses))
+        self._begin_backward(averaged=averaged, scaled=True, micro_batches=len(losses))
         scaled = losses
         if self._scaler.scale != 1.0:
             scaled = [loss * self._scaler.scale for loss in losses]
         try:
             with self._reporter.phase("backward", self.global_steps + 1):
                 torch.autograd.backward(scaled, retain_graph=retain_graph)
-            self._in_backward = True
-            self.backward_ends()
+            self._end_backward(makes_gradients=True)
         except BaseException as error:
-            explain_shortage(self, error, "backward")
+            self._explain_shortage(error, "backward")
             self.comm.tell(error)
             self._abandon_window()
             raise
-        finally:
-            self._loss_is_scaled = False
         for loss in losses:
             self._reporter.loss(loss)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale, for a backward of one's own: `engine.scale(loss).backward()`."""
         scaled = loss * self._scaler.scale
-        scaled.register_hook(self._notice_scaled)
+        scaled.register_hook(self._hooks.backward.notice_scaled)
         return scaled
-
-    def _notice_scaled(self, grad: torch.Tensor) -> None:
-        self._loss_is_scaled = True
 
     def backward_begins(self) -> None:
         """Called by a hook: the user's own `loss.backward()` has begun."""
-        self._begin_backward(averaged=True)
+        self._begin_backward(averaged=True, scaled=self._hooks.backward.scaled, micro_batches=1)
 
     def backward_ends(self) -> None:
-        """The last gradient has been computed: finish the reductions, release the weights."""
-        if not self._hooks.backward_running:
+        """Called by autograd, when the last gradient of the user's own backward has been computed."""
+        if not self._hooks.backward.running:
             return
-        explicit, self._in_backward = self._in_backward, False
-        self._loss_is_scaled = False
-        makes_gradients = explicit or self._gradients.arrivals > 0
-        self._hooks.end_backward(reduces=makes_gradients)
-        if not makes_gradients:
-            if self._updater is not None:
-                self._updater.early.retract()
-            return  # gradients of inputs only, as of torch.autograd.grad: no micro-batch of the window
-        self._gradients.finish()
-        self._backwards_in_window += self._micro_batches
-        self._window_scale = self._gradient_scale()
+        try:
+            self._end_backward(makes_gradients=self._gradients.arrivals > 0)
+        except WherryError:
+            self._abandon_window()
+            raise
 
-    def _begin_backward(self, *, averaged: bool, micro_batches: int = 1) -> None:
-        if os.getpid() != self._process:
-            self._refuse_fork("backward")
-        if self._generating:
-            raise WherryError("backward: weights are held by gathered_for_generation; leave that context first")
-        if self._hooks.backward_running:
+    def _begin_backward(self, *, averaged: bool, scaled: bool, micro_batches: int) -> None:
+        if self.life.now is not Life.OPEN:
+            self.life.check_process("backward")
+            self.life.check_not_generating("backward")
+        if self._hooks.backward.running:
             self._abandon_window()
-        if self._averaged is not None and averaged != self._averaged:
-            self._abandon_window()
-            raise WherryError(
-                "backward: scale_wrt_gas changed within an accumulation window; use one value for all its micro-batches"
+        try:
+            boundary = self._window.begin_backward(
+                micro_batches, averaged=averaged, scaled=scaled, loss_scale=self._scaler.scale
             )
-        if self._scaled is not None and self._scaled != self._loss_is_scaled and self._scaler.scale != 1.0:
+        except WherryError:
             self._abandon_window()
-            raise WherryError(
-                "backward: some losses of this accumulation window carry the loss scale and some do not; use "
-                "engine.backward(loss), or engine.scale(loss).backward(), for all of them"
-            )
-        self._scaled = self._loss_is_scaled
-        self._averaged = averaged
-        self._micro_batches = micro_batches
-        micro_batch = max(self._backwards_in_window, self._steps_in_window) + micro_batches
-        boundary = self._is_boundary(micro_batch)
+            raise
         self._updates_begin_with(boundary)
         self._gradients.begin(boundary=boundary, micro_batches=micro_batches)
         self._hooks.begin_backward()
@@ -291,6 +250,20 @@ class Engine(Surface):
         if boundary and self._updater.policy.when == "in_backward":
             self._updater.early.expect(self._groups(), self._gradient_scale())
 
+    def _end_backward(self, *, makes_gradients: bool) -> None:
+        """Finish the reductions, release the weights. One for inputs only is no micro-batch of the window."""
+        self._hooks.end_backward(reduces=makes_gradients)
+        if not makes_gradients:
+            self._window.cancel_backward()
+            if self._updater is not None:
+                self._updater.early.retract()
+            return
+        self._gradients.finish()
+        self._window.end_backward(self._gradient_scale())
+
+    def _gradient_scale(self) -> float:
+        return self._window.scale_of(self._scaler.scale, self._gradients.policy.predivide)
+
     # Step.
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -298,11 +271,11 @@ class Engine(Surface):
 
         `lr_kwargs` go to the schedule's `step`. One that waits for a metric moves only when it is given here.
         """
-        self._check_open()
+        if self.life.now is not Life.OPEN:
+            self._check_open()
         self.micro_steps += 1
-        self._steps_in_window += 1
-        if not self._is_boundary(max(self._steps_in_window, self._backwards_in_window)):
-            self._applied = False
+        if not self._window.begin_step():
+            self._window.applied = False
             return
         if self.optimizer is None:
             raise WherryError(
@@ -310,27 +283,30 @@ class Engine(Surface):
                 '"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}'
             )
         try:
-            with self._spans("wherry::step"):
+            with self._reporter.spans("wherry::step"):
                 self.optimizer.step()
         except BaseException as error:
             self.comm.tell(error)
             raise
         needs_metric = isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-        if self._applied and self.lr_scheduler is not None and (lr_kwargs or not needs_metric):
+        if self._window.applied and self.lr_scheduler is not None and (lr_kwargs or not needs_metric):
             self.lr_scheduler.step(**(lr_kwargs or {}))
 
     def update(self) -> bool:
         """One update of all weights from the window's gradients. False if it was skipped for non-finite gradients."""
-        assert self._updater is not None and self.optimizer is not None
-        if not self._backwards_in_window:
-            self._applied = False
+        updater, optimizer, window = self._updater, self.optimizer, self._window
+        assert updater is not None and optimizer is not None
+        if not window.backwards:
+            window.applied = False
             self._log.warning("step %d: no backward came before it, so nothing is updated", self.global_steps + 1)
             self._end_window()
             return True
-        if os.getpid() != self._process:
-            self._refuse_fork("step")
+        if self.life.now is not Life.OPEN:
+            self.life.check_process("step")
+            self.life.check_not_generating("step")
         self._roster.check()
         self._gradients.complete_window()
+        # One all-reduce gives the norm. Scale, clipping and overflow become one multiplier.
         norm = self._gradients.norm
         try:
             squares = host_value(norm.total(self._gradients.all, self._gatherer.journal, self._schedule.digest))
@@ -341,19 +317,19 @@ class Engine(Surface):
         self._schedule.settle(norm.one_path, self.comm.gather_objects)
         if self._gatherer.look_ahead.searching:
             self._gatherer.look_ahead.settle(self.comm.gather_objects)
-        self._norm, multiplier = norm_and_multiplier(squares, self._window_scale, self._config.gradient_clipping)
-        groups, found = self.optimizer.param_groups, None
+        self._norm, multiplier = norm_and_multiplier(squares, window.scale, self._config.gradient_clipping)
+        groups, found = optimizer.param_groups, None
         if not math.isfinite(self._norm):
-            found = self._nonfinite.look(self._updater, groups, multiplier, self._reporter.last_loss)
-        self._applied = found is None or self._nonfinite.ignores
-        if self._applied:
-            self._updater.step(groups, multiplier, norm.absent(self._gradients.all))
+            found = self._nonfinite.look(updater, groups, multiplier, self._reporter.last_loss)
+        window.applied = found is None or self._nonfinite.ignores
+        if window.applied:
+            updater.step(groups, multiplier, norm.absent(self._gradients.all))
             self._hooks.version += 1
         else:
             self.skipped_steps += 1
             self._hooks.version += any(finding.made for finding in found or ())
         self.global_steps += 1
-        self.global_samples += self._batch.train
+        self.global_samples += window.batch.train
         self._end_window()
         if found is None:
             self._nonfinite.end()
@@ -362,41 +338,29 @@ class Engine(Surface):
         if self._reporter.tells_of(self.global_steps):
             scale = self._scaler.scale if self._scaler.dynamic else None
             self._reporter.updated(Update(self.global_steps, self.global_samples, self.get_lr(), self._norm, scale))
-        return self._applied
-
-    def _gradient_scale(self) -> float:
-        """What turns sums over ranks and micro-batches, of a scaled loss, into the mean gradient of the loss."""
-        micro_batches = self._batch.accumulation if self._averaged is not False else 1
-        loss_scale = self._scaler.scale if self._scaled else 1.0
-        return self._gradients.policy.predivide / (loss_scale * self.comm.size * micro_batches)
+        return window.applied
 
     # The accumulation window.
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch at hand ends the window, so that `step()` will update."""
-        return self._is_boundary(max(self._steps_in_window + 1, self._backwards_in_window))
+        return self._window.ends_next()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Decide by hand whether the next backward ends the window; None goes back to counting micro-batches."""
-        self._forced_boundary = is_boundary
+        self._window.forced_boundary = is_boundary
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside accumulate only; the window ends with a backward outside."""
-        before, self._forced_boundary = self._forced_boundary, False
+        before, self._window.forced_boundary = self._window.forced_boundary, False
         try:
             yield
         finally:
-            self._forced_boundary = before
-
-    def _is_boundary(self, micro_batch: int) -> bool:
-        if self._forced_boundary is not None:
-            return self._forced_boundary
-        return micro_batch >= self._batch.accumulation
+            self._window.forced_boundary = before
 
     def _end_window(self) -> None:
-        self._backwards_in_window = self._steps_in_window = 0
-        self._averaged = self._scaled = None
+        self._window.reset()
         self._reporter.last_loss = None
         self._gatherer.hold = False
         self._gatherer.journal = 0
@@ -408,14 +372,12 @@ class Engine(Surface):
         self._gatherer.release_all()
 
     def _drop_window(self) -> list[str]:
-        """Forget the window's gradients. What has been updated from them already, by name."""
+        """Drop the window's gradients. What has been updated from them already, by name."""
         self._gatherer.hold = False
         self._hooks.end_backward()
         changed = self._updater.abandon() if self._updater is not None else []
         self._gradients.drop()
         self._end_window()
-        self._in_backward = False
-        self._loss_is_scaled = False
         return changed
 
     def _abandon_window(self) -> None:
@@ -430,7 +392,7 @@ class Engine(Surface):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the window so far; its micro-batches are counted from the start again."""
-        if not (self._backwards_in_window or self._hooks.backward_running):
+        if not (self._window.backwards or self._hooks.backward.running):
             return
         changed = self._drop_window()
         if changed:
@@ -443,8 +405,40 @@ class Engine(Surface):
 
     def zero_grad_of_loop(self) -> None:
         """A training loop's `optimizer.zero_grad()`. Loops call it for every micro-batch: within a window it waits."""
-        if self._backwards_in_window >= self._batch.accumulation:
+        if self._window.complete:
             self.zero_grad()
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Train on with more or fewer micro-batches in a window, as a schedule of growing batches does.
+
+        Every rank makes the call, between windows. The micro-batch stays, so the loader does as well.
+        """
+        self._resize(self._window.of_train_batch(train_batch_size), "set_train_batch_size()")
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Say that micro-batches are of another size from here on, with as many of them in a window.
+
+        Every rank makes the call, between windows. A loader that has been made keeps its size.
+        """
+        self._resize(self._window.of_micro_batch(micro_batch_size), "set_train_micro_batch_size()")
+
+    def _resize(self, batch: BatchSizes, call: str) -> None:
+        self._window.check_between()
+        if batch == self._window.batch:
+            return
+        world_of(self.topology).meet(call)
+        self._window.batch = batch
+        if (batch.accumulation > 1) is self._gradients.policy.accumulates:
+            return
+        # Windows of one micro-batch, and of more, have sums of another type and in another place.
+        policy = self._offload.gradient_policy([g.flat for g in self._gradients.all], batch.accumulation)
+        if self._updater is not None:
+            self._updater.detach()
+        self._gradients.choose(policy, partial(self._offload.way_of, policy))
+        self._hooks.watch_arrivals()
+        if self._updater is not None:
+            self._updater.attach(self._gradients)
+        self._states = None
 
     # Training by iterator.
 
@@ -456,7 +450,35 @@ class Engine(Surface):
                 "data = iter(loader), so that each call goes on where the last one ended"
             )
         self._check_open()
-        return self._accumulation.window(data)
+        batches = self._window.take(data)
+        if self._window.together:
+            losses = self._train_together(batches)
+        else:
+            losses = []
+            for batch in batches:
+                loss = self._loss_of(self._to_device(batch))
+                self.backward(loss)
+                self.step()
+                losses.append(loss.detach())
+        return sum(losses[1:], losses[0]) / len(losses)
+
+    def _train_together(self, batches: Sequence[Any]) -> list[torch.Tensor]:
+        """Layer-major: all micro-batches go through a unit before the next, and one backward is of them all."""
+        forwards = [partial(self._loss_of, self._to_device(batch)) for batch in batches]
+        try:
+            with self._reporter.phase("forward", self.global_steps + 1):
+                losses = self._hooks.run_together(forwards)
+        except Exception as error:
+            error.add_note(
+                "This was raised while micro-batches ran together, a unit at a time; "
+                '"wherry": {"accumulation": "step_major"} runs them one after another.'
+            )
+            raise
+        with sums_in_fp32(self.units):
+            self._backward(losses)
+        self.micro_steps += len(batches) - 1
+        self.step()
+        return [loss.detach() for loss in losses]
 
     def _loss_of(self, batch: Any) -> torch.Tensor:
         if isinstance(batch, dict):
@@ -465,31 +487,10 @@ class Engine(Surface):
             output = self(*batch) if isinstance(batch, list | tuple) else self(batch)
         return _checked(output if isinstance(output, torch.Tensor) else next(tensors_in(output), None))
 
-    def _window_begun(self) -> bool:
-        """Whether micro-batches of this window have run already, or its end is decided by hand."""
-        return bool(self._backwards_in_window or self._steps_in_window) or self._forced_boundary is not None
-
     def _to_device(self, batch: Any) -> Any:
         return with_tensors(batch, lambda tensor: tensor.to(self.device, non_blocking=True))
 
-    def _come_to_rest(self) -> None:
-        """Nothing is under way, and nothing is in memory that is not needed until the engine is used again."""
-        if self._closed:
-            self._check_open()
-        if self._hooks.backward_running:
-            self._abandon_window()
-        if self._updater is not None:
-            self._updater.rest()
-            self._updater.stop_reading()
-        self._gatherer.stop_reading()
-        self._gatherer.release_all()
-        self._gatherer.trim()
-        self._gradients.rest()
-
-    def _rest(self) -> None:
-        self._check_open()
-        if self._updater is not None:
-            self._updater.rest()
+    # Between steps.
 
     def settle(self) -> None:
         """Complete updates that are still under way, so that weights and state are those after the last step.
@@ -503,20 +504,143 @@ class Engine(Surface):
                 self._updater.comm.meet("settle()")
             self._updater.complete()
 
-    # What a checkpoint holds of the step.
+    def _rest(self) -> None:
+        self._check_open()
+        if self._updater is not None:
+            self._updater.rest()
 
-    def _session(self) -> Session:
-        module = self._modules["module"]  # as an attribute it would settle updates, a delayed one too early
-        assert module is not None
-        return Session(
-            module=module,
+    def offload_states(
+        self,
+        include: Iterable[str] | None = None,
+        device: str = "host",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> int:
+        """Free the device's memory of "parameters", "gradients" and "optimizer", or of those in `include`.
+
+        They wait in host memory until `reload_states()`; the engine cannot be used meanwhile, but for sending more of
+        them away. Returns the bytes freed, which are none where the device is the host. An accumulation window goes on
+        afterwards where it was. For generation with another program between two phases of training.
+        """
+        if str(device) not in ("host", "cpu"):
+            raise WherryError(f'offload_states: expected the device "host" (or "cpu"), got {device!r}')
+        if self.life.now is not Life.OFFLOADED:
+            self._check_open()
+            self.life.check_not_generating("offload_states")
+        if self._hooks.backward.running:
+            self._abandon_window()
+        try:
+            return self._offloaded.offload(include)
+        finally:
+            if self._offloaded.nbytes:
+                self.life.become(Life.OFFLOADED)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring what `offload_states` has sent away back to the device."""
+        if self.life.now is Life.OFFLOADED:
+            self._offloaded.reload()
+            self.life.become(Life.OPEN)
+
+    # Checkpoints.
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write everything that training goes on from to `save_dir/tag`; every rank calls it.
+
+        `tag` is `global_step<N>` unless given. `client_state` is kept beside it: numbers, strings, tensors, and lists
+        and dicts of these. Whatever happens on the way, the checkpoint before stays whole.
+        """
+        self._meet("save_checkpoint()")
+        self._rest()
+        self._checkpoints.save(save_dir, tag, client_state, save_latest, not exclude_frozen_parameters)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from `load_dir/tag`, or from the latest; returns its path and its client state.
+
+        It may have been written by any number of ranks, at any stage and tier. (None, None) where there is none.
+        Without its optimizer's states counts are the checkpoint's all the same, and masters are its weights;
+        `load_module_only` leaves the counts as they are.
+        """
+        from wherry.checkpoint.load import LoadOptions
+
+        self._meet("load_checkpoint()")
+        self.settle()
+        states = load_optimizer_states and not load_module_only
+        schedule = load_lr_scheduler_states and not load_module_only
+        options = LoadOptions(load_module_strict, states, schedule, counts=not load_module_only)
+        if self._hooks.backward.running or (states and self._window.backwards):
+            self._abandon_window()
+        loaded = self._checkpoints.load(load_dir, tag, options)
+        self._gatherer.forget_near()
+        if loaded is None:
+            return None, None
+        if loaded.counts is not None:
+            self._go_on_from(loaded.counts, loaded.window)
+        return str(loaded.path), loaded.client_state
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when no checkpoint is being written behind training any more; every rank calls it."""
+        if self._checkpoints.behind:
+            world_of(self.topology).meet("wait_for_checkpoint()")
+        self._checkpoints.wait()
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the working weights alone, as transformers loads them; every rank calls it.
+
+        Files are of 5 GB at most, with an index; a unit at a time is in memory. For a name that ends in .bin or .pt
+        it is one file of torch.save's, for which rank 0 holds the whole model.
+        """
+        self._meet("save_16bit_model()")
+        self._rest()
+        self._checkpoints.save_model(Path(save_dir), save_filename, exclude_frozen=exclude_frozen_parameters)
+        return True
+
+    def consolidated_state_dict(
+        self, dtype: torch.dtype | None = None, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """The whole model on rank 0's host, None on the other ranks; every rank calls it.
+
+        Weights are the working ones, or in `dtype`; torch.float32 gives the masters.
+        """
+        self._meet("consolidated_state_dict()")
+        self._rest()
+        return self._checkpoints.consolidated(dtype, exclude_frozen=exclude_frozen_parameters)
+
+    def _meet(self, call: str) -> None:
+        self._check_open()
+        world_of(self.topology).meet(call)
+
+    def _session(self) -> session.Session:
+        window, counts = self._window, session.Counts
+        return session.Session(
+            module=self._model,
             units=self.units,
             comm=world_of(self.topology),
             data=self.comm,
             replicas=self.topology.replicas,
             tensor=self.topology.tensor,
             device=self.device,
-            link=self._tiering.link,
+            link=self._offload.link,
             gatherer=self._gatherer,
             gradients=self._gradients,
             updater=self._updater,
@@ -526,33 +650,258 @@ class Engine(Surface):
             dataloader=self.training_dataloader,
             config=self.config,
             placement=[list(row) for row in self.placement.rows()],
-            counts=Counts(
-                self.global_steps, self.micro_steps, self.skipped_steps, self.global_samples, self._norm, self._applied
+            counts=counts(
+                self.global_steps, self.micro_steps, self.skipped_steps, self.global_samples, self._norm, window.applied
             ),
-            window=Window(
-                self._backwards_in_window,
-                self._steps_in_window,
-                self._averaged,
-                self._scaled,
+            window=session.Window(
+                window.backwards,
+                window.steps,
+                window.averaged,
+                window.scaled,
                 self._gradients.boundary,
-                self._batch.accumulation,
+                window.batch.accumulation,
                 self.comm.size,
                 self._gradients.policy.predivide,
             ),
         )
 
-    def _go_on_from(self, counts: Counts, window: Window | None) -> None:
+    def _go_on_from(self, counts: session.Counts, saved: session.Window | None) -> None:
         self.global_steps, self.micro_steps = counts.global_steps, counts.micro_steps
         self.global_samples = counts.samples
-        self.skipped_steps, self._norm, self._applied = counts.skipped_steps, counts.norm, counts.applied
+        self.skipped_steps, self._norm, self._window.applied = counts.skipped_steps, counts.norm, counts.applied
         if self._updater is not None:
             self._updater.steps_made = self.global_steps - self.skipped_steps
-        if window is not None:
-            self._backwards_in_window, self._steps_in_window = window.backwards, window.steps
-            self._averaged, self._scaled = window.averaged, window.scaled
-            self._window_scale = self._gradient_scale()
+        if saved is not None:
+            window = self._window
+            window.backwards, window.steps = saved.backwards, saved.steps
+            window.averaged, window.scaled = saved.averaged, saved.scaled
+            window.scale = self._gradient_scale()
 
-    # The end.
+    # What people ask.
+
+    @property
+    def module(self) -> nn.Module:
+        """The model. Whoever takes it may read its weights, so updates that are under way end first."""
+        if self._updater is not None and not self._hooks.busy:
+            self._updater.rest()
+        return self._model
+
+    @property
+    def closed(self) -> bool:
+        return self.life.now is Life.CLOSED
+
+    @property
+    def monitor(self) -> Monitor:
+        """Where the numbers of each update go; add a sink to it, or log numbers of your own."""
+        return self._reporter.monitor
+
+    @property
+    def flops(self) -> int | None:
+        """Operations of the step that the config's `flops_profiler` names, on this rank; None before it."""
+        return self._reporter.flops
+
+    @property
+    def states(self) -> ParameterStates:
+        """Masters, moments and gradients of single parameters. What is under way is completed first."""
+        self._rest()
+        if self._states is None:
+            self._states = ParameterStates(
+                self.units,
+                self._updater,
+                self._groups(),
+                self._gradients,
+                self._gatherer.comm,
+                self.comm,
+                lambda: self._window.scale,
+            )
+        return self._states
+
+    def has_gradients(self) -> bool:
+        """Whether the boundary's backward has run and its gradients are still there."""
+        return self._gradients.boundary and self._window.backwards > 0
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of the last window's gradients, before clipping; None before the first update."""
+        return self._norm
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> None:
+        """Always an error, that names the config's key: clipping is part of the update.
+
+        `torch.nn.utils.clip_grad_norm_` finds no `.grad` on an engine's parameters, and does nothing.
+        """
+        raise WherryError(
+            f'clip_grad_norm_: step() clips, to the "gradient_clipping" of the config, which is '
+            f"{self._config.gradient_clipping}; set that to {max_norm} and leave the call out. "
+            "engine.get_global_grad_norm() is the norm before it"
+        )
+
+    def was_step_applied(self) -> bool:
+        return self._window.applied
+
+    def gradients(self, name: str) -> torch.Tensor:
+        """The whole mean gradient of a parameter, in fp32, from the boundary's backward until the next window begins.
+
+        Every rank must call it.
+        """
+        return self._gradients.named.whole(name).float() * self._window.scale
+
+    def gradient_norms(self) -> dict[str, float]:
+        """The norm of the last window's gradients by unit, before clipping. Every rank must call it."""
+        squares = self._gradients.norm.by_flat(self._gradients.all)
+        unit_of = {flat: unit.name for unit in self.units for flat in unit.flats}
+        by_unit: dict[str, float] = {}
+        for flat, value in squares.items():
+            by_unit[unit_of[flat]] = by_unit.get(unit_of[flat], 0.0) + value
+        return {name: math.sqrt(value) * self._window.scale for name, value in by_unit.items()}
+
+    def memory(self) -> list[MemoryRow]:
+        """Bytes by state and tier on this rank: what the placement comes to, and what is held now."""
+        return memory_report.rows(
+            self.units, self._gatherer, self._gradients, self._updater, self._offload, self._offloaded.nbytes
+        )
+
+    def get_lr(self) -> list[float]:
+        return [float(group["lr"]) for group in self._groups()]
+
+    def get_mom(self) -> list[Any]:
+        return [group.get("betas", group.get("momentum")) for group in self._groups()]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups if self.optimizer is not None else []
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved config, as JSON holds it."""
+        return self._config.to_dict()
+
+    @property
+    def global_rank(self) -> int:
+        return self.topology.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        return self.topology.local_rank
+
+    @property
+    def world_size(self) -> int:
+        return self.topology.world_size
+
+    @property
+    def dp_world_size(self) -> int:
+        return self.comm.size
+
+    @property
+    def loss_scale(self) -> float:
+        return self._scaler.scale
+
+    def train_batch_size(self) -> int:
+        return self._window.batch.train
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self._window.batch.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._window.batch.accumulation
+
+    def gradient_clipping(self) -> float:
+        return self._config.gradient_clipping
+
+    def zero_optimization(self) -> bool:
+        return self.zero_optimization_stage() > 0
+
+    def zero_optimization_stage(self) -> int:
+        return self._config.zero_optimization.stage
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        return self._config.zero_optimization.stage3_gather_16bit_weights_on_model_save
+
+    @property
+    def working_dtype(self) -> torch.dtype | None:
+        """The dtype that the config gives the working weights; None where it leaves the model as it is."""
+        return self._config.working_dtype()
+
+    def fp16_enabled(self) -> bool:
+        return self._config.fp16.enabled
+
+    def bfloat16_enabled(self) -> bool:
+        return self._config.bf16.enabled
+
+    def steps_per_print(self) -> float | None:
+        return self._config.steps_per_print
+
+    # torch.compile.
+
+    def compile(
+        self,
+        backend: str | Callable[..., Any] = "inductor",
+        compile_kwargs: dict[str, Any] | None = None,
+        schedule: Any = None,
+        **options: Any,
+    ) -> None:
+        """torch.compile for each block by itself: gathers, releases and reductions stay between the graphs.
+
+        `options` are those of torch.compile. A model compiled as a whole is refused.
+
+            engine.compile(mode="reduce-overhead")
+        """
+        self._check_open()
+        if schedule is not None:
+            raise WherryError("compile: a schedule of passes is not offered; blocks are compiled as they are")
+        self._compiled = compile_units(self.units, {"backend": backend, **(compile_kwargs or {}), **options})
+
+    @property
+    def is_compiled(self) -> bool:
+        return self._compiled > 0
+
+    # The model behind the engine.
+
+    @property
+    def _model(self) -> nn.Module:
+        """The model as it is: updates of its weights may be under way."""
+        model = self._modules["module"]
+        assert model is not None
+        return model
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            modules = self.__dict__.get("_modules", {})
+            if "module" not in modules or name == "module":
+                raise
+            value = getattr(modules["module"], name)
+            if getattr(value, "__self__", None) is modules["module"] and self._hooks.travels:
+                return update_wrapper(partial(self._call, value), value)
+            return value
+
+    def _call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """A method of the model, called through the engine, as in `engine.encode(x)`."""
+        self._check_open()
+        try:
+            return self._hooks.call(method, args, kwargs)
+        except BaseException as error:
+            self.comm.tell(error)
+            raise
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Engine:
+        self._model._apply(fn, recurse)
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise WherryError(
+            "an engine cannot be copied or pickled, as it holds what its process has open. Copy its model: with "
+            "wherry.gathered(engine.module): copy = copy.deepcopy(engine.module), on every rank; or save with "
+            "engine.save_checkpoint(folder)"
+        )
+
+    # Its end.
+
+    def _check_open(self) -> None:
+        self.life.check_open()
+
+    def _explain_shortage(self, error: BaseException, phase: str) -> None:
+        policy = self._config.activation_checkpointing.resolved_policy()
+        memory_report.explain_shortage(error, phase, self.device, self.memory, policy, self._window.batch.micro)
 
     def close(self) -> None:
         """Give everything back: hooks, gradients, optimizer state, gathered weights.
@@ -560,21 +909,49 @@ class Engine(Surface):
         Weights that are whole on every rank stay with the model, which is an ordinary module again. Partitioned ones
         are gone: save or gather them before. In a fork there is nothing to give back: it is all of the first process.
         """
-        if self._closed:
-            return
-        self._closed = True
-        if os.getpid() != self._process:
+        before = self.life.now
+        self.life.become(Life.CLOSED)
+        if before is Life.CLOSED or before is Life.FORKED:
             return
         self._states = None
-        ending.close(self)
+        # In this order, whatever of it fails; then the last error is raised, with the others.
+        parts = [
+            self._settle_last,
+            self._checkpoints.close,
+            self._gatherer.give_up,
+            self._abandon_window,
+            self._reporter.close,
+            self._hooks.remove,
+            self._roster.close,
+            self._activations.close,
+            self._access.close,
+            self._offloaded.close,
+            *([self._updater.close] if self._updater is not None else []),
+            *([self.optimizer.close] if self.optimizer is not None else []),
+            self._gradients.close,
+            *(flat.close for unit in self.units for flat in unit.travelling),
+            self.units.clear,
+            self._offload.close,
+            self.topology.close,
+        ]
+        with ExitStack() as end:
+            for part in reversed(parts):
+                end.callback(part)
+
+    def _settle_last(self) -> None:
+        if self._updater is not None and self.comm.size == 1:
+            with suppress(WherryError):  # an update that failed was told of before, or is lost with the rest
+                self._updater.settle()
 
     def unwrap(self) -> nn.Module:
         """Close, and give the model back whole: partitioned weights are gathered on every rank's host."""
-        return ending.unwrap(self)
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
+        self.settle()
+        model = self.module
+        whole = self._access.on_host("unwrap()")
+        self.close()
+        for parameter, value in whole.items():
+            parameter.data = value
+        return model
 
     def destroy(self) -> None:
         self.close()
@@ -585,17 +962,29 @@ class Engine(Surface):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise WherryError("this engine has been closed; call wherry.initialize again for a new one")
-        if not self._offstage.empty:
-            raise WherryError("this engine's states were sent away by offload_states(); call reload_states() first")
 
-    def _refuse_fork(self, call: str) -> NoReturn:
-        raise WherryError(
-            f"{call}: this engine is of process {self._process}, and process {os.getpid()} is its fork, which has "
-            "none of its threads, files and connections; train in the first process, or call wherry.initialize here"
-        )
+@contextmanager
+def gathered_for_generation(engine: Engine) -> Iterator[None]:
+    """Gather every unit once, for as many forwards as run inside, and release them at the end.
+
+    Every rank must enter. The forwards communicate nothing, so ranks may make different numbers of them. Weights are
+    for reading here: edits are lost, and there are no backwards or steps inside. It takes the memory of a whole model
+    in the working type.
+
+        with wherry.gathered_for_generation(engine):
+            tokens = engine.module.generate(prompt, max_new_tokens=200)
+    """
+    engine._check_open()
+    if engine._hooks.backward.running:
+        raise WherryError("gathered_for_generation: a backward is running; enter it between steps")
+    before = engine.life.now
+    with engine._access.held_whole("gathered_for_generation()"):
+        engine.life.become(Life.GENERATING)
+        try:
+            yield
+        finally:
+            if engine.life.now is Life.GENERATING:
+                engine.life.become(before)
 
 
 def _checked(loss: Any) -> torch.Tensor:
@@ -609,8 +998,9 @@ def _checked(loss: Any) -> torch.Tensor:
     return loss
 
 
-def _synchronise(device: torch.device) -> Callable[[], object] | None:
-    return None if device.type == "cpu" else lambda: torch.accelerator.synchronize(device)
+def _autocast(config: Config, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    dtype = config.autocast_dtype()
+    return nullcontext if dtype is None else partial(torch.autocast, device.type, dtype)
 
 
 def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:

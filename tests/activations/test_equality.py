@@ -39,7 +39,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "offload to disk": {"policy": "offload", "nvme_path": "DISK", "offload_min_bytes": 1},
     "contiguous": {"contiguous_memory_optimization": True, "number_checkpoints": 3},
     "contiguous and offload": {
-        "contiguous_memory_optimization": True, "cpu_checkpointing": True, "offload_min_bytes": 1
+        "contiguous_memory_optimization": True,
+        "cpu_checkpointing": True,
+        "offload_min_bytes": 1,
     },
     "auto, scarce": {"policy": "auto", "memory": "20000B"},
     "auto, nothing": {"policy": "auto", "memory": 0, "cpu_checkpointing": True, "offload_min_bytes": 1},

@@ -73,9 +73,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 @pytest.mark.parametrize(("stage", "data", "tensor"), [(0, 1, 2), (3, 2, 2), (2, 1, 4)])
-def test_partitioned_checkpoints(
-    stage: int, data: int, tensor: int, more: dict[str, Any], tmp_path: Path
-) -> None:
+def test_partitioned_checkpoints(stage: int, data: int, tensor: int, more: dict[str, Any], tmp_path: Path) -> None:
     model = model_of()
     more = {key: str(tmp_path) if value == "DISK" else value for key, value in more.items()}
     plain = run_grid(lambda place: train(model, place, stage, {}), data=data, tensor=tensor)

@@ -121,9 +121,7 @@ def engine_apart(
 
 
 @pytest.mark.parametrize("name", [*DEVICES, *HOSTS])
-def test_what_is_saved_is_of_the_moment_of_the_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_what_is_saved_is_of_the_moment_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     stage, more = copy.deepcopy({**DEVICES, **HOSTS}[name])
     plain = {key: value for key, value in more.items() if key == "bf16"}
     if "disk" in name:
@@ -211,9 +209,7 @@ def test_what_is_waited_for_at_once_is_copied_first(
 
 
 @pytest.mark.parametrize("apart", [True, False])
-def test_sums_and_weights_that_others_may_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart: bool
-) -> None:
+def test_sums_and_weights_that_others_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart: bool) -> None:
     """Sums of an open window, and weights through the model's own parameters: their copies come first."""
     gate = Gate(monkeypatch)
 

@@ -11,7 +11,7 @@ import torch
 from tests.engine.harness import make_model, settings
 
 import wherry
-from wherry.batches import make_dataloader
+from wherry.dataloader import make_dataloader
 from wherry.parallel.comm import Comm
 from wherry.parallel.threads import run_ranks
 

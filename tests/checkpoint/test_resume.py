@@ -218,7 +218,7 @@ def test_a_window_that_cannot_go_on_is_dropped_and_said(tmp_path: Path, caplog: 
 
     def go_on(engine: Any, comm: Comm) -> None:
         engine.load_checkpoint(tmp_path)
-        assert engine._backwards_in_window == 0
+        assert not engine.has_gradients()
 
     on(Shape(1, 2, 3), begin)
     on(Shape(1, 2, 2), go_on)

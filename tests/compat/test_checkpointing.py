@@ -14,7 +14,7 @@ from tests.parallel.handmade import Block, Model
 from torch import nn
 
 from wherry.activations import build
-from wherry.assemble import initialize
+from wherry.build import initialize
 from wherry.compat.deepspeed import checkpointing
 from wherry.compat.deepspeed.engine import DeepSpeedEngine
 from wherry.parallel.threads import run_grid

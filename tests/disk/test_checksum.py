@@ -101,7 +101,7 @@ def test_training_reads_what_it_wrote_or_says_so(tmp_path, row):
 
     try:
         step(0)
-        (store,) = engine._tiering.stores
+        (store,) = engine._offload.stores
         assert store.checksum
         store.drain()
         (path,) = store.paths

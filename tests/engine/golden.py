@@ -52,9 +52,7 @@ def losses_now() -> dict[str, list[float]]:
     for precision in HALF:
         for clip in CLIPS:
             config = {precision: {"enabled": True}}
-            run = train_engine(
-                make_model(), stage=0, ranks=HALF_RANKS, steps=HALF_STEPS, clip=clip, config=config
-            )
+            run = train_engine(make_model(), stage=0, ranks=HALF_RANKS, steps=HALF_STEPS, clip=clip, config=config)
             found[case(precision, HALF_RANKS, 1, clip)] = run.losses
     return found
 

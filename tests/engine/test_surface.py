@@ -16,7 +16,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import wherry
-from wherry import accumulation
 from wherry.errors import WherryError
 from wherry.parallel.comm import Comm
 from wherry.parallel.threads import run_ranks
@@ -341,41 +340,6 @@ def test_batch_sizes_that_change_while_training(by_iterator: bool, tmp_path: Pat
     for weights in run_ranks(2, body):
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
-
-
-def test_windows_that_grow_run_no_more_together_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fits was found out in a short window; for larger micro-batches it is found out anew."""
-    monkeypatch.setattr(accumulation.Room, "fits", lambda room: 2)
-    source = make_model()
-
-    def body(comm: Comm) -> list[list[int]]:
-        model = copy.deepcopy(source)
-        engine = wherry.initialize(
-            model=model, optimizer=adamw(model.parameters()), config=settings(3, 2), mesh=comm
-        )[0]
-        run_together, together = engine._hooks.run_together, [[]]
-
-        def noted(forwards: Any, *how: Any) -> Any:
-            together[-1].append(len(forwards))
-            return run_together(forwards, *how)
-
-        def window() -> None:
-            size, micros = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
-            engine.train_batch(token_batch(0, micro, comm.rank, size) for micro in range(micros))
-            together.append([])
-
-        engine._hooks.run_together = noted
-        window()
-        window()
-        engine.set_train_batch_size(2 * 2 * 5)
-        window()
-        engine.set_train_micro_batch_size(4)
-        window()
-        window()
-        engine.close()
-        return together[:-1]
-
-    assert run_ranks(2, body) == [[[], [2], [2, 2, 1], [], [2, 2, 1]]] * 2
 
 
 def test_clipping_by_hand_is_told_of_the_key() -> None:

@@ -14,7 +14,9 @@ from tests.names import collect
 
 PROMISED = json.loads((Path(__file__).parent / "promised.json").read_text())
 
-GONE: dict[str, str] = {}
+GONE = {
+    "wherry bench disk --peers": "python benchmarks/disk.py measures fio and DeepSpeed's aio beside the disk tier",
+}
 """A name, as `missing` gives it, and what to use instead."""
 
 

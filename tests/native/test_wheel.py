@@ -182,7 +182,7 @@ def test_types_are_seen_by_a_user_s_checker(programs, tmp_path):
     assert done.stdout.splitlines() == [
         'user.py:6: note: Revealed type is "wherry.engine.Engine"',
         'user.py:7: error: Unexpected keyword argument "confg" for "initialize"; did you mean "config"?  [call-arg]',
-        'user.py:7: note: "initialize" defined in "wherry.assemble"',
+        'user.py:7: note: "initialize" defined in "wherry.build"',
         "Found 1 error in 1 file (checked 1 source file)",
     ], done.stdout + done.stderr
 

@@ -198,7 +198,7 @@ def measure(
 
 @contextmanager
 def sizes_shown() -> Iterator[None]:
-    """Memory of gathered weights goes and comes as torch's own: a footprint sees the sizes of storages, and no pages."""
+    """Memory of gathered weights is torch's own: a footprint sees the sizes of storages, and no pages."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(elastic, "_system", lambda: None)
         yield

@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 import torch
 from tests.engine.harness import adamw, assert_close, make_model, settings, token_batch
-from tests.parallel.handmade import Model
 from tests.scale.windows import train_windows
 from tests.tiers.chaos import Chaos, ChaosLink, topology
 
 import wherry
 from wherry.parallel.comm import Comm
-from wherry.parallel.threads import run_grid, run_ranks
-from wherry.parallel.topology import Topology
+from wherry.parallel.threads import run_ranks
 from wherry.tiers import disk
 from wherry.tiers.tickets import DONE, Ticket
 
@@ -122,70 +120,3 @@ def test_a_window_copies_and_communicates_once(ranks: int, free: int | None) -> 
             assert many["all_gather"] > 7 * one["all_gather"]
     for name, value in runs["step_major", 8][0][1].items():
         torch.testing.assert_close(runs["layer_major", 8][0][1][name], value, rtol=0, atol=1e-5)
-
-
-IN_MEMORY, ON_DISK = {"device": "cpu"}, {"device": "nvme", "max_in_cpu": 10**9}
-
-
-@pytest.mark.parametrize(
-    ("stage", "ranks", "weights", "apart", "order"),
-    [
-        (3, 1, None, False, "step_major"),
-        (1, 2, None, False, "step_major"),
-        (2, 2, None, False, "layer_major"),
-        (3, 2, None, False, "layer_major"),
-        (3, 1, None, True, "step_major"),
-        (3, 1, IN_MEMORY, False, "step_major"),
-        (3, 1, IN_MEMORY, True, "layer_major"),
-        (3, 1, ON_DISK, False, "step_major"),
-        (3, 1, ON_DISK | {"max_in_cpu": 0}, False, "layer_major"),
-        (3, 1, ON_DISK, True, "layer_major"),
-    ],
-)
-def test_auto_is_layer_major_where_every_micro_batch_would_travel(
-    tmp_path: Path, stage: int, ranks: int, weights: dict[str, Any] | None, apart: bool, order: str
-) -> None:
-    zero: dict[str, Any] = {"stage": stage}
-    if weights is not None:
-        zero["offload_param"] = {"nvme_path": str(tmp_path), "buffer_count": 1} | weights
-    model = make_model()
-
-    def body(comm: Comm) -> str:
-        mine = copy.deepcopy(model)
-        mesh = topology(comm, Chaos(comm.rank)) if apart else comm
-        config = settings(stage, 2, more={"zero_optimization": zero})
-        engine, *_ = wherry.initialize(model=mine, optimizer=adamw(mine.parameters()), config=config, mesh=mesh)
-        engine.train_batch(iter([token_batch(0, micro, comm.rank) for micro in range(2)]))
-        engine.close()
-        return engine._accumulation.order
-
-    assert set(run_ranks(ranks, body)) == {order}
-
-
-class Unwatched:
-    """Of a comm what a layer uses: its counters, which change in every forward, would stand on the layer."""
-
-    __slots__ = ("all_reduce", "rank", "size")
-
-    def __init__(self, comm: Comm) -> None:
-        self.all_reduce, self.rank, self.size = comm.all_reduce, comm.rank, comm.size
-
-
-def test_ranks_that_share_weights_take_one_order(tmp_path: Path) -> None:
-    """What one of them has room for in memory may be on disk for another, whose parts are larger."""
-    model = make_model(Model)
-    assert isinstance(model, Model)
-
-    def body(place: Topology) -> str:
-        mine = copy.deepcopy(model)
-        mine.cut(Unwatched(place.tensor))  # type: ignore[arg-type]
-        room = 10**9 if place.tensor.rank == 0 else 0
-        weights = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_count": 1, "max_in_cpu": room}
-        config = settings(3, 2, more={"zero_optimization": {"stage": 3, "offload_param": weights}})
-        engine, *_ = wherry.initialize(model=mine, optimizer=adamw(mine.parameters()), config=config, mesh=place)
-        for step in range(2):
-            engine.train_batch(iter([token_batch(step, micro, 0) for micro in range(2)]))
-        engine.close()
-        return engine._accumulation.order
-
-    assert run_grid(body, tensor=2) == ["layer_major", "layer_major"]

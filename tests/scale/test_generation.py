@@ -25,9 +25,7 @@ def test_many_forwards_gather_once_and_ranks_may_make_different_numbers() -> Non
 
     def body(comm: Comm) -> list[float]:
         mine = copy.deepcopy(model)
-        engine, *_ = wherry.initialize(
-            model=mine, optimizer=adamw(mine.parameters()), config=settings(3), mesh=comm
-        )
+        engine, *_ = wherry.initialize(model=mine, optimizer=adamw(mine.parameters()), config=settings(3), mesh=comm)
         losses = []
         for step in range(4):
             if step in (0, 2):
@@ -52,6 +50,22 @@ def test_many_forwards_gather_once_and_ranks_may_make_different_numbers() -> Non
     assert run_ranks(2, body)[0] == pytest.approx(plain.losses, rel=1e-5)
 
 
+def test_weights_that_are_held_do_not_change() -> None:
+    model = make_model()
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(2))
+    engine.backward(engine(*token_batch(0, 0, 0)))
+    with wherry.gathered_for_generation(engine):
+        with pytest.raises(WherryError, match="step: weights are held by gathered_for_generation"):
+            engine.step()
+        with pytest.raises(WherryError, match="offload_states: weights are held by gathered_for_generation"):
+            engine.offload_states()
+    engine.step()
+    assert engine.global_steps == 1
+    with wherry.gathered_for_generation(engine):
+        engine.close()
+    assert engine.closed
+
+
 def test_an_exception_inside_releases_the_weights() -> None:
     models = [make_model() for _ in range(2)]
 
@@ -59,7 +73,7 @@ def test_an_exception_inside_releases_the_weights() -> None:
         engine, *_ = wherry.initialize(model=models[comm.rank], config=settings(3), mesh=comm)
         with pytest.raises(KeyError), wherry.gathered_for_generation(engine), wherry.gathered_for_generation(engine):
             raise KeyError("stop")
-        assert engine._gatherer.live == 0 and not engine._generating
+        assert engine._gatherer.live == 0
 
     run_ranks(2, body)
 

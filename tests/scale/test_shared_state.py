@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import assert_close, assert_equal, make_model, settings, train_plain
+from tests.engine.harness import assert_close, assert_equal, make_model, settings
 from tests.engine.test_models import Stack, sgd, vectors
 from tests.scale.test_accumulation import Checkpointed, Reentrant, Untied
 from tests.scale.windows import train_windows
@@ -21,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import wherry
-from wherry.sharding.interleave import Interleaver
+from wherry.sharding.layer_major import Interleaver
 from wherry.sharding.thread_state import RandomStream
 
 
@@ -69,9 +68,7 @@ def test_random_numbers_repeat_and_models_without_them_leave_the_generator_alone
     for _ in range(2):
         torch.manual_seed(5)
         runs.append(
-            train_windows(
-                make_model(Drops), stage=3, order="layer_major", accumulation=4, batch=vectors, optimizer=sgd
-            )
+            train_windows(make_model(Drops), stage=3, order="layer_major", accumulation=4, batch=vectors, optimizer=sgd)
         )
     assert_equal(*runs)
     torch.manual_seed(7)
@@ -130,7 +127,7 @@ def test_a_forward_that_waits_takes_its_stream_along(monkeypatch: pytest.MonkeyP
         seen.append((name, now["stream"]))
 
     forwards = [partial(forward, name) for name in "ab"]
-    interleaver.run(forwards, lambda running: None, [RandomStream.now(gpu) for _ in forwards])
+    interleaver.run(forwards, lambda running: None)
     in_turn = [("a", "main"), ("b", "main"), ("a", "beside a"), ("a", "main"), ("b", "beside b"), ("b", "main")]
     assert seen == in_turn and now["stream"] == "main"
 
@@ -163,134 +160,8 @@ def test_running_statistics_are_those_of_step_major() -> None:
         torch.testing.assert_close(runs[1].extra[-1][name], buffer)
 
 
-class Remembers(Stack):
-    """What the end of one forward leaves, the beginning of the next one reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.memory: torch.Tensor | None = None
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        if self.memory is not None:
-            x = x + self.memory
-        x = super().run(x)
-        self.memory = x.detach().mean(0)
-        return x
-
-
-class SideLoss(Stack):
-    """Blocks leave a part of the loss on themselves, and the model collects it at the end."""
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(12, 12)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = torch.tanh(self.linear(x))
-            self.extra = x.square().mean()
-            return x
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(self.Block() for _ in range(3))
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return super().forward(x, y) + sum(block.extra for block in self.blocks)
-
-
-class Counts(Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(()))
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen += 1
-        return super().run(x) * (1 + 1 / self.seen)
-
-
-class SetsAndUnsets(Stack):
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        self.factor = x.mean().detach()
-        x = super().run(x) * self.factor
-        del self.factor
-        return x
-
-
-@pytest.mark.parametrize(
-    ("model_class", "what"),
-    [(Remembers, "memory"), (SideLoss, "blocks.0.extra"), (Counts, "seen"), (SetsAndUnsets, "factor")],
-)
-@pytest.mark.parametrize("order", ["auto", "layer_major"])
-def test_a_model_that_keeps_state_runs_step_major(
-    model_class: type[nn.Module], what: str, order: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "wherry")
-    model = make_model(model_class)
-    plain = train_plain(model, ranks=2, accumulation=3, steps=3, batch=vectors, optimizer=sgd) if model_class in (
-        SideLoss, SetsAndUnsets) else None  # fmt: skip
-    one = train_windows(model, stage=3, order="step_major", accumulation=3, ranks=2, batch=vectors, optimizer=sgd)
-    run = train_windows(model, stage=3, order=order, accumulation=3, ranks=2, batch=vectors, optimizer=sgd)
-    assert_equal(run, one)
-    if plain is not None:
-        assert run.losses[:3] == pytest.approx(plain.losses, rel=1e-5)
-    lines = [record.getMessage() for record in caplog.records if "step_major" in record.getMessage()]
-    assert lines and all(repr(what) in line for line in lines)
-
-
-@pytest.mark.parametrize("how", ["closure", "partial", "object", "module"])
-def test_a_model_that_reads_what_its_hooks_have_kept_runs_step_major(
-    how: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As models do that take features from inside of another."""
-    caplog.set_level(logging.INFO, "wherry")
-    found: dict[str, torch.Tensor] = {}
-
-    class Keeper:
-        def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
-            self.kept = found["x"] = output
-
-    def closure(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        found["x"] = output
-
-    class Outside(nn.Module):
-        def keep(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
-            self.kept = found["x"] = output
-
-    class Features(Stack):
-        def run(self, x: torch.Tensor) -> torch.Tensor:
-            return super().run(x) + found["x"]
-
-    model = make_model(Features)
-    hook = {
-        "closure": closure, "partial": partial(closure), "object": Keeper(), "module": Outside().keep
-    }[how]  # fmt: skip
-    model.blocks[0].register_forward_hook(hook)
-    one, run = (
-        train_windows(model, stage=3, order=order, accumulation=3, batch=vectors, optimizer=sgd)
-        for order in ("step_major", "layer_major")
-    )
-    assert_equal(run, one)
-    lines = [record.getMessage() for record in caplog.records if "step_major" in record.getMessage()]
-    assert len(lines) == 1 and "the forward changes 'blocks.0.forward hook " in lines[0]
-
-
-class CountsCalls(Drops):
-    """Its forward changes what micro-batches that run together would share."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return super().run(x)
-
-
-@pytest.mark.parametrize("kind", [Drops, CountsCalls])
-def test_masks_after_a_load_are_those_without(kind: type[Drops], tmp_path: Path) -> None:
-    """A first window runs one micro-batch after another, and each draws what it draws where they run together."""
-    model = make_model(kind)
+def test_masks_after_a_load_are_those_without(tmp_path: Path) -> None:
+    model = make_model(Drops)
     config = settings(3, 3, more={"wherry": {"accumulation": "layer_major"}})
 
     def begin() -> Any:

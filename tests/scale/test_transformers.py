@@ -98,16 +98,14 @@ def test_layer_major_training_equals_plain(family: Any, checkpointing: str) -> N
     def body(comm: Comm) -> Run:
         run, mine = Run(extra=[]), copy.deepcopy(model)
         config = settings(3, accumulation, more={"wherry": {"accumulation": "layer_major"}})
-        engine, *_ = wherry.initialize(
-            model=mine, optimizer=adamw(mine.parameters()), mesh=comm, config=config
-        )
+        engine, *_ = wherry.initialize(model=mine, optimizer=adamw(mine.parameters()), mesh=comm, config=config)
         for step in range(steps):
             comm.traffic.clear()
             batches = iter([batch(step, micro, comm.rank) for micro in range(accumulation)])
             run.losses.append(sum(comm.gather_objects(float(engine.train_batch(batches)))) / comm.size)
             run.norms.append(engine.get_global_grad_norm())
-            run.extra.append((comm.traffic.calls["all_gather"], comm.traffic.calls["reduce_scatter"]))
-        assert engine._accumulation.order == "layer_major"
+            calls = comm.traffic.calls
+            run.extra.append((calls["all_gather"], calls["reduce_scatter"], len(engine.units)))
         with wherry.gathered(mine):
             run.weights = {name: p.detach().clone() for name, p in mine.named_parameters()}
         engine.close()
@@ -115,9 +113,8 @@ def test_layer_major_training_equals_plain(family: Any, checkpointing: str) -> N
 
     run = run_ranks(ranks, body)[0]
     assert_close(run, plain, 5e-5)
-    gathers, reductions = run.extra[-1]
-    assert run.extra[0][1] == accumulation * reductions, run.extra
-    assert gathers * 2 < run.extra[0][0] + 1, run.extra
+    gathers, reductions, units = run.extra[-1]
+    assert reductions <= units and gathers < accumulation * units, run.extra  # once for all micro-batches
 
 
 @pytest.mark.parametrize("family", FAMILIES)

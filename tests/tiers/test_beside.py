@@ -51,7 +51,7 @@ def test_weights_are_used_while_their_state_is_written(row: str, policy: str, tm
     engine, *_ = wherry.initialize(
         model=model, optimizer=adamw(model.parameters()), config=settings(ROWS[row][0], more=config)
     )
-    (store,) = engine._tiering.stores
+    (store,) = engine._offload.stores
     gate, write = threading.Event(), store.write
     store.write = lambda *args, **more: Gated(gate, write(*args, **more))
     engine.backward(engine(*token_batch(0, 0, 0)))
@@ -267,10 +267,8 @@ def test_what_the_next_forward_waits_for_first_is_read_in_the_backward(
     """By the thread of the backward; each record once for a step; a window that is dropped gives all back."""
     model = make_model()
     config = offload("disk-2", tmp_path, policy, optimizer={"buffer_count": 3})
-    engine, *_ = wherry.initialize(
-        model=model, optimizer=adamw(model.parameters()), config=settings(2, 2, more=config)
-    )
-    (store,) = engine._tiering.stores
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(2, 2, more=config))
+    (store,) = engine._offload.stores
     here, read, ahead, others = threading.current_thread(), store.read, list[str](), list[str]()
 
     def noted(record: Any, *args: Any) -> Ticket:
@@ -289,7 +287,7 @@ def test_what_the_next_forward_waits_for_first_is_read_in_the_backward(
         others.clear()
     for micro in range(2):
         engine.backward(engine(*token_batch(2, micro, 0)))
-    pool = engine._tiering.link.host
+    pool = engine._offload.link.host
     assert pool.counters.in_use > 0 or policy == "in_backward"
     dropped = pytest.raises(WherryError, match=r"updated 4 parts .* already") if first == ["root"] else nullcontext()
     with dropped:

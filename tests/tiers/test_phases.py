@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import wherry
 from wherry.errors import PeerError, WherryError
 from wherry.native.disk import Fault
-from wherry.offstage import SPELLINGS
+from wherry.offload_states import SPELLINGS
 from wherry.parallel.comm import Comm, SoloComm
 from wherry.parallel.threads import run_ranks
 from wherry.sharding import gradients as gradients_room
@@ -51,10 +51,11 @@ def test_states_leave_and_come_back(stage: int, include: str | list[str] | None)
                 freed = engine.offload_states(include=include)
                 assert freed == link.bytes_down - before > 0
                 names = [include] if isinstance(include, str) else include or SPELLINGS
-                assert set(engine._offstage.away) == {SPELLINGS.get(name, name) for name in names}
                 rows = {(row.state, row.tier): row for row in engine.memory()}
+                away = {state.removesuffix(" away") for state, _ in rows if state.endswith(" away")}
+                assert away == {SPELLINGS.get(name, name) for name in names}
                 assert freed == sum(row.bytes_actual for (state, _), row in rows.items() if state.endswith(" away"))
-                for state in engine._offstage.away:
+                for state in away:
                     # Counters of steps are no tensors of the device's.
                     assert rows[state, "device"].bytes_actual <= 64 < rows[f"{state} away", "host"].bytes_actual
                 with pytest.raises(WherryError, match=r"call reload_states\(\) first"):
@@ -85,9 +86,7 @@ def test_memory_of_states_that_have_left_is_other_programs() -> None:
     left: list[int] = []
     link, model = Returns(Chaos(4)), make_model()
     mesh = topology(SoloComm(), link.chaos, link=link)
-    engine, *_ = wherry.initialize(
-        model=model, optimizer=adamw(model.parameters()), config=settings(2), mesh=mesh
-    )
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(2), mesh=mesh)
     engine.backward(engine(*token_batch(0, 0, 0)))
     engine.step()
     assert not left
@@ -165,7 +164,7 @@ def test_buffers_are_gone_while_states_are_away(tmp_path: Path) -> None:
         engine.backward(engine(*token_batch(step, 0, 0)))
         engine.step()
     engine.settle()
-    pools = [engine._tiering.link.host, *engine._gradients._pools.values()]
+    pools = [engine._offload.link.host, *engine._gradients._pools.values()]
     buffers = references(block.tensor for pool in pools for blocks in pool._idle.values() for block in blocks)
     assert len(buffers) > 1
     engine.offload_states()
@@ -198,7 +197,7 @@ def test_a_failing_disk_is_told_to_every_rank_with_the_unit(row: str, what: str,
         try:
             for step in range(5):
                 if step == 2 and comm.rank == 1:
-                    engine._tiering.stores[0].inject(Fault(what, errno=5, skip=1))
+                    engine._offload.stores[0].inject(Fault(what, errno=5, skip=1))
                 engine.backward(engine(*token_batch(step, 0, comm.rank)))
                 engine.step()
             return "no error", []

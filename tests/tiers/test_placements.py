@@ -205,8 +205,8 @@ OTHERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 def test_the_policy_that_is_chosen_by_itself(tmp_path: Path) -> None:
     def look(engine: Any, link: Any) -> tuple[str, int | None]:
-        pool = engine._tiering._pool  # of its own only if its cores are given
-        return engine._tiering.policy.when, None if pool is None else pool._active
+        pool = engine._offload._pool  # of its own only if its cores are given
+        return engine._offload.policy.when, None if pool is None else pool._active
 
     fp16 = {"fp16": {"enabled": True}}
     for row, clip, more, chosen in (

@@ -43,7 +43,7 @@ def test_too_little_host_memory_is_found_before_training(tmp_path: Path) -> None
     message = str(caught.value)
     assert "host_memory allows 195.31 KiB" in message
     # Weights, gradients and moments in fp32.
-    root, block, *_ = units = units_of(12)
+    _, block, *_ = units = units_of(12)
     numel = sum(units)
     assert caught.value.missing == 16 * numel - limit
     # On disk: moments of four blocks at a time, and gradients of nine, which wait for their updates.
@@ -69,9 +69,7 @@ def test_too_little_host_memory_is_found_before_training(tmp_path: Path) -> None
     assert caught.value.missing == 8 * numel + 8 * round(numel / 2) + 2 * 8 * block - 1
 
 
-def test_weights_that_stay_in_memory_need_no_room_on_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_stay_in_memory_need_no_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "_free", lambda folder: 0)
     config = offload("disk-parameters", tmp_path, "at_step")
     config["zero_optimization"]["offload_param"]["max_in_cpu"] = 10_000

@@ -38,7 +38,7 @@ def measure(row: str, folder: Path, policy: str, *, ranks: int = 1, k: int = 1, 
             config=settings(ROWS[row][0], k, more=offload(row, folder, policy, "bf16")),
             mesh=topology(comm, link.chaos, link=link),
         )
-        stores = engine._tiering.stores
+        stores = engine._offload.stores
         for step in range(3):
             engine.settle()
             before = (link.bytes_up, link.bytes_down, *_disk(stores))
@@ -168,7 +168,7 @@ def test_optimizer_state_on_disk_does_not_stay_in_the_room_for_weights(tmp_path:
     memory = {(row.state, row.tier): row.bytes_actual for row in engine.memory()}
     assert memory["optimizer read", "host"] == 0
     assert memory["parameters read", "host"] == memory["parameters", "disk"]
-    (store,) = engine._tiering.stores
+    (store,) = engine._offload.stores
     assert (store.block_size, store.queue_depth) == (16384, 8)
     assert all(reserved for _, reserved, _ in store.usage().paths)
     assert [*map(lambda path: Path(path).parent.parent, store.paths)] == drives
@@ -212,11 +212,11 @@ def test_the_table_of_memory_is_what_there_is(row: str, apart: bool, tmp_path: P
                         assert actual <= expected <= 1.3 * actual
                     else:
                         assert actual <= expected, (state, tier)
-        pool, records = engine._tiering.link.host, [r for s in engine._tiering.stores for r in s._records]
+        pool, records = engine._offload.link.host, [r for s in engine._offload.stores for r in s._records]
         lent = held_by(memory, "host")
         assert lent <= pool.counters.in_use <= lent + 2 * PAGE * len(pool._lent)
         stored = held_by(memory, "disk")
-        reserved = sum(store.usage().reserved for store in engine._tiering.stores)
+        reserved = sum(store.usage().reserved for store in engine._offload.stores)
         assert stored <= reserved <= stored + 2 * PAGE * len(records)
         engine.close()
 
@@ -238,7 +238,7 @@ def test_no_more_records_are_in_memory_than_there_may_be(count: int, policy: str
     (row,) = [row for row in engine.memory() if row.state == "optimizer read"]
     assert (row.bytes_expected, row.bytes_actual) == (count * largest, 0)
     pages = count * -(-largest // PAGE) * PAGE
-    assert engine._tiering.link.host.counters.peak_in_use <= pages
+    assert engine._offload.link.host.counters.peak_in_use <= pages
     engine.close()
 
 
@@ -252,7 +252,7 @@ def test_weights_on_disk_are_in_no_more_buffers_than_there_may_be(
     config = offload(row, tmp_path, "at_step")
     config["zero_optimization"]["offload_param"]["buffer_count"] = 3
     engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(3, more=config))
-    shelf = engine._tiering._weights_shelf
+    shelf = engine._offload._weights_shelf
     take, most = shelf.take, list[int]()
 
     def noted(nbytes: int) -> torch.Tensor:

@@ -47,10 +47,7 @@ def as_rank(rank: int, flags: list[str]) -> int:
 def told(run: Path, *but: str) -> list[dict[str, Any]]:
     """Of each step what does not depend on the machine, and the validation at the end."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {key: line[key] for key in FIGURES if key in line and key not in but}
-        for line in lines
-    ]
+    return [{key: line[key] for key in FIGURES if key in line and key not in but} for line in lines]
 
 
 def assert_alike(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:

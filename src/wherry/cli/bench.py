@@ -1,88 +1,316 @@
-"""`wherry bench`: what this machine gives, and what Wherry takes of it beside what people would use instead."""
+"""`wherry bench`: what this machine's memory and disk give to Wherry, and the settings that suit them.
+
+How Wherry compares with other systems is measured by the scripts in `benchmarks`, which come with the sources.
+"""
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
-import sys
-import textwrap
-from collections.abc import Mapping
+import ctypes
+import json
+import math
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import wherry
+import torch
+from torch import Tensor
+
+from wherry import native
 from wherry.errors import WherryError
+from wherry.native.loading import ISA_CODES, engine
+from wherry.tiers.buffers import HostPool
+from wherry.tiers.disk import DiskStore, DiskUseError, Record
+from wherry.tiers.disk_errors import human
 
-_BENCHES = {
-    "adam": ("wherry.native.adam_bench", "the host optimizers, against the limit of the memory's bandwidth"),
-    "disk": ("wherry.tiers.disk_bench", "reads and writes of the disk tier, and the settings that suit it"),
-}
-# These compare with other packages, and live beside the package in its source tree.
-_SCRIPTS = {
-    "overhead": "what an engine adds to a step, beside DDP, FSDP2 and DeepSpeed",
-    "steps": "training steps of GPT-2, beside DDP, FSDP2 and DeepSpeed",
-    "offload_step": "steps with states on host and disk, beside the bound and others",
-    "forecast": "what `wherry plan` says a step takes, and what it takes",
-    "memory": "peak memory by placement, against the formulas and others",
-    "construction": "time and memory of building and loading a model",
-    "tiling": "a linear layer that is larger than what may be live",
-    "scaling": "what a step costs from 10M to 1B, and on 1 to 1,024 ranks",
-    "accumulation": "accumulation layer by layer, against step by step",
-    "checkpoint": "saving and loading, against the disk and others",
-    "activations": "activation memory: recomputing, partitioning, offloading",
-    "imports": "time to import, time to the command's help, size on disk",
-    "gpu": "everything that wants a GPU, within nine minutes",
-    "gpu_offload": "GPT-2 10B with the device limited to 32 GB",
-    "peers": "compile what the peers compile at their first use",
-    "report": "docs/benchmarks.md and its plots, from benchmarks/results",
-}
+Row = dict[str, Any]
 
 
 def main(argv: list[str]) -> int:
-    meanings = {name: meaning for name, (_, meaning) in _BENCHES.items()} | _SCRIPTS
-    parser = argparse.ArgumentParser(
-        prog="wherry bench",
-        usage="wherry bench WHAT [flags]",
-        description="Measure this machine, and Wherry on it.",
-        epilog=f"what to measure:\n{_listed(meanings)}\n\n`wherry bench WHAT --help` lists its flags.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("what", metavar="WHAT", nargs="?", help="one of the measures below; without it they are listed")
-    what: str | None = parser.parse_args(argv[:1]).what
-    if what is None:
-        parser.print_help()
-        return 0
-    if what not in meanings:
-        from wherry.config.problems import did_you_mean
-
-        hint = did_you_mean(what, meanings)
-        parser.error(f"there is no measure {what!r}{hint}; expected one of {', '.join(meanings)}")
-    if what in _SCRIPTS:
-        return _run_script(what, argv[1:])
-    module = _BENCHES[what][0]
-    if importlib.util.find_spec(module) is None:
-        raise WherryError(f"bench {what}: this install has no {module}; install Wherry again")
-    return int(importlib.import_module(module).main(argv[1:]) or 0)
+    parser = argparse.ArgumentParser(prog="wherry bench", description=(__doc__ or "").partition("\n\n")[0])
+    commands = parser.add_subparsers(metavar="WHAT", required=True)
+    _add_adam(commands)
+    _add_disk(commands)
+    options = parser.parse_args(argv or ["--help"])
+    if options.json is not None and not os.access(options.json.parent, os.W_OK):
+        raise WherryError(f"bench: nothing can be written in {options.json.parent}, where --json is to go")
+    rows: list[Row] = options.function(options)
+    if options.json is not None:
+        options.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
+        print(f"written: {options.json}")
+    return 0
 
 
-def _listed(meanings: Mapping[str, str]) -> str:
-    """A measure in each line, which is broken where a terminal of 80 columns would."""
-    wide = max(map(len, meanings)) + 4
-    return "\n".join(
-        textwrap.fill(meaning, 80, initial_indent=f"  {name}".ljust(wide), subsequent_indent=" " * wide)
-        for name, meaning in meanings.items()
-    )
+def _add_shared_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quick", action="store_true", help="fewer repeats and sizes, for a first look")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures to a file too")
 
 
-def _run_script(name: str, arguments: list[str]) -> int:
-    root = Path(wherry.__file__).parents[2]
-    path = root / "benchmarks" / f"{name}.py"
-    if path.parent.is_dir() and not path.is_file():
-        raise WherryError(f"bench {name}: these sources have no benchmarks/{name}.py")
-    if not path.is_file():
-        raise WherryError(
-            f"bench {name}: it comes with the sources, and this Wherry is an installed one (there is no {path}); "
-            "run it from a clone of the repository"
-        )
-    sys.path.insert(0, str(root))
-    return int(importlib.import_module(f"benchmarks.{name}").main(arguments))
+def _number(text: str) -> int:
+    """An argparse type: 3, or 1e8."""
+    value = float(text)
+    if not math.isfinite(value) or value < 1 or value != int(value):
+        raise ValueError
+    return int(value)
+
+
+def _numbers(text: str) -> list[int]:
+    return [_number(part) for part in text.split(",")]
+
+
+_number.__name__ = _numbers.__name__ = "whole number above 0"
+
+
+# The host optimizers: an update's time for each parameter, against an update of the same streams without arithmetic.
+
+_RULE = native.Adam(1e-4, weight_decay=0.1, step=100)
+# The native library's names for the streams that it can move without arithmetic.
+_FP32, _SPLIT, _WHOLE, _BF16_STATE, _8BIT_STATE = range(3, 8)
+LIMIT = "limit: the same streams"
+
+
+@dataclass
+class Form:
+    """One thing to time: `nbytes` are those that one parameter needs moved."""
+
+    name: str
+    nbytes: int
+    run: Callable[[], object]
+
+
+class Setting:
+    """A size, a pool of threads and the instruction sets to measure."""
+
+    def __init__(self, numel: int, pool: native.Pool, isas: Sequence[str]) -> None:
+        self.numel, self.pool, self.isas = numel, pool, isas
+
+    def floats(self, scale: float) -> Tensor:
+        tile = torch.randn(min(self.numel, 1 << 16)) * scale
+        return tile.repeat(-(-self.numel // tile.numel()))[: self.numel].clone()
+
+    def split(self) -> tuple[Tensor, Tensor]:
+        high, low = torch.empty(self.numel, dtype=torch.bfloat16), torch.empty(self.numel, dtype=torch.int16)
+        native.split(self.floats(0.02), high, low)
+        return high, low
+
+    def forms(self, name: str, nbytes: int, kind: int, streams: list[Tensor], segment: native.Segment) -> list[Form]:
+        """The limit, and Wherry's update by instruction set."""
+        use = engine(self.isas[0])
+        assert use.library is not None
+        pointers = (ctypes.c_void_p * 8)(*[tensor.data_ptr() for tensor in streams])
+        handle = self.pool.handle(use.library)
+        # The streams are bound so that their memory lives as long as the form.
+        limit = lambda _keep=streams: use.library.wherry_limit(use.code, handle, kind, pointers, self.numel)  # noqa: E731
+        found = [Form(LIMIT, nbytes, limit)]
+        for isa in self.isas:
+            plan = native.Plan([segment], isa=isa)
+            run = lambda plan=plan: plan.submit(_RULE, 0.5, self.pool).wait()  # noqa: E731
+            found.append(Form(f"Wherry {name}, {isa}", nbytes, run))
+        return found
+
+
+def _fp32(s: Setting) -> Iterator[Form]:
+    w, g, m, v = s.floats(0.02), s.floats(0.01), s.floats(0.001), s.floats(0.01).square_()
+    yield from s.forms("fp32", 28, _FP32, [w, m, v, g], native.Segment(g, w, state=(m, v)))
+    parameter = torch.nn.Parameter(w)
+    parameter.grad = g
+    optimizer = torch.optim.AdamW([parameter], lr=1e-4, weight_decay=0.1, fused=True)
+    optimizer.state[parameter].update(step=torch.tensor(100.0), exp_avg=m, exp_avg_sq=v)
+    yield Form("torch AdamW fused", 28, optimizer.step)
+
+
+def _split(s: Setting) -> Iterator[Form]:
+    high, low = s.split()
+    g, m, v = s.floats(0.01).bfloat16(), s.floats(0.001), s.floats(0.01).square_()
+    segment = native.Segment(g, high, low=low, state=(m, v))
+    yield from s.forms("bf16, split master", 26, _SPLIT, [m, v, high, low, g], segment)
+
+
+def _whole(s: Setting) -> Iterator[Form]:
+    w, m, v = s.floats(0.02), s.floats(0.001), s.floats(0.01).square_()
+    working, g = w.bfloat16(), s.floats(0.01).bfloat16()
+    segment = native.Segment(g, working, w, state=(m, v))
+    yield from s.forms("bf16, whole master", 28, _WHOLE, [w, m, v, g, working], segment)
+
+
+def _bf16_state(s: Setting) -> Iterator[Form]:
+    (high, low), g = s.split(), s.floats(0.01).bfloat16()
+    m, v = s.floats(0.001).bfloat16(), s.floats(0.01).square_().bfloat16()
+    segment = native.Segment(g, high, low=low, state=(m, v))
+    yield from s.forms("split master, bf16 moments", 18, _BF16_STATE, [high, low, m, v, g], segment)
+
+
+def _8bit_state(s: Setting) -> Iterator[Form]:
+    (high, low), g = s.split(), s.floats(0.01).bfloat16()
+    m, v = native.Blocks8.zeros(s.numel, signed=True), native.Blocks8.zeros(s.numel, signed=False)
+    native.quantize(s.floats(0.001), m)
+    native.quantize(s.floats(0.01).square_(), v)
+    segment = native.Segment(g, high, low=low, state=(m, v))
+    yield from s.forms("split master, 8-bit moments", 14, _8BIT_STATE, [high, low, m.codes, v.codes, g], segment)
+
+
+FAMILIES: dict[str, Callable[[Setting], Iterator[Form]]] = {
+    "fp32": _fp32,
+    "split": _split,
+    "whole": _whole,
+    "bf16 state": _bf16_state,
+    "8-bit state": _8bit_state,
+}
+
+
+def time_forms(forms: Sequence[Form], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each form's repeats, in another order each time: what the form before leaves in caches meets all."""
+    for form in forms:
+        form.run()
+    seconds: dict[str, list[float]] = {form.name: [] for form in forms}
+    order = random.Random(0)
+    for _ in range(repeats):
+        for form in order.sample(forms, len(forms)):
+            begun = time.perf_counter()
+            form.run()
+            seconds[form.name].append(time.perf_counter() - begun)
+    return seconds
+
+
+def _add_adam(commands: Any) -> None:
+    parser = commands.add_parser("adam", help="the host optimizers, against the limit of the memory's bandwidth")
+    _add_shared_flags(parser)
+    parser.add_argument("--sizes", type=_numbers, help="numbers of parameters (default 1e6,1e7,1e8)")
+    parser.add_argument("--threads", type=_numbers, help="numbers of threads (default 1 and all)")
+    parser.add_argument("--isa", help="instruction sets, comma-separated (default: all faster than portable)")
+    parser.add_argument("--families", help=f"of {', '.join(FAMILIES)} (default: all)")
+    parser.add_argument("--repeats", type=_number, help="repeats of each, in turns (default 9; 3 with --quick)")
+    parser.set_defaults(function=bench_adam)
+
+
+def instruction_sets(wanted: str | None) -> list[str]:
+    """Those to measure: as asked for, or all that are faster than portable C++."""
+    if native.library() is None:
+        raise WherryError(f"bench adam measures the native library, which is not active: {native.why_not()}")
+    fast = [name for name in native.available_isas() if name in ISA_CODES and name != "portable"] or ["portable"]
+    for name in wanted.split(",") if wanted else ():
+        if name not in native.available_isas() or engine(name).library is None:
+            raise WherryError(f"bench adam: --isa {name} is not a native instruction set; this machine has {fast}")
+    return wanted.split(",") if wanted else fast
+
+
+def bench_adam(options: argparse.Namespace) -> list[Row]:
+    isas, every = instruction_sets(options.isa), native.default_pool().threads
+    families = options.families.split(",") if options.families else list(FAMILIES)
+    if unknown := [name for name in families if name not in FAMILIES]:
+        raise WherryError(f"bench adam: --families has no {unknown[0]!r}; expected some of {', '.join(FAMILIES)}")
+    sizes = options.sizes or ([10**6, 10**7] if options.quick else [10**6, 10**7, 10**8])
+    rows: list[Row] = []
+    before = torch.get_num_threads()
+    print(f"{'':48}{'ns/param':>9}{'GB/s':>7}{'of limit':>10}")
+    try:
+        for threads in options.threads or ([every] if options.quick else sorted({1, every})):
+            torch.set_num_threads(threads)
+            with native.Pool(threads=threads) as pool, torch.no_grad():
+                for numel in sizes:
+                    for family in families:
+                        print(f"{family}, {numel:g} parameters, threads: {threads}")
+                        forms = list(FAMILIES[family](Setting(numel, pool, isas)))
+                        seconds = time_forms(forms, options.repeats or (3 if options.quick else 9))
+                        limit = statistics.median(seconds[LIMIT])
+                        for form in forms:
+                            median = statistics.median(seconds[form.name])
+                            gbps, of_limit = form.nbytes * numel / median / 1e9, limit / median
+                            print(f"  {form.name:46}{1e9 * median / numel:9.3f}{gbps:7.1f}{of_limit:10.2f}", flush=True)
+                            row = {"family": family, "numel": numel, "threads": threads, "name": form.name}
+                            rows.append(row | {"seconds": seconds[form.name], "bytes": form.nbytes})
+    finally:
+        torch.set_num_threads(before)
+    return rows
+
+
+# The disk: reads, writes and both at once, by block size and depth, and the setting that serves them best.
+
+WORK = ("read", "write", "both")
+_PIECE = 64 << 20
+# A setting this close to the best is as good as it; the smaller one wins then.
+_AS_GOOD = 0.97
+
+
+def _add_disk(commands: Any) -> None:
+    parser = commands.add_parser("disk", help="reads and writes of the disk tier, and the settings that suit it")
+    _add_shared_flags(parser)
+    parser.add_argument("--path", required=True, help="a folder on the drive to measure")
+    parser.add_argument("--size", type=_number, help="bytes in each measure (1 GiB; 64 MiB with --quick)")
+    parser.set_defaults(function=bench_disk)
+
+
+def bench_disk(options: argparse.Namespace) -> list[Row]:
+    if not os.path.isdir(options.path):
+        raise WherryError(f"bench disk: --path {options.path} is not a folder")
+    size = options.size or (64 << 20 if options.quick else 1 << 30)
+    if size < 8 << 20:
+        raise WherryError(f"bench disk: --size {size}: expected {8 << 20} or more")
+    blocks = (1 << 20,) if options.quick else (256 << 10, 1 << 20, 4 << 20)
+    depths = (8, 32) if options.quick else (4, 8, 16, 32, 64)
+    print(f"{'work':<8}{'block':>12}{'depth':>7}{'GB/s':>9}")
+    rows: list[Row] = []
+    try:
+        for block in blocks:
+            for depth in depths:
+                rows += disk_rows(options.path, size, block, depth, 1 if options.quick else 5)
+    except DiskUseError as error:
+        raise WherryError(f"bench disk: {error}") from None
+    print(f'best here, for the config:\n"aio": {json.dumps(best_settings(rows))}')
+    return rows
+
+
+def disk_rows(path: str, size: int, block: int, depth: int, repeats: int) -> list[Row]:
+    """Bytes a second of each kind of work with one block size and depth."""
+    seconds: dict[str, list[float]] = {work: [] for work in WORK}
+    half = size // 2 // _PIECE * _PIECE or size // 2 // block * block
+    with HostPool() as pool, DiskStore(path, name="bench", block_size=block, queue_depth=depth) as store:
+        store.attach(pool)
+        records = store.reserve("first half", half), store.reserve("second half", half)
+        buffers = pool.take(min(half, _PIECE)), pool.take(min(half, _PIECE))
+        for buffer in buffers:
+            buffer.random_(0, 256)  # zeros, and pages never touched, are cheaper to move
+        # Freshly reserved room is slower to write than room that was written before; a run's is, after its first step.
+        move(store, (), records, buffers)
+        for _ in range(repeats):
+            seconds["read"].append(move(store, records, (), buffers))
+            seconds["write"].append(move(store, (), records, buffers))
+            seconds["both"].append(move(store, records[:1], records[1:], buffers))
+        for buffer in buffers:
+            pool.give(buffer)
+        backend = store.backend
+    rows: list[Row] = []
+    for work in WORK:
+        speed = 2 * half / statistics.median(seconds[work])
+        print(f"{work:<8}{human(block):>12}{depth:>7}{speed / 1e9:>9.3f}", flush=True)
+        rows.append({"work": work, "block_size": block, "queue_depth": depth, "backend": backend, "speed": speed})
+    return rows
+
+
+def move(store: DiskStore, reads: Sequence[Record], writes: Sequence[Record], buffers: Sequence[Tensor]) -> float:
+    """Seconds to read and write whole records. Pieces share a buffer: what is measured is the way, not the freight."""
+    begun = time.perf_counter()
+    tickets = []
+    for work, records, buffer in ((store.read, reads, buffers[0]), (store.write, writes, buffers[1])):
+        for record in records:
+            for offset in range(0, record.nbytes, buffer.numel()):
+                tickets.append(work(record, buffer, offset, min(buffer.numel(), record.nbytes - offset)))
+    for ticket in tickets:
+        ticket.wait()
+    return time.perf_counter() - begun
+
+
+def best_settings(rows: Sequence[Row]) -> dict[str, int]:
+    """The smallest block size and depth that are as good as the best, by the mean over all kinds of work."""
+    speeds: dict[tuple[int, int], float] = {}
+    for row in rows:
+        key = row["block_size"], row["queue_depth"]
+        speeds[key] = speeds.get(key, 0.0) + math.log(row["speed"])
+    floor = max(speeds.values()) + len(WORK) * math.log(_AS_GOOD)
+    block, depth = min((key for key, speed in speeds.items() if speed >= floor), key=lambda key: (math.prod(key), key))
+    return {"block_size": block, "queue_depth": depth}

@@ -209,11 +209,10 @@ class Own(Block):
     )
     accumulation: Annotated[Literal["auto", "layer_major", "step_major"], BeforeValidator(lowered)] = key(
         "auto",
-        "Order of gradient accumulation: all micro-batches through a unit before the next unit, which gathers and "
-        "reduces each unit once, or one micro-batch after another. Acts in engine.train_batch; layer_major holds the "
-        "activations of all micro-batches of a window at once. auto: layer_major where weights or gradients would "
-        "travel once for every micro-batch (between ranks, between host and device, or from a disk), and the model "
-        "allows it; in groups of as many micro-batches as there is room for, as measured in the first window.",
+        "Order of gradient accumulation. layer_major: all micro-batches through a unit before the next unit, so that "
+        "each unit is gathered and reduced once in a window; it needs engine.train_batch, holds the activations of all "
+        "micro-batches of a window at once, and is for models that keep nothing on their modules from one part of a "
+        "forward to another. step_major and auto: one micro-batch after another.",
     )
     tile_linear: Flag = key(
         False,

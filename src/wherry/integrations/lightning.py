@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from wherry import config as configs
-from wherry.assemble import initialize
+from wherry.build import initialize
 from wherry.config import Config
 from wherry.engine import Engine
 from wherry.errors import WherryError
@@ -132,7 +132,7 @@ class WherryStrategy(DDPStrategy):
             model=module, optimizer=optimizer, config=self._resolved(trainer, fitting), mesh=place
         )
         self.model = self.engine
-        if fitting and self.engine._hooks.travels:
+        if fitting and any(unit.travelling for unit in self.engine.units):
             _refuse_averages(trainer)
         _engines[module] = weakref.ref(self.engine)
         # Lightning ends torch.distributed when the process ends; what the engine has open must be closed before that.

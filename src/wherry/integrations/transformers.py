@@ -24,10 +24,11 @@ from accelerate.utils import DynamoBackend
 from torch import nn
 
 from wherry import config as configs
-from wherry.assemble import initialize
+from wherry.build import initialize
 from wherry.config import Config
 from wherry.engine import Engine
 from wherry.errors import ConfigError, WherryError
+from wherry.life import Life
 from wherry.parallel import topology
 from wherry.sharding.access import gathered
 from wherry.sharding.attached import Mark
@@ -58,7 +59,7 @@ class _Travelling(Mark):
 
     def __bool__(self) -> bool:
         engine = self()
-        return engine is not None and not engine.closed and not engine._generating
+        return engine is not None and engine.life.now not in (Life.CLOSED, Life.GENERATING)
 
     def __reduce__(self) -> Any:
         return bool, ()

@@ -43,7 +43,7 @@ class Reporter:
     def __init__(
         self,
         config: Config,
-        module: Callable[[], nn.Module],
+        module: nn.Module,
         traffic: Callable[[], Iterable[tuple[str, Traffic]]],
         log: RankLogger,
         synchronise: Callable[[], object] | None,
@@ -71,7 +71,7 @@ class Reporter:
     @contextmanager
     def _counted(self, span: AbstractContextManager[Any], phase: str) -> Iterator[None]:
         if self._count is None:
-            self._count = FlopCount(self._module())
+            self._count = FlopCount(self._module)
         with span, self._count.phase(phase):
             yield
 

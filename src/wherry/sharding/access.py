@@ -99,6 +99,33 @@ class Access:
         with self._gathered(flats, modifier_rank):
             yield
 
+    @contextmanager
+    def held_whole(self, what: str) -> Iterator[None]:
+        """All weights whole through whatever runs inside, for reading; edits are lost."""
+        flats = [flat for unit in self.units for flat in unit.travelling]
+        self.meet(what, flats)
+        self.rest()
+        pinned = []
+        try:
+            for flat in flats:
+                self.gatherer.gather_for_readers(flat)
+                flat.pins += 1
+                pinned.append(flat)
+            yield
+        finally:
+            for flat in () if self.closed else pinned:
+                flat.pins -= 1
+                self.gatherer.release_flat(flat)
+
+    def on_host(self, what: str) -> dict[nn.Parameter, torch.Tensor]:
+        """Copies of all weights that travel, whole, on every rank's host; a unit at a time is gathered."""
+        whole: dict[nn.Parameter, torch.Tensor] = {}
+        for unit in self.units:
+            with self.gathered(unit.travelling, None, what):
+                for flat in unit.travelling:
+                    whole |= {p: p.detach().to("cpu", copy=True) for p in flat.parameters}
+        return whole
+
     def meet(self, what: str, flats: Iterable[Flat]) -> None:
         """Before flats are gathered: all ranks have come here to do so, or whoever is here alone is told."""
         if any(flat.weights is Weights.RELEASED for flat in flats):

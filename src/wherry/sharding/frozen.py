@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from wherry.sharding.autograd import NO_TASK, backward_task, tensors_in
-from wherry.sharding.interleave import Interleaver
+from wherry.sharding.layer_major import Interleaver
 from wherry.sharding.unit import Unit
 from wherry.sharding.weights import Gatherer
 

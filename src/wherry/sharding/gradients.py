@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -27,6 +28,23 @@ from wherry.tiers.buffers import DevicePool
 from wherry.tiers.streams import Link
 
 
+class Updates(Protocol):
+    """What the updates of the next step are told while gradients still come."""
+
+    # Whether they begin in the backward, and whether what they need is read from disk meanwhile.
+    in_backward: bool
+    reads_ahead: bool
+
+    def landed(self, gradient: FlatGradient) -> None:
+        """At the boundary: a flat's gradient is complete, `landing` apart."""
+
+    def read_ahead(self) -> None:
+        """At the boundary: half of all flats have their gradients."""
+
+    def forget(self) -> None:
+        """Buffers that nobody uses are about to be freed."""
+
+
 class Gradients:
     """The gradients of all trainable flats.
 
@@ -45,6 +63,8 @@ class Gradients:
         link: Link,
         way_of: Callable[[Flat], Landing],
         merging: Merging | None = None,
+        *,
+        updates: Updates | None = None,
     ) -> None:
         self.comm = topology.data
         # The ranks that share out one sum, and those that hold the same part of it.
@@ -68,12 +88,8 @@ class Gradients:
             if flat.trainable
         ]
         self.named = NamedGradients(self.all, self._shards, topology.tensor)
-        # Told of every flat whose gradient is complete at the boundary, `landing` apart.
-        self.on_complete: Callable[[FlatGradient], None] | None = None
-        # Told in the boundary's backward when half of all flats have their gradients.
-        self.on_half: Callable[[], None] | None = None
-        # Told before buffers that nobody uses are freed.
-        self.on_trim: Callable[[], None] = lambda: None
+        self._updates = updates
+        self._updates_in_backward = updates is not None and updates.in_backward
         self._told: set[FlatGradient] = set()
         # Those that more may come for in this backward: they are complete when it ends.
         self._held: dict[FlatGradient, None] = {}
@@ -124,11 +140,17 @@ class Gradients:
         index = self._index[gradient]
         self._completed.append(index)
         gradient.collected = True
-        if self.on_half is not None and self.boundary and len(self._completed) == (len(self.all) + 1) // 2:
-            self.on_half()
+        half = len(self._completed) == (len(self.all) + 1) // 2
+        if half and self.boundary and self._updates is not None and self._updates.reads_ahead:
+            self._updates.read_ahead()
         if not gradient.partitioned:
             gradient.absorb()
         self._launch_in_order()
+
+    def arrived_nested(self, gradient: FlatGradient, times: int) -> None:
+        """A backward within the backward has brought a parameter's gradient, for the so manieth time."""
+        self.nested = True
+        gradient.nested = max(gradient.nested, times)
 
     def arrived_late(self, gradient: FlatGradient) -> None:
         """A gradient came after its flat was collected, as of a module that two reentrant checkpoints share."""
@@ -211,7 +233,8 @@ class Gradients:
 
     def _trim(self) -> None:
         self._trims = False
-        self.on_trim()
+        if self._updates is not None:
+            self._updates.forget()
         for gradient in self.all:
             gradient.forget()
         for pool in self._pools.values():
@@ -382,7 +405,7 @@ class Gradients:
         cast = gradient.dtype != gradient.wire_dtype
         received = self.comm.buffers(whole) if self._optimizer_partitioned else self.comm.swaps(whole)
         buffered = cast or self._merging.takes(whole) or received
-        if buffered or self._replicas.size > 1 or self.on_complete is not None:
+        if buffered or self._replicas.size > 1 or self._updates_in_backward:
             # Buffers are to be few, and what follows a sum is to begin soon. Else nothing is gained by waiting here.
             self._drain(IN_FLIGHT - 1)
         if self.policy.predivide != 1.0:
@@ -428,7 +451,7 @@ class Gradients:
                 gradient.landing = self.link.down(gradient.owned, gradient.own_sum)
         elif gradient.stays:
             gradient.sum_squares = self.norm.measure(gradient, gradient.owned)
-        if self.on_complete is None:
+        if self._updates is None or not self._updates_in_backward:
             return
         if not gradient.waits:
             gradient.note_arrivals()  # what is absent now is so for the whole window
@@ -436,15 +459,15 @@ class Gradients:
             self._held[gradient] = None
         else:
             self._told.add(gradient)
-            self.on_complete(gradient)
+            self._updates.landed(gradient)
 
     def _tell_of_held(self) -> None:
         """Nothing comes late any more."""
         held, self._held = self._held, {}
         for gradient in held:
-            assert self.on_complete is not None
+            assert self._updates is not None
             self.norm.squares_of(gradient)  # afterwards there may be nothing left to measure
-            self.on_complete(gradient)
+            self._updates.landed(gradient)
 
     def _collect_late(self) -> None:
         """A second collection for the flats that any rank got late gradients for."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -16,12 +15,12 @@ from torch.utils.hooks import RemovableHandle
 from wherry.errors import WherryError
 from wherry.sharding.attached import Hook, WatchedParameters
 from wherry.sharding.autograd import NO_TASK, accumulates, backward_task, tensors_in
+from wherry.sharding.backward import Backward
 from wherry.sharding.frozen import FrozenCalls
 from wherry.sharding.gradients import FlatGradient, Gradients
-from wherry.sharding.interleave import Interleaver
+from wherry.sharding.layer_major import Interleaver
 from wherry.sharding.saved import SavedWeights
 from wherry.sharding.schedule import Pass, Schedule
-from wherry.sharding.thread_state import RandomStream
 from wherry.sharding.unit import Unit
 from wherry.sharding.weights import Gatherer
 
@@ -35,10 +34,10 @@ def _arrival(hooks: weakref.ref[Hooks], place: int, index: int) -> Callable[[nn.
         alive = hooks()
         if alive is None:
             return
-        gradients = alive.gradients
+        gradients, backward = alive.gradients, alive.backward
         gradient = gradients.all[place]
         # What `_inside_backward` would find, without its call.
-        known = alive.backward_running and backward_task() == alive.task and not torch.is_grad_enabled()
+        known = backward.running and backward_task() == backward.task and not torch.is_grad_enabled()
         nested = not (known or alive._inside_backward())
         gradients.arrivals += 1  # not before: this may have been what began the backward
         times = gradient.arrived
@@ -46,8 +45,7 @@ def _arrival(hooks: weakref.ref[Hooks], place: int, index: int) -> Callable[[nn.
         if parameter.grad is not None:
             gradient.defined[index] = True
         if nested:
-            gradients.nested = True
-            gradient.nested = max(gradient.nested, times[index])
+            gradients.arrived_nested(gradient, times[index])
         if gradient.collected:
             gradients.arrived_late(gradient)
         elif times[index] == gradient.expected:
@@ -65,20 +63,21 @@ def _uncounted(hooks: weakref.ref[Hooks]) -> Callable[[nn.Parameter], None]:
         alive = hooks()
         if alive is None:
             return
-        if alive.task == NO_TASK:
+        if alive.backward.task == NO_TASK:
             alive._inside_backward()
         alive.gradients.arrivals += 1  # not before: this may have been what began the backward
 
     return arrived
 
 
-@dataclass(frozen=True)
-class Phases:
-    """What the engine wants to be told."""
+class Phases(Protocol):
+    """What the hooks tell the engine."""
 
-    backward_begins: Callable[[], None]
-    backward_ends: Callable[[], None]
-    forward_begins: Callable[[], None]
+    def forward_begins(self) -> None: ...
+
+    def backward_begins(self) -> None: ...
+
+    def backward_ends(self) -> None: ...
 
 
 class Hooks:
@@ -92,8 +91,10 @@ class Hooks:
         gradients: Gradients,
         schedule: Schedule,
         phases: Phases,
-        interleaver: Interleaver,
+        device: torch.device,
+        *,
         updates_beside: bool = False,
+        layer_major: bool = False,
     ) -> None:
         self.model = model
         # Whether a unit may be used while its update is still under way.
@@ -104,16 +105,15 @@ class Hooks:
         self.gradients = gradients
         self.schedule = schedule
         self.phases = phases
-        self.interleaver = interleaver
+        self.interleaver = Interleaver(len(units), device)
+        self.backward = Backward()
         # How many forwards of each unit's modules are running, nested ones and recursion included.
         self.running = [0] * len(units)
         self.saved = SavedWeights(units, gatherer)
-        self._frozen = FrozenCalls(gatherer, interleaver)
-        self.task = NO_TASK
-        self.backward_running = False
+        self._frozen = FrozenCalls(gatherer, self.interleaver)
         self._handles: list[RemovableHandle] = []
         self._arrivals: list[RemovableHandle] = []
-        self._takes_turns = False
+        self._layer_major = layer_major
         self._unit_of: dict[nn.Parameter, Unit] = {}
         unit_of = {flat: unit for unit in units for flat in unit.flats}
         self._home = [unit_of[gradient.flat] for gradient in gradients.all]
@@ -122,14 +122,10 @@ class Hooks:
             self._places.setdefault(unit, []).append(place)
         # The units that each forward has run whose backward may still come, the oldest first.
         self._awaited: list[set[Unit]] = []
-        # Those that the backward has reached, and whose gradients it has not brought all.
-        self._open: list[Unit] = []
         # How many other methods of the model are running that were called through the engine.
         self._calling = 0
         # How often the weights have been updated. A backward needs them as they were in its forward.
         self.version = 0
-        # Whether the backward that runs makes gradients of weights; None as long as nobody has asked.
-        self._reduces: bool | None = None
         # Whether any weights do not stay whole.
         self.travels = any(unit.travelling for unit in units)
         # Whether this rank may pass over units whose collectives the others run.
@@ -144,6 +140,11 @@ class Hooks:
         for unit in self.units:
             if unit.travelling or self.updates_beside:
                 self._install_unit(unit)
+            elif self._layer_major and not unit.root:
+                # Forwards that run together stop at every unit, at those that never move as well.
+                for module in unit.modules:
+                    turn = Hook(partial(self._pre_forward_of_resident, unit))
+                    self._keep(module.register_forward_pre_hook(turn, prepend=True))
         self._keep(self.model.register_forward_hook(Hook(self._root_post_forward, compiles=True), always_call=True))
         self.watch_arrivals()
         if self.travels or self.updates_beside:
@@ -173,17 +174,6 @@ class Hooks:
             else:
                 post = Hook(partial(self._post_forward, unit))
                 self._keep(module.register_forward_hook(post, always_call=True))
-
-    def take_turns(self) -> None:
-        """From now on forwards may run together: each stops at every unit, at those that never move as well."""
-        if self._takes_turns:
-            return
-        self._takes_turns = True
-        for unit in self.units:
-            if not (unit.root or unit.travelling or self.updates_beside):
-                for module in unit.modules:
-                    turn = Hook(partial(self._pre_forward_of_resident, unit))
-                    self._keep(module.register_forward_pre_hook(turn, prepend=True))
 
     def _watch_parameters(self) -> None:
         flats_of = {unit: unit.flats if self.updates_beside else unit.travelling for unit in self.units}
@@ -216,7 +206,7 @@ class Hooks:
     @property
     def busy(self) -> bool:
         """Whether a forward or a backward of the model is running."""
-        return bool(self.running[self.root.index]) or self.backward_running
+        return bool(self.running[self.root.index]) or self.backward.running
 
     # Forward.
 
@@ -299,7 +289,7 @@ class Hooks:
 
     def _stand_in(self, unit: Unit) -> None:
         """Take part in the collectives of a unit that the model has passed over: other ranks may use it."""
-        backward = self.backward_running
+        backward = self.backward.running
         # Gradients of a unit that has run may still come, in another order than was expected.
         may_come = backward and unit in self._places and any(unit in run for run in self._awaited)
         if self.running[unit.index] or unit.shared or may_come:
@@ -319,10 +309,10 @@ class Hooks:
 
     def _makes_gradients(self) -> bool:
         """Whether the backward that runs is one for weights, and not for inputs only, as of torch.autograd.grad."""
-        if self._reduces is None:
+        if self.backward.reduces is None:
             parameters = (p for gradient in self.gradients.all for p in gradient.flat.parameters)
-            self._reduces = self.gradients.arrivals > 0 or any(map(accumulates, parameters))
-        return self._reduces
+            self.backward.reduces = self.gradients.arrivals > 0 or any(map(accumulates, parameters))
+        return self.backward.reduces
 
     def _post_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         self.running[unit.index] = max(0, self.running[unit.index] - 1)
@@ -365,7 +355,7 @@ class Hooks:
             return
         if self.updates_beside and unit.pending:
             self.gatherer.settle(unit.flats)
-        if unit.whole or not (self.running[self.root.index] or self.backward_running or self._calling):
+        if unit.whole or not (self.running[self.root.index] or self.backward.running or self._calling):
             return
         # Used by a unit that is not its own: from now on it stays gathered through the step.
         unit.shared = True
@@ -396,7 +386,7 @@ class Hooks:
 
     # Forwards that run together.
 
-    def run_together(self, forwards: Sequence[Callable[[], T]], streams: Sequence[RandomStream]) -> list[T]:
+    def run_together(self, forwards: Sequence[Callable[[], T]]) -> list[T]:
         """The results of several forwards of the model, each unit gathered once for all of them.
 
         Each draws its random numbers from a stream of its own, and the first of these becomes the thread's.
@@ -404,7 +394,7 @@ class Hooks:
         self._begin_forward()
         self._frozen.forget()
         try:
-            results = self.interleaver.run(forwards, self._enter, streams)
+            results = self.interleaver.run(forwards, self._enter)
         except BaseException:
             self.end_backward()
             raise
@@ -426,11 +416,8 @@ class Hooks:
 
     def begin_backward(self) -> None:
         """Prepare the units for a backward that is about to run, or has just begun to."""
-        self.backward_running = True
-        self.task = backward_task()
+        self.backward.begin()
         self.schedule.begin(Pass.BACKWARD)
-        self._reduces = None
-        self._open = []
         for unit in self.units:
             unit.in_backward = False
             if unit.shared and unit.travelling:
@@ -443,25 +430,24 @@ class Hooks:
         """
         if reduces is None:
             self.schedule.abandon()
-        self._reduces = reduces
+        self.backward.reduces = reduces
         for skipped in self.schedule.end():
             self._stand_in(skipped)
         del self._awaited[:1]
-        self.backward_running = False
-        self.task = NO_TASK
+        self.backward.end()
         self._frozen.forget()
         self.gatherer.release_all()
 
     def _inside_backward(self) -> bool:
         """Called from every hook that a backward runs. False inside a backward that runs within another."""
-        task = backward_task()
-        if not self.backward_running:  # the user's own `loss.backward()`
+        task, backward = backward_task(), self.backward
+        if not backward.running:  # the user's own `loss.backward()`
             self._start_backward()
         if torch.is_grad_enabled():  # create_graph: a second backward will need the weights of this one
             self.gatherer.hold = True
-        if self.task == NO_TASK:
-            self.task = task
-        return task == self.task
+        if backward.task == NO_TASK:
+            backward.task = task
+        return task == backward.task
 
     def _start_backward(self) -> None:
         self.phases.backward_begins()
@@ -474,7 +460,7 @@ class Hooks:
                 "loss, and its gradients would mix the old with the new; run every backward before step(), or the "
                 "forward again after it"
             )
-        if self.backward_running and self.task not in (NO_TASK, backward_task()):
+        if self.backward.running and self.backward.task not in (NO_TASK, backward_task()):
             # The model's outputs belong to no nested backward: the one before this has failed without a word.
             self._start_backward()
         self._inside_backward()
@@ -484,9 +470,9 @@ class Hooks:
 
     def _pre_backward(self, unit: Unit, grad: torch.Tensor) -> None:
         if self._inside_backward() and unit.travelling and not unit.in_backward:
-            if self._open:
+            if self.backward.open:
                 self._complete_open()
-            self._open.append(unit)
+            self.backward.open.append(unit)
         self._need_in_backward(unit)
 
     def _complete_open(self) -> None:
@@ -494,12 +480,12 @@ class Hooks:
 
         A rank that misses nothing of them has reduced them, and goes on to gather; this one does so in the same order.
         """
-        before, self._open = self._open, []
+        before, self.backward.open = self.backward.open, []
         for unit in before:
             missing = [self.gradients.all[place] for place in self._places.get(unit, ())]
             missing = [gradient for gradient in missing if not gradient.collected]
             if any(gradient.comes() for gradient in missing):
-                self._open.append(unit)
+                self.backward.open.append(unit)
             elif missing and self._makes_gradients():
                 self._complete_missing(unit)
 

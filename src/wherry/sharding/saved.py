@@ -6,7 +6,7 @@ the user's own, losses kept on a module, weights used detached.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -26,12 +26,10 @@ class SavedWeights:
     def __init__(self, units: Iterable[Unit], gatherer: Gatherer) -> None:
         self._gatherer = gatherer
         self._flat_of = {flat.whole.untyped_storage()._cdata: flat for unit in units for flat in unit.travelling}
-        # Told of every tensor that autograd saves in the model's forwards, as long as somebody asks.
-        self.notice: Callable[[torch.Tensor], None] | None = None
 
     def around(self) -> AbstractContextManager[Any]:
         """For a forward to run in."""
-        if not (self._flat_of or self.notice is not None) or not torch.is_grad_enabled():
+        if not self._flat_of or not torch.is_grad_enabled():
             return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
@@ -52,8 +50,6 @@ class SavedWeights:
                 if flat is not None:
                     shape = (tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
                     return leaf.data, flat, shape  # type: ignore[union-attr]
-        if self.notice is not None:
-            self.notice(inner)
         return tensor
 
     def unpack(self, saved: torch.Tensor | Packed) -> torch.Tensor:

@@ -37,6 +37,7 @@ class Gatherer:
         read_ahead: int = 0,
         merging: Merging | None = None,
         node: Comm | None = None,
+        settle: Callable[[list[Flat]], None] = lambda flats: None,
     ) -> None:
         self.units = units
         self._travelling = [unit for unit in units if unit.travelling]
@@ -44,7 +45,7 @@ class Gatherer:
         self.schedule = schedule
         self.link = link
         # Completes the updates of flats that are still under way.
-        self.settle: Callable[[list[Flat]], None] = lambda flats: None
+        self.settle = settle
         # Bytes of shards that are read from disk ahead of the gathers.
         self.read_ahead = read_ahead
         self.merging = merging or Merging(0)

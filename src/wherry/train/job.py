@@ -76,6 +76,7 @@ def train(options: Options) -> int:
     from wherry.train.data import Samples, Share, load_text
     from wherry.train.loop import Ending, Loop, Plan, Stop
     from wherry.train.model import GPT, GPTConfig
+    from wherry.train.order import runs_together
     from wherry.train.resume import changes, choose_start, keep_batch, own_settings, save_folder, saver
 
     # Ranks of the whole run agree on what to train and when to stop; data is shared out along the data axis alone.
@@ -88,9 +89,11 @@ def train(options: Options) -> int:
     config = build_config(options, shape.parameters, bf16=_has_bf16(device), given=given, earlier=start.config)
     place, mesh = parallel.lay_out(world, options.tensor_parallel, options.pipeline_parallel)
     keep_batch(config, start, place.data.size, options.sizes_the_batch, place.pipe.size)
+    piped = options.pipeline_parallel > 1
+    if not piped and all(comm.gather_objects(runs_together(config, place, shape, options.checkpoint_activations))):
+        config["wherry"] = {**(config.get("wherry") or {}), "accumulation": "layer_major"}
     resolved = load(config)
     torch.manual_seed(options.seed)
-    piped = options.pipeline_parallel > 1
     tied = not (piped or options.untied)
     alone = not piped and options.tensor_parallel == 1
     # Where parameters are partitioned the whole model need not be in any rank's memory.

@@ -15,7 +15,7 @@ from wherry.observe.spans import span
 from wherry.parallel.comm import Comm
 from wherry.parallel.merged import Merging
 from wherry.placement import Tier
-from wherry.sharding.gradients import FlatGradient
+from wherry.sharding.gradients import FlatGradient, Gradients
 from wherry.sharding.unit import Flat
 from wherry.tiers.streams import Link
 from wherry.update.ahead import Ahead
@@ -64,17 +64,22 @@ class Updater:
         merging: Merging,
         *,
         alone: bool,
+        checks_finite: bool = True,
     ) -> None:
         self.comm = comm
         # Whether a gradient that this rank misses no other rank can have.
         self._alone = alone
         self.link = link
         self.policy = policy
+        self.in_backward = policy.when == "in_backward"
+        # Whether the next forward waits for records on disk.
+        self.reads_ahead = False
         self.holdings = Holdings(groups, link, tier_of)
         self.batches = self.holdings.batches
         self.early = Early(self.batches)
-        # Asked of gradients before an update in the backward uses them; None to use them whatever they are.
-        self.finite: Callable[[FlatGradient], bool] | None = None
+        # Whether an update in the backward leaves gradients alone that are not finite.
+        self._checks_finite = checks_finite
+        self._finite: Callable[[FlatGradient], bool] | None = None
         self.steps_made = 0
         self._ahead = Ahead()
         self._departures = Departures(comm, merging)
@@ -96,14 +101,16 @@ class Updater:
 
     # Before the update.
 
-    def attach(self, gradients: Sequence[FlatGradient]) -> None:
+    def attach(self, gradients: Gradients) -> None:
         """All flats have been adopted; these are their gradients from now on."""
         self.holdings.complete()
         self._departures.pack(self.batches)
         self._all_in_place = all(batch.in_place for batch in self.batches)
-        if self.reads_ahead and self.policy.when == "in_backward":
+        self.reads_ahead = self.policy.when in ("before_use", "in_backward") and any(b.on_disk for b in self.batches)
+        if self.reads_ahead and self.in_backward:
             self._crew.depth = max(1, self.policy.depth - 1)  # one buffer is for what is read ahead
-        gradient_of = {gradient.flat: gradient for gradient in gradients}
+        self._finite = gradients.finite if self._checks_finite else None
+        gradient_of = {gradient.flat: gradient for gradient in gradients.all}
         for batch in self.batches:
             batch.gradients = [gradient_of[state.flat] for state in batch.states]
         if self.policy.when in ("before_use", "in_backward"):
@@ -119,11 +126,6 @@ class Updater:
         """Buffers are about to be freed: nothing of updates before holds on to them. No update may be under way."""
         for batch in self.batches:
             batch.forget()
-
-    @property
-    def reads_ahead(self) -> bool:
-        """Whether the next forward waits for records on disk."""
-        return self.policy.when in ("before_use", "in_backward") and any(batch.on_disk for batch in self.batches)
 
     def read_ahead(self) -> None:
         """In a backward: begin to read what the next forward will wait for first.
@@ -213,7 +215,7 @@ class Updater:
             self._deferred.append(batch)
             return
         # On the device they are not waited for: the step finds out.
-        fit = None if self.finite is None or self._inline(batch) else partial(self._fit, batch)
+        fit = None if self._finite is None or self._inline(batch) else partial(self._fit, batch)
         self._send(batch, course(batch, self._ahead.take, *terms, self.link.fence(), absent, fit=fit))
         self._keep_pace()
 
@@ -222,8 +224,8 @@ class Updater:
         return deferred
 
     def _fit(self, batch: Batch) -> bool:
-        assert self.finite is not None
-        if all(map(self.finite, batch.gradients)):
+        assert self._finite is not None
+        if all(map(self._finite, batch.gradients)):
             return True
         self._left_alone.add(batch)
         return False

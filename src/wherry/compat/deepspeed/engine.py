@@ -15,11 +15,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from wherry import config as configs
-from wherry.assemble import initialize as wherry_initialize
-from wherry.assemble import resolve_config
-from wherry.batches import make_dataloader
+from wherry.build import initialize as wherry_initialize
+from wherry.build import resolve_config
 from wherry.compat.deepspeed import checkpointing, parameters
 from wherry.compat.deepspeed.parts import not_part_of_wherry
+from wherry.dataloader import make_dataloader
 from wherry.engine import Engine
 from wherry.errors import WherryError
 from wherry.observe.log import say

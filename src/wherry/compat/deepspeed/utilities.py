@@ -13,7 +13,7 @@ from torch import nn
 from wherry.errors import WherryError
 from wherry.observe.log import logger, show_unless_shown
 from wherry.observe.memory import device_memory, format_bytes, host_memory
-from wherry.offstage import SPELLINGS, STATES
+from wherry.offload_states import SPELLINGS, STATES
 from wherry.parallel.topology import default_device
 from wherry.placement import Tier
 from wherry.sharding.grouping import LEAF
@@ -182,5 +182,6 @@ def get_state_devices(engine: Any, state: Any) -> set[torch.device]:
     name = SPELLINGS.get(spelling, spelling)
     if name not in STATES:
         raise WherryError(f"get_state_devices: {spelling} is no state; they are {', '.join(SPELLINGS)}")
-    on_device = getattr(engine.placement, name).tier is Tier.DEVICE and name not in engine._offstage.away
+    away = any(row.state == f"{name} away" for row in engine.memory())
+    on_device = getattr(engine.placement, name).tier is Tier.DEVICE and not away
     return {engine.device if on_device else torch.device("cpu")}
