@@ -19,7 +19,11 @@ import wherry
 from wherry import config as configs
 from wherry.cli import main
 from wherry.errors import WherryError
+from wherry.plan.counts import Counts
+from wherry.plan.dry_run import count_by_blocks
 from wherry.plan.machine import Machine, described, known
+from wherry.plan.source import Source
+from wherry.sources import SHAPES
 
 SMALL = ("gpt2-10m", "--machine", "4090")
 
@@ -28,6 +32,24 @@ SMALL = ("gpt2-10m", "--machine", "4090")
 def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delenv("FORCE_COLOR", raising=False)
+
+
+_ran: dict[str, Counts] = {}
+
+
+@pytest.fixture(autouse=True)
+def each_dry_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands of these tests ask for the same presets with the same configs, again and again."""
+
+    def counted(source: Source, config: configs.Config, **where: Any) -> Counts:
+        if source.name not in SHAPES:
+            return count_by_blocks(source, config, **where)
+        key = repr((source.name, config.to_dict(), where))
+        if key not in _ran:
+            _ran[key] = count_by_blocks(source, config, **where)
+        return _ran[key]
+
+    monkeypatch.setattr("wherry.plan.forecaster.count_by_blocks", counted)
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:

@@ -186,13 +186,21 @@ def _shares(found: Sequence[_Tried], free: frozenset[str]) -> list[tuple[Candida
 
 def _together(found: Sequence[_Tried], free: frozenset[str]) -> list[tuple[Candidate, Config]]:
     """The fastest of these configs that accumulate gradients, with all micro-batches through a unit before the next."""
-    windows = [tried for tried in found if tried.estimate.accumulation > 1 and tried.estimate.grid.pipe == 1]
+    windows = [tried for tried in found if _may_run_together(tried.estimate)]
     together = []
     for tried in sorted(windows, key=lambda tried: tried.rate)[-FASTEST:] if ORDER in free else ():
         changed = with_values(tried.config, {ORDER: "layer_major"})
         if changed is not None:
             together.append((Candidate(tried.candidate.values | {ORDER: "layer_major"}), changed))
     return together
+
+
+def _may_run_together(found: Estimate) -> bool:
+    """Whether the micro-batches of a window can go through a unit together: torch before 2.10 has no sums in fp32."""
+    import torch
+
+    sums = found.precision == "fp32" or hasattr(torch.Tensor, "grad_dtype")
+    return found.accumulation > 1 and found.grid.pipe == 1 and sums
 
 
 def _of_each_size(
@@ -404,7 +412,7 @@ def _changes(config: Config, now: Estimate) -> Iterator[Candidate]:
                 yield Candidate(values, words)
     other = "none" if now.recompute else "recompute"
     yield Candidate({RECOMPUTE: other}, f'"activation_checkpointing": {{"policy": "{other}"}}')
-    if now.accumulation > 1 and now.grid.pipe == 1 and config.wherry.accumulation != "layer_major":
+    if _may_run_together(now) and config.wherry.accumulation != "layer_major":
         yield Candidate({ORDER: "layer_major"}, '"wherry": {"accumulation": "layer_major"}')
     if now.precision == "fp32":
         half = now.machine.half

@@ -142,9 +142,9 @@ class Forecaster:
         times = sizes.accumulation
         work = Computing(*(b + times * (p - f) for b, p, f in zip(base.work, plain.work, few.work, strict=True)))
         together = times if config.wherry.accumulation == "layer_major" else 1
-        more = together * (plain.counts.highest.get(WORKING, 0.0) - few.counts.highest.get(WORKING, 0.0))
+        more = {kind: _working(plain.counts, kind) - _working(few.counts, kind) for kind in ("forward", "backward")}
         peaks = {
-            phase: {**found, WORKING: max(0.0, found.get(WORKING, 0.0) + more)}
+            phase: {**found, WORKING: found.get(WORKING, 0.0) + together * more.get(phase.partition(" ")[0], 0.0)}
             for phase, found in base.counts.peaks.items()
         }
         kept = base.counts.kept + plain.counts.kept - few.counts.kept
@@ -159,6 +159,11 @@ class Forecaster:
 
         near = run(NEAR)
         return near if micro == NEAR else _toward(near, run(FAR), (micro - NEAR) / (FAR - NEAR))
+
+
+def _working(counts: Counts, kind: str) -> float:
+    """Bytes of activations where they are highest in the phases of a forward, or of a backward."""
+    return max(found.get(WORKING, 0.0) for phase, found in counts.peaks.items() if phase.startswith(kind))
 
 
 def _with(config: Config, values: Mapping[str, Any]) -> Config:
