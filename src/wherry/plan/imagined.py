@@ -43,6 +43,10 @@ class FakeComm(Comm):
         super().__init__(rank, size)
         self._gpu = gpu
 
+    def read(self, tensor: torch.Tensor) -> list[float]:
+        """Zeros: what no rank has a gradient for is what this one has none for."""
+        return [0.0] * tensor.numel()
+
     def buffers(self, whole: torch.Tensor) -> bool:
         return not self._gpu and gloo.buffers(whole)
 

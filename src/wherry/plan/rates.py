@@ -189,7 +189,8 @@ def _block(machine: Machine, dtype: torch.dtype) -> float:
 
     with FakeTensorMode(), Recorder() as recorder:
         blocks, x = _blocks(width, heads), torch.zeros(batch, tokens, width, dtype=dtype)
-        blocks = blocks.to(dtype)
+        for parameter in blocks.parameters():
+            parameter.data = parameter.data.to(dtype)
         recorder.operations.clear()
         blocks(x).sum().backward()
     forecast = sum(computing(recorder.operations, machine, fp32=dtype is torch.float32))
