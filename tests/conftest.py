@@ -27,6 +27,7 @@ LONGEST = [
     "integrations/test_lightning.py",
     "plan/test_tiers.py",
     "cli/test_launch.py",
+    "cli/test_ray.py",
     "checkpoint/test_matrix.py",
     "checkpoint/test_resume.py",
     "engine/test_equality.py",

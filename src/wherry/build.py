@@ -19,7 +19,7 @@ from wherry.dataloader import make_dataloader
 from wherry.engine import Engine, Parts
 from wherry.errors import ConfigError, WherryError
 from wherry.fake import is_fake
-from wherry.nn.tiled import larger_than, tile_beyond
+from wherry.nn.tiled import tell_of_large_layers, tile_large_layers
 from wherry.observe.log import follow, logger, say, warn
 from wherry.observe.memory import format_bytes
 from wherry.offload import Offload
@@ -31,13 +31,11 @@ from wherry.sharding.compiling import refuse_whole
 from wherry.sharding.construct import Builder, move_buffers
 from wherry.sharding.gradients import Gradients
 from wherry.sharding.grouping import plan_units
-from wherry.sharding.lookahead import LookAhead
 from wherry.sharding.schedule import Schedule
-from wherry.sharding.unit import Flat, Unit
+from wherry.sharding.unit import Flat
 from wherry.sharding.weights import Gatherer
 from wherry.update import schedules
-from wherry.update.clipping import sum_squares
-from wherry.update.loss_scale import LossScaler
+from wherry.update.loss_scale import LossScaler, sum_squares
 from wherry.update.optimizer import OptimizerSpec, ShardedOptimizer, describe, from_config
 from wherry.update.pipeline import Updater
 
@@ -138,9 +136,6 @@ def _assemble(
     optimizer: OptimizerLike | None,
     model_parameters: Iterable[Any] | None,
 ) -> Engine:
-    beyond = resolved.beyond()
-    if beyond:  # what this version would otherwise do differently from what was asked
-        raise ConfigError("\n".join(beyond))
     _check_layer_major(resolved, model)
     follow(resolved)
     dry = any(is_fake(p) for p in model.parameters())  # no run of the config, and takes no memory
@@ -156,15 +151,10 @@ def _assemble(
     if placement.parameters.partitioned:
         _warn_of_frozen_casts(model, resolved)
         live = resolved.zero_optimization.stage3_max_live_parameters
-        large = larger_than(model, live)
         if resolved.wherry.tile_linear:
-            optimizer, model_parameters = _tile(model, large, live, optimizer, model_parameters)
-        elif large:
-            say(
-                "%s (of %d linear layers) has more elements than the %d of stage3_max_live_parameters, and is gathered "
-                'whole nevertheless; "wherry": {"tile_linear": true} cuts such layers into tiles',
-                next(iter(large)), len(large), live,
-            )  # fmt: skip
+            model_parameters = tile_large_layers(model, live, optimizer, model_parameters)
+        else:
+            tell_of_large_layers(model, live)
     spec = _optimizer(model, resolved, optimizer, model_parameters)
     # The groups hold the very parameters, in the order of the user's optimizer.
     group_of = {p: i for i, group in enumerate(spec.groups) for p in group["params"]} if spec else {}
@@ -193,9 +183,8 @@ def _build(
         updater = Updater(
             spec.groups,
             topology.shards,
-            offload.link,
+            offload,
             offload.policy,
-            offload.state_tier,
             gathers,
             alone=topology.data.size == 1,
             checks_finite=config.nonfinite() != "ignore",
@@ -209,7 +198,7 @@ def _build(
         persistence_threshold=zero.stage3_param_persistence_threshold,
         persistence_limit=zero.stage3_model_persistence_threshold,
         home_of=offload.home_of,
-        adopt=updater.holdings.adopt if updater is not None else lambda flat, master: None,
+        adopt=updater.states.adopt if updater is not None else lambda flat, master: None,
         tensor=topology.tensor,
         shards=topology.shards,
     )
@@ -224,7 +213,7 @@ def _build(
         Schedule(units, topology.data.size),
         offload.link,
         live_limit=zero.stage3_max_live_parameters,
-        look_ahead=_look_ahead(config, units, topology.device),
+        look_ahead=zero.stage3_prefetch_bucket_size,
         read_ahead=offload.read_ahead,
         merging=gathers,
         node=topology.node,
@@ -265,7 +254,7 @@ def _build(
 
 def _share_rounded(updater: Updater, flats: list[Flat], topology: topologies.Topology) -> None:
     """Where masters are split each rank has rounded its own part anew, of weights that all of them hold whole."""
-    split = {state.flat for held in updater.holdings.batches if held.split for state in held.states}
+    split = {state.flat for bucket in updater.buckets if bucket.split for state in bucket.states}
     for flat in flats:
         if flat in split and flat.resident and flat.layout.ranks > 1 and flat.dtype is torch.bfloat16:
             topology.shards.all_gather(flat.whole, flat.shard_memory).wait()
@@ -367,34 +356,6 @@ def _check_layer_major(config: Config, model: nn.Module) -> None:
         )
 
 
-def _tile(
-    model: nn.Module,
-    large: dict[str, nn.Parameter],
-    live: int,
-    optimizer: OptimizerLike | None,
-    model_parameters: Iterable[Any] | None,
-) -> tuple[OptimizerLike | None, list[Any] | None]:
-    """Cut linear layers into tiles that the budget of live parameters allows, and tell the optimizer."""
-    replaced: dict[Any, list[nn.Parameter]] = tile_beyond(model, live)
-    for name, weight in large.items():
-        if tiles := replaced.get(weight):
-            say("%s has more than the %d elements that may be live: %d tiles instead", name, live, len(tiles))
-
-    def renewed(parameters: Iterable[Any]) -> list[Any]:
-        # Groups that are dicts have no hash.
-        return [
-            new for old in parameters for new in (replaced.get(old, [old]) if isinstance(old, nn.Parameter) else [old])
-        ]
-
-    if isinstance(optimizer, torch.optim.Optimizer):
-        for group in optimizer.param_groups:
-            group["params"] = renewed(group["params"])
-    given = renewed(model_parameters) if model_parameters is not None else None
-    if given is not None:
-        given = [{**group, "params": renewed(group["params"])} if isinstance(group, dict) else group for group in given]
-    return optimizer, given
-
-
 def _divided(topology: topologies.Topology, config: Config) -> topologies.Topology:
     """The data axis cut into the groups that the config asks for."""
     if config.zero_optimization.mics_shard_size != -1 or topology.group is None:
@@ -408,16 +369,6 @@ def _divided(topology: topologies.Topology, config: Config) -> topologies.Topolo
             "that share out the weights; give the number of ranks in a node"
         )
     return replace(topology, node=shards.within(size))
-
-
-def _look_ahead(config: Config, units: list[Unit], device: torch.device) -> LookAhead:
-    """How far gathers look ahead; with "auto", to be found in the first windows."""
-    zero = config.zero_optimization
-    if "zero_optimization.stage3_prefetch_bucket_size" not in config.auto:
-        return LookAhead(zero.stage3_prefetch_bucket_size)
-    # What rests on disk is never gathered further ahead than one unit.
-    sizes = [sum(flat.layout.numel for flat in unit.travelling) for unit in units if not unit.root and not unit.on_disk]
-    return LookAhead(0, device=device, step=max(sizes, default=0), most=zero.stage3_max_live_parameters)
 
 
 def _optimizer(

@@ -16,14 +16,13 @@ from torch import nn
 
 from wherry import memory_report
 from wherry.activations import build as activations
-from wherry.checkpoint import session
-from wherry.checkpoint.keeper import Checkpoints
+from wherry.checkpoint.session import Checkpoints, Counts, Session
 from wherry.errors import DivergenceError, WherryError
 from wherry.fake import host_value
 from wherry.life import Life, Lifetime
 from wherry.memory_report import MemoryRow
 from wherry.observe.log import get_logger
-from wherry.observe.monitor import Monitor
+from wherry.observe.metrics import Monitor
 from wherry.observe.reporter import Reporter, Update
 from wherry.offload import Offload
 from wherry.offload_states import OffloadedStates
@@ -38,12 +37,11 @@ from wherry.sharding.layer_major import sums_in_fp32
 from wherry.sharding.roster import Roster
 from wherry.sharding.unit import Unit
 from wherry.sharding.weights import Gatherer
-from wherry.update.clipping import norm_and_multiplier
-from wherry.update.loss_scale import LossScaler
+from wherry.update.loss_scale import LossScaler, norm_and_multiplier
 from wherry.update.nonfinite import NonFinite
 from wherry.update.optimizer import OptimizerSpec, ShardedOptimizer
+from wherry.update.parameter_states import ParameterStates
 from wherry.update.pipeline import Updater
-from wherry.update.reach import ParameterStates
 from wherry.window import Window
 
 if TYPE_CHECKING:
@@ -132,8 +130,8 @@ class Engine(nn.Module):
                 parts.optimizer.instance, self.update, self.zero_grad_of_loop, lambda: self.states
             )
         self._checkpoints = Checkpoints(self._session, config)
-        state_of = parts.updater.holdings.state_of if parts.updater is not None else {}
-        self._access = Access(module, parts.units, parts.gatherer, self.comm, state_of.get, self._rest, self.settle)
+        state_of = parts.updater.states.state_of if parts.updater is not None else {}
+        self._access = Access(module, parts.units, parts.gatherer, self.comm, state_of.get, self.settle)
 
     # Forward.
 
@@ -168,8 +166,6 @@ class Engine(nn.Module):
         """Called by the model's hook. What an exception left behind is cleared here, so that this step is healthy."""
         if self._hooks.backward.running:
             self._abandon_window()
-        if torch.is_grad_enabled():
-            self._gradients.let_go()
         self._activations.begin()
 
     # Backward.
@@ -237,18 +233,10 @@ class Engine(nn.Module):
         except WherryError:
             self._abandon_window()
             raise
-        self._updates_begin_with(boundary)
+        if self._updater is not None:
+            self._updater.begin_backward(self._groups(), self._gradient_scale(), boundary=boundary)
         self._gradients.begin(boundary=boundary, micro_batches=micro_batches)
         self._hooks.begin_backward()
-
-    def _updates_begin_with(self, boundary: bool) -> None:
-        """No update is under way while gradients come, but those that a policy makes of these very gradients."""
-        if self._updater is None or not self._updater.policy.beside:
-            return
-        if self._updater.policy.when != "delayed":
-            self._updater.settle()
-        if boundary and self._updater.policy.when == "in_backward":
-            self._updater.early.expect(self._groups(), self._gradient_scale())
 
     def _end_backward(self, *, makes_gradients: bool) -> None:
         """Finish the reductions, release the weights. One for inputs only is no micro-batch of the window."""
@@ -256,7 +244,7 @@ class Engine(nn.Module):
         if not makes_gradients:
             self._window.cancel_backward()
             if self._updater is not None:
-                self._updater.early.retract()
+                self._updater.cancel_backward()
             return
         self._gradients.finish()
         self._window.end_backward(self._gradient_scale())
@@ -315,8 +303,6 @@ class Engine(nn.Module):
             self._abandon_window()
             raise
         self._schedule.settle(norm.one_path, self.comm.gather_objects)
-        if self._gatherer.look_ahead.searching:
-            self._gatherer.look_ahead.settle(self.comm.gather_objects)
         self._norm, multiplier = norm_and_multiplier(squares, window.scale, self._config.gradient_clipping)
         groups, found = optimizer.param_groups, None
         if not math.isfinite(self._norm):
@@ -375,7 +361,7 @@ class Engine(nn.Module):
         """Drop the window's gradients. What has been updated from them already, by name."""
         self._gatherer.hold = False
         self._hooks.end_backward()
-        changed = self._updater.abandon() if self._updater is not None else []
+        changed = self._updater.drop() if self._updater is not None else []
         self._gradients.drop()
         self._end_window()
         return changed
@@ -387,7 +373,7 @@ class Engine(nn.Module):
             self._log.warning(
                 "gradients are dropped that no step has ended, and the update policy in_backward has updated %d of %d "
                 "parts of the model from them already: %s ...; to lose nothing go back to a checkpoint",
-                len(changed), len(self._updater.batches), changed[0],
+                len(changed), len(self._updater.buckets), changed[0],
             )  # fmt: skip
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -495,19 +481,17 @@ class Engine(nn.Module):
     def settle(self) -> None:
         """Complete updates that are still under way, so that weights and state are those after the last step.
 
-        Whoever reads weights or state need not call it. With delayed updates it is how training ends: the weights
+        Calls that read weights or state do so by themselves. With delayed updates it is how training ends: the weights
         take the last update, which they otherwise do in the next step.
         """
         self._check_open()
-        if self._updater is not None:
-            if self._updater.policy.when == "delayed" and self._updater.publishes:
-                self._updater.comm.meet("settle()")
-            self._updater.complete()
+        self._flush()
 
-    def _rest(self) -> None:
-        self._check_open()
+    def _flush(self) -> None:
         if self._updater is not None:
-            self._updater.rest()
+            late = self._updater.policy.when == "delayed" and self._updater.pending
+            self._updater.flush()
+            self._hooks.version += late  # a forward before this was of other weights
 
     def offload_states(
         self,
@@ -529,6 +513,7 @@ class Engine(nn.Module):
             self.life.check_not_generating("offload_states")
         if self._hooks.backward.running:
             self._abandon_window()
+        self._flush()
         try:
             return self._offloaded.offload(include)
         finally:
@@ -557,7 +542,7 @@ class Engine(nn.Module):
         and dicts of these. Whatever happens on the way, the checkpoint before stays whole.
         """
         self._meet("save_checkpoint()")
-        self._rest()
+        self.settle()
         self._checkpoints.save(save_dir, tag, client_state, save_latest, not exclude_frozen_parameters)
         return True
 
@@ -583,14 +568,14 @@ class Engine(nn.Module):
         states = load_optimizer_states and not load_module_only
         schedule = load_lr_scheduler_states and not load_module_only
         options = LoadOptions(load_module_strict, states, schedule, counts=not load_module_only)
-        if self._hooks.backward.running or (states and self._window.backwards):
+        if self._hooks.backward.running or (states and self._window.so_far):
             self._abandon_window()
         loaded = self._checkpoints.load(load_dir, tag, options)
         self._gatherer.forget_near()
         if loaded is None:
             return None, None
         if loaded.counts is not None:
-            self._go_on_from(loaded.counts, loaded.window)
+            self._go_on_from(loaded.counts)
         return str(loaded.path), loaded.client_state
 
     def wait_for_checkpoint(self) -> None:
@@ -611,7 +596,7 @@ class Engine(nn.Module):
         it is one file of torch.save's, for which rank 0 holds the whole model.
         """
         self._meet("save_16bit_model()")
-        self._rest()
+        self.settle()
         self._checkpoints.save_model(Path(save_dir), save_filename, exclude_frozen=exclude_frozen_parameters)
         return True
 
@@ -623,26 +608,24 @@ class Engine(nn.Module):
         Weights are the working ones, or in `dtype`; torch.float32 gives the masters.
         """
         self._meet("consolidated_state_dict()")
-        self._rest()
+        self.settle()
         return self._checkpoints.consolidated(dtype, exclude_frozen=exclude_frozen_parameters)
 
     def _meet(self, call: str) -> None:
         self._check_open()
         world_of(self.topology).meet(call)
 
-    def _session(self) -> session.Session:
-        window, counts = self._window, session.Counts
-        return session.Session(
+    def _session(self) -> Session:
+        window = self._window
+        return Session(
             module=self._model,
             units=self.units,
             comm=world_of(self.topology),
             data=self.comm,
-            replicas=self.topology.replicas,
             tensor=self.topology.tensor,
             device=self.device,
             link=self._offload.link,
             gatherer=self._gatherer,
-            gradients=self._gradients,
             updater=self._updater,
             optimizer=self.optimizer,
             scaler=self._scaler,
@@ -650,40 +633,34 @@ class Engine(nn.Module):
             dataloader=self.training_dataloader,
             config=self.config,
             placement=[list(row) for row in self.placement.rows()],
-            counts=counts(
-                self.global_steps, self.micro_steps, self.skipped_steps, self.global_samples, self._norm, window.applied
+            counts=Counts(
+                self.global_steps,
+                self.micro_steps - window.steps,
+                self.skipped_steps,
+                self.global_samples,
+                self._norm,
+                window.applied,
             ),
-            window=session.Window(
-                window.backwards,
-                window.steps,
-                window.averaged,
-                window.scaled,
-                self._gradients.boundary,
-                window.batch.accumulation,
-                self.comm.size,
-                self._gradients.policy.predivide,
-            ),
+            micro_batches=window.so_far,
+            accumulation=window.batch.accumulation,
+            complete=self._gradients.boundary,
         )
 
-    def _go_on_from(self, counts: session.Counts, saved: session.Window | None) -> None:
+    def _go_on_from(self, counts: Counts) -> None:
         self.global_steps, self.micro_steps = counts.global_steps, counts.micro_steps
         self.global_samples = counts.samples
         self.skipped_steps, self._norm, self._window.applied = counts.skipped_steps, counts.norm, counts.applied
         if self._updater is not None:
             self._updater.steps_made = self.global_steps - self.skipped_steps
-        if saved is not None:
-            window = self._window
-            window.backwards, window.steps = saved.backwards, saved.steps
-            window.averaged, window.scaled = saved.averaged, saved.scaled
-            window.scale = self._gradient_scale()
 
     # What people ask.
 
     @property
     def module(self) -> nn.Module:
-        """The model. Whoever takes it may read its weights, so updates that are under way end first."""
-        if self._updater is not None and not self._hooks.busy:
-            self._updater.rest()
+        """The model. Whoever takes it may read its weights, so updates that are changing them end first."""
+        # A delayed one has not begun to.
+        if self._updater is not None and self._updater.policy.when != "delayed" and not self._hooks.busy:
+            self._updater.flush()
         return self._model
 
     @property
@@ -703,11 +680,11 @@ class Engine(nn.Module):
     @property
     def states(self) -> ParameterStates:
         """Masters, moments and gradients of single parameters. What is under way is completed first."""
-        self._rest()
+        self.settle()
         if self._states is None:
             self._states = ParameterStates(
                 self.units,
-                self._updater,
+                self._updater.states if self._updater is not None else None,
                 self._groups(),
                 self._gradients,
                 self._gatherer.comm,

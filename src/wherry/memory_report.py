@@ -131,7 +131,7 @@ def _gathered(units: list[Unit], gatherer: Gatherer) -> MemoryRow:
     stay = sum(flat.layout.numel for unit in units if unit.shared for flat in unit.travelling)
     largest = max((sum(f.layout.numel for f in unit.travelling) for unit in units if not unit.shared), default=0)
     room = max(0, gatherer.live_limit - stay - largest)
-    ahead = min(room, max(largest, gatherer.look_ahead.limit))
+    ahead = min(room, max(largest, gatherer.look_ahead))
     most = min(stay + largest + ahead, sum(flat.layout.numel for flat in travelling))
     width = max((flat.dtype.itemsize for flat in travelling), default=0)
     whole = sum(flat.elastic.nbytes for flat in travelling)
@@ -160,13 +160,13 @@ def _gradients(gradients: Gradients, offload: Offload) -> list[MemoryRow]:
 def _optimizer(updater: Updater | None) -> list[MemoryRow]:
     if updater is None:
         return []
-    holdings, policy = updater.holdings, updater.policy
-    held, owed = holdings.nbytes(), holdings.expected_nbytes()
+    states, policy = updater.states, updater.policy
+    held, owed = states.nbytes(), states.expected_nbytes()
     found = [MemoryRow("optimizer", str(tier), owed[tier], held[tier]) for tier in Tier if tier in held]
     if Tier.DISK in held:
-        host, read = str(Tier.HOST), holdings.host_bytes()
-        found.append(MemoryRow("optimizer read", host, holdings.expected_host_bytes(policy.depth), read))
-        waiting = holdings.expected_waiting_bytes() if policy.when == "delayed" else 0
+        host, read = str(Tier.HOST), states.host_bytes()
+        found.append(MemoryRow("optimizer read", host, states.expected_host_bytes(policy.depth), read))
+        waiting = states.expected_waiting_bytes() if policy.when == "delayed" else 0
         if waiting:
-            found.append(MemoryRow("parameters to come", host, waiting, holdings.waiting_bytes()))
+            found.append(MemoryRow("parameters to come", host, waiting, states.waiting_bytes()))
     return found

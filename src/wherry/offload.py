@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,10 +24,10 @@ from wherry.tiers.disk import DiskStore
 from wherry.tiers.disk_errors import DiskSpaceError, DiskUseError, human
 from wherry.tiers.homes import DiskHome, Home, MemoryHome, Shelf
 from wherry.tiers.streams import Link, link_to
-from wherry.update.holdings import StateTier
 from wherry.update.optimizer import OptimizerSpec
+from wherry.update.optimizer_states import StateTier
 from wherry.update.pipeline import UpdatePolicy
-from wherry.update.rules import Rule
+from wherry.update.rules import UpdateRule
 from wherry.update.sizes import records_at_once, records_waiting, weights_at_once
 
 if TYPE_CHECKING:
@@ -59,8 +58,7 @@ class Offload:
         share = 1.0 - zero.offload_optimizer.ratio if placement.optimizer.tier is not Tier.DEVICE else 0.0
         self._stays = round(share * trainable)
         self._in_host = zero.offload_param.max_in_cpu if zero.offload_param.device == "nvme" else 0
-        self._states: dict[tuple[Tier, bool, bool], StateTier] = {}
-        self._given: dict[Flat, StateTier] = {}
+        self._state_tiers: dict[Flat, StateTier] = {}
         self._pool: native.Pool | None = None
         # Weights and optimizer state may share folders, and so a store; what is kept in memory of each they do not.
         self._open_stores: dict[tuple[str, ...], DiskStore] = {}
@@ -137,9 +135,9 @@ class Offload:
 
     def state_tier(self, flat: Flat) -> StateTier:
         """How the optimizer keeps its state of a flat."""
-        given = self._given.get(flat)
-        if given is not None:
-            return given
+        known = self._state_tiers.get(flat)
+        if known is not None:
+            return known
         tier = self.placement.optimizer.tier
         if tier is not Tier.DEVICE and self._stays >= flat.layout.payload:
             self._stays -= flat.layout.payload
@@ -156,21 +154,13 @@ class Offload:
         apart = beyond_reach or (self.policy.when == "delayed" and on_host)
         # The native kernels know no float64.
         on_host = on_host and flat.dtype.itemsize <= torch.float32.itemsize
-        key = tier, apart, on_host
-        if key not in self._states:
-            self._states[key] = StateTier(
-                tier=tier,
-                make_rule=partial(self._make_rule, on_host, tier),
-                make_home=partial(self._make_home, tier),
-                apart=apart,
-                split=self.config.wherry.master != "whole",
-            )
-        self._given[flat] = self._states[key]
-        return self._given[flat]
+        split = self.config.wherry.master != "whole"
+        self._state_tiers[flat] = StateTier(tier=tier, on_host=on_host, apart=apart, split=split)
+        return self._state_tiers[flat]
 
-    def _make_rule(self, on_host: bool, tier: Tier) -> Rule:
+    def make_rule(self, kept: StateTier) -> UpdateRule:
         assert self.spec is not None
-        return self.spec.make_rule(on_host=on_host, on_disk=tier is Tier.DISK, pool=self._threads())
+        return self.spec.make_rule(on_host=kept.on_host, on_disk=kept.tier is Tier.DISK, pool=self._threads())
 
     def _threads(self) -> native.Pool | None:
         """A pool of the engine's own, where updates run beside something else and are to leave cores to it."""
@@ -182,7 +172,7 @@ class Offload:
             self._pool.throttle(offload.cpuadam_cores_perc)
         return self._pool
 
-    def _make_home(self, tier: Tier, name: str, nbytes: int, untouched: int) -> Home:
+    def make_home(self, tier: Tier, name: str, nbytes: int, untouched: int) -> Home:
         if tier is Tier.DEVICE:
             if self.link.shared:
                 return MemoryHome(zeros_on_host(nbytes), zeros=True, lazy=untouched)
@@ -274,8 +264,6 @@ class Offload:
 
     def way_of(self, policy: GradientPolicy, flat: Flat) -> Landing:
         """How a flat's gradient gets to where its update finds it."""
-        if self._updates_loose(policy, flat):
-            return Landing.LOOSE
         if self.link.shared or (self.spec is not None and self.state_tier(flat).tier is Tier.DEVICE):
             return Landing.STAYS
         if self.spec is None:
@@ -284,16 +272,6 @@ class Offload:
         alone = self.placement.gradients.partitioned or self.topology.data.size == 1
         sums = policy.accumulates and (policy.sums_on_device or not alone)
         return Landing.COPIED if sums or not self._reduces_to_shards() else Landing.STREAMED
-
-    def _updates_loose(self, policy: GradientPolicy, flat: Flat) -> bool:
-        """Whether gradients are used one by one: they do not travel, nor are they summed, nor kept for later."""
-        alone = self.topology.data.size == self.topology.tensor.size == 1 and not flat.distributed
-        at_once = self.link.shared and not self.policy.beside and not policy.accumulates
-        # A parameter without elements is in no segment, and so there is nothing to use its gradient for.
-        every_one = all(slot.stop > slot.start for slot in flat.layout.slots)
-        as_it_comes = policy.accumulation_dtype in (None, flat.dtype) and flat.dtype.itemsize <= torch.float32.itemsize
-        native = self.spec is not None and self.spec.native_family is not None
-        return alone and at_once and as_it_comes and every_one and native
 
     # When.
 

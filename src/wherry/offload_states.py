@@ -51,15 +51,13 @@ class OffloadedStates:
     def offload(self, include: Iterable[str] | None = None) -> int:
         """Free the device's memory of these states, or of all; returns how many bytes that were.
 
-        What is away already stays away. Updates, reductions and copies that are under way end first.
+        What is away already stays away. No update may be under way; reductions and copies that are end first.
         """
         chosen = self._chosen(include)
         if self._updater is not None:
-            self._updater.rest()
             self._updater.stop_reading()
         self._gatherer.stop_reading()
         self._gatherer.release_all()
-        self._gatherer.trim()
         self._gradients.rest()
         if self._link.shared:
             return 0  # the host's memory is where it is to go
@@ -145,4 +143,4 @@ class OffloadedStates:
             for gradient in self._gradients.all:
                 yield gradient.accumulated
         elif self._updater is not None:
-            yield from self._updater.holdings.device_memory()
+            yield from self._updater.states.device_memory()

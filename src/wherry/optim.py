@@ -56,6 +56,7 @@ def _room_beside(p: Tensor, dtype: torch.dtype) -> Tensor:
 class _CPUOptimizer(torch.optim.Optimizer):
     """What the three share: one plan over all parameters that have gradients, rebuilt only when memory moved."""
 
+    native_rule: ClassVar[type[Rule]] = Rule
     # The state tensors that the rule updates, in its order.
     moments: ClassVar[tuple[str, ...]] = ()
     counts_steps: ClassVar[bool] = True
@@ -69,7 +70,7 @@ class _CPUOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def rule(self, group: Group, step: int) -> Rule:
-        raise TypeError(f"{type(self).__name__} has no update rule; use CPUAdam, CPUAdagrad or CPULion")
+        return self.native_rule.of(group, step)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -294,6 +295,7 @@ class _CPUOptimizer(torch.optim.Optimizer):
 class CPUAdam(_CPUOptimizer):
     """AdamW, or with `adamw_mode=False` Adam with L2 weight decay."""
 
+    native_rule = native.Adam
     moments = ("exp_avg", "exp_avg_sq")
 
     def __init__(
@@ -325,22 +327,13 @@ class CPUAdam(_CPUOptimizer):
     def rule(self, group: Group, step: int) -> Rule:
         if group.get("amsgrad"):
             raise WherryError("CPUAdam: a group has amsgrad=True, which is not offered; use torch.optim.AdamW")
-        return native.Adam(
-            lr=float(group["lr"]),
-            beta1=float(group["betas"][0]),
-            beta2=float(group["betas"][1]),
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            decoupled=group["decoupled_weight_decay"],
-            step=step,
-            maximize=group["maximize"],
-            bias_correction=group.get("bias_correction", True),
-        )
+        return super().rule(group, step)
 
 
 class CPUAdagrad(_CPUOptimizer):
     """Adagrad, as torch.optim.Adagrad."""
 
+    native_rule = native.Adagrad
     moments = ("sum",)
 
     def __init__(
@@ -376,15 +369,11 @@ class CPUAdagrad(_CPUOptimizer):
     def _first_value(self, group: Group) -> float:
         return group["initial_accumulator_value"]
 
-    def rule(self, group: Group, step: int) -> Rule:
-        return native.Adagrad(
-            float(group["lr"]), group["lr_decay"], group["eps"], group["weight_decay"], step, group["maximize"]
-        )
-
 
 class CPULion(_CPUOptimizer):
     """Lion, with decoupled weight decay."""
 
+    native_rule = native.Lion
     moments = ("exp_avg",)
     counts_steps = False
 
@@ -401,10 +390,6 @@ class CPULion(_CPUOptimizer):
         _check_range("CPULion", lr=lr, weight_decay=weight_decay)
         _check_betas("CPULion", betas)
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}, pool)
-
-    def rule(self, group: Group, step: int) -> Rule:
-        beta1, beta2 = group["betas"]
-        return native.Lion(float(group["lr"]), beta1, beta2, group["weight_decay"], step, group["maximize"])
 
 
 def _check_range(name: str, **values: float) -> None:

@@ -12,10 +12,10 @@ from torch import nn
 
 from wherry.engine import Engine
 from wherry.errors import WherryError
-from wherry.nn.tiled import Place, tile_places
 from wherry.sharding.access import taken
 from wherry.sharding.given import give, pieces
 from wherry.sharding.parts import Part, own_parts, part_of
+from wherry.sharding.places import Place, tile_places
 from wherry.sharding.safetensors_folder import Block, Source, open_folder
 
 
@@ -27,9 +27,7 @@ class Loaded:
     unexpected: list[str] = field(default_factory=list)
 
 
-def load_pretrained(
-    engine_or_model: Engine | nn.Module, folder_or_file: str | Path, *, strict: bool = True
-) -> Loaded:
+def load_pretrained(engine_or_model: Engine | nn.Module, folder_or_file: str | Path, *, strict: bool = True) -> Loaded:
     """Load weights from a safetensors file, or from a folder with one or several of them and their index.
 
     Every rank reads the slices of its own shards and nothing else; master weights get the precision of the file. Every
@@ -186,7 +184,7 @@ def _load_engine(engine: Engine, sources: Mapping[torch.Tensor, Source]) -> None
     pinned = [flat.name for unit in engine.units for flat in unit.flats if flat.pins]
     if pinned:
         raise WherryError(f"load_pretrained: {pinned[0]} is inside wherry.gathered; leave that context first")
-    states = engine._updater.holdings.state_of if engine._updater is not None else {}
+    states = engine._updater.states.state_of if engine._updater is not None else {}
     for unit in engine.units:
         engine._gatherer.release(unit)
         for flat in unit.flats:

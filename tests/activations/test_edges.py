@@ -19,7 +19,7 @@ from torch import nn
 import wherry
 from wherry.activations import build
 from wherry.activations.saving import Saver
-from wherry.activations.stores import BlockStore, Returning
+from wherry.activations.stores import HostStore, Returning
 from wherry.sharding.saved import SavedWeights
 from wherry.tiers.tickets import DONE, Ticket
 
@@ -129,7 +129,7 @@ def test_what_was_brought_ahead_for_a_backward_that_ends_early_returns(tmp_path:
     engine.close()
 
 
-@pytest.mark.parametrize("way", ["recompute", "selective", "recompute and offload", "recompute and disk", "contiguous"])
+@pytest.mark.parametrize("way", ["recompute", "selective", "recompute and offload", "recompute and disk"])
 def test_checkpoints_in_the_models_code_where_weights_travel(way: str, tmp_path: Path) -> None:
     model = make_model(by_hand)
     plain = train(model, None, {})
@@ -170,11 +170,22 @@ def test_outside_of_an_engine() -> None:
     assert len(calls) == 3
 
 
+def test_views_come_back_as_they_were() -> None:
+    """A small part of a large storage goes alone; two views of one storage travel in it together."""
+    saver = Saver(HostStore(LateLink(torch.device("cpu"))), SavedWeights([], None), smallest=1)  # type: ignore[arg-type]
+    large, table = torch.arange(100.0), torch.arange(12.0).view(3, 4)
+    for views, copies in (([large[40:48]], 1), ([large[7:60:9]], 1), ([table.t(), table[1:]], 1)):
+        before = saver.tensors
+        packed = [saver.pack(view) for view in views]
+        assert saver.tensors - before == copies
+        assert all(torch.equal(saver.unpack(saved), view) for saved, view in zip(packed, views, strict=True))
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_is_on_the_host_stays_there_beside_a_gpu(device: str) -> None:
     """A mask on the CPU, as a model on a GPU may be given one, does not come back from a block of the GPU."""
     saver = Saver(
-        BlockStore(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8)),
+        HostStore(LateLink(torch.device("cpu"))),
         SavedWeights([], None),  # type: ignore[arg-type]
         smallest=1,
         device=torch.device(device),

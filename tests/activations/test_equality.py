@@ -24,7 +24,7 @@ from tests.engine.harness import (
 
 import wherry
 from wherry.activations import build
-from wherry.activations.policy import Policy
+from wherry.activations.auto import Policy, UnitCost, choose
 
 STEPS = 3
 
@@ -38,11 +38,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "recompute and disk": {"nvme_path": "DISK", "offload_min_bytes": 1},
     "offload to disk": {"policy": "offload", "nvme_path": "DISK", "offload_min_bytes": 1},
     "contiguous": {"contiguous_memory_optimization": True, "number_checkpoints": 3},
-    "contiguous and offload": {
-        "contiguous_memory_optimization": True,
-        "cpu_checkpointing": True,
-        "offload_min_bytes": 1,
-    },
     "auto, scarce": {"policy": "auto", "memory": "20000B"},
     "auto, nothing": {"policy": "auto", "memory": 0, "cpu_checkpointing": True, "offload_min_bytes": 1},
     "synchronized": {"policy": "recompute", "synchronize_checkpoint_boundary": True, "profile": True},
@@ -115,7 +110,7 @@ def test_a_policy_equals_plain_pytorch(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("way", ["recompute", "recompute and offload", "contiguous"])
+@pytest.mark.parametrize("way", ["recompute", "recompute and offload"])
 def test_checkpoints_in_the_models_code(way: str, late: None, tmp_path: Path) -> None:
     model = make_model(by_hand)
     plain = train(model, None, {})
@@ -137,7 +132,6 @@ def test_checkpoints_in_the_models_code(way: str, late: None, tmp_path: Path) ->
         (3, "offload"),
         (3, "recompute and offload"),
         (3, "recompute and disk"),
-        (3, "contiguous"),
     ],
 )
 def test_policies_beside_every_stage(stage: int, way: str, late: None, tmp_path: Path) -> None:
@@ -161,3 +155,19 @@ def test_auto_on_two_ranks(way: str, late: None, tmp_path: Path) -> None:
     )
     assert_equal(run, train_engine(model, stage=3, ranks=2, steps=STEPS))
     assert run.extra[0] == run.extra[1]
+
+
+@pytest.mark.parametrize(
+    ("speed", "budget", "chosen"),
+    [
+        (0, 200, (Policy.KEEP, Policy.KEEP)),
+        (0, 110, (Policy.RECOMPUTE, Policy.KEEP)),
+        # Copies that take as long as a forward are hidden behind it; slow ones are not.
+        (100, 110, (Policy.OFFLOAD, Policy.KEEP)),
+        (10, 20, (Policy.RECOMPUTE, Policy.RECOMPUTE)),
+        # Checkpoints alone would be too much.
+        (10, 0, (Policy.OFFLOAD, Policy.OFFLOAD)),
+    ],
+)
+def test_auto_takes_the_way_that_costs_least(speed: float, budget: int, chosen: tuple[Policy, ...]) -> None:
+    assert tuple(choose([UnitCost(forward_s=1.0, saved=100, inputs=10)] * 2, speed, budget)) == chosen

@@ -14,8 +14,7 @@ from tests.parallel.handmade import Model
 
 import wherry
 from wherry.activations import build
-from wherry.activations.cut import Cut
-from wherry.activations.stores import allocator
+from wherry.activations.partition import CheckpointPartition
 from wherry.errors import WherryError
 from wherry.observe.footprint import WORKING, Footprint
 from wherry.parallel.threads import run_grid
@@ -59,7 +58,7 @@ def model_of() -> Model:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "SMALLEST_CUT", 1)
+    monkeypatch.setattr(build, "SMALLEST_PARTITIONED", 1)
     monkeypatch.setattr(build, "link_to", LateLink)
 
 
@@ -68,7 +67,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         {},
         {"cpu_checkpointing": True, "offload_min_bytes": 1},
-        {"contiguous_memory_optimization": True},
         {"nvme_path": "DISK", "offload_min_bytes": 1},
     ],
 )
@@ -119,9 +117,9 @@ def test_a_length_that_does_not_divide_is_padded() -> None:
     data = torch.arange(21.0).view(3, 7)
 
     def body(place: Topology) -> tuple[int, torch.Tensor]:
-        cut = Cut(place.tensor, allocator(torch.device("cpu"), None), smallest=1)
-        part = cut.part_of(data, "here")
-        return part.numel(), cut.join(part, data.shape)
+        partition = CheckpointPartition(place.tensor, smallest=1)
+        part = partition.part_of(data, "here")
+        return part.numel(), partition.gather(part, data.shape)
 
     for numel, joined in run_grid(body, tensor=4):
         assert numel == 6

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -156,3 +158,12 @@ def load_into(shape: Shape, folder: Path, **arguments: Any) -> dict[str, torch.T
         return state_of(engine)
 
     return on(shape, body)[0]
+
+
+def forged(manifest: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """A manifest that was changed by somebody who knows its checksum."""
+    value = json.loads(manifest.read_text())
+    change(value)
+    value["sha256"] = "0" * 64
+    text = json.dumps(value)
+    manifest.write_text(text.replace("0" * 64, hashlib.sha256(text.encode()).hexdigest(), 1))

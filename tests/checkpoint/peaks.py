@@ -16,15 +16,14 @@ from tests.engine.harness import adamw, settings
 from torch import nn
 
 import wherry
-from wherry.checkpoint import files, source
+from wherry.checkpoint import files, reader
 from wherry.checkpoint.export import export
-from wherry.checkpoint.workers import COUNT
 from wherry.parallel.threads import run_ranks
 
 WIDTH, LAYERS = 800, 12
 # Buffers are of fixed sizes, which a small model must not be lost in.
 files.BLOCK = 1 << 20
-source.PART = 1 << 18
+reader.PART = 1 << 18
 
 
 def status(name: str) -> int:
@@ -72,7 +71,7 @@ def main() -> None:
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
     unit = 12 * WIDTH * WIDTH
-    seen: dict[str, int] = {"unit": unit, "states": LAYERS * unit, "buffers": (COUNT + 2) * files.BLOCK}
+    seen: dict[str, int] = {"unit": unit, "states": LAYERS * unit, "buffers": (files.THREADS + 2) * files.BLOCK}
     save_from_two(folder / "two")
     engine = engine_of()
     engine.save_checkpoint(folder / "warm")

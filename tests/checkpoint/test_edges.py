@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.checkpoint.harness import Shape, assert_same, load_into, on, save_from, state_of, train
+from tests.checkpoint.harness import Shape, assert_same, forged, load_into, on, save_from, state_of, train
 from tests.engine.harness import make_model
-from torch import nn
 
 import wherry
 from wherry.checkpoint import folder as folders
 from wherry.checkpoint.errors import CheckpointError
 from wherry.checkpoint.export import ModelWriter
-from wherry.checkpoint.source import Source
+from wherry.checkpoint.reader import CheckpointReader
 from wherry.cli import main
 from wherry.parallel.comm import Comm
-
-
-def forged(manifest: Path, change: Any) -> None:
-    """A manifest that was changed by somebody who knows its checksum."""
-    value = json.loads(manifest.read_text())
-    change(value)
-    value["sha256"] = "0" * 64
-    text = json.dumps(value)
-    manifest.write_text(text.replace("0" * 64, hashlib.sha256(text.encode()).hexdigest(), 1))
 
 
 def test_a_strangers_checkpoint_reads_its_own_files_alone(tmp_path: Path) -> None:
@@ -206,86 +194,8 @@ def test_two_runs_in_one_folder(tmp_path: Path) -> None:
     assert_same(load_into(Shape(), tmp_path, tag="global_step1"), other)
     assert any(not torch.equal(first[name], other[name]) for name in first)
     assert folders.newest_first(tmp_path) == ["global_step1", "global_step2"]
-    with Source(tmp_path / "global_step1") as source:
+    with CheckpointReader(tmp_path / "global_step1") as source:
         assert len(source.manifest.files) == 2
-
-
-class Seldom(nn.Module):
-    """Uses one of its layers when it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: torch.Tensor, chosen: list[int]) -> torch.Tensor:
-        for place in chosen:
-            x = torch.tanh(self.blocks[place](x))
-        return x.square().sum()
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_what_had_no_gradient_in_a_window_that_goes_on_is_left_alone(tmp_path: Path, stage: int) -> None:
-    """Its moments and its decay too. What had one before the save only is updated."""
-    uses = [[0, 1, 2], [0, 1, 2], [0, 1], [0], [0]]
-
-    def micro(engine: Any, comm: Comm, number: int) -> None:
-        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * number + comm.rank))
-        engine.backward(engine(x, uses[number]))
-        engine.step()
-
-    def go_on(engine: Any, comm: Comm) -> Any:
-        engine.load_checkpoint(tmp_path)
-        micro(engine, comm, 4)
-        return state_of(engine)
-
-    model = make_model(Seldom)
-
-    def first(engine: Any, comm: Comm) -> Any:
-        engine.set_train_batch_size(2 * 2 * comm.size)
-        for number in range(2):
-            micro(engine, comm, number)
-        engine.set_train_batch_size(2 * 3 * comm.size)
-        before = state_of(engine)
-        for number in range(2, 4):
-            micro(engine, comm, number)
-        engine.save_checkpoint(tmp_path)
-        micro(engine, comm, 4)
-        after = state_of(engine)
-        same = {name.split(":")[0] for name, value in before.items() if torch.equal(value, after[name])}
-        assert same == {"blocks.2.weight", "blocks.2.bias"}
-        return after
-
-    expected = on(Shape(2, stage, 3), first, model=model)[0]
-    assert_same(on(Shape(2, stage, 3), go_on, model=model)[0], expected)
-
-
-def test_what_had_no_gradient_is_known_between_a_backward_and_its_step(tmp_path: Path) -> None:
-    """Where nothing is shared out, the sums have told whether any rank misses a gradient; a checkpoint's have not."""
-
-    def first(engine: Any, comm: Comm) -> Any:
-        x = torch.ones(2, 4)
-        for uses in ([0, 1, 2], [0, 1] if comm.rank else [0]):
-            before = state_of(engine)
-            engine.backward(engine(x, uses))
-            if len(uses) == 3:
-                engine.step()
-        engine.save_checkpoint(tmp_path)
-        asked = comm.asked
-        engine.step()
-        assert comm.asked == asked + 1  # which are missing on every rank; that some are is known
-        after = state_of(engine)
-        same = {name.split(":")[0] for name, value in before.items() if torch.equal(value, after[name])}
-        assert same == {"blocks.2.weight", "blocks.2.bias"}
-        return after
-
-    def go_on(engine: Any, comm: Comm) -> Any:
-        engine.load_checkpoint(tmp_path)
-        engine.step()
-        return state_of(engine)
-
-    model = make_model(Seldom)
-    expected = on(Shape(2, 0, 1), first, model=model)[0]
-    assert_same(on(Shape(2, 0, 1), go_on, model=model)[0], expected)
 
 
 def test_who_writes_is_told_by_its_machine_and_not_by_its_name(

@@ -19,7 +19,7 @@ from tests.engine.test_processes import forks
 
 from wherry.checkpoint import folder as folders
 from wherry.checkpoint.errors import CheckpointError
-from wherry.checkpoint.manifest import read_manifest
+from wherry.checkpoint.format import read_manifest
 from wherry.parallel.comm import Comm
 
 # Instants at which a training process is killed; WHERRY_KILLS asks for more.

@@ -11,18 +11,17 @@ from typing import Any
 import pytest
 from tests.checkpoint.harness import Shape, assert_same, load_into, on, save_from, train
 
-from wherry.checkpoint import meeting
+from wherry.checkpoint import rank_files
 from wherry.checkpoint.errors import CheckpointError
-from wherry.checkpoint.meeting import Meeting
-from wherry.checkpoint.rank_files import RankFiles
+from wherry.checkpoint.rank_files import RankFiles, Rendezvous
 from wherry.parallel.comm import Comm
 
 # Longer than a test may take: what ends sooner has not waited for it.
 LONG = 3600.0
 
 
-def opened(folder: Path, ranks: int) -> list[Meeting]:
-    meetings = [Meeting(folder, rank) for rank in range(ranks)]
+def opened(folder: Path, ranks: int) -> list[Rendezvous]:
+    meetings = [Rendezvous(folder, rank) for rank in range(ranks)]
     for each in meetings:
         each.open()
     return meetings
@@ -62,7 +61,7 @@ def test_a_failure_without_room_for_its_text(tmp_path: Path, monkeypatch: pytest
         raise full(tmp_path)
 
     with monkeypatch.context() as patched:
-        patched.setattr(meeting.os, "pwrite", pwrite)
+        patched.setattr(rank_files.os, "pwrite", pwrite)
         meetings[1].fail("the disk is gone")
     with pytest.raises(CheckpointError, match="rank 1: it has failed, and could not write why"):
         meetings[0].gather(2, LONG, lambda text: None)
@@ -80,7 +79,7 @@ def test_ranks_that_never_come_are_named(tmp_path: Path) -> None:
 
 
 def test_a_failure_after_the_folder_is_gone(tmp_path: Path) -> None:
-    Meeting(tmp_path / "gone", 1).fail("too late")
+    Rendezvous(tmp_path / "gone", 1).fail("too late")
     assert not (tmp_path / "gone").exists()
 
 
@@ -89,7 +88,7 @@ def test_a_failure_after_the_folder_is_gone(tmp_path: Path) -> None:
 def test_a_disk_that_takes_nothing_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     """From some moment on, rank 1 can create no file any more: not even one to say so."""
     states = save_from(Shape(3, 2), tmp_path)
-    put, write_text = RankFiles.put, meeting.write_text
+    put, write_text = RankFiles.put, rank_files.write_text
 
     def no_room(self: Any, name: str, tensor: Any) -> str:
         if self.rank == 1 and when == "states":
@@ -108,7 +107,7 @@ def test_a_disk_that_takes_nothing_new(tmp_path: Path, monkeypatch: pytest.Monke
             engine.wait_for_checkpoint()
 
     monkeypatch.setattr(RankFiles, "put", no_room)
-    monkeypatch.setattr(meeting, "write_text", no_file)
+    monkeypatch.setattr(rank_files, "write_text", no_file)
     on(Shape(3, 2, more={"wherry": {"timeout_s": LONG, "checkpoint": {"async_save": True}}}), body)
     assert {path.name for path in tmp_path.iterdir()} == {"global_step2", "latest"}
     assert_same(states, load_into(Shape(), tmp_path))
@@ -116,7 +115,7 @@ def test_a_disk_that_takes_nothing_new(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_rank_that_never_finishes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1's writing stands still until rank 0 has given up."""
-    put, gather = RankFiles.put, Meeting.gather
+    put, gather = RankFiles.put, Rendezvous.gather
     given_up = threading.Event()
 
     def stuck(self: Any, name: str, tensor: Any) -> str:
@@ -136,7 +135,7 @@ def test_a_rank_that_never_finishes_is_named(tmp_path: Path, monkeypatch: pytest
             engine.wait_for_checkpoint()
 
     monkeypatch.setattr(RankFiles, "put", stuck)
-    monkeypatch.setattr(Meeting, "gather", gathered)
+    monkeypatch.setattr(Rendezvous, "gather", gathered)
     on(Shape(2, 2, more={"wherry": {"timeout_s": 0.2, "checkpoint": {"async_save": True}}}), body)
     assert not list(tmp_path.iterdir())
 
@@ -153,6 +152,6 @@ def test_the_folder_may_be_moved_as_soon_as_the_last_record_is_there(
         partial.rename(whole)
 
     monkeypatch.setattr(os, "replace", seen_at_once)
-    Meeting(partial, 1).report("what it wrote")
+    Rendezvous(partial, 1).report("what it wrote")
     (record,) = whole.iterdir()
     assert record.read_text() == "what it wrote"

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,9 @@ from tests.checkpoint.harness import Shape, on, save_from
 from tests.checkpoint.test_tensor import on as on_grid
 from tests.checkpoint.test_tensor import trained
 
-from wherry.checkpoint import files, load, source
-from wherry.checkpoint.collect import cut_flat
+from wherry.checkpoint import files, load, reader
 from wherry.checkpoint.export import find
-from wherry.checkpoint.manifest import read_manifest
+from wherry.checkpoint.format import read_manifest
 from wherry.parallel.comm import Comm
 from wherry.parallel.topology import Topology
 
@@ -39,7 +39,7 @@ class Counted:
 
         def running(loader: Any) -> None:
             run(loader)
-            counted.of_tensors[loader.session.comm.rank] = loader.source.bytes_read
+            counted.of_tensors[loader.session.comm.rank] = loader.reader.bytes_read
 
         monkeypatch.setattr(files, "_checksum", reading)
         monkeypatch.setattr(load._Loader, "run", running)
@@ -48,11 +48,7 @@ class Counted:
 def owned_bytes(engine: Any) -> int:
     """fp32 weight and both moments of what of this rank's shards is parameters."""
     session = engine._session()
-    found = 0
-    for flat in session.flats:
-        cut = cut_flat(session, flat, (0, flat.layout.shard_numel))
-        found += 12 * sum(stretch.run.numel for stretch in cut.segments if stretch is not None)
-    return found
+    return 12 * sum(span.stop - span.start for flat in session.flats for span in session.spans(flat))
 
 
 # Of generators and the like.
@@ -81,7 +77,7 @@ def test_a_rank_reads_its_own_slices(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_tensor_ranks_read_rows_and_columns_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that holds columns reads parts of rows; short rows would be read whole."""
     trained((1, 1, 0), tmp_path)
-    monkeypatch.setattr(source, "WHOLE_ROWS", 0)
+    monkeypatch.setattr(reader, "WHOLE_ROWS", 0)
     counted = Counted(monkeypatch)
 
     def body(engine: Any, place: Topology) -> int:
@@ -94,8 +90,8 @@ def test_tensor_ranks_read_rows_and_columns_of_their_own(tmp_path: Path, monkeyp
 
 def test_any_box_of_any_run_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole rows, parts of rows, one by one and together, into a target of another type."""
-    from wherry.checkpoint.manifest import Entry, Manifest, Slice
-    from wherry.checkpoint.slices import Box, Run
+    from wherry.checkpoint.format import Entry, Manifest, Slice
+    from wherry.checkpoint.reshard import Box, Run
 
     values = torch.arange(5 * 6 * 7, dtype=torch.float32)
     writer = files.TensorWriter(tmp_path / "f", 4096)
@@ -110,10 +106,10 @@ def test_any_box_of_any_run_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         Box((0, 0, 0), (5, 6, 7)), Box((1, 2, 3), (3, 2, 4)), Box((0, 0, 6), (5, 6, 1)), Box((4, 0, 0), (1, 6, 7)),
         Box((0, 5, 0), (5, 1, 7)), Box((2, 0, 0), (2, 6, 3)),
     ]  # fmt: skip
-    for whole_rows, part in ((0, 1 << 22), (source.WHOLE_ROWS, 1 << 22), (source.WHOLE_ROWS, 50), (0, 5)):
-        monkeypatch.setattr(source, "WHOLE_ROWS", whole_rows)
-        monkeypatch.setattr(source, "PART", part)
-        with source.Source(tmp_path, manifest) as reading:
+    for whole_rows, part in ((0, 1 << 22), (reader.WHOLE_ROWS, 1 << 22), (reader.WHOLE_ROWS, 50), (0, 5)):
+        monkeypatch.setattr(reader, "WHOLE_ROWS", whole_rows)
+        monkeypatch.setattr(reader, "PART", part)
+        with reader.CheckpointReader(tmp_path, manifest) as reading:
             for box in boxes:
                 place = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.shape, strict=True))
                 expected = values.view(5, 6, 7)[place].flatten()
@@ -131,8 +127,6 @@ def test_long_tensors_are_written_and_read_by_several(tmp_path: Path, monkeypatc
 
     from safetensors.torch import load_file
 
-    from wherry.checkpoint.workers import Workers
-
     monkeypatch.setattr(files, "BLOCK", 64)
     generator = torch.Generator().manual_seed(0)
     tensors = {
@@ -148,19 +142,19 @@ def test_long_tensors_are_written_and_read_by_several(tmp_path: Path, monkeypatc
     body = data[record.data_start :]
     assert record.blocks == [zlib.crc32(body[at : at + 64]) for at in range(0, len(body), 64)]
     found = load_file(tmp_path / "f.safetensors")
-    with Workers() as workers:
-        reader = files.TensorReader(tmp_path / "f.safetensors", workers)
+    with closing(files.Pool()) as pool:
+        stored = files.TensorReader(tmp_path / "f.safetensors", pool)
         for name, tensor in tensors.items():
             assert torch.equal(found[name], tensor)
-            assert torch.equal(reader.read(name), tensor)
-        reader.close()
+            assert torch.equal(stored.read(name), tensor)
+        stored.close()
         blocks = range(len(record.blocks))
-        assert files.check_blocks(tmp_path / "f.safetensors", record, blocks, workers) == []
+        assert files.check_blocks(tmp_path / "f.safetensors", record, blocks, pool) == []
         broken = bytearray(data)
         for place in (record.data_start + 70, record.data_start + 640, 20):
             broken[place] ^= 1
         (tmp_path / "f.safetensors").write_bytes(broken)
-        problems = files.check_blocks(tmp_path / "f.safetensors", record, blocks, workers)
+        problems = files.check_blocks(tmp_path / "f.safetensors", record, blocks, pool)
     assert [text.split(": ")[1] for text in problems] == [
         "its header is damaged",
         *(f"bytes {record.data_start + at:,} to {record.data_start + at + 64:,} are damaged" for at in (64, 640)),

@@ -14,7 +14,7 @@ from tests.parallel.handmade import Model
 
 import wherry
 from wherry.checkpoint.errors import CheckpointError
-from wherry.checkpoint.manifest import read_manifest
+from wherry.checkpoint.format import read_manifest
 from wherry.parallel.threads import run_grid
 from wherry.parallel.topology import Topology
 

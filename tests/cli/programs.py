@@ -42,7 +42,7 @@ def wherry(*arguments, cwd=None, timeout=90, **extra):
 def _launchers():
     from tests.forks import ENGINE, Forks
 
-    forks = Forks(*ENGINE, "torch.distributed.run", "torch.distributed.launcher.api", "wherry.cli.launch")
+    forks = Forks(*ENGINE, "torch.distributed.run", "torch.distributed.launcher.api", "wherry.cli.run")
     atexit.register(forks.close)
     return forks
 

@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from wherry.cli import run
-from wherry.cli.launch import Failure, root_cause
-from wherry.cli.run import build_parser, forwarded_flags, given_processes, main, number_of_processes, resolve
+from wherry.cli.rank import Failure, root_cause
+from wherry.cli.run import build_parser, given_processes, main, number_of_processes, resolve
 from wherry.errors import WherryError
 
 
@@ -112,15 +112,6 @@ def test_more_gpus_than_there_are_is_a_mistake_only_where_there_are_some(monkeyp
     monkeypatch.setattr("wherry.cli.run._device_count", lambda: 0)
     assert number_of_processes(_parse("--num_gpus", 3)) == "3"
     assert number_of_processes(_parse()) == "1"
-
-
-def test_flags_for_all_hosts_are_passed_on():
-    flags = forwarded_flags(
-        _parse("--hostfile", "h", "--num_gpus", 2, "--max-restarts", 3, "--module", "--tee", "3", "--local_rank_arg")
-    )
-    assert set(flags) == {"--max_restarts", "3", "--module", "--tee", "--local-rank-arg"}
-    again = build_parser().parse_args([*flags, "script.py"])
-    assert (again.max_restarts, again.module, again.tee, again.local_rank_arg) == (3, True, "3", True)
 
 
 def test_the_root_cause_is_neither_a_lost_peer_nor_an_ordered_end():

@@ -28,7 +28,7 @@ CHECKPOINT = BATCH * LENGTH * WIDTH * 4
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(checkpointing, "_asked", None)
     monkeypatch.setattr(checkpointing, "mpu", None)
-    monkeypatch.setattr(build, "SMALLEST_CUT", 1)
+    monkeypatch.setattr(build, "SMALLEST_PARTITIONED", 1)
     monkeypatch.setattr(build, "link_to", LateLink)
     yield
     checkpointing.get_cuda_rng_tracker().reset()

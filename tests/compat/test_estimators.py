@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from wherry.compat.deepspeed import estimators
+from wherry.compat.deepspeed import profiling
 from wherry.errors import WherryError
 
-ZERO2, ZERO3 = estimators.estimate_zero2_model_states_mem_needs, estimators.estimate_zero3_model_states_mem_needs
+ZERO2, ZERO3 = profiling.estimate_zero2_model_states_mem_needs, profiling.estimate_zero3_model_states_mem_needs
 BILLION = 10**9
 
 
@@ -28,13 +28,13 @@ def test_tables_of_a_model_and_of_its_numbers(capsys: pytest.CaptureFixture[str]
     with torch.device("meta"):
         model = nn.Sequential(nn.Embedding(100_000, 1000), nn.Linear(1000, 2000, bias=False))
     model.append(model[0])  # shared, so it counts once
-    estimators.estimate_zero3_model_states_mem_needs_all_live(model, 4, 2)
+    profiling.estimate_zero3_model_states_mem_needs_all_live(model, 4, 2)
     live = capsys.readouterr().out
-    estimators.estimate_zero3_model_states_mem_needs_all_cold(102_000_000, 100_000_000, 4, 2)
+    profiling.estimate_zero3_model_states_mem_needs_all_cold(102_000_000, 100_000_000, 4, 2)
     assert live == capsys.readouterr().out
     assert "102M parameters, 100M in the largest layer" in live and "on 2 nodes with 4 GPUs each" in live
     assert len([line for line in live.splitlines() if "optimizer: " in line]) == 3
-    estimators.estimate_zero2_model_states_mem_needs_all_live(model)
+    profiling.estimate_zero2_model_states_mem_needs_all_live(model)
     out = capsys.readouterr().out
     assert len([line for line in out.splitlines() if "optimizer: " in line]) == 2
     assert max(map(len, (live + out).splitlines())) <= 80

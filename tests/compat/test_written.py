@@ -3,7 +3,7 @@
 import json
 
 from wherry.cli import main
-from wherry.compat.deepspeed.written import for_deepspeed
+from wherry.compat.deepspeed.config import for_deepspeed
 from wherry.config import load
 
 GIVEN = {

@@ -6,9 +6,8 @@ import sys
 import pytest
 
 from wherry.config import ConfigError, load
-from wherry.config.fields import about, block_of, key_names
 from wherry.config.reference import catalog
-from wherry.config.schema import Config
+from wherry.config.without_effect import idle_keys
 
 ZERO = "zero_optimization"
 
@@ -20,20 +19,14 @@ KEYS = {
     "managed_gradient_accumulation": (True, True, True),
     "gradient_clipping": (0.0, 1, 1.0),
     "zero_allow_untested_optimizer": (False, True, True),
-    "zero_force_ds_cpu_optimizer": (True, False, False),
     "communication_data_type": (None, "bf16", "bf16"),
-    "seq_parallel_communication_data_type": (None, "fp32", "fp32"),
     "gradient_allreduce_op": ("mean", "mean", "mean"),
-    "prescale_gradients": (False, True, True),
-    "gradient_predivide_factor": (1.0, 2, 2.0),
     "data_types.grad_accum_dtype": (None, "fp32", "fp32"),
     "data_types.param_dtype": (None, "bfloat16", "bf16"),
     "data_types.buffer_dtype": (None, "torch.float32", "fp32"),
     "dataloader_drop_last": (False, True, True),
     "steps_per_print": (None, 10, 10),
     "wall_clock_breakdown": (False, True, True),
-    "memory_breakdown": (False, True, True),
-    "dump_state": (False, True, True),
     "log_level": (None, "INFO", "info"),
     "fp16.enabled": (False, True, True),
     "fp16.auto_cast": (False, True, True),
@@ -45,69 +38,35 @@ KEYS = {
     "fp16.min_loss_scale": (1.0, 0.5, 0.5),
     "fp16.fp16_master_weights_and_grads": (False, True, True),
     "bf16.enabled": (False, True, True),
-    "bf16.immediate_grad_update": (False, True, True),
     "bf16.check_grad_overflow": (True, False, False),
     "bf16.bf16_master_weights_and_grads": (False, True, True),
     "bf16.bf16_optimizer_states": (False, True, True),
     "torch_autocast.enabled": (False, True, True),
     "torch_autocast.dtype": ("bf16", "float16", "fp16"),
-    "torch_autocast.lower_precision_safe_modules": (None, ["torch.nn.Linear"], ["torch.nn.Linear"]),
     f"{ZERO}.stage": (0, 3, 3),
-    f"{ZERO}.contiguous_gradients": (True, False, False),
-    f"{ZERO}.reduce_scatter": (True, False, False),
     f"{ZERO}.reduce_bucket_size": (500_000_000, 5e7, 50_000_000),
     f"{ZERO}.allgather_bucket_size": (500_000_000, 2e8, 200_000_000),
     f"{ZERO}.zero_hpz_partition_size": (1, 8, 8),
     f"{ZERO}.mics_shard_size": (-1, 8, 8),
-    f"{ZERO}.mics_hierarchical_params_gather": (False, True, True),
-    f"{ZERO}.allgather_partitions": (True, False, False),
-    f"{ZERO}.use_multi_rank_bucket_allreduce": (True, False, False),
-    f"{ZERO}.overlap_comm": (None, True, True),
-    f"{ZERO}.load_from_fp32_weights": (True, False, False),
-    f"{ZERO}.elastic_checkpoint": (False, True, True),
     f"{ZERO}.offload_param.device": ("none", "none", "none"),
     f"{ZERO}.offload_param.nvme_path": (None, ["/a", "/b"], ["/a", "/b"]),
     f"{ZERO}.offload_param.buffer_count": (5, 6, 6),
-    f"{ZERO}.offload_param.buffer_size": (100_000_000, 1e9, 1_000_000_000),
     f"{ZERO}.offload_param.max_in_cpu": (1_000_000_000, 1e8, 100_000_000),
     f"{ZERO}.offload_param.pin_memory": (True, False, False),
     f"{ZERO}.offload_optimizer.device": ("none", "CPU", "cpu"),
     f"{ZERO}.offload_optimizer.nvme_path": (None, "/a", "/a"),
     f"{ZERO}.offload_optimizer.buffer_count": (4, 5, 5),
-    f"{ZERO}.offload_optimizer.buffer_size": (None, 1e8, 100_000_000),
     f"{ZERO}.offload_optimizer.pin_memory": (True, False, False),
-    f"{ZERO}.offload_optimizer.pipeline_read": (False, True, True),
-    f"{ZERO}.offload_optimizer.pipeline_write": (False, True, True),
-    f"{ZERO}.offload_optimizer.fast_init": (False, True, True),
     f"{ZERO}.offload_optimizer.ratio": (1.0, 0.3, 0.3),
     f"{ZERO}.offload_optimizer.cpuadam_cores_perc": (0.8, 0.5, 0.5),
-    f"{ZERO}.sub_group_size": (1_000_000_000, 1e12, 1_000_000_000_000),
     f"{ZERO}.stage3_max_live_parameters": (1_000_000_000, 1e8, 100_000_000),
-    f"{ZERO}.stage3_max_reuse_distance": (1_000_000_000, 0, 0),
     f"{ZERO}.stage3_prefetch_bucket_size": (50_000_000, 943718.4, 943718),
     f"{ZERO}.stage3_param_persistence_threshold": (100_000, 1e6, 1_000_000),
     f"{ZERO}.stage3_model_persistence_threshold": (sys.maxsize, float("inf"), sys.maxsize),
     f"{ZERO}.stage3_gather_16bit_weights_on_model_save": (False, True, True),
-    f"{ZERO}.stage3_module_granularity_threshold": (0, 10, 10),
-    f"{ZERO}.stage3_use_all_reduce_for_fetch_params": (False, True, True),
-    f"{ZERO}.stage3_allgather_sequential": (False, True, True),
-    f"{ZERO}.ignore_unused_parameters": (True, False, False),
-    f"{ZERO}.round_robin_gradients": (False, True, True),
-    f"{ZERO}.grad_hooks": (True, False, False),
-    f"{ZERO}.memory_efficient_linear": (True, False, False),
-    f"{ZERO}.override_module_apply": (True, False, False),
-    f"{ZERO}.pipeline_loading_checkpoint": (False, True, True),
-    f"{ZERO}.log_trace_cache_warnings": (False, True, True),
-    f"{ZERO}.enable_sanity_checks": (False, True, True),
-    f"{ZERO}.legacy_stage1": (False, True, True),
-    f"{ZERO}.leaf_module.classes": (None, ["Moe"], ["Moe"]),
-    f"{ZERO}.leaf_module.names": (None, ["moe"], ["moe"]),
-    f"{ZERO}.leaf_module.name_suffixes": (None, ["moe"], ["moe"]),
     "aio.block_size": (1_048_576, 262144, 262144),
     "aio.queue_depth": (16, 32, 32),
     "aio.intra_op_parallelism": (1, 2, 2),
-    "aio.single_submit": (False, True, True),
-    "aio.overlap_events": (True, False, False),
     "aio.use_gds": (False, False, False),
     "aio.checksum": (False, True, True),
     "activation_checkpointing.policy": (None, "Recompute", "recompute"),
@@ -119,21 +78,14 @@ KEYS = {
     "activation_checkpointing.partition_activations": (False, True, True),
     "activation_checkpointing.cpu_checkpointing": (False, True, True),
     "activation_checkpointing.contiguous_memory_optimization": (False, True, True),
-    "activation_checkpointing.number_checkpoints": (None, 4, 4),
     "activation_checkpointing.synchronize_checkpoint_boundary": (False, True, True),
     "activation_checkpointing.profile": (False, True, True),
     "checkpoint.tag_validation": ("WARN", "Fail", "FAIL"),
-    "checkpoint.load_universal": (False, True, True),
     "checkpoint.use_node_local_storage": (False, 0, False),
-    "checkpoint.parallel_write.pipeline_stage": (False, True, True),
-    "checkpoint.checkpoint_serialization": (True, False, False),
     "comms_logger.enabled": (False, True, True),
     "comms_logger.prof_all": (True, False, False),
     "comms_logger.prof_ops": ([], ["all_reduce"], ["all_reduce"]),
-    "comms_logger.verbose": (False, True, True),
-    "comms_logger.debug": (False, True, True),
     "flops_profiler.enabled": (False, True, True),
-    "flops_profiler.recompute_fwd_factor": (0.0, 1, 1.0),
     "flops_profiler.profile_step": (1, 5, 5),
     "flops_profiler.module_depth": (-1, 2, 2),
     "flops_profiler.top_modules": (1, 3, 3),
@@ -149,8 +101,6 @@ KEYS = {
     "wandb.group": (None, "g", "g"),
     "wandb.team": (None, "t", "t"),
     "wandb.project": ("deepspeed", "p", "p"),
-    "timers.throughput.enabled": (True, False, False),
-    "timers.throughput.synchronized": (True, False, False),
     "wherry.unit_classes": ([], ["Block"], ["Block"]),
     "wherry.update_policy": ("auto", "before_use", "before_use"),
     "wherry.nonfinite": ("auto", "RAISE", "raise"),
@@ -164,15 +114,6 @@ KEYS = {
     "wherry.checkpoint.keep_last": (None, 3, 3),
     "wherry.checkpoint.async_save": (False, True, True),
     "wherry.run_dir": (None, "runs/a", "runs/a"),
-}
-WRITER = {
-    "type": "FAST",
-    "io_buffer_size": 64 * 2**20,
-    "io_buffer_double": True,
-    "io_multiplier": 1,
-    "data_parallel": "replica",
-    "decoupled": False,
-    "show_statistics": False,
 }
 
 
@@ -219,25 +160,45 @@ def test_auto_is_a_value_of_every_key(path):
     assert is_own_word or any(path in note for note in config.notes)
 
 
-def leaf_paths(model=Config, prefix=""):
-    for name, field in key_names(model).items():
-        inner = block_of(field)
-        if inner is not None:
-            yield from leaf_paths(inner, f"{prefix}{name}.")
-        elif about(field, "effect") in ("acts", "none"):
-            yield prefix + name
-
-
 def test_the_table_above_is_the_schema():
     listed_apart = {"$schema", "optimizer.type", "optimizer.params", "scheduler.type", "scheduler.params"}
-    listed_apart |= {f"checkpoint.writer.{name}" for name in WRITER}
-    assert set(leaf_paths()) - listed_apart == set(KEYS)
+    acting = {info.path for info in catalog() if info.effect == "acts" and not info.is_block and not info.of}
+    assert acting - listed_apart == set(KEYS)
 
 
-def test_blocks_listed_apart():
-    config = load({"$schema": "wherry.json", "checkpoint": {"writer": WRITER}})
-    assert config.checkpoint.writer.model_dump() == WRITER
-    assert "$schema" not in config.to_dict()
+def test_the_address_of_the_schema_is_no_setting():
+    assert "$schema" not in load({"$schema": "wherry.json"}).to_dict()
+
+
+GOOD = {
+    "flag": (True, "true", 1),
+    "integer": (2, 2.0),
+    "size": (1e12, 3),
+    "bucket": (1e9, 5),
+    "number": (2, 0.5),
+    "text": ("x",),
+    "texts": (["Moe"],),
+    "bytes": (7, "3GB"),
+    "dtype": ("bfloat16", "torch.float32"),
+    "block": ({},),
+}
+
+
+@pytest.mark.parametrize("path", [path for path, row in idle_keys().items() if row.effect == "none"])
+def test_a_key_without_effect_is_checked_and_noted(path):
+    row = idle_keys()[path]
+    plain = load(with_optimizer(path, None)).to_dict()
+    # Of this one a value is refused.
+    for value in (False,) if path == "checkpoint.writer.decoupled" else GOOD[row.type.split()[0]]:
+        config = load(with_optimizer(path, value))
+        assert config.to_dict() == plain
+        (note,) = [note for note in config.notes if "no effect here" in note]
+        assert path.startswith(note.partition(": ")[0]) and note.endswith(f": no effect here: {row.why}")
+    assert load(with_optimizer(path, "auto")).auto == (path,)
+    for wrong in ({"a": 1}, float("-inf")):
+        with pytest.raises(ConfigError) as caught:
+            load(with_optimizer(path, wrong))
+        assert all(problem.path.startswith(path) for problem in caught.value.problems)
 
 
 def test_auto_and_null_blocks():
@@ -310,26 +271,6 @@ def test_the_line_of_keys_without_effect_names_those_that_ask_for_other_than_wha
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("tree", "path", "instead"),
-    [
-        ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "fp16.fp16_master_weights_and_grads", ""),
-        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "bf16.bf16_master_weights_and_grads",
-         '"wherry": {"master": "split"}'),
-        ({"aio": {"use_gds": True}}, "aio.use_gds", "set it to false"),
-        ({"checkpoint": {"use_node_local_storage": True}}, "checkpoint.use_node_local_storage", "the nodes share"),
-        ({"checkpoint": {"writer": {"decoupled": True}}}, "checkpoint.writer.decoupled", '"async_save": true'),
-        ({"optimizer": {"type": "Adam", "params": {"fp32_optimizer_states": False}}},
-         "optimizer.params.fp32_optimizer_states", '"state_dtype": "bf16"'),
-    ],
-)  # fmt: skip
-def test_what_would_change_memory_or_lose_something_is_refused(tree, path, instead):
-    with pytest.raises(ConfigError) as caught:
-        load(tree)
-    (problem,) = caught.value.problems
-    assert problem.path == path and instead in problem.message
-
-
 def test_a_key_without_effect_says_why():
     config = load({ZERO: {"contiguous_gradients": True, "sub_group_size": 1e9}, "timers": {"throughput": {}}})
     no_effect = [note for note in config.notes if "no effect here:" in note]
@@ -370,31 +311,6 @@ def test_an_older_spelling_is_read_as_the_newer(old, value, new, becomes):
 def test_older_spelling_of_parameters_on_the_host(name):
     zero = load({ZERO: {"stage": 3, name: True, "cpu_offload_use_pin_memory": False}}).zero_optimization
     assert (zero.offload_param.device, zero.offload_param.pin_memory) == ("cpu", False)
-
-
-@pytest.mark.parametrize(
-    ("tree", "path"),
-    [
-        ({ZERO: {"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}}, f"{ZERO}.cpu_offload"),
-        ({ZERO: {"allgather_size": 1, "allgather_bucket_size": 1}}, f"{ZERO}.allgather_size"),
-        ({"aio": {"thread_count": 1, "intra_op_parallelism": 1}}, "aio.thread_count"),
-        ({"bf16": {"enabled": True}, "bfloat16": {"enabled": True}}, "bfloat16"),
-        ({"bf16": {"check_overflow": True, "check_grad_overflow": True}}, "bf16.check_overflow"),
-    ],
-)
-def test_both_spellings_at_once_are_a_mistake(tree, path):
-    with pytest.raises(ConfigError) as caught:
-        load(tree)
-    (problem,) = caught.value.problems
-    assert problem.path == path
-    assert "given too" in problem.message
-
-
-def test_an_older_spelling_keeps_its_line():
-    with pytest.raises(ConfigError, match=r"config text:3: zero_optimization\.cpu_offload: expected true or false"):
-        load('{"zero_optimization": {\n"stage": 1,\n"cpu_offload": "yes"}}')
-    with pytest.raises(ConfigError, match=r"config text:2: .*block_size|config text:2: bf16\.enabled"):
-        load('{"bfloat16": {\n"enabled": 3}}')
 
 
 def test_a_config_of_2021_loads_as_it_is():
@@ -489,16 +405,8 @@ REFUSED = {
 }
 
 
-def refused_paths(model=Config, prefix=""):
-    for name, field in key_names(model).items():
-        if about(field, "effect") == "refused":
-            yield prefix + name
-        elif block_of(field) is not None:
-            yield from refused_paths(block_of(field), f"{prefix}{name}.")
-
-
 def test_the_refused_keys_are_those_tested():
-    assert set(refused_paths()) == set(REFUSED)
+    assert {path for path, row in idle_keys().items() if row.effect == "refused"} == set(REFUSED)
 
 
 def with_optimizer(path, value):

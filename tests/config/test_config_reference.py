@@ -13,7 +13,7 @@ from wherry.config import load
 from wherry.config.optimizer import NATIVE
 from wherry.config.page import markdown
 from wherry.config.reference import catalog, explain, json_schema, suggestion
-from wherry.config.text import parse
+from wherry.config.source import parse
 
 DOCS = Path(__file__).parents[2] / "docs" / "config.md"
 TUTORIAL = """{

@@ -28,7 +28,7 @@ from torch import nn
 import wherry
 from wherry.parallel.comm import Comm
 from wherry.parallel.threads import run_ranks
-from wherry.update.lion import Lion
+from wherry.update.optimizer import Lion
 
 WIDTH, STEPS = 12, 7
 EXPERTS, BLOCKS = 3, 4

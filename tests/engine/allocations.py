@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import wherry
-from wherry.tiers.elastic import Elastic, Mapped
+from wherry.tiers.elastic import Elastic
 
 WHERRY = str(Path(wherry.__file__).parent)
 # Frames of these are passed over: whoever called them asked.
@@ -32,15 +32,15 @@ SEES: dict[int, Allocations] = {}
 
 def watch_growth(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that tensors grow by is told to whoever counts in their thread."""
-    for kind in (Elastic, Mapped):
+    grow = Elastic.grow
 
-        def counted(elastic: Elastic, grow: Callable[[Elastic], None] = kind.grow) -> None:
-            seen = SEES.get(threading.get_ident())
-            if seen is not None:
-                seen.grown += not elastic.nbytes
-            grow(elastic)
+    def counted(elastic: Elastic) -> None:
+        seen = SEES.get(threading.get_ident())
+        if seen is not None:
+            seen.grown += not elastic.nbytes
+        grow(elastic)
 
-        monkeypatch.setattr(kind, "grow", counted)
+    monkeypatch.setattr(Elastic, "grow", counted)
 
 
 class Allocations(TorchDispatchMode):

@@ -81,7 +81,7 @@ def test_an_edit_reaches_the_fp32_master_and_reading_does_not(stage: int) -> Non
     def use(engine: Any, comm: Comm) -> tuple[torch.Tensor, torch.Tensor]:
         def masters() -> dict[str, torch.Tensor]:
             copies = {}
-            for state in engine._updater.holdings.state_of.values():
+            for state in engine._updater.states.state_of.values():
                 with state.opened() as segments:
                     copies[state.flat.name] = torch.cat([segment["master"] for segment in segments]).clone()
             return copies
@@ -294,7 +294,7 @@ def test_flats_that_are_updated_together_are_edited_each_by_itself(stage: int, m
     """All of the model at once, as load_state_dict does: no edit is undone by the masters of another flat's."""
 
     def use(engine: Any, comm: Comm) -> None:
-        assert len(engine._updater.batches) == 1
+        assert len(engine._updater.buckets) == 1
         engine.backward(engine(*token_batch(0, 0, comm.rank)))
         engine.step()
         wanted = {name: weight * 0.5 for name, weight in engine.module.state_dict().items()}

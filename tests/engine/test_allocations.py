@@ -63,7 +63,7 @@ def count(stage: int, ranks: int, accumulation: int, more: dict[str, Any], apart
                 engine.step()
 
         def misses() -> int:
-            pools = [one.host for one in links] + list(engine._gradients._pools.values())
+            pools = [*(one.host for one in links), engine._gradients.pool]
             return sum(pool.counters.misses for pool in pools)
 
         for _ in range(SETTLED):

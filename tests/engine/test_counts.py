@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import TinyLM, adamw, make_model, settings, token_batch
+from tests.engine.harness import adamw, make_model, settings, token_batch
 from tests.plan.measured import Unseen
 
 import wherry
 from wherry.observe.footprint import Footprint
 from wherry.parallel.comm import Comm
-from wherry.parallel.threads import ThreadComm, run_ranks
+from wherry.parallel.threads import run_ranks
 
 # A shard is a multiple of 128 elements, and a parameter starts on a multiple of 32.
 SHARD, PARAMETER = 128, 32
@@ -137,14 +137,13 @@ def storages(engine: Any) -> dict[str, int]:
     flats = [flat for unit in engine.units for flat in unit.flats]
     gradients = engine._gradients
     apart = [flat.shard_memory for flat in flats if not flat.resident]
-    sums = [gradient._sum for gradient in gradients.all if gradient._sum is not None]
-    loose = [tensor for gradient in gradients.all if gradient.loose is not None for tensor in gradient.loose.tensors]
+    sums = [gradient.accumulated for gradient in gradients.all]
     brought = [parameter.grad for flat in flats for parameter in flat.parameters if parameter.grad is not None]
-    travelling = sum(pool.counters.allocated for pool in gradients._pools.values())
+    travelling = gradients.pool.counters.allocated
     held = {
         "parameters": [flat.whole for flat in flats if flat.resident] + apart,
-        "gradients": sums + loose + brought,
-        "optimizer": [memory for batch in engine._updater.batches for memory in batch.memory()],
+        "gradients": sums + brought,
+        "optimizer": [memory for batch in engine._updater.buckets for memory in batch.memory()],
     }
     found = {name: sum(tensor.untyped_storage().nbytes() for tensor in tensors) for name, tensors in held.items()}
     found["gradients"] += travelling
@@ -207,7 +206,6 @@ def watched(stage: int, ranks: int, precision: str) -> list[dict[str, Any]]:
                 engine.backward(engine(*batch))
                 engine.step()
                 comm.barrier()  # until then another rank may hold what it reads of this one's
-            engine._gradients.let_go()
             rest = storages(engine)
             del batch
             return {
@@ -262,7 +260,7 @@ def test_memory_of_a_rank_equals_the_formulas(stage: int, ranks: int, precision:
         "optimizer": state * psi // per["optimizer"],
     }
     live = root + block if stage == 3 and ranks > 1 else 0
-    brought = root + block if ranks > 1 else 0
+    brought = root + block
     on_the_way = root + 2 * block if stage >= 2 and ranks > 1 else 0
     # Rules keep state for parameters and not for padding; its fields begin at cache lines.
     padding, lines = state * (psi - payload), 64 * 4 * len(list(make_model().parameters()))
@@ -277,8 +275,7 @@ def test_memory_of_a_rank_equals_the_formulas(stage: int, ranks: int, precision:
                 assert row.bytes_actual <= row.bytes_expected
         # Of the tensors themselves.
         assert peak["parameters"] == rest["parameters"] + word * live
-        # A rank by itself leaves gradients where autograd made them, without padding.
-        assert peak["gradients"] >= (rest["gradients"] if ranks > 1 else word * payload)
+        assert peak["gradients"] >= rest["gradients"]
         assert peak["gradients"] <= rest["gradients"] + word * (brought + on_the_way)
         assert rest["optimizer"] - padding <= peak["optimizer"] <= rest["optimizer"] + lines
         # And nothing else rests, nor is there at the peak, but single numbers.
@@ -324,25 +321,6 @@ def test_prefetch_follows_the_schedule() -> None:
 
     first, second = run_ranks(2, body)[0]
     assert second > first
-
-
-def test_no_more_large_gathers_are_under_way_than_ranks_carry_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_model(functools.partial(TinyLM, blocks=6))
-    units = padded(model, 2)
-
-    def body(comm: Comm) -> int:
-        mine = copy.deepcopy(model)
-        engine, *_ = wherry.initialize(model=mine, optimizer=adamw(mine.parameters()), config=settings(3), mesh=comm)
-        for step in range(3):
-            engine.backward(engine(*token_batch(step, 0, comm.rank)))
-            engine.step()
-        return engine._gatherer.peak_live
-
-    block = units["blocks.0"]
-    assert run_ranks(2, body) == [units["root"] + 6 * block] * 2
-    for most in (1, 2):
-        monkeypatch.setattr(ThreadComm, "abreast", lambda comm, device, most=most: most)
-        assert run_ranks(2, body) == [units["root"] + (1 + most) * block] * 2
 
 
 def test_small_flats_stay_whole_below_the_persistence_threshold() -> None:

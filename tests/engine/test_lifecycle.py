@@ -40,7 +40,7 @@ def test_every_byte_is_given_back(how: str, stage: int) -> None:
             model=model, optimizer=adamw(model.parameters()), config=settings(stage), mesh=comm
         )
         train(engine, 2, comm.rank)
-        references = [weakref.ref(batch._home.memory) for batch in engine._updater.batches]
+        references = [weakref.ref(batch.home.memory) for batch in engine._updater.buckets]
         references += [weakref.ref(gradient.accumulated) for gradient in engine._gradients.all]
         references += [weakref.ref(flat.whole) for unit in engine.units for flat in unit.travelling]
         if how == "close":

@@ -27,7 +27,7 @@ from torch import nn
 import wherry
 from wherry.parallel.comm import Comm
 from wherry.parallel.threads import run_ranks
-from wherry.update import holdings
+from wherry.update import optimizer_states
 
 
 def merged(stage: int, bucket: int = 10**6) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def test_an_error_leaves_nothing_waiting() -> None:
 @pytest.mark.parametrize("limit", [600, 700, 1000, 1500])
 def test_every_rank_updates_the_same_flats_together(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a rank's part is mostly padding: a batch that others close later would gather in another order."""
-    monkeypatch.setattr(holdings, "BATCH_NUMEL", limit)
+    monkeypatch.setattr(optimizer_states, "BUCKET_NUMEL", limit)
     model = nn.Sequential(*[nn.Linear(9, 9) for _ in range(12)])
 
     def body(comm: Comm) -> list[list[str]]:
@@ -154,7 +154,7 @@ def test_every_rank_updates_the_same_flats_together(limit: int, monkeypatch: pyt
         engine, *_ = wherry.initialize(
             model=mine, optimizer=adamw(mine.parameters()), mesh=comm, config=settings(2, more=merged(2))
         )
-        batches = [[state.flat.name for state in batch.states] for batch in engine._updater.batches]
+        batches = [[state.flat.name for state in batch.states] for batch in engine._updater.buckets]
         engine.close()
         return batches
 

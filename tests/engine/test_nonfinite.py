@@ -20,7 +20,7 @@ import wherry
 from wherry.errors import NonFiniteError, WherryError
 from wherry.parallel.comm import Comm
 from wherry.parallel.threads import run_ranks
-from wherry.update import holdings
+from wherry.update import optimizer_states
 from wherry.update.loss_scale import LossScaleError
 
 NAN = float("nan")
@@ -175,7 +175,7 @@ class Branch(nn.Module):
 def test_ranks_that_miss_gradients_of_such_a_step_keep_to_the_others(
     stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(holdings, "BATCH_NUMEL", 1)
+    monkeypatch.setattr(optimizer_states, "BUCKET_NUMEL", 1)
     model = make_model(Branch)
     own = {"update_policy": "in_backward", "unit_classes": ["Sequential"]}
     config = settings(stage, more={"wherry": own, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}})
@@ -203,7 +203,7 @@ def test_what_the_backward_has_updated_by_then_is_told(
     stage: int, ranks: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """in_backward cannot take back a block whose gradients were fine; those that were not are left alone."""
-    monkeypatch.setattr(holdings, "BATCH_NUMEL", 1)
+    monkeypatch.setattr(optimizer_states, "BUCKET_NUMEL", 1)
     seen: list[dict[str, torch.Tensor]] = []
     own = {"wherry": {"update_policy": "in_backward"}, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
 

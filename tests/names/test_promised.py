@@ -19,6 +19,20 @@ GONE = {
 }
 """A name, as `missing` gives it, and what to use instead."""
 
+# What modules under the alias had imported for themselves from elsewhere: DeepSpeed's have no such names.
+_IMPORTED = {
+    "accelerator": "AbstractContextManager default_device host_memory nullcontext",
+    "accelerator.real_accelerator": "AbstractContextManager default_device host_memory nullcontext",
+    "constants": "timedelta",
+    "runtime.lr_schedules": "SCHEDULES",
+    "utils.tensor_fragment": "Callable Engine Sequence WherryError",
+}
+GONE |= {
+    f"deepspeed.{module}.{name}": "import it from where it lives"
+    for module, names in _IMPORTED.items()
+    for name in names.split()
+}
+
 
 def arguments(where: str, promised: list[str], now: list[str]) -> Iterator[str]:
     """What can no longer be given by the same name, or in the same place."""

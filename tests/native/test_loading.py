@@ -12,7 +12,7 @@ import torch
 
 from wherry import native
 from wherry.errors import WherryError
-from wherry.native import loading, plan
+from wherry.native import loading, segment
 
 LIBRARY = Path(loading.__file__).with_name("libwherry.so")
 needs_library = pytest.mark.skipif(not LIBRARY.exists(), reason=f"no native library: {native.why_not()}")
@@ -95,4 +95,4 @@ def test_a_library_of_another_version_is_refused(tmp_path, monkeypatch):
 @pytest.mark.skipif(native.library() is None, reason=f"the native library is not active: {native.why_not()}")
 def test_the_layouts_of_both_sides_agree():
     assert len(native.SGD(1.0).pack()) == native.library().wherry_sizeof_rule()
-    assert plan._LAYOUT.size == native.library().wherry_sizeof_segment()
+    assert segment.LAYOUT.size == native.library().wherry_sizeof_segment()

@@ -91,12 +91,19 @@ def test_sum_squares_of_what_is_not_finite():
     assert np.isnan(native.sum_squares(values))
 
 
+def rounded(values, *, isa=None, seed=5, start=0):
+    """bf16 state that an update has set to these values."""
+    state = torch.zeros(values.numel(), dtype=torch.bfloat16)
+    segment = native.Segment(values, torch.zeros(values.numel()), state=(state,), seed=seed, start=start)
+    native.Plan([segment], isa=isa).run(native.SGD(0.1, 0.9, first=True))
+    return state
+
+
 @pytest.mark.parametrize("isa", ISAS)
 def test_stochastic_rounding_keeps_the_mean(isa):
     value = torch.tensor(1.0 + 0.3 * 2**-7)  # three tenths of the way from 1 to the next bf16
     src = value.repeat(1 << 17)
-    dst = torch.empty(src.numel(), dtype=torch.bfloat16)
-    native.cast_copy(dst, src, stochastic=5, isa=isa)
+    dst = rounded(src, isa=isa)
     assert sorted(dst.unique().tolist()) == [1.0, 1.0078125]
     share = (dst > 1).double().mean().item()
     # Five standard deviations of a binomial of this size.
@@ -110,25 +117,18 @@ def test_stochastic_rounding_keeps_the_mean(isa):
 def test_stochastic_rounding_draws_by_number_and_seed():
     generator = np.random.default_rng(0)
     src = random_bits(generator, 3000)
-    made = {}
+    made = {isa: rounded(src, isa=isa, start=10) for isa in ISAS}
+    first = made[ISAS[0]]
     for isa in ISAS:
-        made[isa] = torch.empty(3000, dtype=torch.bfloat16)
-        native.cast_copy(made[isa], src, stochastic=1, start=10, isa=isa)
-        assert_same_bits([made[isa]], [made[ISAS[0]]], isa)
-    part = torch.empty(1000, dtype=torch.bfloat16)
-    native.cast_copy(part, src[777:1777].clone(), stochastic=1, start=787)
-    assert torch.equal(bits(part), bits(made[ISAS[0]])[777:1777])
-    other = torch.empty(3000, dtype=torch.bfloat16)
-    native.cast_copy(other, src, stochastic=2, start=10)
-    assert not torch.equal(bits(other), bits(made[ISAS[0]]))
+        assert_same_bits([made[isa]], [first], isa)
+    assert torch.equal(bits(rounded(src[777:1777].clone(), start=787)), bits(first)[777:1777])
+    assert not torch.equal(bits(rounded(src, seed=2, start=10)), bits(first))
 
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_stochastic_rounding_leaves_exact_values_and_infinities(isa):
     exact = every(torch.bfloat16)
-    dst = torch.empty_like(exact)
-    native.cast_copy(dst, exact.float(), stochastic=3, isa=isa)
-    assert_same_bits([dst], [exact])
+    assert_same_bits([rounded(exact.float(), isa=isa)], [exact])
 
 
 def test_large_passes_use_the_pool_and_agree():

@@ -72,38 +72,6 @@ def test_any_numbers_any_length_any_alignment(name, mode, state, grad_dtype, num
         assert_same_segment(got, expected, key)
 
 
-@settings(max_examples=40)
-@given(
-    name=st.sampled_from(list(RULES)),
-    mode=st.sampled_from(WEIGHTS),
-    state=st.sampled_from(["fp32", "bf16"]),
-    isa=st.sampled_from(ISAS),
-    cuts=st.lists(st.integers(0, 500), max_size=6),
-)
-def test_any_split_into_segments(name, mode, state, isa, cuts):
-    torch.manual_seed(1)
-    weights, grad = torch.randn(500), torch.randn(500)
-    rule = RULES[name](3)
-    whole = segment(rule, weights, grad, mode=mode, state=state)
-    native.Plan([whole], isa=isa).run(rule, 0.5)
-    parts = segment(rule, weights, grad, mode=mode, state=state)
-    ends = [0, *sorted(cuts), 500]
-    pieces = [
-        native.Segment(
-            grad=parts.grad[a:b],
-            working=None if parts.working is None else parts.working[a:b],
-            master=None if parts.master is None else parts.master[a:b],
-            low=None if parts.low is None else parts.low[a:b],
-            state=tuple(t[a:b] for t in parts.state),
-            seed=parts.seed,
-            start=a,
-        )
-        for a, b in itertools.pairwise(ends)
-    ]
-    native.Plan(pieces, isa=isa).run([rule] * len(pieces), 0.5)
-    assert_same_bits(tensors(parts), tensors(whole))
-
-
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("state", STATES)
 def test_threads_and_chunks_do_not_change_bits(isa, state):
@@ -130,16 +98,6 @@ def test_threads_and_chunks_do_not_change_bits(isa, state):
     results.append(tensors(inline))
     for other in results[1:]:
         assert_same_bits(other, results[0])
-
-
-@pytest.mark.parametrize("isa", ISAS)
-def test_scale_zero_is_a_step_of_zero_gradients(isa):
-    torch.manual_seed(3)
-    weights, grad = torch.randn(100), torch.randn(100)
-    scaled = run(isa, "adam", weights, [grad, grad], mode="fp32", state="fp32", multiplier=0.0)
-    zeros = run(isa, "adam", weights, [grad * 0, grad * 0], mode="fp32", state="fp32", multiplier=1.0)
-    assert torch.equal(scaled.working, zeros.working)
-    assert not torch.equal(scaled.working, weights)  # weight decay acts all the same
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -56,7 +56,7 @@ def test_services_are_those_that_the_config_enables(tmp_path):
         "csv_monitor": {"enabled": True, "output_path": str(tmp_path / "elsewhere"), "job_name": "mine"},
     }
     sinks = sinks_of(config, ["loss"]).sinks
-    assert [type(sink).__name__ for sink in sinks] == ["JSONLines", "CSV", "TensorBoard", "_Elsewhere"]
+    assert [type(sink).__name__ for sink in sinks] == ["JSONLines", "CSV", "TensorBoard", "CSV"]
     assert (sinks[2].output_path, sinks[2].job_name) == ("logs", "mine")
     sinks[3].open(tmp_path, {})
     sinks[3].log(1, {"loss": 1.0})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 import sys
 import threading
 import time
@@ -185,61 +184,6 @@ def test_an_engine_whose_peer_fails(where: str, stage: int) -> None:
         assert isinstance(error, PeerError), error
         assert "rank 1 has failed" in str(error)
         assert "OSError: the disk is gone" in str(error)
-
-
-def test_a_starter_that_is_busy_takes_nothing_back() -> None:
-    """A rank fails while its starter has a collective to begin: who waits for the one after that learns of it."""
-    told = threading.Event()
-
-    def body(comm: Comm) -> None:
-        beside = comm.beside(torch.device("cpu"))
-        assert isinstance(beside, ThreadComm)
-
-        def gather(label: str) -> None:
-            beside.all_gather(torch.empty(4), torch.ones(2), label).wait()
-
-        if comm.rank == 1:
-            comm.tell(OSError("no batch is left"))
-            told.set()
-            gather("blocks.0")
-            return
-        assert told.wait(50)
-        while 1 not in beside._meeting._round.values:
-            time.sleep(0.001)
-        gather("blocks.0")
-        gather("blocks.1")
-
-    error, _ = outcomes(2, body, timeout=30.0)
-    assert isinstance(error, PeerError)
-    assert re.search("rank 1 has failed.* all_gather of blocks.1 .*OSError: no batch is left", str(error)), error
-
-
-def test_a_group_beside_begins_anew_after_a_failure_and_its_thread_ends_with_its_users() -> None:
-    cpu = torch.device("cpu")
-
-    def body(comm: Comm) -> list[float]:
-        first, second = comm.beside(cpu), comm.beside(cpu)
-        assert isinstance(first, ThreadComm) and isinstance(second, ThreadComm) and first.starter is not None
-        assert first.starter is second.starter
-        ran = threading.Event()
-        first.starter.add(ran.set)
-        assert ran.wait(50)
-        assert first.starter._thread is not None
-        _, thread = first.starter._thread
-        if comm.rank == 1:
-            first.starter.stopped = OSError("its update failed")
-        third = comm.beside(cpu)
-        assert isinstance(third, ThreadComm)
-        assert third.starter is not first.starter and third._meeting is not first._meeting
-        whole = torch.empty(2)
-        third.all_gather(whole, torch.full((1,), float(comm.rank))).wait()
-        first.close()
-        assert thread.is_alive()
-        second.close()
-        assert not thread.is_alive()
-        return whole.tolist()
-
-    assert run_ranks(2, body) == [[0.0, 1.0]] * 2
 
 
 @pytest.fixture

@@ -104,7 +104,7 @@ def over_tensor(
     rank: int, stage: int, data: int, tensor: int, accumulation: int, more: dict[str, Any], dropout: bool = False
 ) -> Run:
     mesh = init_device_mesh("cpu", (data, tensor), mesh_dim_names=("dp", "tp"))
-    build.SMALLEST_CUT = 1  # these checkpoints are small
+    build.SMALLEST_PARTITIONED = 1  # these checkpoints are small
     model, run = model_of(), Run()
     cut_blocks(model, mesh)
     if dropout:

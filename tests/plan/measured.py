@@ -18,9 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import wherry
 from wherry import config as configs
 from wherry.observe.footprint import Footprint
-from wherry.parallel import gloo
 from wherry.parallel.comm import Comm, SoloComm
-from wherry.parallel.sizes import ABREAST
 from wherry.parallel.threads import ThreadComm, run_ranks
 from wherry.parallel.topology import Topology
 from wherry.plan.counts import HOST, Counts
@@ -75,47 +73,32 @@ def make(micro_batch: int = MICRO, sequence: int = LENGTH) -> tuple[nn.Module, A
 
 
 class Unseen(ThreadComm):
-    """A rank whose collectives make no tensor that counts, but for what those of a process group over gloo do.
+    """A rank whose collectives make no tensor that counts.
 
     The others are given copies: they may hold them a moment longer than this rank does.
     """
 
-    over_gloo: bool = False
-
-    def buffers(self, whole: torch.Tensor) -> bool:
-        return self.over_gloo and gloo.buffers(whole)
-
-    def swaps(self, tensor: torch.Tensor) -> bool:
-        return self.over_gloo and gloo.swaps(tensor, self.size)
-
-    def abreast(self, device: torch.device) -> int | None:
-        return ABREAST if self.over_gloo else None
-
     def _all_reduce(self, tensor: torch.Tensor, op: str) -> Ticket:
-        received = (torch.empty_like(tensor),) if op == "sum" and self.swaps(tensor) else ()
         with _disable_current_modes():
             mine = tensor.clone()
             super()._all_reduce(mine, op).wait()
             tensor.copy_(mine)
-            return held(tensor, *received)
+            return held(tensor)
 
     def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
-        received = (gloo.room_for(whole, self.size),) if self.buffers(whole) else ()
         with _disable_current_modes():
-            return held(shard, whole, *received, ticket=super()._reduce_scatter(shard, whole.clone()))
+            return held(shard, whole, ticket=super()._reduce_scatter(shard, whole.clone()))
 
     def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
         with _disable_current_modes():
             return held(whole, shard, ticket=super()._all_gather(whole, shard.clone()))
 
     def _group(self, axis: str, members: list[int]) -> Comm:
-        return unseen(super()._group(axis, members), over_gloo=self.over_gloo)
+        return unseen(super()._group(axis, members))
 
 
-def unseen(comm: Comm, *, over_gloo: bool) -> Comm:
+def unseen(comm: Comm) -> Comm:
     comm.__class__ = Unseen
-    assert isinstance(comm, Unseen)
-    comm.over_gloo = over_gloo
     return comm
 
 
@@ -189,7 +172,7 @@ def measure(
     model, args = build()
 
     def body(comm: Comm) -> Counts:
-        mine, seen = copy.deepcopy(model), unseen(comm, over_gloo=not gpu)
+        mine, seen = copy.deepcopy(model), unseen(comm)
         return observed(config, seen, mine, args, gpu=gpu, optimizer=optimizer, tensor=tensor)
 
     with sizes_shown():

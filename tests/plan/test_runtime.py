@@ -239,9 +239,8 @@ def test_a_ratio_is_chosen_where_a_step_can_be_timed(monkeypatch: pytest.MonkeyP
     given = {"offload_optimizer": {"device": "cpu", "ratio": "auto"}}
 
     def settled(stream: float, data: Any) -> configs.Config:
-        monkeypatch.setattr(
-            runtime, "this_machine", lambda folder: replace(machines.KNOWN["4090"], stream=stream, overhead=0.0)
-        )
+        machine = replace(machines.KNOWN["4090"], stream=stream, matrix_fp32=1e8)  # computing takes longer than copies
+        monkeypatch.setattr(runtime, "this_machine", lambda folder: machine)
         config = configs.load({"zero_optimization": given, "gradient_clipping": 1.0})
         return runtime.settle(make_model(), config, SoloComm(), torch.device("cpu"), ranks_here=1, data=data)
 

@@ -146,7 +146,7 @@ def test_ranks_hold_parts_of_the_first_ones_values(ranks: int, precision: dict[s
         assert_same(whole(model), dict(plain.named_parameters()))
         optimizer = adamw(model.parameters())
         engine, *_ = wherry.initialize(model=model, optimizer=optimizer, config=settings(3, more=precision), mesh=comm)
-        for state in engine._updater.holdings.state_of.values():
+        for state in engine._updater.states.state_of.values():
             with state.opened() as segments:
                 lowest = state.flat.layout.shard_range(state.flat.rank)[0]
                 for segment, spans in zip(segments, state.segments, strict=True):

@@ -94,7 +94,7 @@ def test_masters_have_the_precision_of_the_file(tmp_path: Path) -> None:
         )  # fmt: skip
         wherry.load_pretrained(engine, tmp_path / "model.safetensors")
         compared = 0
-        for state in engine._updater.holdings.state_of.values():
+        for state in engine._updater.states.state_of.values():
             low = state.flat.layout.shard_range(state.flat.rank)[0]
             with state.opened() as opened, state.flat.opened() as shard:
                 for segment, held in zip(state.segments, opened, strict=True):
@@ -195,7 +195,7 @@ def test_a_model_on_the_meta_device_is_read_and_not_drawn(
             weights = sum(p.numel() for p in other.parameters()) * other.head.weight.itemsize
             assert comm.traffic.bytes["broadcast"] < weights / 10, "weights are read, not communicated"
         masters = []
-        for state in engine._updater.holdings.state_of.values() if more else ():
+        for state in engine._updater.states.state_of.values() if more else ():
             with state.opened() as opened:
                 masters += [held["master"].clone() for held in opened]
         state = {name: value.clone() for name, value in engine.module.state_dict().items()}

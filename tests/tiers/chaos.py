@@ -189,14 +189,6 @@ class ChaosComm(Comm):
         super()._ask(operation, tensor, label)
         self.inner.recent.append(self.recent[-1])
 
-    def beside(self, device: torch.device) -> Comm | None:
-        inner = self.inner.beside(device)
-        if inner is None:
-            return None
-        comm = ChaosComm(inner, self.chaos)
-        comm.traffic, comm.starter = self.traffic, inner.starter
-        return comm
-
     def fail(self, message: str) -> None:
         self.inner.fail(message)
 

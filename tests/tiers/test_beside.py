@@ -6,7 +6,6 @@ import copy
 import threading
 import weakref
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,7 @@ from tests.tiers.test_placements import offload
 from tests.tiers.test_traffic import psi
 
 import wherry
-from wherry.errors import PeerError, WherryError
+from wherry.errors import WherryError
 from wherry.parallel.comm import Comm, SoloComm
 from wherry.parallel.threads import run_ranks
 from wherry.tiers.streams import _Copy
@@ -86,7 +85,7 @@ def test_new_weights_go_up_before_anything_asks_for_them(tmp_path: Path) -> None
     jobs = list(engine._updater._pending.values())
     assert len(jobs) == 4
     for job in jobs:
-        job.come_to_an_end()
+        job.wait_for_end()
     whole, updated = psi(1)
     assert 2 * updated <= link.bytes_up - before <= 2 * whole
     engine.close()
@@ -96,11 +95,16 @@ def test_new_weights_go_up_before_anything_asks_for_them(tmp_path: Path) -> None
 @pytest.mark.parametrize("policy", ["before_use", "in_backward"])
 @pytest.mark.parametrize("row", ["offload-1", "disk-2"])
 def test_a_step_waits_for_no_update_and_each_unit_for_its_own(row: str, policy: str, tmp_path: Path) -> None:
-    """On two ranks, whose updates wait for a gate; of which one then looks at its model alone, and asks for nothing."""
+    """Updates wait for a gate. Where ranks hold weights whole, which is not here, their gathers begin in the step."""
     model = make_model()
     names = ["root", "blocks.0", "blocks.1", "blocks.2"]
+    kept = list(model.parameters())
+    engine, *_ = wherry.initialize(
+        model=model, optimizer=adamw(kept), config=settings(ROWS[row][0], more=offload(row, tmp_path, policy))
+    )
+    gate = threading.Event()
 
-    def behind(gate: threading.Event, update: Any) -> Any:
+    def behind(update: Any) -> Any:
         def wait(*args: Any) -> Ticket:
             assert gate.wait(50), "nobody opens the gate"
             ticket: Ticket = update(*args)
@@ -108,72 +112,49 @@ def test_a_step_waits_for_no_update_and_each_unit_for_its_own(row: str, policy: 
 
         return wait
 
+    for batch in engine._updater.buckets:
+        batch.rule.update = behind(batch.rule.update)
+
+    def pending() -> list[str]:
+        return [unit.name for unit in engine.units if unit.pending]
+
+    def step(number: int) -> None:
+        engine.backward(engine(*token_batch(number, 0, 0)))
+        engine.step()
+        assert pending() == names
+
+    step(0)
+    # Whoever has kept them reads nothing that is only half an update.
+    assert all(parameter.isnan().all() for parameter in kept)
+    gate.set()
+    reached: list[list[str]] = []
+    handles = [block.register_forward_pre_hook(lambda *_: reached.append(pending())) for block in model.blocks]
+    loss = engine(*token_batch(1, 0, 0))
+    assert reached == [names[2:], names[3:], []]
+    assert not any(parameter.isnan().any() for parameter in kept)
+    engine.backward(loss)
+    for handle in handles:
+        handle.remove()
+    engine.step()
+    step(2)
+    engine.close()  # the last update is made, and shown
+    assert not any(parameter.isnan().any() for parameter in kept)
+
+
+@pytest.mark.usefixtures("every_flat_alone")
+def test_gathers_begin_in_the_step(tmp_path: Path) -> None:
+    """Each unit waits for its own, and a rank that looks at its model alone asks for nothing.
+
+    Whoever has kept parameters reads nothing that is only half gathered.
+    """
+    model = make_model()
+
     def body(comm: Comm) -> dict[str, torch.Tensor]:
         mine = copy.deepcopy(model)
         kept = list(mine.parameters())
         engine, *_ = wherry.initialize(
             model=mine,
             optimizer=adamw(kept),
-            config=settings(ROWS[row][0], more=offload(row, tmp_path, policy)),
-            mesh=comm,
-        )
-        gate = threading.Event()
-        for batch in engine._updater.batches:
-            batch.rule.update = behind(gate, batch.rule.update)
-
-        def pending() -> list[str]:
-            return [unit.name for unit in engine.units if unit.pending]
-
-        def step(number: int) -> None:
-            engine.backward(engine(*token_batch(number, 0, comm.rank)))
-            comm.traffic.clear()
-            engine.step()
-            assert pending() == names
-
-        step(0)
-        assert comm.traffic.calls["all_gather"] == 0
-        # Whoever has kept them reads nothing that is only half an update.
-        assert all(parameter.isnan().all() for parameter in kept)
-        gate.set()
-        reached: list[list[str]] = []
-        handles = [block.register_forward_pre_hook(lambda *_: reached.append(pending())) for block in mine.blocks]
-        loss = engine(*token_batch(1, 0, comm.rank))
-        assert reached == [names[2:], names[3:], []]
-        assert comm.traffic.calls["all_gather"] == len(names)
-        assert not any(parameter.isnan().any() for parameter in kept)
-        engine.backward(loss)
-        for handle in handles:
-            handle.remove()
-        engine.step()
-        step(2)
-        if comm.rank == 1:
-            with torch.no_grad():
-                engine(*token_batch(3, 0, 0))
-            engine.module.state_dict()
-            assert pending() == []
-            assert comm.traffic.calls["all_gather"] == len(names)
-        comm.barrier()
-        weights = {name: weight.clone() for name, weight in engine.module.state_dict().items()}
-        step(4)
-        engine.close()  # the last update is made, and shown
-        assert not any(parameter.isnan().any() for parameter in kept)
-        return weights
-
-    first, second = run_ranks(2, body)
-    assert all(torch.equal(weight, second[name]) for name, weight in first.items())
-
-
-@pytest.mark.usefixtures("every_flat_alone")
-def test_without_a_group_beside_gathers_begin_in_the_step(tmp_path: Path) -> None:
-    """As on a GPU: each unit waits for its own, and a rank that looks at its model alone asks for nothing."""
-    model = make_model()
-
-    def body(comm: Comm) -> dict[str, torch.Tensor]:
-        mine = copy.deepcopy(model)
-        comm.beside = lambda device: None  # type: ignore[method-assign]
-        engine, *_ = wherry.initialize(
-            model=mine,
-            optimizer=adamw(mine.parameters()),
             config=settings(2, more=offload("offload-2", tmp_path, "before_use")),
             mesh=comm,
         )
@@ -183,10 +164,12 @@ def test_without_a_group_beside_gathers_begin_in_the_step(tmp_path: Path) -> Non
             engine.step()
             assert comm.traffic.calls["all_gather"] == 4
             assert all(unit.pending for unit in engine.units)
+            assert all(parameter.isnan().all() for parameter in kept)
         if comm.rank == 1:
             with torch.no_grad():
                 engine(*token_batch(3, 0, 0))
             assert comm.traffic.calls["all_gather"] == 4
+            assert not any(parameter.isnan().any() for parameter in kept)
         comm.barrier()
         weights = {name: weight.clone() for name, weight in engine.module.state_dict().items()}
         engine.close()
@@ -194,69 +177,6 @@ def test_without_a_group_beside_gathers_begin_in_the_step(tmp_path: Path) -> Non
 
     first, second = run_ranks(2, body)
     assert all(torch.equal(weight, second[name]) for name, weight in first.items())
-
-
-def test_engines_that_share_a_group_send_their_weights_in_one_order(tmp_path: Path) -> None:
-    """Two engines of each of two ranks, whose updates take turns."""
-    models = [make_model(seed=seed) for seed in (0, 1)]
-
-    def body(comm: Comm, policy: str) -> list[dict[str, torch.Tensor]]:
-        engines = []
-        for model in models:
-            mine = copy.deepcopy(model)
-            config = settings(2, more=offload("offload-2", tmp_path, policy))
-            engines.append(
-                wherry.initialize(model=mine, optimizer=adamw(mine.parameters()), config=config, mesh=comm)[0]
-            )
-        for step in range(3):
-            for engine in engines:
-                engine.backward(engine(*token_batch(step, 0, comm.rank)))
-            for engine in engines:
-                engine.step()
-        found = [engine.module.state_dict() for engine in engines]
-        for engine in engines:
-            engine.close()
-        return found
-
-    plain, _ = run_ranks(2, partial(body, policy="at_step"))
-    for found in run_ranks(2, partial(body, policy="before_use")):
-        for weights, expected in zip(found, plain, strict=True):
-            assert all(torch.equal(weights[name], value) for name, value in expected.items())
-
-
-def test_an_engine_that_shares_a_group_stops_with_the_one_that_failed(tmp_path: Path) -> None:
-    """The other ranks' gathers for the one would meet those of the other, which are as large."""
-    models = [make_model(seed=seed) for seed in (0, 1)]
-
-    def body(comm: Comm) -> None:
-        failing = threading.Event()
-
-        def fail(*_: Any) -> Ticket:
-            assert failing.wait(50), "nobody lets it fail"
-            raise OSError("nothing is left of the disk")
-
-        engines = []
-        for model in models:
-            mine = copy.deepcopy(model)
-            config = settings(2, more=offload("offload-2", tmp_path, "before_use"))
-            engines.append(
-                wherry.initialize(model=mine, optimizer=adamw(mine.parameters()), config=config, mesh=comm)[0]
-            )
-        first, second = engines
-        if comm.rank == 1:
-            for batch in first._updater.batches:
-                batch.rule.update = fail
-        for engine in engines:
-            engine.backward(engine(*token_batch(0, 0, comm.rank)))
-            engine.step()
-        failing.set()
-        for engine in (second, first):
-            with pytest.raises((WherryError, PeerError), match="nothing is left of the disk"):
-                engine.module.state_dict()
-        for engine in engines:
-            engine.close()
-
-    run_ranks(2, body)
 
 
 @pytest.mark.usefixtures("every_flat_alone")
@@ -314,7 +234,7 @@ def test_after_a_backward_its_updates_are_made_in_the_order_of_the_forward(tmp_p
 
         return wait
 
-    for batch in engine._updater.batches:
+    for batch in engine._updater.buckets:
         batch.update = behind(batch.name, batch.update)  # type: ignore[method-assign]
     engine.backward(engine(*token_batch(0, 0, 0)))
     assert met.wait(50)

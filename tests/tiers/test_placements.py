@@ -20,7 +20,7 @@ import wherry
 from wherry.errors import WherryError
 from wherry.parallel.comm import Comm
 from wherry.parallel.threads import run_ranks
-from wherry.update import holdings
+from wherry.update import optimizer_states
 
 EXACT = ("at_step", "before_use", "in_backward")
 STEPS = 4
@@ -103,7 +103,7 @@ def plain(row: str, ranks: int, precision: str, *, seed: int | None = None, **ho
     stage, optimizer, _ = ROWS[row]
     seed = seed if optimizer == "none" else None
     if how.keys() <= {"steps"}:
-        return plain_once(precision, stage, ranks, seed, how.get("steps", STEPS), holdings.BATCH_NUMEL)
+        return plain_once(precision, stage, ranks, seed, how.get("steps", STEPS), optimizer_states.BUCKET_NUMEL)
     config = {} if precision == "fp32" else {precision: {"enabled": True}}
     return train(config, stage=stage, ranks=ranks, seed=seed, **how)
 
@@ -121,8 +121,8 @@ def test_every_placement_and_policy_gives_the_same_bits(
     row: str, ranks: int, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = ROWS[row][0]
-    for seed, together in ((None, holdings.BATCH_NUMEL), (1, 1)):
-        monkeypatch.setattr(holdings, "BATCH_NUMEL", together)  # flats in one update, and each in its own
+    for seed, together in ((None, optimizer_states.BUCKET_NUMEL), (1, 1)):
+        monkeypatch.setattr(optimizer_states, "BUCKET_NUMEL", together)  # flats in one update, and each in its own
         oracle = plain(row, ranks, precision, seed=seed)
         for policy in EXACT:
             run = train(offload(row, tmp_path, policy, precision), stage=stage, ranks=ranks, seed=seed)
@@ -177,11 +177,10 @@ def test_part_of_the_state_stays_on_the_device(ratio: float, policy: str, ranks:
 
     def tiers(engine: Any, link: Any) -> dict[str, int]:
         numel = dict.fromkeys(("device", "host"), 0)
-        for batch, tier in engine._updater.holdings.tiers.items():
-            numel[str(tier)] += batch.numel
+        for bucket in engine._updater.buckets:
+            numel[str(bucket.tier)] += bucket.numel
         # Gradients of the first units come last, so that theirs is the update that is best not sent anywhere.
-        held = engine._updater.holdings
-        order = [str(held.tiers[state.batch]) for state in held.state_of.values()]
+        order = [str(state.bucket.tier) for state in engine._updater.states.state_of.values()]
         assert order == sorted(order)
         return numel
 
@@ -238,7 +237,7 @@ def test_optimizers_of_torch_with_groups_a_schedule_and_frozen_weights(name: str
         return OTHERS[name]([matrices, rest])
 
     def look(engine: Any, link: Any) -> Any:
-        tiers = {str(tier) for tier in engine._updater.holdings.tiers.values()}
+        tiers = {str(bucket.tier) for bucket in engine._updater.buckets}
         return engine.skipped_steps, engine.get_lr(), tiers
 
     fp16 = {"fp16": {"enabled": True, "initial_scale_power": 18, "hysteresis": 1}}

@@ -156,7 +156,7 @@ def test_what_is_written_when_an_engine_is_built_is_not_promised_too(
     engine, *_ = wherry.initialize(model=model, optimizer=optimizer, config=settings(3, more=more))
     moments = 0 if initial else 4 * sum(p.numel() for p in model.parameters())
     assert moments <= budget.promised() <= 1.1 * moments
-    homes = [batch._home for batch in engine._updater.batches]
+    homes = [batch.home for batch in engine._updater.buckets]
     engine.close()
     assert homes and budget.promised() == 0  # though somebody may still hold what it had
 

@@ -142,7 +142,7 @@ def test_an_update_reads_and_writes_twenty_six_bytes_an_element(tmp_path: Path) 
     )
     engine.backward(engine(*token_batch(0, 0, 0)))
     engine.step()
-    plans = [batch.rule._plan for batch in engine._updater.batches]
+    plans = [batch.rule._plan for batch in engine._updater.buckets]
     (gradient,) = {gradient.dtype.itemsize for gradient in engine._gradients.all}
     for segment in (segment for plan in plans for segment in plan.segments):
         assert segment.master is None
@@ -234,7 +234,7 @@ def test_no_more_records_are_in_memory_than_there_may_be(count: int, policy: str
         engine.backward(engine(*token_batch(step, 0, 0)))
         engine.step()
     engine.settle()
-    largest = max(batch.record_nbytes for batch in engine._updater.batches)
+    largest = max(batch.record_nbytes for batch in engine._updater.buckets)
     (row,) = [row for row in engine.memory() if row.state == "optimizer read"]
     assert (row.bytes_expected, row.bytes_actual) == (count * largest, 0)
     pages = count * -(-largest // PAGE) * PAGE

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from wherry.train.display import Display, Header, format_duration, sparkline
+from wherry.placement import Placement, Tier
+from wherry.train.display import Display, format_duration, sparkline
 from wherry.train.loop import Ending, Outcome, Record
 
 MEMORY = [("parameters", "device", 1024, 1024), ("optimizer", "host", 4096, 2048), ("gradients", "device", 512, 0)]
@@ -22,21 +23,14 @@ def _display(*, terminal=False, steps=40, **settings):
     return Display(console, steps, lambda: MEMORY, **settings), console.file
 
 
-def _header():
-    return Header(
-        title="GPT-2 of 1M parameters",
-        facts=(("batch", "16 samples"),),
-        placement_name="ZeRO-3 Offload",
-        placement=(("parameters", "partitioned", "device"), ("optimizer", "partitioned", "host")),
-        memory=tuple(MEMORY),
-        activations=2048,
-        run_dir=Path("runs/x"),
-    )
+def _begin(display):
+    offloaded = Placement.of_stage(3, optimizer=Tier.HOST)
+    display.begin("GPT-2 of 1M parameters", [("batch", "16 samples")], offloaded, activations=2048)
 
 
 def test_placement_and_expected_memory_come_first():
     display, out = _display()
-    display.begin(_header())
+    _begin(display)
     text = out.getvalue()
     assert "Placement: ZeRO-3 Offload" in text and "16 samples" in text
     assert [line.split() for line in text.splitlines() if "optimizer" in line] == [
@@ -48,14 +42,14 @@ def test_placement_and_expected_memory_come_first():
 @pytest.mark.parametrize(("gpu", "shown"), [(True, ["device", "host"]), (False, ["host", "host"])])
 def test_without_a_gpu_there_is_one_memory_and_it_has_one_name(gpu, shown):
     display, out = _display(gpu=gpu)
-    display.begin(_header())
+    _begin(display)
     display.step(_record(1))
     *table, line = out.getvalue().splitlines()
     rows = [row.split("│") for row in table]
     assert [row[3].strip() for row in rows if len(row) > 4 and row[1].strip() in ("parameters", "optimizer")] == shown
     assert f"parameters@{shown[0]} 1.0 KiB optimizer@{shown[1]} 2.0 KiB" in line
     live, panel = _display(terminal=True, gpu=gpu)
-    live.begin(_header())
+    _begin(live)
     live.step(_record(1))
     live.close()
     assert ("device" in panel.getvalue()) == gpu
@@ -63,7 +57,7 @@ def test_without_a_gpu_there_is_one_memory_and_it_has_one_name(gpu, shown):
 
 def test_a_plain_line_holds_everything():
     display, out = _display()
-    display.begin(_header())
+    _begin(display)
     display.step(_record(10, validation_loss=3.5, skipped_steps=2))
     line = out.getvalue().splitlines()[-1]
     for part in ("step 10/40", "loss 3.2500", "validation 3.5000", "2 skipped", "12,345 tokens/s", "1:00 left"):
@@ -89,7 +83,7 @@ def test_a_resumed_run_begins_with_a_line():
 
 def test_a_terminal_gets_a_panel_that_is_given_back():
     display, out = _display(terminal=True)
-    display.begin(_header())
+    _begin(display)
     display.step(_record(10))
     display.step(_record(11, loss=math.nan))
     display.end(Outcome(ending=Ending.FINISHED, steps=40, seconds=80.0, tokens=640), Path("runs/x"))

@@ -15,7 +15,7 @@ from tests.cli.programs import environment, forked, gone, launched, start, wait_
 from wherry.engine import Engine
 from wherry.errors import WherryError
 from wherry.observe import metrics
-from wherry.train import job, presets
+from wherry.train import job, presets, report
 from wherry.train.options import parse
 from wherry.update.pipeline import Updater
 
@@ -66,10 +66,14 @@ def test_one_rank_writes_all_it_promises(tmp_path, text, capsys):
 def test_two_ranks_read_and_learn_what_one_does(tmp_path, text):
     flags = (*TINY, *text, "--steps", 8)
     assert _here(*flags, "--batch-size", 8, "--stage", 0, "--run-dir", tmp_path / "one") == 0
-    done = launched("train", *flags, "--batch-size", 4, "--nproc", 2, "--run-dir", tmp_path / "two", cwd=tmp_path)
+    windows = ("--batch-size", 2, "--gradient-accumulation-steps", 2)
+    done = launched("train", *flags, *windows, "--nproc", 2, "--run-dir", tmp_path / "two", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "on 2 ranks" in done.stdout and done.stdout.count("Finished.") == 1
     assert _losses(tmp_path / "two") == pytest.approx(_losses(tmp_path / "one"), rel=1e-4)
+    # Each micro-batch would send weights and gradients between the two.
+    order = {run: json.loads((tmp_path / run / "config.json").read_text())["wherry"] for run in ("one", "two")}
+    assert order["two"]["accumulation"] == "layer_major" != order["one"]["accumulation"]
 
 
 def test_ctrl_c_ends_with_a_summary(tmp_path, text):
@@ -92,14 +96,14 @@ def test_lines_come_as_often_as_they_are_asked_for(tmp_path, text, capsys):
 
 
 def test_a_disk_that_fills_up_ends_no_training(tmp_path, text, monkeypatch, capsys, caplog):
-    write = job._write_json
+    write = report._write_json
 
     def full(path, value):
         if path.name == "summary.json":
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         write(path, value)
 
-    monkeypatch.setattr(job, "_write_json", full)
+    monkeypatch.setattr(report, "_write_json", full)
     monkeypatch.setattr(metrics.JSONLines.__init__, "__defaults__", ("/dev/full",))
     assert _here(*TINY, *text, "--steps", 3, "--run-dir", tmp_path / "run") == 0
     assert "Finished." in capsys.readouterr().out
@@ -147,7 +151,7 @@ def test_output_without_room_is_told_before_training(tmp_path, text):
 FILLS_UP = """
 import os, sys
 from wherry.cli import main
-from wherry.train.job import Report
+from wherry.train.report import Report
 
 step = Report.step
 
@@ -228,17 +232,21 @@ def test_the_last_delayed_update_is_made(tmp_path, text, monkeypatch):
     config = tmp_path / "config.json"
     policy = {"update_policy": "delayed", "delayed_update_warmup": 1}
     config.write_text(json.dumps({"zero_optimization": {"stage": 2}, "wherry": policy}))
-    begun, held = [], []
-    begin, close = Updater._begin, Engine.close
+    late, pending = [], []
+    step, close = Updater.step, Engine.close
+
+    def steps(updater, *given):
+        step(updater, *given)
+        late.append(updater.pending)
 
     def closes(engine):
-        held.extend(flat for unit in engine.units for flat in unit.flats if engine._updater.behind(flat))
+        pending.append(engine._updater.pending)
         close(engine)
 
-    monkeypatch.setattr(Updater, "_begin", lambda *given, **more: (begun.append(1), begin(*given, **more)))
+    monkeypatch.setattr(Updater, "step", steps)
     monkeypatch.setattr(Engine, "close", closes)
     assert _here(*TINY, *text, "--steps", 2, "--config", config, "--run-dir", tmp_path / "run") == 0
-    assert len(begun) == 2 and not held
+    assert late == [True, True] and pending == [False]
 
 
 def test_a_lost_loss_ends_the_run_loudly(tmp_path, text, capsys):
@@ -278,12 +286,12 @@ def test_what_is_no_folder_and_no_file_is_told_before_anything_starts(tmp_path, 
     assert told("--save", file / "below").endswith("cannot be made (Not a directory); give another")
     assert told("--config", tmp_path).endswith("this is a folder; name the file")
     assert told("--config", tmp_path / "none.json").endswith("there is no such file")
-    monkeypatch.setattr(job.os, "access", lambda _, mode: mode == os.R_OK)
+    monkeypatch.setattr(report.os, "access", lambda _, mode: mode == os.R_OK)
     assert "nothing can be written there" in told("--save", tmp_path / "new")
 
 
 def test_runs_of_the_same_second_get_folders_of_their_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(job.time, "strftime", lambda _: "20260101-000000")
-    names = [job._run_dir(parse([])).name for _ in range(3)]
+    monkeypatch.setattr(report.time, "strftime", lambda _: "20260101-000000")
+    names = [report._run_dir(parse([])).name for _ in range(3)]
     assert names == [f"20260101-000000-gpt2-10m{suffix}" for suffix in ("", "-2", "-3")]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from wherry.checkpoint.export import find
-from wherry.checkpoint.source import Source
+from wherry.checkpoint.reader import CheckpointReader
 from wherry.errors import WherryError
 from wherry.train.data import Share
 from wherry.train.job import check, main
@@ -36,7 +36,7 @@ def losses(run: Path) -> list[float]:
 
 
 def states(folder: Path) -> dict[str, torch.Tensor]:
-    with Source(find(folder)) as source:
+    with CheckpointReader(find(folder)) as source:
         entries = source.manifest.entries.items()
         return {f"{name}:{state}": source.tensor(name, state) for name, entry in entries for state in entry.states}
 
@@ -86,7 +86,7 @@ def test_flags_act_on_a_resumed_run_and_the_rest_is_kept(
     (run / "checkpoints" / "latest").write_text("global_step6")
     assert main([*told, "--lr", "0.01"]) == 0
     assert rates(run) == pytest.approx([rate / 2 for rate in rates(tmp_path / "whole")[6:]], rel=1e-12)
-    with Source(find(run / "checkpoints")) as source:
+    with CheckpointReader(find(run / "checkpoints")) as source:
         (group,) = source.manifest.engine["optimizer"]["groups"]
         assert source.value(group["options"])["weight_decay"] == 0.1
 

@@ -7,50 +7,29 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
-from wherry.activations.blocks import Blocks
-from wherry.activations.cut import Cut
-from wherry.activations.measure import Meter, is_strange, speeds_of
-from wherry.activations.policy import Cost, Policy, choose
-from wherry.activations.recompute import Anew, ContextPair, both, inside, recomputed, running, selective
+from wherry.activations.auto import Meter, Policy, is_strange
+from wherry.activations.partition import CheckpointPartition
+from wherry.activations.recompute import Anew, ContextPair, both, inside, operations, recomputed, running, selective
 from wherry.activations.saving import Beneath, Saver
-from wherry.activations.stores import BlockStore, Keep, Store
+from wherry.activations.stores import Store
 from wherry.observe.log import get_logger
 from wherry.observe.spans import Spans
-from wherry.parallel.comm import Comm
+from wherry.parallel.topology import Topology
 from wherry.sharding.autograd import NO_TASK, backward_task
 from wherry.sharding.unit import Unit
+
+if TYPE_CHECKING:
+    from wherry.config.blocks import ActivationCheckpointing
 
 T = TypeVar("T")
 
 # Forwards between two accounts of `profile`.
 TELL_EVERY = 10
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the config asks for, resolved."""
-
-    policy: str = "none"
-    every: int = 1
-    save_operations: frozenset[Any] = frozenset()
-    smallest: int = 1 << 20
-    synchronize: bool = False
-    profile: bool = False
-    # Bytes that activations may take on the device, for `auto`; None for what is free.
-    budget: int | None = None
-
-
-@dataclass
-class Groups:
-    """The ranks that must choose alike, as they gather together in a recomputation."""
-
-    data: Comm
-    tensor: Comm
 
 
 class UnitForward:
@@ -99,42 +78,32 @@ class Activations:
     def __init__(
         self,
         units: Sequence[Unit],
-        settings: Settings,
+        block: ActivationCheckpointing,
         beneath: Beneath,
-        groups: Groups,
-        device: torch.device,
+        topology: Topology,
         *,
         gather: Callable[[Unit], None],
+        free_bytes: Callable[[], int],
         store: Store | None = None,
-        cut: Cut | None = None,
-        blocks: Blocks | None = None,
-        free_bytes: Callable[[], int] = lambda: 0,
-        rank: int = 0,
+        partition: CheckpointPartition | None = None,
     ) -> None:
         self.units = [unit for unit in units if not unit.root]
-        self.settings = settings
-        self.groups = groups
-        self.device = device
+        self.block = block
+        self.topology = topology
+        self.device = topology.device
         self.store = store
-        self.blocks = blocks
         self.figures = Figures()
-        self.costs: list[Cost] | None = None
+        self._save_operations = operations(block.save_operations)
         self._gather = gather
         self._free_bytes = free_bytes
         self._flats = [flat for unit in units for flat in unit.flats]
+        smallest = block.offload_min_bytes if store is not None else 1
+        saver = partial(Saver, beneath=beneath, smallest=smallest, weights=self._weights, device=self.device)
         # How checkpoints are kept, and how everything that an offloaded unit saves.
-        kept = store or (BlockStore(blocks.take) if blocks is not None and cut is None else Keep())
-        self._checkpoints: Saver | None = None
-        if cut is not None or not isinstance(kept, Keep):
-            smallest = settings.smallest if store else 1
-            self._checkpoints = Saver(
-                kept, beneath, smallest=smallest, cut=cut, weights=self._weights, device=device
-            )
-        self._offloads: Saver | None = None
-        if store is not None:
-            self._offloads = Saver(store, beneath, smallest=settings.smallest, weights=self._weights, device=device)
-        self._log = get_logger(rank)
-        self._spans = Spans(wall_clock=settings.profile, synchronise=self._synchronise if settings.profile else None)
+        self._checkpoints = saver(store, partition=partition) if store or partition else None
+        self._offloads = saver(store) if store else None
+        self._log = get_logger(topology.global_rank)
+        self._spans = Spans(wall_clock=block.profile, synchronise=self._synchronise if block.profile else None)
         self._meter: Meter | None = None
         self.policies = self._first_policies()
         self._wrapped: list[nn.Module] = []
@@ -144,13 +113,12 @@ class Activations:
     # Installation.
 
     def _first_policies(self) -> list[Policy]:
-        count = len(self.units)
-        if self.settings.policy == "recompute":
-            every = self.settings.every
-            return [Policy.RECOMPUTE if place % every == 0 else Policy.KEEP for place in range(count)]
-        if self.settings.policy == "offload" and self._offloads is not None:
+        count, policy = len(self.units), self.block.resolved_policy()
+        if policy == "recompute":
+            return [Policy.RECOMPUTE if place % self.block.every == 0 else Policy.KEEP for place in range(count)]
+        if policy == "offload" and self._offloads is not None:
             return [Policy.OFFLOAD] * count
-        if self.settings.policy == "auto":
+        if policy == "auto":
             # Measured while the least memory is used.
             self._meter = Meter(self.device, self._weight_storages)
             return [Policy.RECOMPUTE] * count
@@ -182,8 +150,6 @@ class Activations:
         self._flats = []
         if self.store is not None:
             self.store.close()
-        if self.blocks is not None:
-            self.blocks.close()
 
     # A forward.
 
@@ -199,7 +165,7 @@ class Activations:
     def begin(self) -> None:
         """A forward of the whole model begins, on all ranks."""
         self.figures.forwards += 1
-        if self.settings.profile and self.figures.forwards % TELL_EVERY == 0:
+        if self.block.profile and self.figures.forwards % TELL_EVERY == 0:
             self._log.info("activations of %d forwards: %s", TELL_EVERY, self.breakdown())
         for saver in (self._checkpoints, self._offloads):
             if saver is not None:
@@ -228,14 +194,14 @@ class Activations:
     def _recomputed(
         self, name: str, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], unit: Unit | None
     ) -> T:
-        if self.settings.synchronize:
+        if self.block.synchronize_checkpoint_boundary:
             self._synchronise()
 
         def contexts() -> ContextPair:
             again = Anew(partial(self._again, name, unit))
-            if not self.settings.save_operations:
+            if not self._save_operations:
                 return nullcontext(), again
-            first, second = selective(self.settings.save_operations)
+            first, second = selective(self._save_operations)
             return first, both(again, second)
 
         saving: AbstractContextManager[Any] | None = None
@@ -248,7 +214,7 @@ class Activations:
     def _again(self, name: str, unit: Unit | None) -> Iterator[None]:
         """Around a recomputation, in backward."""
         self.figures.recomputed += 1
-        if self.settings.synchronize:
+        if self.block.synchronize_checkpoint_boundary:
             self._synchronise()
         with self._spans(f"wherry::recompute ({name})"):
             if unit is not None:
@@ -274,17 +240,13 @@ class Activations:
     def _decide(self, meter: Meter) -> None:
         """After the first step: measured costs, and what is free now that every state has its place."""
         self._meter = None
-        costs = meter.costs(len(self.units))
-        speeds = speeds_of(self.store, self.device)
-        free = self.settings.budget if self.settings.budget is not None else self._free_bytes()
-        # One choice for all ranks that hold these units, the most cautious.
-        for comm in (self.groups.data, self.groups.tensor):
-            for other_costs, other_speeds, other_free in comm.gather_objects((costs, speeds, free)):
-                costs = [cost.worst(other) for cost, other in zip(costs, other_costs, strict=True)]
-                speeds = min(speeds, other_speeds, key=lambda s: s.down)
-                free = min(free, other_free)
-        self.costs = costs
-        self.policies = choose(costs, speeds, free, checkpoints_stay=self._checkpoints is None)
+        self.policies, free = meter.decide(
+            len(self.units),
+            self.store,
+            self._free_bytes() if self.block.memory is None else self.block.memory,
+            (self.topology.data, self.topology.tensor),
+            checkpoints_stay=self._checkpoints is None,
+        )
         count = {policy: self.policies.count(policy) for policy in Policy}
         told = ", ".join(f"{policy.value} {number}" for policy, number in count.items() if number)
         self._log.info("activations of %d units: %s; %.3g GB may stay", len(self.units), told, free / 1e9)

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
-from wherry.activations.cut import Cut
-from wherry.activations.stores import Held, Keep, Store
+from wherry.activations.partition import CheckpointPartition
+from wherry.activations.stores import Held, Kept, Store
 from wherry.fake import is_fake
 from wherry.parallel.partition import is_dtensor
 
@@ -57,22 +57,23 @@ class Chain:
 class Parked:
     """The memory of one storage, put away. Several saved tensors may be views of it."""
 
-    __slots__ = ("__weakref__", "chain", "data", "held", "place", "taken", "uses")
+    __slots__ = ("__weakref__", "chain", "data", "held", "place", "shares", "taken", "uses")
 
     def __init__(self, held: Held, chain: Chain) -> None:
         self.held = held
         self.chain = chain
         self.place = chain.append(self)
-        # Saved tensors that have not been unpacked since the memory came back; and that memory, while there are any.
+        # Saved tensors of this memory; those not unpacked since it came back; and the memory, while there are any.
+        self.shares = 0
         self.uses = 0
         self.data: torch.Tensor | None = None
         # Whether a backward has had it: another through the same graph asks for it when it wants it.
         self.taken = False
 
-    def take(self, sharing: int) -> torch.Tensor:
+    def take(self) -> torch.Tensor:
         if self.data is None:
             self.data = self.held.take()
-            self.uses = sharing
+            self.uses = self.shares
             self.taken = True
             self.chain.bring(self.place)
         data = self.data
@@ -85,62 +86,61 @@ class Parked:
 class Saved:
     """A saved tensor: a view of what was parked."""
 
-    __slots__ = ("dtype", "group", "offset", "parked", "part", "shape", "stride", "wrapper")
+    __slots__ = ("dtype", "offset", "parked", "part", "shape", "stride", "wrapper")
 
-    def __init__(self, tensor: torch.Tensor, offset: int, stride: tuple[int, ...]) -> None:
+    def __init__(
+        self, parked: Parked, tensor: torch.Tensor, offset: int = 0, *, part: CheckpointPartition | None = None
+    ) -> None:
+        parked.shares += 1
+        self.parked = parked
         self.dtype = tensor.dtype
         self.shape = tensor.shape
-        self.stride = stride
+        self.stride = tensor.stride()
         self.offset = offset
-        self.parked: Parked
-        # How many saved tensors share what is parked.
-        self.group: list[int]
-        # How many elements all tensor-parallel ranks together hold of the tensor, of which this is one rank's part.
-        self.part: Cut | None = None
+        # What gathers the tensor, where this is one tensor-parallel rank's part of it.
+        self.part = part
         # Makes a DTensor of the local tensor again.
         self.wrapper: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def unpack(self) -> torch.Tensor:
-        data = self.parked.take(self.group[0])
+        data = self.parked.take()
         if self.part is not None:
-            tensor = self.part.join(data.view(self.dtype), self.shape)
+            tensor = self.part.gather(data.view(self.dtype), self.shape)
         else:
             whole = data[: data.numel() // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)
             tensor = whole.as_strided(self.shape, self.stride, self.offset)
         return tensor if self.wrapper is None else self.wrapper(tensor)
 
 
-# A storage, what was parked of it, and how many saved tensors share that.
-_Seen = tuple[weakref.ref[torch.UntypedStorage], weakref.ref[Parked], list[int]]
-
-
 class Saver:
     """Packs and unpacks for autograd: weights go the engine's way, large activations to the store, the rest stays.
+
+    Without a store, what is divided by `partition` stays as well, in its part.
 
     One object may serve several forwards whose backwards have not come yet; `begin` separates them.
     """
 
     def __init__(
         self,
-        store: Store,
+        store: Store | None,
         beneath: Beneath,
         *,
         smallest: int,
-        cut: Cut | None = None,
+        partition: CheckpointPartition | None = None,
         weights: Callable[[], Iterable[torch.Tensor]] = tuple,
         device: torch.device | None = None,
     ) -> None:
         self.store = store
         self.beneath = beneath
         self.smallest = smallest
-        self.cut = cut
+        self.partition = partition
         # Where what is put away comes from, and where it comes back to; None: from wherever it is.
         self.device = device
         self._weights = weights
         self._keep: set[int] | None = None
         self._chain = Chain()
         # By storage and version, so that what two operations save is put away once.
-        self._seen: dict[tuple[int, int], _Seen] = {}
+        self._seen: dict[tuple[int, int], tuple[weakref.ref[torch.UntypedStorage], weakref.ref[Parked]]] = {}
         # Bytes put away so far, for tests and figures.
         self.nbytes = 0
         self.tensors = 0
@@ -168,10 +168,10 @@ class Saver:
             inner, wrapper = tensor._local_tensor, _wrapper(tensor)
         if not self._goes(inner):
             return tensor
-        if self.cut is not None and self.cut.cuts(inner, tensor):
+        if self.partition is not None and self.partition.divides(inner, tensor):
             saved = self._pack_part(inner, where, place)
         else:
-            if isinstance(self.store, Keep):
+            if self.store is None:
                 return tensor
             saved = self._pack_whole(inner)
         saved.wrapper = wrapper
@@ -193,42 +193,30 @@ class Saver:
         return tensor.untyped_storage()._cdata not in self._keep
 
     def _pack_part(self, tensor: torch.Tensor, where: str, place: int) -> Saved:
-        assert self.cut is not None
-        saved = Saved(tensor, 0, ())
-        saved.part = self.cut
-        part = self.cut.part_of(tensor.detach(), f"{where}: input {place}")
-        saved.parked, saved.group = self._park(part.view(torch.uint8)), [1]
-        return saved
+        assert self.partition is not None
+        part = self.partition.part_of(tensor.detach(), f"{where}: input {place}")
+        return Saved(self._park(part.view(torch.uint8)), tensor, part=self.partition)
 
     def _pack_whole(self, tensor: torch.Tensor) -> Saved:
         storage = tensor.untyped_storage()
-        nbytes = tensor.numel() * tensor.element_size()
-        if storage.nbytes() > 4 * nbytes:
+        if storage.nbytes() > 4 * tensor.numel() * tensor.element_size():
             # A small part of a large storage: the part alone.
             part = tensor.detach().contiguous()
-            saved = Saved(part, 0, part.stride())
-            saved.parked, saved.group = self._park(part.view(-1).view(torch.uint8)), [1]
-            return saved
-        saved = Saved(tensor, int(tensor.storage_offset()), tensor.stride())
+            return Saved(self._park(part.view(-1).view(torch.uint8)), part)
         key = storage._cdata, tensor._version
         seen = self._seen.get(key)
         # Another storage may have got the address of one that is gone.
         parked = seen[1]() if seen is not None and seen[0]() is storage else None
-        if seen is None or parked is None:
+        if parked is None:
             elements = storage.nbytes() // tensor.element_size()
-            data = tensor.detach().as_strided((elements,), (1,), 0).view(torch.uint8)
-            parked, group = self._park(data), [0]
-            self._seen[key] = weakref.ref(storage), weakref.ref(parked), group
-        else:
-            group = seen[2]
-        group[0] += 1
-        saved.parked, saved.group = parked, group
-        return saved
+            parked = self._park(tensor.detach().as_strided((elements,), (1,), 0).view(torch.uint8))
+            self._seen[key] = weakref.ref(storage), weakref.ref(parked)
+        return Saved(parked, tensor, int(tensor.storage_offset()))
 
     def _park(self, data: torch.Tensor) -> Parked:
         self.nbytes += data.numel()
         self.tensors += 1
-        return Parked(self.store.put(data), self._chain)
+        return Parked(Kept(data) if self.store is None else self.store.put(data), self._chain)
 
 
 def _wrapper(tensor: Any) -> Callable[[torch.Tensor], torch.Tensor]:

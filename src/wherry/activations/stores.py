@@ -1,4 +1,4 @@
-"""Where activations are put away between forward and backward: in blocks of the device, on the host, on disk.
+"""Where activations are put away between forward and backward: on the host, on disk.
 
 A store takes one-dimensional uint8 tensors on the device; their memory is free when `put` and its copy are over.
 """
@@ -8,12 +8,10 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
-from wherry.activations.blocks import Blocks
 from wherry.tiers.streams import Link
 from wherry.tiers.tickets import Ticket
 
@@ -22,15 +20,6 @@ if TYPE_CHECKING:
 
 # Copies to the host that may be under way at once: each keeps its source on the device.
 COPIES = 2
-
-Allocate = Callable[[int], torch.Tensor]
-
-
-def allocator(device: torch.device, blocks: Blocks | None) -> Allocate:
-    """Where copies on the device come from: blocks of their own, or torch."""
-    if blocks is not None:
-        return blocks.take
-    return lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 class Held:
@@ -49,8 +38,6 @@ class Held:
 class Store:
     """A place for activations."""
 
-    name: str
-
     def put(self, data: torch.Tensor) -> Held:
         raise AssertionError("a store says how")
 
@@ -58,34 +45,15 @@ class Store:
         """Free what the store has; what is held may not be taken any more."""
 
 
-class _Kept(Held):
+class Kept(Held):
+    """What stays as it is, on the device."""
+
     def __init__(self, data: torch.Tensor) -> None:
         self.data = data
         self.nbytes = data.numel()
 
     def take(self) -> torch.Tensor:
         return self.data
-
-
-class Keep(Store):
-    """No store: what is put away stays as it is."""
-
-    name = "as it is"
-
-    def put(self, data: torch.Tensor) -> Held:
-        return _Kept(data)
-
-
-class BlockStore(Store):
-    """Copies into memory of the device that was allocated for activations alone."""
-
-    name = "device"
-
-    def __init__(self, allocate: Allocate) -> None:
-        self.allocate = allocate
-
-    def put(self, data: torch.Tensor) -> Held:
-        return _Kept(self.allocate(data.numel()).copy_(data))
 
 
 class Returning:
@@ -111,14 +79,14 @@ class Returning:
                 return  # of a graph that another thread lets go of meanwhile, as autograd's for a GPU does
             if len(self._waiting) >= keep:
                 for ticket in tickets:
-                    settle(ticket)
+                    wait_on_host(ticket)
             if all(ticket.done() for ticket in tickets):
                 self.link.host.give(host)
             else:
                 self._waiting.append((host, tickets))
 
 
-def settle(ticket: Ticket) -> None:
+def wait_on_host(ticket: Ticket) -> None:
     """Wait on the host. Waiting for a copy to the device makes only its stream wait."""
     ticket.wait()
     while not ticket.done():
@@ -129,6 +97,7 @@ class _OnHost(Held):
     def __init__(self, store: HostStore, data: torch.Tensor) -> None:
         self.store = store
         self.nbytes = data.numel()
+        self.device = data.device
         self._host = store.link.host.take(self.nbytes)
         self._down = store.send(self._host, data)
         self._up: tuple[torch.Tensor, Ticket] | None = None
@@ -138,7 +107,7 @@ class _OnHost(Held):
     def start(self) -> None:
         if self._up is None:
             self._down.wait()
-            target = self.store.allocate(self.nbytes)
+            target = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
             ticket = self.store.link.up(target, self._host)
             self._up = target, ticket
             self._tickets.append(ticket)
@@ -154,11 +123,8 @@ class _OnHost(Held):
 class HostStore(Store):
     """Copies to host memory on the link's stream."""
 
-    name = "host"
-
-    def __init__(self, link: Link, allocate: Allocate) -> None:
+    def __init__(self, link: Link) -> None:
         self.link = link
-        self.allocate = allocate
         self.returning = Returning(link)
         self._sending: deque[Ticket] = deque()
 
@@ -184,6 +150,7 @@ class _OnDisk(Held):
     def __init__(self, store: DiskActivations, data: torch.Tensor) -> None:
         self.store = store
         self.nbytes = data.numel()
+        self.device = data.device
         self._record = store.record(self.nbytes)
         self._write = store.write(self._record, data)
         # The buffer that it is read into, and the read, until it is taken.
@@ -202,7 +169,7 @@ class _OnDisk(Held):
         copies: list[Ticket] = []
         try:
             read.wait()
-            target = self.store.allocate(self.nbytes)
+            target = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
             copies.append(self.store.link.up(target, host))
             copies[0].wait()
         finally:
@@ -213,12 +180,9 @@ class _OnDisk(Held):
 class DiskActivations(Store):
     """Writes to disk through host buffers; records are used again by tensors of their size."""
 
-    name = "disk"
-
-    def __init__(self, disk: DiskStore, link: Link, allocate: Allocate) -> None:
+    def __init__(self, disk: DiskStore, link: Link) -> None:
         self.disk = disk
         self.link = link
-        self.allocate = allocate
         self.returning = Returning(link)
         self._idle: dict[int, list[Record]] = {}
         self._writing: deque[tuple[torch.Tensor, Ticket]] = deque()

@@ -16,13 +16,12 @@ import torch
 from wherry.checkpoint import folder as folders
 from wherry.checkpoint.errors import CheckpointError, together
 from wherry.checkpoint.files import TensorWriter, sync_folder, write_text
-from wherry.checkpoint.manifest import NAME, WEIGHT, Entry, Manifest, read_manifest
+from wherry.checkpoint.format import NAME, WEIGHT, Entry, Manifest, dtype_named, read_manifest
+from wherry.checkpoint.reader import CheckpointReader
 from wherry.checkpoint.session import Session, plain_tensors
 from wherry.checkpoint.session import aliases as tied_names
-from wherry.checkpoint.source import Source
-from wherry.checkpoint.values import dtype_named
-from wherry.nn.tiled import Place, tile_places
 from wherry.observe.progress import Progress
+from wherry.sharding.places import Place, tile_places
 from wherry.sharding.unit import Flat
 
 INDEX = "model.safetensors.index.json"
@@ -135,13 +134,13 @@ def export(
     entries = exported_entries(path, manifest, exclude_frozen=exclude_frozen)
     aliases = {other: name for name, entry in entries.items() for other in entry.aliases}
     with (
-        Source(path, manifest) as source,
+        CheckpointReader(path, manifest) as reader,
         ModelWriter(out, max_shard_size, entries, aliases) as writer,
         Progress(f"exporting {path}", len(entries), unit="tensors") as progress,
     ):
         for name, entry in entries.items():
             kind = exported_dtype(entry, dtype)
-            writer.add_parts(name, kind, entry.shape, source.parts(name, WEIGHT, kind))
+            writer.add_parts(name, kind, entry.shape, reader.parts(name, WEIGHT, kind))
             progress.advance()
     configs = {"model_config": "config.json", "generation_config": "generation_config.json"}
     for key, file in configs.items():
@@ -232,8 +231,7 @@ def joined(weights: Iterable[tuple[str, torch.Tensor]], places: dict[str, Place]
 
 @torch.no_grad()
 def _whole(session: Session, flat: Flat, precise: bool) -> torch.Tensor:
-    apart = flat.dtype.itemsize < torch.float32.itemsize or session.behind(flat)
-    state = session.states.get(flat) if precise and apart else None
+    state = session.states.get(flat) if precise and flat.dtype.itemsize < torch.float32.itemsize else None
     if state is None and flat.resident:
         return flat.whole
     with flat.opened() as working:

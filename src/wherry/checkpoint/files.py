@@ -10,16 +10,16 @@ import ctypes
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from wherry.checkpoint.errors import CheckpointError
-from wherry.checkpoint.workers import Workers
 from wherry.native.checksum import crc32
 from wherry.tiers.buffers import HostPool
 
@@ -33,6 +33,9 @@ TENSOR_ALIGNMENT = 8
 FILL = ".fill"
 # Device memory goes through the host in parts of this many bytes.
 HOST_PART = 32 << 20
+# Threads of one reader or writer: enough checksums at once for a fast disk. With blocks of 8 MiB, they and what waits
+# for them are 40 MiB.
+THREADS = 4
 # Of sync_file_range(2): begin to write what is dirty, and do not wait.
 _BEGIN_WRITING = 2
 
@@ -53,6 +56,44 @@ class FileRecord:
     data_start: int
     header_crc32: int
     blocks: list[int] = field(default_factory=list)
+
+
+class Pool:
+    """A few threads for reading, writing and checksums, which leave the interpreter to others while they run.
+
+    No more tasks wait than there are threads, so there is memory for no more. Whoever hears of a failure finds that no
+    task is under way any more.
+    """
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(THREADS, "checkpoint")
+        self._futures: deque[Future[None]] = deque()
+
+    def do(self, task: Callable[..., None], *arguments: Any) -> None:
+        """Have a task done; raises the error of one before."""
+        if len(self._futures) > THREADS:
+            first = self._futures.popleft()
+            if first.exception() is not None:
+                wait(self._futures)
+            first.result()
+        try:
+            self._futures.append(self._executor.submit(task, *arguments))
+        except RuntimeError as error:
+            # A save goes on while the interpreter waits for its threads, and executors take nothing more by then.
+            if "shutdown" not in str(error):
+                raise
+            task(*arguments)
+
+    def wait(self) -> None:
+        """Return when every task is done; raises the first error."""
+        futures, self._futures = self._futures, deque()
+        wait(futures)
+        for future in futures:
+            future.result()
+
+    def close(self) -> None:
+        """Wait for the tasks under way, whatever becomes of them."""
+        self._executor.shutdown(cancel_futures=True)
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
@@ -107,7 +148,7 @@ class TensorWriter:
         # The block that is being filled, and memory for others.
         self._block: memoryview | None = None
         self._buffers = Buffers()
-        self._workers = Workers()
+        self._pool = Pool()
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
 
     @property
@@ -166,11 +207,11 @@ class TensorWriter:
                 block, self._block = self._block, None
                 self._hand_over(block, own=True)
         if direct:
-            self._workers.wait()
+            self._pool.wait()
 
     def _hand_over(self, block: memoryview, *, own: bool = False) -> None:
         self._blocks.append(0)
-        self._workers.do(partial(self._put, len(self._blocks) - 1, block, own))
+        self._pool.do(self._put, len(self._blocks) - 1, block, own)
 
     def _put(self, number: int, block: memoryview, own: bool = False) -> None:
         self._blocks[number] = crc32(block)
@@ -199,14 +240,14 @@ class TensorWriter:
             self._blocks.append(0)
             self._put(len(self._blocks) - 1, self._block[:rest])
         self._pwrite(memoryview(header), 0)
-        self._workers.wait()
+        self._pool.wait()
         os.fsync(self._fd)
         self.close()
         return FileRecord(self._data_start + self._position, self._data_start, crc32(header), self._blocks)
 
     def close(self) -> None:
         # Threads write to the descriptor's number, which must not be another file's by then.
-        self._workers.close()
+        self._pool.close()
         self._block = None
         if self._fd >= 0:
             os.close(self._fd)
@@ -240,11 +281,11 @@ class Stored:
 
 
 class TensorReader:
-    """Reads parts of the tensors of one file; long ones by several threads, where there are `workers`."""
+    """Reads parts of the tensors of one file; long ones by the threads of a pool."""
 
-    def __init__(self, path: Path, workers: Workers | None = None) -> None:
+    def __init__(self, path: Path, pool: Pool) -> None:
         self.path = path
-        self.workers = workers
+        self._pool = pool
         # Of tensors, so far.
         self.bytes_read = 0
         self._fd = os.open(path, os.O_RDONLY)
@@ -297,12 +338,12 @@ class TensorReader:
 
     def _read_long(self, target: memoryview, position: int) -> None:
         self.bytes_read += len(target)
-        if self.workers is None or len(target) <= BLOCK:
+        if len(target) <= BLOCK:
             self._read_into(target, position)
             return
         for start in range(0, len(target), BLOCK):
-            self.workers.do(partial(self._read_into, target[start : start + BLOCK], position + start))
-        self.workers.wait()
+            self._pool.do(self._read_into, target[start : start + BLOCK], position + start)
+        self._pool.wait()
 
     def _read_into(self, target: memoryview, position: int) -> None:
         done = 0
@@ -318,7 +359,7 @@ class TensorReader:
             self._fd = -1
 
 
-def check_blocks(path: Path, record: FileRecord, blocks: range, workers: Workers) -> list[str]:
+def check_blocks(path: Path, record: FileRecord, blocks: range, pool: Pool) -> list[str]:
     """What is wrong with some blocks of a file; block 0 goes with the header."""
     found: dict[int, str] = {}
     try:
@@ -331,8 +372,8 @@ def check_blocks(path: Path, record: FileRecord, blocks: range, workers: Workers
             if blocks.start == 0 and _checksum(fd, 0, record.data_start, buffers) != record.header_crc32:
                 found[-1] = f"{path.name}: its header is damaged"
             for block in blocks:
-                workers.do(partial(_check_block, fd, path.name, record, block, buffers, found))
-            workers.wait()
+                pool.do(_check_block, fd, path.name, record, block, buffers, found)
+            pool.wait()
     except FileNotFoundError:
         return [f"{path.name} is missing"]
     except OSError as error:

@@ -13,18 +13,17 @@ import contextlib
 import ctypes
 import errno
 import hashlib
+import itertools
 import os
 import re
 import shutil
 import socket
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from wherry.checkpoint.errors import CheckpointError
-from wherry.checkpoint.files import check_blocks, sync_folder, write_text
-from wherry.checkpoint.manifest import NAME, Manifest, read_manifest
-from wherry.checkpoint.workers import Workers
+from wherry.checkpoint.files import Pool, check_blocks, sync_folder, write_text
+from wherry.checkpoint.format import NAME, Manifest, read_manifest
 from wherry.observe.log import logger
 from wherry.tiers.machine import processes
 
@@ -265,31 +264,15 @@ def newest_first(folder: Path) -> list[str]:
     return [tag for _, _, tag in sorted(found, reverse=True)]
 
 
-@dataclass(frozen=True)
-class Block:
-    """A part of a file to be verified."""
-
-    file: str
-    index: int
-
-
-def blocks_of(manifest: Manifest) -> list[Block]:
-    return [
-        Block(name, index) for name, record in manifest.files.items() for index in range(max(1, len(record.blocks)))
-    ]
-
-
 def damage(folder: Path, manifest: Manifest, rank: int = 0, ranks: int = 1) -> list[str]:
     """What is wrong with a rank's share of a checkpoint's files, by their checksums; nothing if they are whole."""
-    blocks = blocks_of(manifest)
+    blocks = [(name, index) for name, file in manifest.files.items() for index in range(max(1, len(file.blocks)))]
     mine = blocks[len(blocks) * rank // ranks : len(blocks) * (rank + 1) // ranks]
-    indices: dict[str, list[int]] = {}
-    for block in mine:
-        indices.setdefault(block.file, []).append(block.index)
     problems: list[str] = []
-    with Workers() as workers:
-        for name, own in indices.items():
-            problems += check_blocks(folder / name, manifest.files[name], range(own[0], own[-1] + 1), workers)
+    with contextlib.closing(Pool()) as pool:
+        for name, found in itertools.groupby(mine, key=lambda block: block[0]):
+            own = [index for _, index in found]
+            problems += check_blocks(folder / name, manifest.files[name], range(own[0], own[-1] + 1), pool)
     return list(dict.fromkeys(problems))
 
 

@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from wherry.checkpoint import folder as folders
-from wherry.checkpoint.collect import is_scalar
+from wherry.checkpoint.contents import is_scalar, restore_random_state, spread_random_state
 from wherry.checkpoint.errors import CheckpointError, on_first, together
-from wherry.checkpoint.manifest import BEHIND, GRADIENT, WEIGHT, Manifest, read_manifest
-from wherry.checkpoint.session import (
-    Counts,
-    Session,
-    Window,
-    addend_of,
-    aliases,
-    extra_states,
-    own_sum,
-    plain_tensors,
-    within,
-)
-from wherry.checkpoint.slices import Run
-from wherry.checkpoint.source import Source
-from wherry.checkpoint.state import restore_random_state, spread_random_state
+from wherry.checkpoint.format import WEIGHT, Manifest, read_manifest
+from wherry.checkpoint.reader import CheckpointReader
+from wherry.checkpoint.reshard import Run
+from wherry.checkpoint.session import Counts, Session, aliases, extra_states, plain_tensors, within
 from wherry.native import Blocks8, quantize
 from wherry.observe.progress import Progress
-from wherry.sharding.flat_gradient import FlatGradient
 from wherry.sharding.layout import SegmentSpan, Slot
 from wherry.sharding.unit import Flat
 
@@ -55,7 +43,6 @@ class Loaded:
     path: Path
     client_state: dict[str, Any]
     counts: Counts | None
-    window: Window | None
 
 
 def load(session: Session, folder: Path, tag: str | None, options: LoadOptions) -> Loaded | None:
@@ -72,16 +59,15 @@ def load(session: Session, folder: Path, tag: str | None, options: LoadOptions) 
     what = f"loading {path}"
     manifest = _verified(session, path)
     fits = together(comm, what, lambda: _check_fits(session, manifest, options))
-    retied = _compare_ties(session, path, manifest, fits, options, what)
-    with Source(path, manifest) as source:
-        loader = _Loader(session, source, options, fits[comm.rank].names, retied=retied)
+    _compare_ties(session, path, manifest, fits, options, what)
+    with CheckpointReader(path, manifest) as reader:
+        loader = _Loader(session, reader, options, fits[comm.rank].names)
         together(comm, what, loader.run)
         loader.refresh()
         counts = loader.counts() if options.counts else None
-        window = loader.window() if options.optimizer else None
-        client_state = source.value(manifest.engine.get("client_state", {}))
+        client_state = reader.value(manifest.engine.get("client_state", {}))
     session.log.info("loaded %s: step %d, written by %d ranks", path, manifest.step, manifest.world_size)
-    return Loaded(path, client_state, counts, window)
+    return Loaded(path, client_state, counts)
 
 
 def _verified(session: Session, path: Path) -> Manifest:
@@ -154,9 +140,9 @@ def _check_fits(session: Session, manifest: Manifest, options: LoadOptions) -> _
 
 def _compare_ties(
     session: Session, path: Path, manifest: Manifest, fits: list[_Fit], options: LoadOptions, what: str
-) -> bool:
-    """Whether weights are tied here that were not there, or the other way round. Raises where that cannot be loaded,
-    and for what the model has not."""
+) -> None:
+    """Tell of weights that are tied here and were not there, or the other way round. Raises where that cannot be
+    loaded, and for what the model has not."""
     # Another stage of a pipeline may have what this one has not.
     strangers = [name for name in fits[0].strangers if all(name in fit.strangers for fit in fits)]
     second = {name: fit.second[name] for fit in fits for name in strangers if name in fit.second}
@@ -182,18 +168,17 @@ def _compare_ties(
         lines.append(f"{told} were one tensor there and are not tied here: each begins with its values and state")
     for line in lines if session.comm.rank == 0 else ():
         session.log.warning("%s: %s", path, line)
-    return bool(second or parted)
 
 
 def _that_differ(path: Path, manifest: Manifest, second: dict[str, str]) -> dict[str, str]:
     """Of pairs of entries those whose weights are not the same bits."""
-    with Source(path, manifest) as source:
+    with CheckpointReader(path, manifest) as reader:
 
         def same(name: str, first: str) -> bool:
             one, other = manifest.entries[name], manifest.entries[first]
-            if one.shape != other.shape or source.dtype(name, WEIGHT) != source.dtype(first, WEIGHT):
+            if one.shape != other.shape or reader.dtype(name, WEIGHT) != reader.dtype(first, WEIGHT):
                 return False
-            return all(map(torch.equal, source.parts(name, WEIGHT), source.parts(first, WEIGHT)))
+            return all(map(torch.equal, reader.parts(name, WEIGHT), reader.parts(first, WEIGHT)))
 
         return {name: first for name, first in second.items() if not same(name, first)}
 
@@ -223,24 +208,14 @@ def _check_optimizer(session: Session, manifest: Manifest) -> None:
 
 
 class _Loader:
-    def __init__(
-        self, session: Session, source: Source, options: LoadOptions, names: dict[str, str], *, retied: bool
-    ) -> None:
+    def __init__(self, session: Session, reader: CheckpointReader, options: LoadOptions, names: dict[str, str]) -> None:
         self.session = session
         self.names = names
-        self.retied = retied
-        self.source = source
-        self.manifest = source.manifest
+        self.reader = reader
+        self.manifest = reader.manifest
         self.options = options
         self.optimizer = options.optimizer and session.optimizer is not None
         self.steps = int(self.manifest.engine["optimizer"]["steps"]) if self.optimizer else 0
-        # Whether updates go on as late as they were; elsewhere weights follow their masters at once.
-        self.behind = (
-            self.optimizer
-            and session.updater is not None
-            and session.updater.policy.when == "delayed"
-            and any(BEHIND in entry.states for entry in self.manifest.entries.values())
-        )
 
     @torch.no_grad()
     def run(self) -> None:
@@ -252,13 +227,10 @@ class _Loader:
         for unit in session.units:
             session.gatherer.release(unit)
         flats = list(session.flats)
-        with Progress(f"loading {self.source.folder}", len(flats), unit="flats", rank=session.comm.rank) as progress:
+        with Progress(f"loading {self.reader.folder}", len(flats), unit="flats", rank=session.comm.rank) as progress:
             for flat in flats:
                 self._load_flat(flat)
                 progress.advance()
-        if self.behind:
-            assert session.updater is not None
-            session.updater.hold_back()
         self._load_plain()
         self._load_values()
 
@@ -270,7 +242,7 @@ class _Loader:
         return self.names[self.session.whole_name(slot.name)]
 
     def _stored(self, slot: Slot, state: str) -> bool:
-        return self.source.has(self._there(slot), state)
+        return self.reader.has(self._there(slot), state)
 
     # Weights and moments.
 
@@ -280,15 +252,11 @@ class _Loader:
             with state.opened(write=True) as segments:
                 for span, values in zip(self.session.spans(flat), segments, strict=True):
                     self._load_segment(flat, span, values)
-        stateless = self.session.without_state(flat)
-        rest = [(slot, WEIGHT) for slot in stateless if self._has(slot)]
-        if self.behind:
-            mine = [slot for slot in flat.layout.slots if slot not in stateless and self._has(slot)]
-            rest += [(slot, BEHIND) for slot in mine if self._stored(slot, BEHIND)]
-        if rest:
+        stateless = [slot for slot in self.session.without_state(flat) if self._has(slot)]
+        if stateless:
             with flat.opened(write=True) as shard:
-                for slot, name in rest:
-                    self._read(flat, slot, name, shard, 0, shard.numel())
+                for slot in stateless:
+                    self._read(flat, slot, WEIGHT, shard, 0, shard.numel())
 
     def _load_segment(self, flat: Flat, span: SegmentSpan, values: dict[str, Any]) -> None:
         slot = flat.layout.slots[span.slot]
@@ -308,7 +276,7 @@ class _Loader:
                 self._load_blocks(flat, span, slot, name, target)
             else:
                 if target is None:
-                    dtype = self.source.dtype(self._there(slot), name)
+                    dtype = self.reader.dtype(self._there(slot), name)
                     # Beside the master, which need not be on the device that computes.
                     device = values["master"].device
                     target = values[name] = torch.zeros(span.stop - span.start, dtype=dtype, device=device)
@@ -321,28 +289,19 @@ class _Loader:
     def _load_blocks(self, flat: Flat, span: SegmentSpan, slot: Slot, name: str, target: Blocks8) -> None:
         start, stop, _ = flat.layout.overlap(slot, flat.rank) or (0, 0, 0)
         run = Run(self.session.logical(slot).box, start, stop)
-        if self.source.read_codes(self._there(slot), name, run, target):
+        if self.reader.read_codes(self._there(slot), name, run, target):
             return
         whole = torch.zeros(span.stop - span.start)
         self._read(flat, slot, name, whole, span.start, span.stop)
         quantize(whole, target)
 
-    def _read(
-        self,
-        flat: Flat,
-        slot: Slot,
-        state: str,
-        target: torch.Tensor,
-        low: int,
-        high: int,
-        addend: int | None = None,
-    ) -> None:
+    def _read(self, flat: Flat, slot: Slot, state: str, target: torch.Tensor, low: int, high: int) -> None:
         """Fill the part of a slot that lies in positions `low` to `high` of the shard, which `target` covers."""
         place = within(flat, slot, low, high)
         if place is not None:
             start, stop, at = place
             run = Run(self.session.logical(slot).box, start, stop)
-            self.source.read(self._there(slot), state, run, target[at - low : at - low + run.numel], addend=addend)
+            self.reader.read(self._there(slot), state, run, target[at - low : at - low + run.numel])
 
     def refresh(self) -> None:
         """Make whole again what every rank holds whole and reads only its part of."""
@@ -370,11 +329,11 @@ class _Loader:
         if len(saved) != len(groups) or any(group_of.get(name, group) != group for name, group in mine):
             self.session.log.warning(
                 "%s: its parameter groups are others than the engine's, whose learning rates and other options stay",
-                self.source.folder,
+                self.reader.folder,
             )
             return
         for group, given in zip(groups, saved, strict=True):
-            group.update(self.source.value(given["options"]))
+            group.update(self.reader.value(given["options"]))
 
     # Everything else.
 
@@ -385,12 +344,12 @@ class _Loader:
         for name, tensor in plain_tensors(self.session).items():
             if name in self.names and tensor.layout is torch.strided:
                 there = self.names[name]
-                own = same_ranks and rank in self.source.addends(there, WEIGHT)
-                tensor.copy_(self.source.tensor(there, WEIGHT, addend=rank if own else None))
+                own = same_ranks and rank in self.reader.addends(there, WEIGHT)
+                tensor.copy_(self.reader.tensor(there, WEIGHT, addend=rank if own else None))
 
     def _load_values(self) -> None:
         session, engine = self.session, self.manifest.engine
-        extra = self.source.value(engine["extra_state"])
+        extra = self.reader.value(engine["extra_state"])
         for key, module in extra_states(session.module).items():
             if key in extra:
                 module.set_extra_state(extra[key])
@@ -398,10 +357,10 @@ class _Loader:
             session.scaler.load_state_dict(engine["loss_scale"])
         if self.options.lr_scheduler and session.lr_scheduler is not None:
             if "lr_scheduler" in engine:
-                session.lr_scheduler.load_state_dict(self.source.value(engine["lr_scheduler"]))
+                session.lr_scheduler.load_state_dict(self.reader.value(engine["lr_scheduler"]))
             else:
                 session.log.warning(
-                    "%s holds no learning rate schedule: the engine's stays as it is", self.source.folder
+                    "%s holds no learning rate schedule: the engine's stays as it is", self.reader.folder
                 )
         if self.options.optimizer:
             self._load_rank_values()
@@ -413,95 +372,23 @@ class _Loader:
         rank = session.comm.rank
         mine = ranks[rank] if rank < len(ranks) else None
         if mine is not None:
-            restore_random_state(self.source.value(mine["rng"]), session.device)
+            restore_random_state(self.reader.value(mine["rng"]), session.device)
         else:
             spread_random_state(hash((self.manifest.step, rank)) % 2**63, session.device)
         take = getattr(session.dataloader, "load_state_dict", None)
         if take is not None and "data" in ranks[min(rank, len(ranks) - 1)]:
-            take(self.source.value(ranks[min(rank, len(ranks) - 1)]["data"]))
+            take(self.reader.value(ranks[min(rank, len(ranks) - 1)]["data"]))
 
     def counts(self) -> Counts:
+        """Those of the last update: an older checkpoint may have been saved within an accumulation window."""
         engine = self.manifest.engine
-        return Counts(**{key: self.source.value(engine[key]) for key in Counts.__dataclass_fields__ if key in engine})
-
-    # The accumulation window under way.
-
-    @torch.no_grad()
-    def window(self) -> Window:
-        """The gradients of an unfinished window, if the engine's windows can be continued from it."""
-        session, saved = self.session, Window(**self.source.value(self.manifest.engine["window"]))
-        mine = session.window
-        begun = Window(accumulation=mine.accumulation, ranks=mine.ranks, predivide=mine.predivide)
-        if not saved.backwards or session.optimizer is None:
-            return begun
-        if self.retied:
-            session.log.warning(
-                "%s was saved in the middle of a window, of a model that ties other weights: its gradients are "
-                "dropped, and the window starts again",
-                self.source.folder,
-            )
-            return begun
-        micro_batches = saved.backwards * mine.accumulation
-        if micro_batches % saved.accumulation:
-            session.log.warning(
-                "%s was saved after %d of the %d micro-batches of a window, which is no whole number of the %d there "
-                "are now: these gradients are dropped, and the window starts again",
-                self.source.folder, saved.backwards, saved.accumulation, mine.accumulation,
+        counts = Counts(**{key: self.reader.value(engine[key]) for key in Counts.__dataclass_fields__ if key in engine})
+        window = self.reader.value(engine.get("window", {}))
+        if window.get("backwards") and self.session.comm.rank == 0:
+            self.session.log.warning(
+                "%s was saved after %d of the %d micro-batches of an accumulation window: it is loaded as of the last "
+                "update before them, and the next window begins anew",
+                self.reader.folder, window["backwards"], window["accumulation"],
             )  # fmt: skip
-            return begun
-        # So that the mean over the window stays the mean of its micro-batches.
-        factor = mine.ranks * mine.accumulation / (saved.ranks * saved.accumulation)
-        for gradient in session.gradients.all:
-            self._load_gradient(gradient, saved, factor)
-        session.gradients.resume(boundary=saved.boundary)
-        absent = {name for values in self.manifest.ranks for name in values.get("absent", ())}
-        for gradient in session.gradients.all if absent else ():
-            slots = enumerate(gradient.flat.layout.slots)
-            gradient.absent = [index for index, slot in slots if slot.name in absent]
-        return replace(
-            begun,
-            backwards=micro_batches // saved.accumulation,
-            steps=saved.steps * mine.accumulation // saved.accumulation,
-            averaged=saved.averaged,
-            scaled=saved.scaled,
-            boundary=saved.boundary,
-        )
-
-    def _load_gradient(self, gradient: FlatGradient, saved: Window, factor: float) -> None:
-        session, flat = self.session, gradient.flat
-        slots = [slot for slot in flat.layout.slots if self._has(slot) and self._stored(slot, GRADIENT)]
-        if not slots:
-            return
-        gradient.accumulated.zero_()
-        gradient.fresh = False
-        addends = self.source.addends(self._there(slots[0]), GRADIENT)
-        # The sums of single ranks are divided when they are reduced, those of groups have been.
-        raw = len(addends) == saved.ranks > 1
-        if not raw:
-            factor *= saved.predivide / session.window.predivide
-        gradient.reduced = False
-        mine = addend_of(session, gradient)
-        alike = mine is not None and saved.ranks == session.data.size and addends == set(range(mine[1]))
-        if mine is not None and alike and factor == 1.0:
-            # Exactly as it was: every rank, or group of them, its own sum, which has not met the others.
-            self._load_addend(gradient, slots, mine[0])
-            return
-        if raw:
-            factor /= session.window.predivide
-        total = own_sum(gradient)
-        gradient.reduced = session.data.size > 1
-        for slot in slots:
-            self._read(flat, slot, GRADIENT, total, 0, total.numel())
-        if factor != 1.0:
-            total.mul_(factor)
-        if saved.boundary and gradient.owned.data_ptr() != total.data_ptr():
-            gradient.owned.copy_(total)  # where the update expects what was reduced at the boundary
-
-    def _load_addend(self, gradient: FlatGradient, slots: list[Slot], addend: int) -> None:
-        flat = gradient.flat
-        for slot in slots:
-            if gradient.partitioned:
-                self._read(flat, slot, GRADIENT, gradient.own_sum, 0, flat.layout.shard_numel, addend)
-            else:
-                box, out = self.session.logical(slot).box, gradient.accumulated[slot.start : slot.stop]
-                self.source.read(self._there(slot), GRADIENT, Run(box, 0, slot.numel), out, addend=addend)
+        counts.micro_steps -= window.get("steps", 0)
+        return counts

@@ -6,27 +6,23 @@ import functools
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from wherry.checkpoint import folder as folders
-from wherry.checkpoint.collect import FlatCut, Piece, Scalar, cut_flat, flat_pieces, gradient_pieces
-from wherry.checkpoint.copies import Copies, Down, host_bytes, parted, shortage, sums_on_device, what_goes_down
+from wherry.checkpoint.contents import Piece, Scalar, Values, encode_values, state_pieces, weight_pieces
 from wherry.checkpoint.errors import CheckpointError, describe, on_first, together
 from wherry.checkpoint.files import host_parts
-from wherry.checkpoint.held import Held
-from wherry.checkpoint.manifest import WEIGHT, Entry, Manifest
-from wherry.checkpoint.meeting import Meeting
-from wherry.checkpoint.rank_files import Part, RankFiles
+from wherry.checkpoint.format import WEIGHT, Entry, Manifest
+from wherry.checkpoint.rank_files import RankFiles, Rendezvous
+from wherry.checkpoint.reshard import Run
 from wherry.checkpoint.session import Session, aliases, plain_tensors
-from wherry.checkpoint.slices import Run
-from wherry.checkpoint.state import Values, encode_values
+from wherry.checkpoint.staging import Staging, why_not_behind
 from wherry.native.checksum import crc32
 from wherry.observe.memory import format_bytes
 from wherry.observe.progress import Progress
@@ -56,17 +52,11 @@ class Saved:
     def __init__(self, path: Path) -> None:
         self.path = path
         # Seconds; bytes are this rank's.
-        self.stood = 0.0
-        self.waited = 0.0
+        self.stall = 0.0
         self.seconds = 0.0
         self.bytes = 0
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
-
-    @property
-    def stall(self) -> float:
-        """Seconds that training stood still: in the call, and where updates waited for states on disk to be read."""
-        return self.stood + self.waited
 
     @property
     def behind(self) -> bool:
@@ -93,22 +83,44 @@ def save(session: Session, folder: Path, tag: str, options: SaveOptions) -> Save
     comm = session.comm
     tag = _agree_on_tag(session, tag, options.tag_validation)
     what = f"saving {folder / tag}"
+    _tell_of_window(session, what)
     encoded: list[Values] = []
-    steps, absent = session.optimizer_steps(), session.without_gradient()
+    steps = session.optimizer_steps()
     # What cannot be stored is found before anything is written.
-    together(comm, what, lambda: encoded.append(encode_values(session, options.client_state, steps, absent)))
+    together(comm, what, lambda: encoded.append(encode_values(session, options.client_state, steps)))
     plan = _Plan.of(session, options.exclude_frozen)
-    downs: list[Down] = []
-    behind = options.background and _has_room(session, plan, downs, what)
+    behind = options.background
+    if behind:
+        reason = why_not_behind(session, plan.shares, (tensor for tensor, _ in plan.plain.values()))
+        behind = reason is None
+        if reason is not None and comm.rank == 0:
+            session.log.warning("%s: training stands still meanwhile, as %s", what, reason)
     partial = on_first(comm, what, lambda: folders.begin(folder, tag))
     saved = Saved(folder / tag)
     job = _Job(session, plan, encoded[0], partial, tag, options, saved, begin)
     if behind:
-        job.start(downs)
+        job.start(session, plan)
     else:
-        job.run()
-        saved.stood = time.perf_counter() - begin
+        job.run(session, plan)
+        saved.stall = time.perf_counter() - begin
     return saved
+
+
+def _tell_of_window(session: Session, what: str) -> None:
+    """What is saved is of the last update, also within an accumulation window."""
+    if not session.micro_batches:
+        return
+    if session.complete and session.updater is not None and session.updater.policy.when == "in_backward":
+        raise CheckpointError(
+            f"{what}: this window's backward has updated weights already (the update policy is in_backward), and its "
+            "step() has not been called; call step() first, or save before the window's last backward"
+        )
+    if session.comm.rank == 0:
+        session.log.warning(
+            "%s: %d of the %d micro-batches of this accumulation window have run, and are not in it: it is of the last "
+            "update, and the window begins anew where it is loaded",
+            what, session.micro_batches, session.accumulation,
+        )  # fmt: skip
 
 
 def _agree_on_tag(session: Session, tag: str, validation: str) -> str:
@@ -122,36 +134,16 @@ def _agree_on_tag(session: Session, tag: str, validation: str) -> str:
     return tags[0]
 
 
-def _has_room(session: Session, plan: _Plan, downs: list[Down], what: str) -> bool:
-    """Whether every machine has the memory to write behind training; the same on all ranks. Adds what goes down."""
-
-    def look() -> int:
-        downs.extend(what_goes_down(session, plan.cuts, plan.shares, plan.plain_pieces()))
-        plain = (tensor for tensor, _ in plan.plain.values())
-        return host_bytes(session, plan.cuts, plan.shares, plain)
-
-    on_host = together(session.comm, what, look)[session.comm.rank]
-    short = shortage(session, on_host, downs)
-    if short is not None and session.comm.rank == 0:
-        session.log.warning("%s: training stands still meanwhile, as %s", what, short)
-    return short is None
-
-
 @dataclass
 class _Plan:
     """What a rank writes, settled before it begins."""
 
+    # Of each flat, what of this rank's shard.
     shares: dict[Flat, tuple[int, int]]
-    cuts: dict[Flat, FlatCut]
     # Buffers and the like that this rank writes, and the addend they go under.
     plain: dict[str, tuple[torch.Tensor, int | None]]
     entries: dict[str, Entry]
     header_room: int
-
-    def plain_pieces(self) -> Iterator[Piece]:
-        for name, (tensor, addend) in self.plain.items():
-            values = tensor.detach().contiguous().reshape(-1)
-            yield Piece(name, WEIGHT, Run.of(tuple(tensor.shape)), values, addend=addend)
 
     @classmethod
     def of(cls, session: Session, exclude_frozen: bool) -> _Plan:
@@ -162,10 +154,23 @@ class _Plan:
         names = [session.whole_name(slot.name) for flat in session.flats for slot in flat.layout.slots]
         room = sum((len(name) + _ENTRY_BYTES) * _STATES_OF_A_SLOT for name in names) + 4096
         entries = _entries(session, tensors, exclude_frozen)
-        shares = session.shares()
-        flats = [flat for flat in session.flats if flat.trainable or not exclude_frozen]
-        cuts = {flat: cut_flat(session, flat, shares[flat]) for flat in flats}
-        return cls(shares, cuts, _plain_share(session, tensors), entries, room)
+        shares = {flat: share for flat, share in session.shares().items() if flat.trainable or not exclude_frozen}
+        return cls(shares, _plain_share(session, tensors), entries, room)
+
+    def plain_pieces(self) -> Iterator[Piece]:
+        for name, (tensor, addend) in self.plain.items():
+            values = tensor.detach().contiguous().reshape(-1)
+            yield Piece(name, WEIGHT, Run.of(tuple(tensor.shape)), values, addend=addend)
+
+    def pieces(self, session: Session) -> Iterator[Piece | Scalar]:
+        """All that this rank writes; each is valid until the next is asked for."""
+        total, rank = len(self.shares), session.comm.rank
+        with Progress("saving", total, unit="flats", rank=rank) as progress:
+            for flat, share in self.shares.items():
+                yield from state_pieces(session, flat, share)
+                yield from weight_pieces(session, flat, share)
+                progress.advance()
+        yield from self.plain_pieces()
 
 
 def _entries(session: Session, tensors: dict[str, torch.Tensor], exclude_frozen: bool) -> dict[str, Entry]:
@@ -221,7 +226,8 @@ def _digest(tensor: torch.Tensor) -> int:
 
 
 class _Job:
-    """One save, from an empty folder to a finished checkpoint."""
+    """One save, from an empty folder to a finished checkpoint. It keeps no session, which would keep an engine that is
+    closed."""
 
     def __init__(
         self,
@@ -234,8 +240,6 @@ class _Job:
         saved: Saved,
         begin: float,
     ) -> None:
-        self.session: Session | None = session
-        self.plan = plan
         self.encoded = encoded
         self.partial = partial
         self.tag = tag
@@ -244,163 +248,112 @@ class _Job:
         self.begin = begin
         self.rank, self.ranks = session.comm.rank, session.comm.size
         self.log = session.log
+        # Whether this is the first rank of a pipeline's stage, which knows of all that the stage holds.
+        self.first_of_stage = session.data.rank == session.tensor.rank == 0
+        # This rank's part; on rank 0 it becomes that of all.
         self.manifest = Manifest(
             tag=tag,
             created=datetime.now(UTC).isoformat(),
             versions=versions(),
             world_size=self.ranks,
-            entries={},
+            entries=plan.entries,
             engine={},
             ranks=[],
-            config=session.config,
+            config=session.config if self.rank == 0 else {},
             files={},
             placement=session.placement,
         )
-        self.files = RankFiles(partial, self.rank, plan.header_room)
-        self.meeting = Meeting(partial, self.rank)
-        # What a save behind training did about states on disk.
-        self.how = ""
-        self.behind = False
-        if session.data.rank == session.tensor.rank == 0:
-            self.files.part.entries = plan.entries
+        self.files = RankFiles(partial, self.rank, plan.header_room, self.manifest)
+        self.rendezvous = Rendezvous(partial, self.rank)
 
-    # While training stands still.
-
-    def run(self) -> None:
-        assert self.session is not None
-        comm, what = self.session.comm, f"saving {self.saved.path}"
+    def run(self, session: Session, plan: _Plan) -> None:
+        """Write it while training stands still."""
+        comm, what = session.comm, f"saving {self.saved.path}"
         try:
-            parts = together(comm, what, lambda: self._write(self._pieces()))
+            parts = together(comm, what, lambda: self._write(plan.pieces(session)))
             on_first(comm, what, lambda: self._commit(parts))
         except BaseException:
             self._abandon()
             raise
 
-    # Behind training.
-
-    def start(self, downs: list[Down]) -> None:
-        """Begin copies of what rests in memory, hold what rests on disk as it is, and go on writing in a thread."""
-        assert self.session is not None
-        session = self.session
-        copies = Copies(session)
-        held = Held()
-        self.behind = True
-
-        def take() -> None:
-            copies.take_down(downs)
-            left = {flat: parted(session, flat, cut)[1] for flat, cut in self.plan.cuts.items()}
-            beside = held.take(session, left, self.plan.shares)
-            for flat, cut in left.items():
-                if flat not in beside:
-                    copies.take(flat_pieces(session, flat, cut))
-                if not sums_on_device(session, flat):
-                    copies.take(gradient_pieces(session, flat, self.plan.shares[flat]))
-            if session.link.shared:
-                copies.take(self.plan.plain_pieces())
-
+    def start(self, session: Session, plan: _Plan) -> None:
+        """Copy everything, or begin to, and go on in a thread."""
+        comm, path = session.comm, self.saved.path
+        staging = Staging(session)
         try:
-            together(self.session.comm, f"saving {self.saved.path}", self.meeting.open)
-            together(self.session.comm, f"copying states for {self.saved.path}", take)
+            together(comm, f"saving {path}", self.rendezvous.open)
+            together(
+                comm, f"copying states for {path}", lambda: staging.take(session, plan.shares, plan.plain_pieces())
+            )
             self.encoded = self.encoded.copied()
         except BaseException:
-            copies.release()
-            held.release()
+            staging.release()
             self._abandon()
             raise
-        # The thread has copies and records alone: a session would keep an engine that is closed.
-        self.session, self.plan = None, replace(self.plan, shares={}, cuts={}, plain={})
         # Not a daemon: a program that ends waits for its last checkpoint.
-        thread = threading.Thread(target=self._behind, args=(held, copies), name=f"save {self.tag}")
-        self.saved.stood = time.perf_counter() - self.begin
+        thread = threading.Thread(target=self._behind, args=(staging,), name=f"save {self.tag}")
+        self.saved.stall = time.perf_counter() - self.begin
         try:
             thread.start()
         except RuntimeError:  # no more threads; the other ranks are under way, so it is written here
-            self._behind(held, copies)
+            self._behind(staging)
             self.saved.wait()
             return
         self.saved._thread = thread
 
-    def _behind(self, held: Held, copies: Copies) -> None:
-        """No collective may be called here, so the ranks meet in the folder: each leaves a record of its part."""
+    def _behind(self, staging: Staging) -> None:
+        """No collective may be called here, so the ranks meet in the folder: each leaves a record of its files."""
         try:
-            beside = held.pieces()
-            try:
-                held.copy()
-                part = self._write(chain(beside, copies.pieces()))
-            finally:
-                beside.close()  # gives back what it was reading into, while there is a pool
-                held.release()
-                self.saved.waited = held.waited
-                self.how = held.how
-            self.meeting.report(part.to_text())
+            self.rendezvous.report(self._write(staging.pieces()).to_text())
             if self.rank == 0:
-                parts: list[Part] = []
-                self.meeting.gather(self.ranks, self.options.timeout_s, lambda text: parts.append(Part.from_text(text)))
+                parts: list[Manifest] = []
+                self.rendezvous.gather(
+                    self.ranks,
+                    self.options.timeout_s,
+                    lambda text: parts.append(Manifest.from_text(text, self.partial)),
+                )
                 self._commit(parts)
         except Exception as error:
             self.saved._failure = error
-            copies.release()  # the error's frames would keep them until somebody waits
             self.log.error("saving %s behind training has failed: %s", self.saved.path, describe(error))
             self._abandon()
+            staging.release()  # the error's frames would keep the copies until somebody waits
             if self.rank:
-                self.meeting.fail(describe(error))
+                self.rendezvous.fail(describe(error))
 
-    # Both.
-
-    def _pieces(self) -> Iterator[Piece | Scalar]:
-        """All that this rank writes; each is valid until the next is asked for."""
-        session, plan = self.session, self.plan
-        assert session is not None
-        with Progress(f"saving {self.tag}", len(plan.cuts), unit="flats", rank=self.rank) as progress:
-            for flat, cut in plan.cuts.items():
-                yield from flat_pieces(session, flat, cut)
-                yield from gradient_pieces(session, flat, plan.shares[flat])
-                progress.advance()
-        yield from plan.plain_pieces()
-
-    def _write(self, pieces: Iterable[Piece | Scalar]) -> Part:
-        part = self.files.part
+    def _write(self, pieces: Iterable[Piece | Scalar]) -> Manifest:
+        part, encoded = self.manifest, self.encoded
+        scalars: dict[str, dict[str, float]] = {}
         for item in pieces:
             if isinstance(item, Scalar):
-                part.scalars.setdefault(item.name, {})[item.state] = item.value
+                scalars.setdefault(item.name, {})[item.state] = item.value
             else:
-                self.files.put_piece(item, self.plan.entries[item.name].shape)
-        for name, tensor in self.encoded.tensors.items():
+                self.files.put_piece(item)
+        for name, tensor in encoded.tensors.items():
             part.tensors[name] = self.files.put(name, tensor.detach().contiguous())
-        part.engine, part.rank_values = self.encoded.engine, self.encoded.rank
-        part = self.files.finish()
-        self.saved.bytes = sum(record.bytes for record in part.files.values())
+        self.files.finish()
+        part.ranks, part.engine = [encoded.rank], encoded.engine
+        if scalars or "optimizer" in part.engine:
+            part.engine.setdefault("optimizer", {})["scalars"] = scalars
+        if not self.first_of_stage:
+            part.entries = {name: entry for name, entry in part.entries.items() if entry.states}
+        self.saved.bytes = part.bytes
         return part
 
-    def _commit(self, parts: list[Part]) -> None:
+    def _commit(self, parts: list[Manifest]) -> None:
         """On rank 0: the manifest from all parts, the name, the pointer; then old ones go."""
-        manifest = self.manifest
-        manifest.engine = parts[0].engine
-        scalars: dict[str, dict[str, float]] = {}
-        tensors: dict[str, str] = {}
-        for part in parts:
-            manifest.entries.update(part.entries)
-        for part in parts:
-            manifest.files.update(part.files)
-            manifest.ranks.append(part.rank_values)
-            tensors.update(part.tensors)
-            for name, found in part.scalars.items():
-                scalars.setdefault(name, {}).update(found)
-            for name, state, piece in part.slices:
-                manifest.entries[name].states.setdefault(state, []).append(piece)
-        manifest.tensors = tensors
+        manifest = parts[0]
+        for part in parts[1:]:
+            manifest.merge(part)
         manifest.engine["frozen_excluded"] = self.options.exclude_frozen
-        if "optimizer" in manifest.engine:
-            manifest.engine["optimizer"]["scalars"] = scalars
         manifest.check_complete()
         path = folders.commit(self.partial, self.tag, manifest, latest=self.options.save_latest)
         self.saved.seconds = time.perf_counter() - self.begin
         if self.options.keep_last is not None:
             for gone in folders.prune(path.parent, self.options.keep_last):
                 self.log.info("%s: deleted, as the last %d are kept", path.parent / gone, self.options.keep_last)
-        behind = f", training waited {self.saved.stall:.2f} s" if self.behind else ""
-        how = f"; {self.how}" if self.how else ""
-        self.log.info("saved %s: %s in %.2f s%s%s", path, format_bytes(manifest.bytes), self.saved.seconds, behind, how)
+        stall = f", training waited {self.saved.stall:.2f} s" if self.saved.stall else ""
+        self.log.info("saved %s: %s in %.2f s%s", path, format_bytes(manifest.bytes), self.saved.seconds, stall)
 
     def _abandon(self) -> None:
         self.files.abandon()

@@ -1,48 +1,39 @@
-"""What of an engine goes into a checkpoint: its parts, and the numbers that say how far training has come."""
+"""An engine as its checkpoints see it: its parts, the calls on them, and the names that its tensors go by."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from wherry.checkpoint.errors import CheckpointError
-from wherry.checkpoint.slices import Box
-from wherry.nn.tiled import Place, tile_places
+from wherry.checkpoint.errors import CheckpointError, on_first, together
+from wherry.checkpoint.reshard import Box
+from wherry.errors import WherryError
 from wherry.observe.log import get_logger
 from wherry.parallel.comm import Comm
-from wherry.sharding.gradients import FlatGradient, Gradients
 from wherry.sharding.layout import SegmentSpan, Slot
+from wherry.sharding.places import Place, tile_places
 from wherry.sharding.unit import Flat, Unit
 from wherry.sharding.weights import Gatherer
 from wherry.tiers.streams import Link
 from wherry.update.loss_scale import LossScaler
 from wherry.update.optimizer import ShardedOptimizer
+from wherry.update.optimizer_states import FlatState
 from wherry.update.pipeline import Updater
-from wherry.update.state import FlatState
 
-
-@dataclass
-class Window:
-    """The accumulation window under way. `backwards` is 0 between two updates."""
-
-    backwards: int = 0
-    steps: int = 0
-    averaged: bool | None = None
-    scaled: bool | None = None
-    boundary: bool = False
-    # Of the run that wrote it: micro-batches in a window, ranks, and what gradients were divided by before their sum.
-    accumulation: int = 1
-    ranks: int = 1
-    predivide: float = 1.0
+if TYPE_CHECKING:  # imported with the first save or load
+    from wherry.checkpoint.load import Loaded, LoadOptions
+    from wherry.checkpoint.save import Saved
 
 
 @dataclass
 class Counts:
-    """How far training has come."""
+    """How far training has come, by its last update."""
 
     global_steps: int = 0
     micro_steps: int = 0
@@ -73,13 +64,10 @@ class Session:
     # All ranks, and those of the data and tensor axes.
     comm: Comm
     data: Comm
-    # Of the data axis, those that hold the same shards as this one.
-    replicas: Comm
     tensor: Comm
     device: torch.device
     link: Link
     gatherer: Gatherer
-    gradients: Gradients
     updater: Updater | None
     optimizer: ShardedOptimizer | None
     scaler: LossScaler
@@ -88,14 +76,16 @@ class Session:
     config: dict[str, Any]
     placement: list[list[str]]
     counts: Counts
-    window: Window
+    # The accumulation window under way: micro-batches so far, of how many, and whether its last backward has run.
+    micro_batches: int
+    accumulation: int
+    complete: bool
     places: dict[str, Place] = field(init=False)
 
     def __post_init__(self) -> None:
         self.log = get_logger(self.comm.rank)
         self.places = tile_places(self.module)
-        self.states: dict[Flat, FlatState] = dict(self.updater.holdings.state_of) if self.updater else {}
-        self.gradient_of: dict[Flat, FlatGradient] = {g.flat: g for g in self.gradients.all}
+        self.states: dict[Flat, FlatState] = dict(self.updater.states.state_of) if self.updater else {}
 
     @property
     def flats(self) -> Iterator[Flat]:
@@ -123,10 +113,6 @@ class Session:
             return list(flat.layout.slots)
         return [slot for slot in flat.layout.slots if slot.group >= self.groups]
 
-    def behind(self, flat: Flat) -> bool:
-        """Whether a flat's working weights do not follow from its master, as its last update is a delayed one."""
-        return self.updater is not None and self.updater.behind(flat)
-
     def shares(self) -> dict[Flat, tuple[int, int]]:
         """The part of its shard of each flat that this rank writes. Data-parallel ranks with one shard divide it."""
         flats = list(self.flats)
@@ -142,13 +128,6 @@ class Session:
         """Whether this rank writes its share of a parameter: of what no tensor-parallel rank cut, the first alone."""
         return slot.part is not None or self.tensor.rank == 0
 
-    def without_gradient(self) -> list[str]:
-        """The parameters that no rank has had a gradient for in the window under way, which its update leaves alone."""
-        if not self.window.backwards:
-            return []
-        mine = {g.flat.layout.slots[index].name for g in self.gradients.all for index in g.absent}
-        return sorted(set.intersection(*self.data.gather_objects(mine)))
-
     def optimizer_steps(self) -> tuple[int, dict[str, int]]:
         """Updates made so far, which bias corrections count; and of the parameters that have had fewer, by name."""
         made: dict[str, int] = {}
@@ -162,6 +141,85 @@ class Session:
         for found in self.comm.gather_objects({name: steps for name, steps in made.items() if steps < most}):
             fewer |= found
         return most, fewer
+
+
+class Checkpoints:
+    """Saves and loads one engine, one save in flight at most. `session` gives its parts as they are at the moment."""
+
+    def __init__(self, session: Callable[[], Session], config: Any) -> None:
+        self._session = session
+        self._config = config
+        # The last save: where it went, and how long training stood still for it.
+        self.last: Saved | None = None
+
+    def save(
+        self, folder: str | os.PathLike[str], tag: Any, client_state: dict[str, Any] | None, latest: bool, frozen: bool
+    ) -> Saved:
+        from wherry.checkpoint.folder import step_tag
+        from wherry.checkpoint.save import SaveOptions, save
+
+        self.wait()
+        session = self._session()
+        own = self._config.wherry.checkpoint
+        options = SaveOptions(
+            client_state={} if client_state is None else client_state,
+            save_latest=latest,
+            exclude_frozen=not frozen,
+            keep_last=own.keep_last,
+            tag_validation=self._config.checkpoint.tag_validation,
+            background=own.async_save,
+            timeout_s=self._config.wherry.timeout_s,
+        )
+        tag = step_tag(session.counts.global_steps) if tag is None else tag
+        self.last = save(session, Path(folder), str(tag), options)
+        return self.last
+
+    def load(self, folder: str | os.PathLike[str], tag: Any, options: LoadOptions) -> Loaded | None:
+        from wherry.checkpoint.load import load
+
+        self.wait()
+        with torch.inference_mode(False):  # what a load makes is trained on
+            return load(self._session(), Path(folder), None if tag is None else str(tag), options)
+
+    def save_model(self, folder: Path, file: str, *, exclude_frozen: bool) -> None:
+        from wherry.checkpoint import export
+
+        if file == "model.safetensors":
+            export.write_model(self._session(), folder, exclude_frozen=exclude_frozen)
+            return
+        if not file.endswith((".bin", ".pt", ".pth")) or "/" in file:
+            raise WherryError(
+                f"save_16bit_model: expected model.safetensors, or a name that ends in .bin, .pt or .pth, got {file!r}"
+            )
+        weights = self.consolidated(None, exclude_frozen=exclude_frozen)
+        on_first(self._session().comm, f"writing {folder / file}", lambda: export.write_torch(weights, folder / file))
+
+    def consolidated(self, dtype: torch.dtype | None, *, exclude_frozen: bool) -> dict[str, torch.Tensor] | None:
+        from wherry.checkpoint import export
+
+        return export.consolidated(self._session(), dtype=dtype, exclude_frozen=exclude_frozen)
+
+    @property
+    def behind(self) -> bool:
+        """Whether a save was left to be written behind training, and nobody has waited for it."""
+        return self.last is not None and self.last.behind
+
+    def wait(self) -> None:
+        """Return when no save is under way any more; raises what went wrong with the last one, on every rank."""
+        last = self.last
+        if last is None or not last.behind:
+            return
+        self.last = None
+        together(self._session().comm, f"saving {last.path}", last.wait)
+        self.last = last
+
+    def close(self) -> None:
+        """Wait for what this rank still writes. Other ranks are not asked: they may be gone."""
+        if self.last is not None:
+            self.last.wait()
+
+
+# By the names that people know.
 
 
 def logical_of(slot: Slot, place: Place | None) -> Logical:
@@ -201,26 +259,6 @@ def within(flat: Flat, slot: Slot, low: int, high: int) -> tuple[int, int, int] 
     start, stop, at = place
     first, last = max(at, low), min(at + stop - start, high)
     return (start + first - at, start + last - at, first) if first < last else None
-
-
-def own_sum(gradient: FlatGradient) -> torch.Tensor:
-    """This rank's part of the window's sum: on the device if kept there, else where it was streamed to."""
-    if gradient.keeps:
-        return gradient.own_sum
-    gradient.landing.wait()
-    return gradient.owned
-
-
-def addend_of(session: Session, gradient: FlatGradient) -> tuple[int, int] | None:
-    """Which of how many sums this rank's is, while they have not met: each rank has one, or each group of ranks.
-
-    None where the sum is over all ranks.
-    """
-    if gradient.reduced or not gradient.keeps or session.data.size == 1:
-        return None
-    if not gradient.partitioned:
-        return session.data.rank, session.data.size
-    return (session.replicas.rank, session.replicas.size) if session.replicas.size > 1 else None
 
 
 def aliases(module: nn.Module) -> dict[str, list[str]]:

@@ -36,7 +36,15 @@ def main(argv: list[str]) -> int:
     commands = parser.add_subparsers(metavar="WHAT", required=True)
     _add_adam(commands)
     _add_disk(commands)
-    options = parser.parse_args(argv or ["--help"])
+    if not argv:
+        parser.print_help()
+        return 0
+    if argv[0] not in commands.choices and not argv[0].startswith("-"):
+        parser.error(
+            f"there is no measure {argv[0]!r}; expected adam or disk. What compares Wherry with others comes with the "
+            "sources: python benchmarks/steps.py, and the scripts beside it"
+        )
+    options = parser.parse_args(argv)
     if options.json is not None and not os.access(options.json.parent, os.W_OK):
         raise WherryError(f"bench: nothing can be written in {options.json.parent}, where --json is to go")
     rows: list[Row] = options.function(options)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from wherry.errors import WherryError
 
 if TYPE_CHECKING:
-    from wherry.checkpoint.manifest import Manifest
+    from wherry.checkpoint.format import Manifest
 
 
 def export(argv: list[str]) -> int:
@@ -51,7 +51,7 @@ def inspect(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     from wherry.checkpoint import folder as folders
     from wherry.checkpoint.export import find
-    from wherry.checkpoint.manifest import read_manifest
+    from wherry.checkpoint.format import read_manifest
 
     path = find(arguments.checkpoint)
     manifest = read_manifest(path)
@@ -148,7 +148,7 @@ def import_deepspeed(argv: list[str]) -> int:
     parser.add_argument("out", metavar="OUT", type=Path, help="folder for the checkpoint")
     parser.add_argument("--tag", help="the tag to read (default: what `latest` says), and to write")
     arguments = parser.parse_args(argv)
-    from wherry.checkpoint.deepspeed import import_checkpoint
+    from wherry.compat.deepspeed.importing import import_checkpoint
 
     try:
         path = import_checkpoint(arguments.source, arguments.out, arguments.tag)

@@ -14,41 +14,36 @@ def add_parser(subparsers: Any) -> None:
     """Add the command `config` to the parsers of `wherry`."""
     parser = subparsers.add_parser("config", help="explain, check and describe the keys of a config")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    _add_check(commands)
-    _add_explain(commands)
-    _add_deepspeed(commands)
-    schema = commands.add_parser("schema", help="print the JSON schema, for editors")
-    schema.set_defaults(function=_schema)
-
-
-def _add_check(commands: Any) -> None:
     check = commands.add_parser("check", help="check a config and show what it resolves to")
-    check.add_argument("file", help="the config: JSON or Hjson")
-    check.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="lay a value over the file")
+    explain = commands.add_parser("explain", help="say what a key means and does")
+    theirs = commands.add_parser("deepspeed", help="print a config as DeepSpeed itself reads it, in its keys only")
+    schema = commands.add_parser("schema", help="print the JSON schema, for editors")
+    for reader in (check, theirs):
+        reader.add_argument("file", help="the config: JSON or Hjson")
+        reader.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="lay a value over the file")
     check.add_argument("--ranks", metavar="N", type=int, help="check the batch sizes for N data-parallel ranks")
     check.add_argument("--json", action="store_true", help="print the resolved config as JSON")
-    check.set_defaults(function=_check)
-
-
-def _add_explain(commands: Any) -> None:
-    explain = commands.add_parser("explain", help="say what a key means and does")
     explain.add_argument("key", help="like zero_optimization.stage, or the last part alone")
-    explain.set_defaults(function=_explain)
+    for command, function in ((check, _check), (explain, _explain), (theirs, _deepspeed), (schema, _schema)):
+        command.set_defaults(function=function)
 
 
-def _add_deepspeed(commands: Any) -> None:
-    theirs = commands.add_parser("deepspeed", help="print a config as DeepSpeed itself reads it, in its keys only")
-    theirs.add_argument("file", help="the config: JSON or Hjson")
-    theirs.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="lay a value over the file")
-    theirs.set_defaults(function=_deepspeed)
+def _load(arguments: argparse.Namespace) -> Any:
+    """The config of a command line. The argument is always a file, never config text; `-` is standard input."""
+    from pathlib import Path
+
+    from wherry.config import load, parse_overrides
+
+    source = sys.stdin.read() + "\n" if arguments.file == "-" else Path(arguments.file)
+    return load(source, overrides=parse_overrides(arguments.set))
 
 
 def _deepspeed(arguments: argparse.Namespace) -> int:
-    from wherry.compat.deepspeed.written import for_deepspeed
-    from wherry.config import ConfigError, load, parse_overrides
+    from wherry.compat.deepspeed.config import for_deepspeed
+    from wherry.config import ConfigError
 
     try:
-        config = load(_path(arguments.file), overrides=parse_overrides(arguments.set))
+        config = _load(arguments)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return USER_ERROR
@@ -60,13 +55,13 @@ def _deepspeed(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from wherry.config import ConfigError, load, parse_overrides
+    from wherry.config import ConfigError
 
     if arguments.ranks is not None and arguments.ranks < 1:
         print(f"--ranks: expected 1 or more, got {arguments.ranks}", file=sys.stderr)
         return USER_ERROR
     try:
-        config = load(_path(arguments.file), overrides=parse_overrides(arguments.set))
+        config = _load(arguments)
         batch = config.batch(arguments.ranks, "as --ranks says") if arguments.ranks is not None else None
     except ConfigError as error:
         print(error, file=sys.stderr)
@@ -83,13 +78,6 @@ def _check(arguments: argparse.Namespace) -> int:
     for note in config.notes:
         print(f"note: {note}")
     return 0
-
-
-def _path(text: str) -> Any:
-    """The argument is always a file, never config text; `-` is standard input."""
-    from pathlib import Path
-
-    return sys.stdin.read() + "\n" if text == "-" else Path(text)
 
 
 def _explain(arguments: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -17,19 +18,9 @@ from wherry.observe.memory import format_bytes
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 _GIB = 2**30
-# What integrates, and the oldest version that is known to work: that of the extras. The alias stands where deepspeed
-# would.
-_INTEGRATIONS = {
-    "transformers": (5, 0),
-    "accelerate": (1, 10),
-    "trl": (1, 0),
-    "peft": (0, 18),
-    "lightning": (2, 5),
-    "tensorboard": (2, 15),
-    "wandb": (0, 19),
-}
 _NODES = Path("/sys/devices/system/node")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -54,26 +45,21 @@ def main(*, as_json: bool = False) -> int:
 
 def examine() -> Iterator[Finding]:
     """Every finding, one after the other. What a check meets instead of an answer is its finding."""
-    checks: tuple[Callable[[], Finding], ...] = (
-        *(_python, _torch, _accelerators, _cuda, _backends, _nccl, _cores, _threads, _numa, _memory, _shared_memory),
-        *(_locked_memory, _open_files, _huge_pages, _native, _disk_backend, _disk_space),
-    )
-    for check in checks:
+    checks: dict[str, Callable[[], Finding]] = {
+        "Python": lambda: Finding("Python", f"{platform.python_version()} at {sys.executable}"),
+        **{"torch": _torch, "GPU": _gpu, "collectives": _collectives, "threads": _threads, "NUMA": _numa},
+        **{"host memory": _memory, "shared memory": _shared_memory, "locked memory": _locked_memory},
+        **{"open files": _open_files, "huge pages": _huge_pages, "native core": _native},
+        **{"disk I/O here": _disk_backend, "disk space here": _disk_space},
+    }
+    for name, check in checks.items():
         try:
             yield check()
         except WherryError as error:
-            yield Finding(_name(check), "failed", PROBLEM, str(error))
+            yield Finding(name, "failed", PROBLEM, str(error))
         except (ImportError, OSError) as error:
-            yield Finding(_name(check), "not known", NOTE, str(error))
+            yield Finding(name, "not known", NOTE, str(error))
     yield from _integrations()
-
-
-def _name(check: Callable[[], Finding]) -> str:
-    return check.__name__.strip("_").replace("_", " ")
-
-
-def _python() -> Finding:
-    return Finding("Python", f"{platform.python_version()} at {sys.executable}")
 
 
 def _torch() -> Finding:
@@ -81,84 +67,52 @@ def _torch() -> Finding:
         import torch
     except (ImportError, OSError) as error:
         return Finding("torch", "cannot be imported", PROBLEM, f"{error}; run `pip install torch`")
-    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    if (2, 9) <= (major, minor) <= (2, 14):
+    if (2, 9) <= _release(torch.__version__) <= (2, 14):
         return Finding("torch", torch.__version__)
     return Finding("torch", torch.__version__, NOTE, "Wherry is written for torch 2.9 to 2.14, and tested with 2.13")
 
 
-def _accelerators() -> Finding:
-    import torch
-
-    if not torch.cuda.is_available():
-        built = torch.version.cuda or torch.version.hip
-        if built is None:
-            return Finding("GPU", "none; this torch is built for the CPU", NOTE, "training runs on the CPU")
-        return Finding(
-            "GPU", f"none in sight (torch is built for {built})", NOTE, "training runs on the CPU; see `nvidia-smi`"
-        )
-    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    names = ", ".join(f"{device.name} with {format_bytes(device.total_memory)}" for device in devices)
-    return Finding("GPU", names)
-
-
-def _cuda() -> Finding:
-    """The toolkit that torch is built for, the driver, and what the GPUs can compute with."""
+def _gpu() -> Finding:
+    """The GPUs, the toolkit that torch is built for, the driver, and what the GPUs can compute with."""
     import torch
 
     built = torch.version.cuda or torch.version.hip
-    if built is None:
-        return Finding("CUDA", "none; this torch is built for the CPU")
+    if built is None and not torch.cuda.is_available():
+        return Finding("GPU", "none; this torch is built for the CPU", NOTE, "training runs on the CPU")
     if not torch.cuda.is_available():
-        advice = "the driver is missing, too old for this torch, or its devices are hidden (CUDA_VISIBLE_DEVICES)"
-        return Finding("CUDA", f"{built}, no device in sight", NOTE, advice)
+        advice = (
+            "training runs on the CPU; see `nvidia-smi`: the driver is missing, too old for this torch, or its devices "
+            "are hidden (CUDA_VISIBLE_DEVICES)"
+        )
+        return Finding("GPU", f"none in sight (torch is built for {built})", NOTE, advice)
+    indices = range(torch.cuda.device_count())
+    devices = [torch.cuda.get_device_properties(index) for index in indices]
+    names = ", ".join(f"{device.name} with {format_bytes(device.total_memory)}" for device in devices)
     driver = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
-    found = f"{built}, driver for {driver // 1000}.{driver % 1000 // 10}"
-    old = [i for i in range(torch.cuda.device_count()) if torch.cuda.get_device_capability(i) < (8, 0)]
+    found = f"{names}; torch for {built}, driver for {driver // 1000}.{driver % 1000 // 10}"
+    old = ", ".join(str(index) for index in indices if torch.cuda.get_device_capability(index) < (8, 0))
     if old:
-        names = ", ".join(str(index) for index in old)
-        advice = f"GPU {names} computes bf16 slowly: use fp16, or fp32"
-        return Finding("CUDA", found, NOTE, advice)
-    return Finding("CUDA", found)
+        return Finding("GPU", found, NOTE, f"GPU {old} computes bf16 slowly: use fp16, or fp32")
+    return Finding("GPU", found)
 
 
-def _backends() -> Finding:
+def _collectives() -> Finding:
     import torch
     import torch.distributed as dist
 
     if not dist.is_available():
         return Finding("collectives", "torch.distributed is missing", PROBLEM, "install a torch that has it")
-    found = [name for name, here in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())) if here]
-    if torch.cuda.is_available() and "nccl" not in found:
-        return Finding("collectives", ", ".join(found), PROBLEM, "several GPUs need nccl; install a torch that has it")
-    return Finding("collectives", ", ".join(found))
-
-
-def _nccl() -> Finding:
-    import torch
-
-    if not torch.cuda.is_available():
-        return Finding("NCCL", "not needed without GPUs")
-    if torch.cuda.device_count() == 1:
-        return Finding("NCCL", "not needed for one GPU")
-    version = ".".join(map(str, torch.cuda.nccl.version()))
-    apart = [
-        (a, b)
-        for a in range(torch.cuda.device_count())
-        for b in range(a)
-        if not torch.cuda.can_device_access_peer(a, b)
-    ]
-    if apart:
-        advice = "some GPUs do not reach each other's memory directly: collectives go through the host, which is slower"
-        return Finding("NCCL", version, NOTE, advice)
-    return Finding("NCCL", version)
-
-
-def _cores() -> Finding:
-    from wherry.cli.run import usable_cores
-
-    usable, logical = usable_cores(), os.cpu_count() or 1
-    return Finding("cores", f"{usable} physical usable, {logical} logical in the machine")
+    here = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    found = ", ".join(name for name, there in here.items() if there)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count and not here["nccl"]:
+        return Finding("collectives", found, PROBLEM, "several GPUs need nccl; install a torch that has it")
+    if count > 1:
+        found += f" {'.'.join(map(str, torch.cuda.nccl.version()))}"
+        if not all(torch.cuda.can_device_access_peer(a, b) for a in range(count) for b in range(a)):
+            advice = "some GPUs do not reach each other's memory: collectives go through the host, which is slower"
+            return Finding("collectives", found, NOTE, advice)
+    return Finding("collectives", found)
 
 
 def _threads() -> Finding:
@@ -168,30 +122,22 @@ def _threads() -> Finding:
     from wherry.cli.run import usable_cores
 
     usable, threads = usable_cores(), torch.get_num_threads()
-    found = f"{threads} for operators"
+    found = f"{threads} for operators; {usable} physical cores usable, {os.cpu_count() or 1} logical in the machine"
     if threads > 2 * usable:
         return Finding("threads", found, NOTE, f"more than the cores; set OMP_NUM_THREADS={usable}")
-    if "OMP_NUM_THREADS" not in os.environ and usable > 1:
-        return Finding("threads", f"{found}; `wherry run` shares the cores out over its ranks")
     return Finding("threads", found)
 
 
 def _numa() -> Finding:
-    nodes = numa_nodes(_NODES)
+    nodes = {}
+    for node in sorted(_NODES.glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
+        cores = (node / "cpulist").read_text().strip()
+        if cores:
+            nodes[node.name] = cores
     if len(nodes) < 2:
         return Finding("NUMA", "one node")
     found = f"{len(nodes)} nodes: " + "; ".join(f"{name} has cores {cores}" for name, cores in nodes.items())
     return Finding("NUMA", found, NOTE, "bind each rank to the node of its GPU: `wherry run --numa-binding node ...`")
-
-
-def numa_nodes(folder: Path) -> dict[str, str]:
-    """The machine's NUMA nodes that have cores, and these as the kernel lists them."""
-    nodes = {}
-    for node in sorted(folder.glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
-        cores = (node / "cpulist").read_text().strip()
-        if cores:
-            nodes[node.name] = cores
-    return nodes
 
 
 def _memory() -> Finding:
@@ -205,15 +151,15 @@ def _memory() -> Finding:
 
 
 def _shared_memory() -> Finding:
-    import shutil
+    if not _SHARED_MEMORY.is_dir():
+        return Finding("shared memory", f"none at {_SHARED_MEMORY}", NOTE, "NCCL and loaders with workers may need it")
+    advice = "NCCL and loaders with workers may need more; in a container: --shm-size=8g, or --ipc=host"
+    return _at_least_a_gib("shared memory", shutil.disk_usage(_SHARED_MEMORY).free, "free", advice)
 
-    if not os.path.isdir("/dev/shm"):
-        return Finding("shared memory", "none at /dev/shm", NOTE, "NCCL and loaders with workers may need it")
-    free = shutil.disk_usage("/dev/shm").free
-    if free < _GIB:
-        advice = "NCCL and loaders with workers may need more; in a container: --shm-size=8g, or --ipc=host"
-        return Finding("shared memory", f"{format_bytes(free)} free", NOTE, advice)
-    return Finding("shared memory", f"{format_bytes(free)} free")
+
+def _disk_space() -> Finding:
+    advice = "checkpoints and the disk tier need room: 12 bytes a parameter"
+    return _at_least_a_gib("disk space here", shutil.disk_usage(os.getcwd()).free, "free", advice)
 
 
 def _locked_memory() -> Finding:
@@ -222,10 +168,13 @@ def _locked_memory() -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return Finding("locked memory", "no limit")
-    if soft >= _GIB:
-        return Finding("locked memory", f"limit {format_bytes(soft)}")
     advice = "buffers of the disk tier may stay unlocked, which is slower; raise it with `ulimit -l unlimited`"
-    return Finding("locked memory", f"limit {format_bytes(soft)}", NOTE, advice)
+    return _at_least_a_gib("locked memory", soft, "allowed", advice)
+
+
+def _at_least_a_gib(name: str, size: int, of_what: str, advice: str) -> Finding:
+    found = f"{format_bytes(size)} {of_what}"
+    return Finding(name, found, NOTE, advice) if size < _GIB else Finding(name, found)
 
 
 def _open_files() -> Finding:
@@ -238,11 +187,9 @@ def _open_files() -> Finding:
 
 
 def _huge_pages() -> Finding:
-    try:
-        text = _HUGE_PAGES.read_text()
-    except OSError:
+    if not _HUGE_PAGES.is_file():
         return Finding("huge pages", "not offered by this system")
-    mode = text.partition("[")[2].partition("]")[0]
+    mode = _HUGE_PAGES.read_text().partition("[")[2].partition("]")[0]
     if mode == "never":
         advice = "host buffers on huge pages are faster: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
         return Finding("huge pages", mode, NOTE, advice)
@@ -271,34 +218,25 @@ def _disk_backend() -> Finding:
     from wherry.tiers.disk_probe import probe
 
     found = probe(os.getcwd())
-    engine = "native" if found.native else "Python"
-    if found.reasons:
-        return Finding("disk I/O here", f"{found.backend} ({engine})", NOTE, "; ".join(found.reasons))
-    return Finding("disk I/O here", f"{found.backend} ({engine})")
-
-
-def _disk_space() -> Finding:
-    import shutil
-
-    usage = shutil.disk_usage(os.getcwd())
-    found = f"{format_bytes(usage.free)} free of {format_bytes(usage.total)}"
-    if usage.free < _GIB:
-        return Finding("disk space here", found, NOTE, "checkpoints and the disk tier need room: 12 bytes a parameter")
-    return Finding("disk space here", found)
+    engine = f"{found.backend} ({'native' if found.native else 'Python'})"
+    return Finding("disk I/O here", engine, NOTE if found.reasons else OK, "; ".join(found.reasons))
 
 
 def _integrations() -> Iterator[Finding]:
-    """What is installed of the programs that Wherry works with; none of them is needed."""
+    """What is installed of the programs that the extras name, and whether it is as new as they ask; none is needed."""
     absent = []
-    for name, oldest in _INTEGRATIONS.items():
+    for requirement in metadata.requires("wherry") or ():
+        asked = re.match(r"([\w-]+)>=(\S+?); extra == ['\"](transformers|lightning|tensorboard|wandb|ray)", requirement)
+        if asked is None:
+            continue
+        name, least, _ = asked.groups()
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
             absent.append(name)
             continue
-        least = ".".join(map(str, oldest))
-        if _release(version) < oldest:
-            yield Finding(name, version, NOTE, f"{least} or newer is known to work: pip install -U {name}")
+        if _release(version) < _release(least):
+            yield Finding(name, version, NOTE, f"{least} or newer is known to work: pip install -U '{name}>={least}'")
         else:
             yield Finding(name, version)
     if absent:

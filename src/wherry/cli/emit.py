@@ -41,7 +41,7 @@ class Job:
         processes = given_processes(arguments) or "1"
         if not processes.isdigit() or int(processes) < 1:
             raise WherryError(f"--emit {arguments.emit}: expected a number of processes, got {processes!r}")
-        for flag in ("hostfile", "include", "exclude", "local_rank_arg", "follow_stdin"):
+        for flag in ("on", "hostfile", "include", "exclude", "local_rank_arg", "follow_stdin"):
             if getattr(arguments, flag):
                 raise WherryError(
                     f"--emit {arguments.emit}: --{flag.replace('_', '-')} has no place in a job file, where the "

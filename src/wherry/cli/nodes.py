@@ -1,8 +1,12 @@
-"""Several machines from one: the hostfile, the choice of hosts, and a launcher on each of them over ssh."""
+"""Several machines from one: a `wherry run` on each of them, whose words are passed on here, and its end with ours.
+
+The machines are the hosts of a hostfile, over ssh, or those of a Ray cluster (`ray_nodes`).
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shlex
@@ -12,21 +16,111 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty, Queue
+from queue import Empty, SimpleQueue
+from typing import Protocol
 
-from wherry.cli.launch import FAILURE_LINE, Failure, root_cause
-from wherry.cli.rank import INTERRUPTED
-from wherry.cli.run import DEFAULT_PORT, forwarded_flags, given_processes
+from wherry.cli.rank import FAILURE_LINE, INTERRUPTED, Failure, root_cause
+from wherry.cli.run import DEFAULT_PORT, given_processes
 from wherry.errors import WherryError
 
 _LINE = re.compile(r"^(?P<name>\S+)\s+slots\s*=\s*(?P<slots>\d+)\s*$")
 _PASSED_ON = ("NCCL_", "GLOO_", "PYTHON", "WHERRY_", "UCX_", "HF_", "TORCH_", "LD_LIBRARY_PATH", "OMP_", "CUDA_HOME")
 _LOCAL_NAMES = {"localhost", "127.0.0.1", "::1"}
-_SECONDS_FOR_PEERS_TO_REPORT = 3.0
-_SECONDS_TO_STOP = 40.0
-_SECONDS_TO_END = 10.0
+# How long the ranks of other machines may take to end, which may be finishing a step, or cleaning up.
+_SECONDS_TO_END = 40.0
+_SECONDS_FOR_THE_PEER = 3.0
+
+
+class Node(Protocol):
+    """A `wherry run` on a machine."""
+
+    name: str
+    prefix: str
+
+    @property
+    def output(self) -> Iterable[str]:
+        """What it says, line by line, until it ends."""
+
+    def wait(self) -> int:
+        """Its exit status, when it has said all."""
+
+    def close(self, *, interrupted: bool) -> None:
+        """End it, as a Ctrl-C there would or at once."""
+
+    def kill(self) -> None: ...
+
+
+def forwarded(flags: Sequence[str], arguments: argparse.Namespace, index: int, nodes: int, processes: int) -> list[str]:
+    """The words behind `wherry run` on machine `index`: what was given here, and behind that its own part of it."""
+    own = ["--follow-stdin", "--num_nodes", nodes, "--node_rank", index, "--nproc", processes]
+    script = [arguments.training_script, *arguments.training_script_args]
+    return [*flags, *map(str, own), *script]
+
+
+def passed_on() -> dict[str, str]:
+    """The settings of this environment that are to hold on every machine."""
+    return {key: value for key, value in os.environ.items() if key.startswith(_PASSED_ON)}
+
+
+def follow(nodes: Sequence[Node], ranks: int) -> int:
+    """Pass on what all nodes say, until all or one that fails have ended. Why it failed comes last."""
+    failures: list[tuple[Node, Failure]] = []
+    ended: SimpleQueue[tuple[Node, int | Exception]] = SimpleQueue()
+
+    def pass_on(node: Node) -> None:
+        try:
+            for line in node.output:
+                if line.startswith(FAILURE_LINE):
+                    failures.append((node, Failure.from_line(line)))
+                else:
+                    sys.stdout.write(node.prefix + line)
+                    sys.stdout.flush()
+            ended.put((node, node.wait()))
+        except Exception as error:  # as when nobody reads what is said
+            ended.put((node, error))
+
+    threads = [threading.Thread(target=pass_on, args=(node,), daemon=True, name=node.name) for node in nodes]
+    for thread in threads:
+        thread.start()
+    interrupted = False
+    try:
+        for _ in nodes:
+            node, status = ended.get()
+            if isinstance(status, Exception):
+                raise status
+            if status:
+                if all(failure.of_a_peer for _, failure in failures):
+                    # It only lost a peer: the one that was lost may still be telling why.
+                    with contextlib.suppress(Empty):
+                        ended.get(timeout=_SECONDS_FOR_THE_PEER)
+                break
+        else:
+            return 0
+    except KeyboardInterrupt:
+        interrupted = True
+        return INTERRUPTED
+    finally:
+        try:
+            for each in nodes:
+                each.close(interrupted=interrupted)
+            deadline = time.monotonic() + _SECONDS_TO_END
+            for thread in threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
+        finally:
+            for each in nodes:
+                each.kill()
+    sys.stdout.flush()
+    if not failures:
+        print(f"wherry: the launcher on {node.name} ended with status {status}", file=sys.stderr, flush=True)
+        return status
+    told = [failure for _, failure in failures]
+    cause = root_cause(told)
+    where = next(node.name for node, failure in failures if failure is cause)
+    print(f"wherry: on host {where}:\n{cause.describe(told, ranks)}", file=sys.stderr, flush=True)
+    return cause.exit_status
 
 
 @dataclass(frozen=True)
@@ -100,8 +194,8 @@ def _parse_filter(flag: str, text: str, hosts: dict[str, Host]) -> dict[str, tup
     return named
 
 
-def run_on_hosts(arguments: argparse.Namespace) -> int:
-    """Start a launcher on every host and wait for all; when one fails, end the others and show its failure last."""
+def run_on_hosts(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
+    """A `wherry run` on every host of the hostfile, over ssh."""
     hosts = select(read_hostfile(arguments.hostfile), arguments.include, arguments.exclude)
     wanted = arguments.num_nodes or arguments.nnodes
     if wanted is not None:
@@ -110,54 +204,40 @@ def run_on_hosts(arguments: argparse.Namespace) -> int:
         hosts = hosts[: int(wanted)]
     count = given_processes(arguments)
     if count is not None:
-        hosts = [_first_slots(host, count) for host in hosts]
-    return Fleet(hosts, arguments).run()
+        for host in hosts:
+            if not count.isdigit() or int(count) > len(host.slots):
+                raise WherryError(f"--num_gpus {count}: host {host.name} has {len(host.slots)} slots")
+        hosts = [Host(host.name, host.slots[: int(count)]) for host in hosts]
+    first = hosts[0].name if hosts[0].name not in _LOCAL_NAMES or len(hosts) == 1 else socket.gethostname()
+    meeting = ["--master_addr", arguments.master_addr or first]
+    meeting += ["--master_port", str(arguments.master_port or DEFAULT_PORT)]
+    reach = shlex.split(arguments.ssh or "ssh -o BatchMode=yes -o ConnectTimeout=15")
+    reach += ["-p", str(arguments.ssh_port)] if arguments.ssh_port else []
+    nodes: list[_SshNode] = []
+    try:
+        for index, host in enumerate(hosts):
+            words = forwarded([*flags, *meeting], arguments, index, len(hosts), len(host.slots))
+            here = arguments.ssh is None and (host.name in _LOCAL_NAMES or host.name == socket.gethostname())
+            nodes.append(_SshNode(host, ["sh", "-c"] if here else [*reach, host.name], words))
+    except BaseException:
+        for node in nodes:
+            node.kill()
+        raise
+    return follow(nodes, sum(len(host.slots) for host in hosts))
 
 
-def _first_slots(host: Host, count: str) -> Host:
-    if not count.isdigit() or int(count) > len(host.slots):
-        raise WherryError(f"--num_gpus {count}: host {host.name} has {len(host.slots)} slots")
-    return Host(host.name, host.slots[: int(count)])
+class _SshNode:
+    """A `wherry run` that ssh has started: in the same folder, by the same Python, under the same settings."""
 
-
-@dataclass
-class _Node:
-    host: Host
-    process: subprocess.Popen[str]
-    failures: list[Failure] = field(default_factory=list)
-    # Why what it says could not be passed on.
-    unheard: OSError | None = None
-
-
-class Fleet:
-    """The launchers of all hosts, as children of this process."""
-
-    def __init__(self, hosts: list[Host], arguments: argparse.Namespace) -> None:
-        self.hosts = hosts
-        self.arguments = arguments
-        self.nodes: list[_Node] = []
-        self._forwarded = forwarded_flags(arguments)
-        self._ended: Queue[_Node] = Queue()
-
-    def run(self) -> int:
+    def __init__(self, host: Host, reach: Sequence[str], words: Sequence[str]) -> None:
+        self.name, self.prefix = host.name, f"[{host.name}] "
+        settings = passed_on() | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, host.slots))}
+        exports = [f"{key}={value}" for key, value in sorted(settings.items())]
+        command = shlex.join(["exec", "env", *exports, sys.executable, "-u", "-m", "wherry", "run", *words])
         try:
-            for index, host in enumerate(self.hosts):
-                self._start(index, host)
-            return self._wait()
-        except KeyboardInterrupt:
-            self._tell("stop\n")
-            self._wait_until(time.monotonic() + _SECONDS_TO_STOP)
-            return INTERRUPTED
-        finally:
-            self._end_all()
-
-    def _start(self, index: int, host: Host) -> None:
-        remote = self._remote_command(index, host)
-        command = ["sh", "-c", remote] if self._is_here(host.name) else [*self._ssh(), host.name, remote]
-        try:
-            # A session of its own: Ctrl-C reaches this process alone, which then asks each host to stop.
-            process = subprocess.Popen(
-                command,
+            # A session of its own: Ctrl-C reaches this process alone, which then closes what the others read.
+            self._process = subprocess.Popen(
+                [*reach, f"cd {shlex.quote(os.getcwd())} && {command}"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -166,115 +246,21 @@ class Fleet:
                 start_new_session=True,
             )
         except FileNotFoundError as error:
-            raise WherryError(f"--ssh: the command {command[0]!r} is not installed here") from error
-        node = _Node(host, process)
-        self.nodes.append(node)
-        threading.Thread(target=self._follow, args=(node,), daemon=True, name=f"host-{host.name}").start()
+            raise WherryError(f"--ssh: the command {reach[0]!r} is not installed here") from error
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._input, self.output = self._process.stdin, self._process.stdout
 
-    def _is_here(self, name: str) -> bool:
-        return self.arguments.ssh is None and (name in _LOCAL_NAMES or name == socket.gethostname())
+    def wait(self) -> int:
+        status = self._process.wait()
+        return 128 - status if status < 0 else status
 
-    def _ssh(self) -> list[str]:
-        command = shlex.split(self.arguments.ssh or "ssh -o BatchMode=yes -o ConnectTimeout=15")
-        return [*command, "-p", str(self.arguments.ssh_port)] if self.arguments.ssh_port else command
+    def close(self, *, interrupted: bool) -> None:
+        with contextlib.suppress(BrokenPipeError, ValueError):  # it has ended
+            if interrupted:
+                self._input.write("stop\n")
+            self._input.close()
 
-    def _remote_command(self, index: int, host: Host) -> str:
-        """What the host's shell runs: the same folder, the same Python, the same settings."""
-        arguments = self.arguments
-        settings = {key: value for key, value in os.environ.items() if key.startswith(_PASSED_ON)}
-        settings["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, host.slots))
-        flags = [
-            *("--follow-stdin", "--num_nodes", str(len(self.hosts)), "--node_rank", str(index)),
-            *("--master_addr", arguments.master_addr or self._address_of_first()),
-            *("--master_port", str(arguments.master_port or DEFAULT_PORT)),
-            *("--nproc", str(len(host.slots))),
-            *self._forwarded,
-        ]
-        command = [sys.executable, "-u", "-m", "wherry", "run", *flags]
-        command += [arguments.training_script, *arguments.training_script_args]
-        exports = [f"{key}={value}" for key, value in sorted(settings.items())]
-        return f"cd {shlex.quote(os.getcwd())} && exec env {shlex.join(exports)} {shlex.join(command)}"
-
-    def _address_of_first(self) -> str:
-        name = self.hosts[0].name
-        return socket.gethostname() if name in _LOCAL_NAMES and len(self.hosts) > 1 else name
-
-    def _follow(self, node: _Node) -> None:
-        try:
-            self._pass_on(node)
-        except OSError as error:
-            node.unheard = error
-        self._ended.put(node)
-
-    def _pass_on(self, node: _Node) -> None:
-        assert node.process.stdout is not None
-        for line in node.process.stdout:
-            if line.startswith(FAILURE_LINE):
-                node.failures.append(Failure.from_line(line))
-            else:
-                sys.stdout.write(f"[{node.host.name}] {line}")
-                sys.stdout.flush()
-        node.process.wait()
-
-    def _wait(self) -> int:
-        for _ in self.nodes:
-            # A wait without end would not let Ctrl-C through on every platform.
-            node = self._next_to_end(float("inf"))
-            assert node is not None
-            if node.unheard is not None:
-                raise node.unheard
-            if node.process.returncode != 0:
-                return self._fail(node)
-        return 0
-
-    def _next_to_end(self, deadline: float) -> _Node | None:
-        while time.monotonic() < deadline:
-            try:
-                return self._ended.get(timeout=min(0.2, max(0.0, deadline - time.monotonic())))
-            except Empty:
-                continue
-        return None
-
-    def _wait_until(self, deadline: float) -> None:
-        while any(node.process.poll() is None for node in self.nodes) and time.monotonic() < deadline:
-            time.sleep(0.05)
-
-    def _fail(self, first: _Node) -> int:
-        if all(failure.of_a_peer for failure in first.failures):
-            # It only lost a peer: the one that was lost may still be telling why.
-            self._wait_until(time.monotonic() + _SECONDS_FOR_PEERS_TO_REPORT)
-        self._end_all()
-        failures = [failure for node in self.nodes for failure in node.failures]
-        sys.stdout.flush()
-        if not failures:
-            status = first.process.returncode
-            print(f"wherry: the launcher on {first.host.name} ended with status {status}", file=sys.stderr, flush=True)
-            return 128 - status if status < 0 else status
-        cause = root_cause(failures)
-        host = next(node.host.name for node in self.nodes if cause in node.failures)
-        told = cause.describe(failures, sum(len(node.host.slots) for node in self.nodes))
-        print(f"wherry: on host {host}:\n{told}", file=sys.stderr, flush=True)
-        return cause.exit_status
-
-    def _tell(self, word: str) -> None:
-        for node in self.nodes:
-            if node.process.poll() is None and node.process.stdin is not None:
-                try:
-                    node.process.stdin.write(word)
-                    node.process.stdin.flush()
-                except BrokenPipeError:
-                    continue
-
-    def _end_all(self) -> None:
-        """Close every host's standard input, which ends its launcher; then end what is left here."""
-        for node in self.nodes:
-            if node.process.stdin is not None and not node.process.stdin.closed:
-                try:
-                    node.process.stdin.close()
-                except BrokenPipeError:
-                    continue
-        self._wait_until(time.monotonic() + _SECONDS_TO_END)
-        for node in self.nodes:
-            if node.process.poll() is None:
-                os.killpg(node.process.pid, signal.SIGKILL)
-            node.process.wait()
+    def kill(self) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()

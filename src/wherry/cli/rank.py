@@ -13,18 +13,24 @@ import gc
 import io
 import json
 import os
+import re
 import runpy
 import signal
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 INTERRUPTED = 130
 USER_ERROR = 2
 FAULT_SUFFIX = ".fault"
+FAILURE_LINE = "wherry-failure "
+"""Begins the line that tells a failure to the launcher of several machines rather than to a person."""
 _SECONDS_TO_UNWIND = 5.0
 # How long a failed rank waits for the others to write down theirs, and one that has lost a peer for that peer.
 _SECONDS_FOR_THE_OTHERS = 2.0
@@ -47,41 +53,40 @@ _SET_PARENT_DEATH_SIGNAL = 1
 
 def main() -> None:
     """`python -m wherry.cli.rank [--module] [--local-rank-arg] -- TARGET ARGUMENTS...`"""
-    flags, target, arguments = _split(sys.argv[1:])
+    border = sys.argv.index("--")
+    flags, target, arguments = sys.argv[1:border], sys.argv[border + 1], sys.argv[border + 2 :]
     if "--local-rank-arg" in flags:
         arguments = [f"--local_rank={os.environ['LOCAL_RANK']}", *arguments]
     _end_with_parent()
-    _catch_faults()
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file:  # a crash in native code leaves the Python stack beside it
+        faults = os.open(error_file + FAULT_SUFFIX, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        faulthandler.enable(faults, all_threads=True)
     sys.argv = [target, *arguments]
     attempt, attempts = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     if attempt != "0" and os.environ.get("RANK") == "0":
         print(f"wherry: a rank failed; all start again (restart {attempt} of {attempts})", file=sys.stderr, flush=True)
+    status = 0
     try:
         if "--module" in flags:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
             _run_script(target)
     except KeyboardInterrupt:
-        _end(INTERRUPTED)
+        status = INTERRUPTED
     except SystemExit as ended:
-        _end(_status_of(ended.code))
+        if ended.code is not None and not isinstance(ended.code, int):
+            print(ended.code, file=sys.stderr)
+            status = 1
+        else:
+            status = ended.code or 0
     except Exception as error:
-        status = _fail(error, alone=target == "wherry.train")
+        status = _fail(error, error_file, alone=target == "wherry.train")
         # A thread that nobody ends, or a communicator that waits for its peers, must not keep a failed rank alive.
         ender = threading.Timer(_SECONDS_TO_UNWIND, os._exit, [status])
         ender.daemon = True
         ender.start()
-        _end(status)
-    else:
-        _end(0)
-
-
-def _status_of(code: object) -> int:
-    """What `sys.exit(code)` means."""
-    if code is None or isinstance(code, int):
-        return int(code or 0)
-    print(code, file=sys.stderr)
-    return 1
+    _end(status)
 
 
 def _end(status: int) -> None:
@@ -102,11 +107,6 @@ def _end(status: int) -> None:
     os._exit(status & 0xFF)
 
 
-def _split(arguments: list[str]) -> tuple[list[str], str, list[str]]:
-    border = arguments.index("--")
-    return arguments[:border], arguments[border + 1], arguments[border + 2 :]
-
-
 def _end_with_parent() -> None:
     """Ask the kernel to end this process when the launcher is gone, however that came."""
     if not sys.platform.startswith("linux"):
@@ -114,14 +114,6 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
     if os.getppid() == 1 and os.environ.get("WHERRY_LAUNCHER_PID") not in (None, "1"):
         os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _catch_faults() -> None:
-    """A crash in native code leaves the Python stack in a file beside the record of errors."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        file = os.open(path + FAULT_SUFFIX, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        faulthandler.enable(file, all_threads=True)
 
 
 def _run_script(path: str) -> None:
@@ -137,12 +129,7 @@ def _run_script(path: str) -> None:
     exec(code, module.__dict__)
 
 
-def of_a_peer(text: str) -> bool:
-    """Whether a failure is told of another rank's."""
-    return any(words in text for words in _OF_A_PEER)
-
-
-def _fail(error: Exception, *, alone: bool) -> int:
+def _fail(error: Exception, error_file: str | None, *, alone: bool) -> int:
     """Write the failure down for the launcher, wait for the other ranks' own, and return the exit status.
 
     The launcher ends all ranks when one has ended. `alone`: a mistake of the user's is told by its message alone.
@@ -152,17 +139,22 @@ def _fail(error: Exception, *, alone: bool) -> int:
     told = alone and isinstance(error, WherryError)
     status, message = USER_ERROR if told else 1, f"{type(error).__name__}: {error}"
     text = f"wherry: {error}\n" if told else _traceback(error)
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     lost = int(os.environ.get("WORLD_SIZE", "1")) > 1 and of_a_peer(text)
-    if path:
+    silent, logged = False, False
+    if error_file:
+        path = Path(error_file)
         extra = {"py_callstack": text, "timestamp": str(int(time.time())), "time_ns": time.time_ns(), "status": status}
-        with open(path + ".part", "w", encoding="utf-8") as file:
-            json.dump({"message": {"message": message, "extraInfo": extra}}, file)
-        os.replace(path + ".part", path)
-    said = _said_before(Path(path), message) if path and not lost else False
-    if not said and not (path and _launcher_will_tell(Path(path))):
-        shown = f"lost a peer: {message.splitlines()[0]}\n" if path and lost else text
-        print(f"[rank {os.environ.get('RANK', '?')}] {shown}", file=sys.stderr, end="", flush=True)
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
+        part.replace(path)
+        # The launcher tells of the last attempt; and each rank's own log, if the ranks write some, is to be whole.
+        last = os.environ.get("TORCHELASTIC_RESTART_COUNT") == os.environ.get("TORCHELASTIC_MAX_RESTARTS")
+        logged = path.with_name("stderr.log").exists()
+        silent = (not lost and _said_before(path, message)) or (last and not logged)
+    if not silent:
+        shown = f"lost a peer: {message.splitlines()[0]}\n" if error_file and lost else text
+        who = "" if logged else f"[rank {os.environ.get('RANK', '?')}] "
+        print(who + shown, file=sys.stderr, end="", flush=True)
     if lost:
         # Let the peer end first, which may be cleaning up still.
         time.sleep(_SECONDS_FOR_THE_PEER)
@@ -174,7 +166,8 @@ def _traceback(error: Exception) -> str:
     from wherry.errors import PeerError, WherryError
 
     trace = error.__traceback__
-    while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
+    ours = re.compile(rf"<frozen|.*(runpy\.py|{re.escape(__file__)})$")
+    while trace is not None and ours.match(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     shown = traceback.TracebackException(type(error), error, trace)
     if isinstance(error, PeerError):
@@ -195,14 +188,81 @@ def _said_before(path: Path, message: str) -> bool:
     return any(json.loads(file.read_bytes())["message"]["message"] == message for file in files[:mine] if file.exists())
 
 
-def _launcher_will_tell(path: Path) -> bool:
-    """It tells of the last attempt; and each rank's own log, if the ranks write some, is to be whole."""
-    last = os.environ.get("TORCHELASTIC_RESTART_COUNT") == os.environ.get("TORCHELASTIC_MAX_RESTARTS")
-    return last and not path.with_name("stderr.log").exists()
+@dataclass(frozen=True)
+class Failure:
+    """How one rank ended: its exit status (negative: the signal), and what it said."""
+
+    rank: int
+    status: int
+    # The error's type and message, and its traceback. One that is not recorded has a stack at most.
+    message: str
+    text: str
+    time_ns: int
+    of_a_peer: bool
+    recorded: bool = True
+
+    @classmethod
+    def of(cls, rank: int, found: Any, logs: Path) -> Failure:
+        """What torch's agent has `found`: as the rank has recorded it, or with the stack of a crash in native code."""
+        record = found.error_file_data.get("message")
+        if isinstance(record, dict):
+            extra, message = record["extraInfo"], record["message"]
+            text = extra["py_callstack"]
+            when = int(extra.get("time_ns", int(extra["timestamp"]) * 10**9))
+            # Its own status, also when it has waited for the others' until the agent ended it.
+            return cls(rank, extra.get("status", found.exitcode), message, text, when, of_a_peer(text))
+        attempts = logs.glob(f"*/attempt_*/{found.local_rank}/error.json{FAULT_SUFFIX}")
+        stacks = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(attempts, key=os.path.getmtime)]
+        text = stacks[-1] if stacks else ""
+        return cls(rank, found.exitcode, "", text, found.timestamp * 10**9, of_a_peer=False, recorded=False)
+
+    @property
+    def exit_status(self) -> int:
+        return 128 - self.status if self.status < 0 else self.status
+
+    def describe(self, failures: Sequence[Failure], ranks: int) -> str:
+        """What a person reads of the cause of all `failures`, with its traceback at the end."""
+        if self.recorded and self.text.startswith("wherry: "):
+            return self.text.rstrip("\n")
+        if self.recorded:
+            same = sorted(other.rank for other in failures if other.recorded and other.message == self.message)
+            if len(same) == 1:
+                head = f"rank {self.rank} failed, and all ranks have ended. Its traceback:"
+            else:
+                who = f"on all {ranks} ranks" if len(same) == ranks else f"on ranks {', '.join(map(str, same))}"
+                head = f"the same error {who}, and all ranks have ended. The traceback of rank {self.rank}:"
+        elif self.status < 0:
+            name = signal.Signals(-self.status).name
+            advice = " (SIGKILL often means that the machine ran out of memory: see dmesg)" if name == "SIGKILL" else ""
+            head = f"rank {self.rank} was ended by {name}{advice}, and all ranks have ended."
+        else:
+            head = f"rank {self.rank} exited with status {self.status}, and all ranks have ended."
+        if self.text and not self.recorded:
+            head += " Its stack:"
+        # The loss of a peer follows from its failure. Whatever else there is may not.
+        besides = [
+            f"wherry: rank {other.rank} failed as well: {other.message.splitlines()[0]}\n"
+            for other in sorted(failures, key=lambda failure: failure.rank)
+            if other.recorded and not other.of_a_peer and other.message != self.message
+        ]
+        return f"{''.join(besides)}wherry: {head}\n\n{self.text}".rstrip()
+
+    def to_line(self) -> str:
+        return FAILURE_LINE + json.dumps(asdict(self))
+
+    @classmethod
+    def from_line(cls, line: str) -> Failure:
+        return cls(**json.loads(line.removeprefix(FAILURE_LINE)))
 
 
-def _is_ours(filename: str) -> bool:
-    return filename == __file__ or filename.endswith("runpy.py") or filename.startswith("<frozen")
+def root_cause(failures: Iterable[Failure]) -> Failure:
+    """The failure that brought the others about: the earliest that is not the loss of a peer or the end we ordered."""
+    return min(failures, key=lambda f: (f.status == -signal.SIGTERM, f.of_a_peer, f.time_ns))
+
+
+def of_a_peer(text: str) -> bool:
+    """Whether a failure is told of another rank's."""
+    return any(words in text for words in _OF_A_PEER)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,33 @@
-"""`wherry run`: torchrun with the flags of DeepSpeed's launcher beside its own, and with hosts reached over ssh."""
+"""`wherry run`: torchrun with the flags of DeepSpeed's launcher beside its own, and hosts reached over ssh or Ray.
+
+Ranks of this machine are started by torch's elastic agent. When one dies all end, and its traceback comes last.
+"""
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
+import shutil
+import signal
 import sys
+import tempfile
 import threading
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+from wherry.cli.rank import INTERRUPTED, Failure, root_cause
 from wherry.errors import WherryError
+from wherry.observe.stdout import CUT_OFF
 
 DEFAULT_PORT = 29500
 _OURS_TO_DEFAULT = ("nproc_per_node", "nnodes", "rdzv_backend", "node_rank", "master_addr")
-_SET_PER_HOST = {
-    *("hostfile", "include", "exclude", "ssh", "ssh_port", "emit", "install", "follow_stdin", "training_script"),
-    *("training_script_args", "num_nodes", "nnodes", "node_rank", "num_gpus", "nproc", "nproc_per_node"),
-    *("master_addr", "master_port", "no_local_rank"),
-}
-
 _EPILOG = """
 on this machine:         wherry run --num_gpus 2 train.py --my-flag 1      (without a GPU: two processes)
 on several, over ssh:    wherry run --hostfile hosts train.py              (lines of `name slots=8`)
+on a Ray cluster:        wherry run --on ray --num_nodes 2 --num_gpus 8 train.py   (after `pip install wherry[ray]`)
 on several, by hand:     wherry run --num_nodes 2 --node_rank 0 --master_addr head train.py   (and 1 on the other)
 a DeepSpeed script:      wherry run --as-deepspeed --num_gpus 2 train.py --deepspeed_config config.json
 under a scheduler:       wherry run --num_nodes 2 --num_gpus 8 --emit slurm train.py > job.sh
@@ -49,6 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("-e", "--exclude", default="", help="use all but these: host3@host2:3")
     group.add_argument("--ssh", help="the command that reaches a host (default: ssh -o BatchMode=yes)")
     group.add_argument("--ssh_port", "--ssh-port", type=int, help="ssh's port")
+    group.add_argument("--on", choices=("ray",), help="start it on the Ray cluster of this machine, or of RAY_ADDRESS")
     group.add_argument("--emit", choices=("slurm", "k8s", "sky"), help="print the scheduler's job file, start nothing")
     group.add_argument("--install", metavar="PATH_OR_URL", help="with --emit: where pip finds Wherry on those machines")
     parser.add_argument(
@@ -81,6 +88,7 @@ def parse_up_to_script(parser: argparse.ArgumentParser, argv: Sequence[str]) -> 
 def main(argv: list[str]) -> int:
     arguments, words = parse_up_to_script(build_parser(), argv)
     arguments.training_script_args = words
+    flags = [word for word in argv[: len(argv) - len(words) - 1] if word != "--"]
     nodes = _number_of_nodes(arguments)
     if arguments.emit:
         from wherry.cli.emit import Job, emit
@@ -89,11 +97,16 @@ def main(argv: list[str]) -> int:
         return 0
     if arguments.install:
         raise WherryError(f"--install {arguments.install}: it goes with --emit; ranks run the Wherry that starts them")
-    if arguments.hostfile:
+    # A run that another machine has asked for has the flags of that one, and is told its own part behind them.
+    if arguments.on and not arguments.follow_stdin:
+        from wherry.cli.ray_nodes import run_on_ray
+
+        return run_on_ray(arguments, flags)
+    if arguments.hostfile and not arguments.follow_stdin:
         from wherry.cli.nodes import run_on_hosts
 
-        return run_on_hosts(arguments)
-    if arguments.include or arguments.exclude:
+        return run_on_hosts(arguments, flags)
+    if (arguments.include or arguments.exclude) and not arguments.follow_stdin:
         _restrict_this_machine(arguments)
     if arguments.as_deepspeed:
         from wherry.compat.deepspeed import environment
@@ -106,10 +119,17 @@ def main(argv: list[str]) -> int:
     if is_script and not os.path.exists(arguments.training_script):
         raise WherryError(f"run: {arguments.training_script}: there is no such script; a module goes with --module")
     if arguments.follow_stdin:
-        _follow_stdin()
-    from wherry.cli.launch import launch
-
+        # Whoever has started this may have it ignored or blocked, as Ray has.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        threading.Thread(target=_follow_stdin, daemon=True, name="follow-stdin").start()
     return launch(arguments, report=arguments.follow_stdin)
+
+
+def _follow_stdin() -> None:
+    """Live as long as the launcher on the other machine: a word of it is Ctrl-C, and its silence is the end."""
+    said = sys.stdin.readline()
+    os.kill(os.getpid(), signal.SIGINT if said else signal.SIGTERM)
 
 
 def _number_of_nodes(arguments: argparse.Namespace) -> str:
@@ -147,18 +167,6 @@ def number_of_processes(arguments: argparse.Namespace) -> str:
     return given_processes(arguments) or str(max(1, devices))
 
 
-def forwarded_flags(arguments: argparse.Namespace) -> list[str]:
-    """The flags to repeat to the launcher of each host: all that were given, but those set for each host."""
-    flags: list[str] = []
-    for action in build_parser()._actions:
-        value = getattr(arguments, action.dest, None)
-        if action.dest in _SET_PER_HOST or not action.option_strings or value == action.default or value is None:
-            continue
-        text = ",".join(value) if isinstance(value, list) else str(value)
-        flags += [action.option_strings[-1]] if action.nargs == 0 else [action.option_strings[-1], text]
-    return flags
-
-
 def _device_count() -> int:
     import torch
 
@@ -176,31 +184,25 @@ def resolve(arguments: argparse.Namespace, nodes: str) -> None:
         # The machine's own name may not resolve; one machine needs none.
         arguments.local_addr = arguments.local_addr or "127.0.0.1"
     elif arguments.rdzv_backend is None:
-        _meet_at_master(arguments)
+        if not arguments.rdzv_endpoint and not arguments.master_addr:
+            raise WherryError(
+                f"--num_nodes {nodes}: the machines need a place to meet; give --master_addr NAME on each of them, or "
+                "--hostfile FILE to start them all from here"
+            )
+        # Only the static rendezvous keeps the order of nodes that --node_rank asks for; c10d hands ranks out as they
+        # come.
+        arguments.rdzv_backend = "c10d" if arguments.node_rank is None else "static"
+        if not arguments.rdzv_endpoint:
+            arguments.rdzv_endpoint = f"{arguments.master_addr}:{arguments.master_port or DEFAULT_PORT}"
+        if arguments.rdzv_id == "none":
+            arguments.rdzv_id = "wherry"
     arguments.master_addr = arguments.master_addr or "127.0.0.1"
     arguments.master_port = arguments.master_port or DEFAULT_PORT
     arguments.node_rank = arguments.node_rank or 0
-    _share_cores(arguments.nproc_per_node)
-
-
-def _meet_at_master(arguments: argparse.Namespace) -> None:
-    if not arguments.rdzv_endpoint and not arguments.master_addr:
-        raise WherryError(
-            f"--num_nodes {arguments.nnodes}: the machines need a place to meet; give --master_addr NAME on each of "
-            "them, or --hostfile FILE to start them all from here"
-        )
-    # Only the static rendezvous keeps the order of nodes that --node_rank asks for; c10d hands ranks out as they come.
-    arguments.rdzv_backend = "c10d" if arguments.node_rank is None else "static"
-    if not arguments.rdzv_endpoint:
-        arguments.rdzv_endpoint = f"{arguments.master_addr}:{arguments.master_port or DEFAULT_PORT}"
-    if arguments.rdzv_id == "none":
-        arguments.rdzv_id = "wherry"
-
-
-def _share_cores(processes: str) -> None:
-    """Give each rank its part of the cores, unless the environment says otherwise."""
-    if "OMP_NUM_THREADS" not in os.environ and processes.isdigit():
-        os.environ["OMP_NUM_THREADS"] = str(max(1, usable_cores() // int(processes)))
+    # Each rank has its part of the cores, unless the environment says otherwise.
+    if arguments.nproc_per_node.isdigit():
+        share = max(1, usable_cores() // int(arguments.nproc_per_node))
+        os.environ.setdefault("OMP_NUM_THREADS", str(share))
 
 
 def usable_cores() -> int:
@@ -227,14 +229,96 @@ def _restrict_this_machine(arguments: argparse.Namespace) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names.get(slot, str(slot)) for slot in chosen.slots)
 
 
-def _follow_stdin() -> None:
-    """Live as long as the launcher on the other machine: its word `stop` is Ctrl-C, and its silence is the end."""
-    import signal
+def launch(arguments: argparse.Namespace, *, report: bool = False) -> int:
+    """Start the ranks that torchrun's arguments describe, wait for them, and return the exit status.
 
-    def follow() -> None:
-        for line in sys.stdin:
-            if line.strip() == "stop":
-                os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGTERM)
+    `report`: print each failure as a line of JSON, for the launcher on another machine to read.
+    """
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.run import config_from_args
 
-    threading.Thread(target=follow, daemon=True, name="follow-stdin").start()
+    _quiet_agent()
+    children_before = _children()
+    os.environ["WHERRY_LAUNCHER_PID"] = str(os.getpid())
+    # The ranks meet in a store; a shared one still has the addresses of those that died, after a restart.
+    if arguments.max_restarts:
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    folder = None
+    if arguments.log_dir is None:
+        folder = arguments.log_dir = tempfile.mkdtemp(prefix="wherry-run-")
+    try:
+        try:
+            config, command, command_arguments = config_from_args(_through_rank_module(arguments))
+        except (ValueError, AssertionError) as error:
+            raise WherryError(f"run: {error}") from error
+        ranks = config.max_nodes * config.nproc_per_node
+        elastic_launch(config, command)(*command_arguments)
+        return 0
+    except ChildFailedError as error:
+        failures = [Failure.of(rank, found, Path(arguments.log_dir)) for rank, found in error.failures.items()]
+        cause = root_cause(failures)
+        _end_children_since(children_before)
+        if cause.exit_status == CUT_OFF and not cause.text:
+            return CUT_OFF  # whoever read the output of a rank has seen enough
+        sys.stdout.flush()
+        told = [failure.to_line() for failure in failures] if report else [cause.describe(failures, ranks)]
+        print(*told, sep="\n", file=sys.stderr, flush=True)
+        return cause.exit_status
+    except (RendezvousError, DistError) as error:
+        raise WherryError(
+            f"the launchers could not meet at {arguments.rdzv_endpoint or arguments.master_addr}: {error}; check that "
+            "the name is right, that the port is free and reachable, and that every machine has been started"
+        ) from error
+    except SignalException as error:
+        return INTERRUPTED if error.sigval == signal.SIGINT else 128 + error.sigval
+    finally:
+        _end_children_since(children_before)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _quiet_agent() -> None:
+    # The agent's own account of a failure would hide ours; LOGLEVEL asks for it.
+    if "LOGLEVEL" not in os.environ:
+        for name in ("torch.distributed.elastic", "torch.distributed.run"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+            for other, logger in list(logging.root.manager.loggerDict.items()):
+                if other.startswith(name + ".") and isinstance(logger, logging.Logger):
+                    logger.setLevel(logging.CRITICAL)
+
+
+def _through_rank_module(arguments: argparse.Namespace) -> argparse.Namespace:
+    """The same arguments with `wherry.cli.rank` between the interpreter and the script."""
+    if arguments.no_python or arguments.run_path:
+        return arguments
+    through = argparse.Namespace(**vars(arguments))
+    flags = ["--module"] if arguments.module else []
+    if getattr(arguments, "local_rank_arg", False):
+        flags.append("--local-rank-arg")
+    through.module = True
+    through.training_script = "wherry.cli.rank"
+    through.training_script_args = [*flags, "--", arguments.training_script, *arguments.training_script_args]
+    return through
+
+
+def _children() -> set[Any]:
+    import psutil
+
+    return set(psutil.Process().children(recursive=True))
+
+
+def _end_children_since(before: set[Any]) -> None:
+    """End, and wait for, whatever the agent has left: a second Ctrl-C interrupts its own ending of them."""
+    import psutil
+
+    children = _children() - before
+    for child in children:
+        try:
+            child.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(children, timeout=5)

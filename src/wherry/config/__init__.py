@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any
 from wherry.errors import ConfigError
 
 if TYPE_CHECKING:
-    from wherry.config.batch import BatchSizes
     from wherry.config.loading import load, parse_overrides
     from wherry.config.problems import Problem
-    from wherry.config.schema import Config
+    from wherry.config.schema import BatchSizes, Config
 
 __all__ = ["BatchSizes", "Config", "ConfigError", "Problem", "load", "parse_overrides"]
 
 _HOMES = {
-    "BatchSizes": "wherry.config.batch",
+    "BatchSizes": "wherry.config.schema",
     "Config": "wherry.config.schema",
     "Problem": "wherry.config.problems",
     "load": "wherry.config.loading",

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator
 
 from wherry.config.draft import Draft
 from wherry.config.scheduler import NEEDS_TOTAL
-from wherry.config.schema import Config
-from wherry.config.text import KeyPath
+from wherry.config.schema import ACCUMULATION, MICRO, TRAIN, Config
+from wherry.config.source import KeyPath
 
 Finding = tuple[KeyPath, str]
 ZERO = "zero_optimization"
-TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 
 def check(config: Config, draft: Draft) -> None:
     """Add every contradiction between keys to the draft's problems, and every key left idle to its notes."""
     for rule in _RULES:
         for path, message in rule(config, draft):
-            if not draft.is_bad(path):
-                draft.problem(path, message)
+            draft.problem_once(path, message)
     for path, message in _idle(config, draft):
         draft.note_idle(path, message, f"{'.'.join(path)} ({message.removeprefix('no effect, ')})")
     for remark in _REMARKS:
@@ -37,9 +34,12 @@ def _batch(config: Config, draft: Draft) -> Iterator[Finding]:
     product = math.prod(size for _, size in given)
     if train is not None and train % product:
         others = " x ".join(f"{name} {size}" for name, size in given) + (f" = {product}" if len(given) > 1 else "")
-        yield (TRAIN,), (
-            f"{train} is not divisible by {others}, so no number of ranks fits; "
-            f"set it to a multiple of {product}, or leave one of them out"
+        yield (
+            (TRAIN,),
+            (
+                f"{train} is not divisible by {others}, so no number of ranks fits; "
+                f"set it to a multiple of {product}, or leave one of them out"
+            ),
         )
 
 
@@ -59,19 +59,24 @@ def _offload(config: Config, draft: Draft) -> Iterator[Finding]:
     zero = config.zero_optimization
     stage_is_known = not any(bad[:1] == (ZERO,) and len(bad) == 2 for bad in draft.bad)
     if zero.offload_param.device != "none" and zero.stage < 3 and stage_is_known:
-        yield (ZERO, "offload_param", "device"), (
-            f"{zero.offload_param.device} needs {ZERO}.stage 3, got stage {zero.stage}, at which every rank keeps "
-            'whole parameters; set "stage": 3, or remove offload_param'
+        yield (
+            (ZERO, "offload_param", "device"),
+            (
+                f"{zero.offload_param.device} needs {ZERO}.stage 3, got stage {zero.stage}, at which every rank keeps "
+                'whole parameters; set "stage": 3, or remove offload_param'
+            ),
         )
     for name in ("offload_optimizer", "offload_param"):
         offload = getattr(zero, name)
         if offload.device == "nvme" and offload.nvme_path is None:
-            yield (ZERO, name, "nvme_path"), (
-                'is required, as the device is nvme; give a folder on a fast disk, like "/mnt/nvme"'
+            yield (
+                (ZERO, name, "nvme_path"),
+                ('is required, as the device is nvme; give a folder on a fast disk, like "/mnt/nvme"'),
             )
         if not _is_auto(draft, name) and offload.nvme_path is not None and "device" not in offload.model_fields_set:
-            yield (ZERO, name, "device"), (
-                'is not given, so nvme_path would do nothing; add "device": "nvme", or remove nvme_path'
+            yield (
+                (ZERO, name, "device"),
+                ('is not given, so nvme_path would do nothing; add "device": "nvme", or remove nvme_path'),
             )
 
 
@@ -85,9 +90,12 @@ def _groups(config: Config, draft: Draft) -> Iterator[Finding]:
     if zero.mics_shard_size == 0:
         yield (ZERO, "mics_shard_size"), "expected a number of ranks, or -1 for all of them, got 0"
     elif zero.mics_shard_size > 0 and zero.mics_shard_size % zero.zero_hpz_partition_size:
-        yield (ZERO, "zero_hpz_partition_size"), (
-            f"{zero.zero_hpz_partition_size} does not divide mics_shard_size {zero.mics_shard_size}, within which "
-            "weights are gathered; set it to a divisor, or to 1"
+        yield (
+            (ZERO, "zero_hpz_partition_size"),
+            (
+                f"{zero.zero_hpz_partition_size} does not divide mics_shard_size {zero.mics_shard_size}, within which "
+                "weights are gathered; set it to a divisor, or to 1"
+            ),
         )
 
 
@@ -140,17 +148,23 @@ _REFUSED: tuple[tuple[KeyPath, object, str], ...] = (
 
 def _refused_values(config: Config, draft: Draft) -> Iterator[Finding]:
     for path, value, instead in _REFUSED:
-        block = functools.reduce(getattr, path[:-1], config)
-        if getattr(block, path[-1], None) == value and getattr(block, "enabled", True):
+        block: object = config
+        for name in path[:-1]:
+            block = getattr(block, name, None)
+        asked = draft.without_effect.get(path, getattr(block, path[-1], None))
+        if asked == value and getattr(block, "enabled", True):
             yield path, f"{str(value).lower()} is not part of Wherry{instead}"
 
 
 def _own(config: Config, draft: Draft) -> Iterator[Finding]:
     policy, own = config.wherry.update_policy, ("wherry", "update_policy")
     if policy == "in_backward" and config.gradient_clipping > 0:
-        yield own, (
-            f"in_backward updates before the norm of all gradients is known, so it excludes gradient_clipping "
-            f'{config.gradient_clipping:g}; set gradient_clipping to 0, or use "before_use"'
+        yield (
+            own,
+            (
+                f"in_backward updates before the norm of all gradients is known, so it excludes gradient_clipping "
+                f'{config.gradient_clipping:g}; set gradient_clipping to 0, or use "before_use"'
+            ),
         )
     if policy == "in_backward" and config.scales_loss():
         yield own, 'in_backward excludes fp16, whose steps are skipped on overflow; use bf16, or "before_use"'
@@ -181,7 +195,8 @@ def _idle(config: Config, draft: Draft) -> Iterator[Finding]:
         offload = getattr(zero, name)
         if _is_auto(draft, name):
             continue
-        if offload.model_fields_set and "device" not in offload.model_fields_set:
+        given = offload.model_fields_set or any(path[:2] == (ZERO, name) for path in draft.without_effect)
+        if given and "device" not in offload.model_fields_set:
             yield (ZERO, name), "nothing is offloaded, as the device is none; set it to cpu or nvme"
         elif offload.device != "nvme" and offload.nvme_path is not None:
             yield (ZERO, name, "nvme_path"), f"no effect, as the device is {offload.device}"
@@ -202,13 +217,10 @@ def _idle_activations(config: Config) -> Iterator[Finding]:
         "every": block.every > 1 and policy != "recompute",
         "save_operations": block.save_operations and policy in ("none", "offload"),
         "memory": block.memory is not None and policy != "auto",
-        "number_checkpoints": block.number_checkpoints and not block.contiguous_memory_optimization,
     }
     for name, without_effect in idle.items():
         if without_effect:
-            contiguous = name == "number_checkpoints"
-            reason = "contiguous_memory_optimization is false" if contiguous else f"policy is {policy}"
-            yield (*path, name), f"no effect, as {reason}"
+            yield (*path, name), f"no effect, as policy is {policy}"
 
 
 def _delayed(config: Config, draft: Draft) -> Iterator[Finding]:
@@ -228,8 +240,9 @@ def _adam(config: Config, draft: Draft) -> Iterator[Finding]:
     if config.optimizer is None or config.optimizer.type != "AdamW" or not isinstance(written, dict):
         return
     if str(written.get("type")).lower() == "adam" and config.optimizer.params.get("weight_decay"):
-        yield ("optimizer", "type"), (
-            "Adam decouples its weight decay, as AdamW does; for decay inside the gradient set adam_w_mode to false"
+        yield (
+            ("optimizer", "type"),
+            ("Adam decouples its weight decay, as AdamW does; for decay inside the gradient set adam_w_mode to false"),
         )
 
 

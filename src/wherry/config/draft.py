@@ -1,4 +1,4 @@
-"""A config on its way from what was written to what is validated, with everything to say about it."""
+"""A config as it was written, brought to the keys that are read: dotted keys, overrides, older spellings."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from wherry.config.fields import Block, about, asks_for_something, block_of, differs, field_of, takes_auto
+from wherry.config.fields import to_flag
 from wherry.config.problems import Problem
-from wherry.config.source import Source
-from wherry.config.text import KeyPath
+from wherry.config.source import ConfigSource, KeyPath
+from wherry.config.without_effect import IdleKey, idle_keys
 
 _OVERRIDE: KeyPath = ("<override>",)
+_ZERO = "zero_optimization"
 
 
 class Draft:
-    """The tree of keys being brought into shape. Every step works on it and notes what it found."""
+    """The tree of keys, with everything that there is to say about it."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ConfigSource) -> None:
         self.source = source
         self.tree: dict[str, Any] = copy.deepcopy(source.given)
         self.problems: list[Problem] = list(source.problems)
@@ -25,6 +26,7 @@ class Draft:
         # Of the notes, those of keys without effect, and how to name the key to whoever is told in one line of all.
         self.idle: dict[str, str] = {}
         self.autos: list[str] = []
+        self.without_effect: dict[KeyPath, Any] = {}  # the checked values of keys that have none
         self.bad: set[KeyPath] = {tuple(problem.path.split(".")) for problem in source.problems}
         self._written_as: dict[KeyPath, KeyPath] = {}
 
@@ -39,6 +41,11 @@ class Draft:
             line = self.source.lines.of(written)
         self.problems.append(Problem(".".join(path), line, message))
         self.bad.add(path)
+
+    def problem_once(self, path: KeyPath, message: str) -> None:
+        """The same, but that one mistake brings no second one with it."""
+        if not self.is_bad(path):
+            self.problem(path, message)
 
     def note(self, path: KeyPath, message: str) -> None:
         self.notes.append(f"{'.'.join(path)}: {message}")
@@ -62,12 +69,7 @@ class Draft:
 
     def get(self, path: KeyPath) -> Any:
         """The value at a path, or None."""
-        value: Any = self.tree
-        for name in path:
-            if not isinstance(value, dict) or name not in value:
-                return None
-            value = value[name]
-        return value
+        return _at(self.tree, path)
 
     def put(self, path: KeyPath, value: Any, written_as: KeyPath) -> bool:
         """Set a value, making blocks on the way. False when something that is no block is in the way."""
@@ -80,20 +82,6 @@ class Draft:
             inner = inner[name]
         inner[path[-1]] = value
         self._written_as[path] = written_as
-        return True
-
-    def remove(self, path: KeyPath) -> bool:
-        """Take a key out, or the innermost key on the way to it that is there."""
-        inner: Any = self.tree
-        holder: dict[str, Any] | None = None
-        last = ""
-        for name in path:
-            if not isinstance(inner, dict) or name not in inner:
-                break
-            holder, last, inner = inner, name, inner[name]
-        if holder is None:
-            return False
-        del holder[last]
         return True
 
     # --- the steps ---
@@ -119,46 +107,70 @@ class Draft:
             elif not self.put(path, copy.deepcopy(value), written_as=_OVERRIDE):
                 self.problem(path, "cannot be set: what is around it is not an object")
 
-    def settle(self, model: type[Block], path: KeyPath = (), *, quiet: bool = False) -> None:
-        """Take out "auto", null and refused keys, and note the keys without effect."""
-        tree = self.tree if not path else self.get(path)
-        if not isinstance(tree, dict):
+    def read_older_spellings(self) -> None:
+        """Move every older spelling to the key it means, with a note; both at once is a problem."""
+        self._move_bfloat16()
+        value = self.tree.get(_ZERO)
+        if isinstance(value, bool):
+            self.tree[_ZERO] = {"stage": int(value)}
+            self.note((_ZERO,), f"{str(value).lower()} is read as stage {int(value)}")
+        before = copy.deepcopy(self.tree)
+        for row in idle_keys().values():
+            if row.effect == "renamed" and row.path != "bfloat16":
+                self._move(row, before)
+        self._share_pin_memory()
+
+    def _move_bfloat16(self) -> None:
+        """A spelling of a whole block, moved before the keys inside it."""
+        if self.tree.get("bfloat16") is None:
             return
-        for name in list(tree):
-            field = field_of(model, name)
-            if field is not None:
-                self._settle_key(tree, name, field, (*path, name), quiet)
+        value = self.tree.pop("bfloat16")
+        if self.tree.get("bf16") is not None:
+            self.problem(("bfloat16",), 'is another spelling of "bf16", which is given too; remove one of the two')
+            return
+        self.put(("bf16",), value, written_as=("bfloat16",))
+        self.note(("bfloat16",), 'read as "bf16"')
 
-    def _settle_key(self, tree: dict[str, Any], name: str, field: Any, path: KeyPath, quiet: bool) -> None:
-        value, effect = tree[name], about(field, "effect")
-        if value is None:
-            del tree[name]
-        elif effect == "refused":
-            self._refuse(path, field, value)
-            del tree[name]
-        elif value == "auto" and not takes_auto(field):
-            self.autos.append(".".join(path))
-            del tree[name]
-        else:
-            if effect == "none" and not quiet:
-                named = ".".join(path) if differs(field, value) else ""
-                self.note_idle(path, f"no effect here: {about(field, 'why')}", named)
-            inner = block_of(field)
-            if inner is not None:
-                self.settle(inner, path, quiet=quiet or effect == "none")
+    def _move(self, row: IdleKey, before: dict[str, Any]) -> None:
+        old, new = tuple(row.path.split(".")), tuple(row.why.split("."))
+        parent = self.get(old[:-1])
+        value = parent.pop(old[-1], None) if isinstance(parent, dict) else None
+        if value in (None, "auto"):
+            return
+        # An older flag for a device stands for the whole block that came in its place.
+        newer = new[:-1] if new[-1] == "device" else new
+        if _at(before, newer) not in (None, "auto"):
+            told = f'is an older spelling of "{".".join(newer)}", which is given too; remove the older one'
+            self.problem(old, told)
+            return
+        try:
+            meant = _meant(new[-1], value)
+        except ValueError as error:
+            self.problem(old, str(error))
+            return
+        if meant is not None and self.put(new, meant, written_as=old):
+            self.note(old, f'older spelling, read as "{row.why}"')
 
-    def _refuse(self, path: KeyPath, field: Any, value: Any) -> None:
-        if asks_for_something(field, value) and value != "auto":
-            self.problem(path, f"not part of Wherry: {about(field, 'why')}")
-        else:
-            self.note(path, "not part of Wherry; accepted, as it asks for nothing")
+    def _share_pin_memory(self) -> None:
+        """The older key for page-locked memory stood for both states."""
+        written = self.source.given.get(_ZERO)
+        parameters = self.get((_ZERO, "offload_param"))
+        if isinstance(written, dict) and isinstance(parameters, dict) and "cpu_offload_use_pin_memory" in written:
+            parameters.setdefault("pin_memory", written["cpu_offload_use_pin_memory"])
 
-    def settle_free(self, path: KeyPath) -> None:
-        """As `settle`, for a block whose keys the schema does not list."""
-        tree = self.get(path)
-        for name in list(tree) if isinstance(tree, dict) else ():
-            if tree[name] is None:
-                del tree[name]
-            elif tree[name] == "auto":
-                self.autos.append(".".join((*path, name)))
-                del tree[name]
+
+def _meant(newer: str, value: Any) -> Any:
+    """What the value of an older key is as that of the newer one; None where it asks for nothing."""
+    if newer == "device":
+        return "cpu" if to_flag(value) else "none"
+    if newer == "communication_data_type":
+        return "fp32" if to_flag(value) else None
+    return value
+
+
+def _at(tree: Any, path: KeyPath) -> Any:
+    for name in path:
+        if not isinstance(tree, dict):
+            return None
+        tree = tree.get(name)
+    return tree

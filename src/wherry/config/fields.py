@@ -1,82 +1,34 @@
-"""The pieces that the schema is written with: what a key says about itself, and the types of values."""
+"""The pieces that the schema is written with: keys, blocks, and the types of values."""
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, WithJsonSchema
 from pydantic.fields import FieldInfo
 
-from wherry.config.problems import shown
-from wherry.config.sizes import unit_missing
+from wherry.config.problems import shown, unit_missing
 
 
-class Block(BaseModel):
+class ConfigBlock(BaseModel):
     """A block of the config. Unknown keys are errors; a resolved block does not change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), populate_by_name=True)
 
 
-# --- what a key says about itself ---
+def key(default: Any, text: str, **constraints: Any) -> Any:
+    """A key that acts, with what the reference says of it."""
+    return Field(default, description=text, **constraints)
 
 
-def key(
-    default: Any,
-    text: str,
-    *,
-    inert: str | None = None,
-    met: Any = None,
-    only: tuple[Any, ...] | None = None,
-    **constraints: Any,
-) -> Any:
-    """A key of the schema. `inert`: it is accepted and has no effect here, for this reason.
-
-    An inert key is left out of the resolved config, which holds what acts and nothing else. `met`: the value that asks
-    for what is so anyway. `only`: the values that the engine of this version has; a config with another is whole, and
-    no engine is built from it.
-    """
-    extra = _effect(inert) | {f"x-{name}": value for name, value in (("met", met), ("only", only)) if value is not None}
-    return Field(default, description=text, json_schema_extra=extra, exclude=bool(inert), **constraints)
-
-
-def block(model: type[Block], text: str, *, inert: str | None = None) -> Any:
+def block(model: type[ConfigBlock], text: str) -> Any:
     """A block that is always there, with its defaults."""
-    return Field(default_factory=model, description=text, json_schema_extra=_effect(inert), exclude=bool(inert))
-
-
-def _effect(inert: str | None) -> dict[str, Any]:
-    return {"x-effect": "none", "x-why": inert} if inert else {"x-effect": "acts"}
-
-
-def refused(text: str, why: str, *, neutral: Any = False, switch: str | None = None) -> Any:
-    """A key that is known and not part of Wherry.
-
-    It is accepted while it asks for nothing: when it is `neutral` (or null, false, or empty), or, for a block with
-    a `switch`, while that member is not true.
-    """
-    extra: dict[str, Any] = {"x-effect": "refused", "x-why": why, "x-neutral": neutral, "x-switch": switch}
-    return Field(None, description=text, json_schema_extra=extra, exclude=True, repr=False)
-
-
-def renamed(to: str, text: str) -> Any:
-    """An older or other spelling; `wherry.config.renames` moves its value to the key `to`."""
-    extra: dict[str, Any] = {"x-effect": "renamed", "x-why": to, "deprecated": True}
-    return Field(None, description=text, json_schema_extra=extra, exclude=True, repr=False)
-
-
-def about(field: FieldInfo, what: str) -> Any:
-    """One of the things that `key`, `refused` and `renamed` recorded: effect, why, neutral or switch."""
-    extra = field.json_schema_extra
-    return extra.get(f"x-{what}") if isinstance(extra, Mapping) else None
-
-
-def field_of(model: type[BaseModel], name: str) -> FieldInfo | None:
-    """The field that a key of the file means."""
-    return key_names(model).get(name)
+    return Field(default_factory=model, description=text)
 
 
 def key_names(model: type[BaseModel]) -> dict[str, FieldInfo]:
@@ -84,12 +36,20 @@ def key_names(model: type[BaseModel]) -> dict[str, FieldInfo]:
     return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
-def block_of(field: FieldInfo) -> type[Block] | None:
+def block_of(field: FieldInfo) -> type[ConfigBlock] | None:
     """The model of a key that holds a block."""
     for candidate in (field.annotation, *get_args(field.annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, Block):
+        if isinstance(candidate, type) and issubclass(candidate, ConfigBlock):
             return candidate
     return None
+
+
+@functools.cache
+def checker(model: type[ConfigBlock], name: str) -> TypeAdapter[Any]:
+    """What takes a value of one key of a block, or says what is wrong with it."""
+    field = key_names(model)[name]
+    kind: Any = field.annotation
+    return TypeAdapter(Annotated[(kind, *field.metadata)] if field.metadata else kind)
 
 
 def takes_auto(field: FieldInfo) -> bool:
@@ -99,29 +59,6 @@ def takes_auto(field: FieldInfo) -> bool:
         return [annotation, *(choice for inner in get_args(annotation) for choice in choices(inner))]
 
     return "auto" in choices(field.annotation)
-
-
-def asks_for_something(field: FieldInfo, value: Any) -> bool:
-    """Whether a value of a refused key wants what is not there."""
-    if value in (None, False, "", {}, []) or value == about(field, "neutral"):
-        return False
-    switch = about(field, "switch")
-    if switch and isinstance(value, Mapping):
-        return value.get(switch) not in (None, False, 0)
-    return True
-
-
-def differs(field: FieldInfo, value: Any) -> bool:
-    """Whether a key without effect is given a value that asks for other than what happens."""
-    inner = block_of(field)
-    if inner is not None and isinstance(value, Mapping):
-        known = key_names(inner)
-        return any(name in known and differs(known[name], given) for name, given in value.items())
-    default = None if field.is_required() else field.get_default(call_default_factory=True)
-    return value not in (None, "auto", default, about(field, "met"))
-
-
-# --- the types of values ---
 
 
 def to_flag(value: Any) -> bool:
@@ -243,9 +180,7 @@ Size = Annotated[int, BeforeValidator(_size), WithJsonSchema({"type": "number"})
 Bucket = Annotated[int, BeforeValidator(_bucket), WithJsonSchema({"type": "number"})]
 Number = Annotated[float, BeforeValidator(_number)]
 Text = Annotated[str, BeforeValidator(_text)]
-Bytes = Annotated[
-    int, BeforeValidator(_bytes), WithJsonSchema({"anyOf": [{"type": "integer"}, {"type": "string"}]})
-]
+Bytes = Annotated[int, BeforeValidator(_bytes), WithJsonSchema({"anyOf": [{"type": "integer"}, {"type": "string"}]})]
 Memory = Annotated[int, BeforeValidator(_memory), WithJsonSchema({"anyOf": [{"type": "integer"}, {"type": "string"}]})]
 Dtype = Annotated[Literal["fp16", "bf16", "fp32"], BeforeValidator(to_dtype)]
 EverySteps = Annotated[int | None, BeforeValidator(_every_steps), WithJsonSchema({"type": "number"})]

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
 
-from wherry.config.fields import Block, Flag, Number, Text, key, refused
+from wherry.config.fields import ConfigBlock, Flag, Number, Text, key
 from wherry.config.problems import did_you_mean, shown
 
 
@@ -35,18 +35,10 @@ def _only(wanted: bool, why: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-_ONE_KERNEL = "Wherry chooses the kernel itself"
-_LR = "Learning rate."
-_DECAY = "Weight decay."
-_MAXIMIZE = "Maximize the objective instead of minimizing it."
-
-
-class _Params(Block):
-    lr: Number = key(1e-3, _LR, ge=0)
-    weight_decay: Number = key(0.0, _DECAY, ge=0)
-    maximize: Flag = key(False, _MAXIMIZE)
-    foreach: Flag | None = key(None, "A choice of kernel in torch.", inert=_ONE_KERNEL)
-    fused: Flag | None = key(None, "A choice of kernel in torch.", inert=_ONE_KERNEL)
+class _Params(ConfigBlock):
+    lr: Number = key(1e-3, "Learning rate.", ge=0)
+    weight_decay: Number = key(0.0, "Weight decay.", ge=0)
+    maximize: Flag = key(False, "Maximize the objective instead of minimizing it.")
 
 
 class AdamParams(_Params):
@@ -61,16 +53,13 @@ class AdamParams(_Params):
     amsgrad: Annotated[Flag, _only(False, "AMSGrad needs a third state; use another optimizer")] = key(
         False, "The AMSGrad variant."
     )
-    torch_adam: Flag = key(
-        False, "Use torch's own Adam.", inert="the result is that of torch's Adam either way", met=True
-    )
     fp32_optimizer_states: Annotated[
         Flag, _only(True, 'it would keep moments in half precision, which "wherry": {"state_dtype": "bf16"} does here')
     ] = key(True, "Moments in fp32. false is refused: wherry.state_dtype has them smaller.")
 
 
 class AdagradParams(_Params):
-    lr: Number = key(1e-2, _LR, ge=0)
+    lr: Number = key(1e-2, "Learning rate.", ge=0)
     lr_decay: Number = key(0.0, "Learning rate decay.", ge=0)
     initial_accumulator_value: Number = key(0.0, "Where the accumulator starts.", ge=0)
     eps: Number = key(1e-10, "Added to the denominator.", ge=0)
@@ -86,7 +75,7 @@ class SGDParams(_Params):
     nesterov: Flag = key(False, "Nesterov momentum.")
 
 
-NATIVE: dict[str, type[Block]] = {
+NATIVE: dict[str, type[ConfigBlock]] = {
     "Adam": AdamParams,
     "AdamW": AdamParams,
     "Adagrad": AdagradParams,
@@ -133,7 +122,7 @@ def _type(value: Any) -> str:
     return name
 
 
-class Optimizer(Block):
+class Optimizer(ConfigBlock):
     type: Annotated[
         str,
         BeforeValidator(_type),
@@ -144,7 +133,6 @@ class Optimizer(Block):
         "auto: AdamW.",
     )
     params: dict[Text, Any] = key({}, "What the optimizer is constructed with.")
-    legacy_fusion: Any = refused("An older fp16 wrapper.", "there is one engine for all optimizers")
 
     def build_args(self) -> tuple[str, dict[str, Any]]:
         """The name of the rule and its keyword arguments, as torch.optim takes them.
@@ -157,12 +145,13 @@ class Optimizer(Block):
         return self.type, params
 
 
-def params_model(type_name: Any) -> type[Block] | None:
-    """The schema of an optimizer's params; None for one that only its own constructor can check."""
-    return NATIVE.get(_BY_LOWER_NAME.get(type_name.lower(), "")) if isinstance(type_name, str) else None
+def params_model(type_name: Any) -> tuple[str, type[ConfigBlock] | None]:
+    """The optimizer's name and the schema of its params; None for one that only its own constructor can check."""
+    name = _BY_LOWER_NAME.get(type_name.lower(), "") if isinstance(type_name, str) else ""
+    return name, NATIVE.get(name)
 
 
-def resolve(type_name: str, params: Block) -> tuple[str, dict[str, Any]]:
+def resolve(type_name: str, params: ConfigBlock) -> tuple[str, dict[str, Any]]:
     """The rule that a type and its params mean, and the params with every default written out."""
     resolved = params.model_dump(exclude={"amsgrad", "bias_correction", "fp32_optimizer_states"})
     if isinstance(params, AdamParams):

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from wherry.errors import ConfigError
 
+# No memory, disk or file is as small; what is asked for in GB or MB is mostly a smaller number.
+_FEW_BYTES = 100_000
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -56,3 +59,16 @@ def shown(value: object) -> str:
     else:
         text = str(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def unit_missing(count: float, written: object) -> str:
+    """What to write instead of a number that is too few bytes to be meant so; nothing of any other.
+
+    >>> unit_missing(5, 5)
+    '; that is 5 bytes: write 5GB or 5MB, or 5B if bytes are meant'
+    """
+    if not 0 < count < _FEW_BYTES or not str(written).strip()[-1:].isdigit():
+        return ""
+    number = str(written).strip()
+    meant = f"{count:,.0f} byte{'s' * (count != 1)}"
+    return f"; that is {meant}: write {number}GB or {number}MB, or {number}B if bytes are meant"

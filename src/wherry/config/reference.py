@@ -1,17 +1,21 @@
-"""What the schema says about itself: the list of keys, `explain`, and the JSON schema."""
+"""What there is to say about each key: the list of keys, `explain`, and the JSON schema."""
 
 from __future__ import annotations
 
 import difflib
 import functools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, TypeAdapter
+from wherry.config.fields import ConfigBlock, block_of, checker, key_names
+from wherry.config.optimizer import NATIVE
+from wherry.config.scheduler import SCHEDULES
+from wherry.config.schema import Config
+from wherry.config.without_effect import IdleKey, idle_keys_in
 
-from wherry.config.fields import Block, about, block_of, key_names
+_PARAMS = (("optimizer.params", NATIVE), ("scheduler.params", SCHEDULES))
 
 
 @dataclass(frozen=True)
@@ -26,18 +30,14 @@ class KeyInfo:
     effect: str
     why: str
     is_block: bool
-    only: tuple[Any, ...] | None = None
 
     @property
     def status(self) -> str:
         """What the key does here, in a few words."""
-        return status(self.effect, self.why, self.only)
+        return _status(self.effect, self.why)
 
 
-def status(effect: str, why: str | None, only: Sequence[Any] | None = None) -> str:
-    """What a key does here, in a few words."""
-    if effect == "acts" and only is not None:
-        return f"acts; the engine of this version has {' and '.join(json.dumps(value) for value in only)}"
+def _status(effect: str, why: str) -> str:
     if effect == "refused":
         return f"not part of Wherry: {why}"
     if effect == "renamed":
@@ -53,72 +53,52 @@ def sentence(text: str) -> str:
 
 @functools.cache
 def catalog() -> tuple[KeyInfo, ...]:
-    """Every key, in the order of the schema."""
-    from wherry.config.optimizer import NATIVE
-    from wherry.config.scheduler import SCHEDULES
-    from wherry.config.schema import Config
-
+    """Every key: block by block, in each those that act, in the order of the schema, before those that do not."""
     keys = list(_keys(Config, ""))
-    for prefix, models in (("optimizer.params.", NATIVE), ("scheduler.params.", SCHEDULES)):
+    for path, models in _PARAMS:
         for name, model in models.items():
-            keys += _keys(model, prefix, of=name)
+            keys += _keys(model, path, of=name)
     return tuple(keys)
 
 
-def _keys(model: type[BaseModel], prefix: str, of: str = "", idle: str = "") -> Iterator[KeyInfo]:
-    """The keys of a block. `idle`: why the block as a whole has no effect."""
+def _keys(model: type[ConfigBlock], block: str, of: str = "") -> Iterator[KeyInfo]:
+    prefix = f"{block}." if block else ""
     for name, field in key_names(model).items():
         inner = block_of(field)
-        effect = str(about(field, "effect"))
-        why = idle if idle and effect == "acts" else _why(field, prefix, effect)
-        effect = "none" if idle and effect == "acts" else effect
-        yield KeyInfo(
-            path=prefix + name,
-            of=of,
-            type=_type_name(field) if effect in ("acts", "none") else "",
-            default=_default(field) if effect in ("acts", "none") else "",
-            text=field.description or "",
-            effect=effect,
-            why=why,
-            is_block=inner is not None,
-            only=about(field, "only"),
-        )
+        kind = "object" if inner else _type_name(checker(model, name).json_schema())
+        default = "" if inner else "required"
+        if not inner and not field.is_required():
+            default = _default(field.get_default(call_default_factory=True))
+        yield KeyInfo(prefix + name, of, kind, default, field.description or "", "acts", "", inner is not None)
         if inner is not None:
-            yield from _keys(inner, f"{prefix}{name}.", idle=why if effect == "none" else "")
+            yield from _keys(inner, prefix + name)
+    yield from _idle_keys(block, of)
 
 
-def _why(field: Any, prefix: str, effect: str) -> str:
-    why = str(about(field, "why") or "")
-    return prefix + why if effect == "renamed" else why
+def _idle_keys(block: str, of: str = "") -> Iterator[KeyInfo]:
+    for row in idle_keys_in(block, of).values():
+        kind = default = ""
+        if row.is_block:
+            kind = "object"
+        elif row.effect == "none":
+            kind, default = _type_name(row.checker.json_schema()), _default(row.default)
+        yield KeyInfo(row.path, of, kind, default, row.text, row.effect, row.why, row.is_block)
+        if row.is_block:
+            yield from _idle_keys(row.path)
 
 
-def _default(field: Any) -> str:
-    if block_of(field) is not None:
-        return ""
-    if field.is_required():
-        return "required"
-    default = field.get_default(call_default_factory=True)
-    return "unset" if default is None else json.dumps(default)
+def _default(value: Any) -> str:
+    return "unset" if value is None else json.dumps(value)
 
 
-def _type_name(field: Any) -> str:
-    return "object" if block_of(field) else _schema_type(TypeAdapter(_annotated(field)).json_schema())
-
-
-def _annotated(field: Any) -> Any:
-    from typing import Annotated
-
-    return Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
-
-
-def _schema_type(schema: dict[str, Any]) -> str:
+def _type_name(schema: dict[str, Any]) -> str:
     if "anyOf" in schema:
-        kinds = [_schema_type(option) for option in schema["anyOf"] if option.get("type") != "null"]
+        kinds = [_type_name(option) for option in schema["anyOf"] if option.get("type") != "null"]
         return " or ".join(dict.fromkeys(kinds))
     if "enum" in schema:
         return ", ".join(json.dumps(choice) for choice in schema["enum"])
     if schema.get("type") == "array":
-        return f"list of {_schema_type(schema.get('items', {}))}s"
+        return f"list of {_type_name(schema.get('items', {}))}s"
     return str(schema.get("type", "any"))
 
 
@@ -178,48 +158,58 @@ def _explanation(info: KeyInfo) -> str:
 
 def json_schema() -> dict[str, Any]:
     """The JSON schema (draft 2020-12) of a config in its plain form, for editors."""
-    from wherry.config.optimizer import NATIVE
-    from wherry.config.scheduler import SCHEDULES
-    from wherry.config.schema import Config
-
     schema: dict[str, Any] = Config.model_json_schema()
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
     schema["description"] = "A config of Wherry. `wherry config explain KEY` says what a key does."
-    for holder in (schema, *schema["$defs"].values()):
-        properties = holder.get("properties", {})
-        for name, inner in properties.items():
-            properties[name] = _or_auto(inner)
-    for name, models in (("Optimizer", NATIVE), ("Scheduler", SCHEDULES)):
-        holder = schema["$defs"][name]["properties"]
-        holder["params"]["anyOf"][0]["properties"] = _params_properties(models)
+    _complete(schema, Config, "", schema["$defs"])
+    for path, models in _PARAMS:
+        # The parameters of all types together, so that an editor can complete them.
+        merged: dict[str, Any] = {}
+        for name, model in models.items():
+            properties = model.model_json_schema()["properties"]
+            for key, inner in properties.items():
+                merged.setdefault(key, _or_auto({word: value for word, value in inner.items() if word != "default"}))
+            merged = {**_idle_properties(path, name), **merged}
+        holder = schema["$defs"][path.split(".")[0].capitalize()]["properties"]
+        holder["params"]["anyOf"][0]["properties"] = merged
     return schema
 
 
-def _or_auto(schema: dict[str, Any]) -> dict[str, Any]:
-    """The same key, where "auto" and null mean its default, and the description says what an editor should show."""
-    outside = {name: value for name, value in schema.items() if name in ("description", "default", "deprecated")}
-    effect, why, only = schema.get("x-effect", "acts"), schema.get("x-why"), schema.get("x-only")
-    if effect != "acts" or only is not None:
-        outside["description"] = f"{outside['description']} {sentence(status(effect, why, only).replace('`', ''))}"
-    not_inside = {*outside, "title", "x-effect", "x-why", "x-neutral", "x-switch", "x-met", "x-only"}
-    inside = {name: value for name, value in schema.items() if name not in not_inside}
-    options = [_bounded(option) for option in inside.get("anyOf", [inside]) if option.get("type") != "null"]
-    return {**outside, "anyOf": [*options, {"enum": ["auto", None]}]}
+def _complete(schema: dict[str, Any], model: type[ConfigBlock], block: str, definitions: dict[str, Any]) -> None:
+    """The keys of a block with "auto", and with those that have no effect."""
+    properties = {name: _or_auto(inner) for name, inner in schema["properties"].items()}
+    schema["properties"] = properties | _idle_properties(block)
+    for name, field in key_names(model).items():
+        if (inner := block_of(field)) is not None:
+            _complete(definitions[inner.__name__], inner, f"{block}.{name}".removeprefix("."), definitions)
+
+
+def _idle_properties(block: str, of: str = "") -> dict[str, Any]:
+    return {name: _idle_property(row) for name, row in idle_keys_in(block, of).items()}
+
+
+def _idle_property(row: IdleKey) -> dict[str, Any]:
+    outside: dict[str, Any] = {"description": f"{row.text} {sentence(_status(row.effect, row.why).replace('`', ''))}"}
+    if row.default is not None:
+        outside["default"] = row.default
+    if row.effect == "renamed":
+        outside["deprecated"] = True
+    inside: dict[str, Any] = {}
+    if row.is_block:
+        inside = {"type": "object", "additionalProperties": False, "properties": _idle_properties(row.path)}
+    elif row.effect == "none":
+        inside = row.checker.json_schema()
+    return _or_auto(outside | inside)
 
 
 _BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 
 
-def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
-    """pydantic leaves the bounds of an optional number under its own names."""
-    return {_BOUNDS.get(word, word): value for word, value in schema.items()}
-
-
-def _params_properties(models: dict[str, type[Block]]) -> dict[str, Any]:
-    """The parameters of all types together, so that an editor can complete them."""
-    merged: dict[str, Any] = {}
-    for model in models.values():
-        for name, inner in model.model_json_schema()["properties"].items():
-            if name not in merged:
-                merged[name] = _or_auto({key: value for key, value in inner.items() if key != "default"})
-    return merged
+def _or_auto(schema: dict[str, Any]) -> dict[str, Any]:
+    """The same key, where "auto" and null mean its default."""
+    outside = {name: value for name, value in schema.items() if name in ("description", "default", "deprecated")}
+    inside = {name: value for name, value in schema.items() if name not in (*outside, "title")}
+    options = [option for option in inside.get("anyOf", [inside]) if option.get("type") != "null"]
+    # pydantic leaves the bounds of an optional number under its own names.
+    options = [{_BOUNDS.get(word, word): value for word, value in option.items()} for option in options]
+    return {**outside, "anyOf": [*options, {"enum": ["auto", None]}]}

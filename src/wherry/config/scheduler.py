@@ -7,14 +7,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, WithJsonSchema
 
-from wherry.config.fields import Block, Flag, Integer, Number, Numbers, Text, key, lowered
+from wherry.config.fields import ConfigBlock, Flag, Integer, Number, Numbers, Text, key, lowered
 from wherry.config.problems import did_you_mean, shown
 
 _RESUME = "The step that a resumed schedule continues after; -1 for a new one."
 WarmupType = Annotated[Literal["log", "linear"], BeforeValidator(lowered)]
 
 
-class _Schedule(Block):
+class _Schedule(ConfigBlock):
     last_batch_iteration: Integer = key(-1, _RESUME, ge=-1)
 
 
@@ -63,7 +63,7 @@ class LRRangeTestParams(_Schedule):
     lr_range_test_staircase: Flag = key(False, "Increase in stairs instead of continuously.")
 
 
-SCHEDULES: dict[str, type[Block]] = {
+SCHEDULES: dict[str, type[ConfigBlock]] = {
     "LRRangeTest": LRRangeTestParams,
     "OneCycle": OneCycleParams,
     "WarmupLR": WarmupParams,
@@ -96,10 +96,8 @@ def with_parameters(names: Iterable[str]) -> str | None:
     return next((name for name in _SIMPLEST_FIRST if wanted <= SCHEDULES[name].model_fields.keys()), None)
 
 
-class Scheduler(Block):
-    type: Annotated[
-        str, BeforeValidator(_type), WithJsonSchema({"type": "string", "enum": list(SCHEDULES)})
-    ] = key(
+class Scheduler(ConfigBlock):
+    type: Annotated[str, BeforeValidator(_type), WithJsonSchema({"type": "string", "enum": list(SCHEDULES)})] = key(
         ...,
         "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest. auto: the one that has the parameters "
         "given; none without any.",
@@ -107,6 +105,7 @@ class Scheduler(Block):
     params: dict[Text, Any] = key({}, "What the schedule is constructed with.")
 
 
-def params_model(type_name: Any) -> type[Block] | None:
-    """The schema of a schedule's params, or None if there is no such schedule."""
-    return SCHEDULES.get(_BY_LOWER_NAME.get(type_name.lower(), "")) if isinstance(type_name, str) else None
+def params_model(type_name: Any) -> tuple[str, type[ConfigBlock] | None]:
+    """The schedule's name and the schema of its params, or None if there is no such schedule."""
+    name = _BY_LOWER_NAME.get(type_name.lower(), "") if isinstance(type_name, str) else ""
+    return name, SCHEDULES.get(name)

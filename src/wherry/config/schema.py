@@ -3,59 +3,52 @@
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr
 
-from wherry.config.batch import BatchSizes, resolve_batch
-from wherry.config.fields import (
-    Block,
-    Dtype,
-    EverySteps,
-    Flag,
-    Integer,
-    Number,
-    Text,
-    about,
-    block,
-    key,
-    lowered,
-    refused,
-    renamed,
-)
-from wherry.config.optimizer import Optimizer
-from wherry.config.precision import BF16, FP16, DataTypes, TorchAutocast
-from wherry.config.problems import config_error
-from wherry.config.runtime import (
+from wherry.config.blocks import (
+    BF16,
+    FP16,
     ActivationCheckpointing,
     Aio,
     Checkpoint,
     CommsLogger,
     CsvMonitor,
+    DataTypes,
     FlopsProfiler,
     Own,
     TensorBoard,
-    Timers,
+    TorchAutocast,
     Wandb,
+    ZeroOptimization,
 )
+from wherry.config.fields import ConfigBlock, Dtype, EverySteps, Flag, Integer, Number, Text, block, key, lowered
+from wherry.config.optimizer import Optimizer
+from wherry.config.problems import Problem, config_error
 from wherry.config.scheduler import Scheduler
-from wherry.config.source import Source
-from wherry.config.zero import ZeroOptimization
+from wherry.config.source import ConfigSource
 from wherry.errors import ConfigError
 from wherry.placement import Placement, Tier
 
 if TYPE_CHECKING:
     import torch
 
-_AVERAGED = "gradients are averaged inside the reduction"
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 _TORCH_NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-_MESH = "the data axis comes from the mesh that is given to initialize(mesh=...)"
+TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 
-class Config(Block):
+class BatchSizes(NamedTuple):
+    """train == micro * accumulation * data-parallel ranks."""
+
+    train: int
+    micro: int
+    accumulation: int
+
+
+class Config(ConfigBlock):
     """A config, checked and resolved. `load` makes it; it does not change afterwards.
 
     >>> from wherry.config import load
@@ -69,7 +62,6 @@ class Config(Block):
         None,
         alias="$schema",
         description="Where an editor finds the JSON schema of this file.",
-        json_schema_extra={"x-effect": "acts"},
         exclude=True,
     )
 
@@ -106,33 +98,19 @@ class Config(Block):
     communication_data_type: Dtype | None = key(
         None, "The type in which gradients are reduced. Unset: that of the gradients."
     )
-    seq_parallel_communication_data_type: Dtype | None = key(
-        None, "The type in which sequence-parallel ranks reduce.", inert="there is no sequence-parallel axis"
-    )
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(lowered)] = key(
         "mean", "Average gradients over ranks. sum is refused: multiply the loss by the number of ranks instead."
     )
-    prescale_gradients: Flag = key(False, "Divide gradients before reducing them.", inert=_AVERAGED)
-    gradient_predivide_factor: Number = key(1.0, "What to divide by before reducing.", inert=_AVERAGED, gt=0)
     zero_allow_untested_optimizer: Flag = key(
         False, "Vouch that an optimizer Wherry does not know treats every element by itself."
-    )
-    zero_force_ds_cpu_optimizer: Flag = key(
-        True,
-        "Demand a special optimizer on the host.",
-        inert="a torch optimizer gets its host counterpart by itself",
-        met=False,
     )
 
     dataloader_drop_last: Flag = key(False, "Drop the last, incomplete batch of an epoch.")
     steps_per_print: EverySteps = key(None, "Log progress every so many steps. Unset, or inf: never.", ge=1)
     wall_clock_breakdown: Flag = key(False, "Log the time of forward, backward and update.")
-    memory_breakdown: Flag = key(False, "Log memory.", inert="engine.memory() gives it by state and tier at any time")
-    dump_state: Flag = key(False, "Log the engine's state.", inert="the resolved config is saved in the run's folder")
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error", "critical"] | None, BeforeValidator(lowered)
-    ] = key(None, "Level of the logger `wherry`.")
-    timers: Timers = block(Timers, "Timers.", inert="throughput is measured without synchronizing the device")
+    log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"] | None, BeforeValidator(lowered)] = (
+        key(None, "Level of the logger `wherry`.")
+    )
     tensorboard: TensorBoard = block(TensorBoard, "Metrics for TensorBoard.")
     csv_monitor: CsvMonitor = block(CsvMonitor, "Metrics as CSV.")
     wandb: Wandb = block(Wandb, "Metrics for Weights & Biases.")
@@ -146,42 +124,7 @@ class Config(Block):
 
     wherry: Own = block(Own, "Wherry's own keys.")
 
-    bfloat16: Any = renamed("bf16", "Another spelling.")
-    fp32_allreduce: Any = renamed("communication_data_type", "Older spelling of communication_data_type fp32.")
-
-    amp: Any = refused("Mixed precision by apex.", "use bf16 or fp16", switch="enabled")
-    sparse_gradients: Any = refused("Sparse gradients of embeddings.", "gradients are dense here")
-    disable_allgather: Any = refused("Leave out the gather after an update.", "weights would differ between ranks")
-    vocabulary_size: Any = refused("A hint for tuning.", "remove it")
-    graph_harvesting: Any = refused("CUDA graphs.", "use torch.compile on the model's blocks")
-    comet: Any = refused("Metrics for Comet.", "use tensorboard, csv_monitor or wandb", switch="enabled")
-    autotuning: Any = refused("Search for a config.", "it is not offered", switch="enabled")
-    compile: Any = refused(
-        "Compiled communication.", "use torch.compile on the model's blocks", neutral={"deepcompile": False},
-        switch="deepcompile",
-    )  # fmt: skip
-    sparse_attention: Any = refused("Sparse attention kernels.", "use attention of the model's own library")
-    compression_training: Any = refused("Compression.", "training is not compressed")
-    quantize_training: Any = refused("Quantized training.", "training is not quantized", switch="enabled")
-    weight_quantization: Any = refused("Quantized weights.", "training is not quantized", switch="enabled")
-    eigenvalue: Any = refused("Eigenvalues for compression.", "training is not compressed", switch="enabled")
-    progressive_layer_drop: Any = refused("Layer drop.", "build it into the model", switch="enabled")
-    curriculum_learning: Any = refused("Curriculum.", "build it into the data loader", switch="enabled")
-    data_efficiency: Any = refused("Data sampling.", "build it into the data loader", switch="enabled")
-    elasticity: Any = refused("Elastic batch sizes.", "give the batch sizes themselves", switch="enabled")
-    hybrid_engine: Any = refused("Training and serving in one.", "gather for generation instead", switch="enabled")
-    pipeline: Any = refused("Pipeline parallelism.", "use torch.distributed.pipelining")
-    tensor_parallel: Any = refused(
-        "Tensor parallelism.", "use torch's parallelize_module", neutral={"autotp_size": 1}, switch="autotp_size"
-    )
-    expert_parallel: Any = refused("Expert parallelism.", "it is not offered", switch="enabled")
-    use_data_before_expert_parallelism: Any = refused("Order of ranks for experts.", "it is not offered")
-    sequence_parallel_size: Any = refused("Ulysses sequence parallelism.", _MESH, neutral=1)
-    data_parallel_size: Any = refused("Ranks of the data axis.", _MESH)
-    nebula: Any = refused("A checkpoint service.", "checkpoints are written by the ranks", switch="enabled")
-    datastates: Any = refused("A checkpoint engine.", "checkpoints are written by the ranks", switch="enabled")
-
-    _source: Source = PrivateAttr(default_factory=lambda: Source({}))
+    _source: ConfigSource = PrivateAttr(default_factory=lambda: ConfigSource({}))
     _overrides: list[Mapping[str, Any]] = PrivateAttr(default_factory=list)
     _notes: list[str] = PrivateAttr(default_factory=list)
     _idle: dict[str, str] = PrivateAttr(default_factory=dict)
@@ -222,15 +165,19 @@ class Config(Block):
         >>> load({"train_batch_size": 16, "gradient_accumulation_steps": 2}).batch(4)
         BatchSizes(train=16, micro=2, accumulation=2)
         """
+        if dp_world_size < 1:
+            raise ValueError(f"dp_world_size: expected 1 or more, got {dp_world_size}")
         if dp_world_size not in self._batches:
-            given = (self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps)
-            sizes, note, problem = resolve_batch(*given, dp_world_size, self._source.lines, counted)
-            if problem is not None:
-                raise config_error([problem], self._source.name)
-            assert sizes is not None
-            if note and note not in self._notes:
-                self._notes.append(note)
-            self._batches[dp_world_size] = sizes
+            train, micro = self.train_batch_size, self.train_micro_batch_size_per_gpu
+            accumulation = self.gradient_accumulation_steps
+            one = micro or (max(1, train // ((accumulation or 1) * dp_world_size)) if train else 1)
+            many = accumulation or (max(1, train // (micro * dp_world_size)) if train and micro else 1)
+            if train not in (None, one * many * dp_world_size):
+                message = _contradiction(train, micro, accumulation, dp_world_size, counted)
+                raise config_error([Problem(TRAIN, self._source.lines.of((TRAIN,)), message)], self._source.name)
+            if train is None and micro is None:
+                self._notes.append(f"{MICRO}: not given, so the micro-batch is 1")
+            self._batches[dp_world_size] = BatchSizes(one * many * dp_world_size, one, many)
         return self._batches[dp_world_size]
 
     def shard_ranks(self, dp_world_size: int) -> int:
@@ -298,28 +245,9 @@ class Config(Block):
             return self.wherry.nonfinite
         return "ignore" if self.bf16.enabled and not self.bf16.check_grad_overflow else "skip"
 
-    def beyond(self) -> list[str]:
-        """What is asked for that the engine of this version does not have, a line each."""
-        return [
-            f"{path}: the engine of this version has {' and '.join(map(json.dumps, only))}, got {json.dumps(value)}"
-            for path, value, only in _limited(self, "")
-            if value not in only
-        ]
-
     def to_dict(self) -> dict[str, Any]:
         """The resolved config, every default written out, as JSON holds it. `load` takes it back unchanged."""
         return self.model_dump(mode="json")
-
-
-def _limited(values: Block, prefix: str) -> Iterator[tuple[str, Any, list[Any]]]:
-    """Every key that takes some of its values only: its path, its value, and those."""
-    for name, field in type(values).model_fields.items():
-        value = getattr(values, name)
-        if isinstance(value, Block):
-            yield from _limited(value, f"{prefix}{name}.")
-        only = about(field, "only")
-        if only is not None:
-            yield prefix + name, value, only
 
 
 def _torch_dtype(name: str | None) -> torch.dtype | None:
@@ -330,3 +258,22 @@ def _torch_dtype(name: str | None) -> torch.dtype | None:
     dtype = getattr(torch, _TORCH_NAMES[name])
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def _contradiction(train: int, micro: int | None, accumulation: int | None, world: int, counted: str) -> str:
+    ranks = f"{world} data-parallel rank{'s' if world != 1 else ''}{', ' * bool(counted)}{counted}"
+    numbers = f"{TRAIN} {train}, {MICRO} {_or_unset(micro)}, {ACCUMULATION} {_or_unset(accumulation)} on {ranks}"
+    rule = "must be micro-batch x accumulation x ranks"
+    if micro is not None and accumulation is not None:
+        product = micro * accumulation * world
+        equation = f"{micro} x {accumulation} x {world} = {product}"
+        change = f"set {TRAIN} to {product}, or leave one of the three out"
+        return f"{train} {rule}, but {equation} ({numbers}); {change}"
+    factor = (micro or accumulation or 1) * world
+    near = [size for size in (train // factor * factor, (train // factor + 1) * factor) if size]
+    change = f"set {TRAIN} to {' or '.join(map(str, near))}, or change the other size or the number of ranks"
+    return f"{train} {rule}, but it is not divisible by {factor} ({numbers}); {change}"
+
+
+def _or_unset(size: int | None) -> str:
+    return "unset" if size is None else str(size)

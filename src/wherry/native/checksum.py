@@ -7,11 +7,9 @@ import functools
 import hashlib
 import zlib
 from collections.abc import Callable
-from ctypes import c_int64, c_uint32, c_void_p
 
 import numpy as np
 
-from wherry.native.disk import bind
 from wherry.native.loading import library
 
 # What the library takes: a multiple of this, and no less than that.
@@ -25,9 +23,7 @@ def _fast() -> Callable[[int, int, int], int] | None:
     built = library()
     if built is None or not built.wherry_has_crc32():
         return None
-    function = built.wherry_crc32
-    function.restype, function.argtypes = c_uint32, [c_uint32, c_void_p, c_int64]
-    return function
+    return built.wherry_crc32
 
 
 def crc32(data: bytes | memoryview, crc: int = 0) -> int:
@@ -59,7 +55,7 @@ def fingerprint(data: bytes | memoryview) -> int:
     if built is None or _fast() is None:
         digest.update(data)
         return int.from_bytes(digest.digest(), "little")
-    other = bind(built).wherry_crc32c
+    other = built.wherry_crc32c
     for begin in range(0, len(data), _PIECE):
         piece = data[begin : begin + _PIECE]
         second = other(np.frombuffer(piece, np.uint8).ctypes.data, len(piece))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import enum
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -82,10 +81,6 @@ class Request(Protocol):
 class Layout(Protocol):
     """A record as an engine knows it: where its blocks lie, and its checksums."""
 
-    def copy(self) -> Layout:
-        """The same, with checksums of its own."""
-        ...
-
 
 class Engine(Protocol):
     """Moves records between memory and the files ("lanes") it was opened with, `depth` chunks deep on each."""
@@ -123,53 +118,9 @@ class _Counters(ctypes.Structure):
     _fields_ = (("values", ctypes.c_int64 * 11),)
 
 
-_SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
-    "wherry_disk_probe_uring": (ctypes.c_int32, ()),
-    "wherry_disk_open": (
-        ctypes.c_void_p,
-        (ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p),
-    ),
-    "wherry_disk_drain": (None, (ctypes.c_void_p,)),
-    "wherry_disk_close": (None, (ctypes.c_void_p,)),
-    "wherry_disk_submit": (
-        ctypes.c_void_p,
-        (
-            ctypes.c_void_p,
-            ctypes.c_int32,
-            ctypes.c_void_p,
-            ctypes.c_int64,
-            ctypes.c_int64,
-            ctypes.c_void_p,
-            ctypes.c_int32,
-            ctypes.c_void_p,
-        ),
-    ),
-    "wherry_disk_wait": (ctypes.c_int32, (ctypes.c_void_p, ctypes.c_int64)),
-    "wherry_disk_failure": (ctypes.c_int32, (ctypes.c_void_p, ctypes.c_void_p)),
-    "wherry_disk_drop": (None, (ctypes.c_void_p,)),
-    "wherry_disk_add_memory": (ctypes.c_int32, (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)),
-    "wherry_disk_remove_memory": (ctypes.c_int32, (ctypes.c_void_p, ctypes.c_void_p)),
-    "wherry_disk_counters": (None, (ctypes.c_void_p, ctypes.c_void_p)),
-    "wherry_disk_inject": (
-        None,
-        (ctypes.c_void_p, ctypes.c_int32, *[ctypes.c_int64] * 2, ctypes.c_int32, *[ctypes.c_int64] * 2),
-    ),
-    "wherry_crc32c": (ctypes.c_uint32, (ctypes.c_void_p, ctypes.c_int64)),
-}
-
-
-@functools.cache
-def bind(library: ctypes.CDLL) -> ctypes.CDLL:
-    """The library with the disk functions' types declared."""
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
-    return library
-
-
 def probe_uring(library: ctypes.CDLL) -> int:
     """0 where io_uring works, else the errno of what does not."""
-    return int(bind(library).wherry_disk_probe_uring())
+    return int(library.wherry_disk_probe_uring())
 
 
 class NativeRequest:
@@ -200,16 +151,12 @@ class _Layout:
     rotate: int
     checksums: ctypes.Array[ctypes.c_uint32] | None
 
-    def copy(self) -> _Layout:
-        sums = self.checksums
-        return _Layout(self.bases, self.rotate, None if sums is None else type(sums).from_buffer_copy(sums))
-
 
 class NativeEngine:
     """The C++ engine, over io_uring or over threads."""
 
     def __init__(self, library: ctypes.CDLL, files: Sequence[int], block: int, depth: int, *, uring: bool) -> None:
-        self._library = bind(library)
+        self._library = library
         self._lanes = len(files)
         error = ctypes.c_int32()
         descriptors = (ctypes.c_int32 * len(files))(*files)
@@ -258,8 +205,3 @@ class NativeEngine:
     def _open(self) -> int:
         assert self._handle, "the disk engine is closed"
         return self._handle
-
-
-def crc32c(library: ctypes.CDLL, data: bytes) -> int:
-    """CRC-32C, as the native engine computes it for each sector."""
-    return int(bind(library).wherry_crc32c(data, len(data)))

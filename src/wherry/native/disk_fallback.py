@@ -1,4 +1,4 @@
-"""The disk engine without the native library: a thread for each transfer in flight, `os.preadv` and `os.pwritev`."""
+"""The disk engine without the native library: threads for each lane, `os.preadv` and `os.pwritev`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import os
 import threading
 import time
 import zlib
-from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from queue import SimpleQueue
 
 from wherry.native.disk import SECTOR, Cause, Counters, Failure, Fault, Layout
 
@@ -25,19 +25,16 @@ class _Layout:
     rotate: int
     checksums: list[int] | None
 
-    def copy(self) -> _Layout:
-        return _Layout(self.bases, self.rotate, None if self.checksums is None else list(self.checksums))
-
 
 class PythonRequest:
-    """A request of the Python engine."""
+    """A request of the Python engine: its chunks that are not over, and the first failure among them."""
 
-    __slots__ = ("_done", "_failure", "_open")
+    __slots__ = ("_done", "_failure", "_left")
 
     def __init__(self) -> None:
         self._done = threading.Event()
         self._failure: Failure | None = None
-        self._open = 0
+        self._left = 0
 
     def wait(self, timeout_ms: int) -> bool:
         return self._done.wait(timeout_ms / 1000)
@@ -45,10 +42,27 @@ class PythonRequest:
     def failure(self) -> Failure | None:
         return self._failure
 
+    def begin(self, chunks: int) -> None:
+        self._left = chunks
+        if not chunks:
+            self._done.set()
+
+    def fail(self, failure: Failure) -> bool:
+        """Whether it is the first."""
+        first = self._failure is None
+        self._failure = self._failure or failure
+        return first
+
+    def end_one(self) -> bool:
+        """Whether it was the last."""
+        self._left -= 1
+        if not self._left:
+            self._done.set()
+        return not self._left
+
 
 @dataclass(slots=True)
 class _Chunk:
-    request: PythonRequest
     lane: int
     write: bool
     address: int
@@ -65,32 +79,25 @@ class _Chunk:
         return -(-self.useful // SECTOR) * SECTOR
 
 
-@dataclass(slots=True)
-class _Lane:
-    file: int
-    queues: tuple[deque[tuple[PythonRequest, Iterator[_Chunk]]], ...] = field(
-        default_factory=lambda: (deque(), deque())
-    )
-    flying: list[int] = field(default_factory=lambda: [0, 0])
-    last: int = 1
-
-
 class PythonEngine:
-    """What the native threads engine does, in Python: the same chunks, order, errors and counters."""
+    """What the native engine over threads does, in Python: the same chunks, errors and counters. A lane takes its
+    chunks in the order of their requests."""
 
     def __init__(self, files: Sequence[int], block: int, depth: int) -> None:
-        self._lanes = [_Lane(file) for file in files]
+        self._files = list(files)
         self._block = block
-        self._depth = depth
-        self._turn = 0
-        self._alive = 0
-        self._faults: list[list[int]] = []
+        self._lanes: list[SimpleQueue[tuple[PythonRequest, _Chunk] | None]] = [SimpleQueue() for _ in files]
+        self._flying = [[0, 0] for _ in files]
+        self._requests = 0
+        self._faults: list[Fault] = []
         self._counts = {name: 0 for name in Counters.__slots__}
         self._changed = threading.Condition()
-        self._stopping = False
-        count = min(_MAX_THREADS, depth * len(files))
         # Daemons, because the interpreter joins others before it runs the exit handlers that would stop them.
-        self._threads = [threading.Thread(target=self._run, name="wherry-disk", daemon=True) for _ in range(count)]
+        self._threads = [
+            threading.Thread(target=self._serve, args=(lane,), name="wherry-disk", daemon=True)
+            for lane in self._lanes
+            for _ in range(max(1, min(depth, _MAX_THREADS // len(files))))
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -100,26 +107,24 @@ class PythonEngine:
     def submit(self, write: bool, address: int, layout: Layout, begin: int, length: int) -> PythonRequest:
         assert isinstance(layout, _Layout)
         request = PythonRequest()
-        parts = []
-        for index, lane in enumerate(self._lanes):
-            chunks = self._cut(request, index, write, address, layout, begin, begin + length)
-            first = next(chunks, None)
-            if first is None:
-                continue
-            parts.append((lane, first, chunks))
-            if os.fstat(lane.file).st_nlink == 0 and request._failure is None:
-                request._failure = Failure(Cause.VANISHED, 0, index, first.offset, length, 0)
+        chunks = [
+            chunk
+            for lane in range(len(self._files))
+            for chunk in self._cut(lane, write, address, layout, begin, begin + length)
+        ]
         with self._changed:
             self._counts["writes" if write else "reads"] += 1
-            if request._failure is not None or not parts:
-                self._counts["failures"] += request._failure is not None
-                request._done.set()
-                return request
-            self._alive += 1
-            request._open = len(parts)
-            for lane, first, chunks in parts:
-                lane.queues[write].append((request, _chain(first, chunks)))
-            self._changed.notify_all()
+            for first in {chunk.lane: chunk for chunk in reversed(chunks)}.values():
+                if os.fstat(self._files[first.lane]).st_nlink == 0:
+                    lost = Failure(Cause.VANISHED, 0, first.lane, first.offset, length, 0)
+                    self._counts["failures"] += request.fail(lost)
+            if request.failure() is not None:
+                chunks = []
+            request.begin(len(chunks))
+            self._requests += bool(chunks)
+            for chunk in chunks:
+                self._meet_fault(chunk)
+                self._lanes[chunk.lane].put((request, chunk))
         return request
 
     def add_memory(self, address: int, length: int) -> int:
@@ -133,27 +138,23 @@ class PythonEngine:
             return Counters(**self._counts)
 
     def inject(self, fault: Fault) -> None:
-        write = int(fault.direction == "write")
         with self._changed:
-            self._faults.append([write, fault.skip, fault.count, fault.errno, fault.limit, fault.delay_ms])
+            self._faults.append(fault)
 
     def drain(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._alive == 0)
+            self._changed.wait_for(lambda: self._requests == 0)
 
     def close(self) -> None:
-        self.drain()
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
+        for lane in self._lanes:
+            for _ in self._threads:
+                lane.put(None)
         for thread in self._threads:
             thread.join()
 
-    def _cut(
-        self, request: PythonRequest, lane: int, write: bool, address: int, layout: _Layout, begin: int, end: int
-    ) -> Iterator[_Chunk]:
+    def _cut(self, lane: int, write: bool, address: int, layout: _Layout, begin: int, end: int) -> Iterator[_Chunk]:
         """The chunks of one lane: block b of a record lies on lane (b + rotate) % lanes, as its block b // lanes."""
-        lanes, block = len(self._lanes), self._block
+        lanes, block = len(self._files), self._block
         ahead = (lane - layout.rotate - begin // block) % lanes
         at = (begin // block + ahead) * block if ahead else begin
         while at < end:
@@ -161,68 +162,48 @@ class PythonEngine:
             if useful > SECTOR:
                 useful -= useful % SECTOR
             offset = layout.bases[lane] + at // block // lanes * block + at % block
-            yield _Chunk(request, lane, write, address + at - begin, layout, at, offset, useful)
+            yield _Chunk(lane, write, address + at - begin, layout, at, offset, useful)
             at += useful
             if at % block == 0:
                 at += (lanes - 1) * block
 
-    def _pick(self) -> _Chunk | None:
-        for step in range(len(self._lanes)):
-            index = (self._turn + step) % len(self._lanes)
-            lane = self._lanes[index]
-            reading, writing = lane.flying
-            if reading + writing >= self._depth:
+    def _meet_fault(self, chunk: _Chunk) -> None:
+        for i, fault in enumerate(self._faults):
+            if (fault.direction == "write") is not chunk.write or fault.count == 0:
                 continue
-            first = 0 if reading < writing else 1 if writing < reading else 1 - lane.last
-            chunk = self._take(lane, first) or self._take(lane, 1 - first)
-            if chunk is None:
+            if fault.skip > 0:
+                self._faults[i] = replace(fault, skip=fault.skip - 1)
                 continue
-            lane.last = int(chunk.write)
-            lane.flying[chunk.write] += 1
-            self._counts["chunks_written" if chunk.write else "chunks_read"] += 1
-            self._counts["both"] += lane.flying[not chunk.write] > 0
-            self._counts["deepest"] = max(self._counts["deepest"], sum(lane.flying))
-            self._turn = index + 1
-            self._apply_faults(chunk)
-            return chunk
-        return None
-
-    def _take(self, lane: _Lane, direction: int) -> _Chunk | None:
-        queue = lane.queues[direction]
-        while queue:
-            request, chunks = queue[0]
-            chunk = next(chunks, None) if request._failure is None else None
-            if chunk is not None:
-                request._open += 1
-                return chunk
-            queue.popleft()
-            self._close_one(request)
-        return None
-
-    def _apply_faults(self, chunk: _Chunk) -> None:
-        for fault in self._faults:
-            write, skip, count, code, limit, delay_ms = fault
-            if write != chunk.write or count == 0:
-                continue
-            if skip > 0:
-                fault[1] -= 1
-                continue
-            fault[2] -= 1
-            chunk.code, chunk.limit, chunk.delay_ms = code, limit, delay_ms
+            self._faults[i] = replace(fault, count=fault.count - 1)
+            chunk.code, chunk.limit, chunk.delay_ms = fault.errno, fault.limit, fault.delay_ms
             return
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                while (chunk := self._pick()) is None:
-                    if self._stopping:
-                        return
-                    self._changed.wait()
-            try:
-                failure = self._move(chunk)
-            except OSError as error:
-                failure = self._failure(chunk, Cause.SYSTEM, error.errno or errno.EIO)
-            self._finish(chunk, failure)
+    def _serve(self, lane: SimpleQueue[tuple[PythonRequest, _Chunk] | None]) -> None:
+        while (work := lane.get()) is not None:
+            self._run(*work)
+
+    def _run(self, request: PythonRequest, chunk: _Chunk) -> None:
+        flying, write = self._flying[chunk.lane], chunk.write
+        with self._changed:
+            skipped = request.failure() is not None
+            if not skipped:
+                flying[write] += 1
+                self._counts["chunks_written" if write else "chunks_read"] += 1
+                self._counts["both"] += flying[not write] > 0
+                self._counts["deepest"] = max(self._counts["deepest"], sum(flying))
+        try:
+            failure = None if skipped else self._move(chunk)
+        except OSError as error:
+            failure = self._failure(chunk, Cause.SYSTEM, error.errno or errno.EIO)
+        with self._changed:
+            flying[write] -= not skipped
+            if failure is not None:
+                self._counts["failures"] += request.fail(failure)
+            elif not skipped:
+                self._counts["bytes_written" if write else "bytes_read"] += chunk.useful
+            if request.end_one():
+                self._requests -= 1
+                self._changed.notify_all()
 
     def _move(self, chunk: _Chunk) -> Failure | None:
         if chunk.delay_ms:
@@ -249,7 +230,7 @@ class PythonEngine:
         return None
 
     def _transfer(self, chunk: _Chunk, memory: memoryview) -> Failure | None:
-        file, moved, retries = self._lanes[chunk.lane].file, 0, 0
+        file, moved, retries = self._files[chunk.lane], 0, 0
         system = os.pwritev if chunk.write else os.preadv
         while moved < chunk.length:
             part = memory[moved:]
@@ -275,29 +256,6 @@ class PythonEngine:
 
     def _failure(self, chunk: _Chunk, cause: Cause, code: int = 0, moved: int = 0, bad: int = 0) -> Failure:
         return Failure(cause, code, chunk.lane, chunk.offset + bad, chunk.length, moved)
-
-    def _finish(self, chunk: _Chunk, failure: Failure | None) -> None:
-        with self._changed:
-            self._lanes[chunk.lane].flying[chunk.write] -= 1
-            if failure is None:
-                self._counts["bytes_written" if chunk.write else "bytes_read"] += chunk.useful
-            elif chunk.request._failure is None:
-                self._counts["failures"] += 1
-                chunk.request._failure = failure
-            self._close_one(chunk.request)
-
-    def _close_one(self, request: PythonRequest) -> None:
-        request._open -= 1
-        if request._open == 0:
-            request._done.set()
-            self._alive -= 1
-            if self._alive == 0:
-                self._changed.notify_all()
-
-
-def _chain(first: _Chunk, rest: Iterator[_Chunk]) -> Iterator[_Chunk]:
-    yield first
-    yield from rest
 
 
 def _view(address: int, length: int) -> memoryview:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from wherry.native.blocks import BLOCK, Blocks8
 from wherry.native.rules import (
     FLAG_FIRST,
     FLAG_L2,
@@ -25,9 +24,10 @@ from wherry.native.rules import (
     Lion,
     Rule,
 )
+from wherry.native.segment import BLOCK, Blocks8
 
 if TYPE_CHECKING:
-    from wherry.native.plan import Segment
+    from wherry.native.segment import Segment
 
 # Elements at a time: temporaries stay in cache. A multiple of BLOCK, and the kernels' unit of summing.
 CHUNK = 32768
@@ -186,12 +186,6 @@ def accumulate(dst: Tensor, src: Tensor, scale: float) -> None:
     dst, src = dst.detach().view(-1), src.detach().view(-1)
     for at in _chunks(dst.numel()):
         dst[at] = dst[at].float() + src[at].float() * scale
-
-
-def cast_stochastic(dst: Tensor, src: Tensor, start: int, seed: int) -> None:
-    dst, src, seed = dst.detach().view(-1), src.detach().view(-1), _seed_of(seed, start)
-    for at in _chunks(dst.numel()):
-        _put_stochastic(dst[at], src[at], _noise(start + at.start, at.stop - at.start, seed, 0))
 
 
 def sum_squares(tensor: Tensor) -> float:

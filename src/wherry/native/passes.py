@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from wherry.errors import WherryError
 from wherry.fake import is_fake
 from wherry.native import fallback
-from wherry.native.blocks import Blocks8
-from wherry.native.bundle import Bundle
-from wherry.native.loading import Engine, engine
-from wherry.native.plan import INLINE_RUN, KINDS, joined
+from wherry.native.loading import engine
+from wherry.native.plan import INLINE_RUN
 from wherry.native.pool import Pool, default_pool
+from wherry.native.segment import KINDS, Blocks8
 
 # Elements up to which a sum is quicker here than by waking the pool: it reads, and writes nothing.
 INLINE_SUM = 1 << 18
@@ -39,12 +36,21 @@ def _check(function: str, **tensors: tuple[Tensor, tuple[torch.dtype, ...]]) -> 
     return numel
 
 
-def _threads(chosen: Engine, pool: Pool | None, numel: int, inline: int = INLINE_RUN) -> int | None:
-    """The library's pool for a pass of this size, or None for the calling thread, which waits for it."""
-    if chosen.library is None or numel <= inline:
+def _native(
+    function: str, numel: int, pool: Pool | None, isa: str | None, *arguments: int | float, inline: int = INLINE_RUN
+) -> float | None:
+    """What the library's function of this name returns (of a pass: 0), or None where there is no library.
+
+    A pass up to `inline` elements runs in the calling thread, which waits for it.
+    """
+    use = engine(isa)
+    if use.library is None:
         return None
-    pool = pool or default_pool()
-    return pool.handle(chosen.library) if pool.threads > 1 else None
+    threads = None
+    if numel > inline:
+        pool = pool or default_pool()
+        threads = pool.handle(use.library) if pool.threads > 1 else None
+    return getattr(use.library, function)(use.code, threads, *arguments, numel) or 0.0
 
 
 def accumulate(
@@ -54,13 +60,9 @@ def accumulate(
     numel = _check("accumulate", dst=(dst, _FLOATS), src=(src, _FLOATS))
     if is_fake(dst):
         return
-    use = engine(isa)
-    if use.library is None:
-        return fallback.accumulate(dst, src, scale)
-    use.library.wherry_accumulate(
-        use.code, _threads(use, pool, numel), dst.data_ptr(), KINDS[dst.dtype], src.data_ptr(), KINDS[src.dtype], scale,
-        numel,
-    )  # fmt: skip
+    given = dst.data_ptr(), KINDS[dst.dtype], src.data_ptr(), KINDS[src.dtype], scale
+    if _native("wherry_accumulate", numel, pool, isa, *given) is None:
+        fallback.accumulate(dst, src, scale)
 
 
 def sum_squares(tensor: Tensor, pool: Pool | None = None, *, isa: str | None = None) -> float:
@@ -68,61 +70,19 @@ def sum_squares(tensor: Tensor, pool: Pool | None = None, *, isa: str | None = N
     numel = _check("sum_squares", tensor=(tensor, _FLOATS))
     if is_fake(tensor):
         return 1.0
-    use = engine(isa)
-    if use.library is None:
-        return fallback.sum_squares(tensor)
-    return use.library.wherry_sum_squares(
-        use.code, _threads(use, pool, numel, INLINE_SUM), tensor.data_ptr(), KINDS[tensor.dtype], numel
-    )
+    given = tensor.data_ptr(), KINDS[tensor.dtype]
+    total = _native("wherry_sum_squares", numel, pool, isa, *given, inline=INLINE_SUM)
+    return fallback.sum_squares(tensor) if total is None else total
 
 
-def sum_squares_of(bundles: Sequence[Bundle], pool: Pool | None = None, *, isa: str | None = None) -> float:
-    """The same of many tensors: each is summed by itself, and the sums are added up in their order."""
-    if bundles and is_fake(bundles[0].tensors[0]):
-        return 1.0
-    use = engine(isa)
-    if use.library is None:
-        return sum(fallback.sum_squares(tensor) for bundle in bundles for tensor in bundle.tensors)
-    addresses, kinds, numels = joined(bundles)
-    count, total = len(numels), sum(numels)
-    threads = _threads(use, pool, total, INLINE_SUM)
-    return use.library.wherry_sum_squares_of(
-        use.code, threads, addresses.tobytes(), kinds.tobytes(), numels.tobytes(), count
-    )
-
-
-def cast_copy(
-    dst: Tensor,
-    src: Tensor,
-    *,
-    stochastic: int | None = None,
-    start: int = 0,
-    pool: Pool | None = None,
-    isa: str | None = None,
-) -> None:
-    """Copy with a cast among fp32, bf16 and fp16, to nearest even.
-
-    `stochastic`, a seed, rounds fp32 to bf16 up or down by chance instead, so that the mean is kept; the draws are a
-    function of the seed and the element's number, counted from `start`.
-    """
+def cast_copy(dst: Tensor, src: Tensor, *, pool: Pool | None = None, isa: str | None = None) -> None:
+    """Copy with a cast among fp32, bf16 and fp16, to nearest even."""
+    numel = _check("cast_copy", dst=(dst, _FLOATS), src=(src, _FLOATS))
     if is_fake(dst):
         return
-    use = engine(isa)
-    if stochastic is not None:
-        numel = _check("cast_copy(stochastic=...)", dst=(dst, (torch.bfloat16,)), src=(src, (torch.float32,)))
-        if use.library is None:
-            return fallback.cast_stochastic(dst, src, start, stochastic)
-        use.library.wherry_cast_stochastic(
-            use.code, _threads(use, pool, numel), dst.data_ptr(), src.data_ptr(), start, stochastic & 0xFFFFFFFF, numel
-        )
-        return
-    numel = _check("cast_copy", dst=(dst, _FLOATS), src=(src, _FLOATS))
-    if use.library is None:
+    given = dst.data_ptr(), KINDS[dst.dtype], src.data_ptr(), KINDS[src.dtype]
+    if _native("wherry_cast", numel, pool, isa, *given) is None:
         dst.view(-1).copy_(src.view(-1))
-        return
-    use.library.wherry_cast(
-        use.code, _threads(use, pool, numel), dst.data_ptr(), KINDS[dst.dtype], src.data_ptr(), KINDS[src.dtype], numel
-    )
 
 
 def split(master: Tensor, hi: Tensor, low: Tensor, *, pool: Pool | None = None, isa: str | None = None) -> None:
@@ -130,12 +90,8 @@ def split(master: Tensor, hi: Tensor, low: Tensor, *, pool: Pool | None = None, 
     numel = _check("split", master=(master, (torch.float32,)), hi=(hi, (torch.bfloat16,)), low=(low, _WORDS))
     if is_fake(master):
         return
-    use = engine(isa)
-    if use.library is None:
-        return fallback.split(master, hi, low)
-    use.library.wherry_split(
-        use.code, _threads(use, pool, numel), master.data_ptr(), hi.data_ptr(), low.data_ptr(), numel
-    )
+    if _native("wherry_split", numel, pool, isa, master.data_ptr(), hi.data_ptr(), low.data_ptr()) is None:
+        fallback.split(master, hi, low)
 
 
 def join(hi: Tensor, low: Tensor, master: Tensor, *, pool: Pool | None = None, isa: str | None = None) -> None:
@@ -143,12 +99,8 @@ def join(hi: Tensor, low: Tensor, master: Tensor, *, pool: Pool | None = None, i
     numel = _check("join", master=(master, (torch.float32,)), hi=(hi, (torch.bfloat16,)), low=(low, _WORDS))
     if is_fake(master):
         return
-    use = engine(isa)
-    if use.library is None:
-        return fallback.join(hi, low, master)
-    use.library.wherry_join(
-        use.code, _threads(use, pool, numel), hi.data_ptr(), low.data_ptr(), master.data_ptr(), numel
-    )
+    if _native("wherry_join", numel, pool, isa, hi.data_ptr(), low.data_ptr(), master.data_ptr()) is None:
+        fallback.join(hi, low, master)
 
 
 def quantize(src: Tensor, blocks: Blocks8, *, pool: Pool | None = None, isa: str | None = None) -> None:
@@ -156,13 +108,9 @@ def quantize(src: Tensor, blocks: Blocks8, *, pool: Pool | None = None, isa: str
     numel = _check("quantize", src=(src, (torch.float32,)), codes=(blocks.codes, (torch.int8, torch.uint8)))
     if is_fake(src):
         return
-    use = engine(isa)
-    if use.library is None:
-        return fallback.quantize(src, blocks)
-    use.library.wherry_quantize(
-        use.code, _threads(use, pool, numel), src.data_ptr(), blocks.codes.data_ptr(), blocks.scales.data_ptr(),
-        KINDS[blocks.codes.dtype], numel,
-    )  # fmt: skip
+    given = src.data_ptr(), blocks.codes.data_ptr(), blocks.scales.data_ptr(), KINDS[blocks.codes.dtype]
+    if _native("wherry_quantize", numel, pool, isa, *given) is None:
+        fallback.quantize(src, blocks)
 
 
 def dequantize(blocks: Blocks8, dst: Tensor, *, pool: Pool | None = None, isa: str | None = None) -> None:
@@ -170,10 +118,6 @@ def dequantize(blocks: Blocks8, dst: Tensor, *, pool: Pool | None = None, isa: s
     numel = _check("dequantize", dst=(dst, (torch.float32,)), codes=(blocks.codes, (torch.int8, torch.uint8)))
     if is_fake(dst):
         return
-    use = engine(isa)
-    if use.library is None:
-        return fallback.dequantize(blocks, dst)
-    use.library.wherry_dequantize(
-        use.code, _threads(use, pool, numel), blocks.codes.data_ptr(), blocks.scales.data_ptr(), dst.data_ptr(),
-        KINDS[blocks.codes.dtype], numel,
-    )  # fmt: skip
+    given = blocks.codes.data_ptr(), blocks.scales.data_ptr(), dst.data_ptr(), KINDS[blocks.codes.dtype]
+    if _native("wherry_dequantize", numel, pool, isa, *given) is None:
+        fallback.dequantize(blocks, dst)

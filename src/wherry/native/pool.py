@@ -91,7 +91,7 @@ class Pool:
         self.cores = tuple(chosen) if binding and 0 < self.threads <= len(chosen) else ()
         self._active = self.threads
         self._closed = False
-        self._flights: set[Flight] = set()
+        self._pending: set[JobTicket] = set()
         self._made: tuple[int, int, weakref.finalize] | None = None  # pid, handle, its end
 
     @staticmethod
@@ -120,7 +120,7 @@ class Pool:
             )
         if self._active != self.threads:
             native.wherry_pool_throttle(handle, self._active)
-        self._flights = set()
+        self._pending = set()
         self._made = (pid, handle, weakref.finalize(self, _destroy, native, handle, pid))
         return handle
 
@@ -133,14 +133,15 @@ class Pool:
         if native is not None and self._made is not None and self._made[0] == os.getpid():
             native.wherry_pool_throttle(self._made[1], self._active)
 
-    def keep(self, flight: Flight) -> None:
-        """Hold a submission, and so its tensors, until it is complete."""
-        flights = self._flights
-        if len(flights) >= _SWEEP:
-            for old in list(flights):
-                old.done()
-        flights.add(flight)
-        flight.held_by = flights
+    def ticket(self, native: ctypes.CDLL, job: int, keeps: tuple[Any, ...]) -> JobTicket:
+        """The ticket of what was submitted. The pool holds it, and so its tensors, until it is complete."""
+        pending = self._pending
+        if len(pending) >= _SWEEP:
+            for earlier in list(pending):
+                earlier.done()
+        made = JobTicket(native, job, keeps, pending)
+        pending.add(made)
+        return made
 
     def close(self) -> None:
         """Finish what was submitted and end the threads."""
@@ -148,7 +149,7 @@ class Pool:
         if self._made is not None:
             self._made[2]()
             self._made = None
-        self._flights.clear()
+        self._pending.clear()
 
     def __enter__(self) -> Pool:
         return self
@@ -159,14 +160,13 @@ class Pool:
         self.close()
 
 
-class Flight(Ticket):
+class JobTicket(Ticket):
     """The ticket of an update under way on a pool's threads."""
 
-    __slots__ = ("__weakref__", "_job", "_keeps", "_native", "_pid", "held_by")
+    __slots__ = ("__weakref__", "_job", "_keeps", "_native", "_pending", "_pid")
 
-    def __init__(self, native: ctypes.CDLL, job: int, keeps: tuple[Any, ...]) -> None:
-        self._native, self._job, self._keeps, self._pid = native, job, keeps, os.getpid()
-        self.held_by: set[Flight] = set()
+    def __init__(self, native: ctypes.CDLL, job: int, keeps: tuple[Any, ...], pending: set[JobTicket]) -> None:
+        self._native, self._job, self._keeps, self._pending, self._pid = native, job, keeps, pending, os.getpid()
 
     def _check_process(self) -> None:
         if self._keeps and os.getpid() != self._pid:
@@ -177,7 +177,7 @@ class Flight(Ticket):
 
     def _release(self) -> None:
         self._keeps = ()
-        self.held_by.discard(self)
+        self._pending.discard(self)
 
     def wait(self) -> None:
         self._check_process()

@@ -7,11 +7,14 @@ from those, rounded to fp32.
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from wherry.errors import WherryError
 
+# An optimizer's group: options under the names that torch.optim has for them.
+Group = Mapping[str, Any]
 _LAYOUT = struct.Struct("=iII9f")
 _ADAM, _ADAGRAD, _LION, _SGD, _MOMENTUM = range(5)
 FLAG_L2, FLAG_MAXIMIZE, FLAG_LERP_HIGH, FLAG_FIRST, FLAG_NESTEROV = 1, 2, 4, 8, 16
@@ -22,6 +25,11 @@ class Rule:
     """The base of all rules. `state_signed` says of each state tensor whether its values have a sign."""
 
     state_signed: ClassVar[tuple[bool, ...]] = ()
+
+    @classmethod
+    def of(cls, group: Group, step: int) -> Rule:
+        """The rule of an optimizer's group at a step."""
+        raise TypeError(f"{cls.__name__} is not an update rule; use Adam, Adagrad, Lion or SGD")
 
     @property
     def state_count(self) -> int:
@@ -70,6 +78,21 @@ class Adam(Rule):
     def __post_init__(self) -> None:
         _check_step(self, self.step)
 
+    @classmethod
+    def of(cls, group: Group, step: int) -> Adam:
+        beta1, beta2 = group["betas"]
+        return cls(
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            decoupled=group.get("decoupled_weight_decay", False),
+            step=step,
+            maximize=group.get("maximize", False),
+            bias_correction=group.get("bias_correction", True),
+        )
+
     def constants(self) -> tuple[int, int, int, tuple[float, ...]]:
         bias1 = 1 - self.beta1**self.step if self.bias_correction else 1.0
         bias2 = 1 - self.beta2**self.step if self.bias_correction else 1.0
@@ -106,6 +129,17 @@ class Adagrad(Rule):
     def __post_init__(self) -> None:
         _check_step(self, self.step)
 
+    @classmethod
+    def of(cls, group: Group, step: int) -> Adagrad:
+        return cls(
+            lr=float(group["lr"]),
+            lr_decay=group["lr_decay"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            step=step,
+            maximize=group.get("maximize", False),
+        )
+
     def constants(self) -> tuple[int, int, int, tuple[float, ...]]:
         rate = self.lr / (1 + (self.step - 1) * self.lr_decay)
         flags = (self.weight_decay != 0) * FLAG_L2 | self.maximize * FLAG_MAXIMIZE
@@ -124,6 +158,18 @@ class Lion(Rule):
     maximize: bool = False
 
     state_signed: ClassVar[tuple[bool, ...]] = (True,)
+
+    @classmethod
+    def of(cls, group: Group, step: int) -> Lion:
+        beta1, beta2 = group["betas"]
+        return cls(
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            weight_decay=group["weight_decay"],
+            step=step,
+            maximize=group.get("maximize", False),
+        )
 
     def constants(self) -> tuple[int, int, int, tuple[float, ...]]:
         keep = 1 - self.lr * self.weight_decay
@@ -145,6 +191,18 @@ class SGD(Rule):
     step: int = 1
 
     state_signed: ClassVar[tuple[bool, ...]] = (True,)
+
+    @classmethod
+    def of(cls, group: Group, step: int) -> SGD:
+        return cls(
+            lr=float(group["lr"]),
+            momentum=group["momentum"],
+            dampening=group["dampening"],
+            nesterov=group["nesterov"],
+            weight_decay=group["weight_decay"],
+            first=step == 1,
+            maximize=group.get("maximize", False),
+        )
 
     @property
     def state_count(self) -> int:

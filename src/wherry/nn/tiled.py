@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,24 +16,14 @@ from wherry.observe.log import say
 from wherry.parallel.partition import MARKS, is_dtensor
 from wherry.sharding.given import give, given, is_written
 from wherry.sharding.parts import part_of
+from wherry.sharding.places import Place
 from wherry.sharding.safetensors_folder import Block
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a tile's parameter lies in that of the whole layer."""
-
-    whole: str
-    whole_shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[tuple(slice(o, o + n) for o, n in zip(self.offsets, self.shape, strict=True))]
 
 
 class Tile(nn.Linear):
     """One tile: a unit of its own. It is initialised as the part of the whole layer that it is."""
+
+    always_a_unit = True
 
     def __init__(self, in_features: int, out_features: int, bias: bool, fan_in: int, **kind: Any) -> None:
         self.fan_in = fan_in
@@ -53,6 +42,8 @@ class TiledLinear(nn.Module):
 
         layer = wherry.nn.TiledLinear(16384, 65536, out_splits=8)
     """
+
+    cut_into_tiles = True
 
     def __init__(
         self,
@@ -194,17 +185,6 @@ def _split(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) ->
     state.pop(prefix + "bias", None)
 
 
-def tile_places(model: nn.Module) -> dict[str, Place]:
-    """For each tile's parameter, by its name in `model`, where it lies, with the whole's name in `model`."""
-    found: dict[str, Place] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, TiledLinear):
-            dot = prefix + "." if prefix else ""
-            for name, place in module.places().items():
-                found[dot + name] = Place(dot + place.whole, place.whole_shape, place.offsets, place.shape)
-    return found
-
-
 def tile(
     model: nn.Module, *, max_bytes: int, names: Sequence[str] | None = None
 ) -> dict[nn.Parameter, list[nn.Parameter]]:
@@ -265,6 +245,43 @@ def tile_beyond(model: nn.Module, live: int) -> dict[nn.Parameter, list[nn.Param
     for name, weight in larger_than(model, live).items():
         replaced |= tile(model, max_bytes=max(1, live // 2) * weight.element_size(), names=[name])
     return replaced
+
+
+def tile_large_layers(
+    model: nn.Module, live: int, optimizer: Any, model_parameters: Iterable[Any] | None
+) -> list[Any] | None:
+    """`tile_beyond`, told of, with the tiles in an optimizer's groups. Returns `model_parameters` with them."""
+    large = larger_than(model, live)
+    replaced: dict[Any, list[nn.Parameter]] = tile_beyond(model, live)
+    for name, weight in large.items():
+        if tiles := replaced.get(weight):
+            say("%s has more than the %d elements that may be live: %d tiles instead", name, live, len(tiles))
+
+    def renewed(parameters: Iterable[Any]) -> list[Any]:
+        # Groups that are dicts have no hash.
+        return [
+            new for old in parameters for new in (replaced.get(old, [old]) if isinstance(old, nn.Parameter) else [old])
+        ]
+
+    if isinstance(optimizer, torch.optim.Optimizer):
+        for group in optimizer.param_groups:
+            group["params"] = renewed(group["params"])
+    if model_parameters is None:
+        return None
+    given = renewed(model_parameters)
+    return [{**group, "params": renewed(group["params"])} if isinstance(group, dict) else group for group in given]
+
+
+def tell_of_large_layers(model: nn.Module, live: int) -> None:
+    """Say which layers are gathered whole although the budget of live parameters does not allow it."""
+    if large := larger_than(model, live):
+        say(
+            "%s (of %d linear layers) has more elements than the %d of stage3_max_live_parameters, and is gathered "
+            'whole nevertheless; "wherry": {"tile_linear": true} cuts such layers into tiles',
+            next(iter(large)),
+            len(large),
+            live,
+        )
 
 
 def _why_whole(linear: nn.Linear, parent: nn.Module, users: dict[nn.Parameter, int]) -> str | None:

@@ -12,7 +12,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wherry.fake import is_fake
-from wherry.parallel.partition import is_dtensor
 
 _DEVICE = torch.ops.prim.device.default
 WORKING = "activations"
@@ -151,4 +150,5 @@ def _forget(found: dict[int, Any], key: int, _: Any) -> None:
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that has the memory: of one that ranks share out, this rank's part."""
-    return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    own: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return own

@@ -14,6 +14,8 @@ from wherry.errors import WherryError
 from wherry.observe.log import logger
 
 Values = Mapping[str, float | int | str]
+COLUMNS = ("samples", "loss", "lr", "gradient_norm", "loss_scale")
+"""What an engine tells of an update."""
 
 
 class Sink(Protocol):
@@ -26,20 +28,21 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class JSONLines:
-    """`metrics.jsonl`: one object a line, readable while it grows. A number that is not finite is written as null."""
+class _FileSink:
+    """A file that grows by a line a step, in the run's folder or in one of its own."""
 
-    def __init__(self, name: str = "metrics.jsonl") -> None:
+    def __init__(self, name: str, folder: Path | None = None) -> None:
         self.name = name
+        self._own_folder = folder
         self._file: TextIO | None = None
 
-    def open(self, folder: Path, config: Mapping[str, Any]) -> None:
-        self._file = open(folder / self.name, "w", encoding="utf-8", buffering=1)  # noqa: SIM115
+    def __str__(self) -> str:
+        return self.name if self._own_folder is None else f"{self._own_folder}/{self.name}"
 
-    def log(self, step: int, values: Values) -> None:
-        assert self._file is not None, "log() before open()"
-        clean = {key: _json_value(value) for key, value in values.items()}
-        self._file.write(json.dumps({"step": step, **clean}, allow_nan=False) + "\n")
+    def open(self, folder: Path, config: Mapping[str, Any]) -> None:
+        folder = self._own_folder or folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = open(folder / self.name, "w", encoding="utf-8", newline="", buffering=1)  # noqa: SIM115
 
     def close(self) -> None:
         if self._file is not None:
@@ -47,21 +50,43 @@ class JSONLines:
             self._file = None
 
 
-class CSV:
+class JSONLines(_FileSink):
+    """`metrics.jsonl`: one object a line, readable while it grows. A number that is not finite is written as null."""
+
+    def __init__(self, name: str = "metrics.jsonl") -> None:
+        super().__init__(name)
+
+    def log(self, step: int, values: Values) -> None:
+        assert self._file is not None, "log() before open()"
+        clean = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in values.items()
+        }
+        self._file.write(json.dumps({"step": step, **clean}, allow_nan=False) + "\n")
+
+
+class CSV(_FileSink):
     """`metrics.csv`: one row a step under the given columns; a value that a step lacks is an empty cell.
 
     A value without a column is an error, or with `leave_out` left to the other sinks.
     """
 
-    def __init__(self, columns: Sequence[str], name: str = "metrics.csv", *, leave_out: bool = False) -> None:
+    def __init__(
+        self,
+        columns: Sequence[str],
+        name: str = "metrics.csv",
+        *,
+        leave_out: bool = False,
+        folder: Path | None = None,
+    ) -> None:
+        super().__init__(name, folder)
         self.columns = ["step", *columns]
-        self.name = name
         self.leave_out = leave_out
-        self._file: TextIO | None = None
         self._writer: csv.DictWriter[str] | None = None
 
     def open(self, folder: Path, config: Mapping[str, Any]) -> None:
-        self._file = open(folder / self.name, "w", encoding="utf-8", newline="", buffering=1)  # noqa: SIM115
+        super().open(folder, config)
+        assert self._file is not None
         self._writer = csv.DictWriter(self._file, self.columns, restval="")
         self._writer.writeheader()
 
@@ -72,11 +97,6 @@ class CSV:
             if not values:
                 return
         self._writer.writerow({"step": step, **values})
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = self._writer = None
 
 
 class TensorBoard:
@@ -128,26 +148,52 @@ class WandB:
 
 
 class Sinks:
-    """Several sinks as one. If one cannot open, those already open are closed again.
+    """Several sinks as one, opened by the first thing that is logged unless `open` came before.
+
+    engine.monitor.add(wherry.observe.metrics.JSONLines())
+    engine.monitor.log(engine.global_steps, {"validation_loss": 2.3})
 
     One that can be written no more, as on a full disk, is told of and left out: training is worth more than numbers.
     """
 
-    def __init__(self, sinks: Iterable[Sink]) -> None:
+    def __init__(
+        self, sinks: Iterable[Sink] = (), folder: Path | None = None, config: Mapping[str, Any] | None = None
+    ) -> None:
         self.sinks = list(sinks)
+        self._folder = folder or Path()
+        self._config = config or {}
+        self._opened = 0
         self._lost: list[Sink] = []
 
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is written by this rank."""
+        return bool(self.sinks)
+
+    def add(self, sink: Sink) -> None:
+        """Write to this sink too."""
+        self.sinks.append(sink)
+
     def open(self, folder: Path, config: Mapping[str, Any]) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        for count, sink in enumerate(self.sinks):
+        self._folder, self._config = folder, config
+        self._open_new()
+
+    def _open_new(self) -> None:
+        """Open what is not open yet. If one cannot, those opened with it are closed again."""
+        first, self._opened = self._opened, len(self.sinks)
+        if first < self._opened:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        for count, sink in enumerate(self.sinks[first:]):
             try:
-                sink.open(folder, config)
+                sink.open(self._folder, self._config)
             except BaseException:
-                for opened in self.sinks[:count]:
+                for opened in self.sinks[first : first + count]:
                     opened.close()
                 raise
 
     def log(self, step: int, values: Values) -> None:
+        """Write some numbers under a step."""
+        self._open_new()
         for sink in self.sinks:
             if sink not in self._lost:
                 try:
@@ -155,18 +201,39 @@ class Sinks:
                 except OSError as error:
                     self._lose(sink, f"from step {step} on", error)
 
+    def write_events(self, events: list[tuple[str, float, int]]) -> None:
+        """The same, as `(name, value, step)`."""
+        for name, value, step in events:
+            self.log(int(step), {name: float(value)})
+
     def close(self) -> None:
-        for sink in self.sinks:
+        for sink in self.sinks[: self._opened]:
             try:
                 sink.close()
             except OSError as error:
                 if sink not in self._lost:
                     self._lose(sink, "at their end", error)
+        self.sinks, self._opened = [], 0
 
     def _lose(self, sink: Sink, when: str, error: OSError) -> None:
         self._lost.append(sink)
-        name = getattr(sink, "name", type(sink).__name__)
+        name = str(sink) if isinstance(sink, _FileSink) else type(sink).__name__
         logger.warning("the metrics of %s are lost %s: %s", name, when, error.strerror or error)
+
+
+class Monitor(Sinks):
+    """The sinks of one engine, on rank 0; on other ranks there are none, and what is added is left aside."""
+
+    def __init__(self, config: Mapping[str, Any], rank: int) -> None:
+        folder = (config.get("wherry") or {}).get("run_dir")
+        own: list[Sink] = [JSONLines(), CSV(COLUMNS, leave_out=True)] if folder else []
+        sinks = [*own, *_of_blocks(config, COLUMNS, leave_out=True)] if rank == 0 else []
+        super().__init__(sinks, Path(folder) if folder else None, config)
+        self._rank = rank
+
+    def add(self, sink: Sink) -> None:
+        if self._rank == 0:
+            super().add(sink)
 
 
 def sinks_of(config: Mapping[str, Any], columns: Sequence[str]) -> Sinks:
@@ -174,53 +241,18 @@ def sinks_of(config: Mapping[str, Any], columns: Sequence[str]) -> Sinks:
     return Sinks([JSONLines(), CSV(columns), *_of_blocks(config, columns)])
 
 
-def configured_sinks(config: Mapping[str, Any], columns: Sequence[str]) -> Sinks:
-    """What a resolved config asks for: its blocks, and where `wherry.run_dir` is given, JSON lines and CSV in it."""
-    own: list[Sink] = [JSONLines(), CSV(columns, leave_out=True)] if (config.get("wherry") or {}).get("run_dir") else []
-    return Sinks([*own, *_of_blocks(config, columns, leave_out=True)])
-
-
 def _of_blocks(config: Mapping[str, Any], columns: Sequence[str], leave_out: bool = False) -> list[Sink]:
+    asked = {name: config.get(name) or {} for name in ("tensorboard", "wandb", "csv_monitor")}
+    asked = {name: block for name, block in asked.items() if block.get("enabled")}
     sinks: list[Sink] = []
-    block = _enabled(config, "tensorboard")
-    if block is not None:
+    if block := asked.get("tensorboard"):
         sinks.append(TensorBoard(block.get("output_path") or "", block.get("job_name") or "wherry"))
-    block = _enabled(config, "wandb")
-    if block is not None:
+    if block := asked.get("wandb"):
         sinks.append(WandB(block.get("project") or "wherry", block.get("team"), block.get("group")))
-    block = _enabled(config, "csv_monitor")
-    if block is not None:
+    if block := asked.get("csv_monitor"):
         folder = Path(block.get("output_path") or "csv_monitor") / (block.get("job_name") or "wherry")
-        sinks.append(_Elsewhere(CSV(columns, leave_out=leave_out), folder))
+        sinks.append(CSV(columns, leave_out=leave_out, folder=folder))
     return sinks
-
-
-class _Elsewhere:
-    """A sink that writes in a folder of its own rather than the run's."""
-
-    def __init__(self, sink: Sink, folder: Path) -> None:
-        self.name = f"{folder}/{getattr(sink, 'name', type(sink).__name__)}"
-        self._sink = sink
-        self._folder = folder
-
-    def open(self, folder: Path, config: Mapping[str, Any]) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._sink.open(self._folder, config)
-
-    def log(self, step: int, values: Values) -> None:
-        self._sink.log(step, values)
-
-    def close(self) -> None:
-        self._sink.close()
-
-
-def _enabled(config: Mapping[str, Any], block: str) -> Mapping[str, Any] | None:
-    found = config.get(block)
-    return found if isinstance(found, Mapping) and found.get("enabled") else None
-
-
-def _json_value(value: float | int | str) -> float | int | str | None:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _module(name: str, block: str, package: str) -> Any:

@@ -14,12 +14,12 @@ from torch import nn
 from wherry.observe.flops import FlopCount
 from wherry.observe.log import RankLogger
 from wherry.observe.memory import format_bytes
-from wherry.observe.monitor import Monitor
+from wherry.observe.metrics import Monitor
 from wherry.observe.spans import Spans
-from wherry.parallel.comm import Traffic
 
 if TYPE_CHECKING:
     from wherry.config import Config
+    from wherry.parallel.comm import Traffic
 
 # How often summaries of time and communication are logged where `steps_per_print` does not say.
 STEPS_BETWEEN_SUMMARIES = 10

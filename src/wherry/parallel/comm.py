@@ -7,10 +7,8 @@ Replacing the object replaces the cluster: `SoloComm` is one rank, `ProcessGroup
 from __future__ import annotations
 
 import atexit
-import itertools
 import os
 import pickle
-import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable
@@ -23,10 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from wherry.errors import DivergenceError, PeerError
 from wherry.fake import address_of
-from wherry.parallel import gloo
 from wherry.parallel.peers import Asked, Peers
-from wherry.parallel.sizes import ABREAST
-from wherry.parallel.starter import Starter
 from wherry.tiers.tickets import DONE, CallbackTicket, Ticket
 
 # Newer releases of torch have these under other names, and warn about the old ones.
@@ -44,13 +39,10 @@ class Traffic:
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
-        # What is begun beside is counted here as well.
-        self._lock = threading.Lock()
 
     def add(self, operation: str, nbytes: int) -> None:
-        with self._lock:
-            self.calls[operation] += 1
-            self.bytes[operation] += nbytes
+        self.calls[operation] += 1
+        self.bytes[operation] += nbytes
 
     def clear(self) -> None:
         self.calls.clear()
@@ -83,9 +75,6 @@ class Comm:
         # What this rank has asked for: how many collectives so far, and the last of them.
         self.asked = 0
         self.recent: deque[Asked] = deque(maxlen=REMEMBERED)
-        # What begins its collectives, where that is not whoever asks for them, and the end of its service.
-        self.starter: Starter | None = None
-        self._leave_starter: Callable[[], object] | None = None
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum", label: str = "") -> Ticket:
         """Reduce `tensor` in place over the ranks; `op` is "sum" or "max"."""
@@ -168,34 +157,6 @@ class Comm:
             return self
         return SoloComm() if len(members) == 1 else self._group(axis, members)
 
-    def buffers(self, whole: torch.Tensor) -> bool:
-        """Whether a reduce-scatter of `whole` takes up to as much memory again until it is waited for."""
-        return False
-
-    def swaps(self, tensor: torch.Tensor) -> bool:
-        """Whether a sum of `tensor`, an all-reduce, takes as much memory again until it is waited for."""
-        return False
-
-    def abreast(self, device: torch.device) -> int | None:
-        """How many large gathers to tensors there are worth having under way at once; None for any number."""
-        return None
-
-    def beside(self, device: torch.device) -> Comm | None:
-        """The same ranks as a group of their own, whose collectives its `starter` begins beside those of this one.
-
-        None where the two may hold each other up: on a GPU, where collectives that wait for each other's kernels in
-        another order on another rank never end.
-        """
-        return None
-
-    def _begun_by(self, starter: Starter) -> None:
-        self.starter = starter
-        self._leave_starter = starter.serve(self)
-
-    def _anybody_stopped(self, starter: Starter) -> bool:
-        """Whether an update has failed on any rank: what ranks have begun in that group since is out of step."""
-        return any(self.gather_objects(starter.stopped is not None))
-
     def fail(self, message: str) -> None:
         """Tell the other ranks that this one cannot go on: whoever waits for it raises `message` as a `PeerError`.
 
@@ -209,8 +170,6 @@ class Comm:
 
     def close(self) -> None:
         """Give back what this object itself made."""
-        if self._leave_starter is not None:
-            self._leave_starter()
 
     def _all_reduce(self, tensor: torch.Tensor, op: str) -> Ticket:
         raise AssertionError(f"{type(self).__name__} has {self.size} ranks and no all_reduce")
@@ -265,7 +224,6 @@ class _DefaultGroup:
         self._ends = False
         self._comms: weakref.WeakSet[ProcessGroupComm] = weakref.WeakSet()
         self._parts: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._beside: dict[tuple[tuple[int, ...], int], tuple[dist.ProcessGroup, Starter]] = {}
 
     def start(self, device_type: str, timeout: float | None = None) -> None:
         """Start torch.distributed from the environment that a launcher has set."""
@@ -291,17 +249,9 @@ class _DefaultGroup:
         """
         known = self._parts.get(ranks)
         if known is None or not _alive(known):
-            known = self._parts[ranks] = _new_group(ranks, timeout)
-        return known
-
-    def beside(self, ranks: tuple[int, ...], turn: int, timeout: float) -> tuple[dist.ProcessGroup, Starter]:
-        """A group of these ranks beside the one they have, over gloo, with the one starter that all its users share.
-
-        Those of earlier turns live on: collectives of theirs may wait for ranks that will not come.
-        """
-        known = self._beside.get((ranks, turn))
-        if known is None or not _alive(known[0]):
-            known = self._beside[ranks, turn] = _new_group(ranks, timeout, "gloo"), Starter()
+            patience = timedelta(seconds=timeout + GRACE)
+            known = dist.new_group(list(ranks), timeout=patience, use_local_synchronization=True)
+            self._parts[ranks] = known
         return known
 
     def join(self) -> bool:
@@ -339,18 +289,20 @@ def _alive(group: dist.ProcessGroup) -> bool:
     return group in dist.distributed_c10d._world.pg_map
 
 
-def _new_group(ranks: tuple[int, ...], timeout: float, backend: str | None = None) -> dist.ProcessGroup:
-    patience = timedelta(seconds=timeout + GRACE)
-    return dist.new_group(list(ranks), timeout=patience, backend=backend, use_local_synchronization=True)
-
-
 def _copyable(tensor: torch.Tensor) -> torch.Tensor:
     """What is only copied travels as bytes where a backend may not know its type: gloo knows no floats of 8 bits."""
     return tensor.view(torch.uint8) if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
 
 
 def _ended_well(work: Any, tells: bool) -> bool:
-    return gloo.ended_well(work) if tells else work.is_completed()
+    """Whether a work has ended, and without an error if it `tells`: torch's own question for that is deprecated."""
+    if not (work.is_completed() and tells):
+        return work.is_completed()
+    try:
+        work.wait()
+    except RuntimeError:
+        return False
+    return True
 
 
 class ProcessGroupComm(Comm):
@@ -393,35 +345,26 @@ class ProcessGroupComm(Comm):
     @property
     def under_way(self) -> bool:
         """Whether a collective has not come to its end, or not to a good one. One that nobody waits for may have."""
-        if self.starter is not None and self.starter.busy:
-            return True
         return not all(_ended_well(work, tells) for work, tells in tuple(self._begun.items()))
 
     def _all_reduce(self, tensor: torch.Tensor, op: str) -> Ticket:
-        if op == "sum" and self.swaps(tensor):
-            return self._ticket(lambda: gloo.all_reduce(tensor, self._process_group), tensor)
         reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
         return self._ticket(lambda: dist.all_reduce(tensor, reduce_op, group=self.group, async_op=True), tensor)
 
-    def swaps(self, tensor: torch.Tensor) -> bool:
-        return tensor.device.type == "cpu" and self._over_gloo and gloo.swaps(tensor, self.size)
-
-    def buffers(self, whole: torch.Tensor) -> bool:
-        return whole.device.type == "cpu" and self._over_gloo and gloo.buffers(whole)
-
     def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
         if whole.device.type == "cpu" and self._over_gloo:
-            return self._ticket(lambda: gloo.reduce_scatter(shard, whole, self._process_group), shard, whole)
-        return self._ticket(
-            lambda: _reduce_scatter_single(shard, whole, group=self.group, async_op=True), shard, whole
-        )
+            # gloo has no reduce-scatter, and a wait for torch's stand-in, which copies the whole, has no end.
+            summed = self._all_reduce(whole, "sum")
+
+            def take() -> None:
+                summed.wait()
+                _copy_unless_same(shard, whole.view(self.size, -1)[self.rank].view_as(shard))
+
+            return CallbackTicket(take, summed.done)
+        return self._ticket(lambda: _reduce_scatter_single(shard, whole, group=self.group, async_op=True), shard, whole)
 
     def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
         whole, shard = _copyable(whole), _copyable(shard)
-        by_parts = self.size <= gloo.FEW and whole.nbytes >= gloo.LARGE
-        if by_parts and whole.device.type == "cpu" and self._over_gloo:
-            _copy_unless_same(whole.view(self.size, -1)[self.rank], shard.view(-1))
-            return self._ticket(lambda: gloo.all_gather(whole, self._process_group), whole)
         return self._ticket(lambda: _all_gather_single(whole, shard, group=self.group, async_op=True), whole, shard)
 
     def _broadcast(self, tensor: torch.Tensor, source: int) -> Ticket:
@@ -486,27 +429,11 @@ class ProcessGroupComm(Comm):
         """The ranks of this group, by their numbers in the world."""
         return tuple(dist.get_process_group_ranks(self.group) if self.group else range(dist.get_world_size()))
 
-    def abreast(self, device: torch.device) -> int | None:
-        return ABREAST if device.type == "cpu" and self._over_gloo else None
-
-    def beside(self, device: torch.device) -> Comm | None:
-        if device.type != "cpu" or not self._over_gloo:
-            return None
-        everybody = self._everybody()
-        for turn in itertools.count():
-            group, starter = _default_group.beside(everybody, turn, self.timeout)
-            if not self._anybody_stopped(starter):
-                break
-        comm = ProcessGroupComm(group, timeout=self.timeout)
-        comm.traffic = self.traffic
-        comm._begun_by(starter)
-        return comm
 
     def fail(self, message: str) -> None:
         self.peers.fail(self.asked, message)
 
     def close(self) -> None:
-        super().close()
         self.peers.close()
         if self._shares_default_group:
             self._shares_default_group = False

@@ -70,9 +70,7 @@ def _slice_of_dtensor(name: str, parameter: Any) -> LogicalSlice | None:
         )
     if all(placement.is_replicate() for placement in parameter.placements) or parameter.device_mesh.size() == 1:
         return None
-    shape, offsets = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
+    shape, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     assert tuple(shape) == tuple(parameter._local_tensor.shape), (name, shape, parameter._local_tensor.shape)
     return LogicalSlice(tuple(parameter.shape), tuple(offsets))
 

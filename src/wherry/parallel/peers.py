@@ -237,9 +237,7 @@ class Peers:
             raise self.explain(error, asked) from error
         return True
 
-    def watch(
-        self, completed: Callable[[], bool], asked: Asked, pause: Callable[[float], bool] | None = None
-    ) -> None:
+    def watch(self, completed: Callable[[], bool], asked: Asked, pause: Callable[[float], bool] | None = None) -> None:
         """Wait until `completed`, by `pause` if it is given; raise when a peer has failed or is not coming."""
         begun = time.monotonic()
         if pause is None and _spin(completed, PATIENCE):
@@ -433,9 +431,7 @@ def _leave(store: dist.Store, name: str, rank: int, recent: deque[Asked]) -> Non
         store.set(_left(name, rank), str(recent[-1][0] + 1 if recent else 0))
 
 
-def _last_words(
-    owner: int, store: dist.Store | None, name: str, rank: int, size: int, recent: deque[Asked]
-) -> None:
+def _last_words(owner: int, store: dist.Store | None, name: str, rank: int, size: int, recent: deque[Asked]) -> None:
     """When the process ends for an error that nobody caught, the others learn which; the store's holder lets them."""
     error = getattr(sys, "last_value", None)
     # A child that was forked is not the rank.

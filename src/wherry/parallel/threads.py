@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +14,6 @@ import torch
 from wherry.errors import DivergenceError, PeerError
 from wherry.parallel.comm import Comm, SoloComm
 from wherry.parallel.peers import Asked, describe
-from wherry.parallel.starter import Starter
 from wherry.parallel.topology import Topology
 from wherry.tiers.tickets import DONE, Ticket
 
@@ -42,15 +40,12 @@ class _Meeting:
         self.whole = whole or self
         self.changed = threading.Condition()
         self._round = _Round()
-        # How often each rank has failed; and with what, as long as it has not gone on: by rank, and whether its starter
-        # has told of it.
+        # How often each rank has failed; and with what, as long as it has not gone on.
         self._counts = [0] * self.size
-        self._failed: dict[tuple[int, bool], str] = {}
+        self._failed: dict[int, str] = {}
         # Of the whole group: the ranks whose program has failed, and with what. They come to no meeting any more.
         self.ended: dict[int, str] = {}
         self._parts: dict[tuple[str, tuple[int, ...]], _Meeting] = {}
-        # Of each rank what begins its collectives here, where that is not the rank itself.
-        self._starters: dict[int, Starter] = {}
 
     def exchange(self, rank: int, asked: Asked, value: Any, use: Callable[[list[Any]], T]) -> T:
         with self.changed:
@@ -112,7 +107,7 @@ class _Meeting:
         for other, name in enumerate(self.members):
             if name in self.whole.ended:
                 yield other, self.whole.ended[name]
-        for (other, _), message in self._failed.items():
+        for other, message in self._failed.items():
             # What this rank has met as well, every rank has met: the other goes on, as this one has.
             if self._counts[other] > self._counts[rank]:
                 yield other, message
@@ -124,22 +119,20 @@ class _Meeting:
             with meeting.changed:
                 meeting.changed.notify_all()
 
-    def fail(self, rank: int, message: str, beside: bool = False) -> None:
-        """Told in every meeting that the rank takes part in; `beside`: by its starter."""
+    def fail(self, rank: int, message: str) -> None:
+        """Told in every meeting that the rank takes part in."""
         for meeting, place in self._everywhere(rank):
             with meeting.changed:
                 meeting._counts[place] += 1
-                meeting._failed[place, beside] = message
+                meeting._failed[place] = message
                 meeting.changed.notify_all()
 
-    def go_on(self, rank: int, beside: bool) -> None:
-        """Take back what was told: everywhere what the rank has told itself, which a busy starter does not."""
-        with self.changed:
-            self._failed.pop((rank, True), None)
-        if not beside and (rank, False) in self._failed:
+    def go_on(self, rank: int) -> None:
+        """Take back, everywhere, what the rank has told."""
+        if rank in self._failed:
             for meeting, place in self._everywhere(rank):
                 with meeting.changed:
-                    meeting._failed.pop((place, False), None)
+                    meeting._failed.pop(place, None)
 
     def _everywhere(self, rank: int) -> list[tuple[_Meeting, int]]:
         """The meetings that a rank takes part in, and its place in each."""
@@ -153,10 +146,6 @@ class _Meeting:
         names = [self.members[member] for member in members]
         with self.whole.changed:
             return self.whole._parts.setdefault((axis, tuple(names)), _Meeting(names, self.timeout, self.whole))
-
-    def starter(self, rank: int) -> Starter:
-        with self.changed:
-            return self._starters.setdefault(rank, Starter())
 
 
 def _complete(value: Any) -> None:
@@ -178,7 +167,7 @@ class ThreadComm(Comm):
             _complete(value)  # before others overwrite what this rank has read
             return result
 
-        self._meeting.go_on(self.rank, self.starter is not None)
+        self._meeting.go_on(self.rank)
         _complete(value)
         return self._meeting.exchange(self.rank, self.recent[-1], value, used)
 
@@ -230,7 +219,7 @@ class ThreadComm(Comm):
         self._agree(None, len)
 
     def _meet(self, what: str) -> None:
-        self._meeting.go_on(self.rank, self.starter is not None)
+        self._meeting.go_on(self.rank)
         self._meeting.exchange(self.rank, (self.asked, what, 0, ""), None, len)
 
     def _ask_aside(self, operation: str) -> None:
@@ -240,21 +229,8 @@ class ThreadComm(Comm):
     def _group(self, axis: str, members: list[int]) -> Comm:
         return ThreadComm(members.index(self.rank), self._meeting.part(axis, members))
 
-    def beside(self, device: torch.device) -> Comm | None:
-        if device.type != "cpu":
-            return None
-        for turn in itertools.count():
-            meeting = self._meeting.part(f"beside {turn}", list(range(self.size)))
-            starter = meeting.starter(self.rank)
-            if not self._anybody_stopped(starter):
-                break
-        comm = ThreadComm(self.rank, meeting)
-        comm.traffic = self.traffic
-        comm._begun_by(starter)
-        return comm
-
     def fail(self, message: str) -> None:
-        self._meeting.fail(self.rank, message, self.starter is not None)
+        self._meeting.fail(self.rank, message)
 
 
 @contextmanager

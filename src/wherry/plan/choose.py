@@ -59,12 +59,11 @@ class Choice:
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config | None:
-    """The config with these values, or None if it contradicts itself or this version's engine does not have it."""
+    """The config with these values, or None if it contradicts itself."""
     try:
-        changed = configs.load(config, overrides=dict(values)) if values else config
+        return configs.load(config, overrides=dict(values)) if values else config
     except ConfigError:
         return None
-    return None if changed.beyond() else changed
 
 
 def free_keys(config: Config) -> frozenset[str]:

@@ -159,9 +159,9 @@ def count(
             run.keep(blocks)
             left = list(run.container.children())[run.start : run.start + blocks]
             end.enter_context(_told_apart(left, apart, recorder))
-        others = FakeComm(0, tensor, gpu=gpu)
+        others = FakeComm(0, tensor)
         topology = Topology(
-            FakeComm(rank, ranks, gpu=gpu),
+            FakeComm(rank, ranks),
             torch.device("cpu"),
             rank,
             rank,

@@ -210,7 +210,6 @@ def _state_rows(count: int, config: Config, ranks: int, *, gpu: bool) -> list[Ro
 
 def _notes(config: Config, machine: Machine, ranks: int, grid: Grid, parameters: int) -> Iterator[str]:
     """Why something is counted otherwise than a step may have it, or will not run as it stands."""
-    yield from config.beyond()
     block = config.activation_checkpointing
     policy, away = block.resolved_policy(), block.cpu_checkpointing or block.nvme_path is not None
     if policy == "auto":

@@ -14,9 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from wherry.fake import address_of
 from wherry.native.disk import SECTOR
 from wherry.observe.footprint import Footprint
-from wherry.parallel import gloo
 from wherry.parallel.comm import Comm
-from wherry.parallel.sizes import ABREAST
 from wherry.plan.counts import HOST
 from wherry.tiers.buffers import Block, HostPool
 from wherry.tiers.disk import DiskUsage
@@ -34,35 +32,17 @@ def held(*tensors: torch.Tensor, ticket: Ticket = DONE) -> Ticket:
 
 
 class FakeComm(Comm):
-    """One rank of a group whose other ranks do not exist: everything arrives at once, and means nothing.
-
-    Unless devices are GPUs it answers and takes memory as ranks over gloo do.
-    """
-
-    def __init__(self, rank: int, size: int, *, gpu: bool = False) -> None:
-        super().__init__(rank, size)
-        self._gpu = gpu
+    """One rank of a group whose other ranks do not exist: everything arrives at once, and means nothing."""
 
     def read(self, tensor: torch.Tensor) -> list[float]:
         """Zeros: what no rank has a gradient for is what this one has none for."""
         return [0.0] * tensor.numel()
 
-    def buffers(self, whole: torch.Tensor) -> bool:
-        return not self._gpu and gloo.buffers(whole)
-
-    def swaps(self, tensor: torch.Tensor) -> bool:
-        return not self._gpu and gloo.swaps(tensor, self.size)
-
-    def abreast(self, device: torch.device) -> int | None:
-        return None if self._gpu or self.size == 1 else ABREAST
-
     def _all_reduce(self, tensor: torch.Tensor, op: str) -> Ticket:
-        received = (torch.empty_like(tensor),) if op == "sum" and self.swaps(tensor) else ()
-        return held(tensor, *received)
+        return held(tensor)
 
     def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
-        received = (gloo.room_for(whole, self.size),) if self.buffers(whole) else ()
-        return held(shard, whole, *received)
+        return held(shard, whole)
 
     def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
         return held(whole, shard)
@@ -71,7 +51,7 @@ class FakeComm(Comm):
         return held(tensor)
 
     def _group(self, axis: str, members: list[int]) -> Comm:
-        return FakeComm(members.index(self.rank), len(members), gpu=self._gpu)
+        return FakeComm(members.index(self.rank), len(members))
 
     def _gather_objects(self, value: Any) -> list[Any]:
         return [value] * self.size

@@ -6,7 +6,7 @@ import re
 from decimal import Decimal
 from fractions import Fraction
 
-from wherry.config.sizes import unit_missing
+from wherry.config.problems import unit_missing
 from wherry.errors import WherryError
 
 GB = 10**9

@@ -27,7 +27,6 @@ from torch.nn import functional as F
 
 from wherry.observe.log import logger
 from wherry.observe.memory import host_memory
-from wherry.parallel.gloo import all_gather, reduce_scatter
 from wherry.plan.machine import GB, HOST_NETWORK, Machine
 from wherry.plan.operations import Recorder
 from wherry.plan.probe import cores, processor
@@ -234,8 +233,8 @@ def _meeting(stream: float) -> float:
         whole, part = torch.ones(ranks * numel), torch.ones(numel)
 
         def travel() -> None:
-            reduce_scatter(part, whole, group).wait()
-            all_gather(whole, group).wait()
+            group.allreduce([whole]).wait()
+            group._allgather_base(whole, part).wait()
 
         travel()
         # As often on each rank: the time of one says nothing to the other.

@@ -11,13 +11,13 @@ from torch import nn
 
 from wherry.errors import WherryError
 from wherry.fake import address_of
-from wherry.nn.tiled import tile_places
 from wherry.parallel.comm import Comm
 from wherry.parallel.partition import local
 from wherry.sharding.attached import Hook, Mark
 from wherry.sharding.init import entered
 from wherry.sharding.layout import SegmentSpan
 from wherry.sharding.parts import own_parts, part_of, parts_gathered
+from wherry.sharding.places import tile_places
 from wherry.sharding.unit import Flat, Unit, Weights
 from wherry.sharding.weights import Gatherer
 
@@ -42,7 +42,6 @@ class Access:
         gatherer: Gatherer,
         comm: Comm,
         state_of: Callable[[Flat], OptimizerState | None],
-        rest: Callable[[], None],
         settle: Callable[[], None],
     ) -> None:
         self.model = model
@@ -50,8 +49,6 @@ class Access:
         self.gatherer = gatherer
         self.comm = comm
         self.state_of = state_of
-        # Both wait for updates. A delayed one is left to come for who looks or edits, and made for who replaces all.
-        self.rest = rest
         self.settle = settle
         self.unit_of = {flat: unit for unit in units for flat in unit.flats}
         self.place_of = {p: (flat, i) for flat in self.unit_of for i, p in enumerate(flat.parameters)}
@@ -86,16 +83,13 @@ class Access:
 
     @contextmanager
     def gathered(self, flats: Iterable[Flat], modifier_rank: int | None, what: str = "gathered()") -> Iterator[None]:
-        """The flats whole; what was edited is written back to shards and masters at the end.
-
-        An edit stands: where a delayed update has made new weights that are not published, it is one of these too.
-        """
+        """The flats whole; what was edited is written back to shards and masters at the end."""
         flats = list(flats)
         if modifier_rank is None:
             self.meet(what, flats)
         elif flats:
             self.comm.meet(what)  # what was edited travels, of weights that every rank holds as well
-        self.rest()
+        self.settle()
         with self._gathered(flats, modifier_rank):
             yield
 
@@ -104,7 +98,7 @@ class Access:
         """All weights whole through whatever runs inside, for reading; edits are lost."""
         flats = [flat for unit in self.units for flat in unit.travelling]
         self.meet(what, flats)
-        self.rest()
+        self.settle()
         pinned = []
         try:
             for flat in flats:
@@ -191,7 +185,7 @@ class Access:
         if self._reading.enter(module):
             inside = set(module.parameters())
             self.meet("state_dict()", (flat for flat in self.unit_of if not inside.isdisjoint(flat.parameters)))
-            self.rest()
+            self.settle()
 
     def _fill_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Put whole weights, on the host, in the place of released ones; a unit at a time is gathered."""

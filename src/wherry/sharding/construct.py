@@ -23,7 +23,7 @@ from wherry.sharding.layout import Slot, lay_out
 from wherry.sharding.meta import Materialiser
 from wherry.sharding.parts import own_parts, taken
 from wherry.sharding.unit import Flat, Unit, Weights
-from wherry.tiers.elastic import Frames, Heap
+from wherry.tiers.elastic import Heap
 from wherry.tiers.homes import Home
 
 
@@ -88,8 +88,6 @@ class Builder:
         self.persistence_left = float("inf") if persistence_limit is None else persistence_limit
         # Called with every flat that is trained, and with the fp32 shard it was made from, if that is more precise.
         self.adopt = adopt
-        # What units have gathered into is handed on among them.
-        self._frames = Frames()
         self._heap = Heap()
         # Whether what ranks have built may be the same on all of them.
         self._compare = comm.size > 1
@@ -164,7 +162,6 @@ class Builder:
             device=self.device,
             resident=resident,
             home=home,
-            frames=self._frames,
         )
         if all(given(parameter) is not None and not parameter.is_meta for parameter in parameters):
             return LaidOut(flat, None)
@@ -201,7 +198,6 @@ class Builder:
             return flat
         flat.show_blanks()
         flat.shrink()
-        flat.elastic.trim()  # until the first step nobody wants it
         flat.weights = Weights.RELEASED
         return flat
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from wherry import native
 from wherry.errors import WherryError
 from wherry.fake import address_of
 from wherry.parallel.partition import local_gradient
@@ -39,7 +38,6 @@ class Landing(enum.Enum):
     """Where the update of a flat finds its gradient, and how that gets there."""
 
     STAYS = "where it was summed, on the device"
-    LOOSE = "in autograd's own tensors, as long as nothing has to be added to them"
     COPIED = "on the host, after it was summed on the device"
     STREAMED = "on the host, where each micro-batch is added as it comes"
 
@@ -50,16 +48,15 @@ class FlatGradient:
     `accumulated` is the sum on the device: of the whole flat where gradients are replicated, of the shard where they
     are partitioned, and nothing where no sum is kept there. `owned` is the part that this rank updates, where the
     update finds it; it is complete once the boundary's reduction and `landing` are.
-
-    A gradient that does not travel may stay `loose`: then autograd's tensors are the sum, and it is laid out in
-    `accumulated` for whoever asks for that.
     """
 
-    def __init__(self, flat: Flat, *, partitioned: bool, policy: GradientPolicy, way: Landing, link: Link) -> None:
+    def __init__(
+        self, index: int, flat: Flat, *, partitioned: bool, policy: GradientPolicy, way: Landing, link: Link
+    ) -> None:
+        # Its place among all of them.
+        self.index = index
         self.flat = flat
         self.way = way
-        # Nothing is done with its gradients before the backward ends: they are not counted, but taken as they are then.
-        self.waits = way is Landing.LOOSE and flat.resident
         self.link = link
         self.brief = policy.brief
         # Sums on the device; anything else is reduced with every micro-batch, and goes where `owned` is.
@@ -68,13 +65,12 @@ class FlatGradient:
         self.wire_dtype = policy.communication_dtype or flat.dtype
         self.dtype = policy.accumulation_dtype or flat.dtype
         layout = flat.layout
-        self._numel = 0 if not self.keeps else layout.shard_numel if self.partitioned else layout.numel
-        # The gradients of all parameters, where they are the sum.
-        self.loose: native.Bundle | None = None
-        self._sum: torch.Tensor | None = None
-        self._own_sum: torch.Tensor | None = None
-        if way is not Landing.LOOSE:
-            self._allocate()
+        numel = 0 if not self.keeps else layout.shard_numel if self.partitioned else layout.numel
+        self.accumulated = untouched_zeros(numel, self.dtype, flat.whole.device)
+        # This rank's part of it.
+        self.own_sum = self.accumulated
+        if self.keeps and not self.partitioned and layout.ranks > 1:
+            self.own_sum = self.accumulated[slice(*layout.shard_range(flat.rank))]
         # A single micro-batch is kept as it came over the wire.
         self.owned_dtype = self.dtype if self.keeps or policy.accumulates else self.wire_dtype
         self._owned: torch.Tensor | None = None
@@ -107,60 +103,15 @@ class FlatGradient:
 
     # Where the sum is.
 
-    def _allocate(self) -> None:
-        flat = self.flat
-        with torch.inference_mode(False):  # whoever asks first may be in an evaluation
-            self._sum = self._own_sum = untouched_zeros(self._numel, self.dtype, flat.whole.device)
-        if not self.partitioned and flat.layout.ranks > 1:
-            self._own_sum = self._sum[slice(*flat.layout.shard_range(flat.rank))]
-
-    def lay_out(self) -> None:
-        """Move gradients that are loose to where sums are."""
-        if self.loose is not None:
-            if self._sum is None:
-                self._allocate()
-            assert self._sum is not None
-            torch._foreach_copy_(self._parts_of(self._sum), self.loose.tensors)
-            self.loose = None
-
     @property
     def stays(self) -> bool:
         """Whether the update finds it on the device."""
-        return self.way is Landing.STAYS or self.way is Landing.LOOSE
-
-    def pieces(self) -> native.Bundle | None:
-        """The gradients of all parameters, where the norm is taken of them one by one; None where it is of the sum.
-
-        So it is of what would be loose, laid out or not: that somebody looks at gradients changes no bit of the norm.
-        """
-        if self.loose is not None:
-            return self.loose
-        if self.way is not Landing.LOOSE:
-            return None
-        return native.Bundle(self._parts_of(self.accumulated))
+        return self.way is Landing.STAYS
 
     def of_parameter(self, index: int) -> torch.Tensor:
         """One parameter's gradient, of a flat whose gradients this rank has whole."""
-        if self.loose is not None:
-            return self.loose.tensors[index]
         slot = self.flat.layout.slots[index]
         return self.owned[slot.start : slot.stop].view(slot.shape)
-
-    @property
-    def accumulated(self) -> torch.Tensor:
-        if self.loose is not None:
-            self.lay_out()
-        if self._sum is None:
-            self._allocate()
-        assert self._sum is not None
-        return self._sum
-
-    @property
-    def own_sum(self) -> torch.Tensor:
-        """This rank's part of what is summed on the device."""
-        if self._own_sum is None or self.loose is not None:
-            return self.accumulated  # one rank's
-        return self._own_sum
 
     @property
     def owned(self) -> torch.Tensor:
@@ -237,32 +188,19 @@ class FlatGradient:
         self.nested = 0
         self.collected = False
 
+    def collect(self) -> None:
+        """What this backward brings has arrived."""
+        self.collected = True
+        if not self.partitioned:
+            self.absorb()
+
     def absorb(self) -> None:
         """Add autograd's gradients to the replicated sum, while that is this rank's own."""
         if self.reduced:
             return
-        if self.waits:
-            self.sum_squares = None
-        if self.fresh and self.way is Landing.LOOSE and self._take_loose():
-            self.fresh = False
-        elif self.fresh or any(parameter.grad is not None for parameter in self.flat.parameters):
-            if self.waits:
-                self.absent = [index for index in self.absent if self.flat.parameters[index].grad is None]
+        if self.fresh or any(parameter.grad is not None for parameter in self.flat.parameters):
             self.take_into(self.accumulated, add=not self.fresh)
             self.fresh = False
-
-    def _take_loose(self) -> bool:
-        """Keep autograd's gradients as they are, if none is missing and all are as they would lie in a flat."""
-        parameters = self.flat.parameters
-        loose = native.Bundle.of_gradients([parameter.grad for parameter in parameters], self.dtype)
-        if loose is None:
-            return False
-        self.loose = loose
-        for parameter in parameters:
-            parameter.grad = None
-        if self.waits:
-            self.absent = ()
-        return True
 
     def take_into(self, buffer: torch.Tensor, *, add: bool) -> None:
         """Move autograd's gradients into a buffer shaped like the whole flat; missing ones count as zeros."""
@@ -299,7 +237,6 @@ class FlatGradient:
 
     def drop(self) -> None:
         self.spent()
-        self.loose = None
         self.forget()
         for parameter in self.flat.parameters:
             parameter.grad = None
@@ -314,8 +251,8 @@ class FlatGradient:
 
     @property
     def device_nbytes(self) -> int:
-        """Bytes that rest on the device. Loose, they are as many, but for the padding."""
-        return self._numel * self.dtype.itemsize
+        """Bytes that rest on the device."""
+        return self.accumulated.nbytes
 
     @property
     def host_nbytes(self) -> int:
@@ -326,4 +263,5 @@ class FlatGradient:
     def close(self) -> None:
         self.drop()
         self.give_back()
-        self._sum = self._own_sum = self._aside = None
+        self.accumulated = self.own_sum = torch.empty(0)
+        self._aside = None

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from wherry.errors import WherryError
-from wherry.nn.tiled import Tile
 
 # A layer outside every block (an embedding, a language-model head) with at least this many parameters is a unit of
 # its own, so that it need not stay gathered for the whole step as the root unit does.
@@ -39,7 +38,7 @@ def plan_units(model: nn.Module, unit_classes: Sequence[str] = ()) -> list[UnitP
     wanted = _wanted_classes(model, unit_classes)
     blocks = list(_blocks_by_class(model, wanted)) if wanted else list(_blocks_by_repetition(model))
     blocks = list(dict.fromkeys(blocks))
-    blocks += [module for module in model.modules() if isinstance(module, Tile) and module not in blocks]
+    blocks += [module for module in model.modules() if _is_tile(module) and module not in blocks]
     blocks += _large_layers(model, blocks)
     order = {module: position for position, module in enumerate(names)}
     blocks.sort(key=order.__getitem__)
@@ -111,10 +110,15 @@ def _large_layers(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Modu
     return large
 
 
+def _is_tile(module: nn.Module) -> bool:
+    """Whether a module is a unit wherever it is, and within another one too."""
+    return bool(getattr(module, "always_a_unit", False))
+
+
 def _owners(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[nn.Parameter, int | None]:
     """For each parameter the one block that uses it; None where that is none, or several."""
     users: dict[nn.Parameter, set[int | None]] = {}
-    tiles = {index: block for index, block in enumerate(blocks) if isinstance(block, Tile)}
+    tiles = {index: block for index, block in enumerate(blocks) if _is_tile(block)}
     in_tile = {module: index for index, block in tiles.items() for module in block.modules()}
     seen_inside: set[int] = set()
     for index, block in enumerate(blocks):

@@ -56,20 +56,6 @@ def _arrival(hooks: weakref.ref[Hooks], place: int, index: int) -> Callable[[nn.
     return arrived
 
 
-def _uncounted(hooks: weakref.ref[Hooks]) -> Callable[[nn.Parameter], None]:
-    """The hook of all parameters whose gradients wait for the end of the backward, which may begin with any of them."""
-
-    def arrived(parameter: nn.Parameter) -> None:
-        alive = hooks()
-        if alive is None:
-            return
-        if alive.backward.task == NO_TASK:
-            alive._inside_backward()
-        alive.gradients.arrivals += 1  # not before: this may have been what began the backward
-
-    return arrived
-
-
 class Phases(Protocol):
     """What the hooks tell the engine."""
 
@@ -156,10 +142,9 @@ class Hooks:
             self._arrivals.pop().remove()
         # Parameters hold these hooks in C++, where the garbage collector sees no cycle: they may refer to nothing else.
         alive = weakref.ref(self)
-        uncounted = _uncounted(alive)
         for place, gradient in enumerate(self.gradients.all):
             for index, parameter in enumerate(gradient.flat.parameters):
-                arrived = uncounted if gradient.waits else _arrival(alive, place, index)
+                arrived = _arrival(alive, place, index)
                 self._arrivals.append(parameter.register_post_accumulate_grad_hook(arrived))
 
     def _install_unit(self, unit: Unit) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from wherry import native
 from wherry.errors import DivergenceError
 from wherry.fake import host_value, is_fake
 from wherry.parallel.comm import Comm
@@ -50,9 +49,6 @@ class Norm:
         """The sum of squares of this rank's part, measured unless it has been."""
         if gradient.sum_squares is not None:
             return gradient.sum_squares
-        pieces = gradient.pieces()
-        if pieces is not None:
-            return native.sum_squares_of([pieces])  # not kept: the norm's one pass over all adds in another order
         gradient.landing.wait()
         gradient.sum_squares = self.measure(gradient, gradient.owned)
         return gradient.sum_squares
@@ -113,16 +109,10 @@ class Norm:
         """This rank's part of the squared norm; it is noted whether a gradient is missing."""
         self._any_absent = False
         total: float | torch.Tensor = 0.0
-        one_by_one: list[native.Bundle] = []
         for gradient in gradients:
             self._any_absent = self._any_absent or bool(gradient.absent)
-            if gradient.sum_squares is not None:
-                total = total + gradient.sum_squares
-            elif (pieces := gradient.pieces()) is not None:
-                one_by_one.append(pieces)
-            else:
-                total = total + self.squares_of(gradient)
-        return total + native.sum_squares_of(one_by_one) if one_by_one else total
+            total = total + self.squares_of(gradient)
+        return total
 
     def to_tell(self, gradients: Sequence[FlatGradient], dtype: torch.dtype) -> torch.Tensor | None:
         """Whether this rank misses any gradient, to be summed with the window's last sums; None once that is told.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -12,8 +12,8 @@ from torch import nn
 
 from wherry.parallel.partition import is_dtensor, point_at
 from wherry.sharding.layout import FlatLayout
-from wherry.tiers.elastic import Elastic, Frames
-from wherry.tiers.homes import Home, Kept, KeptPart, MemoryHome, opened
+from wherry.tiers.elastic import Elastic
+from wherry.tiers.homes import Home, opened
 from wherry.tiers.tickets import DONE, Ticket
 
 
@@ -44,7 +44,6 @@ class Flat:
         device: torch.device,
         resident: bool,
         home: Home | None = None,
-        frames: Frames | None = None,
     ) -> None:
         assert len(layout.slots) == len(parameters), (name, len(layout.slots), len(parameters))
         self.name = name
@@ -56,8 +55,7 @@ class Flat:
         self.trainable = parameters[0].requires_grad
         # Whether there are DTensors among the parameters.
         self.distributed = any(is_dtensor(parameter) for parameter in parameters)
-        make = Elastic if resident or frames is None else frames.elastic
-        self._own = make(layout.numel, self.dtype, device)
+        self._own = Elastic(layout.numel, self.dtype, device, mapped=not resident)
         self._own_views = self._lie_in(self._own)
         start, stop = layout.shard_range(rank)
         # Where the shard rests, if that is not the device's memory.
@@ -96,9 +94,8 @@ class Flat:
     def lend(self) -> None:
         """Until it is released again, a flat lies in memory that whoever keeps a view of it keeps as well."""
         assert self.weights is Weights.RELEASED, self
-        self._own.trim()
         with torch.inference_mode(False):
-            self._lie_in(Elastic(self.layout.numel, self.dtype, self.whole.device))
+            self._lie_in(Elastic(self.layout.numel, self.dtype, self.whole.device, mapped=False))
 
     @property
     def lent(self) -> bool:
@@ -142,15 +139,6 @@ class Flat:
         reader, self.reader = self.reader, DONE
         reader.wait()
 
-    def keep(self, keep: Callable[[Home], Kept]) -> Kept:
-        """This rank's shard as it is now, for a reader beside whatever goes on; `keep` says how of a home."""
-        if self.home is None:
-            kept = keep(MemoryHome(self.shard_memory))
-            if self.resident:
-                kept.copy()  # the model's parameters show it: others than its update may write to it
-            return kept
-        return KeptPart(keep(self.home), self.shard_nbytes, self.dtype)
-
     def show_whole(self) -> None:
         """Let the parameters be views of the whole buffer."""
         point_at(self.parameters, self.views, distributed=self.distributed)
@@ -180,7 +168,6 @@ class Flat:
     def close(self) -> None:
         """Free the weights of a flat that travels; its parameters stay placeholders."""
         assert not self.resident and self.weights is Weights.RELEASED, self
-        self._own.trim()
         if self.home is not None:
             self.home.close()
         self._shard = self.home = None

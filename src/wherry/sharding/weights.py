@@ -11,7 +11,6 @@ from wherry.observe.spans import span
 from wherry.parallel import merged
 from wherry.parallel.comm import Comm
 from wherry.parallel.merged import Merging
-from wherry.sharding.lookahead import LookAhead
 from wherry.sharding.schedule import Pass, Schedule
 from wherry.sharding.unit import Flat, Unit, Weights
 from wherry.tiers.homes import Home
@@ -19,7 +18,6 @@ from wherry.tiers.streams import Link
 from wherry.tiers.tickets import CallbackTicket, Ticket, TicketGroup
 
 JOURNAL = 1_000_003
-EVERY = 1 << 30
 
 
 class Gatherer:
@@ -33,7 +31,7 @@ class Gatherer:
         link: Link,
         *,
         live_limit: int,
-        look_ahead: LookAhead,
+        look_ahead: int,
         read_ahead: int = 0,
         merging: Merging | None = None,
         node: Comm | None = None,
@@ -51,9 +49,6 @@ class Gatherer:
         self.merging = merging or Merging(0)
         travelling = (flat for unit in units for flat in unit.travelling)
         self._small = {flat for flat in travelling if flat.home is None and self.merging.takes(flat.whole)}
-        # How many large flats are worth having on their way at once, and how many are on it.
-        self._abreast = comm.abreast(link.device) or EVERY
-        self._carried = 0
         # The ranks among which weights are shared a second time, so that backward gathers from near.
         self.node = node if node is not None and node.size > 1 else None
         if self.node is not None:
@@ -62,6 +57,7 @@ class Gatherer:
                     flat.layout.numel // self.node.size, dtype=flat.dtype, device=flat.whole.device
                 )
         self.live_limit = live_limit
+        # Elements that may be on their way beside the unit at work; one unit always may.
         self.look_ahead = look_ahead
         # Elements of flats that travel and are whole, or on the way to be.
         self.live = 0
@@ -150,7 +146,7 @@ class Gatherer:
             self._read_ahead()
 
     def _gather_ahead(self, settle: bool) -> None:
-        ahead, begun, under_way, large, wanted = 0, 0, False, False, list[Unit]()
+        ahead, under_way, large, wanted = 0, False, False, list[Unit]()
         for follower in self.schedule.ahead():
             released = [flat for flat in follower.travelling if flat.weights is Weights.RELEASED]
             if not settle and any(flat.ungathered for flat in released):
@@ -160,19 +156,15 @@ class Gatherer:
             under_way = under_way or not released
             # One unit ahead is always allowed as far as the live limit goes, or nothing larger than a bucket overlaps;
             # small ones before it do not take its place.
-            too_far = ahead + size > self.look_ahead.limit and (large or (small and ahead > 0))
+            too_far = ahead + size > self.look_ahead and (large or (small and ahead > 0))
             if self.live + ahead + size > self.live_limit or too_far:
                 break
-            more = 0 if small else len(released)
-            if more and self._carried + begun >= self._abreast:
-                break
-            begun += more
             ahead += size
             large = large or not small
             if released:
                 wanted.append(follower)
             # What rests on disk is gathered one unit ahead only: reading is what looks further.
-            if ahead > self.look_ahead.limit or follower.on_disk:
+            if ahead > self.look_ahead or follower.on_disk:
                 break
         # Small units wait for each other as long as something is ahead without them.
         if not (under_way and not large and ahead < self.merging.limit // 2):
@@ -220,16 +212,9 @@ class Gatherer:
                     flat.ticket.wait()
                 except Exception:
                     # What has failed may still write to its memory: that goes with the tensor, and to no other before.
-                    self._carried -= flat not in self._small
                     flat.show_blanks()
                     flat.weights = Weights.RELEASED
                     self.live -= flat.layout.numel
-
-    def trim(self) -> None:
-        """Keep no memory for gathers to come."""
-        for unit in self._travelling:
-            for flat in unit.travelling:
-                flat.elastic.trim()
 
     def release_flat(self, flat: Flat) -> None:
         """Free the memory of a whole flat. Its parameters keep shape and dtype, and read as NaN."""
@@ -237,7 +222,6 @@ class Gatherer:
             return
         if flat.weights is Weights.GATHERING:
             flat.ticket.wait()
-            self._carried -= flat not in self._small
         self._keep_near(flat)
         flat.show_blanks()
         flat.shrink()
@@ -263,7 +247,6 @@ class Gatherer:
             flat.weights = Weights.GATHERING
             self.journal = (self.journal * 31 + self._number[flat] + 1) % JOURNAL
             self.live += flat.layout.numel
-            self._carried += flat not in self._small
         self.peak_live = max(self.peak_live, self.live)
 
     def _fetch(self, flat: Flat, home: Home) -> None:
@@ -310,10 +293,6 @@ class Gatherer:
         if flat.weights is Weights.WHOLE:
             return
         assert flat.weights is Weights.GATHERING, flat
-        if self.look_ahead.searching:
-            self.look_ahead.wait(flat.ticket)
-        else:
-            flat.ticket.wait()
-        self._carried -= flat not in self._small
+        flat.ticket.wait()
         flat.show_whole()
         flat.weights = Weights.WHOLE

@@ -80,9 +80,7 @@ def host_room(ranks: int, limit: int | None, held: int) -> int:
     return limit if limit is not None else free_host_memory() - promised() * (ranks - 1) + held * ranks
 
 
-def check_host(
-    needed: int, ranks: int, limit: int | None, held: int, remedies: Iterable[tuple[str, int]]
-) -> None:
+def check_host(needed: int, ranks: int, limit: int | None, held: int, remedies: Iterable[tuple[str, int]]) -> None:
     """Raise HostMemoryError unless `needed` bytes on each of `ranks` ranks of this machine fit.
 
     `limit` is the user's, for all ranks; without it, what is free is. `held` bytes of the model that is given are part

@@ -9,7 +9,7 @@ import os
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -248,18 +248,6 @@ class HostPool(_Pool):
                     self._watchers.remove(pair)
 
         return end
-
-    def idle_for(self, sizes: Iterable[int]) -> int:
-        """Of buffers of these sizes, how many bytes it has idle: to take those allocates nothing."""
-        with self._lock:
-            idle = {kind: len(blocks) for kind, blocks in self._idle.items()}
-        had = 0
-        for nbytes in sizes:
-            kind = _host_class(nbytes)
-            if idle.get(kind):
-                idle[kind] -= 1
-                had += nbytes
-        return had
 
     def __enter__(self) -> HostPool:
         return self

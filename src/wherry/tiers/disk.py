@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import threading
 import weakref
 from collections import deque
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from wherry.native.disk import MAX_LANES, SECTOR, Counters, Engine, Fault, Layout, NativeEngine, Request
-from wherry.tiers.disk_clone import share_extents
 from wherry.tiers.disk_errors import DiskError, DiskSpaceError, DiskUseError, disk_error, hint, human
 from wherry.tiers.disk_folder import SwapFolder, make_folder, sweep
 from wherry.tiers.disk_probe import O_DIRECT, Probe, probe
@@ -249,31 +247,6 @@ class DiskStore:
         )
         return DiskUsage(sum(self._ends), rows)
 
-    def clone(self, sharers: int = 1) -> DiskClone | None:
-        """All records as they are now, without a copy; None where a file system cannot share what files hold.
-
-        Nothing may be being written. What is written while there is a clone takes new room, of which none was reserved,
-        and a checkpoint about as large as the store may be written to the same disk meanwhile: so there is no clone
-        either where less is free than twice what `sharers` stores of this size take.
-        """
-        self._engine()
-        room: dict[int, tuple[int, int]] = {}
-        for path, taken, free in self.usage().paths:
-            disk = os.stat(path).st_dev
-            room[disk] = room.get(disk, (0, 0))[0] + taken, free
-        if any(free < 2 * sharers * taken for taken, free in room.values()):
-            return None
-        clone = DiskClone(self)
-        try:
-            if all(clone.add(folder, path) for folder, path in zip(self._resources.folders, self.paths, strict=True)):
-                clone.start()
-                return clone
-        except BaseException:
-            clone.close()
-            raise
-        clone.close()
-        return None
-
     def inject(self, fault: Fault) -> None:
         """For tests: let transfers to come meet this fault."""
         self._engine().inject(fault)
@@ -392,45 +365,6 @@ class DiskStore:
             flying.extend(started)
             while flying and flying[0].done():
                 flying.popleft()
-
-
-class DiskClone:
-    """A store's records as they were at one moment, for reading. `close` gives the room back."""
-
-    # Beside the store's own reads and writes there need not be many more.
-    DEPTH = 4
-
-    def __init__(self, store: DiskStore) -> None:
-        self._store = store
-        self._paths: list[Path] = []
-        self._files: list[int] = []
-        # Checksums as they are now: those of the store become those of what is written next.
-        self._layouts = {record: record.layout.copy() for record in store._records}
-        self._native: Engine | None = None
-
-    def add(self, folder: SwapFolder, source: str) -> bool:
-        path = folder.create(f"clone-{secrets.token_hex(4)}.bin")
-        self._paths.append(path)
-        self._files.append(self._store._open(path))
-        return share_extents(source, path)
-
-    def start(self) -> None:
-        self._native = self._store._start(self._files, self.DEPTH)
-
-    def read(self, record: Record, buffer: torch.Tensor) -> Ticket:
-        """Read a record of the store, as it was, into the buffer."""
-        assert self._native is not None, "the clone is closed"
-        request = self._native.submit(False, buffer.data_ptr(), self._layouts[record], 0, record.nbytes)
-        return DiskTicket(request, buffer, record, False, [str(path) for path in self._paths])
-
-    def close(self) -> None:
-        native, self._native = self._native, None
-        if native is not None:
-            native.close()
-        while self._files:
-            os.close(self._files.pop())
-        while self._paths:
-            self._paths.pop().unlink(missing_ok=True)
 
 
 def _checked_paths(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[str]:

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Protocol
 
 from wherry.fake import is_fake
 from wherry.tiers import budget
-from wherry.tiers.buffers import host_copy
 from wherry.tiers.tickets import DONE, OnHost, Ticket, TicketGroup
 
 if TYPE_CHECKING:
     import torch
 
     from wherry.tiers.buffers import HostPool
-    from wherry.tiers.disk import DiskClone, DiskStore, Record
+    from wherry.tiers.disk import DiskStore, Record
 
 
 class Home(Protocol):
@@ -56,137 +53,7 @@ class Home(Protocol):
     def quiet(self) -> Ticket:
         """Complete when nothing reads the memory any more, so that it may change."""
 
-    def keep(self) -> Kept:
-        """What it holds now, for a reader beside whatever goes on."""
-
     def close(self) -> None: ...
-
-
-class Kept(Protocol):
-    """What a home held at one moment: opened once, by any thread, and then released, or released unopened."""
-
-    @property
-    def wanted(self) -> bool:
-        """Whether somebody waits for the release."""
-
-    @property
-    def waited(self) -> float:
-        """Seconds that others have waited for it."""
-
-    def copy(self) -> None:
-        """Copy what would else be waited for; nothing where it rests on disk."""
-
-    def opened(self) -> AbstractContextManager[torch.Tensor]: ...
-
-    def release(self) -> None: ...
-
-
-class _KeptInPlace:
-    """What stays where it is for a while: whoever is about to change it waits for the end of that."""
-
-    def __init__(self) -> None:
-        self.wanted = False
-        self.waited = 0.0
-        self._over = threading.Event()
-
-    def release(self) -> None:
-        self._over.set()
-
-    def wait(self) -> None:
-        """Called before it changes."""
-        if self._over.is_set():
-            return
-        begun = time.perf_counter()
-        self.wanted = True
-        self._over.wait()
-        self.waited += time.perf_counter() - begun
-        self.wanted = False
-
-    def done(self) -> bool:
-        return self._over.is_set()
-
-    def copy(self) -> None:
-        return None
-
-
-class KeptMemory(_KeptInPlace):
-    """Memory that is as it was until it has been copied."""
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        super().__init__()
-        self._memory: torch.Tensor | None = memory.detach()
-        self._copy: torch.Tensor | None = None
-
-    def copy(self) -> None:
-        """Make the copy, in host memory, unless it is made or nobody wants it any more."""
-        memory, self._memory = self._memory, None
-        if memory is not None:
-            self._copy = host_copy(memory)
-        self._over.set()
-
-    @contextmanager
-    def opened(self) -> Iterator[torch.Tensor]:
-        assert self._copy is not None
-        yield self._copy
-
-    def release(self) -> None:
-        self._memory = self._copy = None
-        super().release()
-
-
-class KeptRecord(_KeptInPlace):
-    """A record that stays as it is until it is released: its next version waits that long, or is written elsewhere.
-
-    With a `clone` of its store nobody waits. It is read into memory of its own: an update may be changing the home's.
-    """
-
-    def __init__(self, shelf: Shelf, record: Record, clone: DiskClone | None) -> None:
-        super().__init__()
-        self._shelf = shelf
-        self._record = record
-        self._clone = clone
-
-    @contextmanager
-    def opened(self) -> Iterator[torch.Tensor]:
-        source = self._clone or self._shelf.store
-        buffer = self._shelf.pool.take(self._record.nbytes)
-        try:
-            source.read(self._record, buffer).wait()
-            yield buffer
-        finally:
-            self._shelf.pool.give(buffer)
-
-    def wait(self) -> None:
-        if self._clone is None:
-            super().wait()
-
-
-@dataclass(frozen=True)
-class KeptPart:
-    """The first bytes of what was kept, as elements."""
-
-    whole: Kept
-    nbytes: int
-    dtype: torch.dtype
-
-    @property
-    def wanted(self) -> bool:
-        return self.whole.wanted
-
-    @property
-    def waited(self) -> float:
-        return self.whole.waited
-
-    @contextmanager
-    def opened(self) -> Iterator[torch.Tensor]:
-        with self.whole.opened() as memory:
-            yield memory[: self.nbytes].view(self.dtype)
-
-    def copy(self) -> None:
-        self.whole.copy()
-
-    def release(self) -> None:
-        self.whole.release()
 
 
 class MemoryHome:
@@ -250,9 +117,6 @@ class MemoryHome:
     def quiet(self) -> Ticket:
         after, self._after = self._after, DONE
         return after if after is DONE else OnHost(after)
-
-    def keep(self) -> Kept:
-        return KeptMemory(self.memory)
 
     def close(self) -> None:
         self._keep_promise()
@@ -322,7 +186,6 @@ class DiskHome:
         self._reading: Ticket = DONE
         self._writing: Ticket = DONE
         self._after: list[Ticket] = []
-        self._kept: KeptRecord | None = None
 
     @property
     def memory(self) -> torch.Tensor:
@@ -361,25 +224,10 @@ class DiskHome:
             return self._reading
 
     def store(self) -> Ticket:
-        if self._kept is not None:
-            self._kept.wait()  # without the lock, so that other homes go on
-            self._kept = None
         with self.shelf.lock:
             self._writing.wait()  # of an earlier version, from the same memory
             self._writing = self.shelf.store.write(self.record, self.memory)
             return self._writing
-
-    def keep(self, clone: DiskClone | None = None) -> Kept:
-        """`clone`: the store's, made since the last `store` was complete."""
-        with self.shelf.lock:
-            self._writing.wait()
-            self._kept = KeptRecord(self.shelf, self.record, clone)
-            return self._kept
-
-    def written(self) -> None:
-        """Return when the record is on the disk as it was last stored."""
-        with self.shelf.lock:
-            self._writing.wait()
 
     def quiet(self) -> Ticket:
         with self.shelf.lock:

@@ -1,1 +1,1 @@
-"""The built-in job: pre-training of a GPT-2. Reading order: model, data, options, loop, display, job."""
+"""The built-in job: pre-training of a GPT-2. Read model, data, options, loop, display, report, job."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 from wherry.observe.memory import format_bytes, host_memory
-from wherry.placement import Tier, place_name
+from wherry.placement import Placement, Tier, place_name
 from wherry.train.loop import Ending, Outcome, Record
 
 MemoryRow = Sequence[Any]
 """(state, tier, bytes expected, bytes now)."""
 
 _BARS = "▁▂▃▄▅▆▇█"
-
-
-@dataclass(frozen=True)
-class Header:
-    """What is known before the first step."""
-
-    title: str
-    facts: tuple[tuple[str, str], ...]
-    placement_name: str
-    placement: tuple[tuple[str, str, str], ...]
-    memory: tuple[MemoryRow, ...]
-    activations: int
-    run_dir: Path
 
 
 def format_duration(seconds: float) -> str:
@@ -82,12 +68,22 @@ class Display:
         self._pace: float | None = None
         self._records = 0
 
-    def begin(self, header: Header) -> None:
+    def begin(self, title: str, facts: Sequence[tuple[str, str]], placement: Placement, activations: int) -> None:
         """The model, the placement table and the expected memory; then the live panel."""
-        self.console.print(Text(header.title, style="bold"))
-        for name, value in header.facts:
+        self.console.print(Text(title, style="bold"))
+        for name, value in facts:
             self.console.print(Text.assemble((f"{name:8}", "dim"), value), soft_wrap=True)
-        self.console.print(_placement_table(header, self.gpu))
+        table = Table(title=f"Placement: {placement.name}", title_justify="left", title_style="bold")
+        for name in ("state", "how", "tier"):
+            table.add_column(name)
+        table.add_column("expected here", justify="right")
+        memory = self._memory()
+        for state, how, tier in placement.rows():
+            expected = sum(row[2] for row in memory if row[0] == state)
+            table.add_row(state, how, place_name(tier, gpu=self.gpu), format_bytes(expected))
+        where = place_name(Tier.DEVICE, gpu=self.gpu)
+        table.add_row("activations", "per micro-batch", where, f"about {format_bytes(activations)}")
+        self.console.print(table)
         if self.console.is_terminal:
             self._live = Live(console=self.console, refresh_per_second=4)
             self._live.start()
@@ -187,19 +183,6 @@ class Display:
         if self._live is not None:
             self._live.stop()
             self._live = None
-
-
-def _placement_table(header: Header, gpu: bool) -> Table:
-    table = Table(title=f"Placement: {header.placement_name}", title_justify="left", title_style="bold")
-    for name in ("state", "how", "tier"):
-        table.add_column(name)
-    table.add_column("expected here", justify="right")
-    for state, how, tier in header.placement:
-        expected = sum(row[2] for row in header.memory if row[0] == state)
-        table.add_row(state, how, place_name(tier, gpu=gpu), format_bytes(expected))
-    where = place_name(Tier.DEVICE, gpu=gpu)
-    table.add_row("activations", "per micro-batch", where, f"about {format_bytes(header.activations)}")
-    return table
 
 
 def _memory_table(rows: Sequence[MemoryRow], gpu: bool) -> Table:

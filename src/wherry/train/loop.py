@@ -1,4 +1,4 @@
-"""The training loop: batches in, steps of the engine, numbers out. It knows an engine by what it calls alone."""
+"""The training loop: batches in, steps of the engine, numbers out."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -20,21 +20,6 @@ from wherry.train.data import Samples, Share, batches
 
 NON_FINITE_STEPS = 3
 """After so many non-finite losses in a row a run has diverged: fp16's loss scale would have recovered by then."""
-
-
-class Engine(Protocol):
-    """What the loop needs of an engine."""
-
-    device: torch.device
-    skipped_steps: int
-
-    def __call__(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor: ...
-
-    def train_batch(self, data: Iterator[Any]) -> torch.Tensor: ...
-
-    def get_global_grad_norm(self) -> float | None: ...
-
-    def train(self, mode: bool = True) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -98,14 +83,6 @@ class Outcome:
         return sum(self.last_losses) / len(self.last_losses) if self.last_losses else math.nan
 
 
-class Reporter(Protocol):
-    """Told of what happens, on rank 0."""
-
-    def step(self, record: Record) -> None: ...
-
-    def non_finite(self, step: int, loss: float, *, ended: bool) -> None: ...
-
-
 class Stop:
     """Ctrl-C or SIGTERM asks for the end of the run after the step under way; a second one, a second later, ends it
     at once. So does the SIGTERM that comes when the launcher is gone, for which no step is to be finished.
@@ -150,106 +127,69 @@ def _launcher_is_gone() -> bool:
     return os.environ.get("WHERRY_LAUNCHER_PID", str(os.getppid())) != str(os.getppid())
 
 
+@dataclass
 class Loop:
     """Trains for a plan's steps, or until it is stopped or the loss is lost. All ranks leave it at the same step."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        comm: Comm,
-        plan: Plan,
-        training: Samples,
-        validation: Samples,
-        share: Share,
-        *,
-        lr: Callable[[], float],
-        stop: Stop,
-        reporter: Reporter | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-        first: int = 0,
-        save: Callable[[int], None] | None = None,
-    ) -> None:
-        self.engine = engine
-        self.comm = comm
-        self.plan = plan
-        self.training = training
-        self.validation = validation
-        self.share = share
-        self.lr = lr
-        self.stop = stop
-        self.reporter = reporter
-        self.clock = clock
-        # Steps that are done already, and what saves after one.
-        self.first = first
-        self.save = save
-        self.outcome = Outcome()
-        self._non_finite = 0
+    # What has `train_batch`, `train`, `get_global_grad_norm`, and gives the loss of (ids, labels).
+    engine: Any
+    comm: Comm
+    plan: Plan
+    training: Samples
+    validation: Samples
+    share: Share
+    lr: Callable[[], float]
+    stop: Stop
+    # Told of records and of losses that are not finite, on rank 0.
+    reporter: Any = None
+    clock: Callable[[], float] = time.perf_counter
+    # Steps that are done already, and what saves after one.
+    first: int = 0
+    save: Callable[[int], None] | None = None
+    outcome: Outcome = field(default_factory=Outcome)
+    non_finite: int = 0
 
     def run(self) -> Outcome:
         """Train. The outcome is complete, whatever ended the run."""
+        plan, outcome = self.plan, self.outcome
         begin = logged = self.clock()
         logged_step = self.first
-        data = batches(self.training, self.share, self.plan.steps, self.first)
-        for step in range(self.first + 1, self.plan.steps + 1):
+        data = batches(self.training, self.share, plan.steps, self.first)
+        for step in range(self.first + 1, plan.steps + 1):
+            # Train.
             loss = self.engine.train_batch(data)
-            telling = step % self.plan.log_interval == 0 or step in (self.first + 1, self.plan.steps)
-            stopped, mean = self._agree(loss if telling else None)
-            validated = self._validate() if self._validates_after(step) and not stopped else None
+
+            # Agree: whether any rank was asked to stop, and, where it is told, on the mean loss.
+            telling = step % plan.log_interval == 0 or step in (self.first + 1, plan.steps)
+            told = torch.tensor([float(self.stop.asked), float(loss) if telling else 0.0], dtype=torch.float64)
+            self.comm.all_reduce(told).wait()
+            stopped, mean = bool(told[0] > 0), float(told[1]) / self.comm.size
+
+            # Validate.
+            validated = self._validate() if self._falls_on(step, plan.eval_interval) and not stopped else None
+
+            # Tell.
             now = self.clock()
-            self.outcome.steps, self.outcome.tokens = step, step * self.plan.tokens_per_step
-            self.outcome.tokens_here = (step - self.first) * self.plan.tokens_per_step
-            self.outcome.seconds = now - begin
+            outcome.steps, outcome.tokens = step, step * plan.tokens_per_step
+            outcome.tokens_here = (step - self.first) * plan.tokens_per_step
+            outcome.seconds = now - begin
             if telling:
                 self._tell(step, mean, validated, (now - logged) / (step - logged_step))
                 logged, logged_step = now, step
-            if self.save is not None and (stopped or self._saves_after(step)):
+
+            # Save, unless the loss is lost.
+            due = self._falls_on(step, plan.save_interval) and self.non_finite == 0
+            if self.save is not None and (stopped or due):
                 self.save(step)
-            if stopped or self._non_finite >= NON_FINITE_STEPS:
-                self.outcome.ending = Ending.INTERRUPTED if stopped else Ending.DIVERGED
-                return self.outcome
-        self.outcome.ending = Ending.FINISHED
-        return self.outcome
 
-    def _agree(self, loss: torch.Tensor | None) -> tuple[bool, float]:
-        """Whether any rank was asked to stop, and the ranks' mean loss; one small all-reduce on the host."""
-        told = torch.tensor([float(self.stop.asked), 0.0 if loss is None else float(loss)], dtype=torch.float64)
-        self.comm.all_reduce(told).wait()
-        return bool(told[0] > 0), float(told[1]) / self.comm.size
+            if stopped or self.non_finite >= NON_FINITE_STEPS:
+                outcome.ending = Ending.INTERRUPTED if stopped else Ending.DIVERGED
+                return outcome
+        outcome.ending = Ending.FINISHED
+        return outcome
 
-    def _tell(self, step: int, loss: float, validated: float | None, seconds: float) -> None:
-        if math.isfinite(loss):
-            self._non_finite = 0
-            self.outcome.last_losses.append(loss)
-            if math.isnan(self.outcome.first_loss):
-                self.outcome.first_loss = loss
-        else:
-            self._non_finite += 1
-        if self.reporter is None:
-            return
-        norm = self.engine.get_global_grad_norm()
-        self.reporter.step(
-            Record(
-                step=step,
-                loss=loss,
-                lr=self.lr(),
-                gradient_norm=math.nan if norm is None else float(norm),
-                tokens=self.outcome.tokens,
-                tokens_per_second=self.plan.tokens_per_step / max(seconds, 1e-9),
-                step_seconds=seconds,
-                skipped_steps=self.engine.skipped_steps,
-                validation_loss=validated,
-            )
-        )
-        if self._non_finite:
-            self.reporter.non_finite(step, loss, ended=self._non_finite >= NON_FINITE_STEPS)
-
-    def _saves_after(self, step: int) -> bool:
-        """At every interval and at the end; a loss that is lost is not worth keeping."""
-        every = self.plan.save_interval
-        return self._non_finite == 0 and (step == self.plan.steps or (every > 0 and step % every == 0))
-
-    def _validates_after(self, step: int) -> bool:
-        every = self.plan.eval_interval
+    def _falls_on(self, step: int, every: int) -> bool:
+        """Whether what is done at every interval, and at the end, is done after this step."""
         return step == self.plan.steps or (every > 0 and step % every == 0)
 
     def _validate(self) -> float:
@@ -267,3 +207,30 @@ class Loop:
         self.comm.all_reduce(total).wait()
         self.outcome.validation_loss = float(total) / self.plan.eval_batches / self.comm.size
         return self.outcome.validation_loss
+
+    def _tell(self, step: int, loss: float, validated: float | None, seconds: float) -> None:
+        if math.isfinite(loss):
+            self.non_finite = 0
+            self.outcome.last_losses.append(loss)
+            if math.isnan(self.outcome.first_loss):
+                self.outcome.first_loss = loss
+        else:
+            self.non_finite += 1
+        if self.reporter is None:
+            return
+        norm = self.engine.get_global_grad_norm()
+        self.reporter.step(
+            Record(
+                step=step,
+                loss=loss,
+                lr=self.lr(),
+                gradient_norm=math.nan if norm is None else float(norm),
+                tokens=self.outcome.tokens,
+                tokens_per_second=self.plan.tokens_per_step / max(seconds, 1e-9),
+                step_seconds=seconds,
+                skipped_steps=self.engine.skipped_steps,
+                validation_loss=validated,
+            )
+        )
+        if self.non_finite:
+            self.reporter.non_finite(step, loss, ended=self.non_finite >= NON_FINITE_STEPS)

@@ -6,7 +6,6 @@ import argparse
 import copy
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 from wherry.errors import WherryError
@@ -16,62 +15,29 @@ DEFAULT_PRESET = "gpt2-10m"
 DEFAULT_MICRO_BATCH = 8
 DEFAULT_STEPS = 150
 _TRAIN, _MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
-_BATCH_KEYS = (_TRAIN, _MICRO, "gradient_accumulation_steps")
+_ACCUMULATION = "gradient_accumulation_steps"
 _OF_ADAM = ("adam", "adamw", "auto")
+_OFFLOADED = ("offload_optimizer", "offload_param")
 
 
-@dataclass(frozen=True)
-class Options:
-    """What was asked on the command line; None where nothing was."""
-
-    preset: str = DEFAULT_PRESET
-    num_layers: int | None = None
-    hidden_size: int | None = None
-    num_attention_heads: int | None = None
-    seq_length: int | None = None
-    vocab_size: int | None = None
-    batch_size: int | None = None
-    global_batch_size: int | None = None
-    accumulation: int | None = None
-    checkpoint_activations: bool = False
-    untied: bool = False
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    precision: str | None = None
-    config: str | None = None
-    settings: tuple[str, ...] = ()
-    stage: int | None = None
-    offload_optimizer: str | None = None
-    offload_param: str | None = None
-    nvme_path: str | None = None
-    host_memory: str | None = None
-    lr: float | None = None
-    weight_decay: float | None = None
-    clip_grad: float | None = None
-    steps: int = DEFAULT_STEPS
-    warmup: int | None = None
-    eval_interval: int = 0
-    eval_batches: int = 8
-    log_interval: int = 1
-    data: str | None = None
-    run_dir: str | None = None
-    save: str | None = None
-    save_interval: int = 0
-    keep_last: int | None = None
-    async_save: bool = False
-    resume: str | None = None
-    max_restarts: int = 0
-    seed: int = 1234
-    nproc: int | None = None
-
-    @property
-    def sizes_the_batch(self) -> bool:
-        """Whether a flag says how many samples a step or a micro-batch has."""
-        return any(size is not None for size in (self.batch_size, self.global_batch_size, self.accumulation))
-
-    @property
-    def micro_batch(self) -> int:
-        return self.batch_size or DEFAULT_MICRO_BATCH
+# The keys of the config that flags write.
+_KEYS = {
+    "batch_size": _MICRO,
+    "global_batch_size": _TRAIN,
+    "accumulation": _ACCUMULATION,
+    "lr": "optimizer.params.lr",
+    "weight_decay": "optimizer.params.weight_decay",
+    "clip_grad": "gradient_clipping",
+    "warmup": "scheduler.params.warmup_num_steps",
+    "stage": "zero_optimization.stage",
+    "offload_optimizer": "zero_optimization.offload_optimizer.device",
+    "offload_param": "zero_optimization.offload_param.device",
+    "host_memory": "wherry.host_memory",
+    "keep_last": "wherry.checkpoint.keep_last",
+    "async_save": "wherry.checkpoint.async_save",
+}
+Options = argparse.Namespace
+"""What was asked on the command line, by the names that `build_parser` gives; None where nothing was."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -139,7 +105,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add(run, "--save", metavar="FOLDER", help="where checkpoints go (default: in the run's folder)")
     _add(run, "--save-interval", type=_positive, default=0, help="steps between checkpoints (default: none)")
     _add(run, "--keep-last", type=_positive, metavar="N", help="keep the last N checkpoints (default: all)")
-    _add(run, "--async-save", action="store_true", help="write checkpoints while training goes on")
+    _add(run, "--async-save", action="store_const", const=True, help="write checkpoints while training goes on")
     _add(run, "--resume", metavar="auto|PATH", help="go on from a checkpoint; auto: the newest whole one, if any")
     _add(
         run, "--max-restarts", type=_none_or_more, default=0, metavar="N",
@@ -189,15 +155,11 @@ def _seed(text: str) -> int:
 
 
 def parse(argv: list[str]) -> Options:
-    found = vars(build_parser().parse_args(argv))
-    found["settings"] = tuple(found["settings"])
-    del found["deepspeed"]
-    if found["max_restarts"] and found["resume"] is None:
-        found["resume"] = "auto"
-    if found["log_interval"] is None:
-        del found["log_interval"]
-        return replace(Options(**found), log_interval=0)
-    return Options(**found)
+    options = build_parser().parse_args(argv)
+    del options.deepspeed  # a switch that says nothing without its file
+    if options.max_restarts and options.resume is None:
+        options.resume = "auto"
+    return options
 
 
 def shape_of(options: Options, base: Shape) -> Shape:
@@ -266,15 +228,31 @@ def build_config(
         config = _under_file(config, given)
     if earlier is not None:
         _keep(config, earlier, given, options.steps)
-    for flag in (_batch_flags, _precision_flags, _optimizer_flags):
-        flag(options, config)
-    if options.stage is not None:
-        _block(config, "zero_optimization")["stage"] = options.stage
-    _offload_flags(options, config)
-    _checkpoint_flags(options, config)
+    if options.global_batch_size is not None:
+        config.pop(_ACCUMULATION, None)
+    if options.warmup is not None and not isinstance(config.get("scheduler"), dict):
+        raise WherryError(
+            f"--lr-warmup-iters {options.warmup}: the config has no schedule, so nothing would warm up; give it a "
+            'block "scheduler", or leave the flag out'
+        )
+    for flag, key in _KEYS.items():
+        if (value := getattr(options, flag)) is not None:
+            _put(config, key, value, f"--{flag.replace('_', '-')}")
+    for name in ("bf16", "fp16") if options.precision else ():
+        if options.precision == name or name in config:
+            _put(config, f"{name}.enabled", options.precision == name, "--precision")
+    if options.nvme_path is not None:
+        _name_the_disk(config, options.nvme_path)
     own = {name: copy.deepcopy(config.get(name)) for name in ("optimizer", "scheduler")}
     for setting in options.settings:
-        _set(config, setting)
+        key, equals, text = setting.partition("=")
+        if not equals or not all(key.split(".")):
+            raise WherryError(f"--set {setting}: expected KEY=VALUE, such as zero_optimization.stage=2")
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError:
+            value = text
+        _put(config, key, value, f"--set {setting}")
     # As in a file, "auto" is what there would be without it.
     config.update({name: block for name, block in own.items() if config.get(name) == "auto"})
     if config["optimizer"] is None:
@@ -282,9 +260,38 @@ def build_config(
     return config
 
 
-def _keep(
-    config: dict[str, Any], earlier: Mapping[str, Any], given: Mapping[str, Any] | None, steps: int
-) -> None:
+def _put(config: dict[str, Any], key: str, value: Any, flag: str) -> None:
+    """Write `a.b=value`; blocks that are missing or left open are made."""
+    *path, last = key.split(".")
+    block = config
+    for depth, name in enumerate(path, 1):
+        if block.get(name) in (None, "auto"):
+            block[name] = {}
+        elif block[name] is True and name == "zero_optimization":  # an old form of stage 1
+            block[name] = {"stage": 1}
+        block = block[name]
+        if not isinstance(block, dict):
+            raise WherryError(f"{flag}: {'.'.join(path[:depth])} is {block!r} in the config, not a block")
+    block[last] = value
+
+
+def _name_the_disk(config: dict[str, Any], folder: str) -> None:
+    zero = config.get("zero_optimization")
+    blocks = {name: (zero if isinstance(zero, dict) else {}).get(name) for name in _OFFLOADED}
+    on_disk = {name: b for name, b in blocks.items() if isinstance(b, dict) and b.get("device") == "nvme"}
+    if not on_disk:
+        raise WherryError(
+            f"--nvme-path {folder}: nothing rests on disk; add --offload-optimizer nvme, or --offload-param nvme, or "
+            "leave it out"
+        )
+    for name, block in on_disk.items():
+        block["nvme_path"] = folder
+        if name == "offload_param":
+            # What is sent to disk by a flag is to be there.
+            block.setdefault("max_in_cpu", 0)
+
+
+def _keep(config: dict[str, Any], earlier: Mapping[str, Any], given: Mapping[str, Any] | None, steps: int) -> None:
     """What a resumed run goes on with where no file says it. A schedule that would end before the run is stretched."""
     from wherry.config.source import nested
 
@@ -300,47 +307,12 @@ def _keep(
         schedule["total_num_steps"] = max(schedule["total_num_steps"], steps)
 
 
-def _offload_flags(options: Options, config: dict[str, Any]) -> None:
-    for name in ("offload_optimizer", "offload_param"):
-        device = getattr(options, name)
-        if device is None and options.nvme_path is None:
-            continue
-        offload = _block(_block(config, "zero_optimization"), name)
-        if device is not None:
-            offload["device"] = device
-        if options.nvme_path is not None and offload.get("device") == "nvme":
-            offload["nvme_path"] = options.nvme_path
-            if name == "offload_param":
-                # What is sent to disk by a flag is to be there.
-                offload.setdefault("max_in_cpu", 0)
-    if options.nvme_path is not None and not _on_disk(config):
-        raise WherryError(
-            f"--nvme-path {options.nvme_path}: nothing rests on disk; add --offload-optimizer nvme, or "
-            "--offload-param nvme, or leave it out"
-        )
-    if options.host_memory is not None:
-        _block(config, "wherry")["host_memory"] = options.host_memory
-
-
-def _on_disk(config: dict[str, Any]) -> bool:
-    zero = config.get("zero_optimization") or {}
-    return any(zero[name].get("device") == "nvme" for name in ("offload_optimizer", "offload_param"))
-
-
-def _block(tree: dict[str, Any], name: str) -> dict[str, Any]:
-    """A block to write into, made where there is none. An old form of a config says true for stage 1."""
-    found = tree.get(name)
-    if not isinstance(found, dict):
-        found = tree[name] = {"stage": 1} if found is True and name == "zero_optimization" else {}
-    return found
-
-
 def _defaults(options: Options, parameters: int, *, bf16: bool) -> dict[str, Any]:
     warmup = max(1, options.steps // 10) if options.warmup is None else options.warmup
     return {
-        "train_micro_batch_size_per_gpu": options.micro_batch,
+        _MICRO: options.batch_size or DEFAULT_MICRO_BATCH,
         # A pipeline is full with a micro-batch for each stage, and mostly full with twice as many.
-        "gradient_accumulation_steps": 2 * options.pipeline_parallel if options.pipeline_parallel > 1 else 1,
+        _ACCUMULATION: 2 * options.pipeline_parallel if options.pipeline_parallel > 1 else 1,
         "optimizer": {
             "type": "AdamW",
             "params": {"lr": peak_lr(parameters), "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
@@ -377,7 +349,9 @@ def _under_file(defaults: dict[str, Any], given: Mapping[str, Any]) -> dict[str,
     if config.get(_MICRO) == "auto" and config.get(_TRAIN) in (None, "auto"):
         config[_MICRO] = defaults[_MICRO]
     # What is still left open follows from the others; a resumed run reads them as numbers.
-    return {key: value for key, value in config.items() if key not in _BATCH_KEYS or value != "auto"}
+    return {
+        key: value for key, value in config.items() if value != "auto" or key not in (_TRAIN, _MICRO, _ACCUMULATION)
+    }
 
 
 def _fill_auto(block: dict[str, Any], ours: Mapping[str, Any], parameters: tuple[str, ...]) -> None:
@@ -387,63 +361,3 @@ def _fill_auto(block: dict[str, Any], ours: Mapping[str, Any], parameters: tuple
         block.update(copy.deepcopy(dict(ours)))
     else:
         params.update({name: ours["params"][name] for name in parameters if params.get(name) == "auto"})
-
-
-def _batch_flags(options: Options, config: dict[str, Any]) -> None:
-    if options.batch_size is not None:
-        config["train_micro_batch_size_per_gpu"] = options.batch_size
-    if options.global_batch_size is not None:
-        config["train_batch_size"] = options.global_batch_size
-        config.pop("gradient_accumulation_steps", None)
-    if options.accumulation is not None:
-        config["gradient_accumulation_steps"] = options.accumulation
-
-
-def _precision_flags(options: Options, config: dict[str, Any]) -> None:
-    if options.precision is None:
-        return
-    for name in ("bf16", "fp16"):
-        if options.precision == name or name in config:
-            _block(config, name)["enabled"] = options.precision == name
-
-
-def _optimizer_flags(options: Options, config: dict[str, Any]) -> None:
-    for name in ("lr", "weight_decay"):
-        if (value := getattr(options, name)) is not None:
-            _block(config["optimizer"], "params")[name] = value
-    if options.clip_grad is not None:
-        config["gradient_clipping"] = options.clip_grad
-    if options.warmup is not None:
-        schedule = config.get("scheduler")
-        if not isinstance(schedule, dict):
-            raise WherryError(
-                f"--lr-warmup-iters {options.warmup}: the config has no schedule, so nothing would warm up; give it a "
-                'block "scheduler", or leave the flag out'
-            )
-        _block(schedule, "params")["warmup_num_steps"] = options.warmup
-
-
-def _checkpoint_flags(options: Options, config: dict[str, Any]) -> None:
-    given = {"keep_last": options.keep_last, "async_save": options.async_save or None}
-    for name, value in given.items():
-        if value is not None:
-            _block(_block(config, "wherry"), "checkpoint")[name] = value
-
-
-def _set(config: dict[str, Any], setting: str) -> None:
-    """`a.b=c`: the value is JSON where it reads as JSON, else a string."""
-    key, equals, text = setting.partition("=")
-    path = key.split(".")
-    if not equals or not all(path):
-        raise WherryError(f"--set {setting}: expected KEY=VALUE, such as zero_optimization.stage=2")
-    block = config
-    for depth, name in enumerate(path[:-1], 1):
-        if block.get(name) in (None, "auto"):
-            block[name] = {}
-        block = block[name]
-        if not isinstance(block, dict):
-            raise WherryError(f"--set {setting}: {'.'.join(path[:depth])} is {block!r} in the config, not a block")
-    try:
-        block[path[-1]] = json.loads(text)
-    except json.JSONDecodeError:
-        block[path[-1]] = text

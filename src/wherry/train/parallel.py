@@ -100,28 +100,16 @@ class Pipeline:
         kinds = {"1f1b": pipelining.Schedule1F1B, "gpipe": pipelining.ScheduleGPipe}
         stage = pipelining.PipelineStage(engine, pipe.rank, pipe.size, engine.device, group=pipe.group)
         # The engine divides by the number of micro-batches itself.
-        self.schedule = kinds[schedule](
-            stage, n_microbatches=self.micro_batches, loss_fn=loss_of, scale_grads=False
-        )
+        self.schedule = kinds[schedule](stage, n_microbatches=self.micro_batches, loss_fn=loss_of, scale_grads=False)
 
-    @property
-    def device(self) -> torch.device:
-        return self.engine.device
-
-    @property
-    def skipped_steps(self) -> int:
-        return int(self.engine.skipped_steps)
-
-    def get_global_grad_norm(self) -> float | None:
-        return self.engine.get_global_grad_norm()
-
-    def train(self, mode: bool = True) -> Any:
-        return self.engine.train(mode)
+    def __getattr__(self, name: str) -> Any:
+        """All else is the engine's."""
+        return getattr(self.engine, name)
 
     def train_batch(self, data: Iterator[Any]) -> Tensor:
         """One window through the pipeline, and the update; returns the mean loss on every stage."""
         batches = [next(data) for _ in range(self.micro_batches)]
-        ids, labels = (torch.cat(parts).to(self.device) for parts in zip(*batches, strict=True))
+        ids, labels = (torch.cat(parts).to(self.engine.device) for parts in zip(*batches, strict=True))
         loss = self._run(self.schedule.step, ids, labels)
         self.engine.step()
         return loss
@@ -142,7 +130,7 @@ class Pipeline:
         else:
             run(*given)
         # One stage knows it; the others add nothing.
-        mean = torch.zeros((), device=self.device)
+        mean = torch.zeros((), device=self.engine.device)
         if self.last:
             mean += torch.stack([loss.detach() for loss in losses]).mean()
         self.pipe.all_reduce(mean).wait()

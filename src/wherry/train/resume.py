@@ -11,11 +11,13 @@ from typing import Any
 from wherry.checkpoint import folder as folders
 from wherry.checkpoint.errors import on_first
 from wherry.checkpoint.export import find
-from wherry.checkpoint.manifest import read_manifest
+from wherry.checkpoint.format import read_manifest
 from wherry.errors import WherryError
 from wherry.observe.log import logger
 from wherry.parallel.comm import Comm
 from wherry.train.options import Options
+
+_OF_UPDATES = ("optimizer", "scheduler", "gradient_clipping")
 
 
 @dataclass(frozen=True)
@@ -88,45 +90,43 @@ def keep_batch(config: dict[str, Any], start: Start, ranks: int, given: bool, st
     config["gradient_accumulation_steps"] = share // micro
 
 
-# Of a schedule: how far it is. All else is its form.
-_PROGRESS = ("last_epoch", "_step_count", "_last_lr")
-
-
 @contextmanager
 def own_settings(engine: Any) -> Iterator[None]:
     """Around a load: learning rates, other options and the form of the schedule stay those of this run's config."""
     groups, schedule = engine.optimizer.param_groups, engine.lr_scheduler
     options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-    form = {name: value for name, value in getattr(schedule, "__dict__", {}).items() if name not in _PROGRESS}
+    # Of a schedule `last_epoch` and the like say how far it is; all else is its form.
+    progress = ("last_epoch", "_step_count", "_last_lr")
+    form = {name: value for name, value in getattr(schedule, "__dict__", {}).items() if name not in progress}
     yield
     for group, own in zip(groups, options, strict=True):
         group.update(own)
     if schedule is not None:
         vars(schedule).update(form)
-        rates = schedule.get_lr()
-        schedule._last_lr = list(rates)
-        for group, rate in zip(groups, rates, strict=True):
+        schedule._last_lr = list(schedule.get_lr())
+        for group, rate in zip(groups, schedule._last_lr, strict=True):
             group["lr"] = rate
 
 
 def changes(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What a resumed run's config says otherwise of how weights are updated, a line for each key."""
-    found = []
-    for block in ("optimizer", "scheduler", "gradient_clipping"):
-        before, after = _flat(earlier.get(block), block), _flat(now.get(block), block)
-        for name in dict.fromkeys((*before, *after)):
-            if before.get(name) != after.get(name):
-                found.append(f"{name} {before.get(name)} -> {after.get(name)}")
-    return found
+    before, after = (
+        {name: leaf for block in _OF_UPDATES for name, leaf in _flat(config.get(block), block)}
+        for config in (earlier, now)
+    )
+    names = dict.fromkeys((*before, *after))
+    return [f"{name} {before.get(name)} -> {after.get(name)}" for name in names if before.get(name) != after.get(name)]
 
 
-def _flat(value: Any, name: str) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        return {name: value}
-    return {key: leaf for inner, part in value.items() for key, leaf in _flat(part, f"{name}.{inner}").items()}
+def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _flat(part, f"{name}.{key}")
+    else:
+        yield name, value
 
 
-def saver(engine: Any, options: Options, start: Start, folder: Path, batch: int) -> Callable[[int], None]:
+def saver(engine: Any, start: Start, folder: Path, batch: int) -> Callable[[int], None]:
     """What saves after a step, with what a resumed run needs to know."""
 
     def save(step: int) -> None:

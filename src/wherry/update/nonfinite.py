@@ -69,7 +69,7 @@ class NonFinite:
         unfit = [g for g in order if not math.isfinite(float(norm.squares_of(g)))]
         made, spoilt = ([], []) if self.ignores else updater.skip(groups, multiplier, unfit)
         # Ranks that share a model each see a part of the gradients: what not all of them have updated has parted.
-        names = self._topology.tensor.gather_objects([batch.name for batch in made])
+        names = self._topology.tensor.gather_objects([bucket.name for bucket in made])
         parted = {name for mine in names for name in mine if any(name not in theirs for theirs in names)}
         unit_of = {flat: unit.name for unit in self._units for flat in unit.flats}
         mine = Finding(
@@ -78,9 +78,9 @@ class NonFinite:
             unit_of[unfit[0].flat] if unfit else "",
             self._topology.global_rank,
             None if loss is None else float(loss),
-            len(updater.batches),
+            len(updater.buckets),
             len(made),
-            (*(batch.name for batch in spoilt), *sorted(parted)),
+            (*(bucket.name for bucket in spoilt), *sorted(parted)),
         )
         return world_of(self._topology).gather_objects(mine)
 

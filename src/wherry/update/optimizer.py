@@ -15,11 +15,10 @@ from torch import nn
 
 from wherry import native
 from wherry.errors import WherryError
-from wherry.update.lion import Lion
-from wherry.update.rules import NATIVE_FAMILIES, NativeRule, Rule, TorchRule
+from wherry.update.rules import NATIVE_FAMILIES, NativeRule, TorchRule, UpdateRule
 
 if TYPE_CHECKING:
-    from wherry.update.reach import ParameterStates
+    from wherry.update.parameter_states import ParameterStates
 
 # Optimizers that treat every element by itself, so that a shard may be updated without the rest of its parameter.
 ELEMENT_WISE = (
@@ -69,7 +68,7 @@ class OptimizerSpec:
     def groups(self) -> list[dict[str, Any]]:
         return self.instance.param_groups
 
-    def make_rule(self, *, on_host: bool, on_disk: bool = False, pool: native.Pool | None = None) -> Rule:
+    def make_rule(self, *, on_host: bool, on_disk: bool = False, pool: native.Pool | None = None) -> UpdateRule:
         """The rule for state that the host's kernels can reach, or not; with state on disk there is no other."""
         if self.native_family is not None and on_host:
             return NativeRule(NATIVE_FAMILIES[self.native_family], self.state_dtype, pool)
@@ -138,6 +137,49 @@ def from_config(name: str, options: dict[str, Any], parameters: Iterable[Any]) -
         raise WherryError(f"optimizer.params: {name} does not take these: {error}") from error
     vars(instance).pop("add_param_group", None)
     return instance
+
+
+class Lion(torch.optim.Optimizer):
+    """Sign of an interpolation of momentum and gradient, with decoupled weight decay, in plain torch."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+    ) -> None:
+        if lr < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(
+                f"Lion: expected lr >= 0, weight_decay >= 0 and betas in [0, 1), got lr={lr}, "
+                f"weight_decay={weight_decay}, betas={betas}"
+            )
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                momentum, grad = state["exp_avg"], parameter.grad
+                if group["maximize"]:
+                    grad = -grad
+                parameter.mul_(1 - lr * group["weight_decay"])
+                parameter.add_(momentum.mul(beta1).add_(grad, alpha=1 - beta1).sign_(), alpha=-lr)
+                momentum.mul_(beta2).add_(grad, alpha=1 - beta2)
+        return loss
 
 
 class ShardedOptimizer(torch.optim.Optimizer):

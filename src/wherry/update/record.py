@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from wherry import native
-from wherry.native.blocks import blocks_of
+from wherry.native.segment import blocks_of
 
 # Fields begin at multiples of this many bytes: a cache line.
 ALIGNMENT = 64

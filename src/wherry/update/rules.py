@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
 @dataclass
-class Segment:
+class UpdateSegment:
     """What a shard has of one parameter, and its tensors where the update finds them.
 
     The fp32 master is one of: `working` itself, where that is fp32; `master`; or `working` as its upper half and `low`
@@ -56,124 +56,70 @@ def snapshot(groups: Groups) -> list[dict[str, Any]]:
     return options
 
 
-class Rule(Protocol):
+class UpdateRule:
     """The update of a few segments."""
 
     # Whether a bf16 working weight may be the upper half of its master.
-    splits: bool
+    splits = False
 
     def fields(self, group: Group, numel: int) -> list[Field]:
         """What it keeps for a segment, apart from weights; empty where it keeps its state itself."""
+        return []
 
     def begins_with_zeros(self, group: Group) -> bool:
         """Whether new state stays the zeros that it is."""
+        return True
 
     def begin(self, group: Group, state: dict[str, State]) -> None:
         """Give new state, which is zeros, its first values."""
 
     def update(
-        self,
-        segments: Sequence[Segment],
-        steps: Sequence[int],
-        groups: Groups,
-        multiplier: float,
-        loose: Sequence[native.Bundle] = (),
+        self, segments: Sequence[UpdateSegment], steps: Sequence[int], groups: Groups, multiplier: float
     ) -> Ticket:
         """Apply the gradients times `multiplier`, and write the new working weights.
 
-        `steps` number the update for each segment, from 1. Segments without a gradient are left alone, unless `loose`
-        has those of all.
+        `steps` number the update for each segment, from 1. Segments without a gradient are left alone.
         """
+        raise TypeError(f"{type(self).__name__} is no rule; use NativeRule or TorchRule")
 
     def forget(self) -> None:
         """Let go of memory that it knows from updates before. The next update says where everything is."""
 
     def kept(self) -> list[dict[str, torch.Tensor]]:
         """The state that it keeps itself, by segment; empty where that is none."""
+        return []
 
     def load_kept(
-        self, segments: Sequence[Segment], steps: Sequence[int], kept: Sequence[Mapping[str, State]]
+        self, segments: Sequence[UpdateSegment], steps: Sequence[int], kept: Sequence[Mapping[str, State]]
     ) -> None:
         """Replace the state that it keeps itself, of segments that have been updated so often."""
 
     def nbytes(self) -> int:
         """Of the state that it keeps itself."""
-
-
-# Native: option names as torch.optim has them, in a group -> a native rule.
-
-
-def _adam(group: Group, step: int) -> Any:
-    beta1, beta2 = group["betas"]
-    return native.Adam(
-        lr=float(group["lr"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        decoupled=group.get("decoupled_weight_decay", False),
-        step=step,
-        maximize=group.get("maximize", False),
-        bias_correction=group.get("bias_correction", True),
-    )
-
-
-def _adagrad(group: Group, step: int) -> Any:
-    return native.Adagrad(
-        lr=float(group["lr"]),
-        lr_decay=group["lr_decay"],
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        step=step,
-        maximize=group.get("maximize", False),
-    )
-
-
-def _lion(group: Group, step: int) -> Any:
-    beta1, beta2 = group["betas"]
-    return native.Lion(
-        lr=float(group["lr"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
-        weight_decay=group["weight_decay"],
-        step=step,
-        maximize=group.get("maximize", False),
-    )
-
-
-def _sgd(group: Group, step: int) -> Any:
-    return native.SGD(
-        lr=float(group["lr"]),
-        momentum=group["momentum"],
-        dampening=group["dampening"],
-        nesterov=group["nesterov"],
-        weight_decay=group["weight_decay"],
-        first=step == 1,
-        maximize=group.get("maximize", False),
-    )
+        return 0
 
 
 @dataclass(frozen=True)
 class NativeFamily:
     """A rule that the native kernels have, and the names that torch.optim gives its state."""
 
-    make: Callable[[Group, int], Any]
+    rule: type[native.Rule]
     state_names: tuple[str, ...]
     initial: Callable[[Group], float] = lambda group: 0.0
 
     def names(self, group: Group) -> tuple[str, ...]:
-        return () if self.make is _sgd and not group["momentum"] else self.state_names
+        return () if self.rule is native.SGD and not group["momentum"] else self.state_names
 
 
 NATIVE_FAMILIES: dict[str, NativeFamily] = {
-    "adam": NativeFamily(_adam, ("exp_avg", "exp_avg_sq")),
-    "adagrad": NativeFamily(_adagrad, ("sum",), lambda group: group.get("initial_accumulator_value", 0.0)),
-    "lion": NativeFamily(_lion, ("exp_avg",)),
-    "sgd": NativeFamily(_sgd, ("momentum_buffer",)),
+    "adam": NativeFamily(native.Adam, ("exp_avg", "exp_avg_sq")),
+    "adagrad": NativeFamily(native.Adagrad, ("sum",), lambda group: group.get("initial_accumulator_value", 0.0)),
+    "lion": NativeFamily(native.Lion, ("exp_avg",)),
+    "sgd": NativeFamily(native.SGD, ("momentum_buffer",)),
 }
 
 
-class NativeRule:
+class NativeRule(UpdateRule):
     """One pass on the library's own threads: unscale, clip, decay, update, cast."""
 
     splits = True
@@ -184,7 +130,7 @@ class NativeRule:
         self.pool = pool
         # Plans by the addresses of what they update. A step meets the same few buffers again and again.
         self._plans: dict[tuple[int, ...], native.Plan] = {}
-        self._bound: Sequence[Segment] | None = None
+        self._bound: Sequence[UpdateSegment] | None = None
         self._plan: native.Plan | None = None
 
     def fields(self, group: Group, numel: int) -> list[Field]:
@@ -209,22 +155,17 @@ class NativeRule:
                 value.fill_(first)
 
     def update(
-        self,
-        segments: Sequence[Segment],
-        steps: Sequence[int],
-        groups: Groups,
-        multiplier: float,
-        loose: Sequence[native.Bundle] = (),
+        self, segments: Sequence[UpdateSegment], steps: Sequence[int], groups: Groups, multiplier: float
     ) -> Ticket:
         rules: dict[tuple[int, int], native.Rule] = {}
-        present: list[Segment] = []
+        present: list[UpdateSegment] = []
         chosen: list[native.Rule] = []
         for segment, step in zip(segments, steps, strict=True):
-            if segment.grad is None and not loose:
+            if segment.grad is None:
                 continue
             rule = rules.get((segment.group, step))
             if rule is None:
-                rule = rules[segment.group, step] = self.family.make(groups[segment.group], step)
+                rule = rules[segment.group, step] = self.family.rule.of(groups[segment.group], step)
             present.append(segment)
             chosen.append(rule)
         if not present:
@@ -234,9 +175,9 @@ class NativeRule:
         if segments is not self._bound:
             self._bound, self._plan = segments, self._plan_for(segments)
         assert self._plan is not None
-        return self._plan.submit(chosen, multiplier, self.pool, loose or None)
+        return self._plan.submit(chosen, multiplier, self.pool)
 
-    def _plan_for(self, segments: Sequence[Segment]) -> native.Plan:
+    def _plan_for(self, segments: Sequence[UpdateSegment]) -> native.Plan:
         # Memory that was a buffer of one type may have become one of another.
         key = tuple(
             part
@@ -269,22 +210,9 @@ class NativeRule:
         self._plans.clear()
         self._bound = self._plan = None
 
-    def kept(self) -> list[dict[str, torch.Tensor]]:
-        return []
 
-    def load_kept(
-        self, segments: Sequence[Segment], steps: Sequence[int], kept: Sequence[Mapping[str, State]]
-    ) -> None:
-        return None
-
-    def nbytes(self) -> int:
-        return 0
-
-
-class TorchRule:
+class TorchRule(UpdateRule):
     """Any element-wise torch optimizer, run on the segments as if they were its parameters."""
-
-    splits = False
 
     def __init__(self, optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any], groups: Groups) -> None:
         self.optimizer_class = optimizer_class
@@ -295,16 +223,7 @@ class TorchRule:
         # The groups that its segments are of.
         self._used: list[int] = []
 
-    def fields(self, group: Group, numel: int) -> list[Field]:
-        return []
-
-    def begins_with_zeros(self, group: Group) -> bool:
-        return True
-
-    def begin(self, group: Group, state: dict[str, State]) -> None:
-        return None
-
-    def _bind(self, segments: Sequence[Segment]) -> torch.optim.Optimizer:
+    def _bind(self, segments: Sequence[UpdateSegment]) -> torch.optim.Optimizer:
         if self._inner is None:
             self._parameters = [nn.Parameter(segment.whole_master, requires_grad=True) for segment in segments]
             members: dict[int, list[nn.Parameter]] = {}
@@ -325,14 +244,8 @@ class TorchRule:
         return "fused" in self.defaults and issubclass(self.optimizer_class, FUSED) and not chosen and on_device
 
     def update(
-        self,
-        segments: Sequence[Segment],
-        steps: Sequence[int],
-        groups: Groups,
-        multiplier: float,
-        loose: Sequence[native.Bundle] = (),
+        self, segments: Sequence[UpdateSegment], steps: Sequence[int], groups: Groups, multiplier: float
     ) -> Ticket:
-        assert not loose, "gradients are laid out for torch's optimizers"
         inner = self._bind(segments)
         for number, options in zip(self._used, inner.param_groups, strict=True):
             fused = options.get("fused")
@@ -354,9 +267,6 @@ class TorchRule:
                 segment.working.copy_(segment.master)
         return DONE
 
-    def forget(self) -> None:
-        return None  # what it holds are weights and state, which stay
-
     def kept(self) -> list[dict[str, torch.Tensor]]:
         if self._inner is None:
             return []
@@ -371,7 +281,7 @@ class TorchRule:
         ]
 
     def load_kept(
-        self, segments: Sequence[Segment], steps: Sequence[int], kept: Sequence[Mapping[str, State]]
+        self, segments: Sequence[UpdateSegment], steps: Sequence[int], kept: Sequence[Mapping[str, State]]
     ) -> None:
         inner = self._bind(segments)
         # The fused and capturable kernels read the count on the device.

@@ -92,9 +92,7 @@ class WarmupDecayLR(WarmupLR):
         last_batch_iteration: int = -1,
     ) -> None:
         self.total_num_steps = _total(type(self).__name__, total_num_steps)
-        super().__init__(
-            optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration
-        )
+        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
 
     def share(self, step: int) -> float:
         if step < self.warmup_num_steps:

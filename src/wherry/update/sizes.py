@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-BATCH_NUMEL = 1 << 18
+BUCKET_NUMEL = 1 << 18
 """Flats together up to this many elements are updated in one call: below it, calling costs more than updating."""
 
 

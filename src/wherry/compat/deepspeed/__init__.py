@@ -6,49 +6,141 @@ Nothing is aliased until a program asks for it, in one of three ways:
     wherry run --as-deepspeed train.py --deepspeed_config config.json      # an unchanged script, on every rank
     PYTHONPATH=$(python -m wherry.compat.deepspeed --path) python train.py # and whatever it starts
 
-The names themselves are in the folder `alias`; they hold no logic of their own.
+The folder `alias` holds a package of that name; its modules, and where each of their names lives, are in `names`.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
 from collections.abc import Iterable
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import Distribution, DistributionFinder, MetadataPathFinder
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
+from wherry.compat.deepspeed import names
 from wherry.errors import WherryError
-from wherry.observe.log import logger
+from wherry.observe.log import is_rank_zero, logger, show_unless_shown
 
-__all__ = ["FOLDER", "NAME", "VERSION", "find_absent", "install", "installed", "uninstall"]
+__all__ = ["FOLDER", "NAME", "VERSION", "become_alias", "install", "installed", "uninstall"]
 
 NAME = "deepspeed"
 VERSION = "0.19.6+wherry"
 """What the alias answers to whoever asks for a version: the release whose interface it follows."""
 
 FOLDER = Path(__file__).parent / "alias"
-"""The folder that holds the alias package and its metadata; on `sys.path` or PYTHONPATH it needs no hook."""
+"""The folder that holds the alias package and its metadata; on `sys.path` or PYTHONPATH it needs no `install`."""
 
 PROGRAMS = FOLDER / "bin"
 """The folder of the `deepspeed` command."""
 
 
-class AliasFinder(DistributionFinder):
-    """Finds the alias package, and its distribution, before anything of that name on `sys.path`."""
+class NotPartOfWherry(WherryError, NotImplementedError):
+    """A name of DeepSpeed's that has no counterpart here was used."""
+
+
+def not_part_of_wherry(name: str, instead: str) -> NotPartOfWherry:
+    return NotPartOfWherry(f"{name} is not part of Wherry; {instead}")
+
+
+class _Refuses(type):
+    """A class that can be named, imported, subclassed and compared with; making one, or reaching into it, refuses."""
+
+    _instead: str
+    _path: str
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise not_part_of_wherry(cls._path, cls._instead)
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise not_part_of_wherry(f"{cls._path}.{name}", cls._instead)
+
+
+def absent(path: str, instead: str) -> Any:
+    """Stands where DeepSpeed has a class or a function, so that scripts which only name it can be imported."""
+    return _Refuses(path.rpartition(".")[2], (), {"_path": path, "_instead": instead, "__module__": NAME})
+
+
+class AliasModule(ModuleType):
+    """A module of the alias. Each name is looked up, by the table, when it is first asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = self._look_up(name)
+        setattr(self, name, value)
+        return value
+
+    def _look_up(self, name: str) -> Any:
+        module = _below(self.__name__)
+        full, path = f"{self.__name__}.{name}", f"{module}.{name}".lstrip(".")
+        if name == "__all__":
+            return [each for each in names.of_module(module) if not each.startswith("_")]
+        if name in names.of_module(module):
+            where, ours = names.of_module(module)[name]
+            return getattr(importlib.import_module(where), ours)
+        if path in names.ABSENT_NAMES:
+            return absent(full, names.ABSENT_NAMES[path])
+        if not name.startswith("__"):
+            if module and names.why_absent(module):
+                return absent(full, names.why_absent(module))
+            if _is_module(path):
+                return importlib.import_module(full)
+            if module in names.OPEN:
+                return getattr(importlib.import_module(names.OPEN[module]), name)
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r} in Wherry's alias")
+
+    def __dir__(self) -> list[str]:
+        module = _below(self.__name__)
+        absent_here = [path.rpartition(".")[2] for path in names.ABSENT_NAMES if path.rpartition(".")[0] == module]
+        return sorted({*super().__dir__(), *names.of_module(module), *absent_here})
+
+
+class AliasFinder(DistributionFinder, Loader):
+    """Finds the alias package, the modules below it and its distribution, before any of that name on `sys.path`."""
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        return PathFinder.find_spec(fullname, [str(FOLDER)]) if fullname == NAME else None
+        if fullname == NAME:
+            return PathFinder.find_spec(fullname, [str(FOLDER)])
+        module = _below(fullname)
+        if module == fullname or not _is_module(module):
+            return None
+        has_modules = any(each.startswith(module + ".") for each in names.MODULES)
+        return ModuleSpec(fullname, self, is_package=has_modules or bool(names.why_absent(module)))
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        why = names.why_absent(_below(spec.name))
+        return AliasModule(spec.name, f"Not part of Wherry: {why}." if why else None)
+
+    def exec_module(self, module: ModuleType) -> None:
+        itself = names.ITSELF.get(_below(module.__name__))
+        if itself is not None:
+            sys.modules[module.__name__] = importlib.import_module(itself)
+
+    def get_code(self, fullname: str) -> CodeType:
+        """What `python -m` runs."""
+        program = f"if __name__ == '__main__':\n    from {fullname} import main\n    raise SystemExit(main())\n"
+        return compile(program, f"<python -m {fullname}>", "exec")
 
     def find_distributions(self, context: Any = None) -> Iterable[Distribution]:
         wanted = getattr(context, "name", None)
         if wanted not in (None, NAME):
             return []
         return MetadataPathFinder.find_distributions(DistributionFinder.Context(name=NAME, path=[str(FOLDER)]))
+
+
+def _below(fullname: str) -> str:
+    """The path of a module within the alias: empty for the package itself."""
+    return "" if fullname == NAME else fullname.removeprefix(NAME + ".")
+
+
+def _is_module(path: str) -> bool:
+    return path in names.MODULES or bool(names.why_absent(path))
 
 
 def installed() -> bool:
@@ -72,16 +164,37 @@ def install() -> None:
             f"the package deepspeed is imported already, from {where}: two engines under one name would mix; call "
             "wherry.compat.deepspeed.install() before the first import of deepspeed"
         )
-    if any(isinstance(finder, AliasFinder) for finder in sys.meta_path):
-        return
-    _warn_of_frameworks_that_have_looked()
-    sys.meta_path.insert(0, AliasFinder())
-    importlib.invalidate_caches()
+    framework = sys.modules.get("transformers.integrations.deepspeed")
+    if framework is not None and getattr(framework, "DeepSpeedConfig", None) is object:
+        logger.warning(
+            "transformers was imported before the alias was installed and has concluded that deepspeed is missing; "
+            "call wherry.compat.deepspeed.install() first if its Trainer is to use it"
+        )
+    _add_finder()
+
+
+def _add_finder() -> None:
+    if not any(isinstance(finder, AliasFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, AliasFinder())
+        importlib.invalidate_caches()
+
+
+def become_alias(name: str) -> None:
+    """The package in the folder `alias`, whichever way it was found, has its modules found from now on."""
+    _add_finder()
+    sys.modules[name].__class__ = AliasModule
+    # Scripts log with DeepSpeed's logger, whose lines are seen without more ado.
+    show_unless_shown()
+    if is_rank_zero():
+        from wherry import __version__
+
+        # A warning, so that it is seen where nobody has set up logging: one engine stands in for another.
+        logger.warning("import deepspeed gives Wherry %s here (it answers to version %s)", __version__, VERSION)
 
 
 def uninstall() -> None:
     """Take the alias away again. Modules that hold names of it keep them."""
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, AliasFinder | AbsentFinder)]
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, AliasFinder)]
     if NAME in sys.modules and _is_alias(sys.modules[NAME]):
         for name in [name for name in sys.modules if name == NAME or name.startswith(NAME + ".")]:
             del sys.modules[name]
@@ -99,42 +212,3 @@ def environment() -> dict[str, str]:
 def _is_alias(module: ModuleType) -> bool:
     origin = getattr(module, "__file__", None)
     return origin is not None and FOLDER in Path(origin).parents
-
-
-def _warn_of_frameworks_that_have_looked() -> None:
-    framework = sys.modules.get("transformers.integrations.deepspeed")
-    if framework is not None and getattr(framework, "DeepSpeedConfig", None) is object:
-        logger.warning(
-            "transformers was imported before the alias was installed and has concluded that deepspeed is missing; "
-            "call wherry.compat.deepspeed.install() first if its Trainer is to use it"
-        )
-
-
-class AbsentFinder(MetaPathFinder, Loader):
-    """Finds the modules that DeepSpeed has and Wherry has not, as modules whose names refuse to be used."""
-
-    def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        return ModuleSpec(fullname, self, is_package=True) if self._instead(fullname) else None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        from wherry.compat.deepspeed.parts import AbsentModule
-
-        return AbsentModule(spec.name, self._instead(spec.name))
-
-    def exec_module(self, module: ModuleType) -> None:
-        """It is whole already."""
-
-    @staticmethod
-    def _instead(fullname: str) -> str:
-        from wherry.compat.deepspeed.parts import ABSENT_MODULES
-
-        below = fullname.removeprefix(NAME + ".")
-        if below == fullname:
-            return ""
-        return next((why for name, why in ABSENT_MODULES.items() if below == name or below.startswith(name + ".")), "")
-
-
-def find_absent() -> None:
-    """Called by the alias package when it is imported, by whichever way it was found."""
-    if not any(isinstance(finder, AbsentFinder) for finder in sys.meta_path):
-        sys.meta_path.append(AbsentFinder())

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
+from wherry.compat.deepspeed import not_part_of_wherry
 from wherry.observe.memory import host_memory
 from wherry.parallel.topology import default_device
 
 
 class Accelerator:
-    """The device that this process computes on. Other names are those of `torch.cuda` or `torch.cpu`."""
+    """The device that this process computes on. What is not here is as in `torch.cuda`, or the module of its kind."""
 
     def __init__(self, kind: str) -> None:
         self._name = kind
@@ -26,43 +27,25 @@ class Accelerator:
             raise AttributeError(name)
         return getattr(self._module, name)
 
-    def is_synchronized_device(self) -> bool:
-        return self._name == "cpu"
+    def _at(self, device_index: int | None) -> int:
+        return int(self._module.current_device()) if device_index is None else device_index
 
-    def use_host_timers(self) -> bool:
-        return self._name == "cpu"
+    def is_synchronized_device(self) -> bool:
+        return False
+
+    use_host_timers = is_synchronized_device
 
     def device_name(self, device_index: int | None = None) -> str:
-        return self._name if device_index is None or self._name == "cpu" else f"{self._name}:{device_index}"
-
-    def current_device(self) -> int | str:
-        return int(os.environ.get("LOCAL_RANK", "0")) if self._name == "cpu" else self._module.current_device()
+        return self._name if device_index is None else f"{self._name}:{device_index}"
 
     def current_device_name(self) -> str:
-        return "cpu" if self._name == "cpu" else f"{self._name}:{self._module.current_device()}"
-
-    def device(self, device_index: int | None = None) -> Any:
-        return nullcontext() if self._name == "cpu" else self._module.device(device_index)
-
-    def set_device(self, device_index: int) -> None:
-        if self._name != "cpu":
-            self._module.set_device(device_index)
-
-    def device_count(self) -> int:
-        return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self._name == "cpu" else self._module.device_count()
+        return self.device_name(self._at(None))
 
     def is_available(self) -> bool:
         return True
 
-    def synchronize(self, device_index: int | None = None) -> None:
-        if self._name != "cpu":
-            self._module.synchronize(device_index)
-
     def communication_backend_name(self) -> str:
         return self._communication_backend_name
-
-    def is_bf16_supported(self) -> bool:
-        return self._name == "cpu" or self._module.is_bf16_supported()
 
     def is_fp16_supported(self) -> bool:
         return True
@@ -76,9 +59,6 @@ class Accelerator:
     def amp(self) -> Any:
         return torch.amp
 
-    def stream(self, stream: Any) -> AbstractContextManager[Any]:
-        return nullcontext() if self._name == "cpu" else self._module.stream(stream)
-
     def range_push(self, message: str) -> None:
         if self._name == "cuda":
             torch.cuda.nvtx.range_push(message)
@@ -91,72 +71,103 @@ class Accelerator:
         callback()
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        return tensor if self._name == "cpu" else tensor.pin_memory()
+        return tensor.pin_memory()
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        return self._name != "cpu" and tensor.is_pinned()
+        return tensor.is_pinned()
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self._name
 
-    def _at(self, device_index: int | None) -> int:
-        return int(self._module.current_device()) if device_index is None else device_index
-
-    def manual_seed(self, seed: int) -> Any:
-        return torch.manual_seed(seed) if self._name == "cpu" else self._module.manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> Any:
-        return torch.manual_seed(seed) if self._name == "cpu" else self._module.manual_seed_all(seed)
-
-    def initial_seed(self) -> int:
-        return torch.initial_seed() if self._name == "cpu" else self._module.initial_seed()
-
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
-        return torch.get_rng_state() if self._name == "cpu" else self._module.get_rng_state(self._at(device_index))
+        return self._module.get_rng_state(self._at(device_index))
 
     def set_rng_state(self, state: torch.Tensor, device_index: int | None = None) -> None:
-        if self._name == "cpu":
-            torch.set_rng_state(state)
-        else:
-            self._module.set_rng_state(state, self._at(device_index))
-
-    def empty_cache(self) -> None:
-        if self._name != "cpu":
-            self._module.empty_cache()
-
-    def memory_allocated(self, device_index: int | None = None) -> int:
-        return host_memory().resident if self._name == "cpu" else self._module.memory_allocated(device_index)
-
-    def max_memory_allocated(self, device_index: int | None = None) -> int:
-        return host_memory().peak if self._name == "cpu" else self._module.max_memory_allocated(device_index)
-
-    memory_cached = memory_reserved = memory_allocated
-    max_memory_cached = max_memory_reserved = max_memory_allocated
-
-    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        if self._name != "cpu":
-            self._module.reset_peak_memory_stats(device_index)
-
-    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
+        self._module.set_rng_state(state, self._at(device_index))
 
     def total_memory(self, device_index: int | None = None) -> int:
-        if self._name == "cpu":
-            return host_memory().total
         return self._module.get_device_properties(self._at(device_index)).total_memory
 
     def available_memory(self, device_index: int | None = None) -> int:
-        return host_memory().available if self._name == "cpu" else self._module.mem_get_info(device_index)[0]
+        return self._module.mem_get_info(device_index)[0]
+
+
+class _Host(Accelerator):
+    """The CPU: as many devices as there are ranks here, nothing to wait for, and the process's memory."""
+
+    def is_synchronized_device(self) -> bool:
+        return True
+
+    use_host_timers = is_bf16_supported = is_synchronized_device
+
+    def device_name(self, device_index: int | None = None) -> str:
+        return "cpu"
+
+    def device(self, device_index: int | None = None) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    stream = device
+
+    def current_device(self) -> int:
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    def _at(self, device_index: int | None) -> int:
+        return self.current_device() if device_index is None else device_index
+
+    def device_count(self) -> int:
+        return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        """Nothing is under way."""
+
+    set_device = empty_cache = reset_peak_memory_stats = synchronize
+    reset_max_memory_allocated = reset_max_memory_cached = synchronize
+
+    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
+        return tensor
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return False
+
+    def manual_seed(self, seed: int) -> Any:
+        return torch.manual_seed(seed)
+
+    manual_seed_all = manual_seed
+
+    def initial_seed(self) -> int:
+        return torch.initial_seed()
+
+    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, device_index: int | None = None) -> None:
+        torch.set_rng_state(state)
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        return host_memory().resident
+
+    memory_cached = memory_reserved = memory_allocated
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        return host_memory().peak
+
+    max_memory_cached = max_memory_reserved = max_memory_allocated
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        return host_memory().total
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        return host_memory().available
 
 
 @functools.cache
 def get_accelerator() -> Accelerator:
-    return Accelerator(default_device().type)
+    kind = default_device().type
+    return _Host(kind) if kind == "cpu" else Accelerator(kind)
 
 
 def set_accelerator(accelerator: Any) -> None:
     if accelerator is not get_accelerator():
-        from wherry.compat.deepspeed.parts import not_part_of_wherry
-
         raise not_part_of_wherry("set_accelerator with an accelerator of one's own", "torch's accelerator is used")
 
 

@@ -11,7 +11,8 @@ import torch
 import wherry
 from wherry import config as configs
 from wherry.activations import recompute
-from wherry.compat.deepspeed.parts import not_part_of_wherry
+from wherry.compat.deepspeed import not_part_of_wherry
+from wherry.compat.deepspeed.parameters import live_engines
 from wherry.config import Config
 from wherry.observe.log import warn
 
@@ -44,7 +45,8 @@ def configure(
     It is laid over the block `activation_checkpointing` of their configs. What is checkpointed the model's code says.
     """
     global _asked, mpu
-    block = configs.load(deepspeed_config).activation_checkpointing if deepspeed_config is not None else None
+    config = configs.load(deepspeed_config)
+    block, written = config.activation_checkpointing, config.given.get("activation_checkpointing") or {}
     named = {
         "partition_activations": partition_activations,
         "contiguous_memory_optimization": contiguous_checkpointing,
@@ -53,7 +55,7 @@ def configure(
         "profile": profile,
         "number_checkpoints": num_checkpoints,
     }
-    asked = {key: getattr(block, key) for key in _KEYS if getattr(block, key, None)}
+    asked = {key: value for key in _KEYS if (value := getattr(block, key, written.get(key)))}
     _asked = asked | {key: value for key, value in named.items() if value is not None}
     if mpu_ is not None:
         mpu = mpu_
@@ -61,11 +63,9 @@ def configure(
 
 
 def _tell_if_late() -> None:
-    from wherry.compat.deepspeed.engine import live_engines
-
     for engine in live_engines():
         block = engine.config["activation_checkpointing"]
-        late = [key for key, value in (_asked or {}).items() if block[key] != value]
+        late = [key for key, value in (_asked or {}).items() if block.get(key, value) != value]
         if late:
             warn("checkpointing: the engine keeps its own %s; configure before initialize", ", ".join(late))
 

@@ -12,29 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
+from wherry.compat.deepspeed.parameters import live_engines
 from wherry.observe.log import is_rank_zero, logger, say
 from wherry.parallel.topology import default_device, local_rank
-
-__all__ = [
-    "ReduceOp",
-    "all_gather_coalesced",
-    "all_reduce_coalesced",
-    "allgather_fn",
-    "configure",
-    "get_global_rank",
-    "get_local_rank",
-    "get_rank",
-    "get_world_group",
-    "get_world_size",
-    "has_all_gather_into_tensor",
-    "has_reduce_scatter_tensor",
-    "inference_all_reduce",
-    "init_distributed",
-    "is_available",
-    "is_initialized",
-    "log_summary",
-    "reduce_scatter_fn",
-]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
@@ -211,8 +191,6 @@ def configure(*_: Any, **__: Any) -> None:
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, dict[str, int]] | None:
     """Log what this process's engines have sent, by operation."""
-    from wherry.compat.deepspeed.engine import live_engines
-
     table: dict[str, dict[str, int]] = {}
     for engine in live_engines():
         for among, traffic in engine.topology.traffic():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import os
-import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,11 +12,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from wherry import config as configs
 from wherry.build import initialize as wherry_initialize
 from wherry.build import resolve_config
-from wherry.compat.deepspeed import checkpointing, parameters
-from wherry.compat.deepspeed.parts import not_part_of_wherry
+from wherry.compat.deepspeed import checkpointing, not_part_of_wherry, parameters
+from wherry.compat.deepspeed.comm import init_distributed
 from wherry.dataloader import make_dataloader
 from wherry.engine import Engine
 from wherry.errors import WherryError
@@ -35,13 +32,6 @@ from wherry.compat.deepspeed.export import main
 raise SystemExit(main())
 """
 
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-
-
-def live_engines() -> list[Engine]:
-    """The engines of this process that have not been closed, for calls that name none."""
-    return list(_engines)
-
 
 class DeepSpeedEngine(Engine):
     """Wherry's engine, with the rest of the names that scripts call."""
@@ -52,7 +42,6 @@ class DeepSpeedEngine(Engine):
         super().__init__(*args, **kwargs)
         self._shown = ExitStack()
         parameters.mark(self)
-        _engines.add(self)
         if self.optimizer is not None:
             self.optimizer.parameter_offload = Hooked(self.module)  # type: ignore[attr-defined]
 
@@ -88,8 +77,7 @@ class DeepSpeedEngine(Engine):
 
     def close(self) -> None:
         self._shown.close()
-        parameters.unmark(self.module)
-        _engines.discard(self)
+        parameters.unmark(self)
         super().close()
 
     # Names for what the engine says under another one.
@@ -255,8 +243,6 @@ def initialize(
         raise WherryError(
             "deepspeed.initialize requires a config: give config= (a dict or a path), or --deepspeed_config FILE"
         )
-    from wherry.compat.deepspeed.comm import init_distributed
-
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
     give_back(model)
@@ -278,7 +264,7 @@ def initialize(
 
 def give_back(model: nn.Module) -> None:
     """A model that an engine trains is taken out of it whole, as scripts expect that evaluate after training."""
-    earlier = {engine_of(parameter) for parameter in model.parameters()}
+    earlier = {parameters.engine_of(parameter) for parameter in model.parameters()}
     for engine in earlier:
         if engine is not None and not engine.closed and engine.module is model:
             say("this model has an engine already, which is closed; the model goes on with its weights")
@@ -306,35 +292,6 @@ def _mesh_of(mpu: Any, mesh_param: Any) -> Any:
     return mpu if any(size(axis) > 1 for axis in axes) else None
 
 
-def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """`--deepspeed` and `--deepspeed_config FILE` on a script's own parser."""
-    group = parser.add_argument_group("DeepSpeed", "configuration")
-    group.add_argument("--deepspeed", default=False, action="store_true", help="train with the engine")
-    group.add_argument("--deepspeed_config", default=None, type=str, help="the engine's config, a JSON file")
-    group.add_argument("--deepscale", default=False, action="store_true", help=argparse.SUPPRESS)
-    group.add_argument("--deepscale_config", default=None, type=str, help=argparse.SUPPRESS)
-    return parser
-
-
-class DeepSpeedConfig:
-    """A config, checked; its values under the names that scripts read."""
-
-    def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
-        from wherry.compat.deepspeed.comm import get_world_size
-
-        self.config = configs.load(config)
-        self._param_dict = self.config.given
-        sizes = self.config.batch(get_world_size(), "as the world size says")
-        self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps = sizes
-        zero = self.config.zero_optimization
-        self.zero_config = zero
-        self.zero_optimization_stage = zero.stage
-        self.zero_enabled = zero.stage > 0
-        self.gradient_clipping = self.config.gradient_clipping
-        self.fp16_enabled = self.config.fp16.enabled
-        self.bfloat16_enabled = self.config.bf16.enabled
-
-
 class OnDevice:
     """Build a model on a device, in a dtype."""
 
@@ -351,8 +308,3 @@ class OnDevice:
         if self._enabled:
             self._device.__exit__(*exception)
             torch.set_default_dtype(self._before)
-
-
-def engine_of(parameter: torch.Tensor) -> Engine | None:
-    reference: weakref.ref[Engine] | None = getattr(parameter, parameters.ENGINE, None)
-    return reference() if reference is not None else None

@@ -23,13 +23,13 @@ from wherry.checkpoint import export as exporting
 from wherry.checkpoint import folder as folders
 from wherry.checkpoint.errors import CheckpointError
 from wherry.checkpoint.files import write_text
-from wherry.checkpoint.manifest import WEIGHT, Entry, Manifest, read_manifest
-from wherry.checkpoint.source import Source
+from wherry.checkpoint.format import WEIGHT, Entry, Manifest, read_manifest
+from wherry.checkpoint.reader import CheckpointReader
 from wherry.compat.deepspeed import VERSION
 from wherry.errors import WherryError
-from wherry.nn.tiled import Place, tile_places
 from wherry.observe.log import say
 from wherry.plan.quantities import parse_bytes
+from wherry.sharding.places import Place, tile_places
 
 
 class LazyTensor:
@@ -44,7 +44,7 @@ class LazyTensor:
         return self.shape.numel()
 
     def contiguous(self) -> torch.Tensor:
-        with Source(self._folder, self._manifest) as source:
+        with CheckpointReader(self._folder, self._manifest) as source:
             return source.tensor(self._name, WEIGHT, self.dtype)
 
 
@@ -60,7 +60,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """
     folder, manifest, entries = _open(checkpoint_dir, tag, exclude_frozen_parameters)
     found: dict[str, Any] = {}
-    with Source(folder, manifest) as source:
+    with CheckpointReader(folder, manifest) as source:
         for name, entry in entries.items():
             value: Any = LazyTensor(folder, manifest, name, entry)
             if not lazy_mode:
@@ -95,7 +95,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         files = ["pytorch_model.bin"]
     places: dict[str, str] = {}
     total = 0
-    with Source(folder, manifest) as source:
+    with CheckpointReader(folder, manifest) as source:
         for file, names in zip(files, parts, strict=True):
             weights: dict[str, torch.Tensor] = {}
             for name in names:
@@ -137,7 +137,7 @@ def load_state_dict_from_zero_checkpoint(
         tiles.setdefault(place.whole, []).append((place, model.get_parameter(name)))
     if not any(targets.values()):
         raise CheckpointError(f"{folder}: the model has none of its {len(entries)} tensors; give the trained one")
-    with Source(folder, manifest) as source, torch.no_grad():
+    with CheckpointReader(folder, manifest) as source, torch.no_grad():
         for name, entry in entries.items():
             if targets[name]:
                 value = source.tensor(name, WEIGHT, exporting.exported_dtype(entry, torch.float32))
@@ -209,7 +209,7 @@ def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int
     Weights are not in it: see `get_fp32_state_dict_from_zero_checkpoint`.
     """
     folder, manifest, entries = _open(checkpoint_dir, None, check=False)
-    with Source(folder, manifest) as source:
+    with CheckpointReader(folder, manifest) as source:
         client_state = source.value(manifest.engine.get("client_state", {}))
     counts = {name: manifest.engine.get(name, 0) for name in ("global_steps", "global_samples", "skipped_steps")}
     return _made_for(

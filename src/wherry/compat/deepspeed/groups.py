@@ -9,8 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from wherry.compat.deepspeed import comm
-from wherry.compat.deepspeed.parts import absent, not_part_of_wherry
+from wherry.compat.deepspeed import absent, comm, not_part_of_wherry
+from wherry.compat.deepspeed.parameters import live_engines
 
 mpu: Any = None
 
@@ -28,8 +28,6 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
 
 
 def _mpu() -> Any:
-    from wherry.compat.deepspeed.engine import live_engines
-
     if mpu is not None:
         return mpu
     return next((engine.mpu for engine in live_engines() if getattr(engine, "mpu", None) is not None), None)

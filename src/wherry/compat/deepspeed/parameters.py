@@ -1,4 +1,5 @@
-"""The marks that scripts look for on parameters: `ds_id`, `ds_shape`, `ds_numel`, `ds_status` and the like.
+"""An engine's parameters as scripts meet them: marked with `ds_id`, `ds_shape`, `ds_status` and the like, and
+reached with `deepspeed.utils.safe_*`.
 
 Here shapes stay, and weights are reached with `wherry.gathered`; the marks exist because scripts decide by them.
 """
@@ -7,12 +8,14 @@ from __future__ import annotations
 
 import enum
 import weakref
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from wherry.errors import WherryError
 from wherry.sharding.access import gathered
 
 if TYPE_CHECKING:
@@ -75,8 +78,17 @@ class _Handle:
         return {name: getattr(parameter, "ds_" + name) for name in ("id", "status", "numel", "shape")}
 
 
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def live_engines() -> list[Engine]:
+    """The engines of this process that have not been closed, for calls that name none."""
+    return list(_engines)
+
+
 def mark(engine: Engine) -> None:
     """Put the marks on an engine's parameters; those of sharding only where weights are partitioned."""
+    _engines.add(engine)
     reference = weakref.ref(engine)
     partitioned = engine.placement.parameters.partitioned
     if partitioned:
@@ -110,10 +122,121 @@ def _no_external_parameters() -> list[tuple[str, torch.Tensor]]:
     return []
 
 
-def unmark(module: nn.Module) -> None:
-    for parameter in module.parameters():
+def unmark(engine: Engine) -> None:
+    _engines.discard(engine)
+    for parameter in engine.module.parameters():
         for name in _MARKS:
             if name in parameter.__dict__:
                 delattr(parameter, name)
-    for inner in module.modules():
+    for inner in engine.module.modules():
         inner.__dict__.pop("ds_external_parameters", None)
+
+
+def engine_of(parameter: torch.Tensor) -> Engine | None:
+    reference: weakref.ref[Engine] | None = getattr(parameter, ENGINE, None)
+    return reference() if reference is not None else None
+
+
+def is_zero_param(parameter: object) -> bool:
+    """Whether a parameter is partitioned."""
+    return hasattr(parameter, "ds_id")
+
+
+# `safe_get_...` answers None for a parameter of no engine, `safe_set_...` refuses it. The fp32 parameter is the state
+# "master". Of a whole state every rank must make the call; a local one is this rank's part, flat.
+
+MASTER = "master"
+
+
+def _named(parameter: torch.Tensor) -> tuple[Engine, str] | None:
+    engine = engine_of(parameter)
+    return (engine, engine.states.name_of(parameter)) if engine is not None else None
+
+
+def _required(parameter: torch.Tensor) -> tuple[Engine, str]:
+    found = _named(parameter)
+    if found is None:
+        raise WherryError(
+            f"a parameter of shape {tuple(parameter.shape)} belongs to no engine; call deepspeed.initialize first"
+        )
+    return found
+
+
+def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
+    found = _named(param)
+    return found[0].states.full(found[1], optim_state_key) if found else None
+
+
+def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
+    engine, name = _required(param)
+    engine.states.set_full(name, optim_state_key, value)
+
+
+def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
+    return safe_get_full_optimizer_state(param, MASTER)
+
+
+def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
+    safe_set_full_optimizer_state(param, value, MASTER)
+
+
+def safe_get_local_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
+    found = _named(param)
+    return found[0].states.local(found[1], optim_state_key) if found else None
+
+
+def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
+    engine, name = _required(param)
+    engine.states.set_local(name, optim_state_key, value)
+
+
+def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
+    return safe_get_local_optimizer_state(param, MASTER)
+
+
+def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
+    safe_set_local_optimizer_state(param, value, MASTER)
+
+
+def _with_gradient(param: torch.Tensor) -> tuple[Engine, str] | None:
+    found = _named(param)
+    return found if found and param.requires_grad and found[0].has_gradients() else None
+
+
+def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
+    """The whole mean gradient, from the boundary's backward until the next window; None outside."""
+    found = _with_gradient(param)
+    return found[0].gradients(found[1]) if found else None
+
+
+def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
+    found = _with_gradient(param)
+    return found[0].states.local_gradient(found[1]) if found else None
+
+
+def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
+    engine, name = _required(param)
+    engine.states.set_gradient(name, value)
+
+
+def safe_update_full_grad_vectorized(
+    params: Sequence[torch.Tensor], update_func: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> None:
+    """`update_func(gradient, parameter)` gives each parameter's new gradient."""
+    for parameter in params:
+        gradient = safe_get_full_grad(parameter)
+        if gradient is not None:
+            safe_set_full_grad(parameter, update_func(gradient, parameter))
+
+
+def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
+    engine, name = _required(param)
+    start, stop = engine.states.local_range(name)
+    if value.numel() != stop - start:
+        raise WherryError(
+            f"safe_set_local_grad: {name}: expected {stop - start} elements, those that this rank updates, got "
+            f"{tuple(value.shape)}"
+        )
+    whole = value.new_zeros(param.numel())  # of which this rank keeps its own part
+    whole[start:stop] = value.flatten()
+    engine.states.set_gradient_here(name, whole)

@@ -1,7 +1,8 @@
-"""`deepspeed.zero`: construction under partitioning, and whole weights for a while."""
+"""`deepspeed.zero`: construction under partitioning, whole weights for a while, and what configs are written with."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -10,12 +11,10 @@ import torch
 from torch import nn
 
 import wherry
+from wherry import config as configs
+from wherry.compat.deepspeed import not_part_of_wherry
 from wherry.compat.deepspeed.comm import init_distributed
-from wherry.compat.deepspeed.parameters import ZeroParamStatus
-from wherry.compat.deepspeed.parts import not_part_of_wherry
-
-__all__ = ["GatheredParameters", "Init", "MiCS_Init", "ZeroParamStatus", "register_external_parameter",
-           "unregister_external_parameter", "unwrap_model_for_generation"]  # fmt: skip
+from wherry.nn.tiled import TiledLinear as WherryTiledLinear
 
 
 class Init:
@@ -76,8 +75,6 @@ def _context(
         overrides["zero_optimization.offload_param.device"] = remote_device
     if dtype in (torch.float16, torch.bfloat16):
         overrides["fp16.enabled" if dtype is torch.float16 else "bf16.enabled"] = True
-    from wherry import config as configs
-
     loaded = configs.load(source if source is not None else {"zero_optimization": {"stage": 3}}, overrides=overrides)
     context: AbstractContextManager[Any] = wherry.Init(config=loaded, enabled=enabled)
     return context
@@ -142,3 +139,54 @@ def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], target_fp_dty
 
 
 orig_torch_arange = torch.arange
+
+
+class TiledLinear(WherryTiledLinear):
+    """`wherry.nn.TiledLinear` with DeepSpeed's arguments."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        in_splits: int = 1,
+        out_splits: int = 1,
+        input_is_already_split: bool = False,
+        combine_out_splits: bool = True,
+        linear_cls: Any = nn.Linear,
+        init_linear: nn.Linear | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if input_is_already_split or not combine_out_splits or linear_cls is not nn.Linear:
+            raise not_part_of_wherry(
+                "TiledLinear with split inputs or outputs, or of another class", "use whole tensors and nn.Linear"
+            )
+        super().__init__(in_features, out_features, in_splits, out_splits, bias, **kwargs)
+        if init_linear is not None:
+            self.copy_params_from(init_linear)
+
+    @torch.no_grad()
+    def copy_params_from(self, other: nn.Linear) -> None:
+        self.load_state_dict(other.state_dict())
+
+
+class ZeroStageEnum(enum.IntEnum):
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3
+
+
+class OffloadDeviceEnum(enum.StrEnum):
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(enum.StrEnum):
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"

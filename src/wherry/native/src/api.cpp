@@ -230,15 +230,6 @@ WHERRY_API double wherry_sum_squares(int isa, void* pool_, const void* src, int3
   return total;
 }
 
-// Of several: each as by itself, in their order. Short ones are summed here also where there is a pool.
-WHERRY_API double wherry_sum_squares_of(int isa, void* pool, const void* const* sources, const int32_t* kinds,
-                                        const int64_t* numels, int64_t count) {
-  double total = 0;
-  for (int64_t s = 0; s < count; ++s)
-    total += wherry_sum_squares(isa, numels[s] > CHUNK ? pool : nullptr, sources[s], kinds[s], numels[s]);
-  return total;
-}
-
 WHERRY_API void wherry_limit(int isa, void* pool, int32_t kind, void* const* streams, int64_t n) {
   // Not a constant to the compiler, so that the exclusive or is done.
   volatile uint32_t zero = 0;

@@ -1,0 +1,344 @@
+"""The format: the manifest, which says what a checkpoint holds and where, and values as JSON. Nothing is pickled."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from wherry.checkpoint.errors import CheckpointError
+from wherry.checkpoint.files import DTYPES, FileRecord
+from wherry.checkpoint.reshard import Box, Run
+from wherry.parallel.partition import is_dtensor
+
+NAME = "manifest.json"
+FORMAT = "wherry checkpoint"
+VERSION = 1
+WEIGHT = "weight"
+GRADIENT = "gradient"
+# Working weights one update older than the master: some checkpoints have them, and the master is what is loaded.
+BEHIND = "behind"
+_NO_DIGEST = "0" * 64
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Elements `start` to `stop` of one state of one parameter, and the tensor of a file that holds them.
+
+    `offsets` and `shape` say which box of the parameter is counted; without them it is the whole. `scales`: the tensor
+    holds 8-bit codes, this one the scales of their blocks, and `phase` is the first code's place in its block.
+    `addend`: the number of the rank whose part of a sum this is.
+    """
+
+    file: str
+    tensor: str
+    start: int
+    stop: int
+    offsets: tuple[int, ...] | None = None
+    shape: tuple[int, ...] | None = None
+    scales: str | None = None
+    phase: int = 0
+    addend: int | None = None
+
+    def run(self, whole: tuple[int, ...]) -> Run:
+        box = Box.whole(whole) if self.offsets is None or self.shape is None else Box(self.offsets, self.shape)
+        return Run(box, self.start, self.stop)
+
+    def to_json(self) -> dict[str, Any]:
+        values = {key: value for key, value in vars(self).items() if value is not None}
+        if not self.phase:
+            del values["phase"]
+        return values
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Slice:
+        boxes: dict[str, Any] = {key: tuple(value[key]) for key in ("offsets", "shape") if key in value}
+        return cls(**(value | boxes))
+
+
+@dataclass
+class Entry:
+    """One parameter or buffer: its logical shape, the dtype it is computed with, and the other names it goes by."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    kind: str = "parameter"
+    aliases: tuple[str, ...] = ()
+    # State name -> where its slices are.
+    states: dict[str, list[Slice]] = field(default_factory=dict)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "kind": self.kind,
+            **({"aliases": list(self.aliases)} if self.aliases else {}),
+            "states": {name: [piece.to_json() for piece in slices] for name, slices in self.states.items()},
+        }
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Entry:
+        return cls(
+            tuple(value["shape"]),
+            value["dtype"],
+            value["kind"],
+            tuple(value.get("aliases", ())),
+            {name: [Slice.from_json(piece) for piece in slices] for name, slices in value["states"].items()},
+        )
+
+
+@dataclass
+class Manifest:
+    """Everything about a checkpoint but the bytes of its tensors.
+
+    `entries` are parameters (kinds `parameter` and `frozen`) and buffers. `engine` is what belongs to the run as a
+    whole, `ranks` what belongs to each rank of the run that wrote it; both hold values as `values.encode` makes them.
+    """
+
+    tag: str
+    created: str
+    versions: dict[str, str]
+    world_size: int
+    entries: dict[str, Entry]
+    engine: dict[str, Any]
+    ranks: list[dict[str, Any]]
+    config: dict[str, Any]
+    files: dict[str, FileRecord]
+    placement: list[list[str]] = field(default_factory=list)
+    # Tensors of values, and the scales of 8-bit states, by name -> their files.
+    tensors: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        return int(self.engine.get("global_steps", 0))
+
+    @property
+    def bytes(self) -> int:
+        return sum(record.bytes for record in self.files.values())
+
+    def parameters(self) -> Iterator[tuple[str, Entry]]:
+        return ((name, entry) for name, entry in self.entries.items() if entry.kind in ("parameter", "frozen"))
+
+    def buffers(self) -> Iterator[tuple[str, Entry]]:
+        return ((name, entry) for name, entry in self.entries.items() if entry.kind == "buffer")
+
+    def state_names(self) -> list[str]:
+        """The optimizer's states that are inside."""
+        names = {state for _, entry in self.parameters() for state in entry.states}
+        return sorted(names - {WEIGHT, GRADIENT, BEHIND})
+
+    def merge(self, part: Manifest) -> None:
+        """Take over what another rank has written."""
+        self.files.update(part.files)
+        self.tensors.update(part.tensors)
+        self.ranks += part.ranks
+        for name, entry in part.entries.items():
+            mine = self.entries.setdefault(name, replace(entry, states={}))
+            for state, slices in entry.states.items():
+                mine.states.setdefault(state, []).extend(slices)
+        for name, scalars in part.engine.get("optimizer", {}).get("scalars", {}).items():
+            self.engine["optimizer"]["scalars"].setdefault(name, {}).update(scalars)
+
+    def check_complete(self) -> None:
+        """Every element of every state is in a slice: what the ranks wrote fits together."""
+        for name, entry in self.entries.items():
+            for state, slices in entry.states.items():
+                for addend in {piece.addend for piece in slices}:
+                    held = sum(piece.stop - piece.start for piece in slices if piece.addend == addend)
+                    if held != entry.numel:
+                        raise CheckpointError(
+                            f"{name}, {state}: the ranks wrote {held:,} elements, expected {entry.numel:,}; do all "
+                            "of them hold the same model?"
+                        )
+            if WEIGHT not in entry.states and entry.numel:
+                raise CheckpointError(f"{name}: no rank wrote it")
+
+    def to_text(self) -> str:
+        value = {
+            "format": FORMAT,
+            "version": VERSION,
+            "sha256": _NO_DIGEST,
+            "tag": self.tag,
+            "created": self.created,
+            "versions": self.versions,
+            "world_size": self.world_size,
+            "placement": self.placement,
+            "engine": self.engine,
+            "config": self.config,
+            "ranks": self.ranks,
+            "tensors": self.tensors,
+            "files": {name: asdict(record) for name, record in self.files.items()},
+            "entries": {name: entry.to_json() for name, entry in self.entries.items()},
+        }
+        # One line for each key at the top: short to look at, and no longer than it need be.
+        lines = ",\n".join(f"{json.dumps(key)}: {_compact(item)}" for key, item in value.items())
+        text = f"{{\n{lines}\n}}\n"
+        return text.replace(_NO_DIGEST, hashlib.sha256(text.encode()).hexdigest(), 1)
+
+    @classmethod
+    def from_text(cls, text: str, where: Path) -> Manifest:
+        """Raises `CheckpointError` for a manifest that is damaged, or that another version has to read."""
+        damaged = f"{where} is damaged"
+        try:
+            value = json.loads(text)
+        except ValueError as error:
+            raise CheckpointError(f"{damaged}: {error}") from error
+        if not isinstance(value, dict) or value.get("format") != FORMAT:
+            raise CheckpointError(f"{where} is not the manifest of a Wherry checkpoint")
+        if value.get("version") != VERSION:
+            raise CheckpointError(
+                f"{where} has version {value.get('version')} of the format, and this Wherry reads version {VERSION}; "
+                "use the Wherry that wrote it, or a newer one"
+            )
+        digest = str(value.get("sha256"))
+        if hashlib.sha256(text.replace(digest, _NO_DIGEST, 1).encode()).hexdigest() != digest:
+            raise CheckpointError(f"{damaged}: its checksum does not match")
+        outside = [name for name in (*value["files"], *value["tensors"].values()) if Path(name).name != name]
+        if outside:
+            raise CheckpointError(f"{damaged}: {outside[0]!r} is no file of its own folder")
+        return cls(
+            tag=value["tag"],
+            created=value["created"],
+            versions=value["versions"],
+            world_size=value["world_size"],
+            placement=value["placement"],
+            engine=value["engine"],
+            config=value["config"],
+            ranks=value["ranks"],
+            tensors=value["tensors"],
+            files={name: FileRecord(**record) for name, record in value["files"].items()},
+            entries={name: Entry.from_json(entry) for name, entry in value["entries"].items()},
+        )
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    path = folder / NAME
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: there is no such folder") from None
+        raise CheckpointError(f"{folder} holds no {NAME}: it is no Wherry checkpoint, or not a whole one") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return Manifest.from_text(text, path)
+
+
+# Values of a user's, a scheduler's or a generator's state.
+
+# Marks an object that stands for what JSON has not.
+KIND = "$"
+PutTensor = Callable[[torch.Tensor], Any]
+GetTensor = Callable[[Any], torch.Tensor]
+
+
+def encode(value: Any, where: str, put: PutTensor) -> Any:
+    """`value` as JSON holds it. Tensors go to `put`, which returns a reference; `where` names the value in errors."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, np.generic):
+        return encode(value.item(), where, put)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {KIND: "float", "value": repr(float(value))}
+    if isinstance(value, bytes | bytearray):
+        return {KIND: "bytes", "value": base64.b64encode(value).decode()}
+    if isinstance(value, torch.Tensor):
+        if value.dtype not in DTYPES or value.layout is not torch.strided or value.is_meta or is_dtensor(value):
+            kind = "DTensor" if is_dtensor(value) else f"{value.layout} of {value.dtype} on {value.device}"
+            raise CheckpointError(f"{where}: a tensor that is {kind} cannot be saved; make it a plain one")
+        return {KIND: "tensor", "value": put(value)}
+    if isinstance(value, np.ndarray):
+        return _encode_array(value, where, put)
+    if isinstance(value, torch.Size | tuple):
+        return {KIND: "tuple", "value": _encode_items(value, where, put)}
+    if isinstance(value, list):
+        return _encode_items(value, where, put)
+    if isinstance(value, set | frozenset):
+        return {KIND: "set", "value": _encode_items(sorted(value, key=repr), where, put)}
+    if isinstance(value, torch.dtype):
+        return {KIND: "dtype", "value": str(value).removeprefix("torch.")}
+    if isinstance(value, Mapping):
+        return _encode_mapping(value, where, put)
+    raise CheckpointError(
+        f"{where}: a {type(value).__module__}.{type(value).__qualname__} cannot be saved; a checkpoint holds None, "
+        "booleans, numbers, strings, bytes, tensors, numpy arrays, and lists, tuples, sets and dicts of these. Save "
+        "what the object is made of, for example its state_dict() or vars() of it"
+    )
+
+
+def _encode_items(items: Any, where: str, put: PutTensor) -> list[Any]:
+    return [encode(item, f"{where}[{number}]", put) for number, item in enumerate(items)]
+
+
+def _encode_array(value: np.ndarray, where: str, put: PutTensor) -> Any:
+    if value.dtype.hasobject:
+        raise CheckpointError(f"{where}: a numpy array of objects cannot be saved; give it a dtype of numbers")
+    flat = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8) if value.size else torch.empty(0).byte()
+    return {KIND: "array", "dtype": value.dtype.str, "shape": list(value.shape), "value": put(flat)}
+
+
+def _encode_mapping(value: Mapping[Any, Any], where: str, put: PutTensor) -> Any:
+    plain = type(value) is not Counter and all(isinstance(key, str) for key in value) and KIND not in value
+    if plain:
+        return {key: encode(item, f"{where}[{key!r}]", put) for key, item in value.items()}
+    pairs = [
+        [encode(key, f"{where} (a key)", put), encode(item, f"{where}[{key!r}]", put)] for key, item in value.items()
+    ]
+    return {KIND: "counter" if type(value) is Counter else "dict", "value": pairs}
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """torch's dtype of this name, and nothing else of torch's."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(f"{name!r} is no dtype of this torch; the checkpoint is damaged, or of a newer version")
+    return found
+
+
+def decode(value: Any, get: GetTensor) -> Any:
+    """What `encode` was given. `get` finds the tensor of a reference."""
+    if isinstance(value, list):
+        return [decode(item, get) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get(KIND)
+    if kind is None:
+        return {key: decode(item, get) for key, item in value.items()}
+    inner = value["value"]
+    if kind == "tensor":
+        return get(inner)
+    if kind == "array":
+        return np.frombuffer(get(inner).numpy().tobytes(), np.dtype(value["dtype"])).reshape(value["shape"]).copy()
+    if kind == "float":
+        return float(inner)
+    if kind == "bytes":
+        return base64.b64decode(inner)
+    if kind == "dtype":
+        return dtype_named(inner)
+    if kind == "tuple":
+        return tuple(decode(item, get) for item in inner)
+    if kind == "set":
+        return {decode(item, get) for item in inner}
+    if kind in ("dict", "counter"):
+        pairs = {decode(key, get): decode(item, get) for key, item in inner}
+        return Counter(pairs) if kind == "counter" else pairs
+    raise CheckpointError(f"a value of kind {kind!r} is not known; the checkpoint was written by a newer version")

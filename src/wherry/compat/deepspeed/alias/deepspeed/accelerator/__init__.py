@@ -1,2 +1,0 @@
-from wherry.compat.deepspeed.accelerator import *
-from wherry.compat.deepspeed.accelerator import Accelerator as DeepSpeedAccelerator

@@ -1,1 +1,0 @@
-from wherry.compat.deepspeed.accelerator import Accelerator as DeepSpeedAccelerator

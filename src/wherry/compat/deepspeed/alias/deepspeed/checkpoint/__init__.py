@@ -1,1 +1,0 @@
-from deepspeed.checkpoint import utils

@@ -1,1 +1,0 @@
-from wherry.compat.deepspeed.utilities import clone_tensors_for_torch_save

@@ -1,2 +1,0 @@
-from wherry.compat.deepspeed.comm import *
-from wherry.compat.deepspeed.comm import __getattr__

@@ -1,1 +1,0 @@
-from wherry.compat.deepspeed.optimizers import DeepSpeedCPUAdagrad

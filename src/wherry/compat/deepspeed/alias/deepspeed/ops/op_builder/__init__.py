@@ -1,2 +1,0 @@
-from wherry.compat.deepspeed.builders import *
-from wherry.compat.deepspeed.builders import __getattr__

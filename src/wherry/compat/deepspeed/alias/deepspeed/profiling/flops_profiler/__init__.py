@@ -1,1 +1,0 @@
-from wherry.compat.deepspeed.profiler import FlopsProfiler, get_model_profile

@@ -1,2 +1,0 @@
-from wherry.update.optimizer import ShardedOptimizer as DeepSpeedOptimizer
-from wherry.update.optimizer import ShardedOptimizer as ZeROOptimizer

@@ -1,1 +1,0 @@
-from wherry.config.fields import Block as DeepSpeedConfigModel

@@ -1,3 +1,0 @@
-from wherry.compat.deepspeed.engine import DeepSpeedEngine
-
-DeepSpeedOptimizerCallable = DeepSpeedSchedulerCallable = object

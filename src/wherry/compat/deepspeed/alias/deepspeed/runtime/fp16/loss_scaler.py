@@ -1,2 +1,0 @@
-from wherry.update.loss_scale import LossScaler
-from wherry.update.loss_scale import LossScaler as DynamicLossScaler

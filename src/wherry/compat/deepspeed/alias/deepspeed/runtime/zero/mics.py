@@ -1,1 +1,0 @@
-from wherry.compat.deepspeed.zero import MiCS_Init

@@ -1,1 +1,0 @@
-from wherry.compat.deepspeed.utilities import get_state_devices

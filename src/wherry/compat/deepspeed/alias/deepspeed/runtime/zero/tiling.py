@@ -1,1 +1,0 @@
-from wherry.compat.deepspeed.tiling import TiledLinear, TiledLinearReturnBias

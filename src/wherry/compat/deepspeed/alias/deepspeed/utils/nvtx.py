@@ -1,1 +1,0 @@
-from wherry.compat.deepspeed.utilities import instrument_w_nvtx

@@ -1,0 +1,202 @@
+"""What a model takes: its operations, counted while it runs, and the memory of its states, as tables.
+
+Memory is from Wherry's own model of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from wherry.observe.flops import FlopCount
+from wherry.observe.memory import format_bytes
+from wherry.placement import Placement, Tier
+from wherry.plan.memory import Cost, states
+
+_COST = Cost.of("bf16", "adamw")
+
+
+class FlopsProfiler:
+    """Counts between `start_profile` and `stop_profile`."""
+
+    def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
+        self.model = model
+        self._count: FlopCount | None = None
+        self._running: Any = None
+
+    def start_profile(self, ignore_list: Any = None) -> None:
+        self._count = FlopCount(self.model)
+        self._count.__enter__()
+
+    def stop_profile(self) -> None:
+        if self._count is not None:
+            self._count.__exit__(None, None, None)
+
+    def end_profile(self) -> None:
+        self._count = None
+
+    def reset_profile(self) -> None:
+        self._count = None
+
+    def get_total_flops(self, as_string: bool = False) -> Any:
+        total = self._count.total if self._count is not None else 0
+        return f"{total / 1e9:.2f} G" if as_string else total
+
+    def get_total_macs(self, as_string: bool = False) -> Any:
+        total = (self._count.total if self._count is not None else 0) // 2
+        return f"{total / 1e9:.2f} GMACs" if as_string else total
+
+    def get_total_params(self, as_string: bool = False) -> Any:
+        total = sum(p.numel() for p in self.model.parameters())
+        return f"{total / 1e6:.2f} M" if as_string else total
+
+    def get_total_duration(self, as_string: bool = False) -> Any:
+        seconds = self._count.seconds if self._count is not None else 0.0
+        return f"{seconds * 1e3:.2f} ms" if as_string else seconds
+
+    def print_model_profile(
+        self, profile_step: int = 1, module_depth: int = -1, top_modules: int = 1, detailed: bool = True,
+        output_file: str | None = None,
+    ) -> None:  # fmt: skip
+        text = self._count.table(depth=module_depth) if self._count is not None else "nothing was profiled"
+        if output_file:
+            with open(output_file, "w", encoding="utf-8") as file:
+                file.write(text + "\n")
+        else:
+            print(text)
+
+
+def get_model_profile(
+    model: nn.Module, input_shape: tuple[int, ...] | None = None, args: Any = (), kwargs: Any = None,
+    print_profile: bool = True, detailed: bool = True, module_depth: int = -1, top_modules: int = 1,
+    warm_up: int = 1, as_string: bool = True, output_file: str | None = None, ignore_modules: Any = None,
+    mode: str = "forward",
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """`(flops, macs, parameters)` of one forward."""
+    like = next(model.parameters(), torch.empty(0))
+    arguments = [like.new_ones(input_shape)] if input_shape is not None else list(args)
+    profiler = FlopsProfiler(model)
+    run = model.generate if mode == "generate" else model
+    with torch.no_grad():
+        for _ in range(warm_up):
+            run(*arguments, **(kwargs or {}))  # type: ignore[operator]
+        profiler.start_profile()
+        run(*arguments, **(kwargs or {}))  # type: ignore[operator]
+        profiler.stop_profile()
+    if print_profile:
+        profiler.print_model_profile(module_depth=module_depth, output_file=output_file)
+    return (
+        profiler.get_total_flops(as_string),
+        profiler.get_total_macs(as_string),
+        profiler.get_total_params(as_string),
+    )
+
+
+def _live(model: nn.Module) -> tuple[int, int]:
+    total = sum({p: p.numel() for p in model.parameters()}.values())
+    largest = max((sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules()), default=0)
+    return total, largest
+
+
+def _needs(
+    stage: int, parameters: int, gpus: int, nodes: int, buffer_factor: float, *, optimizer: Tier, weights: Tier
+) -> tuple[int, int]:
+    """Bytes on the host of a node, and on each GPU."""
+    placement = Placement.of_stage(stage, optimizer=optimizer, parameters=weights)
+    tiers = states(parameters, placement, gpus * nodes, _COST).by_tier(placement)
+    return int(tiers[Tier.HOST] * gpus * buffer_factor), tiers[Tier.DEVICE]
+
+
+def _table(stage: int, parameters: int, largest: int, gpus: int, nodes: int, buffer_factor: float) -> str:
+    head = f"{parameters / 1e6:,.0f}M parameters"
+    head += f", {largest / 1e6:,.0f}M in the largest layer" if stage > 2 else ""
+    lines = [
+        f"Memory of model states at ZeRO-{stage}, mixed precision and Adam,",
+        f"for {head},",
+        f"on {nodes} node{'s' * (nodes > 1)} with {gpus} GPU{'s' * (gpus > 1)} each:",
+        f"{'host, per node':>16} | {'per GPU':>12} | where states rest",
+    ]
+    choices = [(Tier.DEVICE, Tier.DEVICE), (Tier.HOST, Tier.DEVICE)] + ([(Tier.HOST, Tier.HOST)] if stage > 2 else [])
+    for optimizer, weights in reversed(choices):
+        host, device = _needs(stage, parameters, gpus, nodes, buffer_factor, optimizer=optimizer, weights=weights)
+        gathered = largest * _COST.parameters if stage > 2 else 0
+        lines.append(
+            f"{format_bytes(host):>16} | {format_bytes(device + gathered):>12} | "
+            f"optimizer: {optimizer.value}, parameters: {weights.value}"
+        )
+    lines.append("(activations come on top: see `wherry plan`)")
+    return "\n".join(lines)
+
+
+def estimate_zero2_model_states_mem_needs(
+    total_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    cpu_offload: bool = True,
+    additional_buffer_factor: float = 1.5,
+) -> tuple[int, int]:
+    """Bytes of states in the host memory of a node, and on each GPU."""
+    optimizer = Tier.HOST if cpu_offload else Tier.DEVICE
+    return _needs(
+        2, int(total_params), num_gpus_per_node, num_nodes, additional_buffer_factor,
+        optimizer=optimizer, weights=Tier.DEVICE,
+    )  # fmt: skip
+
+
+def estimate_zero3_model_states_mem_needs(
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    cpu_offload: bool = True,
+    cpu_offload_params: bool = True,
+    zero_init: bool = True,
+    additional_buffer_factor: float = 1.5,
+) -> tuple[int, int, int]:
+    """The same, and as the third the bytes of the largest layer, gathered: those of the GPU have it in them.
+
+    `zero_init` says how the model is built; what training then keeps does not depend on it.
+    """
+    optimizer = Tier.HOST if cpu_offload else Tier.DEVICE
+    weights = Tier.HOST if cpu_offload and cpu_offload_params else Tier.DEVICE
+    host, device = _needs(
+        3, int(total_params), num_gpus_per_node, num_nodes, additional_buffer_factor,
+        optimizer=optimizer, weights=weights,
+    )  # fmt: skip
+    gathered = int(largest_layer_params) * _COST.parameters
+    return host, device + gathered, gathered
+
+
+def estimate_zero2_model_states_mem_needs_all_cold(
+    total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+) -> None:
+    """Print the table of a model of so many parameters."""
+    print(_table(2, int(total_params), 0, num_gpus_per_node, num_nodes, additional_buffer_factor))
+
+
+def estimate_zero2_model_states_mem_needs_all_live(
+    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+) -> None:
+    """Print the table of a model that is there."""
+    print(_table(2, _live(model)[0], 0, num_gpus_per_node, num_nodes, additional_buffer_factor))
+
+
+def estimate_zero3_model_states_mem_needs_all_cold(
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+) -> None:
+    """Print the table of a model of so many parameters."""
+    print(_table(3, int(total_params), int(largest_layer_params), num_gpus_per_node, num_nodes,
+                 additional_buffer_factor))  # fmt: skip
+
+
+def estimate_zero3_model_states_mem_needs_all_live(
+    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+) -> None:
+    """Print the table of a model that is there."""
+    print(_table(3, *_live(model), num_gpus_per_node, num_nodes, additional_buffer_factor))

@@ -1,0 +1,160 @@
+"""Segments: what one set of hyper-parameters updates, with state in 8 bits or more, as the kernels take it."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from wherry.errors import WherryError
+
+# Values with one scale, in 8 bits.
+BLOCK = 256
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}
+GRADS = (torch.float32, torch.bfloat16, torch.float16)
+_WORDS = (torch.int16, torch.uint16)
+# As kernels.h: numel, start, grad, weight, working, low, state x2, scale x2, four kinds, seed
+LAYOUT = struct.Struct("=qq8QiiiiIi")
+_F32, _BF16, _F16, _SPLIT = range(4)
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks8:
+    """One state tensor as 8-bit codes. Codes are int8 for values with a sign (momentum), uint8 for those without.
+
+    >>> Blocks8.zeros(1000, signed=True).nbytes
+    1016
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+    def __post_init__(self) -> None:
+        if self.codes.dtype not in (torch.int8, torch.uint8):
+            raise WherryError(f"Blocks8: codes are {self.codes.dtype}, expected int8 (signed) or uint8 (unsigned)")
+        if self.scales.dtype is not torch.float32 or self.scales.numel() != blocks_of(self.codes.numel()):
+            raise WherryError(
+                f"Blocks8: scales are {self.scales.numel()} x {self.scales.dtype}, expected "
+                f"{blocks_of(self.codes.numel())} x torch.float32, one for each {BLOCK} of {self.codes.numel()} codes"
+            )
+
+    @classmethod
+    def zeros(cls, numel: int, *, signed: bool) -> Blocks8:
+        codes = torch.zeros(numel, dtype=torch.int8 if signed else torch.uint8)
+        return cls(codes, torch.zeros(blocks_of(numel)))
+
+    @property
+    def signed(self) -> bool:
+        return self.codes.dtype is torch.int8
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes
+
+    def numel(self) -> int:
+        return self.codes.numel()
+
+
+def blocks_of(numel: int) -> int:
+    return -(-numel // BLOCK)
+
+
+@dataclass(slots=True)
+class Segment:
+    """Contiguous elements with one set of hyper-parameters: all tensors 1-D, contiguous, on the CPU, of equal numel.
+
+    The weights are one of: `working` in fp32, in place; `working` in bf16 or fp16 and `master` in fp32; `working` in
+    bf16 and `low`, the 16 low bits of the master (split master); `master` alone, the working weights being elsewhere.
+    `grad` may be left out where every submit brings gradients. A `state` tensor is fp32, bf16 (rounded
+    stochastically) or `Blocks8`. `seed` and `start`, the number of the first element, choose the random draws, so
+    that they do not depend on how a flat is cut.
+    """
+
+    grad: Tensor | None
+    working: Tensor | None
+    master: Tensor | None = None
+    low: Tensor | None = None
+    state: tuple[Tensor | Blocks8, ...] = ()
+    seed: int = 0
+    start: int = 0
+    name: str = ""
+
+    @property
+    def numel(self) -> int:
+        weights = self.master if self.working is None else self.working
+        return 0 if weights is None else weights.numel()
+
+    @property
+    def weight_mode(self) -> int:
+        if self.low is not None:
+            return _SPLIT
+        if self.working is None or self.master is None:
+            return _F32
+        return _BF16 if self.working.dtype is torch.bfloat16 else _F16
+
+
+def check_tensor(where: str, tensor: Tensor, numel: int, dtypes: Sequence[torch.dtype]) -> None:
+    if tensor.device.type != "cpu" or tensor.dim() != 1 or not tensor.is_contiguous():
+        layout = "contiguous" if tensor.is_contiguous() else f"of strides {tuple(tensor.stride())}"
+        raise WherryError(
+            f"{where}: expected a 1-D contiguous CPU tensor, got shape {tuple(tensor.shape)}, {layout}, on "
+            f"{tensor.device}; pass `tensor.view(-1)` of contiguous memory"
+        )
+    if tensor.dtype not in dtypes:
+        raise WherryError(f"{where}: expected {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
+    if tensor.numel() != numel:
+        raise WherryError(f"{where}: expected {numel} elements like the weights, got {tensor.numel()}")
+
+
+def check_segment(where: str, s: Segment) -> None:
+    fp32 = (torch.float32,)
+    if s.working is None and s.master is None:
+        raise WherryError(f"{where}: it has no weights; give `working`, `master`, or both")
+    if s.low is not None and (s.master is not None or s.working is None):
+        raise WherryError(f"{where}: `low` makes `working` a split master; leave `master` out and give `working`")
+    if s.working is not None:
+        lone = s.master is None and s.low is None
+        dtypes = fp32 if lone else (torch.bfloat16,) if s.low is not None else (torch.bfloat16, torch.float16)
+        if lone and s.working.dtype in (torch.bfloat16, torch.float16):
+            raise WherryError(
+                f"{where}: working weights in {s.working.dtype} need an fp32 `master`"
+                + (", or `low` for a split master" if s.working.dtype is torch.bfloat16 else "")
+            )
+        check_tensor(f"{where}.working", s.working, s.numel, dtypes)
+    if s.master is not None:
+        check_tensor(f"{where}.master", s.master, s.numel, fp32)
+    if s.low is not None:
+        check_tensor(f"{where}.low", s.low, s.numel, _WORDS)
+    if s.grad is not None:
+        check_tensor(f"{where}.grad", s.grad, s.numel, GRADS)
+    if len(s.state) > 2:
+        raise WherryError(f"{where}: it has {len(s.state)} state tensors, no rule keeps more than 2")
+    for k, state in enumerate(s.state):
+        if isinstance(state, Blocks8):
+            check_tensor(f"{where}.state[{k}].codes", state.codes, s.numel, (torch.int8, torch.uint8))
+            check_tensor(f"{where}.state[{k}].scales", state.scales, state.scales.numel(), fp32)
+        else:
+            check_tensor(f"{where}.state[{k}]", state, s.numel, (torch.float32, torch.bfloat16))
+
+
+def address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def pack(s: Segment) -> bytes:
+    values, scales, kinds = [0, 0], [0, 0], [0, 0]
+    for k, state in enumerate(s.state):
+        codes = state.codes if isinstance(state, Blocks8) else state
+        values[k], kinds[k] = codes.data_ptr(), KINDS[codes.dtype]
+        scales[k] = state.scales.data_ptr() if isinstance(state, Blocks8) else 0
+    mode = s.weight_mode
+    weight = s.working if mode == _F32 and s.master is None else s.master
+    working = None if mode == _F32 else s.working
+    grad_kind = 0 if s.grad is None else KINDS[s.grad.dtype]
+    return LAYOUT.pack(
+        s.numel, s.start, address(s.grad), address(weight), address(working), address(s.low), *values, *scales,
+        grad_kind, mode, *kinds, s.seed & 0xFFFFFFFF, 0,
+    )  # fmt: skip

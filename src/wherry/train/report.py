@@ -1,0 +1,164 @@
+"""Rank 0's account of a run: in the run's folder, and on the screen."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from wherry.errors import WherryError
+from wherry.observe import stdout
+from wherry.observe.log import logger
+from wherry.train.display import Display
+from wherry.train.loop import Outcome, Plan, Record
+from wherry.train.options import Options
+from wherry.train.presets import Shape
+
+COLUMNS = (
+    *("loss", "validation_loss", "lr", "gradient_norm", "tokens", "tokens_per_second", "step_seconds"),
+    *("skipped_steps", "resident_bytes", "device_bytes"),
+)
+
+
+class Report:
+    """Writes metrics and what was run into the folder, and shows it. No training ends because either has no room."""
+
+    def __init__(
+        self,
+        engine: Any,
+        plan: Plan,
+        options: Options,
+        shape: Shape,
+        config: Mapping[str, Any],
+        facts: tuple[tuple[str, str], ...],
+        activations: int,
+    ) -> None:
+        import torch
+
+        import wherry
+        from wherry.observe.metrics import sinks_of
+        from wherry.observe.screen import Screen
+
+        self.engine = engine
+        self.run_dir = _run_dir(options)
+        self.sinks = sinks_of(config, COLUMNS)
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        about = {
+            "options": vars(options),
+            "shape": asdict(shape) | {"parameters": shape.parameters},
+            "placement": [list(row) for row in engine.placement.rows()],
+            "ranks": ranks,
+            "wherry": wherry.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "command": sys.argv,
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        }
+        try:
+            self.sinks.open(self.run_dir, config)
+            _write_json(self.run_dir / "config.json", config)
+            _write_json(self.run_dir / "run.json", about)
+        except OSError as error:
+            raise WherryError(
+                f"{error.filename or self.run_dir}: cannot be written ({error.strerror}); make room there, or give "
+                "another folder"
+            ) from error
+        # Some fifty lines, where nobody has said how many.
+        thin = 1 if options.log_interval else max(1, plan.steps // plan.log_interval // 50)
+        gpu = engine.device.type != "cpu"
+        self.display = Display(Screen(), plan.steps, engine.memory, gpu=gpu, line_every=thin)
+        title = f"GPT-2 of {shape.size} parameters on {count(ranks, 'rank')}"
+        try:
+            self.display.begin(title, facts, engine.placement, activations)
+        except OSError as error:
+            stdout.give_up()
+            raise WherryError(
+                f"standard output cannot be written ({error.strerror}); make room there, or send it elsewhere"
+            ) from error
+
+    def step(self, record: Record) -> None:
+        from wherry.observe.memory import device_memory, host_memory
+
+        values = {key: value for key, value in asdict(record).items() if value is not None and key != "step"}
+        values["resident_bytes"] = host_memory().resident
+        device = device_memory(self.engine.device)
+        if device is not None:
+            values["device_bytes"] = device.allocated
+        self.sinks.log(record.step, values)
+        self._show(self.display.step, record)
+
+    def non_finite(self, step: int, loss: float, *, ended: bool) -> None:
+        self._show(partial(self.display.non_finite, ended=ended), step, loss)
+
+    def end(self, outcome: Outcome) -> None:
+        self.sinks.close()
+        summary = asdict(outcome) | {"ending": outcome.ending.value, "last_loss": outcome.last_loss}
+        del summary["last_losses"]
+        try:
+            _write_json(self.run_dir / "summary.json", {k: None if v != v else v for k, v in summary.items()})
+        except OSError as error:
+            logger.warning("summary.json is not written: %s", error.strerror)
+        self._show(self.display.end, outcome, self.run_dir)
+
+    @staticmethod
+    def _show(show: Callable[..., None], *what: object) -> None:
+        try:
+            show(*what)
+        except OSError as error:
+            stdout.give_up()
+            logger.warning("nothing more is shown: standard output cannot be written (%s)", error.strerror)
+
+
+def count(number: int, word: str, plural: str = "s") -> str:
+    return f"{number} {word}{plural if number != 1 else ''}"
+
+
+def _run_dir(options: Options) -> Path:
+    if options.run_dir is None:
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{options.preset}"
+        folder, number = Path("runs") / name, 1
+        while folder.exists():
+            number += 1
+            folder = Path("runs") / f"{name}-{number}"
+    else:
+        folder = Path(options.run_dir)
+        if options.resume is None:
+            refuse_used(folder)
+        # The metrics of the part of a run that came before it was resumed keep their lines, under another name.
+        for path in (folder / "metrics.jsonl", folder / "metrics.csv"):
+            if path.exists():
+                number = 1
+                while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+                    number += 1
+                path.rename(aside)
+    make_folder(folder, "--run-dir")
+    return folder
+
+
+def make_folder(folder: Path, flag: str) -> None:
+    """Make a folder where there is none, so that it is told now and not hours later if files cannot be put there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        may_write = os.access(folder, os.W_OK | os.X_OK)
+    except FileExistsError:
+        raise WherryError(f"{flag} {folder}: this is a file, and a folder is needed; give another name") from None
+    except OSError as error:
+        raise WherryError(f"{flag} {folder}: the folder cannot be made ({error.strerror}); give another") from None
+    if not may_write:
+        raise WherryError(f"{flag} {folder}: nothing can be written there; give another folder, or change its mode")
+
+
+def refuse_used(folder: Path) -> None:
+    if (folder / "metrics.jsonl").exists():
+        raise WherryError(f"--run-dir {folder}: it holds the metrics of another run; give another folder")
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")

@@ -1,0 +1,123 @@
+"""Updates that run beside each other in a thread of their own."""
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from wherry.parallel.comm import SoloComm
+from wherry.parallel.merged import Merging
+from wherry.tiers.streams import link_to
+from wherry.tiers.tickets import DONE, CallbackTicket, Ticket
+from wherry.update.pipeline import UpdatePolicy, Updater
+from wherry.update.update_thread import READY, STORE, Steps, UpdateJob, UpdateThread, drive_all
+
+
+class SlowWrite(Ticket):
+    def __init__(self) -> None:
+        self.ends = threading.Event()
+        # Whoever runs the job has come to its write, and has nothing else to do.
+        self.met = threading.Event()
+
+    def wait(self) -> None:
+        self.met.set()
+        assert self.ends.wait(30), "the write is waited for before another job begins"
+
+    def done(self) -> bool:
+        self.met.set()
+        return self.ends.is_set()
+
+
+def test_a_job_that_comes_while_another_one_writes_begins_at_once() -> None:
+    thread, write = UpdateThread(depth=2, device=torch.device("cpu")), SlowWrite()
+
+    def writes(ticket: Ticket) -> Steps:
+        yield READY, DONE
+        yield STORE, ticket
+
+    first, second = UpdateJob("first", writes(write)), UpdateJob("second", writes(DONE))
+    thread.add(first)
+    assert write.met.wait(30)
+    thread.add(second)
+    second.finish()
+    assert first.ready_for_use and not first.done()
+    write.ends.set()
+    thread.close()
+    assert first.done()
+
+
+def test_jobs_that_have_not_begun_are_arranged_anew() -> None:
+    thread, write = UpdateThread(depth=1, device=torch.device("cpu")), SlowWrite()
+    seen: list[str] = []
+
+    def noted(name: str, ticket: Ticket = DONE) -> UpdateJob:
+        def steps() -> Steps:
+            seen.append(name)
+            yield STORE, ticket
+
+        return UpdateJob(name, steps())
+
+    jobs = {name: noted(name, write if name == "under way" else DONE) for name in ("under way", "a", "b", "c", "d")}
+    for job in jobs.values():
+        thread.add(job)
+    assert write.met.wait(30)
+    thread.arrange([jobs[name] for name in ("under way", "d", "b")])
+    write.ends.set()
+    thread.close()
+    assert seen == ["under way", "d", "b", "a", "c"]
+
+
+def test_ctrl_c_in_an_update_is_no_error_of_the_update() -> None:
+    def interrupted() -> Steps:
+        raise KeyboardInterrupt
+        yield READY, DONE
+
+    job = UpdateJob("first", interrupted())
+    drive_all([job], depth=2)
+    for wait in (job.wait, job.finish):
+        with pytest.raises(KeyboardInterrupt):
+            wait()
+
+
+def test_ctrl_c_in_a_wait_leaves_what_is_waited_for_as_it_is() -> None:
+    waits = iter([KeyboardInterrupt(), None])
+
+    def wait() -> None:
+        error = next(waits)
+        if error is not None:
+            raise error
+
+    ticket = CallbackTicket(wait, lambda: False)
+    with pytest.raises(KeyboardInterrupt):
+        ticket.wait()
+    assert not ticket.done()
+    ticket.wait()
+    assert ticket.done()
+
+
+class _Interrupted(Ticket):
+    """Something that is waited for when Ctrl-C comes."""
+
+    def __init__(self, done: bool) -> None:
+        self._done = done
+
+    def wait(self) -> None:
+        raise KeyboardInterrupt
+
+    def done(self) -> bool:
+        return self._done
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_ctrl_c_breaks_an_engine_where_an_update_is_left_unfinished(done: bool) -> None:
+    """One that goes on in the thread comes to its end."""
+    link = link_to(torch.device("cpu"))
+    homes: Any = SimpleNamespace(link=link)
+    updater = Updater([], SoloComm(), homes, UpdatePolicy(), Merging(0), alone=True)
+    with pytest.raises(KeyboardInterrupt):
+        updater._wait(_Interrupted(done))  # type: ignore[arg-type]
+    assert (updater._broken is not None) == done
+    updater.close()
+    link.close()
