@@ -13,11 +13,8 @@ from wherry import native
 from wherry.errors import ConfigError, WherryError
 from wherry.parallel.partition import local
 from wherry.parallel.topology import Topology
-from wherry.placement import Placement, Tier
+from wherry.placement import Placement, Resting, Tier
 from wherry.plan.memory import SCALED, WORD, Cost
-from wherry.plan.profile import Profile
-from wherry.plan.setting import Setting
-from wherry.plan.units import sizes_of
 from wherry.sharding.flat_gradient import GradientPolicy, Landing
 from wherry.sharding.grouping import UnitPlan
 from wherry.sharding.unit import Flat
@@ -31,7 +28,7 @@ from wherry.update.optimizer import OptimizerSpec
 from wherry.update.optimizer_states import StateTier
 from wherry.update.pipeline import UpdatePolicy
 from wherry.update.rules import UpdateRule
-from wherry.update.sizes import weights_at_once
+from wherry.update.sizes import records_at_once, records_waiting, weights_at_once
 
 if TYPE_CHECKING:
     from wherry.config import Config
@@ -56,7 +53,7 @@ class Offload:
         self.link: Link = topology.link(pin) if topology.link is not None else link_to(self.device, pin=pin)
         # Host memory for weights; optimizer state and gradients have the link's own.
         self._weights_pool = self.link.pool(zero.offload_param.pin_memory)
-        self.policy = self._policy()
+        self.policy = self.policy_of(placement)
         # Elements whose optimizer state stays on the device, those of the first units, whose gradients come last.
         share = 1.0 - zero.offload_optimizer.ratio if placement.optimizer.tier is not Tier.DEVICE else 0.0
         self._stays = round(share * trainable)
@@ -278,12 +275,13 @@ class Offload:
 
     # When.
 
-    def _policy(self) -> UpdatePolicy:
+    def policy_of(self, placement: Placement) -> UpdatePolicy:
+        """When updates are made of states that are placed so."""
         config = self.config
         depth = config.zero_optimization.offload_optimizer.buffer_count
         when = config.wherry.update_policy
         waits = self._waits_for_all()
-        tier = self._effective(self.placement.optimizer.tier)
+        tier = self._effective(placement.optimizer.tier)
         if when == "in_backward" and waits:
             raise ConfigError(f"wherry.update_policy: in_backward updates before all gradients are known, and {waits}")
         if when == "delayed" and config.zero_optimization.offload_optimizer.ratio < 1:
@@ -327,7 +325,10 @@ class Offload:
 
 
 class _Needs:
-    """Bytes that the states of these units take on one rank, on the host and on disk, by placement: as plans count."""
+    """Bytes that the states of these units take on one rank, on the host and on disk, by placement.
+
+    They are the formulas of the placement table, and what of states on disk is in memory at a time.
+    """
 
     def __init__(self, offload: Offload, plans: Sequence[UnitPlan]) -> None:
         config, spec = offload.config, offload.spec
@@ -339,8 +340,11 @@ class _Needs:
         self.working = config.working_dtype() or next(floating, torch.float32)
         self.gradient = (config.grad_accum_dtype() or self.working).itemsize
         self.wire = (config.communication_dtype() or self.working).itemsize
-        trained = {p for group in spec.groups for p in group["params"]} if spec is not None else set()
-        self.profile = Profile.of_sizes(sizes_of(plans, trained), 1)
+        given = {p for group in spec.groups for p in group["params"]} if spec is not None else set()
+        # Elements of each unit: all of them, and those that are trained.
+        self.numels = [sum(local(p).numel() for _, p in plan.parameters if p.is_floating_point()) for plan in plans]
+        self.trained = [sum(local(p).numel() for _, p in plan.parameters if p in given) for plan in plans]
+        self.root = sum(numel for plan, numel in zip(plans, self.numels, strict=True) if plan.root)
         # Moments: those of the host's kernels, or a guess at those of another optimizer.
         wide = max(4, self.working.itemsize)
         self.moments, self.coded, self.splits = [wide, wide], False, False
@@ -364,18 +368,98 @@ class _Needs:
             coded=self.coded,
         )
 
-    def _setting(self, placement: Placement) -> Setting:
-        offload = self.offload
-        data, gpu = offload.topology.data.size, not offload.link.shared
-        setting = Setting.with_cost(offload.config, placement, data, self._cost, self.wire, gpu=gpu)
-        return replace(setting, shards=offload.topology.shards.size)
+    def _share(self, resting: Resting, numel: int) -> int:
+        return -(-numel // self.offload.topology.shards.size) if resting.partitioned else numel
 
-    def on_host(self, placement: Placement) -> int:
-        return self._setting(placement).host_needs(self.profile)
+    def _here(self, tier: Tier) -> bool:
+        """Whether it is memory of the host: without a device of its own, that of the device as well."""
+        return tier is Tier.HOST or (tier is Tier.DEVICE and self.offload.link.shared)
+
+    def on_host(self, placement: Placement, in_memory: int | None = None) -> int:
+        """`in_memory` elements of weights stay there that may rest on disk; those of the config by default."""
+        policy = self.offload.policy_of(placement)
+        return (
+            self._weights(placement, policy, in_memory)
+            + self._gradients(placement, policy)
+            + self._optimizer(placement, policy)
+        )
+
+    def _weights_on_disk(self, placement: Placement, in_memory: int | None = None) -> list[int]:
+        """Bytes of the shards that rest there: all but those that come first, as far as there is room for them."""
+        if placement.parameters.tier is not Tier.DISK:
+            return []
+        left = self.offload.config.zero_optimization.offload_param.max_in_cpu if in_memory is None else in_memory
+        found = []
+        for numel in self.numels:
+            shard = self._share(placement.parameters, numel)
+            if shard <= left:
+                left -= shard
+            else:
+                found.append(shard * self.working.itemsize)
+        return found
+
+    def _weights(self, placement: Placement, policy: UpdatePolicy, in_memory: int | None) -> int:
+        resting, width = placement.parameters, self.working.itemsize
+        on_disk = self._weights_on_disk(placement, in_memory)
+        buffers = self.offload.config.zero_optimization.offload_param.buffer_count
+        needed = weights_at_once(on_disk, buffers, min(policy.depth, len(on_disk)), beside=policy.beside)
+        tier = Tier.HOST if resting.tier is Tier.DISK else resting.tier
+        if self._here(tier):
+            needed += sum(self._share(resting, numel) for numel in self.numels) * width - sum(on_disk)
+        if self.offload.link.shared and (on_disk or (resting.partitioned and self.offload.topology.shards.size > 1)):
+            # The largest unit is whole at some time of any step, beside the one that stays.
+            needed += (self.root + max(self.numels, default=0)) * width
+        return needed
+
+    def _gradients(self, placement: Placement, policy: UpdatePolicy) -> int:
+        topology, tier = self.offload.topology, placement.optimizer.tier
+        accumulation = self.offload.config.batch(topology.data.size).accumulation
+        alone = topology.data.size == 1
+        shards = [self._share(placement.optimizer, numel) for numel in self.trained]
+        if policy.when == "in_backward" and accumulation == 1 and (placement.optimizer.partitioned or alone):
+            # They have memory from their arrival to their update.
+            return records_at_once((shard * self.wire for shard in shards), records_waiting(policy.depth))
+        copies = sum(shards) * (self.gradient if accumulation > 1 else self.wire)
+        needed = copies if policy.when == "delayed" else 0
+        if self.offload.link.shared:
+            return needed + sum(self._share(placement.gradients, numel) for numel in self.trained) * self.gradient
+        return needed + (copies if tier is not Tier.DEVICE else 0)
+
+    def _optimizer(self, placement: Placement, policy: UpdatePolicy) -> int:
+        resting = placement.optimizer
+        if resting.tier is Tier.DISK:
+            records = [self._record(placement, policy, numel) for numel in self.trained]
+            at_once = records_at_once(records, policy.depth)
+            late = sum(self._share(resting, numel) for numel in self.trained) if policy.when == "delayed" else 0
+            return at_once + late * self.working.itemsize + self._staying(placement, policy)
+        away = sum(self.trained) - self._stays(placement)
+        needed = self._record(placement, policy, away) if self._here(resting.tier) else 0
+        return needed + self._staying(placement, policy)
+
+    def _record(self, placement: Placement, policy: UpdatePolicy, numel: int, *, stays: bool = False) -> int:
+        """Bytes of the optimizer's state of so many elements, or of what of it `stays` on the device."""
+        shared = self.offload.link.shared
+        on_device = stays or placement.optimizer.tier is Tier.DEVICE
+        at_home = placement.parameters.tier is not Tier.DEVICE
+        apart = (policy.when == "delayed" and (shared or not on_device)) or (not shared and on_device is at_home)
+        return self._cost(shared or not on_device).record(self._share(placement.optimizer, numel), apart=apart)
+
+    def _stays(self, placement: Placement) -> int:
+        """Elements whose state stays on the device."""
+        ratio = self.offload.config.zero_optimization.offload_optimizer.ratio
+        return round((1 - ratio) * sum(self.trained)) if placement.optimizer.tier is not Tier.DEVICE else 0
+
+    def _staying(self, placement: Placement, policy: UpdatePolicy) -> int:
+        shared = self.offload.link.shared
+        return self._record(placement, policy, self._stays(placement), stays=True) if shared else 0
 
     def on_disk(self, placement: Placement, state: str) -> int:
-        rows = self._setting(placement).rows(self.profile)
-        return sum(nbytes for name, tier, nbytes in rows if name == state and tier is Tier.DISK)
+        if state == "parameters":
+            return sum(self._weights_on_disk(placement))
+        if placement.optimizer.tier is not Tier.DISK:
+            return 0
+        policy = self.offload.policy_of(placement)
+        return self._record(placement, policy, sum(self.trained) - self._stays(placement))
 
     def remedies(self) -> Iterator[tuple[str, int]]:
         """Other placements, by the keys that choose them, and what they need of host memory."""
@@ -387,6 +471,4 @@ class _Needs:
             yield '"offload_optimizer": {"device": "nvme", "nvme_path": ...}', self.on_host(on_disk)
         if mine.parameters.partitioned and mine.parameters.tier is not Tier.DISK:
             all_on_disk = replace(on_disk, parameters=replace(mine.parameters, tier=Tier.DISK))
-            setting = replace(self._setting(all_on_disk), in_memory=0)
-            words = "that and the same for offload_param, with max_in_cpu 0"
-            yield words, setting.host_needs(self.profile)
+            yield "that and the same for offload_param, with max_in_cpu 0", self.on_host(all_on_disk, 0)

@@ -8,18 +8,15 @@ import functools
 import importlib
 import inspect
 import json
-import os
 import sys
-import sysconfig
-import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wherry.errors import WherryError
 from wherry.plan.grid import Grid
+from wherry.plan.source import Inputs, Source, told_by
 from wherry.train.presets import GPT2, PRESETS, Shape
 
 if TYPE_CHECKING:
@@ -32,55 +29,6 @@ LARGE = {
     "gpt-1t": Shape(layers=128, hidden=25600, heads=160, sequence=2048, vocabulary=GPT2),
 }
 SHAPES = PRESETS | LARGE
-
-
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    """What one forward is called with."""
-
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """A model that can be built, on whatever device is the default, and the inputs of its forward.
-
-    `make(micro_batch, sequence)` returns the model and one micro-batch, or None for the batch if nobody knows what the
-    model is called with.
-    """
-
-    name: str
-    make: Callable[[int, int], tuple[nn.Module, Batch | None]]
-    # Tokens of a sample, where nothing else is asked for.
-    sequence: int = 1
-    # Whether `make` follows the micro-batch.
-    scales: bool = True
-    # Another micro-batch for a model that was made already, of (model, micro_batch, sequence), where that can be had.
-    inputs: Callable[[nn.Module, int, int], Batch | None] | None = None
-    # Whether its forward is known to treat blocks by what they are, and not by counting them.
-    known: bool = False
-    # The source of the part that one rank of a grid has, with activations of the given dtype, where that is known.
-    part: Callable[[Grid, torch.dtype], Source] | None = None
-    # How many parameters there are with so many tokens a sample, where that is known without the model.
-    parameters: Callable[[int], int] | None = None
-    # What tells this model from every other, where text can: its profiles may be kept. Code of one's own may change.
-    key: str | None = None
-
-    def share(self, grid: Grid, dtype: torch.dtype | None) -> Source:
-        """One rank's part, where ranks share the model."""
-        if grid.size == 1:
-            return self
-        if self.part is None:
-            raise WherryError(
-                f"{self.name}: how ranks would share it is not known; let module:callable return one rank's part of "
-                "the model, and give --ranks as the number of data-parallel ranks"
-            )
-        if dtype is None:
-            import torch
-
-            dtype = torch.float32
-        return self.part(grid, dtype)
 
 
 def find(model: str | nn.Module | Callable[..., Any]) -> Source:
@@ -116,31 +64,21 @@ def _of_object(model: nn.Module | Callable[..., Any]) -> Source:
 def of_shape(name: str, shape: Shape) -> Source:
     """A GPT-2 of this shape."""
 
-    def make(micro_batch: int, sequence: int) -> tuple[nn.Module, Batch]:
+    def make(micro_batch: int, sequence: int) -> tuple[nn.Module, Inputs]:
         from wherry.train import planned
 
-        return planned.model_of(shape, sequence), Batch(planned.inputs_of(micro_batch, sequence))
-
-    def inputs(_: nn.Module, micro_batch: int, sequence: int) -> Batch:
-        from wherry.train import planned
-
-        return Batch(planned.inputs_of(micro_batch, sequence))
+        return planned.model_of(shape, sequence), Inputs(planned.inputs_of(micro_batch, sequence))
 
     def part(grid: Grid, dtype: torch.dtype) -> Source:
-        def make_part(micro_batch: int, sequence: int) -> tuple[nn.Module, Batch]:
+        def make_part(micro_batch: int, sequence: int) -> tuple[nn.Module, Inputs]:
             from wherry.train import planned
 
             model, args = planned.part_of(shape, grid, dtype, micro_batch, sequence)
-            return model, Batch(args)
+            return model, Inputs(args)
 
-        return dataclasses.replace(source, make=make_part, inputs=None, part=None)
+        return dataclasses.replace(source, make=make_part, part=None)
 
-    def parameters(sequence: int) -> int:
-        return dataclasses.replace(shape, sequence=max(shape.sequence, sequence)).parameters
-
-    source = Source(
-        name, make, shape.sequence, inputs=inputs, known=True, part=part, parameters=parameters, key=repr(shape)
-    )
+    source = Source(name, make, shape.sequence, part=part)
     return source
 
 
@@ -159,10 +97,7 @@ def _of_hugging_face(path: Path) -> Source:
         release = metadata.version("transformers")
     except metadata.PackageNotFoundError as error:
         raise WherryError(f"MODEL: the model of {file} needs transformers: pip install transformers") from error
-    key = f"{json.dumps(values, sort_keys=True)} of transformers {release}"
     kind = values.pop("model_type")
-
-    # Nothing below asks for transformers, or for torch, before it makes the model: where its profile is kept, never.
 
     @functools.cache
     def config() -> Any:
@@ -179,7 +114,7 @@ def _of_hugging_face(path: Path) -> Source:
     def text() -> Any:
         return config().get_text_config() if hasattr(config(), "get_text_config") else config()
 
-    def make(micro_batch: int, sequence: int) -> tuple[nn.Module, Batch | None]:
+    def make(micro_batch: int, sequence: int) -> tuple[nn.Module, Inputs | None]:
         with told_by(f"MODEL: {file} fails"):
             cls = _class_of(config())
             model = cls.from_config(config()) if hasattr(cls, "from_config") else cls(config())
@@ -192,7 +127,7 @@ def _of_hugging_face(path: Path) -> Source:
         if grid.pipe > 1:
             raise WherryError("--pipeline-parallel: only the presets are known by their stages; use --tensor-parallel")
 
-        def make_part(micro_batch: int, sequence: int) -> tuple[nn.Module, Batch | None]:
+        def make_part(micro_batch: int, sequence: int) -> tuple[nn.Module, Inputs | None]:
             model, batch = make(micro_batch, sequence)
             styles = getattr(text(), "base_model_tp_plan", None)
             if not styles:
@@ -206,7 +141,7 @@ def _of_hugging_face(path: Path) -> Source:
 
     name = f"{file.parent.resolve().name} ({kind})"
     longest = _longest(values) or _longest_of(text())
-    source = Source(name, make, sequence=min(longest, 2048), inputs=_text_batch, part=part, key=key)
+    source = Source(name, make, sequence=min(longest, 2048), part=part)
     return source
 
 
@@ -232,7 +167,7 @@ def _class_of(config: Any) -> Any:
     return transformers.AutoModelForCausalLM
 
 
-def _text_batch(model: nn.Module, micro_batch: int, sequence: int) -> Batch | None:
+def _text_batch(model: nn.Module, micro_batch: int, sequence: int) -> Inputs | None:
     """Token ids, and labels where the forward takes them; None for a model of something else than text."""
     accepted = inspect.signature(model.forward).parameters
     if "input_ids" not in accepted:
@@ -241,7 +176,7 @@ def _text_batch(model: nn.Module, micro_batch: int, sequence: int) -> Batch | No
 
     ids = torch.zeros(micro_batch, sequence, dtype=torch.int64)
     is_language_model = any(word in type(model).__name__ for word in ("CausalLM", "LMHead", "ConditionalGeneration"))
-    return Batch((), {"input_ids": ids} | ({"labels": ids} if "labels" in accepted and is_language_model else {}))
+    return Inputs((), {"input_ids": ids} | ({"labels": ids} if "labels" in accepted and is_language_model else {}))
 
 
 # A callable of the user's own.
@@ -270,7 +205,7 @@ def _of_callable(name: str, call: Callable[..., Any]) -> Source:
 
     accepted = _accepted(name, call)
 
-    def make(micro_batch: int, sequence: int) -> tuple[nn.Module, Batch | None]:
+    def make(micro_batch: int, sequence: int) -> tuple[nn.Module, Inputs | None]:
         wanted = {"micro_batch": micro_batch, "sequence": sequence}
         with told_by(f"MODEL: {name} fails"):
             made = call(**{key: value for key, value in wanted.items() if key in accepted})
@@ -283,8 +218,8 @@ def _of_callable(name: str, call: Callable[..., Any]) -> Source:
         if batch is None:
             return model, None
         if isinstance(batch, Mapping):
-            return model, Batch((), dict(batch))
-        return model, Batch(tuple(batch) if isinstance(batch, list | tuple) else (batch,))
+            return model, Inputs((), dict(batch))
+        return model, Inputs(tuple(batch) if isinstance(batch, list | tuple) else (batch,))
 
     return Source(name, make, scales="micro_batch" in accepted)
 
@@ -309,29 +244,3 @@ def _accepted(name: str, call: Callable[..., Any]) -> set[str]:
             "that needs nothing else and returns the model, or the model and its inputs"
         )
     return set(parameters)
-
-
-@contextmanager
-def told_by(what: str) -> Iterator[None]:
-    """What a model's own code raises is told as that, with its line. Any other error stays what it is."""
-    try:
-        yield
-    except WherryError:
-        raise
-    except Exception as error:
-        if (line := _line_of(error)) is None:
-            raise
-        raise WherryError(f"{what}: {type(error).__name__}: {error} ({line})") from error
-
-
-def _line_of(error: Exception) -> str | None:
-    """The innermost line on the way to an error that is neither Wherry's nor torch's nor Python's own."""
-    import torch
-
-    others = tuple(f"{Path(module).parent}{os.sep}" for module in (__file__, torch.__file__))
-    library = sysconfig.get_path("stdlib")
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        of_python = frame.filename.startswith((library, "<")) and "site-packages" not in frame.filename
-        if not of_python and not frame.filename.startswith(others):
-            return f"{frame.filename}:{frame.lineno}"
-    return None

@@ -17,9 +17,10 @@ from torch import nn
 
 import wherry
 from wherry.activations import saving
-from wherry.dryrun import Line, dry_run
 from wherry.parallel.comm import Comm
 from wherry.parallel.threads import run_ranks
+from wherry.plan.counts import Line
+from wherry.plan.dry_run import dry_run
 from wherry.sources import of_shape
 from wherry.train.model import GPT, GPTConfig
 from wherry.train.presets import Shape
@@ -45,8 +46,7 @@ def on_device(lines: Any) -> dict[str, Line]:
 
 def test_an_engine_has_one_layer_and_the_root_on_the_device() -> None:
     config = layer_to_layer(optimizer={"type": "AdamW", "params": {"lr": 1e-3}})
-    lines, _, _ = measured.measure(config, 1, gpu=True)[0]
-    found = on_device(lines)
+    found = on_device(measured.measure(config, 1, gpu=True)[0].lines(gpu=True))
     assert not {"parameters", "gradients", "optimizer"} & {c for c, line in found.items() if line.highest}
     units = padded(measured.make()[0], 1)
     block = max(numel for name, numel in units.items() if name != "root")

@@ -1,9 +1,11 @@
-"""A real engine on ranks that are threads, observed as a dry run observes its own."""
+"""A real engine on ranks that are threads, counted as a dry run counts its own."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,19 +16,19 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 import wherry
-from wherry import dryrun
-from wherry.dryrun import Line
-from wherry.engine import Engine
+from wherry import config as configs
 from wherry.observe.footprint import Footprint
 from wherry.parallel.comm import Comm, SoloComm
 from wherry.parallel.threads import ThreadComm, run_ranks
 from wherry.parallel.topology import Topology
+from wherry.plan.counts import HOST, Counts
+from wherry.plan.dry_run import Step, WithLoss
 from wherry.plan.imagined import held
-from wherry.sources import Batch
+from wherry.plan.operations import Recorder
+from wherry.tiers import elastic
 from wherry.tiers.buffers import Block, HostPool
 from wherry.tiers.streams import Link
 from wherry.tiers.tickets import Ticket
-from wherry.update.update_thread import UpdateJob, UpdateThread
 
 WIDTH, LENGTH, MICRO = 64, 24, 2
 
@@ -100,9 +102,6 @@ def unseen(comm: Comm) -> Comm:
     return comm
 
 
-Measured = tuple[list[Line], dict[str, int], dict[str, int]]
-
-
 class SeenPool(HostPool):
     """Host buffers that the footprint knows for what they are."""
 
@@ -112,7 +111,7 @@ class SeenPool(HostPool):
 
     def _allocate(self, size: int) -> Block:
         block = super()._allocate(size)
-        self._footprint.label(dryrun.HOST, [block.tensor])
+        self._footprint.label(HOST, [block.tensor])
         return block
 
 
@@ -137,9 +136,9 @@ def observed(
     gpu: bool = False,
     optimizer: Optimizer = torch.optim.AdamW,
     tensor: bool = False,
-) -> Measured:
-    """On one rank: lines, and calls and bytes of a step's collectives. `tensor`: ranks share the model, not data."""
-    with Footprint() as footprint:
+) -> Counts:
+    """Of a step on one rank. `tensor`: ranks share the model, not data."""
+    with Recorder(elsewhere={HOST} if gpu else ()) as recorder:
         topology = Topology(
             SoloComm() if tensor else comm,
             torch.device("cpu"),
@@ -147,20 +146,17 @@ def observed(
             comm.rank,
             comm.size,
             comm if tensor else SoloComm(),
-            link=lambda pin: SeenLink(footprint, gpu),
+            link=lambda pin: SeenLink(recorder, gpu),
         )
-        engine, *_ = wherry.initialize(model=model, config=config, mesh=topology, optimizer=optimizer)
-        dryrun.observe(engine, footprint)
-        batch = Batch(args)
-        accumulation = engine.gradient_accumulation_steps()
-        dryrun.make_step(engine, batch, accumulation)
+        engine, *_ = wherry.initialize(model=WithLoss(model), config=config, mesh=topology, optimizer=optimizer)
+        step = Step(engine, (args, {}), configs.load(config), recorder, Counter())
+        step.make()
         comm.barrier()  # until then another rank may hold what it reads of this one's
-        footprint.label_rest("resting")
-        footprint.reset()
-        calls, nbytes = dryrun.make_step(engine, batch, accumulation)
-        lines = list(dryrun.memory_lines(engine, footprint))
+        step.begin_counting()
+        step.make()
+        counts = step.counts()
         engine.close()
-    return lines, dict(calls), dict(nbytes)
+    return counts
 
 
 def measure(
@@ -171,34 +167,21 @@ def measure(
     optimizer: Optimizer = torch.optim.AdamW,
     tensor: bool = False,
     build: Callable[[], tuple[nn.Module, Any]] = make,
-) -> list[Measured]:
+) -> list[Counts]:
     """By rank."""
     model, args = build()
 
-    def body(comm: Comm) -> Measured:
+    def body(comm: Comm) -> Counts:
         mine, seen = copy.deepcopy(model), unseen(comm)
         return observed(config, seen, mine, args, gpu=gpu, optimizer=optimizer, tensor=tensor)
 
-    return run_ranks(ranks, body)
+    with sizes_shown():
+        return run_ranks(ranks, body)
 
 
-def updates_begin_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Updates beside a backward begin when it has ended: no buffer comes back before, however busy the machine is."""
-    add, backward = UpdateThread.add, Engine.backward
-
-    def hold(thread: UpdateThread, job: UpdateJob) -> None:
-        held = vars(thread).get("held")
-        add(thread, job) if held is None else held.append(job)
-
-    def run(engine: Engine, *args: Any, **kwargs: Any) -> torch.Tensor:
-        assert engine._updater is not None
-        thread: Any = engine._updater._thread
-        thread.held = []
-        try:
-            return backward(engine, *args, **kwargs)
-        finally:
-            for job in vars(thread).pop("held"):
-                add(thread, job)
-
-    monkeypatch.setattr(UpdateThread, "add", hold)
-    monkeypatch.setattr(Engine, "backward", run)
+@contextmanager
+def sizes_shown() -> Iterator[None]:
+    """Memory of gathered weights is torch's own: a footprint sees the sizes of storages, and no pages."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(elastic, "_system", lambda: None)
+        yield

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.plan.padded import padded_states
 
 from wherry.errors import WherryError
 from wherry.placement import Placement, Resting, Tier
-from wherry.plan.memory import STATE_WORDS, WORKING_BYTES, Cost, UnitSizes, states
+from wherry.plan.memory import STATE_WORDS, WORKING_BYTES, Cost, states
 from wherry.plan.quantities import count_name, parse_bytes, parse_count, published_gigabytes
 
 ADAM_HALF = Cost.of("bf16", "adamw")
@@ -95,59 +94,6 @@ def test_formulas_agree_with_each_other(precision: str, rule: str, count: int, r
     assert states(count, Placement.of_stage(3), 1, cost) == by_stage[0]
 
 
-@given(
-    st.lists(st.lists(st.integers(1, 5000), min_size=1, max_size=5), min_size=1, max_size=4),
-    st.integers(0, 3),
-    st.integers(1, 9),
-    precisions,
-    rules,
-)
-def test_padding_adds_what_the_layout_allows_and_no_more(
-    numels: list[list[int]], stage: int, ranks: int, precision: str, rule: str
-) -> None:
-    units = [UnitSizes(str(i), tuple(unit)) for i, unit in enumerate(numels)]
-    count, cost, placement = sum(map(sum, numels)), Cost.of(precision, rule), Placement.of_stage(stage)
-    every_rank = [padded_states(units, placement, ranks, cost, rank=rank) for rank in range(ranks)]
-    first, ideal = every_rank[0], states(count, placement, ranks, cost)
-    # Below 32 elements a parameter, and 128 for each rank at the end of a flat.
-    padding = sum(31 * len(unit) + 128 * ranks for unit in numels)
-    for state, divides in (
-        ("parameters", placement.parameters.partitioned),
-        ("gradients", placement.gradients.partitioned),
-    ):
-        assert all(getattr(one, state) == getattr(first, state) for one in every_rank)
-        per, held = getattr(cost, state), getattr(first, state) * (ranks if divides else 1)
-        assert per * count <= held <= per * (count + padding)
-    # All ranks together keep the moments of every parameter, once.
-    if placement.optimizer.partitioned:
-        together = sum(one.optimizer for one in every_rank)
-        assert cost.optimizer * count <= together <= cost.optimizer * (count + padding)
-    # Padding has no moments: there may be more of it between the parameters of the first rank than in others.
-    between = cost.optimizer * 31 * sum(map(len, numels))
-    assert all(one.optimizer <= first.optimizer + between for one in every_rank)
-    assert first.parameters >= ideal.parameters and first.gradients >= ideal.gradients
-
-
-def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
-    units = [UnitSizes("block", trained=(100,), frozen=(1000,))]
-    found = padded_states(units, Placement.of_stage(0), 4, ADAM_HALF)
-    assert found.parameters == 2 * (128 + 1024)
-    assert found.gradients == 2 * 128
-    # The master covers the flat's tail, the moments do not.
-    assert found.optimizer == (4 + 8) * 100
-    # At stage 1 what is frozen stays whole and is padded for one rank.
-    assert padded_states(units, Placement.of_stage(1), 4, ADAM_HALF).parameters == 2 * (512 + 1024)
-
-
-def test_small_flats_stay_whole_up_to_the_threshold() -> None:
-    units = [UnitSizes("small", (100,)), UnitSizes("large", (10_000,))]
-    placement = Placement.of_stage(3)
-    travelling = padded_states(units, placement, 2, ADAM_HALF)
-    persistent = padded_states(units, placement, 2, ADAM_HALF, persistence_threshold=256)
-    assert persistent.parameters - travelling.parameters == 2 * 128
-    assert persistent.gradients == travelling.gradients
-
-
 def test_bytes_by_tier() -> None:
     placement = Placement.of_stage(2, optimizer=Tier.HOST)
     found = states(1000, placement, 4, ADAM_HALF)
@@ -158,15 +104,13 @@ def test_bytes_by_tier() -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     placement = Placement.of_stage(1)
-    units = [UnitSizes("root", (10,))]
     with pytest.raises(WherryError, match="ranks: expected 1 or more, got 0"):
         states(10, placement, 0, ADAM_HALF)
     with pytest.raises(WherryError, match="parameters: expected 1 or more, got 0"):
         states(0, placement, 1, ADAM_HALF)
     odd = Placement(optimizer=Resting(False), gradients=Resting(False), parameters=Resting(True))
-    for refused in (lambda: states(10, odd, 2, ADAM_HALF), lambda: padded_states(units, odd, 2, ADAM_HALF)):
-        with pytest.raises(WherryError, match="partitioned parameters need partitioned gradients"):
-            refused()
+    with pytest.raises(WherryError, match="partitioned parameters need partitioned gradients"):
+        states(10, odd, 2, ADAM_HALF)
 
 
 @pytest.mark.parametrize(

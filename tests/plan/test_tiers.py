@@ -1,33 +1,21 @@
-"""Placements off the device: dry runs, the memory model and real engines agree on what is where."""
+"""Placements off the device: a dry run holds what a real engine holds, and on a disk and a link what it moves."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.plan.measured import make, measure, updates_begin_late
+from tests.plan.measured import make, measure
 from tests.plan.test_dryrun import ALONE, config
-from tests.plan.test_peaks import profiled
 from tests.tiers.rows import ROWS
-from torch import nn
 
 from wherry import config as configs
-from wherry.dryrun import Line, dry_run
-from wherry.placement import Tier
-from wherry.plan import setting as setting_room
-from wherry.plan.peaks import buffers, peak
-from wherry.plan.profile import Profile
-from wherry.plan.setting import Setting
-from wherry.plan.units import unit_sizes
+from wherry.plan.counts import Line
+from wherry.plan.dry_run import count
 from wherry.sources import find
-from wherry.update import optimizer_states
 
 # One of each kind: the others differ from these in how many ranks hold what, and not in where it rests.
 CHOSEN = (
@@ -64,166 +52,60 @@ def placed(
 
 
 def by_place(lines: Any) -> dict[tuple[str, str], Line]:
-    found: dict[tuple[str, str], Line] = {}
-    for line in lines:
-        found[line.category, line.tier] = line
-    return found
+    return {(line.category, line.tier): line for line in lines}
 
 
 @pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("row", CHOSEN)
 def test_a_dry_run_holds_what_an_engine_holds(row: str, gpu: bool, tmp_path: Path) -> None:
     given = placed(row, tmp_path)
-    real_lines, calls, nbytes = measure(given, 2, gpu=gpu)[0]
-    told = dry_run(find(make), given, ranks=2, sequence=24, gpu=gpu)
-    assert (told.calls, told.bytes) == (calls, nbytes)
-    real, dry = by_place(real_lines), by_place(told.memory)
-    assert set(dry) == set(real)
-    for place, line in real.items():
+    # On a GPU one kernel updates a segment.
+    real = measure(given, 2, gpu=gpu, optimizer=partial(torch.optim.AdamW, fused=True) if gpu else torch.optim.AdamW)[0]
+    told = count(find(make), configs.load(given), ranks=2, sequence=24, gpu=gpu)
+    assert (told.calls, told.bytes) == (real.calls, real.bytes)
+    lines, dry = by_place(real.lines(gpu=gpu)), by_place(told.lines(gpu=gpu))
+    assert set(dry) == set(lines)
+    for place, line in lines.items():
         if place == ("buffers", "host"):
             continue  # updates run beside the step in an engine, several at a time, and one by one in a dry run
         assert dry[place].at_peak == pytest.approx(line.at_peak, rel=0.001, abs=2048), place
 
 
-def modelled(given: dict[str, Any], ranks: int, rank: int, gpu: bool) -> tuple[dict[tuple[str, str], int], int]:
-    """By the memory model: bytes of each category by place, each at its highest, and the device's highest sum."""
-    setting, found = Setting.of(configs.load(given), ranks, gpu=gpu), profiled()
-    told: defaultdict[tuple[str, str], int] = defaultdict(int)
-    for category, tier, held in setting.rows(found, rank):
-        told[category, str(tier)] += held
-    highest, through = peak(found, setting), buffers(found, setting) + found.buffers + found.inputs
-    device = sum(held for (_, tier), held in told.items() if tier == "device")
-    device += highest.gathered + highest.activations + highest.merged + through
-    told["gathered", "device"], told["activations", "device"] = highest.highest_gathered, highest.highest_working
-    told["buffers", "device"] = through
-    return told, device
+@pytest.mark.parametrize("row", ["offload-2", "offload-3-parameters", "infinity"])
+def test_a_step_moves_what_the_placement_says(row: str, tmp_path: Path) -> None:
+    """Gradients once down, weights up for forward and backward, and states from a disk and back."""
+    told = count(find(make), configs.load(placed(row, tmp_path)), ranks=2, sequence=24, gpu=True)
+    shard = 2 * told.parameters / 2
+    state = told.states.get(("optimizer", "disk"), 0)
+    weights_on_disk = told.states.get(("parameters", "disk"), 0)
+    assert told.moved["down"] == pytest.approx(shard, rel=0.02)
+    ups = 1 if row == "offload-2" else 2
+    assert told.moved["up"] == pytest.approx(ups * shard, rel=0.3)
+    assert told.moved["written"] == pytest.approx(state + weights_on_disk, rel=0.02)
+    # Host memory keeps some of the weights from forward to backward.
+    assert state <= told.moved["read"] <= state + 2 * weights_on_disk
 
 
-# Of flats as small as these, half is what buffers are rounded up to: it is compared with `Even` ones.
-STAGING = ("buffers", "host")
+HOST: dict[str, dict[str, Any]] = {
+    "checkpoints": {"cpu_checkpointing": True, "offload_min_bytes": 1},
+    "everything": {"policy": "offload", "cpu_checkpointing": True, "offload_min_bytes": 1},
+}
 
 
-def assert_follows(
-    given: dict[str, Any],
-    ranks: int,
-    rank: int,
-    gpu: bool,
-    lines: Iterable[Line],
-) -> None:
-    lines = list(lines)
-    told, device = modelled(given, ranks, rank, gpu)
-    for line in lines:
-        place = line.category, line.tier
-        if place != STAGING:
-            assert told[place] == pytest.approx(line.highest, rel=0.03, abs=2048), place
-    assert device == pytest.approx(sum(line.at_peak for line in lines if line.tier == "device"), rel=0.03)
+@pytest.mark.parametrize("block", HOST.values(), ids=HOST)
+def test_activations_that_are_put_on_the_host_are_counted_there(block: dict[str, Any]) -> None:
+    given = config(1, activation_checkpointing=block, optimizer={"type": "SGD", "params": {"lr": 0.1}})
+    told = by_place(count(find(make), configs.load(given), ranks=2, sequence=24, gpu=True).lines(gpu=True))
+    kept = by_place(count(find(make), configs.load(config(1)), ranks=2, sequence=24, gpu=True).lines(gpu=True))
+    real = by_place(measure(given, 2, gpu=True, optimizer=torch.optim.SGD)[0].lines(gpu=True))
+    for place in (("buffers", "host"), ("activations", "device")):
+        assert told[place].highest == pytest.approx(real[place].highest, rel=0.03), place
+    assert told["activations", "device"].highest < kept["activations", "device"].highest
 
 
-@pytest.mark.parametrize(("accumulation", "clip"), [(1, 1.0), (1, 0.0), (3, 1.0)])
-@pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
-@pytest.mark.parametrize("row", CHOSEN)
-def test_the_memory_model_follows(
-    row: str, gpu: bool, accumulation: int, clip: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    updates_begin_late(monkeypatch)
-    given = placed(row, tmp_path, accumulation, clip)
-    told = dry_run(find(make), given, ranks=4, rank=1, sequence=24, gpu=gpu)
-    assert_follows(given, 4, 1, gpu, told.memory)
-
-
-class Even(nn.Module):
-    """Flats that come to whole pages in every type, shared out between two."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x.square().mean()
-
-
-@pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
-@pytest.mark.parametrize("row", [row for row, (_, *tiers) in PLACED.items() if "nvme" in tiers])
-def test_what_is_read_to_host_memory_follows_real_engines(
-    row: str, gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (setting_room, optimizer_states):
-        monkeypatch.setattr(module, "BUCKET_NUMEL", 1)
-    given, found = placed(row, tmp_path, wherry={"update_policy": "at_step"}), Profile.of_sizes(unit_sizes(Even()), 2)
-    for block in ("offload_optimizer", "offload_param"):
-        given["zero_optimization"][block]["buffer_count"] = 2
-    setting = Setting.of(configs.load(given), 2, gpu=gpu)
-    inputs = torch.zeros(1, 256, dtype=torch.bfloat16)
-    for rank, (lines, _, _) in enumerate(measure(given, 2, gpu=gpu, build=lambda: (Even(), (inputs,)))):
-        told = sum(nbytes for _, tier, nbytes in setting.rows(found, rank) if tier is Tier.HOST)
-        assert told == pytest.approx(sum(line.highest for line in lines if line.tier == "host"), rel=0.03)
-        staged = next(line.highest for line in lines if (line.category, line.tier) == STAGING)
-        stated = sum(line.highest for line in lines if line.tier == "host" and line.category != "buffers")
-        assert told - stated == pytest.approx(staged, rel=0.03)
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("row", PLACED)
-def test_the_memory_model_follows_real_engines(row: str, ranks: int, tmp_path: Path) -> None:
-    """With the defaults, so that small flats travel together."""
-    given = placed(row, tmp_path, buckets={})
-    for rank, (lines, _, _) in enumerate(measure(given, ranks)):
-        assert_follows(given, ranks, rank, False, lines)
-
-
-def test_weights_that_are_shared_a_second_time_near_by() -> None:
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "zero_hpz_partition_size": 2, **ALONE}
-    given = config(3, zero_optimization=zero)
-    for rank, (lines, _, _) in enumerate(measure(given, 4)):
-        assert_follows(given, 4, rank, False, lines)
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("row", ["disk-3-parameters", "infinity"])
-def test_updates_in_the_backward_of_real_engines(
-    row: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The model counts as if no update had ended before the backward: a bound, which is met when none has."""
-    updates_begin_late(monkeypatch)
-    given = placed(row, tmp_path, clip=0.0)
-    assert Setting.of(configs.load(given), ranks).resting.brief
-    for rank, (lines, _, _) in enumerate(measure(given, ranks)):
-        assert_follows(given, ranks, rank, False, lines)
-
-
-@pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
-@pytest.mark.parametrize(
-    ("row", "ratio"),
-    [("offload-0", 0.3), ("offload-2", 0.5), ("offload-3-parameters", 0.3), ("disk-3-parameters", 0.6)],
-)
-@pytest.mark.parametrize("clip", [1.0, 0.0], ids=["at the step", "in the backward"])
-def test_a_share_of_the_optimizer_stays(
-    row: str, ratio: float, gpu: bool, clip: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    updates_begin_late(monkeypatch)
-    given = placed(row, tmp_path, clip=clip, ratio=ratio)
-    # On a GPU it is the kernel that updates a segment at once; torch's others make tensors as large as the state.
-    fused = partial(torch.optim.AdamW, fused=True)
-    for rank, (lines, _, _) in enumerate(measure(given, 2, gpu=gpu, optimizer=fused)):
-        assert_follows(given, 2, rank, gpu, lines)
-    away = "disk" if row.startswith("disk") else "host"
-    if gpu or away == "disk":
-        states, _ = modelled(given, 2, 0, gpu)
-        assert 0.2 < states["optimizer", away] / states["optimizer", "device"] < 5
-
-
-def test_updates_that_a_gpu_makes_in_the_backward_give_back_their_gradients(tmp_path: Path) -> None:
-    given = placed("infinity", tmp_path, clip=0.0, ratio=0.0)
-    for rank, (lines, _, _) in enumerate(measure(given, 2, gpu=True, optimizer=partial(torch.optim.AdamW, fused=True))):
-        assert_follows(given, 2, rank, True, lines)
-
-
-def test_an_update_on_a_gpu_has_its_gradients_in_fp32_beside_it(tmp_path: Path) -> None:
-    """What is highest of an update comes after what is highest of the step, where activations are few."""
-    setting = Setting.of(configs.load(placed("offload-0", tmp_path, ratio=0.0)), 2, gpu=True)
-    found = profiled()
-    few = replace(found, moments=tuple(moment._replace(activations=0) for moment in found.moments))
-    # Small flats share a record, and what a record updates is there at once.
-    assert peak(few, setting).highest_working == 4 * sum(map(setting.updated, chain(*setting.flats(found))))
+def test_activations_on_disk_are_counted_there(tmp_path: Path) -> None:
+    block = {"policy": "offload", "nvme_path": str(tmp_path), "offload_min_bytes": 1}
+    given = config(1, activation_checkpointing=block)
+    told = count(find(make), configs.load(given), ranks=2, sequence=24, gpu=True)
+    assert by_place(told.lines(gpu=True))["activations", "disk"].highest == told.on_disk > 0
+    assert told.moved["written"] == told.moved["read"] > 0

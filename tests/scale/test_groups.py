@@ -29,8 +29,8 @@ from wherry import config as configs
 from wherry.errors import ConfigError
 from wherry.parallel.comm import Comm
 from wherry.parallel.threads import run_ranks
-from wherry.plan.roofline import collective_bytes
-from wherry.plan.setting import Setting
+from wherry.plan.dry_run import count
+from wherry.sources import find
 
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4}}
@@ -181,7 +181,7 @@ def test_gathers_stay_in_the_group_and_sums_cross_once_a_window(order: str) -> N
 
 
 @pytest.mark.parametrize("k", [1, 3])
-def test_the_planner_counts_the_same_bytes(k: int) -> None:
+def test_a_dry_run_counts_the_same_bytes(k: int) -> None:
     given = settings(3, k, more=groups())
 
     def body(comm: Comm) -> Any:
@@ -193,20 +193,11 @@ def test_the_planner_counts_the_same_bytes(k: int) -> None:
             for micro in range(k):
                 engine.backward(engine(*token_batch(step, micro, comm.rank)))
                 engine.step()
-        within, across = engine.topology.shards.traffic, engine.topology.replicas.traffic
-        rows = {row.state: row for row in engine.memory()}
-        elements = sum(flat.layout.numel for unit in engine.units for flat in unit.flats)
-        root = sum(flat.nbytes for unit in engine.units if unit.root for flat in unit.flats)
-        assert rows["parameters"].bytes_actual == rows["gradients"].bytes_actual == 4 * elements // 2
-        assert 0 < rows["optimizer"].bytes_actual <= 8 * elements // 2
-        return within.volume(), across.volume(), elements, root
+        found = engine.topology.traffic()
+        return {operation + among: nbytes for among, traffic in found for operation, nbytes in traffic.bytes.items()}
 
-    sent, crossed, elements, root = run_ranks(4, body)[0]
-    setting = Setting.of(configs.load(given), 4)
-    within, across, _ = collective_bytes(setting, elements, elements, elements)
-    # The formula gathers the root unit for the backward as well.
-    assert sent / 2 == within - k * root / 2
-    assert crossed / 2 == across
+    told = count(find(lambda: (MODEL, token_batch(0, 0, 0))), configs.load(given), ranks=4)
+    assert told.bytes == run_ranks(4, body)[0]
 
 
 # Checkpoints.

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from wherry.dryrun import DryRun
-    from wherry.forecast import Forecaster
     from wherry.plan.choose import Change, Choice
+    from wherry.plan.dry_run import DryRun
     from wherry.plan.estimate import Estimate, Use
+    from wherry.plan.forecaster import Forecaster
     from wherry.plan.grid import Grid
-    from wherry.sources import Source
+    from wherry.plan.source import Source
 
 WIDTH = 80
 STATES = ("parameters", "gradients", "optimizer")
@@ -45,7 +45,7 @@ def main(arguments: argparse.Namespace) -> int:
     grid = _grid(arguments)
     if arguments.dry_run:
         return _dry_run(arguments, source, config, grid)
-    from wherry.forecast import Forecaster
+    from wherry.plan.forecaster import Forecaster
 
     machine = _machine(arguments, config)
     ranks = _ranks(arguments) or machine.ranks()
@@ -279,7 +279,7 @@ def _change_line(now: Estimate, change: Change | None) -> str:
 
 
 def _dry_run(arguments: argparse.Namespace, source: Source, config: Config, grid: Grid) -> int:
-    from wherry.dryrun import dry_run
+    from wherry.plan.dry_run import dry_run
 
     gpu = _has_gpus(arguments)
     found = dry_run(

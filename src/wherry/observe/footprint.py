@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ WORKING = "activations"
 class Footprint(TorchDispatchMode):
     """While entered, counts the storages that operations of this thread make, until they are freed.
 
-    A storage counts in the category that `label` gave it, and else as activations. Storages that are resized, which
-    no operation tells of, are read by a meter instead.
+    A storage counts in the category that `label` gave it, and else as activations. Of storages that are resized no
+    operation tells: once they have been, `follow_resized` reads their sizes each time.
+
+    Categories that are `elsewhere`, in another memory, are not part of the sum.
 
     >>> with Footprint() as footprint:
     ...     x = torch.zeros(100)
@@ -30,8 +33,9 @@ class Footprint(TorchDispatchMode):
     (400, 0)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, elsewhere: Collection[str] = ()) -> None:
         super().__init__()
+        self.elsewhere = frozenset(elsewhere)
         self.peak = 0
         # Bytes by category when the sum was highest, and the highest of each category by itself.
         self.at_peak: dict[str, int] = {}
@@ -40,8 +44,8 @@ class Footprint(TorchDispatchMode):
         self._entries: dict[int, tuple[str, int, weakref.ref[Any]]] = {}
         # Of storages that are gone. Any thread may have let go of them, and one alone counts.
         self._gone: deque[tuple[str, int]] = deque()
-        self._meters: dict[str, Callable[[], int]] = {}
-        self._metered: set[int] = set()
+        # By category: storages whose sizes change while they live.
+        self._resized: dict[str, dict[int, weakref.ref[Any]]] = {}
 
     @property
     def live(self) -> dict[str, int]:
@@ -70,7 +74,7 @@ class Footprint(TorchDispatchMode):
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._entries or key in self._metered:
+        if key in self._entries or any(key in found for found in self._resized.values()):
             return
         nbytes = storage.nbytes()
         if not nbytes:
@@ -90,12 +94,19 @@ class Footprint(TorchDispatchMode):
         for category, nbytes in now.items():
             if nbytes > self.peaks.get(category, 0):
                 self.peaks[category] = nbytes
-        total = sum(now.values())
+        total = self.total(now)
         if total > self.peak:
             self.peak, self.at_peak = total, now
 
+    def total(self, of: Mapping[str, int]) -> int:
+        return sum(nbytes for category, nbytes in of.items() if category not in self.elsewhere)
+
     def now(self) -> dict[str, int]:
-        return self.live | {category: read() for category, read in self._meters.items()}
+        resized = {
+            category: sum(storage.nbytes() for reference in found.values() if (storage := reference()) is not None)
+            for category, found in self._resized.items()
+        }
+        return self.live | resized
 
     def reset(self) -> None:
         """Forget the highest values so far."""
@@ -114,14 +125,14 @@ class Footprint(TorchDispatchMode):
             if name == WORKING:
                 self._move(key, category)
 
-    def meter(self, category: str, tensors: Iterable[torch.Tensor], nbytes: Callable[[], int]) -> None:
-        """Tensors whose memory goes and comes while they live: how much there is of it is asked each time."""
-        for tensor in tensors:
-            key = tensor.untyped_storage()._cdata
-            if key in self._entries:
+    def follow_resized(self, category: str) -> None:
+        """Storages that have another size now than when they were made count as `category`, at the size of the time."""
+        found = self._resized.setdefault(category, {})
+        for key, (_, nbytes, reference) in list(self._entries.items()):
+            storage = reference()
+            if storage is not None and storage.nbytes() != nbytes:
                 self._free(key)
-            self._metered.add(key)
-        self._meters[category] = nbytes
+                found[key] = weakref.ref(storage, partial(_forget, found, key))
 
     def _move(self, key: int, category: str) -> None:
         if key not in self._entries:
@@ -131,6 +142,10 @@ class Footprint(TorchDispatchMode):
         live = self.live
         live[name] -= nbytes
         live[category] = live.get(category, 0) + nbytes
+
+
+def _forget(found: dict[int, Any], key: int, _: Any) -> None:
+    found.pop(key, None)
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,9 +9,8 @@ from typing import Any
 from wherry import config as configs
 from wherry.config import Config
 from wherry.errors import ConfigError, WherryError
-from wherry.plan.estimate import Estimate
+from wherry.plan.estimate import Estimate, optimizer_of
 from wherry.plan.memory import STATE_WORDS
-from wherry.plan.setting import optimizer_of
 
 STAGE = "zero_optimization.stage"
 OPTIMIZER = "zero_optimization.offload_optimizer.device"
@@ -23,6 +22,7 @@ MICRO = "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"
 TRAIN = "train_batch_size"
 RECOMPUTE = "activation_checkpointing.policy"
+ORDER = "wherry.accumulation"
 
 # What may be left to the planner in a config, as "auto".
 CHOSEN = (STAGE, OPTIMIZER, PARAM, RATIO, MICRO, ACCUMULATION, TRAIN)
@@ -85,6 +85,8 @@ def free_keys(config: Config) -> frozenset[str]:
     block = config.activation_checkpointing
     if not block.model_fields_set or block.policy == "auto":
         free.add(RECOMPUTE)
+    if "accumulation" not in config.wherry.model_fields_set or config.wherry.accumulation == "auto":
+        free.add(ORDER)
     return frozenset(free)
 
 
@@ -130,7 +132,7 @@ def choose(
                 crowded.append(_Tried(candidate, changed, found))
             if candidate.values.get(ACCUMULATION, 1) == 1:
                 break  # a larger micro-batch needs more still; less only where it saves an accumulation
-    for candidate, changed in [*_shares(fitting, free), *_shares(crowded, free)]:
+    for candidate, changed in [*_shares(fitting, free), *_shares(crowded, free), *_together(fitting, free)]:
         found = answer(changed)
         tried += 1
         if found.fits:
@@ -179,6 +181,25 @@ def _shares(found: Sequence[_Tried], free: frozenset[str]) -> list[tuple[Candida
             if changed is not None:
                 shares.append((Candidate(values), changed))
     return shares
+
+
+def _together(found: Sequence[_Tried], free: frozenset[str]) -> list[tuple[Candidate, Config]]:
+    """The fastest of these configs that accumulate gradients, with all micro-batches through a unit before the next."""
+    windows = [tried for tried in found if _may_run_together(tried.estimate)]
+    together = []
+    for tried in sorted(windows, key=lambda tried: tried.rate)[-FASTEST:] if ORDER in free else ():
+        changed = with_values(tried.config, {ORDER: "layer_major"})
+        if changed is not None:
+            together.append((Candidate(tried.candidate.values | {ORDER: "layer_major"}), changed))
+    return together
+
+
+def _may_run_together(found: Estimate) -> bool:
+    """Whether the micro-batches of a window can go through a unit together: torch before 2.10 has no sums in fp32."""
+    import torch
+
+    sums = found.precision == "fp32" or hasattr(torch.Tensor, "grad_dtype")
+    return found.accumulation > 1 and found.grid.pipe == 1 and sums
 
 
 def _of_each_size(
@@ -282,6 +303,8 @@ def reasons(candidate: Candidate, found: Estimate) -> dict[str, str]:
             told[key] = f"{how} backward: {_bytes_of(found, 'activations')} at most"
         elif key == MICRO:
             told[key] = f"{limit}; {room}"
+        elif key == ORDER:
+            told[key] = "engine.train_batch gathers and reduces each unit once for all micro-batches of a window"
         elif key == ACCUMULATION:
             told[key] = f"{found.samples} samples in an update on {found.ranks} rank{'s' * (found.ranks > 1)}"
     return told
@@ -388,6 +411,8 @@ def _changes(config: Config, now: Estimate) -> Iterator[Candidate]:
                 yield Candidate(values, words)
     other = "none" if now.recompute else "recompute"
     yield Candidate({RECOMPUTE: other}, f'"activation_checkpointing": {{"policy": "{other}"}}')
+    if _may_run_together(now) and config.wherry.accumulation != "layer_major":
+        yield Candidate({ORDER: "layer_major"}, '"wherry": {"accumulation": "layer_major"}')
     if now.precision == "fp32":
         half = now.machine.half
         yield Candidate({f"{half}.enabled": True}, f'"{half}": {{"enabled": true}}')

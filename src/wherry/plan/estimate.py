@@ -1,25 +1,19 @@
-"""Will it fit, what limits it, how fast will it go: a profile, a config and a machine come to one answer."""
+"""Will it fit, what limits it, how fast will it go: counts, a config and a machine come to one answer."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from wherry.config import Config
 from wherry.placement import Placement, Tier
+from wherry.plan.counts import STATES
 from wherry.plan.grid import ALONE, Grid
 from wherry.plan.machine import Machine
-from wherry.plan.memory import states
-from wherry.plan.peaks import buffers, peak
-from wherry.plan.profile import Profile
-from wherry.plan.quantities import seconds
-from wherry.plan.roofline import StepTime, step_time
-from wherry.plan.setting import Setting, optimizer_of, precision_of
-
-# Of what is free, micro-batches that run together may take as much: what `wherry.activations.build` leaves them.
-SHARE_OF_FREE = 0.8
+from wherry.plan.memory import STATE_WORDS, Cost, states
+from wherry.plan.roofline import StepTime
 
 
 @dataclass(frozen=True)
@@ -129,193 +123,157 @@ class Estimate:
         }
 
 
-@dataclass(frozen=True)
-class Subject:
-    """The model of an estimate: its name, its tokens a sample, and its parameters where a profile is of a part."""
-
-    name: str
-    sequence: int = 1
-    parameters: int | None = None
-
-
-def estimate(
-    subject: Subject,
-    profile: Profile,
+def answer(
+    name: str,
+    parameters: int,
+    rows: Sequence[Row],
+    time: StepTime | None,
     config: Config,
     machine: Machine,
     ranks: int,
     grid: Grid = ALONE,
     *,
-    searching: bool = False,
+    sequence: int = 1,
+    notes: Sequence[str] = (),
 ) -> Estimate:
-    """The answer for a profile of the config's own micro-batch: of the part of the model that `grid` gives a rank.
+    """The answer for a model of so many parameters: `rows` are bytes of the part of it that `grid` gives a rank."""
+    sizes = config.batch(grid.data_ranks(ranks))
+    found = Estimate(
+        model=name,
+        parameters=parameters,
+        machine=machine,
+        placement=config.placement(),
+        ranks=ranks,
+        micro_batch=sizes.micro,
+        accumulation=sizes.accumulation,
+        sequence=sequence,
+        precision=precision_of(config),
+        optimizer=optimizer_of(config) or "adamw",
+        recompute=config.activation_checkpointing.resolved_policy() in ("recompute", "auto"),
+        rows=tuple(rows),
+        uses=_uses(rows, machine, ranks, config.wherry.host_memory),
+        time=time,
+        notes=(*notes, *_notes(config, machine, ranks, grid, parameters // grid.size)),
+        grid=grid,
+    )
+    return found
 
-    A search through many configs leaves out what another order of a window would come to.
-    """
-    setting = Setting.of(config, grid.data_ranks(ranks), gpu=machine.gpus > 0, grid=grid)
-    rows = tuple(_rows(profile, setting))
-    notes = [*_of_activations(config, machine)]
-    if config.activation_checkpointing.policy == "auto":
-        notes.append(
+
+def answer_of_count(
+    count: int,
+    config: Config,
+    machine: Machine,
+    ranks: int,
+    grid: Grid = ALONE,
+    *,
+    name: str | None = None,
+    notes: Sequence[str] = ("only states are counted: activations, gathered weights and time need a model",),
+) -> Estimate:
+    """The answer where only the number of parameters is known: states, by the formulas of the literature."""
+    rows = _state_rows(-(-count // grid.size), config, grid.data_ranks(ranks), gpu=machine.gpus > 0)
+    name = name or f"{count:,} parameters"
+    return answer(name, count, rows, None, config, machine, ranks, grid, notes=notes)
+
+
+def _state_rows(count: int, config: Config, ranks: int, *, gpu: bool) -> list[Row]:
+    """The states of so many parameters, of which a share may keep its optimizer state on the device."""
+    placement, offload = config.placement(), config.zero_optimization.offload_optimizer
+    optimizer, shards = optimizer_of(config), config.shard_ranks(ranks)
+    # Of an optimizer that the host's kernels do not know, as many moments are counted as most have.
+    counted = optimizer if optimizer in STATE_WORDS else "adamw"
+
+    def effective(tier: Tier) -> Tier:
+        return Tier.DEVICE if tier is Tier.HOST and not gpu else tier
+
+    away = count if offload.device == "none" else round(offload.ratio * count)
+    found: Counter[tuple[str, Tier]] = Counter()
+    for numel, gradients, tier in (
+        (away, placement.gradients.tier, placement.optimizer.tier),
+        (count - away, Tier.DEVICE, Tier.DEVICE),
+    ):
+        if numel:
+            on_host = effective(tier) is not Tier.DEVICE or not gpu
+            split = on_host and precision_of(config) == "bf16" and config.wherry.master != "whole"
+            cost = Cost.of(
+                precision_of(config),
+                counted,
+                config.data_types.grad_accum_dtype,
+                state_dtype=config.state_dtype(),
+                split=split and optimizer in (None, *STATE_WORDS),
+            )
+            held = states(numel, placement, shards, cost)
+            found["parameters", effective(placement.parameters.tier)] += held.parameters
+            found["gradients", effective(gradients)] += held.gradients
+            found["optimizer", effective(tier)] += held.optimizer
+    return [Row(state, str(tier), nbytes) for (state, tier), nbytes in found.items()]
+
+
+def _notes(config: Config, machine: Machine, ranks: int, grid: Grid, parameters: int) -> Iterator[str]:
+    """Why something is counted otherwise than a step may have it, or will not run as it stands."""
+    block = config.activation_checkpointing
+    policy, away = block.resolved_policy(), block.cpu_checkpointing or block.nvme_path is not None
+    if policy == "auto":
+        yield (
             'activation_checkpointing.policy "auto" is counted as if every unit were recomputed: an engine measures '
             "its first steps, and recomputes no more than it has to; wherry plan --auto chooses between all and nothing"
         )
-    if setting.accumulation < grid.pipe:
-        notes.append(
+    if policy == "none" and away:
+        yield "checkpoints that the model's own code asks for are counted on the device"
+    if policy == "offload" and not (machine.gpus or block.nvme_path):
+        yield "activations stay where they are, as the host, where they would be put, is the device"
+    accumulation = config.batch(grid.data_ranks(ranks)).accumulation
+    if accumulation < grid.pipe:
+        yield (
             f"a pipeline of {grid.pipe} stages is full with {grid.pipe} micro-batches or more: raise "
             "gradient_accumulation_steps"
         )
     if machine.gpus and precision_of(config) == "bf16" != machine.half:
         half = machine.half
-        notes.append(f"these GPUs compute bf16 slowly, and the time is that of {half}: use {half}, or fp32")
-    if not profile.moments:
-        notes.append("activations and time are not counted: the model's inputs are not known")
-    limit = config.wherry.host_memory
-    building = 4 * profile.parameters * machine.ranks_per_node(ranks)
-    if building > machine.capacity(Tier.HOST, ranks) and machine.ranks_per_node(ranks) > 1:
-        notes.append("build the model inside wherry.Init: whole on every rank it would not fit in the host's memory")
-    uses = _uses(rows, machine, ranks, limit, setting.host_needs(profile) if limit is not None else None)
-    if not searching:
-        notes += _order_notes(profile, setting, config, machine, uses[0].usable - uses[0].needed, ranks)
-    return Estimate(
-        model=subject.name,
-        parameters=subject.parameters or profile.parameters,
-        machine=machine,
-        placement=setting.placement,
-        ranks=ranks,
-        micro_batch=config.batch(setting.ranks).micro,
-        accumulation=setting.accumulation,
-        sequence=subject.sequence,
-        precision=precision_of(config),
-        optimizer=optimizer_of(config) or "adamw",
-        recompute=config.activation_checkpointing.resolved_policy() in ("recompute", "auto"),
-        rows=rows,
-        uses=uses,
-        time=step_time(profile, setting, machine) if profile.moments else None,
-        notes=tuple(notes),
-        grid=grid,
-    )
-
-
-def _order_notes(
-    profile: Profile, setting: Setting, config: Config, machine: Machine, spare: int, ranks: int
-) -> Iterator[str]:
-    """In which order the micro-batches of a window are counted, where another one may run.
-
-    `spare` bytes are left of where activations are: of a GPU, or of a node's memory for all its ranks.
-    """
-    if setting.together > 1:
+        yield f"these GPUs compute bf16 slowly, and the time is that of {half}: use {half}, or fp32"
+    if accumulation > 1 and config.wherry.accumulation == "layer_major":
         yield (
             'wherry.accumulation "layer_major" is counted as engine.train_batch runs it; with backward and step of '
             "one's own a micro-batch runs after another, and a step sends more and keeps less"
         )
-    elif config.wherry.accumulation == "auto" and setting.accumulation > 1 and setting.grid.pipe == 1 and profile.kept:
-        room = spare if machine.gpus else spare // machine.ranks_per_node(ranks)
-        fitting = 1 + max(0, int(SHARE_OF_FREE * room)) // profile.kept
-        groups = -(-setting.accumulation // fitting)
-        size = -(-setting.accumulation // groups)
-        if size > 1 and setting.sends_each(profile):
-            took = step_time(profile, replace(setting, together=size), machine).total
-            yield (
-                f"micro-batches are counted one after another; engine.train_batch runs {size} together where there is "
-                f"as much room as here, and a step then takes about {seconds(took)}"
-            )
+    together = machine.ranks_per_node(ranks)
+    if together > 1 and 4 * parameters * together > machine.capacity(Tier.HOST, ranks):
+        yield "build the model inside wherry.Init: whole on every rank it would not fit in the host's memory"
 
 
-def estimate_count(count: int, config: Config, machine: Machine, ranks: int, grid: Grid = ALONE) -> Estimate:
-    """The answer where only the number of parameters is known: states, by the formulas of the literature."""
-    setting = Setting.of(config, grid.data_ranks(ranks), gpu=machine.gpus > 0, grid=grid)
-    rows = tuple(_state_rows(-(-count // grid.size), setting))
-    return Estimate(
-        model=f"{count:,} parameters",
-        parameters=count,
-        machine=machine,
-        placement=setting.placement,
-        ranks=ranks,
-        micro_batch=config.batch(setting.ranks).micro,
-        accumulation=setting.accumulation,
-        sequence=1,
-        precision=precision_of(config),
-        optimizer=optimizer_of(config) or "adamw",
-        recompute=False,
-        rows=rows,
-        uses=_uses(rows, machine, ranks, config.wherry.host_memory),
-        time=None,
-        notes=("only states are counted: activations, gathered weights and time need a model",),
-        grid=grid,
-    )
-
-
-def _state_rows(count: int, setting: Setting) -> list[Row]:
-    """The states of so many parameters, of which a share may keep its optimizer state on the device."""
-    placement = setting.placement
-    staying = round(setting.stays * count)
-    found: Counter[tuple[str, Tier]] = Counter()
-    for numel, resting, cost, stays in (
-        (count - staying, setting.resting, setting.cost, False),
-        (staying, setting.staying, setting.staying_cost, True),
-    ):
-        if not numel:
-            continue
-        held = states(numel, placement, setting.shards, cost)
-        owned = -(-numel // setting.shards) if placement.optimizer.partitioned else numel
-        record = cost.record(owned, apart=resting.apart(at_home=resting.homes))
-        found["parameters", placement.parameters.tier] += held.parameters
-        found["gradients", Tier.DEVICE if stays else placement.gradients.tier] += held.gradients
-        found["optimizer", Tier.DEVICE if stays else placement.optimizer.tier] += record
-    return [Row(state, str(tier), nbytes) for (state, tier), nbytes in found.items()]
-
-
-def _rows(profile: Profile, setting: Setting) -> list[Row]:
-    highest = peak(profile, setting)
-    times = max(setting.in_flight, setting.together)
-    away = (("host", times * profile.on_host), ("disk", times * profile.on_disk))
-    states = {(category, tier): nbytes for category, tier, nbytes in setting.rows(profile)}
-    if setting.loose:
-        states["gradients", Tier.DEVICE] = highest.loose
-    return [
-        *(Row(category, str(tier), nbytes) for (category, tier), nbytes in states.items()),
-        Row("gathered", "device", highest.gathered),
-        Row("activations", "device", highest.activations),
-        *(Row("activations", tier, nbytes) for tier, nbytes in away if nbytes),
-        Row("buffers", "device", buffers(profile, setting) + highest.merged + profile.buffers + profile.inputs),
-    ]
-
-
-def _of_activations(config: Config, machine: Machine) -> Iterator[str]:
-    """How activations are counted where a step may have them otherwise."""
-    block = config.activation_checkpointing
-    policy, away = block.resolved_policy(), block.cpu_checkpointing or block.nvme_path is not None
-    if policy == "auto":
-        yield "activations are counted as in a first step, which recomputes all of them: later ones keep what is free"
-    if policy == "none" and away:
-        yield "checkpoints that the model's own code asks for are counted on the device"
-    if policy == "offload" and not (machine.gpus or block.nvme_path):
-        yield "activations stay where they are, as the host, where they would be put, is the device"
-
-
-def _uses(
-    rows: tuple[Row, ...], machine: Machine, ranks: int, limit: int | None, states: int | None = None
-) -> tuple[Use, ...]:
+def _uses(rows: Sequence[Row], machine: Machine, ranks: int, limit: int | None) -> tuple[Use, ...]:
     """The rows by the place that holds them. Without GPUs the host is the device.
 
-    `limit` is what the config allows the `states` of all a node's ranks to need of its memory; by default they are all
+    `limit` is what the config allows the states of all a node's ranks to need of its memory; by default they are all
     that is there.
     """
 
-    def on(*tiers: Tier) -> int:
-        return sum(row.bytes for row in rows if row.tier in map(str, tiers))
+    def on(*tiers: Tier, categories: Sequence[str] | None = None) -> int:
+        places = set(map(str, tiers))
+        return sum(r.bytes for r in rows if r.tier in places and (categories is None or r.category in categories))
 
     together = machine.ranks_per_node(ranks)
-    on_host = on(Tier.HOST) if machine.gpus else on(Tier.DEVICE, Tier.HOST)
+    host = (Tier.HOST,) if machine.gpus else (Tier.DEVICE, Tier.HOST)
     usable = machine.capacity(Tier.HOST, ranks)
     if limit is not None:
-        others = 0 if states is None else on_host - states
-        usable = min(usable, limit + together * others)
+        usable = min(usable, limit + together * (on(*host) - on(*host, categories=STATES)))
     found = []
     if machine.gpus:
         found.append(Use("GPU", on(Tier.DEVICE), machine.capacity(Tier.DEVICE, ranks)))
-    found.append(Use("host", together * on_host, usable))
+    found.append(Use("host", together * on(*host), usable))
     if on(Tier.DISK):
         found.append(Use("disk", together * on(Tier.DISK), machine.capacity(Tier.DISK, ranks)))
     return tuple(found)
+
+
+def precision_of(config: Config) -> str:
+    return config.working_precision() or "fp32"
+
+
+def optimizer_of(config: Config) -> str | None:
+    """The optimizer of a config, as `STATE_WORDS` knows it."""
+    if config.optimizer is None or config.optimizer.type is None:
+        return None
+    name = config.optimizer.type.lower()
+    if name == "sgd" and (config.optimizer.params or {}).get("momentum"):
+        return "sgd-momentum"
+    return name

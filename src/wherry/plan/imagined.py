@@ -3,6 +3,7 @@ values."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +15,11 @@ from wherry.fake import address_of
 from wherry.native.disk import SECTOR
 from wherry.observe.footprint import Footprint
 from wherry.parallel.comm import Comm
+from wherry.plan.counts import HOST
 from wherry.tiers.buffers import Block, HostPool
 from wherry.tiers.disk import DiskUsage
 from wherry.tiers.streams import Link
 from wherry.tiers.tickets import DONE, CallbackTicket, Ticket
-
-HOST = "host"
 
 
 def held(*tensors: torch.Tensor, ticket: Ticket = DONE) -> Ticket:
@@ -33,6 +33,10 @@ def held(*tensors: torch.Tensor, ticket: Ticket = DONE) -> Ticket:
 
 class FakeComm(Comm):
     """One rank of a group whose other ranks do not exist: everything arrives at once, and means nothing."""
+
+    def read(self, tensor: torch.Tensor) -> list[float]:
+        """Zeros: what no rank has a gradient for is what this one has none for."""
+        return [0.0] * tensor.numel()
 
     def _all_reduce(self, tensor: torch.Tensor, op: str) -> Ticket:
         return held(tensor)
@@ -76,29 +80,43 @@ class FakePool(HostPool):
 
 
 class FakeLink(Link):
-    """Between a device and a host, apart or one: copies are asked for, and made of nothing."""
+    """Between a device and a host, apart or one: copies are counted, and made of nothing."""
 
-    def __init__(self, host: FakePool, *, shared: bool) -> None:
+    def __init__(self, host: FakePool, moved: Counter[str], *, shared: bool) -> None:
         self.device = torch.device("cpu")
         self.host = host
         self.shared = shared
+        self._moved = moved
+
+    def up(self, target: torch.Tensor, source: torch.Tensor, *, after: Ticket = DONE) -> Ticket:
+        after.wait()
+        self._moved["up"] += target.numel() * target.element_size()
+        return DONE
+
+    def down(self, target: torch.Tensor, source: torch.Tensor) -> Ticket:
+        self._moved["down"] += source.numel() * source.element_size()
+        return DONE
 
 
 class FakeStore:
-    """A disk that keeps count of what is reserved on it."""
+    """A disk that keeps count of what is reserved on it, and of what goes there and comes back."""
 
-    def __init__(self, paths: Any, **_: Any) -> None:
+    def __init__(self, moved: Counter[str], paths: Any, **_: Any) -> None:
         self.paths = tuple(paths)
         self.reserved = 0
+        self._moved = moved
 
     def reserve(self, name: str, nbytes: int) -> FakeRecord:
         self.reserved += -(-nbytes // SECTOR) * SECTOR
+        self._moved["reserved"] += nbytes
         return FakeRecord(name, nbytes)
 
     def read(self, record: FakeRecord, buffer: torch.Tensor, offset: int = 0, nbytes: int | None = None) -> Ticket:
+        self._moved["read"] += record.nbytes - offset if nbytes is None else nbytes
         return DONE
 
     def write(self, record: FakeRecord, buffer: torch.Tensor, offset: int = 0, nbytes: int | None = None) -> Ticket:
+        self._moved["written"] += record.nbytes - offset if nbytes is None else nbytes
         return DONE
 
     def attach(self, pool: HostPool) -> None:

@@ -1,19 +1,11 @@
-"""Bytes that a rank keeps for parameters, gradients and optimizer state, in exact integers.
-
-Two answers to the same question. `states` knows only how many parameters there are: the formulas of the literature.
-`flat_states` knows a flat of `plan_flats`, which lays units out as the engine does: what `engine.memory()` will say.
-"""
+"""Bytes that a rank keeps for parameters, gradients and optimizer state, by the formulas of the literature."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 from wherry.errors import WherryError
 from wherry.placement import Placement, Tier
-from wherry.sharding.layout import FlatLayout, lay_out
 
 WORKING_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of one working weight, by precision."""
@@ -104,11 +96,6 @@ class States:
     def total(self) -> int:
         return self.parameters + self.gradients + self.optimizer
 
-    def __add__(self, other: States) -> States:
-        return States(
-            self.parameters + other.parameters, self.gradients + other.gradients, self.optimizer + other.optimizer
-        )
-
     def by_tier(self, placement: Placement) -> dict[Tier, int]:
         """The same bytes by the tier that they rest on."""
         tiers = dict.fromkeys(Tier, 0)
@@ -145,73 +132,3 @@ def check(placement: Placement, ranks: int) -> None:
             "placement: partitioned parameters need partitioned gradients, and those a partitioned optimizer; "
             f"got parameters {par}; gradients {grad}; optimizer {opt}"
         )
-
-
-@dataclass(frozen=True)
-class UnitSizes:
-    """A unit by the elements of each of its parameters. All of them are kept in the one working precision."""
-
-    name: str
-    trained: tuple[int, ...]
-    frozen: tuple[int, ...] = ()
-    # The root unit stays gathered through forward and backward.
-    root: bool = False
-
-
-@dataclass(frozen=True)
-class PlannedFlat:
-    """A flat that the engine would make."""
-
-    layout: FlatLayout
-    trainable: bool
-    resident: bool
-
-
-def flat_states(flat: PlannedFlat, placement: Placement, cost: Cost, rank: int, *, apart: bool) -> States:
-    """What one rank keeps of one flat."""
-    layout = flat.layout
-    parameters = cost.parameters * (layout.numel if flat.resident else layout.shard_numel)
-    if not flat.trainable:
-        return States(parameters, 0, 0)
-    gradients = cost.gradients * (layout.shard_numel if placement.gradients.partitioned else layout.numel)
-    owner = rank if layout.ranks > 1 else 0
-    records = (cost.record(span.stop - span.start, apart=apart) for span in layout.segments(owner))
-    return States(parameters, gradients, sum(records))
-
-
-@lru_cache(maxsize=1024)
-def _layout(numels: tuple[int, ...], ranks: int) -> FlatLayout:
-    """Equal blocks have equal flats, and a search asks for them again and again."""
-    return lay_out([(str(i), (numel,), 0) for i, numel in enumerate(numels)], ranks)
-
-
-def plan_flats(
-    units: Sequence[UnitSizes],
-    placement: Placement,
-    ranks: int,
-    persistence_threshold: int = 0,
-    persistence_limit: int | None = None,
-    *,
-    homes: bool = False,
-) -> list[list[PlannedFlat]]:
-    """The flats that the engine makes of each unit: what is trained in one, what is frozen in another.
-
-    With `homes` parameters rest off the device, from where one rank too gathers them.
-    """
-    check(placement, ranks)
-    left = math.inf if persistence_limit is None else persistence_limit
-    planned = []
-    for unit in units:
-        flats = []
-        for numels, trainable in ((unit.trained, True), (unit.frozen, False)):
-            if not numels:
-                continue
-            cut = placement.parameters.partitioned or (trainable and placement.optimizer.partitioned)
-            layout = _layout(numels, ranks if cut else 1)
-            resident = not placement.parameters.partitioned
-            if not resident and layout.numel <= min(persistence_threshold, left):
-                resident = True
-                left -= layout.numel
-            flats.append(PlannedFlat(layout, trainable, resident or (ranks == 1 and not homes)))
-        planned.append(flats)
-    return planned

@@ -17,9 +17,6 @@ COLOURS = {
     "gathered": "#7fb3e0",
     "activations": "#e0a030",
     "buffers": "#b0a090",
-    "parameters read": "#1f4a80",
-    "optimizer read": "#5e3c85",
-    "parameters to come": "#9dc3e6",
 }
 
 STYLE = """

@@ -16,10 +16,9 @@ from pathlib import Path
 from wherry.config import Config
 from wherry.observe.log import logger
 from wherry.observe.memory import host_memory
-from wherry.plan.kept import cache_folder
 from wherry.plan.machine import Machine
 
-VERSION = 6
+VERSION = 7
 # Cores that others may keep busy while rates are measured that are to be kept, of eight; of fewer, as many.
 BUSY = 0.5
 # Where Linux shows that it has a driver of a GPU.
@@ -82,6 +81,11 @@ def disk_folder(config: Config, path: str | None = None) -> Path | None:
         return None
     folder = Path(path).absolute()
     return next(each for each in (folder, *folder.parents) if each.is_dir())
+
+
+def cache_folder() -> Path:
+    """Where Wherry keeps what it has found out about this machine."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "wherry"
 
 
 def _others_worked() -> float:

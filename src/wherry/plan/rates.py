@@ -22,16 +22,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from wherry import config as configs
 from wherry.observe.log import logger
 from wherry.observe.memory import host_memory
 from wherry.plan.machine import GB, HOST_NETWORK, Machine
+from wherry.plan.operations import Recorder
 from wherry.plan.probe import cores, processor
-from wherry.plan.roofline import step_time
-from wherry.plan.setting import Setting
-from wherry.plan.trace import profile
+from wherry.plan.roofline import computing
 from wherry.tiers.buffers import CudaPin, HostPool
 
 # What a disk that cannot be measured is taken to do: bytes a second read, written, and both, and no time of a core.
@@ -187,20 +186,24 @@ def _block(machine: Machine, dtype: torch.dtype) -> float:
     """Forward and backward of a few blocks, against what is forecast of their operations one by one."""
     width, heads, tokens, batch = 512, 8, 256, 2
 
-    def build(micro_batch: int) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-        blocks = nn.Sequential(*(_Block(width, heads) for _ in range(4)))
-        return blocks, (torch.zeros(micro_batch, tokens, width, dtype=dtype),), {}
-
-    config = configs.load({"bf16": {"enabled": dtype is torch.bfloat16}, "train_micro_batch_size_per_gpu": batch})
-    forecast = step_time(profile(build, batch, dtype), Setting.of(config, 1), machine)
-    model, (x,), _ = build(batch)
-    model = model.to(dtype)
+    with FakeTensorMode(), Recorder() as recorder:
+        blocks, x = _blocks(width, heads), torch.zeros(batch, tokens, width, dtype=dtype)
+        for parameter in blocks.parameters():
+            parameter.data = parameter.data.to(dtype)
+        recorder.operations.clear()
+        blocks(x).sum().backward()
+    forecast = sum(computing(recorder.operations, machine, fp32=dtype is torch.float32))
+    model, x = _blocks(width, heads).to(dtype), torch.zeros(batch, tokens, width, dtype=dtype)
 
     def work() -> None:
         model(x).sum().backward()
         model.zero_grad()
 
-    return _typical(work, torch.device("cpu"), 0.5) / forecast.terms["compute"]
+    return _typical(work, torch.device("cpu"), 0.5) / forecast
+
+
+def _blocks(width: int, heads: int) -> nn.Module:
+    return nn.Sequential(*(_Block(width, heads) for _ in range(4)))
 
 
 def _pcie(device: torch.device) -> float:

@@ -1,17 +1,23 @@
-"""How long a step takes at best: each of the things that a step must move or compute, by the rate of what does it."""
+"""How long a step takes at best: what a dry run has counted, by the rates of what computes and moves it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from wherry.placement import Tier
+from wherry.plan.counts import TENSOR, Counts
+from wherry.plan.grid import Grid
 from wherry.plan.machine import Machine
-from wherry.plan.memory import Cost
-from wherry.plan.profile import ATTENTION, TANH, Operations, Profile
-from wherry.plan.setting import Setting
+
+if TYPE_CHECKING:
+    from wherry.config import Config
+    from wherry.plan.operations import Operation
+
+PLAIN, ATTENTION, TANH = range(3)
+"""Kinds of operations that have rates of their own: attention, and GELU by tanh."""
 
 # Bytes up to which an operation is one core's: torch shares out 32,768 elements or more, here of a sum in fp32.
 ONE_CORE = 3 * 4 * 32768
@@ -19,7 +25,6 @@ ONE_CORE = 3 * 4 * 32768
 WORDS = {
     "compute": "computing",
     "bubble": "the pipeline filling",
-    "gradients": "moving gradients",
     "collectives": "collectives",
     "up": "host to device",
     "down": "device to host",
@@ -47,121 +52,50 @@ class StepTime:
         return WORDS[self.limit]
 
 
-def step_time(profile: Profile, setting: Setting, machine: Machine) -> StepTime:
-    """The time of one accumulation window and its update on one rank, the others doing the same beside it."""
-    times = setting.accumulation
-    together = machine.ranks_per_node(setting.ranks * setting.grid.size)
-    # Ranks on a host share its rates; a GPU has its own.
-    share = 1 if machine.gpus else together
-    forward, backward = _compute(profile, setting, machine, share)
-    work = _Work.of(profile, setting)
-    cost = setting.cost
-    terms = {
-        "compute": times * (forward + backward),
-        "bubble": (setting.grid.pipe - 1) * (forward + backward),
-        "gradients": _gradient_bytes(setting, work) / (machine.device_stream / share),
-        "collectives": _collective_seconds(profile, setting, machine, work, share),
-        "up": 0.0,
-        "down": 0.0,
-        "update": _passes(machine) * work.updated(setting.staying_cost, work.staying) / (machine.device_stream / share),
-        "disk": 0.0,
-    }
-    state, weights = _disk_travel(setting, machine, work, together)
-    sent = times * profile.sent
-    activations = _Travel.of(machine, sent * together, sent * together) if profile.on_disk else _Travel()
-    terms["disk"] = state.seconds + weights.seconds + activations.seconds
-    handled = machine.disk_work * (state.bytes + weights.bytes + activations.bytes) / machine.cores
-    if machine.gpus and setting.placement.optimizer.tier is not Tier.DEVICE:
-        offloaded = work.updated(cost, work.offloaded) / (machine.stream / together)
-        terms["update"] = max(terms["update"], offloaded)  # the device's part goes on beside the host's
-        terms["down"] = work.offloaded * cost.gradients / machine.pcie
-        terms["up"] = work.offloaded * cost.parameters / machine.pcie
-    else:
-        terms["update"] += _passes(machine) * work.updated(cost, work.offloaded) / (machine.device_stream / share)
-    if machine.gpus and setting.placement.parameters.tier is not Tier.DEVICE:
-        terms["up"] += 2 * setting.passes * work.everything * cost.parameters / setting.shards / machine.pcie
-    if machine.gpus:
-        terms["down"] += sent / machine.pcie
-        terms["up"] += sent / machine.pcie
-    forward, backward = times * forward, times * backward
-    total = _total(terms, forward, backward, weights.seconds + activations.seconds, handled, machine, setting)
-    return StepTime(forward, backward, terms, total)
+class Computing(NamedTuple):
+    """Seconds of all forwards and backwards of a window."""
+
+    forward: float
+    backward: float
 
 
-def _passes(machine: Machine) -> float:
-    """torch's own optimizer on a device makes a few passes over memory; the host's kernel makes one."""
-    return 2.0 if machine.gpus else 1.0
-
-
-@dataclass(frozen=True)
-class _Work:
-    """Elements: trained, all of them, those gathered, those on disk, and those that a rank updates."""
-
-    trained: int
-    everything: int
-    travelling: int
-    on_disk: int
-    staying: float
-    offloaded: float
-
-    @classmethod
-    def of(cls, profile: Profile, setting: Setting) -> _Work:
-        placed = [each for unit in setting.flats(profile) for each in unit]
-        trained = [each for each in placed if each.flat.trainable]
-        share = setting.shards if setting.placement.optimizer.partitioned else 1
-        staying = sum(each.layout.numel for each in trained if each.resting is setting.staying) / share
-        total = sum(each.layout.numel for each in trained)
-        return cls(
-            total,
-            sum(each.layout.numel for each in placed),
-            sum(each.layout.numel for each in placed if each.travels),
-            sum(each.layout.numel for each in placed if each.home is Tier.DISK),
-            staying,
-            total / share - staying,
-        )
-
-    @staticmethod
-    def updated(cost: Cost, elements: float) -> float:
-        """Bytes that an update of so many elements reads and writes."""
-        state = cost.parameters + cost.optimizer
-        # A master that is apart is not read with the working weight, which is only written.
-        read = state - cost.parameters if cost.master >= 4 else state
-        return elements * (read + cost.gradients + state)
-
-
-def _compute(profile: Profile, setting: Setting, machine: Machine, share: int) -> tuple[float, float]:
-    """Seconds of a micro-batch's forward and backward: each operation at the rate of what it waits for."""
-    done = profile.operations
+def computing(operations: Mapping[Operation, float], machine: Machine, *, fp32: bool, share: int = 1) -> Computing:
+    """Each operation at the rate of what it waits for. `share` ranks have a host's rates together."""
+    if not operations:
+        return Computing(0.0, 0.0)
+    flops, nbytes, slow, backward, kind = np.array(list(operations), dtype=float).T
+    times = np.array(list(operations.values()), dtype=float)
     seconds = np.maximum(
-        done.flops / (_products(machine, setting, done) / share), done.bytes / (_stream(machine, done.bytes) / share)
+        flops / (_products(machine, flops, nbytes, backward, kind, fp32=fp32) / share),
+        nbytes / (_stream(machine, nbytes) / share),
     )
-    times = np.where(done.kind == TANH, machine.by_tanh, 1.0)
-    seconds = np.maximum(seconds, times * done.slow / (machine.slow / share))
+    seconds = np.maximum(seconds, np.where(kind == TANH, machine.by_tanh, 1.0) * slow / (machine.slow / share))
     if machine.gpus:
         # A GPU is told what to do ahead of doing it: the longer of the two counts.
-        total = max(float(seconds.sum()), machine.overhead * len(seconds))
-        seconds = seconds * (total / max(float(seconds.sum()), 1e-12))
+        busy = float((times * seconds).sum())
+        seconds = seconds * (max(busy, machine.overhead * float(times.sum())) / max(busy, 1e-12))
     else:
         seconds = seconds + machine.overhead
         if machine.cores > share:
-            seconds = seconds + machine.sharing * ((done.flops > 0) | (done.bytes > ONE_CORE))
-        seconds = seconds * (machine.block_fp32 if setting.cost.parameters == 4 else machine.block)
-    backward = float(seconds[done.backward].sum())
-    return float(seconds.sum()) - backward, backward
+            seconds = seconds + machine.sharing * ((flops > 0) | (nbytes > ONE_CORE))
+        seconds = seconds * (machine.block_fp32 if fp32 else machine.block)
+    seconds = times * seconds
+    later = float(seconds[backward > 0].sum())
+    return Computing(float(seconds.sum()) - later, later)
 
 
-def _products(machine: Machine, setting: Setting, done: Operations) -> np.ndarray:
+def _products(
+    machine: Machine, flops: np.ndarray, nbytes: np.ndarray, backward: np.ndarray, kind: np.ndarray, *, fp32: bool
+) -> np.ndarray:
     """The rate of each operation's products."""
-    fp32 = setting.cost.parameters == 4
     matrix, parts = (machine.matrix_fp32, machine.attention_fp32) if fp32 else (machine.matrix, machine.attention)
-    tokens, forward, backward = (np.array(column) for column in zip(*parts, strict=True))
+    tokens, forward_part, backward_part = (np.array(column) for column in zip(*parts, strict=True))
     # A token's queries meet the keys of all others: flops for a byte tell how many they are. Of what is read and
     # written, four tensors of their size in the forward and eight in the backward, where they meet 2.5 times.
-    size = setting.cost.parameters
-    others = done.flops / np.maximum(done.bytes, 1.0) * np.where(done.backward, 0.8, 1.0) * size
+    others = flops / np.maximum(nbytes, 1.0) * np.where(backward > 0, 0.8, 1.0) * (4 if fp32 else 2)
     place, places = np.log(np.maximum(others, 1.0)), np.log(tokens)
-    part = np.where(done.backward, np.interp(place, places, backward), np.interp(place, places, forward))
-    return matrix * np.where(done.kind == ATTENTION, part, 1.0)
+    part = np.where(backward > 0, np.interp(place, places, backward_part), np.interp(place, places, forward_part))
+    return matrix * np.where(kind == ATTENTION, part, 1.0)
 
 
 def _stream(machine: Machine, nbytes: np.ndarray) -> np.ndarray | float:
@@ -172,112 +106,111 @@ def _stream(machine: Machine, nbytes: np.ndarray) -> np.ndarray | float:
     return np.interp(np.log(np.maximum(nbytes, 1.0)), np.log(sizes), rates)
 
 
-def _gradient_bytes(setting: Setting, work: _Work) -> float:
-    """Read and written where gradients go from autograd's tensors to the flat, and read for their norm."""
-    copied = 2 * work.trained * setting.cost.gradients * setting.accumulation
-    summed = work.trained * setting.cost.gradients / (setting.shards if setting.placement.optimizer.partitioned else 1)
-    return copied + summed
+def step_time(counts: Counts, work: Computing, config: Config, machine: Machine, ranks: int, grid: Grid) -> StepTime:
+    """The time of one window and its update on one rank of `ranks`, the others doing the same beside it."""
+    together = machine.ranks_per_node(ranks)
+    # Ranks on a host share its rates; a GPU has its own.
+    share = 1 if machine.gpus else together
+    accumulation = config.batch(grid.data_ranks(ranks)).accumulation
+    updated, on_device = _updated(counts, config, grid.data_ranks(ranks))
+    update = (2.0 if machine.gpus else 1.0) * on_device / (machine.device_stream / share)
+    state, others = _disk_travel(counts, machine, together)
+    moved = counts.moved if machine.gpus else {}
+    terms = {
+        "compute": work.forward + work.backward,
+        "bubble": (grid.pipe - 1) * (work.forward + work.backward) / accumulation,
+        "collectives": _collective_seconds(counts.bytes, config, machine, ranks, grid) * share,
+        "up": moved.get("up", 0.0) / machine.pcie,
+        "down": moved.get("down", 0.0) / machine.pcie,
+        # The device's part goes on beside the host's.
+        "update": max(update, updated / (machine.stream / together)),
+        "disk": state + others,
+    }
+    handled = machine.disk_work * together * (counts.moved["read"] + counts.moved["written"]) / machine.cores
+    total = _total(terms, work, state, handled, config, machine)
+    return StepTime(work.forward, work.backward, terms, total)
 
 
-def _collective_seconds(profile: Profile, setting: Setting, machine: Machine, work: _Work, share: int) -> float:
-    """What a rank sends over the slowest link on the way: for its data-parallel group, and for the tensor's."""
-    tensor = setting.grid.tensor
+def _updated(counts: Counts, config: Config, data_ranks: int) -> tuple[float, float]:
+    """Bytes that a rank's updates read and write: of states off the device, and on it.
+
+    Each state is read and written, gradients are read, and working weights are read and written. torch's own optimizer
+    on a GPU makes a few passes over memory; the host's kernel makes one.
+    """
+    states = {tier: nbytes for (state, tier), nbytes in counts.states.items() if state == "optimizer" and nbytes}
+    partitioned = config.placement().optimizer.partitioned
+    elements = counts.trained / (config.shard_ranks(data_ranks) if partitioned else 1)
+    width = 4 if is_fp32(config) else 2
+    whole = sum(states.values())
+    moved = {tier: 2 * nbytes + 3 * width * elements * nbytes / whole for tier, nbytes in states.items()}
+    return moved.get("host", 0.0) + moved.get("disk", 0.0), moved.get("device", 0.0)
+
+
+def is_fp32(config: Config) -> bool:
+    return config.working_precision() in (None, "fp32")
+
+
+def _collective_seconds(nbytes: Mapping[str, float], config: Config, machine: Machine, ranks: int, grid: Grid) -> float:
+    """What a rank sends over the slowest link on the way, in each group of ranks that it is in."""
+    data, tensor = grid.data_ranks(ranks), grid.tensor
     # Ranks that cut matrices are neighbours; those that share the data come after them.
     inside = machine.nodes == 1
-    link = machine.link if inside else min(machine.link, machine.network)
-    near = machine.link if inside or tensor <= max(1, machine.gpus) else link
+    far = machine.link if inside else min(machine.link, machine.network)
+
+    def near(group: int) -> float:
+        """The rate among so many ranks that follow each other."""
+        return machine.link if inside or group <= max(1, machine.gpus) else far
+
     seconds = 0.0
-
-    def rate(ranks: int) -> float:
-        return (machine.link if inside or ranks * tensor <= max(1, machine.gpus) else link) / share
-
-    if setting.ranks > 1:
-        sent = collective_bytes(setting, work.trained, work.everything, work.travelling)
-        seconds += sent.within / rate(setting.shards) + sent.across / (link / share) + sent.near / rate(setting.node)
-    if tensor > 1:
-        seconds += 2 * (tensor - 1) / tensor * profile.joined * setting.accumulation / (near / share)
+    for name, sent in nbytes.items():
+        operation, _, among = name.partition(" ")
+        words = among.split()
+        if f" {among}" == TENSOR:
+            group, rate = tensor, near(tensor)
+        elif words and words[0] == "across":
+            group, rate = data // config.shard_ranks(data), far
+        else:
+            group = int(words[-1]) if words else data
+            rate = near(group * tensor)
+        seconds += (2 if operation == "all_reduce" else 1) * (group - 1) / max(1, group) * sent / rate
     return seconds
 
 
-class Sent(NamedTuple):
-    """Bytes that a rank sends within its group of data-parallel ranks, across the groups, and to those of its node."""
+def _disk_travel(counts: Counts, machine: Machine, together: int) -> tuple[float, float]:
+    """Seconds of a node's disk for optimizer state, which is read and written once, and for all else."""
+    state = counts.states.get(("optimizer", "disk"), 0.0)
+    read, written = (max(0.0, counts.moved[way] - state) for way in ("read", "written"))
 
-    within: float
-    across: float = 0.0
-    near: float = 0.0
-
-
-def collective_bytes(setting: Setting, trained: int, everything: int, travelling: int) -> Sent:
-    """What a rank sends for gathers in forward and backward, reductions, and the gather after an update.
-
-    Across groups go sums of gradients; near, the gathers in backward of weights that a node has a second time.
-    """
-    placement, cost, times = setting.placement, setting.cost, setting.passes
-    ranks = setting.shards if placement.optimizer.partitioned else setting.ranks
-    replicas = setting.ranks // ranks
-    part = (ranks - 1) / ranks
-    gather, beside = times * travelling * cost.parameters, setting.node > 1
-    gathers = gather if beside else 2 * gather
-    reductions = trained * setting.wire * (times if placement.gradients.partitioned else 1)
-    if not placement.optimizer.partitioned:
-        return Sent(part * (gathers + 2 * reductions))
-    refresh = (everything - travelling) * cost.parameters
-    crossing = trained / ranks * setting.wire * (1 if setting.resting.sums_on_device else times)
-    near = (setting.node - 1) / setting.node * gather if beside else 0.0
-    return Sent(part * (gathers + reductions + refresh), 2 * (replicas - 1) / replicas * crossing, near)
-
-
-class _Travel(NamedTuple):
-    """What the disk does for the ranks of a node."""
-
-    seconds: float = 0.0
-    bytes: float = 0.0
-
-    @classmethod
-    def of(cls, machine: Machine, read: float, written: float) -> _Travel:
-        """Reads and writes, which go on at the same time."""
+    def seconds(read: float, written: float) -> float:
+        """Reads and writes go on at the same time."""
         apart = max(read / machine.disk_read, written / machine.disk_write)
-        both = (read + written) / machine.disk_both if machine.disk_both else 0.0
-        return cls(max(apart, both), read + written)
+        return together * max(apart, (read + written) / machine.disk_both if machine.disk_both else 0.0)
+
+    return seconds(state, state), seconds(read, written)
 
 
-def _disk_travel(setting: Setting, machine: Machine, work: _Work, together: int) -> tuple[_Travel, _Travel]:
-    """Of optimizer state, and of weights, which are read twice for each pass of a window and written once."""
-    state = weights = _Travel()
-    if setting.placement.optimizer.tier is Tier.DISK:
-        nbytes = work.offloaded * setting.cost.optimizer * together
-        state = _Travel.of(machine, nbytes, nbytes)
-    if work.on_disk:
-        nbytes = work.on_disk * setting.cost.parameters / setting.shards * together
-        weights = _Travel.of(machine, 2 * setting.passes * nbytes, nbytes)
-    return state, weights
+def _hidden(work: Computing, config: Config) -> float:
+    """Seconds that an update may go on beside: it ends before the unit's next forward, and begins in the backward at
+    best."""
+    policy = config.wherry.update_policy
+    if policy == "auto":
+        policy = "before_use" if config.gradient_clipping > 0 or config.scales_loss() else "in_backward"
+    beside = {"at_step": 0.0, "before_use": work.forward}
+    return beside.get(policy, work.forward + work.backward)
 
 
 def _total(
-    terms: dict[str, float],
-    forward: float,
-    backward: float,
-    others: float,
-    handled: float,
-    machine: Machine,
-    setting: Setting,
+    terms: dict[str, float], work: Computing, state: float, handled: float, config: Config, machine: Machine
 ) -> float:
-    """The terms as the engine overlaps them.
-
-    `others` is what of the disk's time is not the update's; `handled` what it takes of the host's cores.
-    """
-    policy = setting.resting.policy
-    # What an update may go on beside: it ends before the unit's next forward, and begins in the backward at best.
-    beside = {"at_step": 0.0, "before_use": forward, "in_backward": forward + backward, "delayed": forward + backward}
-    hidden = beside[policy]
-    state = terms["disk"] - others
+    """The terms as the engine overlaps them. `state` is the disk's time for the update, `handled` what it takes of the
+    host's cores."""
+    on_device = config.placement().optimizer.tier.value == "device"
+    hidden = 0.0 if on_device else _hidden(work, config)
     if not machine.gpus:
         # The cores that compute are those that copy and update. The disk works beside them, and asks a little of them.
         busy = handled + sum(value for name, value in terms.items() if name not in ("disk", "up", "down"))
-        late = max(state - hidden - terms["update"], terms["disk"] - busy)
-        return busy + max(0.0, late)
-    device = max(terms["compute"] + terms["gradients"], terms["collectives"], terms["up"], terms["down"])
-    device += terms["bubble"]
-    if setting.placement.optimizer.tier is Tier.DEVICE:
+        return busy + max(0.0, state - hidden - terms["update"], terms["disk"] - busy)
+    device = max(terms["compute"], terms["collectives"], terms["up"], terms["down"]) + terms["bubble"]
+    if on_device:
         return max(device + terms["update"], terms["disk"])
     return max(device + max(0.0, max(terms["update"], state) - hidden), terms["disk"])

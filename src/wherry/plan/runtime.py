@@ -8,35 +8,31 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils.data import Dataset, default_collate
 
 from wherry import config as configs
 from wherry.config import Config
 from wherry.errors import WherryError
-from wherry.fake import is_fake
 from wherry.observe.memory import device_memory, host_memory
 from wherry.parallel.comm import Comm
-from wherry.plan.choose import ACCUMULATION, MICRO, OPTIMIZER, PARAM, RATIO, STAGE, TRAIN, choose
-from wherry.plan.estimate import Estimate, Subject, estimate
+from wherry.parallel.partition import is_dtensor, local
+from wherry.plan.choose import ACCUMULATION, MICRO, OPTIMIZER, PARAM, RATIO, STAGE, TRAIN, Choice, choose
+from wherry.plan.estimate import Estimate, answer_of_count
+from wherry.plan.forecaster import Forecaster
 from wherry.plan.grid import Grid
 from wherry.plan.machine import Machine
 from wherry.plan.probe import disk_folder, this_machine
-from wherry.plan.profile import Line, Profile, Recompute
-from wherry.plan.trace import Profiler
-from wherry.plan.units import unit_sizes
+from wherry.plan.source import Inputs, Source
 
 PLACING = (STAGE, OPTIMIZER, PARAM)
 # What is chosen by the time of a step.
 TIMED = (RATIO, MICRO, ACCUMULATION, TRAIN)
 # What is left to activations where nobody knows them.
 FOR_STATES = 0.6
-FAR = 8
 
 
 def settle(
@@ -106,22 +102,43 @@ def _choose(
     everywhere = ranks * grid.size
     nodes, folders = -(-everywhere // ranks_here), _folders(config)
     if data is None:
-        machine = _room(free_on_gpu, ranks_here, nodes, _free(config, folders))
-        profiles: _Profiles = _ByWeights(model, config)
+        room = _room(free_on_gpu, ranks_here, nodes, _free(config, folders))
+        choice = _by_states(model, config, everywhere, grid, wanted, room)
     else:
         machine = replace(this_machine(disk_folder(config, next(iter(folders), None))), nodes=nodes)
         machine = replace(machine, disk=_free(config, folders)) if folders else machine
         machine = replace(machine, gpu_memory=free_on_gpu) if free_on_gpu is not None else machine
-        how = Recompute.of(config, gpu=machine.gpus > 0, tensor=grid.tensor)
-        profiles = _ByBatches(model, config, data, collate or default_collate, how)
-
-    def answer(candidate: Config, profile_of: Callable[[int], Profile]) -> Estimate:
-        found = profile_of(candidate.batch(ranks).micro)
-        return estimate(Subject(type(model).__name__), found, candidate, machine, everywhere, grid, searching=True)
-
-    quick, exact = (partial(answer, profile_of=each) for each in (profiles.quick, profiles.exact))
-    choice = choose(config, quick, ranks, free=wanted, confirm=exact)
+        source = _source(model, data, collate or default_collate)
+        forecaster = Forecaster(source, machine, everywhere, grid=grid)
+        choice = choose(config, forecaster.quick, ranks, free=wanted, confirm=forecaster.exact)
     return choice.values, choice.reasons
+
+
+def _by_states(
+    model: nn.Module, config: Config, ranks: int, grid: Grid, wanted: frozenset[str], machine: Machine
+) -> Choice:
+    """What is chosen where nothing is known but the weights: by the formulas of the placement table."""
+    mine = sum((local(p) if is_dtensor(p) else p).numel() for p in model.parameters())
+
+    def answer(candidate: Config) -> Estimate:
+        return answer_of_count(mine * grid.size, candidate, machine, ranks, grid, name=type(model).__name__)
+
+    return choose(config, answer, grid.data_ranks(ranks), free=wanted)
+
+
+def _source(model: nn.Module, data: Dataset[Any], collate: Callable[[list[Any]], Any]) -> Source:
+    """Micro-batches of the first sample, for copies of the model."""
+    mine, sample = _apart(model), data[0]
+
+    def make(micro_batch: int, _: int) -> tuple[nn.Module, Inputs]:
+        batch = collate([sample] * micro_batch)
+        if isinstance(batch, Mapping):
+            return mine, Inputs((), batch)
+        return mine, Inputs(tuple(batch) if isinstance(batch, list | tuple) else (batch,))
+
+    source = Source(type(model).__name__, make)
+    # Where ranks share the model, it is this rank's part already.
+    return replace(source, part=lambda *_: source)
 
 
 def _folders(config: Config) -> list[str]:
@@ -162,66 +179,6 @@ def _room(free_on_gpu: int | None, ranks_here: int, nodes: int, disk: int) -> Ma
     )
 
 
-class _Profiles(Protocol):
-    """Profiles of micro-batches: exact ones, and quick ones to search with."""
-
-    def exact(self, micro: int) -> Profile: ...
-
-    def quick(self, micro: int) -> Profile: ...
-
-
-class _ByWeights:
-    """Nothing is known but the weights."""
-
-    def __init__(self, model: nn.Module, config: Config) -> None:
-        self._units = unit_sizes(model, config.wherry.unit_classes)
-
-    def exact(self, micro: int) -> Profile:
-        return Profile.of_sizes(self._units, micro)
-
-    quick = exact
-
-
-class _ByBatches:
-    """Of micro-batches of the first sample, on copies of the model without values."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        config: Config,
-        data: Dataset[Any],
-        collate: Callable[[list[Any]], Any],
-        recompute: Recompute | None,
-    ) -> None:
-        self._model = _apart(model)
-        self._config = config
-        self._sample = data[0]
-        self._collate = collate
-        self._recompute = recompute
-        self._profiler = Profiler(known=False)
-        self._made: dict[int, Profile] = {}
-
-    def exact(self, micro: int) -> Profile:
-        if micro not in self._made:
-            dtype, classes = self._config.working_dtype(), tuple(self._config.wherry.unit_classes)
-            self._made[micro] = self._profiler.make(self._build, micro, dtype, classes, self._recompute)
-        return self._made[micro]
-
-    def quick(self, micro: int) -> Profile:
-        """On the line through two. Beyond them it may be below the truth: peaks grow faster where batches are large."""
-        return self.exact(micro) if micro in (1, FAR) else Line(self.exact(1), self.exact(FAR)).at(micro)
-
-    def _build(self, micro: int) -> tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]:
-        mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-        assert isinstance(mode, FakeTensorMode)
-        with FakeCopyMode(mode):
-            mine = copy.deepcopy(self._model)
-        batch = _faked(mode, self._collate([self._sample] * micro))
-        if isinstance(batch, Mapping):
-            return mine, (), batch
-        return mine, tuple(batch) if isinstance(batch, list | tuple) else (batch,), {}
-
-
 def _apart(model: nn.Module) -> nn.Module:
     """The model, or if it is on the meta device a copy of it: what has memory is shared, and what has none is not.
 
@@ -231,11 +188,3 @@ def _apart(model: nn.Module) -> nn.Module:
     if not any(tensor.is_meta for tensor in held):
         return model
     return copy.deepcopy(model, {id(tensor): tensor for tensor in held if not tensor.is_meta})
-
-
-def _faked(mode: FakeTensorMode, value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value if is_fake(value) else mode.from_tensor(value)
-    if isinstance(value, Mapping):
-        return {key: _faked(mode, item) for key, item in value.items()}
-    return type(value)(_faked(mode, item) for item in value) if isinstance(value, list | tuple) else value

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from wherry import native
-from wherry.fake import address_of
+from wherry.fake import address_of, is_fake
 from wherry.tiers.tickets import DONE, Ticket
 from wherry.update.record import Field, State
 
@@ -240,7 +240,7 @@ class TorchRule(UpdateRule):
     def _fuses(self) -> bool:
         """Whether one kernel on the device can do it all, and the user has not chosen otherwise."""
         chosen = self.defaults.get("fused") is not None or self.defaults.get("foreach") is not None
-        on_device = all(p.device.type == "cuda" for p in self._parameters)
+        on_device = all(p.device.type == "cuda" or is_fake(p) for p in self._parameters)
         return "fused" in self.defaults and issubclass(self.optimizer_class, FUSED) and not chosen and on_device
 
     def update(

@@ -1,0 +1,112 @@
+"""What a dry run counts of one rank, and what follows for more blocks, or more micro-batches, than were run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from wherry.observe.footprint import WORKING
+
+if TYPE_CHECKING:
+    from wherry.plan.operations import Operation
+
+HOST = "host"
+"""What a footprint calls buffers of host memory."""
+GATHERED = "gathered"
+TENSOR = " within tensor-parallel ranks"
+"""What collectives among them are called, behind their names."""
+STATES = ("parameters", "gradients", "optimizer")
+
+
+@dataclass(frozen=True)
+class Line:
+    """Bytes of one category on one tier: where the sum was highest, and its own highest."""
+
+    category: str
+    tier: str
+    at_peak: int
+    highest: int
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of one window and its update: every number of it grows evenly with the number of equal blocks."""
+
+    # Of the model, and those of them that are trained.
+    parameters: float
+    trained: float
+    # Bytes of each state on each tier, as they rest, and all bytes on disk.
+    states: Mapping[tuple[str, str], float]
+    on_disk: float
+    # By phase of a step: bytes by category when their sum was highest; and the highest of each category by itself.
+    peaks: Mapping[str, Mapping[str, float]]
+    highest: Mapping[str, float]
+    # Bytes of activations between a forward and its backward.
+    kept: float
+    # Collectives, and bytes of their whole tensors; bytes up and down a link, and read from and written to a disk.
+    calls: Mapping[str, float]
+    bytes: Mapping[str, float]
+    moved: Mapping[str, float]
+    operations: Mapping[Operation, float]
+    # The same of a micro-batch between the first and the last of a window, where more of them were asked for than ran.
+    between: Mapping[str, Mapping[Any, float]] = field(default_factory=dict)
+
+    def toward(self, other: Counts, steps: float) -> Counts:
+        """On the straight line from this through `other`, which is one step away."""
+        return Counts(
+            **{each.name: _line(getattr(self, each.name), getattr(other, each.name), steps) for each in fields(self)}
+        )
+
+    def with_more(self, micro_batches: int) -> Counts:
+        """With so many micro-batches more between the first and the last."""
+        if not micro_batches or not self.between:
+            return self
+        grown = {name: _plus(getattr(self, name), more, micro_batches) for name, more in self.between.items()}
+        return Counts(**{each.name: grown.get(each.name, getattr(self, each.name)) for each in fields(self)})
+
+    def lines(self, *, gpu: bool) -> list[Line]:
+        """Bytes by category and tier. Where there is no `gpu`, device and host are one memory with one peak."""
+        top = max(self.peaks.values(), key=lambda found: _total(found, gpu=gpu))
+        on_host, highest_on_host = (
+            self.highest.get(HOST, 0.0) if gpu else top.get(HOST, 0.0),
+            self.highest.get(HOST, 0.0),
+        )
+        rest = _total(top, gpu=True)
+        lines = []
+        for category in (GATHERED, WORKING):
+            lines.append(_of(category, "device", top.get(category, 0.0), self.highest.get(category, 0.0)))
+            rest -= top.get(category, 0.0)
+        states = dict(self.states)
+        rest -= sum(nbytes for (state, tier), nbytes in states.items() if tier == "device" and state != "gradients")
+        # Some gradients rest only from their arrival to the next step: they are not there at every peak.
+        arrived = min(states.get(("gradients", "device"), 0.0), max(0.0, rest))
+        states["gradients", "device"] = arrived
+        found = [_of(*place, nbytes, nbytes) for place, nbytes in states.items()]
+        found.append(_of("buffers", "device", rest - arrived, rest - arrived))
+        if highest_on_host:
+            stated = sum(nbytes for (_, tier), nbytes in states.items() if tier == "host")
+            found.append(_of("buffers", "host", on_host - stated, highest_on_host - stated))
+        beside = self.on_disk - sum(nbytes for (_, tier), nbytes in states.items() if tier == "disk")
+        if beside > 0:
+            found.append(_of(WORKING, "disk", beside, beside))
+        return [*found, *lines]
+
+
+def _of(category: str, tier: str, at_peak: float, highest: float) -> Line:
+    return Line(category, tier, max(0, round(at_peak)), max(0, round(highest)))
+
+
+def _total(found: Mapping[str, float], *, gpu: bool) -> float:
+    return sum(nbytes for category, nbytes in found.items() if category != HOST or not gpu)
+
+
+def _line(one: Any, two: Any, steps: float) -> Any:
+    if isinstance(one, Mapping):
+        nothing: Any = {} if any(isinstance(value, Mapping) for value in (*one.values(), *two.values())) else 0.0
+        return {key: _line(one.get(key, nothing), two.get(key, nothing), steps) for key in one | two}
+    return one + steps * (two - one)
+
+
+def _plus(one: Mapping[Any, float], more: Mapping[Any, float], times: int) -> dict[Any, float]:
+    return {key: one.get(key, 0.0) + times * more.get(key, 0.0) for key in {**one, **more}}

@@ -1,0 +1,421 @@
+"""A dry run: the real engine's step for one rank of many, on tensors without values and a cluster without machines.
+
+What it reports was counted while the engine ran: collectives, bytes, operations, and the highest sum of all tensors'
+bytes. What it cannot know is what lies below tensors: the allocator's fragments, a kernel's workspace, the time.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeCopyMode,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+import wherry
+from wherry import config as configs
+from wherry.config import Config
+from wherry.errors import WherryError
+from wherry.fake import is_fake
+from wherry.observe.log import logger
+from wherry.parallel.topology import Topology
+from wherry.plan.counts import GATHERED, HOST, STATES, TENSOR, Counts, Line
+from wherry.plan.cut import CutLinear
+from wherry.plan.imagined import FakeComm, FakeLink, FakePool, FakeStore
+from wherry.plan.operations import Recorder
+from wherry.plan.source import Inputs, Source, told_by
+from wherry.plan.thinned import ends, longest_run
+from wherry.sharding.autograd import NO_TASK, backward_task, tensors_in
+
+# Micro-batches of a window that are run. The ones between the first and the last do the same, and are run once.
+WINDOW = 3
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What one rank does in a step, and keeps."""
+
+    model: str
+    placement: str
+    parameters: int
+    rank: int
+    ranks: int
+    micro_batch: int
+    accumulation: int
+    # Calls and bytes of whole tensors, of one step.
+    calls: dict[str, int]
+    bytes: dict[str, int]
+    memory: tuple[Line, ...]
+    seconds: float
+
+    def peak(self, tier: str) -> int:
+        """The highest sum of all tensors' bytes on a tier."""
+        return sum(line.at_peak for line in self.memory if line.tier == tier)
+
+
+def dry_run(
+    source: Source,
+    config: Config | dict[str, Any] | str | None,
+    *,
+    ranks: int,
+    rank: int = 0,
+    sequence: int | None = None,
+    tensor: int = 1,
+    gpu: bool = False,
+) -> DryRun:
+    """Build the engine for `rank` of `ranks` and make two steps; the second, with the order known, is reported.
+
+    The model is what one of `tensor` ranks has of it. `gpu` says that the device has memory of its own, so that the
+    host is another tier.
+    """
+    if not 0 <= rank < ranks:
+        raise WherryError(f"rank: expected 0 to {ranks - 1}, got {rank}")
+    resolved = config if isinstance(config, Config) else configs.load(config)
+    begun = time.perf_counter()
+    sizes = resolved.batch(ranks)
+    counts = count(source, resolved, ranks=ranks, rank=rank, sequence=sequence, tensor=tensor, gpu=gpu)
+    counts = counts.with_more(sizes.accumulation - WINDOW)
+    return DryRun(
+        model=source.name,
+        placement=resolved.placement().name,
+        parameters=round(counts.parameters),
+        rank=rank,
+        ranks=ranks,
+        micro_batch=sizes.micro,
+        accumulation=sizes.accumulation,
+        calls={name: round(calls) for name, calls in counts.calls.items()},
+        bytes={name: round(nbytes) for name, nbytes in counts.bytes.items()},
+        memory=tuple(counts.lines(gpu=gpu)),
+        seconds=time.perf_counter() - begun,
+    )
+
+
+class UnknownInputs(WherryError):
+    """Nobody knows what a model's forward is called with."""
+
+
+def count_by_blocks(source: Source, config: Config, **where: Any) -> Counts:
+    """As `count`, of a model of many equal blocks by runs of few of them: each more adds what the last one added."""
+    with told_by(f"{source.name}: it fails"):
+        model, _ = _made(source, 1, where.get("sequence"), FakeTensorMode(allow_non_fake_inputs=True))
+    run = longest_run(model)
+    apart = None if run is None else ends(config, run.blocks[0])
+    if run is None or apart is None or 4 * apart + 2 >= run.length:
+        return count(source, config, **where)
+    few, more = 2 * apart, 2 * apart + 2
+    try:
+        one, two = (count(source, config, **where, blocks=blocks, apart=apart) for blocks in (few, more))
+    except UnknownInputs:
+        raise
+    except Exception as error:
+        # Whatever a forward raises that counts its blocks: whole it may run, or it raises again.
+        logger.debug("%s does not run with few of its blocks, so all run: %r", source.name, error)
+        return count(source, config, **where)
+    return one.toward(two, (run.length - few) / (more - few))
+
+
+def count(
+    source: Source,
+    config: Config,
+    *,
+    ranks: int,
+    rank: int = 0,
+    sequence: int | None = None,
+    tensor: int = 1,
+    gpu: bool = False,
+    blocks: int | None = None,
+    apart: int = 0,
+) -> Counts:
+    """What `rank` does in a window and its update, once the order of the model's units is known.
+
+    Of a run of equal blocks only so many `blocks` are left in the model, if that is given; as many as are to be told
+    `apart` at both ends are phases of their own.
+    """
+    failing, fake = told_by(f"{source.name}: a step of it fails"), FakeTensorMode(allow_non_fake_inputs=True)
+    recorder, moved = Recorder(elsewhere={HOST} if gpu else ()), Counter[str]()
+    with failing, _understood(source.name), fake, recorder, ExitStack() as end:
+        model, inputs = _made(source, config.batch(ranks).micro, sequence, fake)
+        if inputs is None:
+            raise UnknownInputs(
+                f"{source.name}: a dry run needs the inputs of a micro-batch; let the callable return the model and "
+                "its inputs, as a tuple"
+            )
+        batch = faked(fake, tuple(inputs.args)), faked(fake, inputs.kwargs)
+        run = longest_run(model)
+        if blocks is not None and run is not None:
+            run.keep(blocks)
+            left = list(run.container.children())[run.start : run.start + blocks]
+            end.enter_context(_told_apart(left, apart, recorder))
+        others = FakeComm(0, tensor)
+        topology = Topology(
+            FakeComm(rank, ranks),
+            torch.device("cpu"),
+            rank,
+            rank,
+            ranks,
+            tensor=others,
+            link=lambda pin: FakeLink(FakePool(fake, recorder), moved, shared=not gpu),
+            open_store=partial(FakeStore, moved),  # type: ignore[arg-type]
+        )
+        _count_sums(model, others)
+        engine, *_ = wherry.initialize(
+            model=WithLoss(model),
+            config=config,
+            mesh=topology,
+            optimizer=None if config.optimizer else torch.optim.AdamW,
+        )
+        end.callback(engine.close)
+        step = Step(engine, batch, config, recorder, moved, others)
+        step.make()
+        step.begin_counting()
+        step.make()
+        return step.counts()
+
+
+def states_of(engine: wherry.Engine) -> dict[tuple[str, str], float]:
+    """Bytes of each state on each tier, as the engine tells them."""
+    found: Counter[tuple[str, str]] = Counter()
+    for row in engine.memory():
+        if row.state in STATES:
+            found[row.state, row.tier] += row.bytes_actual
+    return dict(found)
+
+
+WAYS = ("up", "down", "read", "written")
+
+
+class Step:
+    """Windows of an engine, one like the other, and what of them is counted."""
+
+    def __init__(
+        self,
+        engine: wherry.Engine,
+        batch: tuple[tuple[Any, ...], Mapping[str, Any]],
+        config: Config,
+        recorder: Recorder,
+        moved: Counter[str],
+        tensor: FakeComm | None = None,
+    ) -> None:
+        self.engine = engine
+        # Bytes of activations between a forward and its backward, and what a micro-batch in the middle does.
+        self._kept = 0
+        self._between: dict[str, dict[Any, float]] = {}
+        parameters = list(engine.module.parameters())
+        self._parameters = sum(p.numel() for p in parameters)
+        self._trained = sum(p.numel() for p in parameters if p.requires_grad)
+        self._batch = batch
+        self._together = config.wherry.accumulation == "layer_major"
+        self._recorder = recorder
+        self._moved = moved
+        self._tensor = tensor
+
+    def begin_counting(self) -> None:
+        """What there is now rests through the next step."""
+        recorder = self._recorder
+        recorder.follow_resized(GATHERED)
+        recorder.label("resting", self.engine.module.buffers())
+        recorder.label_rest("resting")
+        recorder.clear()
+        for way in WAYS:
+            self._moved[way] = 0
+        for _, traffic in self._traffic():
+            traffic.clear()
+
+    def make(self) -> None:
+        """One accumulation window and its update."""
+        engine, recorder = self.engine, self._recorder
+        accumulation = engine.gradient_accumulation_steps()
+        if self._together and accumulation > 1:
+            recorder.begin("forward")
+            engine.train_batch(iter([self._batch] * accumulation))
+            engine.settle()
+            recorder.begin(None)
+            return
+        ran = min(accumulation, WINDOW)
+        for micro in range(ran):
+            before = self._counted() if micro == 1 else None
+            engine.set_gradient_accumulation_boundary(micro == ran - 1)
+            recorder.begin("forward")
+            loss = engine(*self._batch)
+            self._kept = recorder.working
+            recorder.begin("backward")
+            engine.backward(loss)
+            del loss
+            recorder.begin("step")
+            # An update's operations are told by the bytes of its states: on a host they are no operations of torch's.
+            recorder.counting = False
+            engine.step()
+            if micro == ran - 1:
+                engine.settle()
+            recorder.counting = True
+            if before is not None and accumulation > WINDOW:
+                now = self._counted()
+                self._between = {
+                    name: {key: times - before[name].get(key, 0) for key, times in found.items()}
+                    for name, found in now.items()
+                }
+        recorder.begin(None)
+        engine.set_gradient_accumulation_boundary(None)
+
+    def counts(self) -> Counts:
+        """Of the windows since counting began."""
+        return Counts(
+            parameters=self._parameters,
+            trained=self._trained,
+            states=states_of(self.engine),
+            on_disk=self._moved["reserved"],
+            peaks=dict(self._recorder.phases),
+            highest=dict(self._recorder.highest),
+            kept=self._kept,
+            **self._counted(),
+            between=self._between,
+        )
+
+    def _counted(self) -> dict[str, dict[Any, float]]:
+        calls: Counter[str] = Counter()
+        nbytes: Counter[str] = Counter()
+        for among, traffic in self._traffic():
+            for operation in traffic.calls:
+                calls[operation + among] += traffic.calls[operation]
+                nbytes[operation + among] += traffic.bytes[operation]
+        moved = {way: self._moved[way] for way in WAYS}
+        return {
+            "calls": dict(calls),
+            "bytes": dict(nbytes),
+            "moved": dict(moved),
+            "operations": dict(self._recorder.operations),
+        }
+
+    def _traffic(self) -> Iterator[tuple[str, Any]]:
+        yield from self.engine.topology.traffic()
+        if self._tensor is not None and self._tensor.size > 1:
+            yield TENSOR, self._tensor.traffic
+
+
+@contextmanager
+def _understood(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (DataDependentOutputException, UnsupportedFakeTensorException) as error:
+        raise WherryError(
+            f"{name}: its forward asks for the value of a tensor, and a dry run has none ({error}); keep such "
+            "decisions out of the forward"
+        ) from error
+
+
+class WithLoss(nn.Module):
+    """A model whose forward returns its loss, whatever it is called with."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+        return loss_of(self.model(*args, **kwargs))
+
+
+def _count_sums(model: nn.Module, tensor: FakeComm) -> None:
+    """Linear layers whose outputs tensor-parallel ranks sum up: in the forward, and gradients like them after it."""
+
+    def join(_module: nn.Module, _args: Any, output: torch.Tensor) -> None:
+        for _ in range(2):
+            tensor.all_reduce(output.detach()).wait()
+
+    for module in model.modules():
+        if isinstance(module, CutLinear) and module.joins:
+            module.register_forward_hook(join)
+
+
+@contextmanager
+def _told_apart(blocks: list[nn.Module], apart: int, recorder: Recorder) -> Iterator[None]:
+    """Blocks at either end are phases of the forward and of the backward, named by their places from that end."""
+    ends = [*enumerate(blocks[:apart]), *enumerate(blocks[-apart:], -apart)]
+    names = {block: place for place, block in ends}
+
+    def enter(block: nn.Module, *_: Any) -> None:
+        if block in names and backward_task() == NO_TASK:
+            recorder.begin(f"forward {names[block]}")
+
+    def leave(block: nn.Module, _args: Any, output: Any) -> None:
+        if block in names and backward_task() == NO_TASK:
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _: recorder.begin(f"backward {names[block]}"))
+
+    hooks = register_module_forward_pre_hook(enter), register_module_forward_hook(leave)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _made(source: Source, micro: int, sequence: int | None, fake: FakeTensorMode) -> tuple[nn.Module, Inputs | None]:
+    with fake:
+        try:
+            model, inputs = source.make(micro, sequence or source.sequence)
+        except RuntimeError as error:
+            if "overflowed" not in str(error):
+                raise
+            raise WherryError(
+                f"{source.name}: no tensor can be as large as a micro-batch of {micro:,} samples of "
+                f"{sequence or source.sequence:,} tokens makes it; give a smaller one"
+            ) from error
+        return without_values(fake, model), inputs
+
+
+def without_values(mode: FakeTensorMode, model: nn.Module) -> nn.Module:
+    """The model itself if it was made in the mode; else a copy of it: the user's own weights are left alone.
+
+    One on the meta device comes to the CPU, as all fake tensors are there.
+    """
+    if not all(map(is_fake, (*model.parameters(), *model.buffers()))):
+        with FakeCopyMode(mode):
+            model = copy.deepcopy(model)
+    moved: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if parameter not in moved:
+                    here = torch.empty_like(parameter, device="cpu")
+                    moved[parameter] = nn.Parameter(here, requires_grad=parameter.requires_grad)
+                module._parameters[name] = moved[parameter]  # type: ignore[assignment]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = moved.setdefault(buffer, torch.empty_like(buffer, device="cpu"))
+    return model
+
+
+def faked(mode: FakeTensorMode, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        value = value if is_fake(value) else mode.from_tensor(value)
+        return torch.empty_like(value, device="cpu") if value.is_meta else value
+    if isinstance(value, Mapping):
+        return {key: faked(mode, item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(faked(mode, item) for item in value)
+    return value
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """A loss for whatever a forward returned: its own if it has one, else the mean of its first float tensor."""
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    first = next((t for t in tensors_in(output) if t.is_floating_point()), None)
+    if first is None:
+        raise WherryError("the model's forward returned no tensor of floats, so there is no loss to go back from")
+    return first if first.numel() == 1 else first.float().mean()

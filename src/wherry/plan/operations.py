@@ -1,0 +1,125 @@
+"""The operations that a model's step comes to: what each computes, reads and writes, counted while it runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from wherry.fake import is_fake
+from wherry.observe.footprint import WORKING, Footprint
+from wherry.plan.roofline import ATTENTION, PLAIN, TANH
+from wherry.sharding.autograd import NO_TASK, backward_task
+
+aten = torch.ops.aten
+
+
+class Operation(NamedTuple):
+    """Floating-point operations, bytes read and written, and elements through slow functions."""
+
+    flops: float
+    bytes: int
+    slow: int
+    backward: bool
+    kind: int
+
+
+# Element-wise functions that a processor computes more slowly than it reads their operands.
+_SLOW = (
+    *(aten.gelu, aten.gelu_backward, aten.silu, aten.silu_backward, aten.exp, aten.tanh, aten.sigmoid, aten.erf),
+    *(aten._softmax, aten._softmax_backward_data, aten._log_softmax, aten._log_softmax_backward_data, aten.pow),
+    *(aten.sin, aten.cos, aten.native_dropout, aten.softplus, aten.mish),
+)
+_GELU = (aten.gelu, aten.gelu_backward)
+_ATTENTION = frozenset(
+    getattr(aten, f"_scaled_dot_product_{kind}{way}")
+    for kind in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+    for way in ("", "_backward")
+)
+_EMPTY = (aten.empty, aten.empty_like, aten.new_empty)
+
+
+class Recorder(Footprint):
+    """A footprint that counts operations too, and knows the highest sum of each phase by itself."""
+
+    def __init__(self, elsewhere: Collection[str] = ()) -> None:
+        super().__init__(elsewhere)
+        self.operations: Counter[Operation] = Counter()
+        # Whether operations are counted.
+        self.counting = True
+        # By phase: bytes by category when their sum was highest. Of all phases: the highest of each category.
+        self.phases: dict[str, dict[str, int]] = {}
+        self.highest: dict[str, int] = {}
+        self._phase: str | None = None
+
+    def begin(self, phase: str | None) -> None:
+        """From now on it is `phase`, perhaps once more."""
+        if self._phase is not None:
+            before = self.phases.get(self._phase)
+            if before is None or self.peak > self.total(before):
+                self.phases[self._phase] = self.at_peak
+            for category, nbytes in self.peaks.items():
+                self.highest[category] = max(nbytes, self.highest.get(category, 0))
+        self._phase = phase
+        self.reset()
+
+    def clear(self) -> None:
+        self.operations.clear()
+        self.phases, self.highest, self._phase = {}, {}, None
+
+    @property
+    def working(self) -> int:
+        return self.live[WORKING]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default and is_fake(args[0]):
+            return args[0].fake_device  # autograd asks it of every tensor, and it makes nothing
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self._see(result)
+        packet = func._overloadpacket
+        if self.counting and not func.is_view and packet is not aten.detach:
+            out = result if isinstance(result, tuple | list) else (result,)
+            nbytes = tensor_bytes(out) + (0 if packet in _EMPTY else tensor_bytes(args))
+            slow = _numel(out) if packet in _SLOW else 0
+            flops = _flops(packet, args, kwargs, result)
+            self.operations[Operation(flops, nbytes, slow, backward_task() != NO_TASK, _kind(packet, kwargs))] += 1
+        return result
+
+
+def tensor_bytes(values: Any) -> int:
+    total = 0
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            total += value.numel() * value.element_size()
+        elif isinstance(value, tuple | list):
+            total += tensor_bytes(value)
+    return total
+
+
+def _numel(values: Any) -> int:
+    return max((value.numel() for value in values if isinstance(value, torch.Tensor)), default=0)
+
+
+def _kind(packet: Any, kwargs: Any) -> int:
+    if packet in _ATTENTION:
+        return ATTENTION
+    return TANH if packet in _GELU and kwargs.get("approximate") == "tanh" else PLAIN
+
+
+def _flops(packet: Any, args: Any, kwargs: Any, result: Any) -> float:
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu:
+        return _attention_flops(*args[:3])
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        return 2.5 * _attention_flops(*args[1:4])
+    count = flop_registry.get(packet)
+    return float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
+
+
+def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> float:
+    """Of scores and of what they mix, in a forward."""
+    batch, heads, length, width = query.shape
+    return 2.0 * batch * heads * length * key.shape[-2] * (width + value.shape[-1])
