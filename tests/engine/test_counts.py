@@ -16,6 +16,7 @@ import wherry
 from wherry.observe.footprint import Footprint
 from wherry.parallel.comm import Comm
 from wherry.parallel.threads import run_ranks
+from wherry.tiers.elastic import Elastic
 
 # A shard is a multiple of 128 elements, and a parameter starts on a multiple of 32.
 SHARD, PARAMETER = 128, 32
@@ -182,6 +183,15 @@ def one_token(step: int, rank: int) -> tuple[torch.Tensor, ...]:
     return ids[:, :1].clone(), targets[:, :1].clone()
 
 
+class Measured(Footprint):
+    """Memory that stays at its addresses counts as much as is filled of it."""
+
+    gathered: tuple[Elastic, ...] = ()
+
+    def now(self) -> dict[str, int]:
+        return super().now() | {"gathered": sum(elastic.nbytes for elastic in self.gathered)}
+
+
 def watched(stage: int, ranks: int, precision: str) -> list[dict[str, Any]]:
     """Memory of three steps by rank: at rest, at the peak, and of all tensors that the rank's thread has made."""
     model = make_model()
@@ -190,14 +200,13 @@ def watched(stage: int, ranks: int, precision: str) -> list[dict[str, Any]]:
         comm.__class__ = Unseen
         mine = copy.deepcopy(model)
         watch = Watch(mine)
-        with Footprint() as footprint:
+        with Measured() as footprint:
             config = settings(stage, more=PRECISIONS[precision][2])
             config["zero_optimization"]["stage3_max_live_parameters"] = 0
             engine, *_ = wherry.initialize(model=mine, optimizer=adamw(mine.parameters()), config=config, mesh=comm)
             watch.begin(engine)
-            gathered = [flat.elastic for unit in engine.units for flat in unit.travelling]
-            tensors = [elastic.tensor for elastic in gathered]
-            footprint.meter("gathered", tensors, lambda: sum(elastic.nbytes for elastic in gathered))
+            footprint.gathered = tuple(flat.elastic for unit in engine.units for flat in unit.travelling)
+            footprint.label("gathered", [elastic.tensor for elastic in footprint.gathered])
             footprint.label_rest("engine")
             for step in range(3):
                 batch = one_token(step, comm.rank)

@@ -170,8 +170,8 @@ def test_a_machine_of_which_all_is_said_is_not_measured(
 
 
 def test_gpus_that_compute_bf16_slowly_are_told_of_fp16(capsys: pytest.CaptureFixture[str]) -> None:
-    told = found(capsys, "gpt2-10m", "--machine", "v100", "--set", "zero_optimization.stage=1")
-    assert told["change"]["values"]["fp16.enabled"] and not told["notes"]
+    told = found(capsys, "gpt2-124m", "--machine", "v100", "--set", "zero_optimization.stage=1")
+    assert told["change"]["values"] == {"fp16.enabled": True} and not told["notes"]
     (note,) = found(capsys, "gpt2-10m", "--machine", "v100", "--set", "bf16.enabled=true")["notes"]
     assert "compute bf16 slowly" in note
 

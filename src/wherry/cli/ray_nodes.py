@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import socket
 import subprocess
@@ -32,7 +33,7 @@ def run_on_ray(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
         raise WherryError(f"--on ray: {error}; run `pip install wherry[ray]`") from error
     try:
         # Of the cluster that RAY_ADDRESS names, or of the one that this machine is in.
-        ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
+        ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
     except ConnectionError as error:
         raise WherryError(
             "--on ray: no Ray cluster is here; start one with `ray start --head`, or give its address in RAY_ADDRESS"
@@ -88,7 +89,7 @@ def _attempt(
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     machine = ray.remote(_Machine)
-    actors = [
+    actors: list[Any] = [
         machine.options(
             num_cpus=bundle["CPU"],
             num_gpus=bundle.get("GPU", 0),
