@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -72,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 one = Subject(model, 1, label.partition(":")[0], label, recipe, options.steps, gpu, deadline=ends)
                 subjects.append(one)
             if stage == "large":
-                subjects[0].trace = options.trace or Path("trace.json").absolute()
+                subjects[0].trace = options.trace or Path(tempfile.gettempdir(), "wherry-trace.json")
             measure(subjects, options.rounds or 1, results)
             _add_bounds(results, subjects, bounds.medians(rates), gpu)
     harness.show(

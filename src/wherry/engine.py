@@ -683,7 +683,7 @@ class Engine(nn.Module):
             ),
             micro_batches=window.so_far,
             accumulation=window.batch.accumulation,
-            complete=self._gradients.boundary,
+            complete=self.has_gradients(),
         )
 
     def _go_on_from(self, counts: Counts) -> None:

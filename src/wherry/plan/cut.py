@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Mapping
 
-import torch
 from torch import nn
 
 from wherry.errors import WherryError
@@ -48,8 +47,3 @@ def _part(module: nn.Linear, style: str, ranks: int) -> CutLinear:
     part.joins = style == "rowwise"
     part.requires_grad_(module.weight.requires_grad)
     return part
-
-
-def joined_bytes(outputs: torch.Tensor) -> int:
-    """What a sum over tensor-parallel ranks carries: in the forward this output, in the backward its like."""
-    return 2 * outputs.numel() * outputs.element_size()

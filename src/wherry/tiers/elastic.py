@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import sys
+import threading
 from functools import cache
 
 import torch
@@ -126,10 +127,19 @@ def _system() -> ctypes.CDLL | None:
     return library
 
 
-@cache
+_nan_files: dict[int, int] = {}
+_one_at_a_time = threading.Lock()
+
+
 def _nan_file(size: int) -> int:
-    """A file in memory whose bytes are all ones: NaN in every floating type."""
-    file = os.memfd_create("wherry-nan", os.MFD_CLOEXEC)
-    with open(file, "wb", closefd=False) as writing:
-        writing.write(b"\xff" * size)
-    return file
+    """A file in memory whose bytes are all ones, NaN in every floating type: one of each size for the process.
+
+    A stray write to what shows NaN changes it for all that show it.
+    """
+    with _one_at_a_time:
+        if size not in _nan_files:
+            file = os.memfd_create("wherry-nan", os.MFD_CLOEXEC)
+            with open(file, "wb", closefd=False) as writing:
+                writing.write(b"\xff" * size)
+            _nan_files[size] = file
+        return _nan_files[size]

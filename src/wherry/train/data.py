@@ -47,9 +47,15 @@ class Bytes:
         while place < stop:
             index = int(np.searchsorted(self.ends, place, side="right"))
             until = min(stop, int(self.ends[index]))
-            with open(self.paths[index], "rb") as file:
-                file.seek(place - (int(self.ends[index - 1]) if index else 0))
-                part = (file.read(until - place) + _BETWEEN_FILES)[: until - place]
+            try:
+                with open(self.paths[index], "rb") as file:
+                    file.seek(place - (int(self.ends[index - 1]) if index else 0))
+                    part = (file.read(until - place) + _BETWEEN_FILES)[: until - place]
+            except OSError as error:
+                raise WherryError(
+                    f"--data: {self.paths[index]} cannot be read any more ({error.strerror}), and the run needs it; "
+                    "put it back, and --resume goes on"
+                ) from error
             if len(part) < until - place:
                 raise WherryError(f"--data: {self.paths[index]} has become shorter since the run began")
             found += part
@@ -128,11 +134,30 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
+def permute(numbers: np.ndarray, size: int, seed: int) -> np.ndarray:
+    """A pseudo-random order of 0..size-1, computed for the given places alone: nothing of length `size` is kept.
+
+    A Feistel network over the next even power of two, walked until it falls inside `size`.
+    """
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
+    result = numbers.astype(np.uint64)
+    outside = np.ones(len(result), dtype=bool)
+    keys = _mix(np.arange(4, dtype=np.uint64) + _mix(np.array([seed], dtype=np.uint64)))
+    while outside.any():
+        walked = result[outside]
+        left, right = walked >> shift, walked & mask
+        for key in keys:
+            left, right = right, left ^ (_mix(right ^ key) & mask)
+        result[outside] = (left << shift) | right
+        outside = result >= np.uint64(size)
+    return result.astype(np.int64)
+
+
 class Samples:
     """Sample number n of a run: a window of `sequence` + 1 bytes. Every window is seen once an epoch.
 
-    The windows of an epoch begin at an offset of its own, so that their borders move. Their order is that of mixed
-    numbers, which is the same with any version of NumPy.
+    The windows of an epoch begin at an offset of its own, so that their borders move.
     """
 
     def __init__(self, text: Bytes | np.ndarray, sequence: int, seed: int) -> None:
@@ -142,20 +167,16 @@ class Samples:
         # One window fewer than would fit leaves room for the offset.
         self.windows = max(1, (len(text) - 1) // sequence - 1)
         self.room = len(text) - 1 - self.windows * sequence
-        self._epoch = -1
-        self._starts = np.zeros(0, dtype=np.int64)
 
     def starts(self, numbers: np.ndarray) -> np.ndarray:
         """Where in the text these samples begin."""
-        epochs, places = np.divmod(numbers, self.windows)
+        epochs, places = np.divmod(numbers.astype(np.int64), self.windows)
         found = np.empty(len(numbers), dtype=np.int64)
         for epoch in np.unique(epochs):
-            if epoch != self._epoch:
-                key = _mix(np.array([(self.seed * 1_000_003 + int(epoch)) % 2**64], dtype=np.uint64))
-                order = np.argsort(_mix(np.arange(self.windows, dtype=np.uint64) ^ key))
-                offset = int(key[0]) % (min(self.sequence, self.room) + 1)
-                self._epoch, self._starts = int(epoch), order * self.sequence + offset
-            found[epochs == epoch] = self._starts[places[epochs == epoch]]
+            chosen = epochs == epoch
+            key = int(_mix(np.array([(self.seed * 1_000_003 + int(epoch)) % 2**64], dtype=np.uint64))[0])
+            offset = key % (min(self.sequence, self.room) + 1)
+            found[chosen] = permute(places[chosen], self.windows, key) * self.sequence + offset
         return found
 
     def batch(self, numbers: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:

@@ -48,16 +48,8 @@ class _WithIdleKeys(ConfigBlock):
         unknown = [name for name in given if name not in idle and name not in cls.model_fields]
         if unknown:
             raise ValueError(f"{unknown[0]}: there is no such key in {cls.__name__}")
-        return {
-            name: idle[name].checker.validate_python(value) if name in idle else value for name, value in given.items()
-        }
-
-    def __getattr__(self, name: str) -> Any:
-        idle = self.idle_keys().get(name)
-        extra = self.model_extra or {}
-        if idle is not None and name not in extra:
-            return idle.default
-        return super().__getattr__(name)  # type: ignore[misc]
+        checked = {name: idle[name].checker.validate_python(value) for name, value in given.items() if name in idle}
+        return {name: row.default for name, row in idle.items()} | given | checked
 
 
 class DeepSpeedZeroOffloadOptimizerConfig(OffloadOptimizer, _WithIdleKeys):
