@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -13,7 +13,7 @@ from wherry.config import Config
 from wherry.config.blocks import OffloadOptimizer, OffloadParam, ZeroOptimization
 from wherry.config.fields import ConfigBlock
 from wherry.config.scheduler import SCHEDULES
-from wherry.config.without_effect import IdleKey, idle_keys_in
+from wherry.config.without_effect import idle_keys_in
 from wherry.plan.write import tree_of
 
 LR_SCHEDULE = "lr_schedule"
@@ -37,14 +37,13 @@ class _WithIdleKeys(ConfigBlock):
 
     model_config = ConfigDict(extra="allow")
 
-    @classmethod
-    def idle_keys(cls) -> Mapping[str, IdleKey]:
-        raise NotImplementedError
+    path: ClassVar[str]
+    """Where the block is in a config."""
 
     @model_validator(mode="before")
     @classmethod
     def _check(cls, given: dict[str, Any]) -> dict[str, Any]:
-        idle = cls.idle_keys()
+        idle = idle_keys_in(cls.path)
         unknown = [name for name in given if name not in idle and name not in cls.model_fields]
         if unknown:
             raise ValueError(f"{unknown[0]}: there is no such key in {cls.__name__}")
@@ -55,28 +54,21 @@ class _WithIdleKeys(ConfigBlock):
 class DeepSpeedZeroOffloadOptimizerConfig(OffloadOptimizer, _WithIdleKeys):
     """`zero_optimization.offload_optimizer`."""
 
-    @classmethod
-    def idle_keys(cls) -> Mapping[str, IdleKey]:
-        return idle_keys_in("zero_optimization.offload_optimizer")
+    path: ClassVar[str] = "zero_optimization.offload_optimizer"
 
 
 class DeepSpeedZeroOffloadParamConfig(OffloadParam, _WithIdleKeys):
     """`zero_optimization.offload_param`."""
 
-    @classmethod
-    def idle_keys(cls) -> Mapping[str, IdleKey]:
-        return idle_keys_in("zero_optimization.offload_param")
+    path: ClassVar[str] = "zero_optimization.offload_param"
 
 
 class DeepSpeedZeroConfig(ZeroOptimization, _WithIdleKeys):
     """`zero_optimization`."""
 
+    path: ClassVar[str] = "zero_optimization"
     offload_optimizer: DeepSpeedZeroOffloadOptimizerConfig = Field(default_factory=DeepSpeedZeroOffloadOptimizerConfig)
     offload_param: DeepSpeedZeroOffloadParamConfig = Field(default_factory=DeepSpeedZeroOffloadParamConfig)
-
-    @classmethod
-    def idle_keys(cls) -> Mapping[str, IdleKey]:
-        return idle_keys_in("zero_optimization")
 
 
 def _with_idle_keys(block: ConfigBlock, written: Any, path: str) -> dict[str, Any]:
