@@ -19,12 +19,12 @@ from torch import Tensor
 
 from benchmarks import harness, systems
 from wherry import native
-from wherry.cli.bench import FAMILIES, LIMIT, Form, Setting, instruction_sets, time_forms
+from wherry.cli.bench import FAMILIES, LIMIT, Form, floats, forms_of, instruction_sets, time_forms
 
 
-def _optimizers(name: str, s: Setting) -> Iterator[Form]:
+def _optimizers(name: str, numel: int) -> Iterator[Form]:
     """Those of other systems that do what a family does, or nearly."""
-    w, g = s.floats(0.02), s.floats(0.01)
+    w, g = floats(numel, 0.02), floats(numel, 0.01)
     if name == "fp32":
         for kind, options in (("foreach", {"foreach": True}), ("loop", {"foreach": False, "fused": False})):
             parameter = torch.nn.Parameter(w)
@@ -56,16 +56,16 @@ def _deepspeed(name: str, nbytes: int, weight: Tensor, grad: Tensor) -> Iterator
     yield Form(name, nbytes, adam.DeepSpeedCPUAdam([parameter], lr=1e-4, weight_decay=0.1).step)
 
 
-def measure(family: str, setting: Setting, repeats: int) -> list[harness.Row]:
-    forms = [*FAMILIES[family](setting), *_optimizers(family, setting)]
+def measure(family: str, numel: int, pool: native.Pool, isas: Sequence[str], repeats: int) -> list[harness.Row]:
+    forms = [*forms_of(family, numel, pool, isas), *_optimizers(family, numel)]
     seconds = time_forms(forms, repeats)
-    case = {"family": family, "numel": setting.numel, "threads": setting.pool.threads}
+    case = {"family": family, "numel": numel, "threads": pool.threads}
     return [
         harness.row(
             case,
             form.name,
             "ns/param",
-            [1e9 * value / setting.numel for value in seconds[form.name]],
+            [1e9 * value / numel for value in seconds[form.name]],
             bytes=form.nbytes,
         )
         for form in forms
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with native.Pool(threads=threads) as pool, torch.no_grad():
             for numel in sizes:
                 for family in options.families:
-                    results.add(*measure(family, Setting(numel, pool, isas), repeats))
+                    results.add(*measure(family, numel, pool, isas, repeats))
     harness.show(
         results.rows,
         {

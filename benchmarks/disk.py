@@ -25,7 +25,7 @@ from benchmarks.build_peers import built
 from wherry.cli.bench import WORK, move
 from wherry.errors import WherryError
 from wherry.tiers.buffers import HostPool
-from wherry.tiers.disk import DiskStore, Record
+from wherry.tiers.disk import DiskStore
 
 _PIECE = 64 << 20
 Subject = Callable[[], float]
@@ -41,14 +41,14 @@ def measure(path: str, size: int, block: int, depth: int, rounds: int) -> list[h
         for buffer in buffers:
             buffer.random_(0, 256)  # as fio does: zeros, and pages never touched, are cheaper to move
         move(store, (), records, buffers)  # room that was written before, as a run's is
-        aio, why_not = _deepspeed_aio(records[0].paths[0], block, depth, 2 * half)
+        aio, why_not = _deepspeed_aio(store.paths[0], block, depth, 2 * half)
         for work in WORK:
             case = {"work": work, "block_size": block, "queue_depth": depth}
             reads, writes = {"read": (records, ()), "write": ((), records), "both": (records[:1], records[1:])}[work]
             subjects: dict[str, Subject] = {"wherry": partial(move, store, reads, writes, buffers)}
             absent = {}
             if shutil.which("fio"):
-                subjects["fio"] = partial(_fio, records[0], work, block, depth)
+                subjects["fio"] = partial(_fio, store.paths[0], half, work, block, depth)
             else:
                 absent["fio"] = "fio is not installed"
             if work in aio:
@@ -64,11 +64,10 @@ def measure(path: str, size: int, block: int, depth: int, rounds: int) -> list[h
     return rows
 
 
-def _fio(record: Record, work: str, block: int, depth: int) -> float:
+def _fio(path: str, half: int, work: str, block: int, depth: int) -> float:
     """Seconds that fio takes for the same work on the same file. Two jobs share the depth when it does both at once."""
-    half = record.nbytes
     command = ["fio", "--output-format=json", "--ioengine=io_uring", "--direct=1", "--fixedbufs", "--registerfiles"]
-    command += ["--thread", "--invalidate=0", "--fallocate=none", f"--filename={record.paths[0]}", f"--bs={block}"]
+    command += ["--thread", "--invalidate=0", "--fallocate=none", f"--filename={path}", f"--bs={block}"]
     if work == "both":
         shared = [f"--size={half}", f"--iodepth={max(depth // 2, 1)}"]
         command += [

@@ -3,55 +3,57 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
 
 from wherry import config as configs
 from wherry.dataloader import make_dataloader
-from wherry.engine import Engine, Parts
-from wherry.errors import ConfigError, WherryError
+from wherry.engine import Engine
+from wherry.errors import WherryError
 from wherry.fake import is_fake
+from wherry.memory_report import check_room
 from wherry.nn.tiled import tell_of_large_layers, tile_large_layers
-from wherry.observe.log import follow, logger, say, warn
-from wherry.observe.memory import format_bytes
+from wherry.observe.log import follow, say, warn
 from wherry.offload import Offload
 from wherry.parallel import topology as topologies
-from wherry.parallel.merged import Merging
+from wherry.parallel.comm import Merging
 from wherry.placement import Placement
-from wherry.sharding.access import refuse_taken
-from wherry.sharding.compiling import refuse_whole
 from wherry.sharding.construct import Builder, move_buffers
 from wherry.sharding.gradients import Gradients
 from wherry.sharding.grouping import plan_units
-from wherry.sharding.schedule import Schedule
-from wherry.sharding.unit import Flat
-from wherry.sharding.weights import Gatherer
+from wherry.sharding.model_checks import check_model
+from wherry.sharding.unit import Flat, Unit
+from wherry.sharding.weights import Gatherer, Schedule
 from wherry.update import schedules
-from wherry.update.loss_scale import LossScaler, sum_squares
-from wherry.update.optimizer import OptimizerSpec, ShardedOptimizer, describe, from_config
-from wherry.update.pipeline import Updater
+from wherry.update.loss_scale import LossScaler
+from wherry.update.optimizer import OptimizerLike, OptimizerSpec, ShardedOptimizer, resolve_optimizer
+from wherry.update.updater import Updater
 
 if TYPE_CHECKING:
     from wherry.config import Config
 
-# Classes of torch that do with a model what an engine does, and the names that people know them by.
-_WRAPPERS = {
-    "DataParallel": "DataParallel",
-    "DistributedDataParallel": "DistributedDataParallel",
-    "FullyShardedDataParallel": "FullyShardedDataParallel",
-    "FSDPModule": "fully_shard",
-}
 
-OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
+@dataclass
+class Parts:
+    """What `initialize` has built for an engine."""
+
+    config: Config
+    topology: topologies.Topology
+    offload: Offload
+    units: list[Unit]
+    gatherer: Gatherer
+    gradients: Gradients
+    updater: Updater | None
+    optimizer: OptimizerSpec | None
+    scaler: LossScaler
 
 
 def initialize(
@@ -100,7 +102,7 @@ def initialize(
         topology.data.tell(error)
         raise
     try:
-        engine.lr_scheduler = _lr_scheduler(lr_scheduler, resolved, engine.optimizer)
+        engine.lr_scheduler = schedules.resolve(lr_scheduler, resolved.scheduler, engine.optimizer)
         if training_data is not None:
             engine.training_dataloader = make_dataloader(
                 training_data, engine, collate_fn=collate_fn, drop_last=resolved.dataloader_drop_last
@@ -152,30 +154,21 @@ def _assemble(
     optimizer: OptimizerLike | None,
     model_parameters: Iterable[Any] | None,
 ) -> Engine:
-    _check_layer_major(resolved, model)
     follow(resolved)
     dry = any(is_fake(p) for p in model.parameters())  # no run of the config, and takes no memory
     if not dry:
         _tell(resolved)
-    refuse_taken(model)
-    refuse_whole(model)
-    _refuse_wrapped(model)
-    _refuse_lazy(model)
-    if topology.data.size > 1 and topology.data.rank == 0:
-        _warn_of_max_norm(model)
+    check_model(model, resolved, topology.data)
     placement = resolved.placement()
     if placement.parameters.partitioned:
-        _warn_of_frozen_casts(model, resolved)
         live = resolved.zero_optimization.stage3_max_live_parameters
         if resolved.wherry.tile_linear:
             model_parameters = tile_large_layers(model, live, optimizer, model_parameters)
         else:
             tell_of_large_layers(model, live)
-    spec = _optimizer(model, resolved, optimizer, model_parameters)
+    spec = resolve_optimizer(model, resolved, optimizer, model_parameters)
     # The groups hold the very parameters, in the order of the user's optimizer.
     group_of = {p: i for i, group in enumerate(spec.groups) for p in group["params"]} if spec else {}
-    _check_groups(model, group_of)
-
     return _build(engine_class, resolved, topology, placement, model, spec, group_of, checks_room=not dry)
 
 
@@ -213,14 +206,14 @@ def _build(
         group_of=group_of,
         persistence_threshold=zero.stage3_param_persistence_threshold,
         persistence_limit=zero.stage3_model_persistence_threshold,
-        home_of=offload.home_of,
+        storage_of=offload.storage_of,
         adopt=updater.states.adopt if updater is not None else lambda flat, master: None,
         tensor=topology.tensor,
         shards=topology.shards,
     )
     plans = plan_units(model, config.wherry.unit_classes)
     if checks_room:
-        offload.check_room(plans)
+        check_room(offload, plans)
     units = builder.build(plans, model)
     move_buffers(model, topology.device, topology.data, config.buffer_dtype())
     gatherer = Gatherer(
@@ -243,7 +236,6 @@ def _build(
         placement.gradients,
         placement.optimizer,
         policy,
-        sum_squares,
         offload.link,
         partial(offload.way_of, policy),
         Merging(zero.reduce_bucket_size),
@@ -301,50 +293,6 @@ def _scaler(config: Config) -> LossScaler:
     return LossScaler.from_config(config.fp16)
 
 
-def _refuse_wrapped(model: nn.Module) -> None:
-    """A wrapper that shards weights or reduces gradients would do it once more, or to parts of them."""
-    for name, module in model.named_modules():
-        found = next((base for base in type(module).__mro__ if base.__name__ in _WRAPPERS), None)
-        if found is not None and found.__module__.startswith("torch."):
-            where = f"its part {name} is" if name else "it is"
-            raise WherryError(
-                f"model: {where} wrapped already, by torch's {_WRAPPERS[found.__name__]}; give initialize the model as "
-                "it was before that"
-            )
-
-
-def _refuse_lazy(model: nn.Module) -> None:
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if is_lazy(tensor):
-            raise WherryError(
-                f"{name}: it has no shape before a lazy layer's first batch; run one through the model, under "
-                "torch.no_grad(), and make the optimizer and the engine then"
-            )
-
-
-def _warn_of_max_norm(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-            logger.warning(
-                "%s: max_norm rescales the rows that a rank looks up, on that rank alone: ranks would come to have "
-                "different weights, and partitioned weights forget it; leave it out, and rescale the weight after a "
-                "step inside wherry.gathered", name or "model",
-            )  # fmt: skip
-
-
-def _warn_of_frozen_casts(model: nn.Module, config: Config) -> None:
-    cast_to, recomputes = config.autocast_dtype(), config.activation_checkpointing.resolved_policy() == "recompute"
-    if cast_to is None or recomputes or (config.working_dtype() or torch.float32) is not torch.float32:
-        return
-    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad and p.dtype is torch.float32)
-    if frozen:
-        warn(
-            "torch_autocast: from forward to backward autograd keeps the %s copies of frozen weights, up to %s on each "
-            'rank; give them that type themselves, or set "activation_checkpointing": {"policy": "recompute"}',
-            str(cast_to).removeprefix("torch."), format_bytes(frozen * cast_to.itemsize),
-        )  # fmt: skip
-
-
 def resolve_config(config: Any, config_params: Any, args: Any) -> Config:
     """The one config that `initialize` was given, whichever way."""
     ways = {"config": config, "config_params": config_params}
@@ -367,19 +315,6 @@ def without_layer_major(config: Config, caller: str) -> Config:
     return configs.load(config, overrides={"wherry.accumulation": "step_major"})
 
 
-def _check_layer_major(config: Config, model: nn.Module) -> None:
-    """Gradients of micro-batches that run together are summed in fp32, which not every torch does."""
-    if config.wherry.accumulation != "layer_major" or hasattr(torch.Tensor, "grad_dtype"):
-        return
-    dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
-    working = config.working_dtype()
-    if any(dtype.itemsize < torch.float32.itemsize for dtype in ({working} if working is not None else dtypes)):
-        raise ConfigError(
-            f"wherry.accumulation: layer_major sums gradients in fp32, and torch {torch.__version__} sums them in the "
-            "type of the weights, which is narrower here; install torch 2.10 or later, or leave the key out"
-        )
-
-
 def _divided(topology: topologies.Topology, config: Config) -> topologies.Topology:
     """The data axis cut into the groups that the config asks for."""
     if config.zero_optimization.mics_shard_size != -1 or topology.group is None:
@@ -393,110 +328,3 @@ def _divided(topology: topologies.Topology, config: Config) -> topologies.Topolo
             "that share out the weights; give the number of ranks in a node"
         )
     return replace(topology, node=shards.within(size))
-
-
-def _optimizer(
-    model: nn.Module, config: Config, optimizer: OptimizerLike | None, model_parameters: Iterable[Any] | None
-) -> OptimizerSpec | None:
-    given = _listed(model_parameters)
-    parameters = given or [p for p in model.parameters() if p.requires_grad]
-    if not parameters and not isinstance(optimizer, torch.optim.Optimizer) and (optimizer or config.optimizer):
-        raise WherryError(
-            "optimizer: no parameter of the model requires a gradient, so there is nothing to train; call "
-            "requires_grad_() on what is to be trained, or leave the optimizer out for an engine that only evaluates"
-        )
-    if optimizer is not None and config.optimizer is not None:
-        warn("optimizer: the config's %s is not used, as initialize was given one", config.optimizer.type)
-    if optimizer is None:
-        if config.optimizer is None:
-            return None
-        name, options = config.optimizer.build_args()
-        instance = from_config(name, options, parameters)
-    elif isinstance(optimizer, torch.optim.Optimizer):
-        instance = optimizer
-        _tell_of_left_out(given, instance)
-    elif callable(optimizer):
-        instance = optimizer(parameters)
-    else:
-        raise WherryError(
-            f"optimizer: expected a torch.optim.Optimizer or a callable that makes one, got {optimizer!r}"
-        )
-    return describe(instance, allow_untested=config.zero_allow_untested_optimizer, state_dtype=config.state_dtype())
-
-
-def _tell_of_left_out(given: list[Any], optimizer: torch.optim.Optimizer) -> None:
-    """A ready optimizer has its parameters: those of `model_parameters` that it does not have are not trained."""
-    known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    left_out = [p for p in _parameters_in(given) if p.requires_grad and p not in known]
-    if left_out:
-        warn(
-            "model_parameters: %d that require a gradient are not in the %s that initialize was given, which decides, "
-            "and are not trained; the first has shape %s",
-            len(left_out), type(optimizer).__name__, tuple(left_out[0].shape),
-        )  # fmt: skip
-
-
-def _parameters_in(given: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The parameters among parameters, (name, parameter) pairs and groups of either."""
-    for item in given:
-        if isinstance(item, torch.Tensor):
-            yield item
-        elif isinstance(item, dict):
-            params = item.get("params", ())
-            yield from _parameters_in([params] if isinstance(params, torch.Tensor) else params)
-        elif isinstance(item, list | tuple):
-            yield from _parameters_in(item[1:])
-
-
-def _listed(given: Iterable[Any] | None) -> list[Any]:
-    """`model_parameters`, as torch's optimizers take them."""
-    if isinstance(given, torch.Tensor | dict | str):
-        raise WherryError(
-            f"model_parameters: expected parameters, (name, parameter) pairs, or groups as dicts, in a list or another "
-            f"iterable, got one {type(given).__name__}"
-        )
-    return list(given) if given is not None else []
-
-
-def _check_groups(model: nn.Module, group_of: dict[nn.Parameter, int]) -> None:
-    inside = set(model.parameters())
-    strangers = [parameter for parameter in group_of if parameter not in inside]
-    if strangers:
-        shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:5])
-        raise WherryError(
-            f"optimizer: {len(strangers)} of its parameters are not the model's (shapes {shapes}); was the model "
-            "copied, moved or wrapped after the optimizer was made?"
-        )
-
-
-def _lr_scheduler(given: Any, config: Config, optimizer: ShardedOptimizer | None) -> Any:
-    named = config.scheduler if config.scheduler is not None and config.scheduler.type is not None else None
-    if given is None:
-        if named is None:
-            return None
-        if optimizer is None:
-            warn(
-                "scheduler: the config's %s is not used, as there is no optimizer whose rate it could set; give "
-                'initialize an optimizer, or the config a block "optimizer"', named.type,
-            )  # fmt: skip
-            return None
-        return schedules.build(named, optimizer)
-    if named is not None:
-        warn("scheduler: the config's %s is not used, as initialize was given one", named.type)
-    if optimizer is None:
-        raise WherryError(
-            "lr_scheduler: this engine has no optimizer whose rate it could set; give initialize the optimizer too, or "
-            'the config a block "optimizer"'
-        )
-    if isinstance(given, type) or (callable(given) and not hasattr(given, "step")):
-        return given(optimizer)
-    built_on = getattr(given, "optimizer", None)
-    if isinstance(built_on, torch.optim.Optimizer):
-        ours = {id(group) for group in optimizer.param_groups}
-        if not any(id(group) in ours for group in built_on.param_groups):
-            raise WherryError(
-                f"lr_scheduler: {type(given).__name__} was built on another optimizer ({type(built_on).__name__}) and "
-                "would move nothing here; build it on the one given to initialize, or give a callable that takes the "
-                "optimizer and makes it"
-            )
-    return given

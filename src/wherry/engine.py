@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from functools import partial, update_wrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,44 +23,24 @@ from wherry.memory_report import MemoryRow
 from wherry.observe.log import get_logger
 from wherry.observe.metrics import Monitor
 from wherry.observe.reporter import Reporter, Update
-from wherry.offload import Offload
 from wherry.offload_states import OffloadedStates
-from wherry.parallel.topology import Topology
-from wherry.parallel.world import world_of
+from wherry.parallel.topology import world_of
 from wherry.precision import Precision
 from wherry.sharding.access import Access
 from wherry.sharding.autograd import tensors_in, with_tensors
-from wherry.sharding.compiling import compile_units, refuse_engine, refuse_whole
-from wherry.sharding.gradients import Gradients
+from wherry.sharding.compiling import are_compiled, compile_units, refuse_engine, refuse_whole
 from wherry.sharding.hooks import Hooks
 from wherry.sharding.layer_major import sums_in_fp32
 from wherry.sharding.roster import Roster
-from wherry.sharding.unit import Unit
-from wherry.sharding.weights import Gatherer
-from wherry.update.loss_scale import LossScaler, norm_and_multiplier
+from wherry.update.loss_scale import norm_and_multiplier
 from wherry.update.nonfinite import NonFinite
-from wherry.update.optimizer import OptimizerSpec, ShardedOptimizer
+from wherry.update.optimizer import ShardedOptimizer
 from wherry.update.parameter_states import ParameterStates
-from wherry.update.pipeline import Updater
 from wherry.window import Window
 
 if TYPE_CHECKING:
-    from wherry.config import BatchSizes, Config
-
-
-@dataclass
-class Parts:
-    """What `initialize` has built for an engine."""
-
-    config: Config
-    topology: Topology
-    offload: Offload
-    units: list[Unit]
-    gatherer: Gatherer
-    gradients: Gradients
-    updater: Updater | None
-    optimizer: OptimizerSpec | None
-    scaler: LossScaler
+    from wherry.build import Parts
+    from wherry.config import BatchSizes
 
 
 class Engine(nn.Module):
@@ -74,68 +53,55 @@ class Engine(nn.Module):
     Attributes that the engine does not have are the model's.
     """
 
+    CLOSED = "this engine has been closed; call wherry.initialize again for a new one"
+
     def __init__(self, module: nn.Module, parts: Parts) -> None:
         super().__init__()
-        config, topology = parts.config, parts.topology
+        config, topology, offload = parts.config, parts.topology, parts.offload
+        units, gatherer, gradients, updater = parts.units, parts.gatherer, parts.gradients, parts.updater
         self._modules["module"] = module
-        self.placement = parts.offload.placement
+        self.placement = offload.placement
         self.topology = topology
         self.comm = topology.data
         self.device = topology.device
-        self.units = parts.units
+        self.units = units
+        self.optimizer: ShardedOptimizer | None = None
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         self.global_steps = 0
         self.global_samples = 0
         self.micro_steps = 0
         self.skipped_steps = 0
-        self._life = Lifetime()
-        self._config = config
-        self._gatherer = parts.gatherer
-        self._schedule = parts.gatherer.schedule
-        self._gradients = parts.gradients
-        self._updater = parts.updater
-        self._offload = parts.offload
-        self._offloaded = OffloadedStates(
-            parts.units, parts.gatherer, parts.gradients, parts.updater, parts.offload.link
-        )
-        self._scaler = parts.scaler
-        layer_major = config.wherry.accumulation == "layer_major"
-        self._window = Window(config.batch(self.comm.size), self.comm.size, layer_major=layer_major)
-        self._precision = Precision(config, self.device)
         self._norm: float | None = None
-        # Whether the last call of `step` has updated the weights, and what sums over ranks and micro-batches were
-        # multiplied by, clipping aside.
+        # Whether the last call of `step` has updated the weights.
         self._applied = False
-        self._scale = 1.0
-        self._states: ParameterStates | None = None
-        # How many modules `compile` has compiled.
-        self._compiled = 0
+        self._life = Lifetime(self.CLOSED)
+        self._config = config
+        self._gatherer = gatherer
+        self._gradients = gradients
+        self._updater = updater
+        self._offload = offload
+        self._offloaded = OffloadedStates(units, gatherer, gradients, updater, offload.link)
+        self._scaler = parts.scaler
+        major = config.wherry.accumulation == "layer_major"
+        self._window = Window(config.batch(self.comm.size), self.comm.size, layer_major=major)
+        self._precision = Precision(config, self.device)
         self._log = get_logger(topology.global_rank)
         synchronise = None if self.device.type == "cpu" else partial(torch.accelerator.synchronize, self.device)
-        self._reporter = Reporter(config, module, topology.traffic, self._log, synchronise)
-        self._nonfinite = NonFinite(config.nonfinite(), topology, parts.units, parts.gradients, parts.scaler, self._log)
-        self._hooks = Hooks(
-            module,
-            parts.units,
-            parts.gatherer,
-            parts.gradients,
-            parts.gatherer.schedule,
-            self,
-            self.device,
-            updates_beside=parts.offload.policy.beside,
-            layer_major=layer_major,
-        )
-        self._roster = Roster(module, parts.units)
-        self._activations = activations.build(config, parts.units, self._hooks.saved, topology, parts.gatherer.gather)
-        self.optimizer: ShardedOptimizer | None = None
+        self._reporter = Reporter(config, topology.traffic, self._log, synchronise)
+        self._nonfinite = NonFinite(config.nonfinite(), topology, units, gradients, parts.scaler, self._log)
+        beside = offload.policy.beside
+        self._hooks = Hooks(module, units, gatherer, gradients, self, updates_beside=beside, layer_major=major)
+        self._roster = Roster(module, units)
+        self._activations = activations.build(config, units, self._hooks.saved, topology, gatherer.gather)
         if parts.optimizer is not None:
             self.optimizer = ShardedOptimizer(
                 parts.optimizer.instance, self.update, self.zero_grad_of_loop, lambda: self.states
             )
         self._checkpoints = Checkpoints(self._session, config)
-        state_of = parts.updater.states.state_of if parts.updater is not None else {}
-        self._access = Access(module, parts.units, parts.gatherer, self.comm, state_of.get, self.settle)
+        state_of = updater.states.state_of if updater is not None else {}
+        self._access = Access(module, units, gatherer, self.comm, state_of, self.settle)
+        self._states = ParameterStates(self._access, state_of, self._groups(), gradients, topology)
 
     # Forward.
 
@@ -155,14 +121,15 @@ class Engine(nn.Module):
             args, kwargs = self._precision.cast((args, kwargs))
         try:
             # Of forwards that run together no single one has a time.
-            together = self._hooks.interleaver.active
+            together = self._hooks.interleaver is not None
             phase = nullcontext() if together else self._reporter.phase("forward", self.global_steps + 1)
             with phase, self._precision.autocast(), self._hooks.saved.around(), self._activations.forward():
                 return model(*args, **kwargs)
         except BaseException as error:
             self._explain_shortage(error, "forward")
             self._hooks.break_off()
-            if not self._hooks.interleaver.stopping:  # else it is stopped because of another's error
+            interleaver = self._hooks.interleaver
+            if interleaver is None or not interleaver.stopping:  # else it is stopped because of another's error
                 self.comm.tell(error)
             raise
 
@@ -188,7 +155,7 @@ class Engine(nn.Module):
 
     def _backward(self, losses: Sequence[torch.Tensor], *, retain_graph: bool = False, averaged: bool = True) -> None:
         """One backward of the sum of so many micro-batches' losses."""
-        self._begin_backward(averaged=averaged, scaled=True, micro_batches=len(losses))
+        self._begin_backward(micro_batches=len(losses), averaged=averaged)
         scaled = losses
         if self._scaler.scale != 1.0:
             scaled = [loss * self._scaler.scale for loss in losses]
@@ -212,25 +179,25 @@ class Engine(nn.Module):
 
     def backward_begins(self) -> None:
         """Called by a hook: the user's own `loss.backward()` has begun."""
-        self._begin_backward(
-            averaged=True,
-            scaled=self._hooks.backward.scaled,
-            micro_batches=1,
-            makes_gradients=self._hooks.reaches_weights,
-        )
+        self._begin_backward(scaled=self._hooks.backward.scaled, makes_gradients=self._hooks.reaches_weights)
 
     def backward_ends(self) -> None:
         """Called by autograd, when the last gradient of the user's own backward has been computed."""
         if not self._hooks.backward.running:
             return
         try:
-            self._end_backward(makes_gradients=self._gradients.arrivals > 0)
+            self._end_backward(makes_gradients=self._gradients.have_arrived)
         except WherryError:
             self._abandon_window()
             raise
 
     def _begin_backward(
-        self, *, averaged: bool, scaled: bool, micro_batches: int, makes_gradients: Callable[[], bool] = lambda: True
+        self,
+        makes_gradients: Callable[[], bool] = lambda: True,
+        *,
+        micro_batches: int = 1,
+        averaged: bool = True,
+        scaled: bool = True,
     ) -> None:
         if not self._life.free:
             self._life.check_process("backward")
@@ -239,19 +206,14 @@ class Engine(nn.Module):
             self._abandon_window()
         try:
             boundary = self._window.begin_backward(
-                micro_batches,
-                averaged=averaged,
-                scaled=scaled,
-                loss_scale=self._scaler.scale,
-                makes_gradients=makes_gradients,
+                micro_batches, averaged=averaged, scaled=scaled, loss_scale=self._scaler.scale, counts=makes_gradients
             )
         except WherryError:
             self._abandon_window()
             raise
         if self._updater is not None:
             self._updater.begin_backward(self._groups(), self._gradient_scale(), boundary=boundary)
-        self._gradients.begin(boundary=boundary, micro_batches=micro_batches)
-        self._hooks.begin_backward()
+        self._hooks.begin_backward(boundary=boundary, micro_batches=micro_batches)
 
     def _end_backward(self, *, makes_gradients: bool) -> None:
         """Finish the reductions, release the weights. One for inputs only is no micro-batch of the window."""
@@ -260,9 +222,8 @@ class Engine(nn.Module):
             if self._updater is not None:
                 self._updater.cancel_backward()
             return
-        self._gradients.finish()
+        self._gradients.finish(self._gradient_scale())
         self._window.end_backward()
-        self._scale = self._gradient_scale()
 
     def _gradient_scale(self) -> float:
         return self._window.scale_of(self._scaler.scale, self._gradients.policy.predivide)
@@ -307,28 +268,28 @@ class Engine(nn.Module):
         if not self._life.free:
             self._life.check_process("step")
             self._life.check_not_generating("step")
-        self._roster.check()
+        self._roster.check_once()
         self._gradients.complete_window()
         # One all-reduce gives the norm. Scale, clipping and overflow become one multiplier.
-        norm = self._gradients.norm
+        norm, schedule = self._gradients.norm, self._gatherer.schedule
         try:
-            squares = host_value(norm.total(self._gradients.all, self._gatherer.journal, self._schedule.digest))
+            squares = host_value(norm.total(self._gradients.all, self._gatherer.journal, schedule.digest))
         except DivergenceError:
-            self._schedule.distrust()
+            schedule.differ()
             self._abandon_window()
             raise
-        self._schedule.settle(norm.one_path, self.comm.gather_objects)
-        self._norm, multiplier = norm_and_multiplier(squares, self._scale, self._config.gradient_clipping)
+        schedule.settle(one_path=norm.one_path)
+        self._norm, multiplier = norm_and_multiplier(squares, self._gradients.scale, self._config.gradient_clipping)
         groups, found = optimizer.param_groups, None
         if not math.isfinite(self._norm):
             found = self._nonfinite.look(updater, groups, multiplier, self._reporter.last_loss)
         self._applied = found is None or self._nonfinite.ignores
         if self._applied:
             updater.step(groups, multiplier, norm.absent(self._gradients.all))
-            self._hooks.version += 1
         else:
             self.skipped_steps += 1
-            self._hooks.version += any(finding.made for finding in found or ())
+        if self._applied or any(finding.made for finding in found or ()):
+            self._hooks.weights_changed()
         self.global_steps += 1
         self.global_samples += window.batch.train
         self._end_window()
@@ -349,32 +310,26 @@ class Engine(nn.Module):
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Decide by hand whether the next backward ends the window; None goes back to counting micro-batches."""
-        self._window.forced_boundary = is_boundary
+        self._window.force(is_boundary)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside accumulate only; the window ends with a backward outside."""
-        before, self._window.forced_boundary = self._window.forced_boundary, False
+        before = self._window.force(False)
         try:
             yield
         finally:
-            self._window.forced_boundary = before
+            self._window.force(before)
 
     def _end_window(self) -> None:
         self._window.reset()
-        self._reporter.last_loss = None
-        self._gatherer.hold = False
-        self._gatherer.journal = 0
-        self._gatherer.stop_reading()
+        self._reporter.end_window()
         self._gradients.end_window()
         self._hooks.end_window()
-        self._gatherer.forget_near()
-        # Weights gathered by a forward whose backward never came are out of date now.
-        self._gatherer.release_all()
+        self._gatherer.end_window()
 
     def _drop_window(self) -> list[str]:
         """Drop the window's gradients. What has been updated from them already, by name."""
-        self._gatherer.hold = False
         self._hooks.end_backward()
         changed = self._updater.drop() if self._updater is not None else []
         self._gradients.drop()
@@ -428,28 +383,17 @@ class Engine(nn.Module):
         if batch == self._window.batch:
             return
         world_of(self.topology).meet(call)
-        self._window.batch = batch
+        self._window.resize(batch)
         if (batch.accumulation > 1) is self._gradients.policy.accumulates:
             return
         # Windows of one micro-batch, and of more, have sums of another type and in another place.
         policy = self._offload.gradient_policy([g.flat for g in self._gradients.all], batch.accumulation)
-        if self._updater is not None:
-            self._updater.detach()
         self._gradients.choose(policy, partial(self._offload.way_of, policy))
-        self._hooks.watch_arrivals()
-        if self._updater is not None:
-            self._updater.attach(self._gradients)
-        self._states = None
 
     # Training by iterator.
 
     def train_batch(self, data: Iterator[Any]) -> torch.Tensor:
         """One whole accumulation window from an iterator of micro-batches; returns the mean loss, detached."""
-        if not hasattr(data, "__next__"):
-            raise WherryError(
-                f"train_batch: expected an iterator, got {type(data).__name__}; make one before the loop, as with "
-                "data = iter(loader), so that each call goes on where the last one ended"
-            )
         self._check_open()
         batches = self._window.take(data)
         if self._window.layer_major:
@@ -466,15 +410,8 @@ class Engine(nn.Module):
     def _train_layer_major(self, batches: Sequence[Any]) -> list[torch.Tensor]:
         """Layer-major: all micro-batches go through a unit before the next, and one backward is of them all."""
         forwards = [partial(self._loss_of, self._to_device(batch)) for batch in batches]
-        try:
-            with self._reporter.phase("forward", self.global_steps + 1):
-                losses = self._hooks.run_layer_major(forwards)
-        except Exception as error:
-            error.add_note(
-                "This was raised while micro-batches ran together, a unit at a time; "
-                '"wherry": {"accumulation": "step_major"} runs them one after another.'
-            )
-            raise
+        with self._reporter.phase("forward", self.global_steps + 1):
+            losses = self._hooks.run_layer_major(forwards)
         with sums_in_fp32(self.units):
             self._backward(losses)
         self.micro_steps += len(batches) - 1
@@ -504,9 +441,9 @@ class Engine(nn.Module):
 
     def _flush(self) -> None:
         if self._updater is not None:
-            late = self._updater.policy.when == "delayed" and self._updater.pending
+            if self._updater.policy.when == "delayed" and self._updater.pending:
+                self._hooks.weights_changed()
             self._updater.flush()
-            self._hooks.version += late  # a forward before this was of other weights
 
     @contextmanager
     def gathered_for_generation(self) -> Iterator[None]:
@@ -542,16 +479,15 @@ class Engine(nn.Module):
         them away. Returns the bytes freed, which are none where the device is the host. An accumulation window goes on
         afterwards where it was. For generation with another program between two phases of training.
         """
-        if str(device) not in ("host", "cpu"):
-            raise WherryError(f'offload_states: expected the device "host" (or "cpu"), got {device!r}')
         if self._life.now is not Life.OFFLOADED:
             self._check_open()
             self._life.check_not_generating("offload_states")
+        chosen = self._offloaded.chosen(include, device)
         if self._hooks.backward.running:
             self._abandon_window()
         self._flush()
         try:
-            return self._offloaded.offload(include)
+            return self._offloaded.offload(chosen)
         finally:
             if self._offloaded.nbytes:
                 self._life.become(Life.OFFLOADED)
@@ -581,8 +517,9 @@ class Engine(nn.Module):
         `tag` is `global_step<N>` unless given. `client_state` is kept beside it: numbers, strings, tensors, and lists
         and dicts of these. Whatever happens on the way, the checkpoint before stays whole.
         """
+        self._check_whole()
         self._meet("save_checkpoint()")
-        self.settle()
+        self._roster.check()
         self._checkpoints.save(save_dir, tag, client_state, save_latest, not exclude_frozen_parameters)
         return True
 
@@ -604,7 +541,6 @@ class Engine(nn.Module):
         from wherry.checkpoint.load import LoadOptions
 
         self._meet("load_checkpoint()")
-        self.settle()
         states = load_optimizer_states and not load_module_only
         schedule = load_lr_scheduler_states and not load_module_only
         options = LoadOptions(load_module_strict, states, schedule, counts=not load_module_only)
@@ -614,8 +550,12 @@ class Engine(nn.Module):
         self._gatherer.forget_near()
         if loaded is None:
             return None, None
-        if loaded.counts is not None:
-            self._go_on_from(loaded.counts)
+        if (counts := loaded.counts) is not None:
+            self.global_steps, self.micro_steps = counts.global_steps, counts.micro_steps
+            self.global_samples, self.skipped_steps = counts.samples, counts.skipped_steps
+            self._norm, self._applied = counts.norm, counts.applied
+            if self._updater is not None:
+                self._updater.go_on_from(self.global_steps - self.skipped_steps)
         return str(loaded.path), loaded.client_state
 
     def wait_for_checkpoint(self) -> None:
@@ -635,8 +575,9 @@ class Engine(nn.Module):
         Files are of 5 GB at most, with an index; a unit at a time is in memory. For a name that ends in .bin or .pt
         it is one file of torch.save's, for which rank 0 holds the whole model.
         """
+        self._check_whole()
         self._meet("save_16bit_model()")
-        self.settle()
+        self._roster.check()
         self._checkpoints.save_model(Path(save_dir), save_filename, exclude_frozen=exclude_frozen_parameters)
         return True
 
@@ -647,13 +588,20 @@ class Engine(nn.Module):
 
         Weights are the working ones, or in `dtype`; torch.float32 gives the masters.
         """
+        self._check_whole()
         self._meet("consolidated_state_dict()")
-        self.settle()
         return self._checkpoints.consolidated(dtype, exclude_frozen=exclude_frozen_parameters)
+
+    def _check_whole(self) -> None:
+        """What is written is of one step."""
+        self._check_open()
+        if self._updater is not None:
+            self._updater.check_whole()
 
     def _meet(self, call: str) -> None:
         self._check_open()
         world_of(self.topology).meet(call)
+        self.settle()
 
     def _session(self) -> Session:
         window = self._window
@@ -686,13 +634,6 @@ class Engine(nn.Module):
             complete=self.has_gradients(),
         )
 
-    def _go_on_from(self, counts: Counts) -> None:
-        self.global_steps, self.micro_steps = counts.global_steps, counts.micro_steps
-        self.global_samples = counts.samples
-        self.skipped_steps, self._norm, self._applied = counts.skipped_steps, counts.norm, counts.applied
-        if self._updater is not None:
-            self._updater.steps_made = self.global_steps - self.skipped_steps
-
     # What people ask.
 
     @property
@@ -721,21 +662,11 @@ class Engine(nn.Module):
     def states(self) -> ParameterStates:
         """Masters, moments and gradients of single parameters. What is under way is completed first."""
         self.settle()
-        if self._states is None:
-            self._states = ParameterStates(
-                self.units,
-                self._updater.states if self._updater is not None else None,
-                self._groups(),
-                self._gradients,
-                self._gatherer.comm,
-                self.comm,
-                lambda: self._scale,
-            )
         return self._states
 
     def has_gradients(self) -> bool:
         """Whether the boundary's backward has run and its gradients are still there."""
-        return self._gradients.boundary and self._window.backwards > 0
+        return self._gradients.complete and self._window.backwards > 0
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last window's gradients, before clipping; None before the first update."""
@@ -760,22 +691,15 @@ class Engine(nn.Module):
 
         Every rank must call it.
         """
-        return self._gradients.named.whole(name).float() * self._scale
+        return self._states.gradient(name)
 
     def gradient_norms(self) -> dict[str, float]:
         """The norm of the last window's gradients by unit, before clipping. Every rank must call it."""
-        squares = self._gradients.norm.by_flat(self._gradients.all)
-        unit_of = {flat: unit.name for unit in self.units for flat in unit.flats}
-        by_unit: dict[str, float] = {}
-        for flat, value in squares.items():
-            by_unit[unit_of[flat]] = by_unit.get(unit_of[flat], 0.0) + value
-        return {name: math.sqrt(value) * self._scale for name, value in by_unit.items()}
+        return self._gradients.norms(self.units)
 
     def memory(self) -> list[MemoryRow]:
         """Bytes by state and tier on this rank: what the placement comes to, and what is held now."""
-        return memory_report.rows(
-            self.units, self._gatherer, self._gradients, self._updater, self._offload, self._offloaded.nbytes
-        )
+        return memory_report.rows(self.units, self._gradients, self._updater, self._offload, self._offloaded.nbytes)
 
     def get_lr(self) -> list[float]:
         return [float(group["lr"]) for group in self._groups()]
@@ -864,11 +788,11 @@ class Engine(nn.Module):
         self._check_open()
         if schedule is not None:
             raise WherryError("compile: a schedule of passes is not offered; blocks are compiled as they are")
-        self._compiled = compile_units(self.units, {"backend": backend, **(compile_kwargs or {}), **options})
+        compile_units(self.units, {"backend": backend, **(compile_kwargs or {}), **options})
 
     @property
     def is_compiled(self) -> bool:
-        return self._compiled > 0
+        return are_compiled(self.units)
 
     # The model behind the engine.
 
@@ -931,7 +855,6 @@ class Engine(nn.Module):
         self._life.become(Life.CLOSED)
         if self._life.forked:
             return
-        self._states = None
         # In this order, whatever of it fails; then the last error is raised, with the others.
         parts = [
             self._settle_last,

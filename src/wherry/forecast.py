@@ -12,7 +12,7 @@ from wherry.errors import WherryError
 from wherry.plan.estimate import Estimate, answer_of_count
 from wherry.plan.forecaster import Forecaster
 from wherry.plan.grid import Grid
-from wherry.plan.machine import Machine, known
+from wherry.plan.machines import Machine, known
 from wherry.plan.probe import disk_folder, this_machine
 from wherry.sources import find
 

@@ -25,10 +25,14 @@ _NEXT = {
 
 
 class Lifetime:
-    """One engine's. `forked`, in a copy of its process without its threads, connections and files, goes with any."""
+    """One engine's. `forked`, in a copy of its process without its threads, connections and files, goes with any.
 
-    def __init__(self) -> None:
+    `closed` is what whoever calls a closed one is told.
+    """
+
+    def __init__(self, closed: str) -> None:
         self.now = Life.OPEN
+        self._closed = closed
         self.process = os.getpid()
         self.forked = False
         # Whether nothing is forbidden: it is open, in its own process. All that a step has to look at.
@@ -46,7 +50,7 @@ class Lifetime:
 
     def check_open(self) -> None:
         if self.now is Life.CLOSED:
-            raise WherryError("this engine has been closed; call wherry.initialize again for a new one")
+            raise WherryError(self._closed)
         if self.now is Life.OFFLOADED:
             raise WherryError("this engine's states were sent away by offload_states(); call reload_states() first")
 

@@ -1,21 +1,32 @@
-"""What rests where: bytes of each state on each tier, as the placement promises and as they are."""
+"""What rests where: bytes of each state on each tier, as they are promised and as they are, and whether that fits."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from wherry.observe.memory import format_bytes, free_on_gpu, host_memory, out_of_memory
 from wherry.offload import Offload
+from wherry.parallel.partition import local
 from wherry.placement import Tier, place_name
+from wherry.sharding.flat_gradient import Landing
 from wherry.sharding.gradients import Gradients
-from wherry.sharding.unit import Flat, Unit
-from wherry.sharding.weights import Gatherer
-from wherry.update.pipeline import Updater
+from wherry.sharding.grouping import UnitPlan
+from wherry.sharding.unit import Unit
+from wherry.tier_choice import TierChoice
+from wherry.tiers.disk import DiskStore
+from wherry.tiers.host import check_host
+from wherry.update.optimizer_states import StateTier, record_fields
+from wherry.update.updater import Updater
+
+# Bytes by state and by the tier that they rest on.
+Account = Counter[tuple[str, Tier]]
 
 
 class MemoryRow(NamedTuple):
@@ -73,23 +84,258 @@ def _size(number: str, unit: str) -> str:
     return format_bytes(float(number)) if unit == "bytes" else f"{number} {unit}"
 
 
+# What is promised: of flats that are made, and of those that are to be.
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A flat, and where its states rest."""
+
+    unit: str
+    # Of the whole flat, and of a rank's shard.
+    numel: int
+    shard: int
+    dtype: torch.dtype
+    resident: bool
+    weights: Tier
+    trainable: bool
+    # Of its optimizer state, if it has one.
+    kept: StateTier | None
+    # Whether the unit stays gathered through a step.
+    shared: bool
+    # Bytes of the part that ranks of one node share among themselves.
+    secondary: int = 0
+
+
+@dataclass(frozen=True)
+class RecordSize:
+    """Of the optimizer's state of a bucket: bytes where it rests, and in memory during its update."""
+
+    tier: Tier
+    nbytes: int
+    in_memory: int
+
+
+def promised(
+    offload: Offload, choice: TierChoice, flats: Sequence[Extent], records: Iterable[RecordSize], accumulation: int
+) -> Account:
+    """The most that may rest on each tier, padding included, with windows of so many micro-batches."""
+    account: Account = Counter()
+    for flat in flats:
+        whole = flat.numel if flat.resident else flat.shard
+        account["parameters", flat.weights] += whole * flat.dtype.itemsize
+        if flat.secondary:
+            account["parameters", Tier.DEVICE] += flat.secondary
+    on_disk = [flat for flat in flats if flat.weights is Tier.DISK]
+    if on_disk:
+        account["parameters read", Tier.HOST] = _weights_read(offload, choice, on_disk)
+    account["gathered", Tier.DEVICE] = _gathered(offload, [flat for flat in flats if not flat.resident])
+    account.update(_gradients(choice, [flat for flat in flats if flat.trainable], accumulation))
+    read = []
+    for record in records:
+        account["optimizer", record.tier] += record.nbytes
+        if record.tier is Tier.DISK:
+            read.append(record.in_memory)
+    if read:
+        account["optimizer read", Tier.HOST] = sum(sorted(read)[-choice.policy.depth :])
+        late = [flat for flat in flats if flat.kept is not None and flat.kept.tier is Tier.DISK]
+        if choice.policy.when == "delayed":
+            account["parameters to come", Tier.HOST] = sum(flat.shard * flat.dtype.itemsize for flat in late)
+    return account
+
+
+def _weights_read(offload: Offload, choice: TierChoice, on_disk: Sequence[Extent]) -> int:
+    """There is room for some of the largest: what is read ahead, in use, or kept.
+
+    What is updated at a time is in use whatever the room is; where updates run beside a forward, all of the room may be
+    read ahead by then.
+    """
+    shards = [flat.shard * flat.dtype.itemsize for flat in on_disk]
+    buffers = offload.config.zero_optimization.offload_param.buffer_count
+    updated = sum(flat.kept is not None and not flat.kept.apart for flat in on_disk)
+    updated = min(choice.policy.depth, updated)
+    count = buffers - 1 + max(1, updated) if choice.policy.beside else max(buffers, updated)
+    return min(sum(shards), count * max(shards))
+
+
+def _gathered(offload: Offload, travelling: Sequence[Extent]) -> int:
+    """Units that others use too stay through a step; beside them is the unit at work, and what is gathered ahead."""
+    zero = offload.config.zero_optimization
+    stay = sum(flat.numel for flat in travelling if flat.shared)
+    units: Counter[str] = Counter()
+    for flat in travelling:
+        if not flat.shared:
+            units[flat.unit] += flat.numel
+    largest = max(units.values(), default=0)
+    room = max(0, zero.stage3_max_live_parameters - stay - largest)
+    ahead = min(room, max(largest, zero.stage3_prefetch_bucket_size))
+    most = min(stay + largest + ahead, sum(flat.numel for flat in travelling))
+    return most * max((flat.dtype.itemsize for flat in travelling), default=0)
+
+
+def _gradients(choice: TierChoice, flats: Sequence[Extent], accumulation: int) -> Account:
+    account: Account = Counter()
+    policy, when = choice.gradient_policy(accumulation), choice.policy.when
+    brief: list[int] = []
+    for flat in flats:
+        way = choice.way_of(policy, flat.kept)
+        summed = (policy.accumulation_dtype or flat.dtype).itemsize
+        sent = (policy.communication_dtype or flat.dtype).itemsize
+        landed = flat.shard * (sent if way is Landing.STREAMED and not policy.accumulates else summed)
+        held = flat.shard if choice.placement.gradients.partitioned else flat.numel
+        account["gradients", Tier.DEVICE] += 0 if policy.brief or way is Landing.STREAMED else held * summed
+        if policy.brief:
+            brief.append(flat.shard * sent)
+        elif way is not Landing.STAYS:
+            account["gradients", Tier.HOST] += landed
+        if when == "delayed":  # the copies that late updates read
+            account["gradients", Tier.HOST] += landed
+    if brief:
+        # They have memory from their arrival to their update: the backward waits with the next one's in hand.
+        place = Tier.DEVICE if choice.shared else Tier.HOST
+        account["gradients", place] += sum(sorted(brief)[-(2 * choice.policy.depth + 1) :])
+    return account
+
+
+# Whether it fits.
+
+
+def check_room(offload: Offload, plans: Sequence[UnitPlan]) -> None:
+    """Raise an error with what is missing and what takes less, before any state is made."""
+    needs = promised_of(offload, plans)
+    _check_disk(offload, needs)
+    # What of the model is in host memory already.
+    parameters = [local(p) for plan in plans for _, p in plan.parameters if p.device.type == "cpu"]
+    held = sum(parameter.untyped_storage().nbytes() for parameter in parameters)
+    limit = offload.config.wherry.host_memory
+    check_host(_on_host(offload, needs), offload.topology.local_ranks, limit, held, _less_on_host(offload))
+
+
+def promised_of(offload: Offload, plans: Sequence[UnitPlan]) -> Account:
+    """What flats will take that are yet to be made."""
+    choice, placement, spec = offload.new_choice(), offload.placement, offload.spec
+    given = {p for group in spec.groups for p in group["params"]} if spec is not None else set()
+    flats, records = [], []
+    for plan in plans:
+        kinds: Counter[tuple[torch.dtype, bool]] = Counter()
+        updated: Counter[tuple[torch.dtype, bool]] = Counter()
+        for _, parameter in plan.parameters:
+            if parameter.is_floating_point():
+                kind = offload.config.working_dtype() or parameter.dtype, parameter.requires_grad
+                kinds[kind] += local(parameter).numel()
+                updated[kind] += local(parameter).numel() if parameter in given else 0
+        for (dtype, trainable), numel in kinds.items():
+            cut = placement.parameters.partitioned or (trainable and placement.optimizer.partitioned)
+            ranks = offload.topology.shards.size if cut else 1
+            shard, whole = -(-numel // ranks), not placement.parameters.partitioned
+            weights = Tier.DEVICE if whole else choice.of_weights(shard * dtype.itemsize)
+            resident = whole or (ranks == 1 and weights is Tier.DEVICE)
+            kept = None
+            mine = updated[dtype, trainable]
+            if mine:
+                kept = choice.of_state(plan.name, mine, dtype, weights)
+                records.append(_record_size(offload, kept, dtype, -(-mine // ranks)))
+            flats.append(Extent(plan.name, numel, shard, dtype, resident, weights, trainable, kept, shared=plan.root))
+    accumulation = offload.config.batch(offload.topology.data.size).accumulation
+    return promised(offload, choice, flats, records, accumulation)
+
+
+def _record_size(offload: Offload, kept: StateTier, dtype: torch.dtype, numel: int) -> RecordSize:
+    assert offload.spec is not None
+    rule = offload.make_rule(kept)
+    fields = record_fields(kept, rule, offload.spec.groups[0], dtype, numel)
+    # What torch's optimizers keep themselves is a guess.
+    itself = 0 if rule.splits else 2 * numel * max(dtype.itemsize, torch.float32.itemsize)
+    nbytes = sum(field.payload for field in fields) + itself
+    return RecordSize(kept.tier, nbytes, nbytes)
+
+
+def _on_host(offload: Offload, account: Account) -> int:
+    """Bytes of host memory; without a device of its own, those of the device as well."""
+    here = {Tier.HOST, Tier.DEVICE} if offload.link.shared else {Tier.HOST}
+    return sum(nbytes for (_, tier), nbytes in account.items() if tier in here)
+
+
+def _check_disk(offload: Offload, account: Account) -> None:
+    wanted: Counter[DiskStore] = Counter()
+    for state, cache_of in (("optimizer", offload.for_records), ("parameters", offload.for_weights)):
+        nbytes = account[state, Tier.DISK]
+        if nbytes:
+            wanted[cache_of().store] += nbytes * offload.topology.local_ranks
+    for store, nbytes in wanted.items():
+        store.check_free(nbytes)
+
+
+def _less_on_host(offload: Offload) -> list[str]:
+    """The keys that put on disk what is in memory now."""
+    placement, where = offload.placement, '{"device": "nvme", "nvme_path": ...'
+    keys = []
+    # State on disk is for optimizers that the host's kernels know.
+    known = offload.spec is not None and offload.spec.native_family is not None
+    if known and placement.optimizer.tier is not Tier.DISK:
+        keys.append(f'"offload_optimizer": {where}}}')
+    if placement.parameters.partitioned and placement.parameters.tier is not Tier.DISK:
+        keys.append(f'"offload_param": {where}, "max_in_cpu": 0}}')
+    return keys
+
+
+# What is held.
+
+
 def rows(
-    units: list[Unit],
-    gatherer: Gatherer,
-    gradients: Gradients,
-    updater: Updater | None,
-    offload: Offload,
-    away: Mapping[str, int],
+    units: list[Unit], gradients: Gradients, updater: Updater | None, offload: Offload, away: Mapping[str, int]
 ) -> list[MemoryRow]:
     """One row for each state and tier that it rests on. `away`: bytes of states that were sent from the device."""
-    flats = [flat for unit in units for flat in unit.flats]
-    found = [
-        *_parameters(flats, offload),
-        _gathered(units, gatherer),
-        *_gradients(gradients, offload),
-        *_optimizer(updater),
+    state_of = updater.states.state_of if updater is not None else {}
+    flats = [
+        Extent(
+            unit=unit.name,
+            numel=flat.layout.numel,
+            shard=flat.layout.shard_numel,
+            dtype=flat.dtype,
+            resident=flat.resident,
+            weights=flat.tier,
+            trainable=flat.trainable,
+            kept=offload.state_tier(flat) if flat in state_of else None,
+            shared=unit.shared,
+            secondary=0 if flat.secondary is None else flat.secondary.nbytes,
+        )
+        for unit in units
+        for flat in unit.flats
     ]
+    records = []
+    for bucket in updater.buckets if updater is not None else ():
+        shards = sum(state.flat.layout.shard_numel for state in bucket.states)
+        padded = math.ceil(bucket.nbytes * max(1.0, shards / max(1, bucket.numel)))
+        records.append(RecordSize(bucket.tier, padded, bucket.record_nbytes))
+    owed = promised(offload, offload.choice, flats, records, 2 if gradients.policy.accumulates else 1)
+    held = _held(units, gradients, updater)
+    found = [MemoryRow(state, str(tier), owed[state, tier], held[state, tier]) for state, tier in {**owed, **held}]
     return list(_without(found, away)) if away else found
+
+
+def _held(units: list[Unit], gradients: Gradients, updater: Updater | None) -> Account:
+    account: Account = Counter()
+    for flat in (flat for unit in units for flat in unit.flats):
+        on_disk = flat.tier is Tier.DISK
+        account["parameters", flat.tier] += flat.shard_nbytes if on_disk else flat.resting_nbytes
+        if on_disk:
+            account["parameters read", Tier.HOST] += flat.resting_nbytes
+        if flat.secondary is not None:
+            account["parameters", Tier.DEVICE] += flat.secondary.nbytes
+        if not flat.resident:
+            account["gathered", Tier.DEVICE] += flat.elastic.nbytes
+    for gradient in gradients.all:
+        account["gradients", Tier.DEVICE] += gradient.device_nbytes
+        if gradient.host_nbytes:
+            account["gradients", Tier.HOST] += gradient.host_nbytes
+    for bucket in updater.buckets if updater is not None else ():
+        account["optimizer", bucket.tier] += bucket.nbytes
+        if bucket.on_disk:
+            account["optimizer read", Tier.HOST] += bucket.in_memory
+        if bucket.held_nbytes:
+            account["parameters to come", Tier.HOST] += bucket.held_nbytes
+    return account
 
 
 def _without(found: list[MemoryRow], away: Mapping[str, int]) -> Iterator[MemoryRow]:
@@ -99,74 +345,3 @@ def _without(found: list[MemoryRow], away: Mapping[str, int]) -> Iterator[Memory
             continue
         yield row._replace(bytes_actual=max(0, row.bytes_actual - away[row.state]))
         yield MemoryRow(f"{row.state} away", str(Tier.HOST), away[row.state], away[row.state])
-
-
-def _tier_of(flat: Flat) -> Tier:
-    if flat.home is None:
-        return Tier.DEVICE
-    return Tier.DISK if flat.home.on_disk else Tier.HOST
-
-
-def _parameters(flats: list[Flat], offload: Offload) -> list[MemoryRow]:
-    owed: defaultdict[Tier, int] = defaultdict(int)
-    held: defaultdict[Tier, int] = defaultdict(int)
-    for flat in flats:
-        tier = _tier_of(flat)
-        owed[tier] += flat.nbytes if flat.resident else flat.shard_nbytes
-        held[tier] += flat.shard_nbytes if tier is Tier.DISK else flat.resting_nbytes
-        if flat.secondary is not None:
-            owed[Tier.DEVICE] += flat.secondary.nbytes
-            held[Tier.DEVICE] += flat.secondary.nbytes
-    found = [MemoryRow("parameters", str(tier), owed[tier], held[tier]) for tier in Tier if tier in owed]
-    if Tier.DISK in owed:
-        on_disk = [flat for flat in flats if _tier_of(flat) is Tier.DISK]
-        cached = sum(flat.resting_nbytes for flat in on_disk)
-        found.append(MemoryRow("parameters read", str(Tier.HOST), offload.weights_read(on_disk), cached))
-    return found
-
-
-def _gathered(units: list[Unit], gatherer: Gatherer) -> MemoryRow:
-    """Units that others use too stay through a step; beside them is the unit at work, and what is gathered ahead."""
-    travelling = [flat for unit in units for flat in unit.travelling]
-    stay = sum(flat.layout.numel for unit in units if unit.shared for flat in unit.travelling)
-    largest = max((sum(f.layout.numel for f in unit.travelling) for unit in units if not unit.shared), default=0)
-    room = max(0, gatherer.live_limit - stay - largest)
-    ahead = min(room, max(largest, gatherer.look_ahead))
-    most = min(stay + largest + ahead, sum(flat.layout.numel for flat in travelling))
-    width = max((flat.dtype.itemsize for flat in travelling), default=0)
-    whole = sum(flat.elastic.nbytes for flat in travelling)
-    return MemoryRow("gathered", str(Tier.DEVICE), most * width, whole)
-
-
-def _gradients(gradients: Gradients, offload: Offload) -> list[MemoryRow]:
-    device = sum(g.device_nbytes for g in gradients.all)
-    host = sum(g.host_nbytes for g in gradients.all)
-    owed_device = sum(
-        (g.flat.layout.shard_numel if g.partitioned else g.flat.layout.numel) * g.dtype.itemsize
-        for g in gradients.all
-        if g.keeps
-    )
-    owed_host = sum(
-        g.flat.layout.shard_numel * g.owned_dtype.itemsize for g in gradients.all if not g.stays and not g.brief
-    )
-    if offload.policy.when == "delayed":  # the copies that late updates read
-        owed_host += sum(g.flat.layout.shard_numel * g.owned_dtype.itemsize for g in gradients.all)
-    found = [MemoryRow("gradients", str(Tier.DEVICE), owed_device, device)]
-    if owed_host or host:
-        found.append(MemoryRow("gradients", str(Tier.HOST), owed_host, host))
-    return found
-
-
-def _optimizer(updater: Updater | None) -> list[MemoryRow]:
-    if updater is None:
-        return []
-    states, policy = updater.states, updater.policy
-    held, owed = states.nbytes(), states.expected_nbytes()
-    found = [MemoryRow("optimizer", str(tier), owed[tier], held[tier]) for tier in Tier if tier in held]
-    if Tier.DISK in held:
-        host, read = str(Tier.HOST), states.host_bytes()
-        found.append(MemoryRow("optimizer read", host, states.expected_host_bytes(policy.depth), read))
-        waiting = states.expected_waiting_bytes() if policy.when == "delayed" else 0
-        if waiting:
-            found.append(MemoryRow("parameters to come", host, waiting, states.waiting_bytes()))
-    return found

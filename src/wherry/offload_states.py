@@ -11,9 +11,9 @@ from wherry.errors import WherryError
 from wherry.sharding.gradients import Gradients
 from wherry.sharding.unit import Flat, Unit
 from wherry.sharding.weights import Gatherer
+from wherry.tickets import Ticket
 from wherry.tiers.streams import Link
-from wherry.tiers.tickets import Ticket
-from wherry.update.pipeline import Updater
+from wherry.update.updater import Updater
 
 # What may leave, and the names that scripts have for it.
 STATES = ("parameters", "gradients", "optimizer")
@@ -48,12 +48,11 @@ class OffloadedStates:
         """The states that are away, and their bytes."""
         return {state: sum(host.nbytes for _, host in moved) for state, moved in self._away.items()}
 
-    def offload(self, include: Iterable[str] | None = None) -> int:
-        """Free the device's memory of these states, or of all; returns how many bytes that were.
+    def offload(self, chosen: Iterable[str]) -> int:
+        """Free the device's memory of these states; returns how many bytes that were.
 
         What is away already stays away. No update may be under way; reductions and copies that are end first.
         """
-        chosen = self._chosen(include)
         if self._updater is not None:
             self._updater.stop_reading()
         self._gatherer.stop_reading()
@@ -113,7 +112,10 @@ class OffloadedStates:
                 self._link.host.give(host)
         self._away.clear()
 
-    def _chosen(self, include: Iterable[str] | None) -> list[str]:
+    def chosen(self, include: Iterable[str] | None, device: str) -> list[str]:
+        """The states that a call means; raises where there is none such, or it means another place than the host."""
+        if str(device) not in ("host", "cpu"):
+            raise WherryError(f'offload_states: expected the device "host" (or "cpu"), got {device!r}')
         names = STATES if include is None else [include] if isinstance(include, str) else include
         chosen = [SPELLINGS.get(str(getattr(name, "value", name)), str(name)) for name in names]
         if strange := sorted(set(chosen) - set(STATES)):
@@ -137,7 +139,7 @@ class OffloadedStates:
 
     def _tensors(self, state: str) -> Iterator[torch.Tensor]:
         if state == "parameters":
-            for flat in (flat for unit in self._units for flat in unit.flats if flat.home is None):
+            for flat in (flat for unit in self._units for flat in unit.flats if flat.storage is None):
                 yield flat.shard_memory
         elif state == "gradients":
             for gradient in self._gradients.all:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from wherry import native
 from wherry.errors import WherryError
-from wherry.native.rules import Rule
+from wherry.native.formulas import Formula
 
 __all__ = ["CPUAdagrad", "CPUAdam", "CPULion"]
 
@@ -56,20 +56,27 @@ def _room_beside(p: Tensor, dtype: torch.dtype) -> Tensor:
 class _CPUOptimizer(torch.optim.Optimizer):
     """What the three share: one plan over all parameters that have gradients, rebuilt only when memory moved."""
 
-    native_rule: ClassVar[type[Rule]] = Rule
+    native_rule: ClassVar[type[Formula]] = Formula
     # The state tensors that the rule updates, in its order.
     moments: ClassVar[tuple[str, ...]] = ()
     counts_steps: ClassVar[bool] = True
 
-    def __init__(self, params: Iterable[Any], defaults: Group, pool: native.Pool | None = None) -> None:
+    def __init__(self, params: Iterable[Any], pool: native.Pool | None, **defaults: Any) -> None:
+        name = type(self).__name__
+        for key, value in defaults.items():
+            if key == "betas":
+                if len(value) != 2 or not all(0 <= beta < 1 for beta in value):
+                    raise WherryError(f"{name}: betas={value!r}, expected two numbers from 0 to below 1")
+            elif not value >= 0:
+                raise WherryError(f"{name}: {key}={value!r}, expected 0 or more")
         self._pool = pool
-        self._plan: native.Plan | None = None
+        self._plan: native.PackedSegments | None = None
         self._places: list[Any] = []
         # fp16 parameters only: the version and address each was left at, to see that someone else wrote to it.
         self._left: dict[Tensor, tuple[int, int]] = {}
         super().__init__(params, defaults)
 
-    def rule(self, group: Group, step: int) -> Rule:
+    def rule(self, group: Group, step: int) -> Formula:
         return self.native_rule.of(group, step)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -211,7 +218,7 @@ class _CPUOptimizer(torch.optim.Optimizer):
             # Weights were loaded from outside: they win, the master only adds bits to those that did not change.
             torch.where(master.to(p.dtype) == p, master, p.float(), out=master)
 
-    def _make_plan(self, params: list[Tensor]) -> native.Plan:
+    def _make_plan(self, params: list[Tensor]) -> native.PackedSegments:
         segments = []
         for p in params:
             held = {name: _flat(self.state[p][name]) for name in self._names(p)}
@@ -225,7 +232,7 @@ class _CPUOptimizer(torch.optim.Optimizer):
                     name=f"parameter of shape {tuple(p.shape)}",
                 )
             )
-        return native.Plan(segments)
+        return native.PackedSegments(segments)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -242,9 +249,9 @@ class _CPUOptimizer(torch.optim.Optimizer):
         params: list[Tensor] = []
         states: list[dict[str, Any]] = []
         grads: list[Tensor] = []
-        rules: list[Rule] = []
+        rules: list[Formula] = []
         for group in self.param_groups:
-            known: dict[int, Rule] = {}
+            known: dict[int, Formula] = {}
             for p in group["params"]:
                 if p.grad is None or p.numel() == 0:
                     continue
@@ -261,7 +268,7 @@ class _CPUOptimizer(torch.optim.Optimizer):
         return loss
 
     def _update(
-        self, params: list[Tensor], states: list[dict[str, Any]], grads: list[Tensor], rules: list[Rule]
+        self, params: list[Tensor], states: list[dict[str, Any]], grads: list[Tensor], rules: list[Formula]
     ) -> None:
         # What cannot be updated is told before anything has changed.
         plan = self._plan_of(params, states)
@@ -275,7 +282,7 @@ class _CPUOptimizer(torch.optim.Optimizer):
         torch.autograd.graph.increment_version(params)
         self._left = {p: (p._version, p.data_ptr()) for p in params if p.dtype is torch.float16}
 
-    def _plan_of(self, params: list[Tensor], states: list[dict[str, Any]]) -> native.Plan:
+    def _plan_of(self, params: list[Tensor], states: list[dict[str, Any]]) -> native.PackedSegments:
         if self._plan is None or self._places != self._places_of(params, states):
             for p in params:
                 self._check(p)
@@ -311,20 +318,19 @@ class CPUAdam(_CPUOptimizer):
         maximize: bool = False,
         pool: native.Pool | None = None,
     ) -> None:
-        _check_range("CPUAdam", lr=lr, eps=eps, weight_decay=weight_decay)
-        _check_betas("CPUAdam", betas)
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "decoupled_weight_decay": adamw_mode,
-            "bias_correction": bias_correction,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults, pool)
+        super().__init__(
+            params,
+            pool,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            decoupled_weight_decay=adamw_mode,
+            bias_correction=bias_correction,
+            maximize=maximize,
+        )
 
-    def rule(self, group: Group, step: int) -> Rule:
+    def rule(self, group: Group, step: int) -> Formula:
         if group.get("amsgrad"):
             raise WherryError("CPUAdam: a group has amsgrad=True, which is not offered; use torch.optim.AdamW")
         return super().rule(group, step)
@@ -348,23 +354,16 @@ class CPUAdagrad(_CPUOptimizer):
         maximize: bool = False,
         pool: native.Pool | None = None,
     ) -> None:
-        _check_range(
-            "CPUAdagrad",
+        super().__init__(
+            params,
+            pool,
             lr=lr,
             lr_decay=lr_decay,
             weight_decay=weight_decay,
             initial_accumulator_value=initial_accumulator_value,
             eps=eps,
+            maximize=maximize,
         )
-        defaults = {
-            "lr": lr,
-            "lr_decay": lr_decay,
-            "weight_decay": weight_decay,
-            "initial_accumulator_value": initial_accumulator_value,
-            "eps": eps,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults, pool)
 
     def _first_value(self, group: Group) -> float:
         return group["initial_accumulator_value"]
@@ -387,17 +386,4 @@ class CPULion(_CPUOptimizer):
         maximize: bool = False,
         pool: native.Pool | None = None,
     ) -> None:
-        _check_range("CPULion", lr=lr, weight_decay=weight_decay)
-        _check_betas("CPULion", betas)
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}, pool)
-
-
-def _check_range(name: str, **values: float) -> None:
-    for key, value in values.items():
-        if not value >= 0:
-            raise WherryError(f"{name}: {key}={value!r}, expected 0 or more")
-
-
-def _check_betas(name: str, betas: tuple[float, float]) -> None:
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise WherryError(f"{name}: betas={betas!r}, expected two numbers from 0 to below 1")
+        super().__init__(params, pool, lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,9 +16,9 @@ from torch import nn
 from wherry.engine import Engine
 from wherry.errors import WherryError
 from wherry.sharding.access import taken
-from wherry.sharding.given import give, pieces
-from wherry.sharding.parts import Part, own_parts, part_of
-from wherry.sharding.places import Place, tile_places
+from wherry.sharding.layout import Place, tile_places
+from wherry.sharding.meta import Given, give, give_buffer, give_memory, pieces, write
+from wherry.sharding.param_shard import ParamShard, own_values, shard_of
 from wherry.sharding.safetensors_folder import Block, Source, open_folder
 
 
@@ -54,7 +57,7 @@ def load_pretrained(engine_or_model: Engine | nn.Module, folder_or_file: str | P
         _load_engine(engine, sources)
     else:
         _load_model(model, sources)
-    _load_buffers(model, sources)
+    _load_others(model, sources)
     return result
 
 
@@ -188,24 +191,16 @@ def _load_engine(engine: Engine, sources: Mapping[torch.Tensor, Source]) -> None
     for unit in engine.units:
         engine._gatherer.release(unit)
         for flat in unit.flats:
-            chosen = [(i, sources[p]) for i, p in enumerate(flat.parameters) if p in sources]
+            chosen = {i: sources[p] for i, p in enumerate(flat.parameters) if p in sources}
             if not chosen:
                 continue
-            read = list(pieces(flat.layout, flat.rank, chosen))
-            with flat.opened(write=True) as shard:
-                for start, values in read:
-                    shard[start : start + values.numel()].copy_(values)
-            if flat in states:
-                with states[flat].opened(write=True) as opened:
-                    for segment, held in zip(states[flat].segments, opened, strict=True):
-                        for start, values in read:
-                            low, high = max(start, segment.start), min(start + values.numel(), segment.stop)
-                            if low < high:
-                                master = held["master"]
-                                assert isinstance(master, torch.Tensor)
-                                master[low - segment.start : high - segment.start].copy_(
-                                    values[low - start : high - start]
-                                )
+            state = states.get(flat)
+            masters: AbstractContextManager[list[Any]] = nullcontext([]) if state is None else state.opened(write=True)
+            with flat.opened(write=True) as shard, masters as opened:
+                for start, values in pieces(flat.layout, flat.rank, chosen):
+                    write(start, values, shard)
+                    for segment, held in zip(state.segments if state is not None else (), opened, strict=True):
+                        write(start, values, held["master"], segment.start)
             if flat.resident and flat.layout.ranks > 1:
                 engine._gatherer.comm.all_gather(flat.whole, flat.shard_memory).wait()
 
@@ -215,34 +210,47 @@ def _load_engine(engine: Engine, sources: Mapping[torch.Tensor, Source]) -> None
 
 @torch.no_grad()
 def _load_model(model: nn.Module, sources: Mapping[torch.Tensor, Source]) -> None:
-    own_parts(model.parameters())
+    own_values(model.parameters())
+    given = {p: Given(n, sources[p]) for n, p in model.named_parameters() if p in sources and p.is_floating_point()}
     for module in model.modules():
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None and tensor.is_meta and tensor in sources:
-                give(module, name, sources[tensor])
-    for parameter in model.parameters():
-        if parameter not in sources or parameter.is_meta:
-            continue
-        part = part_of(parameter)
-        if part is not None:
-            _load_part(part, sources[parameter])
-        else:
-            parameter.data.copy_(sources[parameter].elements(0, parameter.numel()).view(parameter.shape))
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta and parameter in given:
+                give(module, name, given[parameter])
+    for parameter, (_, source) in given.items():
+        shard = shard_of(parameter)
+        if shard is not None:
+            _load_shard(shard, source)
+        elif not parameter.is_meta:
+            parameter.data.copy_(_whole(source))
 
 
-def _load_part(part: Part, source: Source) -> None:
-    if part.whole:
-        part.release()
-    start = min(part.comm.rank * part.shard.numel(), part.shape.numel())
-    stop = min(start + part.shard.numel(), part.shape.numel())
+def _load_shard(shard: ParamShard, source: Source) -> None:
+    shard.release()
+    start = shard.comm.rank * shard.shard.numel()
+    stop = min(start + shard.shard.numel(), shard.shape.numel())
     if start < stop:
-        part.shard[: stop - start].copy_(source.elements(start, stop))
+        shard.shard[: stop - start].copy_(source.elements(start, stop))
 
 
 @torch.no_grad()
-def _load_buffers(model: nn.Module, sources: Mapping[torch.Tensor, Source]) -> None:
+def _load_others(model: nn.Module, sources: Mapping[torch.Tensor, Source]) -> None:
     """Buffers, and parameters of integers, which no flat holds: all of each, on every rank."""
-    held = [*model.buffers(), *(p for p in model.parameters() if not p.is_floating_point())]
-    for tensor in held:
-        if tensor in sources and not tensor.is_meta:
-            tensor.data.copy_(sources[tensor].elements(0, tensor.numel()).view(tensor.shape))
+    for parameter in model.parameters():
+        if parameter in sources and not parameter.is_floating_point():
+            if parameter.is_meta:
+                give_memory(parameter, torch.empty_like(parameter, device="cpu"))
+            parameter.data.copy_(_whole(sources[parameter]))
+    off_meta: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None or buffer not in sources:
+                continue
+            give_buffer(module, name)
+            memory = buffer
+            if buffer.is_meta:
+                memory = module._buffers[name] = off_meta.setdefault(buffer, torch.empty_like(buffer, device="cpu"))
+            memory.copy_(_whole(sources[buffer]))
+
+
+def _whole(source: Source) -> torch.Tensor:
+    return source.elements(0, math.prod(source.shape)).view(source.shape)

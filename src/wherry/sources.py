@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import importlib
 import inspect
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wherry.errors import WherryError
-from wherry.plan.grid import Grid
-from wherry.plan.source import Inputs, Source, told_by
+from wherry.plan.grid import ALONE, Grid
+from wherry.plan.model_source import Inputs, Source, told_by
 from wherry.train.presets import GPT2, PRESETS, Shape
 
 if TYPE_CHECKING:
@@ -64,19 +64,16 @@ def _of_object(model: nn.Module | Callable[..., Any]) -> Source:
 def of_shape(name: str, shape: Shape) -> Source:
     """A GPT-2 of this shape."""
 
-    def make(micro_batch: int, sequence: int) -> tuple[nn.Module, Inputs]:
+    def make(
+        micro_batch: int, sequence: int, grid: Grid = ALONE, dtype: torch.dtype | None = None
+    ) -> tuple[nn.Module, Inputs]:
         from wherry.train import planned
 
-        return planned.model_of(shape, sequence), Inputs(planned.inputs_of(micro_batch, sequence))
+        model, args = planned.part_of(shape, grid, dtype, micro_batch, sequence)
+        return model, Inputs(args)
 
     def part(grid: Grid, dtype: torch.dtype) -> Source:
-        def make_part(micro_batch: int, sequence: int) -> tuple[nn.Module, Inputs]:
-            from wherry.train import planned
-
-            model, args = planned.part_of(shape, grid, dtype, micro_batch, sequence)
-            return model, Inputs(args)
-
-        return dataclasses.replace(source, make=make_part, part=None)
+        return dataclasses.replace(source, make=partial(make, grid=grid, dtype=dtype), part=None)
 
     source = Source(name, make, shape.sequence, part=part)
     return source
@@ -97,27 +94,22 @@ def _of_hugging_face(path: Path) -> Source:
         release = metadata.version("transformers")
     except metadata.PackageNotFoundError as error:
         raise WherryError(f"MODEL: the model of {file} needs transformers: pip install transformers") from error
+    import transformers
+
     kind = values.pop("model_type")
-
-    @functools.cache
-    def config() -> Any:
-        import transformers
-
-        try:
-            return transformers.AutoConfig.for_model(kind, **values)
-        except ImportError as error:  # transformers imports the code of each kind when it is asked for
-            raise WherryError(f"MODEL: transformers {release} cannot import what {file} needs: {error}") from error
-        except Exception as error:  # each kind of model checks its config in its own way
-            why = str(error).partition(". Should contain one of")[0]  # of hundreds of names
-            raise WherryError(f"MODEL: transformers {release} does not take {file}: {why}") from error
-
-    def text() -> Any:
-        return config().get_text_config() if hasattr(config(), "get_text_config") else config()
+    try:
+        config = transformers.AutoConfig.for_model(kind, **values)
+    except ImportError as error:  # transformers imports the code of each kind when it is asked for
+        raise WherryError(f"MODEL: transformers {release} cannot import what {file} needs: {error}") from error
+    except Exception as error:  # each kind of model checks its config in its own way
+        why = str(error).partition(". Should contain one of")[0]  # of hundreds of names
+        raise WherryError(f"MODEL: transformers {release} does not take {file}: {why}") from error
+    of_text = config.get_text_config() if hasattr(config, "get_text_config") else config
 
     def make(micro_batch: int, sequence: int) -> tuple[nn.Module, Inputs | None]:
         with told_by(f"MODEL: {file} fails"):
-            cls = _class_of(config())
-            model = cls.from_config(config()) if hasattr(cls, "from_config") else cls(config())
+            cls = _class_of(config)
+            model = cls.from_config(config) if hasattr(cls, "from_config") else cls(config)
         if hasattr(model.config, "use_cache"):
             model.config.use_cache = False
         model.train()
@@ -129,10 +121,10 @@ def _of_hugging_face(path: Path) -> Source:
 
         def make_part(micro_batch: int, sequence: int) -> tuple[nn.Module, Inputs | None]:
             model, batch = make(micro_batch, sequence)
-            styles = getattr(text(), "base_model_tp_plan", None)
+            styles = getattr(of_text, "base_model_tp_plan", None)
             if not styles:
                 raise WherryError(f"--tensor-parallel: transformers has no plan of how ranks share a {kind}")
-            from wherry.plan.cut import cut
+            from wherry.plan.parts import cut
 
             cut(model, {f"*{pattern}": style for pattern, style in styles.items()}, grid.tensor)
             return model, batch
@@ -140,22 +132,9 @@ def _of_hugging_face(path: Path) -> Source:
         return dataclasses.replace(source, make=make_part, part=None)
 
     name = f"{file.parent.resolve().name} ({kind})"
-    longest = _longest(values) or _longest_of(text())
+    longest = getattr(of_text, "max_position_embeddings", None) or getattr(of_text, "n_positions", None) or 2048
     source = Source(name, make, sequence=min(longest, 2048), part=part)
     return source
-
-
-def _longest(values: Mapping[str, Any]) -> int | None:
-    """The most tokens that a config says its model takes, if it says so itself."""
-    inside = values.get("text_config")
-    told = inside if isinstance(inside, dict) else values
-    found = told.get("max_position_embeddings") or told.get("n_positions")
-    return found if isinstance(found, int) and found > 0 else None
-
-
-def _longest_of(config: Any) -> int:
-    """The same of what transformers makes of it, which knows other names and defaults."""
-    return int(getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 2048)
 
 
 def _class_of(config: Any) -> Any:
@@ -215,11 +194,7 @@ def _of_callable(name: str, call: Callable[..., Any]) -> Source:
                 f"MODEL: {name} returned {type(made).__name__}; expected a model, or a model and the inputs of one "
                 "micro-batch (a tensor, a tuple or a dict)"
             )
-        if batch is None:
-            return model, None
-        if isinstance(batch, Mapping):
-            return model, Inputs((), dict(batch))
-        return model, Inputs(tuple(batch) if isinstance(batch, list | tuple) else (batch,))
+        return model, None if batch is None else Inputs.of(batch)
 
     return Source(name, make, scales="micro_batch" in accepted)
 

@@ -25,7 +25,7 @@ class Window:
         self.ranks = ranks
         self._layer_major = layer_major
         # Whether the next backward is the window's last, decided by hand; None to count micro-batches.
-        self.forced_boundary: bool | None = None
+        self._forced: bool | None = None
         # Of the last backward: how many micro-batches it was of, whether their gradients are to be divided by the
         # window's number of them, and whether their losses carried the loss scale.
         self.micro_batches = 1
@@ -54,14 +54,14 @@ class Window:
         averaged: bool,
         scaled: bool,
         loss_scale: float,
-        makes_gradients: Callable[[], bool] = lambda: True,
+        counts: Callable[[], bool] = lambda: True,
     ) -> bool:
         """A backward of so many micro-batches begins. Returns whether it is the window's last.
 
-        One that makes no gradients of weights, as of torch.autograd.grad for inputs, is no micro-batch of it.
+        One that makes no gradients of weights, as of torch.autograd.grad for inputs, does not count for it.
         """
         wrong = self._what_is_wrong(micro_batches, averaged, scaled, loss_scale)
-        if wrong is not None and makes_gradients():
+        if wrong is not None and counts():
             raise WherryError(wrong)
         self.micro_batches, self.averaged, self.scaled = micro_batches, averaged, scaled
         return self._is_boundary(self.so_far + micro_batches)
@@ -95,6 +95,11 @@ class Window:
         micro_batches = self.batch.accumulation if self.averaged else 1
         return predivide / ((loss_scale if self.scaled else 1.0) * self.ranks * micro_batches)
 
+    def force(self, boundary: bool | None) -> bool | None:
+        """Decide by hand whether the next backward is its last; None goes back to counting. Returns what was so."""
+        before, self._forced = self._forced, boundary
+        return before
+
     def begin_step(self) -> bool:
         """`step` was called. Returns whether it is to update."""
         self.steps += 1
@@ -110,8 +115,8 @@ class Window:
         return self.backwards >= self.batch.accumulation
 
     def _is_boundary(self, micro_batch: int) -> bool:
-        if self.forced_boundary is not None:
-            return self.forced_boundary
+        if self._forced is not None:
+            return self._forced
         return micro_batch >= self.batch.accumulation
 
     # Whole windows.
@@ -123,6 +128,11 @@ class Window:
 
     def take(self, data: Iterator[Any]) -> list[Any]:
         """The micro-batches of a window. Of too few none is run: the window would go on with the data's next pass."""
+        if not hasattr(data, "__next__"):
+            raise WherryError(
+                f"train_batch: expected an iterator, got {type(data).__name__}; make one before the loop, as with "
+                "data = iter(loader), so that each call goes on where the last one ended"
+            )
         count = self.batch.accumulation
         if self.layer_major:
             self._check_whole()
@@ -143,7 +153,7 @@ class Window:
                 '"wherry": {"accumulation": "layer_major"} runs all of a window together; call train_batch for whole '
                 "windows only, drop what has run with zero_grad(), or leave the key out"
             )
-        if self.forced_boundary is not None:
+        if self._forced is not None:
             raise WherryError(
                 "train_batch: the end of this window is decided by hand (no_sync, set_gradient_accumulation_boundary), "
                 'and "wherry": {"accumulation": "layer_major"} runs all of a window together; leave one of the two out'
@@ -167,6 +177,9 @@ class Window:
             raise WherryError(f"set_train_micro_batch_size: expected 1 or more, got {micro}")
         accumulation = self.batch.accumulation
         return type(self.batch)(micro * accumulation * self.ranks, micro, accumulation)
+
+    def resize(self, batch: BatchSizes) -> None:
+        self.batch = batch
 
     def check_between(self) -> None:
         """Raise within a window, whose size cannot change."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from tests.engine.harness import LENGTH, VOCABULARY, WIDTH
 from torch import nn
 from torch.nn import functional as F
 
 import wherry
+from wherry.activations import build
+from wherry.testing.late import ChaosLink, late_link
 
 
 class Block(nn.Module):
@@ -23,7 +26,10 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(0.2)
         self.register_buffer("scale", torch.ones(LENGTH, WIDTH))
 
+        self.calls = 0
+
     def forward(self, x: torch.Tensor, *, mask: dict[str, torch.Tensor]) -> torch.Tensor:
+        self.calls += 1
         q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask["bias"])
         x = x + self.dropout(self.out(mixed)) * self.scale
@@ -64,3 +70,15 @@ def by_hand() -> Model:
 
 
 Settings = dict[str, Any]
+
+
+def late_links(monkeypatch: pytest.MonkeyPatch) -> list[ChaosLink]:
+    """Copies of activations are late, as those of a device of its own; the links that engines make for them."""
+    links: list[ChaosLink] = []
+
+    def link_to(device: torch.device) -> ChaosLink:
+        links.append(late_link(device))
+        return links[-1]
+
+    monkeypatch.setattr(build, "link_to", link_to)
+    return links

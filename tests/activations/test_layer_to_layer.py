@@ -11,17 +11,17 @@ import torch
 from tests.engine.harness import Run, TinyLM, adamw, assert_equal, make_model, settings, token_batch
 from tests.engine.test_counts import padded
 from tests.plan import measured
-from tests.tiers.chaos import Chaos, ChaosLink
-from tests.tiers.chaos import topology as chaotic
 from torch import nn
 
 import wherry
 from wherry.activations import saving
 from wherry.parallel.comm import Comm
-from wherry.parallel.threads import run_ranks
 from wherry.plan.counts import Line
 from wherry.plan.dry_run import dry_run
 from wherry.sources import of_shape
+from wherry.testing import run_ranks
+from wherry.testing.late import Chaos, ChaosLink
+from wherry.testing.late import topology as chaotic
 from wherry.train.model import GPT, GPTConfig
 from wherry.train.presets import Shape
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.activations.late import LateLink
+from tests.activations.model import late_links
 from tests.engine.harness import LENGTH, WIDTH, adamw, make_model, settings, token_batch
 from tests.parallel.handmade import Model
 
@@ -17,8 +17,9 @@ from wherry.activations import build
 from wherry.activations.partition import CheckpointPartition
 from wherry.errors import WherryError
 from wherry.observe.footprint import WORKING, Footprint
-from wherry.parallel.threads import run_grid
 from wherry.parallel.topology import Topology
+from wherry.testing import run_grid
+from wherry.testing.late import ChaosLink
 
 STEPS, BATCH = 3, 2
 CHECKPOINT = BATCH * LENGTH * WIDTH * 4
@@ -39,15 +40,14 @@ def train(
     for step in range(STEPS):
         place.tensor.traffic.clear()
         loss = engine(*token_batch(step, 0, place.data.rank, BATCH))
-        saved = engine._activations.saved_bytes()
         engine.backward(loss)
         engine.step()
         losses.append(float(loss.detach()))
     with wherry.gathered(mine):
         weights = {name: p.detach().clone() for name, p in mine.named_parameters()}
-    kept = saved // STEPS
     engine.close()
-    return losses, weights, kept, len(mine.blocks), dict(place.tensor.traffic.calls)
+    traffic = place.tensor.traffic
+    return losses, weights, traffic.bytes["all_gather"], len(mine.blocks), dict(traffic.calls)
 
 
 def model_of() -> Model:
@@ -57,9 +57,9 @@ def model_of() -> Model:
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def links(monkeypatch: pytest.MonkeyPatch) -> list[ChaosLink]:
     monkeypatch.setattr(build, "SMALLEST_PARTITIONED", 1)
-    monkeypatch.setattr(build, "link_to", LateLink)
+    return late_links(monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 @pytest.mark.parametrize(("stage", "data", "tensor"), [(0, 1, 2), (3, 2, 2), (2, 1, 4)])
-def test_partitioned_checkpoints(stage: int, data: int, tensor: int, more: dict[str, Any], tmp_path: Path) -> None:
+def test_partitioned_checkpoints(
+    stage: int, data: int, tensor: int, more: dict[str, Any], tmp_path: Path, links: list[ChaosLink]
+) -> None:
     model = model_of()
     more = {key: str(tmp_path) if value == "DISK" else value for key, value in more.items()}
     plain = run_grid(lambda place: train(model, place, stage, {}), data=data, tensor=tensor)
@@ -81,11 +83,12 @@ def test_partitioned_checkpoints(stage: int, data: int, tensor: int, more: dict[
     for one, other in zip(cut, plain, strict=True):
         assert one[0] == other[0]
         assert all(torch.equal(one[1][name], other[1][name]) for name in one[1])
-        _, _, kept, blocks, calls = one
+        _, _, gathered, blocks, calls = one
         # Each rank keeps 1/M of each checkpoint, and gathers each once.
-        assert kept == blocks * CHECKPOINT // tensor
+        assert gathered == blocks * CHECKPOINT
         assert calls["all_gather"] == blocks
         assert calls["all_reduce"] == whole[0][4]["all_reduce"]
+    assert [link.bytes_down for link in links] == [STEPS * blocks * CHECKPOINT // tensor] * len(links)
 
 
 def test_a_rank_holds_no_more_than_its_part() -> None:

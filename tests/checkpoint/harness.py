@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,10 +15,9 @@ import torch
 from tests.engine.harness import adamw, make_model, settings, token_batch
 
 import wherry
-from wherry.checkpoint.session import within
-from wherry.native import Blocks8, dequantize
+from wherry.errors import WherryError
 from wherry.parallel.comm import Comm
-from wherry.parallel.threads import run_ranks
+from wherry.testing import run_ranks
 
 MODEL = make_model()
 
@@ -73,62 +73,53 @@ def train(engine: Any, comm: Comm, steps: int, *, first: int = 0, accumulation: 
     return losses
 
 
+# Of torch's optimizers and the library's own.
+KINDS = (
+    *("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "sum"),
+    *("square_avg", "grad_avg", "acc_delta", "ax", "prev", "step_size"),
+)
+
+
 def state_of(engine: Any, *, everywhere: bool = True) -> dict[str, torch.Tensor]:
-    """All weights, masters and moments, whole, by `name:state`; 8-bit ones as values. On rank 0 alone, or everywhere:
-    what is put together of all ranks' shards is the same on each."""
-    engine.settle()
-    session = engine._session()
+    """All weights, masters and moments, whole, by `name:state`. On rank 0 alone, or everywhere: what is put together
+    of all ranks' shards is the same on each."""
+    states = engine.states
+    slots = {slot.name: slot for unit in engine.units for flat in unit.flats for slot in flat.layout.slots}
+    pieces: list[tuple[str, str, int, torch.Tensor]] = []
+    for name, kind in itertools.product(slots, KINDS):
+        try:
+            part = states.local(name, kind)
+        except WherryError:  # it is frozen, or the optimizer keeps no such moment
+            continue
+        if part.numel():
+            pieces.append((name, kind, states.local_range(name)[0], part))
     found: dict[str, torch.Tensor] = {}
-    for flat in session.flats:
-        pieces: list[tuple[str, str, int, tuple[int, ...], int, torch.Tensor]] = []
-        if flat in session.states:
-            with session.states[flat].opened() as segments:
-                for span, values in zip(session.spans(flat), segments, strict=True):
-                    for name, value in values.items():
-                        if isinstance(value, Blocks8):
-                            plain = torch.empty(value.numel())
-                            dequantize(value, plain)
-                            value = plain
-                        if value.dim():
-                            for slot in flat.layout.slots:
-                                place = within(flat, slot, span.start, span.stop)
-                                if slot.group == span.group and place is not None:
-                                    a, b, at = place
-                                    part = value[at - span.start : at - span.start + b - a].clone()
-                                    pieces.append((slot.name, name, slot.numel, slot.shape, a, part))
-        with flat.opened() as shard:
-            for slot in flat.layout.slots:
-                place = flat.layout.overlap(slot, flat.rank)
-                if place is not None:
-                    a, b, at = place
-                    pieces.append((slot.name, "working", slot.numel, slot.shape, a, shard[at : at + b - a].clone()))
-        gathered = session.data.gather_objects(pieces)
-        for theirs in gathered if everywhere or session.comm.rank == 0 else ():
-            for name, state, numel, shape, start, part in theirs:
-                whole = found.setdefault(f"{name}:{state}", torch.full((numel,), float("nan"), dtype=part.dtype))
-                whole[start : start + part.numel()] = part
-                assert whole.numel() == numel, shape
-    if session.tensor.size > 1:
-        found = joined(session, found)
+    gathered = engine.comm.gather_objects(pieces)
+    for theirs in gathered if everywhere or engine.comm.rank == 0 else ():
+        for name, kind, start, part in theirs:
+            whole = found.setdefault(f"{name}:{kind}", torch.full((slots[name].numel,), float("nan")))
+            whole[start : start + part.numel()] = part
+    with wherry.gathered(engine.module):
+        found |= {f"{name}:working": p.detach().flatten().clone() for name, p in engine.module.named_parameters()}
+    if engine.topology.tensor.size > 1:
+        found = joined(engine.topology.tensor, slots, found)
     for name, buffer in engine.module.named_buffers():
         found[f"{name}:buffer"] = buffer.clone()
     return found
 
 
-def joined(session: Any, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def joined(tensor: Comm, slots: dict[str, Any], parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Whole tensors of what each tensor-parallel rank has whole of its part."""
-    logical = [session.logical(slot) for flat in session.flats for slot in flat.layout.slots]
-    boxes = {found.name: (found.box, found.shape) for found in logical}
     found: dict[str, torch.Tensor] = {}
-    for theirs in session.tensor.gather_objects(
-        {key: (boxes[key.rpartition(":")[0]], part) for key, part in parts.items()}
-    ):
-        for key, ((box, shape), part) in theirs.items():
-            whole = found.setdefault(key, torch.full(shape, float("nan"), dtype=part.dtype))
-            place = whole[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.shape, strict=True))]
-            # What is not cut is the same on all of them.
-            assert box.shape != shape or place.isnan().all() or torch.equal(place, part.view(box.shape)), key
-            place.copy_(part.view(box.shape))
+    places = {name: (slot.part, slot.shape) for name, slot in slots.items()}
+    for theirs in tensor.gather_objects({key: (places[key.rpartition(":")[0]], part) for key, part in parts.items()}):
+        for key, ((cut, shape), part) in theirs.items():
+            if cut is None:
+                # What is not cut is the same on all of them.
+                assert torch.equal(found.setdefault(key, part.view(shape)), part.view(shape)), key
+                continue
+            whole = found.setdefault(key, torch.full(tuple(cut.global_shape), float("nan"), dtype=part.dtype))
+            whole[tuple(slice(o, o + n) for o, n in zip(cut.offsets, shape, strict=True))] = part.view(shape)
     return {key: whole.flatten() for key, whole in found.items()}
 
 

@@ -18,7 +18,7 @@ from torch import nn
 import wherry
 from wherry.checkpoint import files, reader
 from wherry.checkpoint.export import export
-from wherry.parallel.threads import run_ranks
+from wherry.testing import run_ranks
 
 WIDTH, LAYERS = 800, 12
 # Buffers are of fixed sizes, which a small model must not be lost in.

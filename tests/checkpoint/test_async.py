@@ -14,18 +14,17 @@ import pytest
 import torch
 from tests.checkpoint.harness import MODEL, Shape, assert_same, load_into, on, state_of, train
 from tests.engine.harness import adamw, settings, token_batch
-from tests.tiers.chaos import Chaos, ChaosLink, Late, poison, topology
 
 import wherry
 from wherry.checkpoint import files, staging
 from wherry.checkpoint import folder as folders
-from wherry.checkpoint.rank_files import RankFiles
+from wherry.checkpoint.format import RankFiles
 from wherry.checkpoint.staging import Staging
 from wherry.parallel.comm import Comm
-from wherry.parallel.threads import run_ranks
-from wherry.tiers.budget import Room
-from wherry.tiers.buffers import host_copy
-from wherry.tiers.tickets import Ticket
+from wherry.testing import run_ranks
+from wherry.testing.late import Chaos, ChaosLink, Late, poison, topology
+from wherry.tickets import Ticket
+from wherry.tiers.host import Room
 
 BEHIND = {"checkpoint": {"async_save": True}}
 HOST = {"offload_optimizer": {"device": "cpu"}}
@@ -284,47 +283,6 @@ def test_without_the_memory_for_copies_training_stands_still(
     if told:
         assert "copies of the states take" in told[0] and "and 0 B are free there" in told[0]
     assert_same(load_into(Shape(1, 0), tmp_path), states)
-
-
-@pytest.mark.parametrize("more", [{}, {"bf16": {"enabled": True}}, {"wherry": {"state_dtype": "int8"}}])
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_what_copies_need_is_known_before_they_are_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int, more: dict[str, Any]
-) -> None:
-    needed: list[int] = []
-    made: list[int] = []
-    copied, shortage = staging.host_copy, staging._shortage
-
-    def counted(source: torch.Tensor) -> torch.Tensor:
-        made.append(source.nbytes)
-        return copied(source)
-
-    def noted(found: list[Any]) -> Any:
-        needed.append(sum(nbytes for nbytes, _ in found))
-        return shortage(found)
-
-    monkeypatch.setattr(staging, "host_copy", counted)
-    monkeypatch.setattr(staging, "_shortage", noted)
-
-    def body(engine: Any, comm: Comm) -> None:
-        train(engine, comm, 1)
-        engine.save_checkpoint(tmp_path)
-        engine.wait_for_checkpoint()
-
-    own = {"wherry": {**more.get("wherry", {}), **BEHIND}}
-    on(Shape(2, stage, more={**more, **own}), body)
-    assert len(needed) == 2 and needed[0] == needed[1]  # every rank knows of all
-    # Slices of a block's codes may need its scale twice.
-    assert 0 <= sum(made) - needed[0] <= 0.02 * sum(made)
-
-
-def test_a_copy_of_the_host_is_whole_and_its_own() -> None:
-    for numel in (0, 7, 1 << 20):
-        source = torch.arange(numel, dtype=torch.float32)
-        found = host_copy(source)
-        expected = source.clone()
-        source.fill_(-1)
-        assert torch.equal(found, expected) and found.dtype == source.dtype
 
 
 def test_memory_is_shared_by_who_is_on_a_machine_and_in_a_container() -> None:

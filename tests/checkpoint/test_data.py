@@ -13,7 +13,7 @@ from tests.engine.harness import make_model, settings
 import wherry
 from wherry.dataloader import make_dataloader
 from wherry.parallel.comm import Comm
-from wherry.parallel.threads import run_ranks
+from wherry.testing import run_ranks
 
 SAMPLES = 37
 

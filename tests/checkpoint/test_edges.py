@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import wherry
 from wherry.checkpoint import folder as folders
 from wherry.checkpoint.errors import CheckpointError
 from wherry.checkpoint.export import ModelWriter
-from wherry.checkpoint.reader import CheckpointReader
 from wherry.cli import main
 from wherry.parallel.comm import Comm
 
@@ -110,29 +108,6 @@ def test_saved_and_loaded_in_an_evaluation(tmp_path: Path) -> None:
         assert_same(on(Shape(2, 3), go_on, **given)[0], expected)
 
 
-def test_state_is_made_beside_the_master_that_it_is_of(tmp_path: Path) -> None:
-    """An optimizer of torch's, whose state rests where the engine does not compute."""
-
-    def rmsprop(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.RMSprop(parameters, lr=1e-3, momentum=0.9)
-
-    def body(engine: Any, comm: Comm) -> Any:
-        train(engine, comm, 2)
-        engine.save_checkpoint(tmp_path)
-        train(engine, comm, 1, first=2)
-        return state_of(engine)
-
-    def go_on(engine: Any, comm: Comm) -> Any:
-        here, engine.device = engine.device, torch.device("meta")
-        engine.load_checkpoint(tmp_path)
-        engine.device = here
-        train(engine, comm, 1, first=2)
-        return state_of(engine)
-
-    expected = on(Shape(), body, optimizer=rmsprop)[0]
-    assert_same(on(Shape(), go_on, optimizer=rmsprop)[0], expected)
-
-
 def test_who_only_looks_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_from(Shape(), tmp_path)
     left = tmp_path / ".global_step9.partial.here.1.1.0"
@@ -155,7 +130,7 @@ def test_a_disk_that_is_only_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(folders, "_alive", lambda found, path, lost: False)
+    monkeypatch.setattr(folders, "_is_abandoned", lambda path: True)
     monkeypatch.setattr(folders.os, "rename", refuse)
     monkeypatch.setattr(Path, "unlink", refuse)
     assert_same(load_into(Shape(), tmp_path), states)
@@ -184,45 +159,3 @@ def test_a_schedule_that_the_checkpoint_has_not(tmp_path: Path, caplog: pytest.L
     engine.load_checkpoint(tmp_path)
     assert "holds no learning rate schedule: the engine's stays as it is" in caplog.text
     engine.close()
-
-
-def test_two_runs_in_one_folder(tmp_path: Path) -> None:
-    """The second replaces a checkpoint of the same tag whole, and leaves the others."""
-    first = save_from(Shape(), tmp_path, steps=1)
-    save_from(Shape(2, 3), tmp_path, steps=2)
-    other = save_from(Shape(2, 2), tmp_path, steps=1)
-    assert_same(load_into(Shape(), tmp_path, tag="global_step1"), other)
-    assert any(not torch.equal(first[name], other[name]) for name in first)
-    assert folders.newest_first(tmp_path) == ["global_step1", "global_step2"]
-    with CheckpointReader(tmp_path / "global_step1") as source:
-        assert len(source.manifest.files) == 2
-
-
-def test_who_writes_is_told_by_its_machine_and_not_by_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A machine with two names is one; containers of one name are two, of which neither can ask for the other's
-    processes: what they write stays until long after its last change."""
-    states = save_from(Shape(), tmp_path, tag="same")
-    partial = folders.begin(tmp_path, "mine")
-    monkeypatch.setattr(folders.socket, "gethostname", lambda: "renamed")
-    folders.clean(tmp_path)
-    assert partial.exists()
-    # Its process is gone, by the one name or the other.
-    gone = partial.rename(partial.with_name(partial.name.replace(f".{os.getpid()}.", ".999999999.")))
-    assert folders.clean(tmp_path) == [gone]
-
-    monkeypatch.setattr(folders, "processes", lambda: "another container")
-    theirs = folders.begin(tmp_path, "theirs")
-    (tmp_path / "same").rename(between := folders.aside(tmp_path, "same", "replaced"))
-    monkeypatch.setattr(folders, "processes", lambda: "this container")
-    assert folders.clean(tmp_path) == [] and theirs.exists() and between.exists()
-    # Of a checkpoint between two renames, and of a container by this name, one knows sooner than of a stranger.
-    monkeypatch.setattr(folders, "BETWEEN_RENAMES_S", -1.0)
-    assert folders.clean(tmp_path) == [] and not between.exists()
-    assert_same(states, load_into(Shape(2, 2), tmp_path))
-    monkeypatch.setattr(folders, "RESTARTED_S", -1.0)
-    monkeypatch.setattr(folders.socket, "gethostname", lambda: "renamed-again")
-    assert folders.clean(tmp_path) == []
-    monkeypatch.setattr(folders.socket, "gethostname", lambda: "renamed")
-    assert folders.clean(tmp_path) == [theirs]

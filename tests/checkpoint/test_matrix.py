@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.checkpoint.harness import Shape, assert_same, load_into, on, save_from, state_of, train
+from tests.checkpoint.harness import Shape, assert_same, load_into, on, save_from, state_of
 
 from wherry.parallel.comm import Comm
 
@@ -83,17 +83,6 @@ def test_grouping_may_differ(tmp_path: Path, shape: Shape) -> None:
 
     on(Shape(2, 3, more=linear), body)
     on(Shape(shape.ranks, shape.stage), body)
-
-
-def test_an_engine_that_has_trained_is_overwritten(tmp_path: Path) -> None:
-    states = save_from(Shape(2, 3), tmp_path)
-
-    def body(engine: Any, comm: Comm) -> None:
-        train(engine, comm, 3, first=50)
-        engine.load_checkpoint(tmp_path)
-        assert_same(states, state_of(engine))
-
-    on(Shape(2, 2), body)
 
 
 HOST = {"offload_optimizer": {"device": "cpu"}}

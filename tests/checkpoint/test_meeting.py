@@ -11,64 +11,43 @@ from typing import Any
 import pytest
 from tests.checkpoint.harness import Shape, assert_same, load_into, on, save_from, train
 
-from wherry.checkpoint import rank_files
+from wherry.checkpoint import save
 from wherry.checkpoint.errors import CheckpointError
-from wherry.checkpoint.rank_files import RankFiles, Rendezvous
+from wherry.checkpoint.format import RankFiles
+from wherry.checkpoint.save import Meeting
 from wherry.parallel.comm import Comm
 
 # Longer than a test may take: what ends sooner has not waited for it.
 LONG = 3600.0
 
 
-def opened(folder: Path, ranks: int) -> list[Rendezvous]:
-    meetings = [Rendezvous(folder, rank) for rank in range(ranks)]
+def come(folder: Path, ranks: int) -> list[Meeting]:
+    meetings = [Meeting(folder, rank) for rank in range(ranks)]
     for each in meetings:
-        each.open()
+        each.come()
     return meetings
 
 
-def full(path: Any) -> OSError:
-    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-
-
-def test_everybody_comes(tmp_path: Path) -> None:
-    meetings = opened(tmp_path, 3)
+@pytest.mark.timeout(60)
+def test_who_came_and_who_gave_up(tmp_path: Path) -> None:
+    meetings = come(tmp_path, 3)
     for rank in (2, 0, 1):
         meetings[rank].report(f"part {rank}")
     found: list[str] = []
     meetings[0].gather(3, LONG, found.append)
     assert found == ["part 0", "part 1", "part 2"]
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.timeout(60)
-def test_a_failure_is_heard_at_once_whoever_is_late(tmp_path: Path) -> None:
-    """Rank 1 has not come and never does; rank 2 has failed."""
-    meetings = opened(tmp_path, 3)
+    # Rank 1 has not come and never does; rank 2 has given up.
+    meetings = come(tmp_path, 3)
     meetings[0].report("part 0")
-    (tmp_path / "rank-00002.safetensors").write_bytes(b"half")
-    meetings[2].fail("the disk is gone")
-    with pytest.raises(CheckpointError, match="rank 2: the disk is gone"):
+    meetings[2].give_up()
+    with pytest.raises(CheckpointError, match="rank 2 could not write its part"):
         meetings[0].gather(3, LONG, lambda text: None)
-    assert not list(tmp_path.glob("rank-*"))
-
-
-@pytest.mark.timeout(60)
-def test_a_failure_without_room_for_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    meetings = opened(tmp_path, 2)
-
-    def pwrite(*_: Any) -> int:
-        raise full(tmp_path)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(rank_files.os, "pwrite", pwrite)
-        meetings[1].fail("the disk is gone")
-    with pytest.raises(CheckpointError, match="rank 1: it has failed, and could not write why"):
-        meetings[0].gather(2, LONG, lambda text: None)
+    Meeting(tmp_path / "gone", 1).give_up()
 
 
 def test_ranks_that_never_come_are_named(tmp_path: Path) -> None:
-    meetings = opened(tmp_path, 4)
+    meetings = come(tmp_path, 4)
     meetings[2].report("part 2")
     with pytest.raises(CheckpointError, match=r"ranks 0, 1, 3 have not written their part in 0\.05 s"):
         meetings[0].gather(4, 0.05, lambda text: None)
@@ -78,36 +57,32 @@ def test_ranks_that_never_come_are_named(tmp_path: Path) -> None:
         meetings[0].gather(4, 0.05, lambda text: None)
 
 
-def test_a_failure_after_the_folder_is_gone(tmp_path: Path) -> None:
-    Rendezvous(tmp_path / "gone", 1).fail("too late")
-    assert not (tmp_path / "gone").exists()
-
-
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("when", ["states", "record"])
 def test_a_disk_that_takes_nothing_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     """From some moment on, rank 1 can create no file any more: not even one to say so."""
     states = save_from(Shape(3, 2), tmp_path)
-    put, write_text = RankFiles.put, rank_files.write_text
+    put, write_text = RankFiles.put, save.write_text
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a disk")
 
     def no_room(self: Any, name: str, tensor: Any) -> str:
         if self.rank == 1 and when == "states":
-            raise full(self.partial)
+            raise full
         return put(self, name, tensor)
 
     def no_file(path: Path, text: str) -> None:
         if path.name.startswith("1."):
-            raise full(path)
+            raise full
         write_text(path, text)
 
     def body(engine: Any, comm: Comm) -> None:
         train(engine, comm, 3)
-        with pytest.raises(CheckpointError, match=r"rank 0: .* rank 1: .*No space left on device"):
+        with pytest.raises(CheckpointError, match=r"rank 0: .*\n.*rank 1: .*No space left on device"):
             engine.save_checkpoint(tmp_path)
             engine.wait_for_checkpoint()
 
     monkeypatch.setattr(RankFiles, "put", no_room)
-    monkeypatch.setattr(rank_files, "write_text", no_file)
+    monkeypatch.setattr(save, "write_text", no_file)
     on(Shape(3, 2, more={"wherry": {"timeout_s": LONG, "checkpoint": {"async_save": True}}}), body)
     assert {path.name for path in tmp_path.iterdir()} == {"global_step2", "latest"}
     assert_same(states, load_into(Shape(), tmp_path))
@@ -115,7 +90,7 @@ def test_a_disk_that_takes_nothing_new(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_rank_that_never_finishes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1's writing stands still until rank 0 has given up."""
-    put, gather = RankFiles.put, Rendezvous.gather
+    put, gather = RankFiles.put, Meeting.gather
     given_up = threading.Event()
 
     def stuck(self: Any, name: str, tensor: Any) -> str:
@@ -135,7 +110,7 @@ def test_a_rank_that_never_finishes_is_named(tmp_path: Path, monkeypatch: pytest
             engine.wait_for_checkpoint()
 
     monkeypatch.setattr(RankFiles, "put", stuck)
-    monkeypatch.setattr(Rendezvous, "gather", gathered)
+    monkeypatch.setattr(Meeting, "gather", gathered)
     on(Shape(2, 2, more={"wherry": {"timeout_s": 0.2, "checkpoint": {"async_save": True}}}), body)
     assert not list(tmp_path.iterdir())
 
@@ -152,6 +127,6 @@ def test_the_folder_may_be_moved_as_soon_as_the_last_record_is_there(
         partial.rename(whole)
 
     monkeypatch.setattr(os, "replace", seen_at_once)
-    Rendezvous(partial, 1).report("what it wrote")
+    Meeting(partial, 1).report("what it wrote")
     (record,) = whole.iterdir()
     assert record.read_text() == "what it wrote"

@@ -16,7 +16,7 @@ from tests.checkpoint.harness import Shape, on, save_from
 from tests.checkpoint.test_tensor import on as on_grid
 from tests.checkpoint.test_tensor import trained
 
-from wherry.checkpoint import files, load, reader
+from wherry.checkpoint import files, reader
 from wherry.checkpoint.export import find
 from wherry.checkpoint.format import read_manifest
 from wherry.parallel.comm import Comm
@@ -30,25 +30,27 @@ class Counted:
         self.of_tensors: dict[int, int] = {}
         self.of_files = 0
         self._lock = threading.Lock()
-        counted, checksum, run = self, files._checksum, load._Loader.run
+        checksum, read = files._checksum, files.TensorReader.read
 
-        def reading(fd: int, start: int, count: int, buffers: files.Buffers) -> int:
+        def reading(fd: int, start: int, stop: int, pool: files.Pool) -> int:
             with self._lock:
-                self.of_files += count
-            return checksum(fd, start, count, buffers)
+                self.of_files += stop - start
+            return checksum(fd, start, stop, pool)
 
-        def running(loader: Any) -> None:
-            run(loader)
-            counted.of_tensors[loader.session.comm.rank] = loader.reader.bytes_read
+        def reading_tensors(found: Any, *arguments: Any, **more: Any) -> torch.Tensor:
+            out = read(found, *arguments, **more)
+            rank = int(threading.current_thread().name.removeprefix("rank"))
+            self.of_tensors[rank] = self.of_tensors.get(rank, 0) + out.nbytes
+            return out
 
         monkeypatch.setattr(files, "_checksum", reading)
-        monkeypatch.setattr(load._Loader, "run", running)
+        monkeypatch.setattr(files.TensorReader, "read", reading_tensors)
 
 
 def owned_bytes(engine: Any) -> int:
     """fp32 weight and both moments of what of this rank's shards is parameters."""
-    session = engine._session()
-    return 12 * sum(span.stop - span.start for flat in session.flats for span in session.spans(flat))
+    ranges = [engine.states.local_range(name) for name, _ in engine.module.named_parameters()]
+    return 12 * sum(stop - start for start, stop in ranges)
 
 
 # Of generators and the like.
@@ -99,9 +101,8 @@ def test_any_box_of_any_run_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     writer.add("b", values[100:])
     record = writer.finish()
     slices = [Slice("f", "a", 0, 100), Slice("f", "b", 100, 210)]
-    manifest = Manifest(
-        "t", "", {}, 1, {"w": Entry((5, 6, 7), "float32", states={"weight": slices})}, {}, [], {}, {"f": record}
-    )
+    manifest = Manifest("t", "", {}, 1, {"w": Entry((5, 6, 7), "float32", states={"weight": slices})})
+    manifest.files["f"] = record
     boxes = [
         Box((0, 0, 0), (5, 6, 7)), Box((1, 2, 3), (3, 2, 4)), Box((0, 0, 6), (5, 6, 1)), Box((4, 0, 0), (1, 6, 7)),
         Box((0, 5, 0), (5, 1, 7)), Box((2, 0, 0), (2, 6, 3)),

@@ -14,9 +14,8 @@ from tests.parallel.handmade import Model
 
 import wherry
 from wherry.checkpoint.errors import CheckpointError
-from wherry.checkpoint.format import read_manifest
-from wherry.parallel.threads import run_grid
 from wherry.parallel.topology import Topology
+from wherry.testing import run_grid
 
 MODEL = make_model(Model)
 # Data and tensor ranks, and the stage.
@@ -96,16 +95,6 @@ def test_there_and_back_goes_on_as_if_nothing_had_been(tmp_path: Path, stage: in
     expected, found = on(grid, whole)[0], on(grid, go_on)[0]
     assert found[0] == expected[0][2:]
     assert_same(found[1], expected[1])
-
-
-def test_what_is_not_cut_is_written_once(tmp_path: Path) -> None:
-    trained((2, 2, 2), tmp_path)
-    manifest = read_manifest(tmp_path / "global_step2")
-    assert manifest.entries["blocks.0.up.weight"].shape == (64, 16)
-    for name, entry in manifest.entries.items():
-        for state, slices in entry.states.items():
-            covered = sum(piece.stop - piece.start for piece in slices)
-            assert covered == torch.Size(entry.shape).numel(), (name, state)
 
 
 def test_a_cut_along_an_unknown_dim_has_no_place(tmp_path: Path) -> None:

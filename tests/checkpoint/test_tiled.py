@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from tests.checkpoint.harness import MODEL, Shape, on, train
 
 import wherry
@@ -17,7 +15,6 @@ from wherry.checkpoint.errors import CheckpointError
 from wherry.checkpoint.export import find
 from wherry.checkpoint.format import read_manifest
 from wherry.checkpoint.reader import CheckpointReader
-from wherry.cli import main
 from wherry.compat.deepspeed.export import load_state_dict_from_zero_checkpoint
 from wherry.nn import TiledLinear
 from wherry.parallel.comm import Comm
@@ -80,20 +77,6 @@ def test_any_tiling_to_any(tmp_path: Path, source: str, more: dict[str, Any]) ->
 
         on(shape, load, model=MODELS[target])
         assert_same(states(again), saved)
-
-
-def test_export_gives_plain_names(tmp_path: Path) -> None:
-    def body(engine: Any, comm: Comm) -> Any:
-        train(engine, comm, 1)
-        engine.save_checkpoint(tmp_path / "in")
-        return engine.consolidated_state_dict()
-
-    weights = on(Shape(2, 3), body, model=MODELS["both"])[0]
-    assert main(["export", str(tmp_path / "in"), str(tmp_path / "out")]) == 0
-    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    assert set(index["weight_map"]) == {name for name, _ in MODEL.named_parameters()}
-    for name, value in load_file(tmp_path / "out" / "model.safetensors").items():
-        assert torch.equal(value, weights[name]), name
 
 
 def test_into_a_tiled_model_without_an_engine(tmp_path: Path) -> None:

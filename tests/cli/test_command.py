@@ -123,7 +123,6 @@ def test_bench_names_what_it_can_measure_and_where_the_rest_is(capsys):
     assert "no measure 'steps'; expected adam or disk" in said and "python benchmarks/steps.py" in said
 
 
-# argparse is silent about help that it cannot write, where it is told at once.
 @pytest.mark.parametrize("at_once", [False, True], ids=["buffered", "unbuffered"])
 @pytest.mark.parametrize("command", ["version", "plan --params 1e9", "plan --help"])
 def test_output_that_cannot_be_written_is_no_traceback(command, at_once):
@@ -135,5 +134,7 @@ def test_output_that_cannot_be_written_is_no_traceback(command, at_once):
             done = subprocess.run(words, env=unbuffered, stdout=out, stderr=subprocess.PIPE, text=True)
             told.append((done.returncode, done.stderr))
     line = "wherry: standard output cannot be written (No space left on device)\n"
-    silent = at_once and "--help" in command
-    assert told == ([(0, "")] * 2 if silent else [(141, ""), (2, line)])
+    expected = [[(141, ""), (2, line)]]
+    if at_once and "--help" in command:  # argparse of some Pythons lets such an error go
+        expected.append([(0, "")] * 2)
+    assert told in expected

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from wherry.cli.nodes import Host, read_hostfile, select
 from wherry.errors import WherryError
+from wherry.parallel.hostfile import Host, read_hostfile, select
 
 from .programs import WRITE_PID, environment, free_port, gone, pids_in, script, start, wait_for, wherry
 

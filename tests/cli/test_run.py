@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from wherry.cli import run
-from wherry.cli.rank import Failure, root_cause
 from wherry.cli.run import build_parser, given_processes, main, number_of_processes, resolve
+from wherry.cli.supervise import Failure, root_cause
 from wherry.errors import WherryError
 
 

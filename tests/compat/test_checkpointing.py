@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.activations.late import LateLink
+from tests.activations.model import late_links
 from tests.engine.harness import LENGTH, WIDTH, adamw, make_model, settings, token_batch
 from tests.parallel.handmade import Block, Model
 from torch import nn
@@ -17,26 +17,30 @@ from wherry.activations import build
 from wherry.build import initialize
 from wherry.compat.deepspeed import checkpointing
 from wherry.compat.deepspeed.engine import DeepSpeedEngine
-from wherry.parallel.threads import run_grid
 from wherry.parallel.topology import Topology
+from wherry.testing import run_grid
+from wherry.testing.late import ChaosLink
 
 BATCH = 2
 CHECKPOINT = BATCH * LENGTH * WIDTH * 4
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def links(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ChaosLink]]:
     monkeypatch.setattr(checkpointing, "_asked", None)
     monkeypatch.setattr(checkpointing, "mpu", None)
     monkeypatch.setattr(build, "SMALLEST_PARTITIONED", 1)
-    monkeypatch.setattr(build, "link_to", LateLink)
-    yield
+    yield late_links(monkeypatch)
     checkpointing.get_cuda_rng_tracker().reset()
 
 
 class Checkpointed(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpointing.checkpoint(super().forward, x)
+        return checkpointing.checkpoint(self.counted, x)
+
+    def counted(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().forward(x)
 
 
 def train(place: Topology, source: Model, given: dict[str, Any]) -> tuple[list[float], int, int, dict[str, Any]]:
@@ -51,17 +55,17 @@ def train(place: Topology, source: Model, given: dict[str, Any]) -> tuple[list[f
     losses = []
     for step in range(2):
         loss = engine(*token_batch(step, 0, place.data.rank, BATCH))
-        saved = engine._activations.saved_bytes()
         engine.backward(loss)
         engine.step()
         losses.append(float(loss.detach()))
-    recomputed = engine._activations.figures.recomputed
+    gathered = place.tensor.traffic.bytes["all_gather"]
+    calls = sum(getattr(block, "calls", 0) for block in model.blocks)
     block = engine.config["activation_checkpointing"]
     engine.close()
-    return losses, saved // 2, recomputed, block
+    return losses, gathered // 2, calls, block
 
 
-def test_what_is_configured_reaches_the_engine() -> None:
+def test_what_is_configured_reaches_the_engine(links: list[ChaosLink]) -> None:
     source = make_model(Model)
     assert isinstance(source, Model)
     plain = run_grid(lambda place: train(place, source, {}), data=2, tensor=2)
@@ -73,18 +77,20 @@ def test_what_is_configured_reaches_the_engine() -> None:
     assert checkpointing.is_configured() and checkpointing.PARTITION_ACTIVATIONS is True
     cut = run_grid(lambda place: train(place, own, {"profile": True}), data=2, tensor=2)
     blocks = len(own.blocks)
-    for (losses, saved, recomputed, block), (expected, *_) in zip(cut, plain, strict=True):
+    for (losses, gathered, calls, block), (expected, *_) in zip(cut, plain, strict=True):
         assert losses == expected
-        # Half of each checkpoint, of the model's own making only.
-        assert (saved, recomputed) == (blocks * CHECKPOINT // 2, 2 * blocks)
+        # Each checkpoint, of the model's own making only; and each is run twice in each of two steps.
+        assert (gathered, calls) == (blocks * CHECKPOINT, 2 * 2 * blocks)
         assert block["policy"] == "none" and block["profile"]
+    assert not links
     checkpointing.configure(checkpoint_in_cpu=True, partition_activations=False)
     with_config = run_grid(
         lambda place: train(place, own, {"partition_activations": True, "offload_min_bytes": 1}), data=2, tensor=2
     )
-    for (losses, saved, recomputed, _), (expected, *_) in zip(with_config, plain, strict=True):
+    for (losses, gathered, calls, _), (expected, *_) in zip(with_config, plain, strict=True):
         assert losses == expected
-        assert (saved, recomputed) == (blocks * CHECKPOINT, 2 * blocks)
+        assert (gathered, calls) == (0, 2 * 2 * blocks)
+    assert [link.bytes_down for link in links] == [2 * blocks * CHECKPOINT] * 4
 
 
 def test_the_config_that_configure_is_given_counts() -> None:

@@ -125,7 +125,7 @@ def test_into_a_model(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
 
 def test_into_a_model_that_an_engine_trains(tmp_path: Path) -> None:
     from wherry.compat.deepspeed.engine import DeepSpeedEngine
-    from wherry.parallel.threads import run_ranks
+    from wherry.testing import run_ranks
 
     def rank(comm: Comm) -> Any:
         model = copy.deepcopy(MODEL)

@@ -144,7 +144,7 @@ def test_import(tmp_path: Path, stage: int, ranks: int, capsys: pytest.CaptureFi
         assert client_state == {"epoch": 7} and engine.global_steps == 5
         assert engine.optimizer.param_groups[1]["weight_decay"] == 0.0 and engine.get_lr() == [0.5, 0.5]
         loaded = state_of(engine)
-        assert engine._session().optimizer_steps() == (5, {})
+        assert {int(part["step"]) for part in engine.optimizer.state_dict()["state"].values() if part} == {5}
         return loaded
 
     for shape in (Shape(1, 0), Shape(2, 3)):

@@ -32,6 +32,10 @@ c.install()
 for name in sys.argv[1:]:
     importlib.import_module(name)
 import deepspeed
+everything = {}
+exec("from deepspeed import *", everything)
+assert everything["ops"].adam and everything["runtime"].zero is everything["zero"]
+assert {"accelerator", "comm", "utils", "initialize", "get_accelerator", "logger"} <= set(everything)
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.pipe.module import PipelineModule
@@ -54,6 +58,9 @@ assert deepspeed.accelerator.get_accelerator().current_device_name()
 # Accelerate makes all host optimizers with the words of Adam.
 for make in (deepspeed.ops.adagrad.DeepSpeedCPUAdagrad, deepspeed.ops.lion.DeepSpeedCPULion):
     make([{"params": list(linear.parameters())}], lr=0.1, weight_decay=0.0, adamw_mode=False)
+from deepspeed.utils import z3_leaf_module
+import deepspeed.utils.z3_leaf_module
+assert deepspeed.utils.z3_leaf_module is z3_leaf_module and not z3_leaf_module(linear)
 groups = deepspeed.utils.groups
 assert groups._get_model_parallel_world_size() == 1 and groups._get_model_parallel_group() is None
 class Grid:

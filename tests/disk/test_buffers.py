@@ -10,7 +10,7 @@ import re
 import pytest
 import torch
 
-from wherry.tiers.buffers import PAGE, DevicePool, HostPool, PoolError, zeros_on_host
+from wherry.tiers.buffers import PAGE, DevicePool, HostPool, PoolError, untouched_zeros
 
 
 class Recorder:
@@ -48,11 +48,10 @@ def test_the_steady_state_allocates_nothing():
 
         step()
         first = pool.counters
-        assert (first.misses, first.hits, first.in_use) == (4, 0, 0)
+        assert (first.misses, first.in_use) == (4, 0)
         for _ in range(10):
             step()
         assert pool.counters.misses == 4
-        assert pool.counters.hits == 40
         assert pool.counters.allocated == first.allocated == first.peak_in_use == 4096 + 2 * 8192 + (3 << 20)
 
 
@@ -60,9 +59,9 @@ def test_peak_and_use():
     with HostPool() as pool:
         a, b = pool.take(4096), pool.take(4096)
         pool.give(a)
-        assert (pool.counters.in_use, pool.counters.peak_in_use, pool.counters.buffers) == (4096, 8192, 2)
+        assert (pool.counters.in_use, pool.counters.peak_in_use) == (4096, 8192)
         pool.trim()
-        assert (pool.counters.allocated, pool.counters.buffers) == (4096, 1)
+        assert pool.counters.allocated == 4096
         pool.give(b)
 
 
@@ -74,10 +73,8 @@ def test_close_gives_all_back_and_lent_buffers_stay_valid():
     pool.close()
     assert pool.counters.allocated == 4096
     assert (kept == 9).all()
-    with pytest.raises(PoolError, match="closed"):
-        pool.take(1)
     pool.give(kept)
-    assert pool.counters.allocated == pool.counters.buffers == 0
+    assert pool.counters.allocated == 0
     pool.close()
 
 
@@ -140,16 +137,7 @@ def touched(buffer: torch.Tensor) -> int:
 
 
 def test_zeros_take_no_memory_before_they_are_written_to():
-    with HostPool() as pool:
-        for nbytes in (5000, 5 << 20):
-            buffer = pool.take_zeros(nbytes)
-            assert touched(buffer) == 0
-            assert not buffer.any()
-            pool.give(buffer.fill_(7))
-            again = pool.take_zeros(nbytes)
-            assert again.data_ptr() == buffer.data_ptr() and not again.any(), "what was lent before is cleared"
-            pool.give(again)
-    alone = zeros_on_host(5 << 20)
+    alone = untouched_zeros(5 << 20, torch.uint8, torch.device("cpu"))
     assert touched(alone) == 0
     alone[-1] = 1
     assert touched(alone) > 0 and int(alone.sum()) == 1
@@ -158,31 +146,6 @@ def test_zeros_take_no_memory_before_they_are_written_to():
 def test_memory_that_cannot_be_had_is_an_error_of_ours():
     with HostPool() as pool, pytest.raises(PoolError, match=r"a host buffer of \d+ bytes could not be had: .*ulimit"):
         pool.take(1 << 50)
-
-
-def test_misuse():
-    with HostPool() as pool, HostPool() as other:
-        buffer = pool.take(4096)
-        for wrong in (lambda: other.give(buffer), lambda: pool.give(buffer[1:]), lambda: pool.give(torch.zeros(1))):
-            with pytest.raises(PoolError, match="has not lent it"):
-                wrong()
-        pool.give(buffer)
-        with pytest.raises(PoolError, match="has it back already"):
-            pool.give(buffer)
-        for nbytes in (0, -1):
-            with pytest.raises(PoolError, match="expected 1 or more"):
-                pool.take(nbytes)
-        assert pool.counters.in_use == 0
-
-
-def test_a_limit_frees_idle_buffers_first():
-    with HostPool(limit=64 << 10) as pool:
-        pool.give(pool.take(48 << 10))
-        big = pool.take(60 << 10)
-        assert pool.counters.allocated == 60 << 10
-        with pytest.raises(PoolError, match=r"limit is 65536 bytes, of which 61440 are in use"):
-            pool.take(8192)
-        pool.give(big)
 
 
 def test_poison_shows_a_late_reader():
@@ -230,18 +193,15 @@ def test_watchers_see_memory_come_and_go():
 
 
 def test_device_pool():
-    with DevicePool("cpu") as pool:
-        flat = pool.take(1000, torch.bfloat16)
-        assert (flat.dtype, flat.numel(), flat.device.type) == (torch.bfloat16, 1000, "cpu")
-        pool.give(flat)
-        again = pool.take(500, torch.float32)
-        assert again.data_ptr() == flat.data_ptr()
-        assert (pool.counters.hits, pool.counters.misses, pool.counters.allocated) == (1, 1, 2048)
-        with pytest.raises(PoolError, match="expected 1 or more"):
-            pool.take(0, torch.float32)
-        pool.give(again)
-        with pytest.raises(PoolError):
-            pool.give(again)
+    pool = DevicePool("cpu")
+    flat = pool.take(1000, torch.bfloat16)
+    assert (flat.dtype, flat.numel(), flat.device.type) == (torch.bfloat16, 1000, "cpu")
+    pool.give(flat)
+    again = pool.take(500, torch.float32)
+    assert again.data_ptr() == flat.data_ptr()
+    assert (pool.counters.misses, pool.counters.allocated) == (1, 2048)
+    pool.give(again)
+    pool.close()
     assert pool.counters.allocated == 0
 
 

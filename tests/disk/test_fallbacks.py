@@ -77,7 +77,7 @@ def test_the_next_best_does_the_same(tmp_path, pool, monkeypatch, case):
     assert all(said.startswith(reason) for said, reason in zip(found.reasons, reasons, strict=True))
     nbytes = 5 * BLOCK + 4321
     with DiskStore(tmp_path, block_size=BLOCK, queue_depth=4, checksum=True) as store:
-        assert (store.backend, store.reasons) == (backend, found.reasons)
+        assert store.probe == found
         store.attach(pool)
         records = [store.reserve(f"layers.{i}", nbytes) for i in range(3)]
         out, back = pool.take(nbytes).random_(0, 256), pool.take(nbytes)
@@ -128,7 +128,7 @@ def test_a_kernel_that_forbids_io_uring(tmp_path):
             record, out, back = store.reserve("layers.0", 1 << 20), pool.take(1 << 20), pool.take(1 << 20)
             store.write(record, out.random_(0, 256)).wait()
             store.read(record, back).wait()
-            print(store.backend, bool((out == back).all()), store.reasons[0])
+            print(store.backend, bool((out == back).all()), store.probe.reasons[0])
     """)
     with Forks(*ENGINE) as forks:
         done = forks.run("-c", script, folder=tmp_path, launched=False)

@@ -49,7 +49,7 @@ def test_an_error_of_the_system(make, buffers, direction, code):
     error = failing(ticket)
     assert error.errno == code
     assert error.unit == "layers.1"
-    assert error.filename in sick.paths
+    assert error.filename in store.paths
     assert error.offset % BLOCK == 0
     assert error.nbytes == BLOCK
     for part in ("layers.1", direction, error.filename, str(error.offset), os.strerror(code), "; "):
@@ -65,7 +65,8 @@ def test_an_error_of_the_system(make, buffers, direction, code):
 def test_only_the_ticket_that_failed_raises(make, roots, buffers):
     out, back = buffers
     # On one path chunks go in the order of their requests.
-    store = make(roots[0], faults=[Fault("write", errno=errno.EIO, skip=8)])
+    store = make(roots[0])
+    store.inject(Fault("write", errno=errno.EIO, skip=8))
     records = [store.reserve(f"layers.{i}", 8 * BLOCK) for i in range(3)]
     first, second, third = (store.write(record, out) for record in records)
     first.wait()
@@ -78,7 +79,10 @@ def test_only_the_ticket_that_failed_raises(make, roots, buffers):
 
 def test_a_partial_transfer_goes_on(make, buffers):
     out, back = buffers
-    store = make(faults=[Fault(d, limit=limit) for d in ("read", "write") for limit in (SECTOR, 3 * SECTOR + 100)])
+    store = make()
+    for direction in ("read", "write"):
+        for limit in (SECTOR, 3 * SECTOR + 100):
+            store.inject(Fault(direction, limit=limit))
     record = store.reserve("layers.0", 8 * BLOCK)
     store.write(record, out).wait()
     store.read(record, back).wait()
@@ -90,7 +94,8 @@ def test_a_partial_transfer_goes_on(make, buffers):
 @pytest.mark.parametrize("direction", ["read", "write"])
 def test_a_transfer_that_moves_nothing_is_short(make, buffers, direction, limit):
     out, back = buffers
-    store = make(faults=[Fault(direction, limit=limit, skip=3)])
+    store = make()
+    store.inject(Fault(direction, limit=limit, skip=3))
     record = store.reserve("layers.3", 8 * BLOCK)
     write = store.write(record, out)
     if direction == "read":
@@ -105,7 +110,7 @@ def test_a_truncated_file_is_a_short_read(make, roots, buffers):
     store = make(roots[0])
     record = store.reserve("layers.0", 8 * BLOCK)
     store.write(record, out).wait()
-    os.truncate(record.paths[0], 5 * BLOCK + SECTOR)
+    os.truncate(store.paths[0], 5 * BLOCK + SECTOR)
     error = failing(store.read(record, back))
     assert error.offset >= 5 * BLOCK
     assert "something truncated it" in str(error)
@@ -118,11 +123,11 @@ def test_a_file_that_vanished(make, buffers):
     store = make()
     record = store.reserve("layers.0", 8 * BLOCK)
     store.write(record, out).wait()
-    os.unlink(record.paths[1])
+    os.unlink(store.paths[1])
     for ticket in (store.read(record, back), store.write(record, out)):
         error = failing(ticket)
         assert "vanished" in str(error)
-        assert error.filename == record.paths[1]
+        assert error.filename == store.paths[1]
     store.read(record, back, nbytes=BLOCK).wait()
     assert torch.equal(back[:BLOCK], out[:BLOCK])
 
@@ -133,7 +138,7 @@ def test_a_checksum_finds_a_changed_bit(make, buffers):
     for each in (store, plain):
         record = each.reserve("layers.5", 8 * BLOCK)
         each.write(record, out).wait()
-        with open(record.paths[1], "r+b", buffering=0) as file:
+        with open(each.paths[1], "r+b", buffering=0) as file:
             place = BLOCK + 2 * SECTOR + 17
             byte = os.pread(file.fileno(), 1, place)
             os.pwrite(file.fileno(), bytes([byte[0] ^ 4]), place)
@@ -144,7 +149,7 @@ def test_a_checksum_finds_a_changed_bit(make, buffers):
             continue
         error = failing(each.read(record, back))
         assert "checksum mismatch" in str(error)
-        assert (error.filename, error.offset) == (record.paths[1], BLOCK + 2 * SECTOR)
+        assert (error.filename, error.offset) == (each.paths[1], BLOCK + 2 * SECTOR)
         each.read(record, back, nbytes=BLOCK).wait()
 
 
@@ -158,13 +163,14 @@ def test_a_checksum_covers_every_part(make, pool):
     store.write(record, buffer[:SECTOR], offset=BLOCK).wait()
     store.read(record, back).wait()
     store.read(record, back[: BLOCK + 77], offset=2 * SECTOR).wait()
-    with open(record.paths[1], "r+b", buffering=0) as file:
+    with open(store.paths[1], "r+b", buffering=0) as file:
         os.pwrite(file.fileno(), b"\xff\x00\xff", BLOCK + 997)
     assert "checksum" in str(failing(store.read(record, back)))
 
 
 def test_an_error_survives_pickling(make, buffers):
-    store = make(faults=[Fault("write", errno=errno.EIO)])
+    store = make()
+    store.inject(Fault("write", errno=errno.EIO))
     error = failing(store.write(store.reserve("layers.0", BLOCK), buffers[0][:BLOCK]))
     copy = pickle.loads(pickle.dumps(error))
     assert (str(copy), copy.errno, copy.filename, copy.unit) == (str(error), error.errno, error.filename, error.unit)
@@ -198,7 +204,7 @@ def test_room_that_is_not_there_is_refused_at_once(make, roots, buffers):
         store.reserve("layers.0", 64 * free)
     record = store.reserve("layers.1", 8 * BLOCK)
     store.write(record, buffers[0]).wait()
-    assert [os.path.getsize(path) for path in record.paths] == [4 * BLOCK] * 2
+    assert [os.path.getsize(path) for path in store.paths] == [4 * BLOCK] * 2
 
 
 def test_a_limit_of_file_size_names_itself(tmp_path):
@@ -248,8 +254,8 @@ def test_a_disk_that_is_really_full(kind, small_disk, pool):
         back = pool.take(4 << 20)
         store.write(record, out).wait()
         # The reservation punched away, and its room taken by something else: now the write itself meets the full disk.
-        os.truncate(record.paths[0], 0)
-        os.truncate(record.paths[0], 4 << 20)
+        os.truncate(store.paths[0], 0)
+        os.truncate(store.paths[0], 4 << 20)
         other = os.open(small_disk / "other", os.O_CREAT | os.O_WRONLY)
         with pytest.raises(OSError, match="No space"):
             while True:

@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 from tests.engine.harness import make_model, settings
-from tests.tiers.chaos import Chaos, ChaosLink, topology
 from tests.tiers.rows import ROWS
 from torch import nn
 
 import wherry
 from wherry.parallel.comm import Comm
-from wherry.parallel.threads import run_ranks
+from wherry.testing import run_ranks
+from wherry.testing.late import Chaos, ChaosLink, topology
 from wherry.update.optimizer import Lion
 
 WIDTH, STEPS = 12, 7

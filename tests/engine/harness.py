@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import wherry
 from wherry.parallel.comm import Comm
-from wherry.parallel.threads import run_ranks
+from wherry.testing import run_ranks
 
 VOCABULARY, WIDTH, LENGTH = 29, 16, 6
 
@@ -125,11 +125,17 @@ def train_engine(
     optimizer: MakeOptimizer | None = adamw,
     batch: Batch = token_batch,
     config: dict[str, Any] | None = None,
+    place: Callable[[Comm], Any] = lambda comm: comm,
+    schedule: Any = None,
+    before_step: Callable[[Any, int], None] | None = None,
     each_step: Callable[[Any, int], None] | None = None,
     finish: Callable[[Any], Any] | None = None,
     plain_backward: bool = False,
 ) -> Run:
-    """The same training through the engine; what rank 0 saw, losses averaged over ranks."""
+    """The same training through the engine; what rank 0 saw, losses averaged over ranks.
+
+    `place` is where a rank is: its mesh. `before_step(engine, step)` and `each_step` are called around a step.
+    """
 
     def body(comm: Comm) -> Run:
         run = Run()
@@ -137,24 +143,29 @@ def train_engine(
         engine, _, _, _ = wherry.initialize(
             model=mine,
             optimizer=optimizer(mine.parameters()) if optimizer is not None else None,
-            mesh=comm,
+            lr_scheduler=schedule,
+            mesh=place(comm),
             config=settings(stage, accumulation, clip, config),
         )
         for step in range(steps):
             total = 0.0
-            for micro in range(accumulation):
+            if before_step is not None:
+                before_step(engine, step)
+            micro_batches = engine.gradient_accumulation_steps()
+            for micro in range(micro_batches):
                 loss = engine(*batch(step, micro, comm.rank))
                 if plain_backward:
                     loss.backward()
                 else:
                     engine.backward(loss)
                 engine.step()
-                total += float(loss.detach()) / accumulation
+                total += float(loss.detach()) / micro_batches
             if each_step is not None:
                 each_step(engine, step)
             norm = engine.get_global_grad_norm()
             run.norms.append(-1.0 if norm is None else norm)
             run.losses.append(sum(comm.gather_objects(total)) / comm.size)
+        engine.settle()  # of delayed updates, the last is made
         with wherry.gathered(engine.module):
             run.weights = {name: p.detach().clone() for name, p in mine.named_parameters()}
         run.extra = finish(engine) if finish is not None else None
@@ -178,6 +189,30 @@ def settings(
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **alone}
     config["zero_optimization"] = zero | config.get("zero_optimization", {})
     return config
+
+
+def gathered(engine: Any) -> int:
+    """Bytes of weights that are whole at this moment, and do not stay so."""
+    return next((row.bytes_actual for row in engine.memory() if row.state == "gathered"), 0)
+
+
+class PeakGathered:
+    """The most of them, looked at whenever a module begins and whenever a gradient comes."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.highest = 0
+        for module in engine.module.modules():
+            module.register_forward_pre_hook(lambda *_: self.look())
+            for parameter in module.parameters(recurse=False):
+                parameter.register_post_accumulate_grad_hook(lambda _: self.look())
+
+    def look(self) -> None:
+        self.highest = max(self.highest, gathered(self.engine))
+
+    def take(self) -> int:
+        highest, self.highest = self.highest, 0
+        return highest
 
 
 def assert_close(one: Run, other: Run, tolerance: float = 1e-5) -> None:

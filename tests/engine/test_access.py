@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import WIDTH, TinyLM, adamw, make_model, settings, token_batch, train_plain
+from tests.engine.harness import WIDTH, Run, TinyLM, adamw, assert_equal, make_model, settings, token_batch, train_plain
 from torch import nn
 
 import wherry
 from wherry.errors import DivergenceError, PeerError, WherryError
 from wherry.parallel.comm import Comm
-from wherry.parallel.threads import run_ranks
+from wherry.testing import run_ranks
 
 
 def on_ranks(stage: int, use: Any, ranks: int = 2, more: dict[str, Any] | None = None) -> list[Any]:
@@ -80,11 +80,7 @@ def test_gathered_reads_and_edits(stage: int) -> None:
 def test_an_edit_reaches_the_fp32_master_and_reading_does_not(stage: int) -> None:
     def use(engine: Any, comm: Comm) -> tuple[torch.Tensor, torch.Tensor]:
         def masters() -> dict[str, torch.Tensor]:
-            copies = {}
-            for state in engine._updater.states.state_of.values():
-                with state.opened() as segments:
-                    copies[state.flat.name] = torch.cat([segment["master"] for segment in segments]).clone()
-            return copies
+            return {name: engine.states.full(name, "master") for name, _ in engine.module.named_parameters()}
 
         before = masters()
         with wherry.gathered(engine.module):
@@ -99,7 +95,7 @@ def test_an_edit_reaches_the_fp32_master_and_reading_does_not(stage: int) -> Non
         with wherry.gathered(weight):
             # One step of Adam from zero, and not from the old master.
             assert 0 < weight.abs().max() < 4e-3
-        assert not torch.equal(masters()["blocks.0"], before["blocks.0"])
+        assert not torch.equal(masters()["blocks.0.up.weight"], before["blocks.0.up.weight"])
 
     on_ranks(stage, use, more={"bf16": {"enabled": True}})
 
@@ -240,6 +236,9 @@ def test_gradients_by_name(stage: int) -> None:
             torch.testing.assert_close(engine.gradients(name), parameter.grad, rtol=1e-5, atol=1e-7)
         with pytest.raises(WherryError, match=r"did you mean 'blocks\.1\.mix\.weight'"):
             engine.gradients("blocks.1.mix.weigth")
+        replaced = 3 * engine.gradients("blocks.1.up.weight")
+        engine.states.set_gradient("blocks.1.up.weight", replaced)
+        assert torch.equal(engine.gradients("blocks.1.up.weight"), replaced)
         engine.step()
         norms = engine.gradient_norms()
         assert set(norms) == {"root", "blocks.0", "blocks.1", "blocks.2"}
@@ -248,6 +247,72 @@ def test_gradients_by_name(stage: int) -> None:
         torch.testing.assert_close(engine.gradients("norm.weight"), plain.norm.weight.grad, rtol=1e-5, atol=1e-7)
 
     on_ranks(stage, use)
+
+
+def test_looking_at_gradients_changes_no_bit(tmp_path: Path) -> None:
+    """Norms by unit, single gradients, and a checkpoint between backward and step."""
+
+    def train(more: dict[str, Any], *, look: bool) -> Run:
+        model = copy.deepcopy(source)
+        config = settings(1, clip=0.05, more=more)
+        engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+        run = Run()
+        for step in range(6):
+            engine.backward(engine(*token_batch(step, 0, 0)))
+            if look:
+                norms = engine.gradient_norms()
+                grad = engine.gradients("blocks.1.up.weight")
+                assert 0 < float(grad.norm()) <= norms["blocks.1"] * (1 + 1e-6)
+            if look and step % 2:
+                engine.save_checkpoint(tmp_path)
+            engine.step()
+            run.norms.append(engine.get_global_grad_norm())
+            if look:
+                squares = sum(norm**2 for norm in norms.values())
+                assert squares == pytest.approx(run.norms[-1] ** 2, rel=1e-12)
+        run.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+        engine.close()
+        return run
+
+    source = make_model()
+    for more in ({}, {"bf16": {"enabled": True}}):
+        plain, watched = train(more, look=False), train(more, look=True)
+        assert watched.norms == plain.norms
+        assert_equal(watched, plain)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_that_are_not_complete_or_dropped_are_refused(stage: int) -> None:
+    def use(engine: Any, comm: Comm) -> None:
+        def refused() -> None:
+            with pytest.raises(WherryError, match=r"there is none of norm\.weight now"):
+                engine.gradients("norm.weight")
+
+        refused()
+        engine.set_train_batch_size(8)
+        for micro in range(2):
+            refused()
+            engine.backward(engine(*token_batch(0, micro, comm.rank)))
+        assert engine.gradients("norm.weight").any()
+        engine.zero_grad()
+        refused()
+
+    on_ranks(stage, use)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_that_updates_use_in_the_backward_are_refused_on_every_rank(stage: int) -> None:
+    """However far the updates have come on each of them."""
+
+    def use(engine: Any, comm: Comm) -> None:
+        for step in range(4):
+            engine.backward(engine(*token_batch(step, 0, comm.rank)))
+            for name in ("norm.weight", "blocks.2.up.weight"):
+                with pytest.raises(WherryError, match="its gradients are gone"):
+                    engine.gradients(name)
+            engine.step()
+
+    on_ranks(stage, use, more={"wherry": {"update_policy": "in_backward"}})
 
 
 def test_ranks_start_from_the_weights_of_rank_0() -> None:
@@ -294,7 +359,6 @@ def test_flats_that_are_updated_together_are_edited_each_by_itself(stage: int, m
     """All of the model at once, as load_state_dict does: no edit is undone by the masters of another flat's."""
 
     def use(engine: Any, comm: Comm) -> None:
-        assert len(engine._updater.buckets) == 1
         engine.backward(engine(*token_batch(0, 0, comm.rank)))
         engine.step()
         wanted = {name: weight * 0.5 for name, weight in engine.module.state_dict().items()}

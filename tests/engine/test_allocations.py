@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from tests.tiers.test_placements import offload
 
 import wherry
 from wherry.parallel.comm import Comm
-from wherry.parallel.threads import run_ranks
 from wherry.parallel.topology import Topology
+from wherry.testing import run_ranks
+from wherry.tiers.buffers import DevicePool
 from wherry.tiers.streams import Link
 
 SETTLED, STEPS, WINDOWS = 5, 2, 8
@@ -54,6 +56,7 @@ def count(stage: int, ranks: int, accumulation: int, more: dict[str, Any], apart
             config=settings(stage, accumulation, 1.0, copy.deepcopy(more)),
             mesh=mesh,
         )
+        devices = [found for found in gc.get_objects() if isinstance(found, DevicePool)]
         batches = [token_batch(0, micro, comm.rank) for micro in range(accumulation)]
 
         def step() -> None:
@@ -63,7 +66,7 @@ def count(stage: int, ranks: int, accumulation: int, more: dict[str, Any], apart
                 engine.step()
 
         def misses() -> int:
-            pools = [*(one.host for one in links), engine._gradients.pool]
+            pools = [*(one.host for one in links), *devices]
             return sum(pool.counters.misses for pool in pools)
 
         for _ in range(SETTLED):
@@ -84,7 +87,7 @@ def count(stage: int, ranks: int, accumulation: int, more: dict[str, Any], apart
 
 
 # What small flats are laid together in for one collective.
-TOGETHER = "parallel/merged.py"
+TOGETHER = "parallel/comm.py"
 
 
 def assert_nothing_is_allocated(seen: Allocations, missed: int, backwards: int) -> None:

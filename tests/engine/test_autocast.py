@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import wherry
 from wherry.config import ConfigError, load
 from wherry.parallel.comm import Comm
-from wherry.parallel.threads import run_ranks
+from wherry.testing import run_ranks
 
 
 class Cast(TinyLM):

@@ -11,7 +11,7 @@ from tests.engine.harness import adamw, make_model, settings, token_batch, train
 
 import wherry
 from wherry.errors import WherryError
-from wherry.parallel.threads import run_ranks
+from wherry.testing import run_ranks
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

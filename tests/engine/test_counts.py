@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import adamw, make_model, settings, token_batch
+from tests.engine.harness import PeakGathered, adamw, make_model, settings, token_batch
 from tests.plan.measured import Unseen
+from torch import nn
 
 import wherry
 from wherry.observe.footprint import Footprint
 from wherry.parallel.comm import Comm
-from wherry.parallel.threads import run_ranks
+from wherry.sharding.unit import Weights
+from wherry.testing import run_ranks
 from wherry.tiers.elastic import Elastic
 
 # A shard is a multiple of 128 elements, and a parameter starts on a multiple of 32.
@@ -60,14 +62,15 @@ def measure(
         return {
             "calls": dict(comm.traffic.calls),
             "bytes": dict(comm.traffic.bytes),
-            "volume": comm.traffic.volume(),
+            # What a rank sends in the limit of many: an all-reduce moves its tensor twice, the others once.
+            "volume": sum(n * (2 if name == "all_reduce" else 1) for name, n in comm.traffic.bytes.items()),
         }
 
     return run_ranks(ranks, body)
 
 
 NORM = 16  # two float64 scalars: the square, and whether gradients are missing
-MISSING = 4  # at stage 0, where no norm travels, that alone: an element of a sum that small flats share
+MISSING = 4  # at stage 0, where no norm travels, that alone
 DIGEST = 32  # at stage 3 four more: what the rank has gathered, and which units it ran
 ALL_TOGETHER = 10**6
 
@@ -95,14 +98,13 @@ def test_collectives_of_a_step_equal_the_formulas(
     word = PRECISIONS[precision][0]
     psi, count = word * sum(units.values()), len(units)
     k, flats = accumulation, 1 if bucket else count
-    told, missing = (0, word) if bucket else (1, MISSING)
     # Weights in forward and in backward, the root unit once for both: 2 psi less one of the root. Together: the root
     # unit, and of either pass the block that is waited for and those ahead of it.
     gathers = 5 if bucket else 2 * count - 1
     gathered = 2 * psi - word * units["root"]
     calls, nbytes, volume = {
         # Gradients once a window, all-reduced: 2 psi.
-        0: ({"all_reduce": flats + told}, {"all_reduce": psi + missing}, 2 * (psi + missing)),
+        0: ({"all_reduce": flats + 1}, {"all_reduce": psi + MISSING}, 2 * (psi + MISSING)),
         # Gradients once a window, reduce-scattered, and updated weights gathered: 2 psi.
         1: (
             {"reduce_scatter": flats, "all_gather": flats, "all_reduce": 1},
@@ -134,22 +136,13 @@ SMALL = 1024
 
 
 def storages(engine: Any) -> dict[str, int]:
-    """Bytes that the tensors of each state have at this moment, asked of their storages."""
-    flats = [flat for unit in engine.units for flat in unit.flats]
-    gradients = engine._gradients
-    apart = [flat.shard_memory for flat in flats if not flat.resident]
-    sums = [gradient.accumulated for gradient in gradients.all]
-    brought = [parameter.grad for flat in flats for parameter in flat.parameters if parameter.grad is not None]
-    travelling = gradients.pool.counters.allocated
-    held = {
-        "parameters": [flat.whole for flat in flats if flat.resident] + apart,
-        "gradients": sums + brought,
-        "optimizer": [memory for batch in engine._updater.buckets for memory in batch.memory()],
-    }
-    found = {name: sum(tensor.untyped_storage().nbytes() for tensor in tensors) for name, tensors in held.items()}
-    found["gradients"] += travelling
-    found["parameters"] += sum(flat.elastic.nbytes for flat in flats if not flat.resident)
-    return found
+    """Bytes of each state at this moment, and of gradients that autograd has brought."""
+    found: Counter[str] = Counter()
+    for row in engine.memory():
+        found["parameters" if row.state == "gathered" else row.state] += row.bytes_actual
+    brought = {p.grad.untyped_storage() for p in engine.module.parameters() if p.grad is not None}
+    found["gradients"] += sum(storage.nbytes() for storage in brought)
+    return dict(found)
 
 
 class Watch:
@@ -285,11 +278,12 @@ def test_memory_of_a_rank_equals_the_formulas(stage: int, ranks: int, precision:
         # Of the tensors themselves.
         assert peak["parameters"] == rest["parameters"] + word * live
         assert peak["gradients"] >= rest["gradients"]
-        assert peak["gradients"] <= rest["gradients"] + word * (brought + on_the_way)
+        assert peak["gradients"] <= rest["gradients"] + word * brought
         assert rest["optimizer"] - padding <= peak["optimizer"] <= rest["optimizer"] + lines
-        # And nothing else rests, nor is there at the peak, but single numbers.
-        assert abs(seen["everything at rest"] - sum(seen["rest"].values())) <= SMALL
-        assert seen["everything at peak"] <= sum(peak.values()) + activations(precision) + SMALL
+        # And nothing else rests, nor is there at the peak, but buffers of gradients on their way and single numbers.
+        on_the_way = word * on_the_way + SMALL
+        assert -SMALL <= seen["everything at rest"] - sum(seen["rest"].values()) <= on_the_way
+        assert seen["everything at peak"] <= sum(peak.values()) + on_the_way + activations(precision)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -303,10 +297,11 @@ def test_gathered_weights_stay_within_the_budget(ranks: int) -> None:
         config = settings(3)
         config["zero_optimization"]["stage3_max_live_parameters"] = 0
         engine, *_ = wherry.initialize(model=mine, optimizer=adamw(mine.parameters()), config=config, mesh=comm)
+        peak = PeakGathered(engine)
         for step in range(2):
             engine.backward(engine(*token_batch(step, 0, comm.rank)))
             engine.step()
-        return engine._gatherer.peak_live
+        return peak.take() // 4
 
     block = max(numel for unit, numel in units.items() if unit != "root")
     assert run_ranks(ranks, body) == [units["root"] + block] * ranks
@@ -319,17 +314,59 @@ def test_prefetch_follows_the_schedule() -> None:
     def body(comm: Comm) -> list[int]:
         mine = copy.deepcopy(model)
         engine, *_ = wherry.initialize(model=mine, optimizer=adamw(mine.parameters()), config=settings(3), mesh=comm)
-        peaks = []
+        peak, peaks = PeakGathered(engine), []
         for step in range(2):
-            engine._gatherer.peak_live = 0
+            peak.take()
             loss = engine(*token_batch(step, 0, comm.rank))
-            peaks.append(engine._gatherer.peak_live)
+            peaks.append(peak.take())
             engine.backward(loss)
             engine.step()
         return peaks
 
     first, second = run_ranks(2, body)[0]
     assert second > first
+
+
+class Unlike(nn.Module):
+    """Large units with small ones between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(n, n), nn.Tanh()) for n in (32, 4, 32, 4, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x.repeat(1, 8)[:, : block[0].in_features])
+        return x.square().mean()
+
+
+def test_a_small_unit_does_not_take_the_place_of_the_large_one_behind_it() -> None:
+    model = make_model(Unlike)
+
+    def body(comm: Comm) -> list[set[str]]:
+        mine = copy.deepcopy(model)
+        zero = {"stage3_prefetch_bucket_size": 1100, "allgather_bucket_size": 500}
+        engine, *_ = wherry.initialize(
+            model=mine, optimizer=adamw(mine.parameters()), config=settings(3, more={"zero_optimization": zero}),
+            mesh=comm,
+        )  # fmt: skip
+        on_the_way: list[set[str]] = []
+
+        def note(*_: Any) -> None:
+            flats = [flat for unit in engine.units for flat in unit.travelling]
+            on_the_way.append({flat.name for flat in flats if flat.weights is Weights.GATHERING})
+
+        mine.blocks[0][0].register_forward_pre_hook(note)
+        mine.blocks[4][1].register_full_backward_hook(note)
+        for _ in range(3):
+            on_the_way.clear()
+            engine.backward(engine(torch.ones(2, 32)))
+            engine.step()
+        engine.close()
+        return on_the_way
+
+    forward, backward = run_ranks(2, body)[0]
+    assert "blocks.2" in forward and "blocks.2" in backward
 
 
 def test_small_flats_stay_whole_below_the_persistence_threshold() -> None:

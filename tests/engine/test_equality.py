@@ -6,8 +6,6 @@ import functools
 import itertools
 
 import pytest
-import torch
-from tests.engine.golden import assert_golden
 from tests.engine.harness import Run, assert_close, assert_equal, make_model, train_engine, train_plain
 
 
@@ -26,9 +24,7 @@ def ours(stage: int, ranks: int, accumulation: int, clip: float) -> Run:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_equals_plain_pytorch(stage: int, ranks: int, accumulation: int, clip: float) -> None:
-    run = ours(stage, ranks, accumulation, clip)
-    assert_close(run, oracle(ranks, accumulation, clip))
-    assert_golden(run.losses, "fp32", ranks, accumulation, clip)
+    assert_close(ours(stage, ranks, accumulation, clip), oracle(ranks, accumulation, clip))
 
 
 @pytest.mark.parametrize(("ranks", "accumulation", "clip"), list(itertools.product([1, 2, 4], [1, 3], [0.0, 0.5])))
@@ -50,9 +46,3 @@ def test_a_plain_backward_is_the_same() -> None:
     for stage in (0, 3):
         plain = train_engine(make_model(), stage=stage, ranks=2, accumulation=3, clip=0.5, plain_backward=True)
         assert_equal(plain, ours(stage, 2, 3, 0.5))
-
-
-def test_reported_norm_is_before_clipping() -> None:
-    run = ours(3, 2, 1, 0.5)
-    assert max(run.norms) > 0.5
-    assert torch.tensor(run.norms).isfinite().all()

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import wherry
 from wherry.errors import WherryError
 from wherry.parallel.comm import Comm
-from wherry.parallel.threads import run_ranks
+from wherry.testing import run_ranks
 
 
 def built(model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any], comm: Comm) -> wherry.Engine:
@@ -396,25 +396,6 @@ def test_a_copy_of_the_model_is_its_own(stage: int) -> None:
 
     model = make_model()
     run_ranks(2, body)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_blocks_compiled_one_by_one(stage: int) -> None:
-    def body(comm: Comm) -> list[float]:
-        mine = copy.deepcopy(model)
-        engine = built(mine, adamw(mine.parameters()), settings(stage), comm)
-        for block in mine.blocks:
-            block.compile(backend="aot_eager")
-        losses = []
-        for step in range(2):
-            loss = engine(*token_batch(step, 0, comm.rank))
-            engine.backward(loss)
-            engine.step()
-            losses.append(sum(comm.gather_objects(float(loss.detach()))) / comm.size)
-        return losses
-
-    model = make_model()
-    assert run_ranks(1, body)[0] == pytest.approx(train_plain(model, steps=2).losses, rel=1e-5)
 
 
 def test_empty_steps_do_not_shift_the_window() -> None:

@@ -22,7 +22,7 @@ import wherry
 from wherry import config as configs
 from wherry.errors import WherryError
 from wherry.parallel.comm import Comm, SoloComm
-from wherry.parallel.threads import run_ranks
+from wherry.testing import run_ranks
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 3,

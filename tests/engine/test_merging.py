@@ -26,7 +26,7 @@ from torch import nn
 
 import wherry
 from wherry.parallel.comm import Comm
-from wherry.parallel.threads import run_ranks
+from wherry.testing import run_ranks
 from wherry.update import optimizer_states
 
 
@@ -53,12 +53,11 @@ def test_merged_or_not_results_are_the_same_bits(stage: int, accumulation: int, 
         assert_equal(run, each_alone(stage, accumulation, precision))
 
 
-@pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("name", MODELS)
-def test_every_kind_of_model(name: str, stage: int) -> None:
+def test_every_kind_of_model(name: str) -> None:
     model = make_model(MODELS[name])
     common: dict[str, Any] = {"ranks": 2, "accumulation": 2, "steps": 4, "batch": vectors, "optimizer": sgd}
-    assert_close(train_engine(model, stage=stage, config=merged(stage), **common), train_plain(model, **common))
+    assert_close(train_engine(model, stage=3, config=merged(3), **common), train_plain(model, **common))
 
 
 @pytest.mark.parametrize("bucket", [400, 10**6])
@@ -94,8 +93,8 @@ def calls(stage: int, zero: dict[str, Any], blocks: int = 8) -> list[Counter[str
 def test_small_flats_take_few_collectives() -> None:
     both = {"reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}
     assert calls(2, both)[2] == {"reduce_scatter": 1, "all_gather": 1, "all_reduce": 1}
-    # Where nothing is shared out they bring what would be left to ask: whether any rank misses a gradient.
-    assert calls(0, both)[2] == {"all_reduce": 1}
+    # Where nothing is shared out, and no norm has to be added up, ranks ask whether any misses a gradient.
+    assert calls(0, both)[2] == {"all_reduce": 2}
     # The root unit; the first block, and all others ahead of it; the same backwards.
     assert calls(3, both)[2] == {"reduce_scatter": 1, "all_gather": 5, "all_reduce": 1}
 
@@ -149,14 +148,17 @@ def test_every_rank_updates_the_same_flats_together(limit: int, monkeypatch: pyt
     monkeypatch.setattr(optimizer_states, "BUCKET_NUMEL", limit)
     model = nn.Sequential(*[nn.Linear(9, 9) for _ in range(12)])
 
-    def body(comm: Comm) -> list[list[str]]:
+    def body(comm: Comm) -> list[tuple[str, str]]:
         mine = copy.deepcopy(model)
         engine, *_ = wherry.initialize(
             model=mine, optimizer=adamw(mine.parameters()), mesh=comm, config=settings(2, more=merged(2))
         )
-        batches = [[state.flat.name for state in batch.states] for batch in engine._updater.buckets]
+        engine.backward(engine(torch.ones(2, 9)).square().mean())
+        asked = comm.asked
+        engine.step()
+        gathers = [(one[1], one[3]) for one in [*comm.recent][asked - comm.asked :]]
         engine.close()
-        return batches
+        return gathers
 
     first, *others = run_ranks(4, body)
-    assert len(first) > 1 and all(other == first for other in others)
+    assert sum(operation == "all_gather" for operation, _ in first) > 1 and all(other == first for other in others)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import wherry
 from wherry.parallel.comm import Comm
-from wherry.parallel.threads import run_ranks
+from wherry.testing import run_ranks
 
 D = 12
 
@@ -376,6 +376,19 @@ def test_trains_as_plain_pytorch(name: str, stage: int) -> None:
         for train, extra in ((train_plain, {}), (train_engine, {"stage": stage}))
     ]
     assert_close(runs[1], runs[0])
+
+
+def slow_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_kind_of_model_on_one_rank(name: str) -> None:
+    model = make_model(MODELS[name])
+    common: dict[str, Any] = {"steps": 3, "batch": vectors, "optimizer": slow_sgd}
+    plain = train_plain(model, **common)
+    for plain_backward in (False, True):
+        assert_close(train_engine(model, stage=2, plain_backward=plain_backward, **common), plain)
 
 
 def run_with(

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from tests.engine.harness import TinyLM, adamw, make_model, settings, token_batch, train_plain
-from tests.tiers.chaos import Chaos, topology
 from tests.tiers.rows import ROWS
 from tests.tiers.test_placements import offload
 from torch import nn
@@ -19,7 +18,8 @@ from torch import nn
 import wherry
 from wherry.errors import NonFiniteError, WherryError
 from wherry.parallel.comm import Comm
-from wherry.parallel.threads import run_ranks
+from wherry.testing import run_ranks
+from wherry.testing.late import Chaos, topology
 from wherry.update import optimizer_states
 from wherry.update.loss_scale import LossScaleError
 

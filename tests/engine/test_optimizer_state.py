@@ -15,7 +15,7 @@ from tests.engine.harness import make_model, settings, token_batch, train_engine
 import wherry
 from wherry.errors import WherryError
 from wherry.parallel.comm import Comm
-from wherry.parallel.threads import run_ranks
+from wherry.testing import run_ranks
 
 LOW = {"bf16": {"enabled": True}}
 HOST = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
@@ -98,6 +98,21 @@ def test_torchs_state_of_one_process_goes_on_in_an_engine(name: str) -> None:
     steps(engine, 3, 6)
     for key, value in whole.weights.items():
         torch.testing.assert_close(engine.states.full(key, "master"), value, rtol=0, atol=1e-6)
+
+
+def test_a_kind_that_is_not_kept_is_an_error_on_all_ranks_alike() -> None:
+    """Also on those that have no part of the parameter: they would wait for it."""
+
+    def body(comm: Comm) -> None:
+        engine = make_engine("adamw", 3, comm)
+        name, parameter = next((n, p) for n, p in engine.module.named_parameters() if n.endswith("norm.weight"))
+        with pytest.raises(WherryError, match=r"keeps no 'exp_avgs' for it; it keeps exp_avg, exp_avg_sq, master"):
+            engine.states.full(name, "exp_avgs")
+        with pytest.raises(WherryError, match="keeps no 'exp_avgs' for it"):
+            engine.states.set_full(name, "exp_avgs", torch.ones(parameter.shape))
+        engine.close()
+
+    run_ranks(2, body)
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:

@@ -102,7 +102,7 @@ def test_groups_and_schedules_of_torch(stage: int, ranks: int) -> None:
         with wherry.gathered(mine):
             return {n: p.detach().clone() for n, p in mine.named_parameters()}, engine.get_lr()
 
-    from wherry.parallel.threads import run_ranks
+    from wherry.testing import run_ranks
 
     weights, rates = run_ranks(ranks, body)[0]
     assert rates == pytest.approx([3e-3 / 8, 1e-3 / 8])

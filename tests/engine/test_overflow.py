@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler as torch_schedules
 
 import wherry
 from wherry.parallel.comm import Comm
-from wherry.parallel.threads import run_ranks
+from wherry.testing import run_ranks
 from wherry.update.loss_scale import LossScaleError
 from wherry.update.schedules import OneCycle
 

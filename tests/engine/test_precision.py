@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.engine import golden
 from tests.engine.harness import Run, adamw, assert_equal, make_model, settings, token_batch, train_engine
 from torch import nn
 
 import wherry
 from wherry.errors import WherryError
 from wherry.parallel.comm import Comm
-from wherry.parallel.threads import run_ranks
+from wherry.testing import run_ranks
 
 
 def plain_mixed(
@@ -75,11 +73,10 @@ def test_bf16_equals_fp32_masters_in_plain_pytorch(stage: int, accumulate: str) 
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 def test_stages_agree_in_half_precision(precision: str, clip: float) -> None:
     config = {precision: {"enabled": True}}
-    common: dict[str, Any] = {"ranks": golden.HALF_RANKS, "steps": golden.HALF_STEPS, "clip": clip, "config": config}
+    common: dict[str, Any] = {"ranks": 2, "steps": 8, "clip": clip, "config": config}
     runs = [train_engine(make_model(), stage=stage, **common) for stage in range(4)]
     for run in runs:
         assert_equal(run, runs[0])
-        golden.assert_golden(run.losses, precision, golden.HALF_RANKS, 1, clip)
 
 
 def test_fp16_equals_its_oracle_at_a_fixed_scale() -> None:
@@ -133,49 +130,6 @@ def test_scale_is_for_a_backward_of_ones_own() -> None:
     engine.scale(engine(*token_batch(0, 0, 0))).backward()
     with pytest.raises(WherryError, match=r"engine\.scale\(loss\)\.backward"):
         engine(*token_batch(0, 1, 0)).backward()
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_an_overflow_skips_the_step_and_halves_the_scale(stage: int) -> None:
-    """2^40 overflows fp16; each skipped step changes nothing but the scale, until the gradients fit."""
-    fp16 = {"enabled": True, "initial_scale_power": 40, "hysteresis": 1, "loss_scale_window": 100}
-    seen: list[tuple[float, bool, int]] = []
-
-    def watch(engine: Any, step: int) -> None:
-        with wherry.gathered(engine.module):
-            weights = torch.cat([p.detach().float().flatten() for p in engine.module.parameters()])
-        seen.append((engine.loss_scale, engine.was_step_applied(), engine.skipped_steps))
-        watched.append(weights)
-
-    watched: list[torch.Tensor] = []
-    model = make_model()
-    train_engine(model, stage=stage, steps=40, config={"fp16": fp16}, each_step=watch)
-    skipped = [not applied for _, applied, _ in seen]
-    count = skipped.index(False)
-    assert count > 3
-    assert [scale for scale, _, _ in seen[:count]] == [2.0 ** (39 - i) for i in range(count)]
-    assert seen[count][2] == count
-    for before, after in itertools.pairwise(watched[:count]):
-        assert torch.equal(before, after)
-    assert not torch.equal(watched[count - 1], watched[count])
-
-
-def test_an_overflow_on_one_rank_skips_on_all() -> None:
-    def body(comm: Comm) -> tuple[bool, int]:
-        model = copy.deepcopy(shared)
-        engine, *_ = wherry.initialize(
-            model=model,
-            optimizer=adamw(model.parameters()),
-            config=settings(2, more={"bf16": {"enabled": True}}),
-            mesh=comm,
-        )
-        loss = engine(*token_batch(0, 0, comm.rank))
-        engine.backward(loss * (math.inf if comm.rank == 1 else 1.0))
-        engine.step()
-        return engine.was_step_applied(), engine.skipped_steps
-
-    shared = make_model()
-    assert run_ranks(2, body) == [(False, 1), (False, 1)]
 
 
 def test_buffers_keep_their_dtype_unless_given_another() -> None:

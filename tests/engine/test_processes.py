@@ -26,7 +26,6 @@ from torch import nn
 import wherry
 from wherry import config as configs
 from wherry.errors import WherryError
-from wherry.parallel import merged
 from wherry.parallel.comm import MANY, ProcessGroupComm
 from wherry.parallel.peers import _left
 from wherry.plan.counts import Counts
@@ -146,29 +145,23 @@ def test_half_precision_over_processes(pool: Pool, precision: str) -> None:
     assert_equal(runs[2], runs[0])
 
 
-def build_within_init(rank: int, seeds: list[int]) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+def build_within_init(rank: int, seeds: list[int]) -> dict[str, torch.Tensor]:
     torch.manual_seed(seeds[rank])
-    context = wherry.Init(settings(3))
-    with context:
+    with wherry.Init(settings(3)):
         model = nn.Sequential(*(nn.Linear(96, 96) for _ in range(3)))
         for layer in model:
             nn.init.normal_(layer.weight)
-    calls = dict(context.comm.traffic.calls)
     with wherry.gathered(model):
-        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}, calls
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def test_weights_that_processes_draw_from_one_seed_are_not_sent(pool: Pool) -> None:
-    """And those that they draw from their own are the first one's."""
+def test_weights_that_processes_draw_are_those_of_the_first(pool: Pool) -> None:
     torch.manual_seed(3)
     plain = nn.Sequential(*(nn.Linear(96, 96) for _ in range(3)))
     for layer in plain:
         nn.init.normal_(layer.weight)
-    for seeds in ([3, 3], [3, 4]):
-        for values, calls in pool.run(build_within_init, seeds):
-            assert all(torch.equal(values[name], parameter) for name, parameter in plain.named_parameters())
-            # A layer, and its weight again: what each rank has is compared, once where it differs.
-            assert calls == ({"all_reduce": 6} if seeds == [3, 3] else {"all_reduce": 1, "broadcast": 11})
+    for values in pool.run(build_within_init, [3, 4]):
+        assert all(torch.equal(values[name], parameter) for name, parameter in plain.named_parameters())
 
 
 def test_a_device_mesh(pool: Pool) -> None:
@@ -213,10 +206,10 @@ def exchange_nothing(rank: int) -> None:
         wholes = [torch.arange(float(comm.size * numel)) for numel in numels]
         shards = [torch.full((numel,), float("nan")) for numel in numels]
         parts = [whole.view(comm.size, numel)[rank].clone() for whole, numel in zip(wholes, numels, strict=True)]
-        merged.reduce_scatter(comm, shards, [whole.clone() for whole in wholes], "").wait()
+        comm.reduce_scatter_together(shards, [whole.clone() for whole in wholes], [""]).wait()
         assert all(torch.equal(shard, comm.size * part) for shard, part in zip(shards, parts, strict=True))
         gathered = [torch.full_like(whole, float("nan")) for whole in wholes]
-        merged.all_gather(comm, gathered, parts, "").wait()
+        comm.all_gather_together(gathered, parts, [""]).wait()
         assert all(map(torch.equal, gathered, wholes))
     comm.close()
 

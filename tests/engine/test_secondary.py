@@ -23,7 +23,7 @@ from tests.engine.test_skipping import Choosing
 import wherry
 from wherry.errors import WherryError
 from wherry.parallel.comm import Comm
-from wherry.parallel.threads import run_ranks
+from wherry.testing import run_ranks
 
 
 def near(size: int = 2, **more: Any) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def test_backward_leaves_the_node_for_reductions_only() -> None:
         engine, *_ = wherry.initialize(
             model=mine, optimizer=adamw(mine.parameters()), config=settings(3, more=near()), mesh=comm
         )
-        node = engine._gatherer.node
+        node = engine.topology.node
         assert node is not None
         assert node.size == 2
         for step in range(2):

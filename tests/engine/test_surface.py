@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 import wherry
 from wherry.errors import WherryError
-from wherry.parallel.comm import Comm
-from wherry.parallel.threads import run_ranks
+from wherry.parallel.comm import Comm, SoloComm
+from wherry.testing import run_ranks
 
 
 def built(model: nn.Module, stage: int, comm: Comm, **more: Any) -> wherry.Engine:
@@ -186,18 +186,35 @@ def test_a_replaced_parameter_is_noticed(stage: int) -> None:
     run_ranks(2, body)
 
 
+def test_a_replaced_parameter_is_noticed_in_a_resumed_run(tmp_path: Path) -> None:
+    engine = built(make_model(), 0, SoloComm())
+    engine.backward(engine(*token_batch(0, 0, 0)))
+    engine.step()
+    engine.save_checkpoint(tmp_path)
+    engine.close()
+    engine = built(make_model(), 0, SoloComm())
+    engine.load_checkpoint(tmp_path)
+    engine.module.blocks[1].mix.weight = nn.Parameter(torch.zeros(16, 16))
+    engine.backward(engine(*token_batch(0, 0, 0)))
+    with pytest.raises(WherryError, match=r"blocks\.1\.mix\.weight: this parameter has been replaced"):
+        engine.step()
+
+
 @pytest.mark.parametrize("stage", [0, 3])
-def test_an_unfrozen_parameter_is_noticed(stage: int) -> None:
+def test_an_unfrozen_parameter_is_noticed(stage: int, tmp_path: Path) -> None:
     def body(comm: Comm) -> None:
         mine = copy.deepcopy(model)
         mine.blocks[0].requires_grad_(False)
         engine = built(mine, stage, comm)
-        engine.backward(engine(*token_batch(0, 0, comm.rank)))
-        engine.step()
         mine.blocks[0].up.requires_grad_(True)
-        engine.backward(engine(*token_batch(1, 0, comm.rank)))
+        engine.backward(engine(*token_batch(0, 0, comm.rank)))
         with pytest.raises(WherryError, match=r"blocks\.0\.up\.weight: this parameter was frozen"):
             engine.step()
+        mine.blocks[0].up.requires_grad_(False)
+        engine.step()
+        mine.blocks[0].up.requires_grad_(True)
+        with pytest.raises(WherryError, match=r"blocks\.0\.up\.weight: this parameter was frozen"):
+            engine.save_checkpoint(tmp_path)
 
     model = make_model(TinyLM)
     run_ranks(2, body)

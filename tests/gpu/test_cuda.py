@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 from tests.engine.harness import Run, adamw, assert_close, assert_equal, make_model, settings, token_batch, train_plain
-from tests.scale.test_fingerprint import Mixed, assert_values, built
+from tests.scale.test_init import Mixed, whole
 
 import wherry
 from wherry.parallel.comm import Comm
-from wherry.parallel.threads import run_ranks
-from wherry.sharding.fingerprint import on_device
+from wherry.testing import run_ranks
 from wherry.tiers.buffers import CudaPin, HostPool, PoolError
 
 pytestmark = [
@@ -102,27 +101,14 @@ def test_memory_that_cannot_be_pinned_is_no_error_of_the_next_kernel() -> None:
         pool.give(buffer)
 
 
-def test_a_fingerprint_on_a_gpu_is_made_of_the_same_integers_and_of_little_memory() -> None:
-    for nbytes, offset in ((5, 0), (1 << 20, 0), ((1 << 20) + 3, 1), ((40 << 20) + 2, 2), (160 << 20, 0)):
-        room = torch.randint(0, 256, (nbytes + offset,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-        memory = room.cuda()[offset:]
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        found = on_device(memory)
-        assert torch.cuda.max_memory_allocated() - before <= 80 << 20
-        assert found == on_device(room[offset:])
-        memory[-1] ^= 1
-        assert on_device(memory) != found
-
-
-def test_weights_that_ranks_have_alike_on_a_gpu_are_not_sent_by_init() -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_built_on_a_gpu_within_init_has_the_first_ranks_values(ranks: int) -> None:
     plain = Mixed(0)
 
     def body(comm: Comm) -> None:
-        model, calls, nbytes = built(comm, lambda: Mixed(0).cuda())
-        assert nbytes["all_reduce"] + nbytes.get("broadcast", 0) <= 1000, (calls, nbytes)
-        assert_values(model, plain)
-        assert_values(built(comm, lambda: Mixed(comm.rank).cuda())[0], plain)
+        with wherry.Init(settings(3), mesh=comm):
+            model = Mixed(comm.rank).cuda()
+        for name, value in whole(model).items():
+            assert torch.equal(value.cpu(), plain.get_parameter(name)), name
 
-    run_ranks(2, body)
+    run_ranks(ranks, body)

@@ -12,7 +12,7 @@ from tests.gpu.warm import warm_up
 from torch import nn
 
 import wherry
-from wherry.plan.machine import described, known
+from wherry.plan.machines import described, known
 from wherry.train.model import GPT, GPTConfig
 
 pytestmark = [

@@ -15,10 +15,10 @@ from tests.tiers.test_placements import EXACT, ROWS, offload
 
 import wherry
 from wherry.parallel.comm import Comm
-from wherry.parallel.threads import run_ranks
 from wherry.parallel.topology import Topology, default_device
+from wherry.testing import run_ranks
+from wherry.tickets import Ticket
 from wherry.tiers.streams import CudaLink
-from wherry.tiers.tickets import Ticket
 from wherry.train.model import GPT, GPTConfig
 
 pytestmark = [

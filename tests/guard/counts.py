@@ -27,8 +27,8 @@ from tests.engine.harness import adamw, make_model, settings, token_batch
 import wherry
 from wherry.native import loading
 from wherry.parallel.comm import Comm
-from wherry.parallel.threads import run_ranks
-from wherry.tiers.tickets import DONE, Ticket
+from wherry.testing import run_ranks
+from wherry.tickets import DONE, Ticket
 
 FOLDER = Path(__file__).parent
 EXPECTED = FOLDER / "expected.json"
@@ -105,9 +105,6 @@ class SilentComm(Comm):
 
     def _gather_objects(self, value: Any) -> list[Any]:
         return [value] * self.size
-
-    def _barrier(self) -> None:
-        return None
 
 
 def python_calls(stage: int, ranks: int = RANKS, *, offloaded: bool = False) -> int:

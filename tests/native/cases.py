@@ -15,7 +15,7 @@ GRADS = (torch.float32, torch.bfloat16, torch.float16)
 WEIGHTS = ("fp32", "bf16", "fp16", "split", "master")
 STATES = ("fp32", "bf16", "8bit", "mixed")
 
-RULES: dict[str, Callable[[int], native.Rule]] = {
+RULES: dict[str, Callable[[int], native.Formula]] = {
     "adamw": lambda step: native.Adam(1e-2, weight_decay=0.1, step=step),
     "adam": lambda step: native.Adam(1e-2, 0.3, 0.95, 1e-6, 0.1, decoupled=False, step=step, maximize=True),
     "adagrad": lambda step: native.Adagrad(1e-2, 0.1, 1e-8, 0.1, step),
@@ -33,7 +33,7 @@ def place(values: Tensor, offset: int) -> Tensor:
     return room[offset:]
 
 
-def state_for(rule: native.Rule, numel: int, kind: str, offset: int = 0) -> tuple[Tensor | native.Blocks8, ...]:
+def state_for(rule: native.Formula, numel: int, kind: str, offset: int = 0) -> tuple[Tensor | native.Blocks8, ...]:
     made: list[Tensor | native.Blocks8] = []
     for k, signed in enumerate(rule.state_signed[: rule.state_count]):
         here = ("bf16", "8bit")[k] if kind == "mixed" else kind
@@ -45,7 +45,7 @@ def state_for(rule: native.Rule, numel: int, kind: str, offset: int = 0) -> tupl
 
 
 def segment(
-    rule: native.Rule,
+    rule: native.Formula,
     weights: Tensor,
     grad: Tensor,
     *,

@@ -15,7 +15,6 @@ extern "C" {
 int wherry_has_isa(int isa);
 void* wherry_pool_create(int threads, const int* cores, int core_count, char* reason, int64_t room);
 void wherry_pool_destroy(void* pool);
-void wherry_pool_throttle(void* pool, int active);
 void wherry_job_wait(void* job);
 int wherry_job_done(void* job);
 void wherry_job_free(void* job);
@@ -26,7 +25,6 @@ void* wherry_plan_submit(void* plan, void* pool, const Rule* rules, int64_t rule
 void wherry_plan_run(void* plan, const Rule* rules, int64_t rule_count, float multiplier, const void* const* grads,
                      const int32_t* kinds);
 void wherry_cast(int isa, void* pool, void* dst, int32_t to, const void* src, int32_t from, int64_t n);
-void wherry_cast_stochastic(int isa, void* pool, uint16_t* dst, const float* src, int64_t start, uint32_t seed, int64_t n);
 void wherry_accumulate(int isa, void* pool, void* dst, int32_t to, const void* src, int32_t from, float scale, int64_t n);
 void wherry_split(int isa, void* pool, const float* master, uint16_t* hi, uint16_t* low, int64_t n);
 void wherry_join(int isa, void* pool, const uint16_t* hi, const uint16_t* low, float* master, int64_t n);
@@ -161,7 +159,6 @@ void test_passes(int isa) {
     wherry_split(isa, nullptr, values.data(), hi.data(), low.data(), n);
     wherry_join(isa, nullptr, hi.data(), low.data(), back.data(), n);
     CHECK(back == values);
-    wherry_cast_stochastic(isa, nullptr, hi.data(), values.data(), (int64_t{1} << 32) - 7, 5, n);
     add_to_digest(hi);
     const std::vector<double> sum = {wherry_sum_squares(isa, nullptr, values.data(), KIND_F32, n)};
     CHECK(sum[0] == wherry_sum_squares(1, nullptr, values.data(), KIND_F32, n));
@@ -192,13 +189,6 @@ void test_pool() {
   constexpr int64_t N = 3 * CHUNK + 11;
   void* pool = wherry_pool_create(4, &core, 0, reason, sizeof reason);
   CHECK(pool);
-  std::atomic<bool> over{false};
-  std::thread throttler([&] {
-    for (int active = 1; !over; active = active % 4 + 1) {
-      wherry_pool_throttle(pool, active);
-      std::this_thread::yield();
-    }
-  });
   std::vector<std::thread> submitters;
   for (int t = 0; t < SUBMITTERS; ++t)
     submitters.emplace_back([pool] {
@@ -232,8 +222,6 @@ void test_pool() {
       wherry_plan_free(second);
     });
   for (std::thread& submitter : submitters) submitter.join();
-  over = true;
-  throttler.join();
   wherry_pool_destroy(pool);
 
   // Destroying a pool finishes what is under way, though its handle is let go.
@@ -248,7 +236,6 @@ void test_pool() {
   rule.c[2] = -1.0f;
   pool = wherry_pool_create(2, &core, 1, reason, sizeof reason);
   CHECK(pool);
-  wherry_pool_throttle(pool, 1);
   wherry_job_free(wherry_plan_submit(plan, pool, &rule, 1, 1.0f, nullptr, nullptr));
   wherry_pool_destroy(pool);
   for (float w : weight) CHECK(w == -1.0f);

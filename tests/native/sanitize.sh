@@ -32,7 +32,7 @@ asan() {
     ASAN_OPTIONS=detect_leaks=0 PYTHONPATH="$scratch/package" HYPOTHESIS_STORAGE_DIRECTORY="$scratch/hypothesis" \
     "$python" -m pytest -p no:cacheprovider --rootdir "$top" "$top"/tests/native/test_update.py \
     "$top"/tests/native/test_split.py "$top"/tests/native/test_passes.py "$top"/tests/native/test_blocks.py \
-    "$top"/tests/native/test_plan.py "$top"/tests/native/test_properties.py
+    "$top"/tests/native/test_packed.py "$top"/tests/native/test_properties.py
 }
 
 tsan() {

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from wherry import native
-from wherry.errors import WherryError
 
 from .cases import ISAS, assert_same_bits
 
@@ -102,7 +101,7 @@ def test_rounding_inside_an_update_keeps_the_mean(isa, signed):
     grad[::256] = 3.0
     state = native.Blocks8.zeros(numel, signed=signed)
     rule = native.SGD(0.1, 0.9, first=True) if signed else native.Adagrad(0.1)
-    native.Plan([native.Segment(grad, torch.zeros(numel), state=(state,))], isa=isa).run(rule)
+    native.PackedSegments([native.Segment(grad, torch.zeros(numel), state=(state,))], isa=isa).run(rule)
     back = torch.empty(numel)
     native.dequantize(state, back, isa=isa)
     mask = torch.ones(numel, dtype=torch.bool)
@@ -112,10 +111,3 @@ def test_rounding_inside_an_update_keeps_the_mean(isa, signed):
     step = (got.max() - got.min()).item()
     assert len(got.unique()) == 2
     assert abs(got.double().mean().item() - exact) < 5 * step / 2 / got.numel() ** 0.5
-
-
-def test_wrong_parts_are_named():
-    with pytest.raises(WherryError, match=r"codes are torch.int16, expected int8"):
-        native.Blocks8(torch.zeros(256, dtype=torch.int16), torch.zeros(1))
-    with pytest.raises(WherryError, match=r"scales are 1 x torch.float32, expected 2 x torch.float32"):
-        native.Blocks8(torch.zeros(257, dtype=torch.int8), torch.zeros(1))

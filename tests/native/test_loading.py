@@ -48,7 +48,7 @@ def test_the_environment_forces_an_instruction_set(isa, monkeypatch):
     monkeypatch.setenv("WHERRY_ISA", isa.upper())
     assert native.isa() == isa
     weight = torch.zeros(3)
-    native.Plan([native.Segment(torch.ones(3), weight)]).run(native.SGD(1.0))
+    native.PackedSegments([native.Segment(torch.ones(3), weight)]).run(native.SGD(1.0))
     assert weight.tolist() == [-1.0] * 3
     assert (native.library() is None) == (isa == "torch")
 
@@ -70,7 +70,7 @@ def test_an_unknown_or_missing_instruction_set_is_an_error(monkeypatch):
         native.isa()
     monkeypatch.delenv("WHERRY_ISA")
     with pytest.raises(WherryError, match=rf"isa='{missing}' is not available"):
-        native.Plan([], isa=missing)
+        native.PackedSegments([], isa=missing)
 
 
 def test_a_library_that_is_absent_broken_or_of_another_version_is_told(tmp_path):

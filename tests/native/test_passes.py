@@ -95,7 +95,7 @@ def rounded(values, *, isa=None, seed=5, start=0):
     """bf16 state that an update has set to these values."""
     state = torch.zeros(values.numel(), dtype=torch.bfloat16)
     segment = native.Segment(values, torch.zeros(values.numel()), state=(state,), seed=seed, start=start)
-    native.Plan([segment], isa=isa).run(native.SGD(0.1, 0.9, first=True))
+    native.PackedSegments([segment], isa=isa).run(native.SGD(0.1, 0.9, first=True))
     return state
 
 

@@ -1,4 +1,4 @@
-"""The pool: concurrent submissions, throttling, tickets, forks and the end of the process."""
+"""The pool: concurrent submissions, tickets, forks and the end of the process."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -29,7 +26,7 @@ LARGE = 200_001
 
 def ones_plan(numel=LARGE):
     weight = torch.zeros(numel)
-    return weight, native.Plan([native.Segment(torch.ones(numel), weight)])
+    return weight, native.PackedSegments([native.Segment(torch.ones(numel), weight)])
 
 
 def threads() -> set[int]:
@@ -50,68 +47,8 @@ def in_a_process(code, **environment):
     return done.stdout.split()
 
 
-@contextmanager
-def held(pool: native.Pool) -> Iterator[None]:
-    """No thread of the pool takes up work until the block ends."""
-    library = native.library()
-    assert library is not None
-    handle = pool.handle(library)
-    library.wherry_pool_throttle(handle, 0)
-    try:
-        yield
-    finally:
-        library.wherry_pool_throttle(handle, pool.threads)
-
-
-@needs_library
-def test_submitting_returns_before_the_work_is_done():
-    with native.Pool(threads=2) as pool:
-        plans = [ones_plan(50_000) for _ in range(3)]
-        with held(pool):
-            tickets = [plan.submit(native.SGD(1.0), 1.0, pool) for _, plan in plans]
-            assert not any(ticket.done() for ticket in tickets)
-            assert not any(weight.any() for weight, _ in plans)
-        for (weight, _), ticket in zip(plans, tickets, strict=True):
-            ticket.wait()
-            assert ticket.done()
-            assert torch.equal(weight, torch.full_like(weight, -1.0))
-
-
-@needs_library
-def test_waiting_leaves_the_interpreter_to_others():
-    """While threads wait for updates that nobody does yet, this one goes on, and lets the updates begin."""
-    with native.Pool(threads=2) as pool:
-        weight, plan = ones_plan(50_000)
-        source = torch.ones(300_000)
-        sums: list[float] = []
-
-        def wait(ticket):
-            begun.wait()
-            ticket.wait()
-
-        def add():  # a pass on the pool, which waits within the library
-            begun.wait()
-            sums.append(native.sum_squares(source, pool))
-
-        begun = threading.Barrier(4)
-        with held(pool):
-            ticket = plan.submit(native.SGD(1.0), 1.0, pool)
-            waiting = [threading.Thread(target=wait, args=(ticket,)) for _ in range(2)] + [threading.Thread(target=add)]
-            for thread in waiting:
-                thread.start()
-            begun.wait()
-            for thread in waiting:
-                thread.join(0.01)
-                assert thread.is_alive()
-            assert not ticket.done()
-        for thread in waiting:
-            thread.join()
-        assert torch.equal(weight, torch.full_like(weight, -1.0))
-        assert sums == [300_000.0]
-
-
 def test_without_python(tmp_path):
-    """What threads do at a gate, in C++: several jobs under way, and as many threads at work as the throttle lets."""
+    """What threads do at a gate, in C++: several jobs under way, none of which is waited for."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("there is no C++ compiler")
@@ -134,37 +71,6 @@ def test_many_submissions_at_once():
             assert ticket.done()
         for weight, _ in plans:
             assert torch.equal(weight, torch.full_like(weight, -2.0))
-
-
-def test_submissions_from_several_threads():
-    with native.Pool(threads=2) as pool:
-        wrong = []
-
-        def work():
-            weight, plan = ones_plan(60_000)
-            for _ in range(25):
-                plan.submit(native.SGD(1.0), 1.0, pool).wait()
-            if not torch.equal(weight, torch.full_like(weight, -25.0)):
-                wrong.append(weight)
-
-        workers = [threading.Thread(target=work) for _ in range(4)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        assert not wrong
-
-
-def test_one_ticket_waited_for_by_several_threads():
-    with native.Pool(threads=1) as pool:
-        _, plan = ones_plan(1_000_000)
-        ticket = plan.submit(native.SGD(1.0), 1.0, pool)
-        workers = [threading.Thread(target=ticket.wait) for _ in range(4)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        assert ticket.done()
 
 
 def test_a_dropped_ticket_keeps_its_tensors_until_the_update_is_done():
@@ -200,29 +106,9 @@ def test_finished_submissions_nobody_waits_for_are_let_go():
         assert len(held) <= pools._SWEEP
 
 
-def test_throttle():
-    with native.Pool(threads=4) as pool:
-        weight, plan = ones_plan()
-        for share in (0.25, 1.0, 0.5, 0.01):
-            pool.throttle(share)
-            plan.submit(native.SGD(1.0), 1.0, pool).wait()
-        tickets = []
-        for share in (0.25, 1.0, 0.3):
-            other, plan = ones_plan()
-            tickets.append((other, plan.submit(native.SGD(1.0), 1.0, pool)))
-            pool.throttle(share)
-        for other, ticket in tickets:
-            ticket.wait()
-            assert torch.equal(other, torch.full_like(other, -1.0))
-        assert torch.equal(weight, torch.full_like(weight, -4.0))
-    with pytest.raises(WherryError, match=r"share=0, expected more than 0 and at most 1"):
-        pool.throttle(0)
-
-
 @needs_library
 def test_closing_finishes_what_was_submitted():
     pool = native.Pool(threads=2)
-    pool.throttle(0.5)
     weights = []
     for _ in range(10):
         weight, plan = ones_plan()
@@ -263,10 +149,10 @@ def test_a_forked_child_gets_threads_of_its_own():
         torch.set_num_threads(1)  # torch's own pool does not live through a fork
         from wherry import native
         weight = torch.zeros(100_000)
-        plan = native.Plan([native.Segment(torch.ones(100_000), weight)])
+        plan = native.PackedSegments([native.Segment(torch.ones(100_000), weight)])
         own = native.Pool(threads=2)
         plan.run(native.SGD(1.0)); plan.run(native.SGD(1.0), pool=own)
-        under_way = native.Plan([native.Segment(torch.ones(9_000_000), torch.zeros(9_000_000))]).submit(native.SGD(1.0))
+        under_way = native.PackedSegments([native.Segment(*torch.zeros(2, 9_000_000))]).submit(native.SGD(1.0))
         child = os.fork()
         plan.run(native.SGD(1.0)); plan.run(native.SGD(1.0), pool=own)
         assert torch.equal(weight, torch.full_like(weight, -4.0))
@@ -292,7 +178,7 @@ def test_the_process_ends_with_updates_under_way():
         """
         import torch
         from wherry import native
-        plans = [native.Plan([native.Segment(torch.ones(3_000_000), torch.zeros(3_000_000))]) for _ in range(8)]
+        plans = [native.PackedSegments([native.Segment(*torch.zeros(2, 3_000_000))]) for _ in range(8)]
         tickets = [plan.submit(native.SGD(1.0)) for plan in plans]
         print("ends")
         """
@@ -322,6 +208,7 @@ def test_ranks_share_the_cores(monkeypatch):
     assert native.Pool(local_ranks=3).cores == shares[1]
     # More ranks than cores: one thread each, bound nowhere.
     assert [native.Pool(local_ranks=20, local_rank=r).threads for r in range(20)] == [1] * 20
+    assert native.Pool(share=0.5).threads == 4 and native.Pool(share=0.01).threads == 1
     # Two CPUs' worth of time: two threads, which the scheduler places.
     monkeypatch.setattr(pools, "cpu_quota", lambda: 2.5)
     limited = native.Pool()
@@ -339,5 +226,7 @@ def test_mistakes_are_explained():
         native.Pool(cores=[99999])
     with pytest.raises(WherryError, match="threads=0, expected at least 1"):
         native.Pool(threads=0)
+    with pytest.raises(WherryError, match="share=0, expected more than 0"):
+        native.Pool(share=0)
     with pytest.raises(WherryError, match="local_ranks=0"):
         native.Pool(local_ranks=0)

@@ -219,7 +219,7 @@ def test_one_step_of_anything(name, mode, kind, grad_dtype, numel, offsets, cuts
             made = Made(torch.from_numpy(weights), mode, states, offsets if cut_up else [0] * 5)
             here = ends if cut_up else [0, numel]
             parts = [(held if cut_up else grads)[a:b] for a, b in itertools.pairwise(here)]
-            native.Plan(made.pieces(here), isa=isa).run(rule, multiplier, grads=parts)
+            native.PackedSegments(made.pieces(here), isa=isa).run(rule, multiplier, grads=parts)
             found[isa, cut_up] = made.tensors()
     for key, tensors in found.items():
         assert_same_bits(tensors, found[ISAS[0], False], key)

@@ -85,7 +85,7 @@ def test_an_update_of_a_split_master_is_that_of_a_whole_one(isa, grad_dtype):
     hi, low = split(master, isa)
     whole = native.Segment(None, None, master, state=(torch.zeros(5000), torch.zeros(5000)))
     halves = native.Segment(None, hi, low=low, state=(torch.zeros(5000), torch.zeros(5000)))
-    plan = native.Plan([whole, halves], isa=isa)
+    plan = native.PackedSegments([whole, halves], isa=isa)
     for step in range(1, 6):
         grad = torch.randn(5000).to(grad_dtype)
         plan.run(native.Adam(1e-3, weight_decay=0.1, step=step), 0.3, grads=[grad, grad])

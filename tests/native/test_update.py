@@ -28,7 +28,7 @@ from .cases import (
 
 def run(isa, name, weights, grads, *, mode, state, grad_dtype=torch.float32, offset=0, multiplier=0.7):
     made = segment(RULES[name](1), weights, grads[0].to(grad_dtype), mode=mode, state=state, offset=offset, isa=isa)
-    plan = native.Plan([made], isa=isa)
+    plan = native.PackedSegments([made], isa=isa)
     for step, grad in enumerate(grads, 1):
         plan.run(RULES[name](step), multiplier, grads=[grad.to(grad_dtype)])
     return made
@@ -83,7 +83,7 @@ def test_threads_and_chunks_do_not_change_bits(isa, state):
     for threads in (1, 2, 5):
         made = segment(rule, weights, grad, mode="split", state=state)
         with native.Pool(threads=threads) as pool:
-            native.Plan([made], isa=isa).submit(rule, 1.0, pool).wait()
+            native.PackedSegments([made], isa=isa).submit(rule, 1.0, pool).wait()
         results.append(tensors(made))
     inline = segment(rule, weights, grad, mode="split", state=state)
     bounds = range(0, numel, 16384)
@@ -94,7 +94,7 @@ def test_threads_and_chunks_do_not_change_bits(isa, state):
             for s in inline.state
         )
         piece = native.Segment(inline.grad[a:b], inline.working[a:b], None, inline.low[a:b], state_here, 7, a)
-        native.Plan([piece], isa=isa).run(rule)
+        native.PackedSegments([piece], isa=isa).run(rule)
     results.append(tensors(inline))
     for other in results[1:]:
         assert_same_bits(other, results[0])
@@ -122,7 +122,7 @@ def test_denormals_are_kept_even_where_the_caller_flushes_them(isa):
     assert torch.set_flush_denormal(True)
     try:
         made = native.Segment(grad=tiny, working=torch.zeros(40))
-        native.Plan([made], isa=isa).run(native.SGD(lr=1.0))
+        native.PackedSegments([made], isa=isa).run(native.SGD(lr=1.0))
     finally:
         torch.set_flush_denormal(False)
     if isa == "torch":  # torch's own arithmetic does what the caller set
@@ -133,7 +133,7 @@ def test_denormals_are_kept_even_where_the_caller_flushes_them(isa):
 
 def test_one_rule_each():
     weights = [torch.ones(5), torch.ones(7)]
-    plan = native.Plan([native.Segment(torch.ones_like(w), w) for w in weights])
+    plan = native.PackedSegments([native.Segment(torch.ones_like(w), w) for w in weights])
     plan.run([native.SGD(0.5), native.SGD(0.25)])
     assert weights[0].tolist() == [0.5] * 5
     assert weights[1].tolist() == [0.75] * 7
@@ -148,7 +148,7 @@ def test_seed_and_start_choose_the_draws():
         made = segment(rule, weights, grad, state="bf16")
         for key, value in changes.items():
             setattr(made, key, value)
-        native.Plan([made]).run(rule)
+        native.PackedSegments([made]).run(rule)
         return made.state[0]
 
     assert torch.equal(moments(), moments())

@@ -50,7 +50,7 @@ def digest(native, torch):
     hi, low = torch.empty(numel, dtype=torch.bfloat16), torch.empty(numel, dtype=torch.int16)
     native.split(weights, hi, low)
     m, v = torch.zeros(numel), torch.zeros(numel)
-    plan = native.Plan([native.Segment(None, hi, low=low, state=(m, v))])
+    plan = native.PackedSegments([native.Segment(None, hi, low=low, state=(m, v))])
     for step in (1, 2, 3):
         grad = torch.randn(numel, generator=generator).bfloat16()
         plan.run(native.Adam(1e-2, weight_decay=0.1, step=step), 0.7, grads=[grad])

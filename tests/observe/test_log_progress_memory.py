@@ -14,7 +14,7 @@ from wherry.observe import memory
 from wherry.observe.log import follow, get_logger, say, warn
 from wherry.observe.memory import control_groups, device_memory, format_bytes, free_on_gpu, host_memory
 from wherry.observe.progress import Progress, is_terminal
-from wherry.tiers import budget
+from wherry.tiers import host
 
 
 @pytest.fixture
@@ -191,8 +191,8 @@ def test_a_container_limits_memory_and_what_it_caches_is_free(tmp_path, monkeypa
     assert (found.limit, found.used, found.free, found.file) == (5000, 1200, 3800, group / limit)
     monkeypatch.setattr(memory, "control_groups", lambda: [found])
     assert (host_memory().available, host_memory().total) == (3800, 5000)
-    monkeypatch.setattr(budget, "control_groups", lambda: [found])
-    assert budget.free_host_memory() == max(0, 3800 - budget.promised())
+    monkeypatch.setattr(host, "control_groups", lambda: [found])
+    assert host.free_host_memory() == 3800
 
 
 def test_the_cpu_has_no_memory_of_its_own():

@@ -11,7 +11,7 @@ from tests.engine.harness import adamw, make_model, settings, token_batch
 
 import wherry
 from wherry.observe.metrics import JSONLines
-from wherry.parallel.threads import run_ranks
+from wherry.testing import run_ranks
 
 
 def train(engine, steps: int, rank: int = 0) -> list[float]:

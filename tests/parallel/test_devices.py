@@ -12,7 +12,7 @@ from tests.conftest import wants_gpu
 
 from wherry.parallel import topology
 from wherry.plan import probe, rates
-from wherry.plan.machine import known
+from wherry.plan.machines import known
 from wherry.train import presets
 
 

@@ -20,17 +20,17 @@ from tests.engine.harness import (
     train_plain,
 )
 from tests.parallel.handmade import Model
-from tests.tiers.chaos import Chaos
-from tests.tiers.chaos import topology as chaotic
 from tests.tiers.test_placements import offload
 
 import wherry
 from wherry.errors import WherryError
 from wherry.parallel import topology
 from wherry.parallel.comm import Comm
-from wherry.parallel.threads import run_grid
 from wherry.parallel.topology import Topology
 from wherry.sharding.layout import Slot
+from wherry.testing import run_grid
+from wherry.testing.late import Chaos
+from wherry.testing.late import topology as chaotic
 
 STEPS, CLIP = 6, 0.3
 

@@ -413,6 +413,36 @@ def test_ctrl_c_in_a_meeting_leaves_nobody_counted_who_is_not_there(monkeypatch:
     peers.close()
 
 
+def test_meetings_leave_nothing_behind_and_seldom_ask_about_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, now, pauses, looks = dist.HashStore(), [0.0], [], []
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(peers_room, "_store", lambda group: store)
+    peers = Peers(None, deque(), timeout=60.0)
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        pauses.append(seconds)
+        if now[0] > 5.0:
+            store.add(f"{peers._name}/met/0/0/state_dict()", 1)
+
+    def late(here: tuple[int, int, str]) -> list[tuple[int, str | None]]:
+        looks.append(now[0])
+        return [(1, None)]
+
+    monkeypatch.setattr(peers_room, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now[0]))
+    monkeypatch.setattr(peers, "_late", late)
+    peers.meet(0, "state_dict()")
+    assert max(pauses) <= 0.025, "the last rank that comes waits for the others' pauses"
+    assert len(looks) <= 7, "each look asks about every rank"
+    keys = store.num_keys()
+    for asked in range(1, 4):
+        store.add(f"{peers._name}/met/{asked}/0/state_dict()", 1)
+        peers.meet(asked, "state_dict()")
+    assert store.num_keys() == keys
+    peers.close()
+
+
 class _EndsLate:
     """A collective that ends right after a wait for it has run out, with an error of its own or without."""
 

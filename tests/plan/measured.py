@@ -19,16 +19,16 @@ import wherry
 from wherry import config as configs
 from wherry.observe.footprint import Footprint
 from wherry.parallel.comm import Comm, SoloComm
-from wherry.parallel.threads import ThreadComm, run_ranks
 from wherry.parallel.topology import Topology
 from wherry.plan.counts import HOST, Counts
 from wherry.plan.dry_run import Step, WithLoss
 from wherry.plan.imagined import held
 from wherry.plan.operations import Recorder
+from wherry.testing import ThreadComm, run_ranks
+from wherry.tickets import Ticket
 from wherry.tiers import elastic
-from wherry.tiers.buffers import Block, HostPool
+from wherry.tiers.buffers import HostPool
 from wherry.tiers.streams import Link
-from wherry.tiers.tickets import Ticket
 
 WIDTH, LENGTH, MICRO = 64, 24, 2
 
@@ -109,10 +109,10 @@ class SeenPool(HostPool):
         super().__init__()
         self._footprint = footprint
 
-    def _allocate(self, size: int) -> Block:
-        block = super()._allocate(size)
-        self._footprint.label(HOST, [block.tensor])
-        return block
+    def _allocate(self, size: int) -> torch.Tensor:
+        buffer = super()._allocate(size)
+        self._footprint.label(HOST, [buffer])
+        return buffer
 
 
 class SeenLink(Link):

@@ -21,7 +21,7 @@ from wherry.parallel import topology
 from wherry.plan.dry_run import count, dry_run
 from wherry.plan.forecaster import Forecaster
 from wherry.plan.grid import Grid
-from wherry.plan.machine import known
+from wherry.plan.machines import known
 from wherry.sources import find, of_shape
 from wherry.train import parallel
 from wherry.train.model import GPT, GPTConfig
@@ -127,7 +127,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
         (("gpt2-10m", "--tensor-parallel", "3", "--machine", "h100"), "8 ranks do not divide by 3"),
         (("gpt2-10m", "--tensor-parallel", "4", "--machine", "h100"), "does not divide the 6 attention heads"),
         (("gpt2-10m", "--tensor-parallel", "0"), "--tensor-parallel: expected 1 or more"),
-        (("gpt2-10m", "--dry-run", "--stage", "1"), "--stage: expected 0 to 0, got 1"),
+        (("gpt2-10m", "--dry-run", "--stage", "1"), "stage: expected 0 to 0, got 1"),
         (("--params", "1e9", "--tensor-parallel", "2"), "--tensor-parallel: goes with MODEL"),
     ):
         assert main(["plan", *wrong]) == 2

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import html
 import json
 import re
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,8 +18,9 @@ from wherry.cli import main
 from wherry.errors import WherryError
 from wherry.plan.counts import Counts
 from wherry.plan.dry_run import count_by_blocks
-from wherry.plan.machine import Machine, described, known
-from wherry.plan.source import Source
+from wherry.plan.machines import Machine, described, known
+from wherry.plan.model_source import Source
+from wherry.plan.parts import Outline
 from wherry.sources import SHAPES
 
 SMALL = ("gpt2-10m", "--machine", "4090")
@@ -41,12 +39,12 @@ _ran: dict[str, Counts] = {}
 def each_dry_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands of these tests ask for the same presets with the same configs, again and again."""
 
-    def counted(source: Source, config: configs.Config, **where: Any) -> Counts:
+    def counted(source: Source, config: configs.Config, outline: Outline, **where: Any) -> Counts:
         if source.name not in SHAPES:
-            return count_by_blocks(source, config, **where)
+            return count_by_blocks(source, config, outline, **where)
         key = repr((source.name, config.to_dict(), where))
         if key not in _ran:
-            _ran[key] = count_by_blocks(source, config, **where)
+            _ran[key] = count_by_blocks(source, config, outline, **where)
         return _ran[key]
 
     monkeypatch.setattr("wherry.plan.forecaster.count_by_blocks", counted)
@@ -295,9 +293,9 @@ def test_the_page_stands_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture
     file = tmp_path / "plan.html"
     run(capsys, *SMALL, "--html", str(file))
     text = file.read_text()
-    assert text.startswith("<!doctype html>") and text.rstrip().endswith("</html>")
+    assert text.startswith("<!DOCTYPE html>") and text.rstrip().endswith("</html>")
     assert "http" not in text and "src=" not in text
-    for expected in ("Each GPU", "optimizer", "activations", "A step"):
+    for expected in ("each GPU", "optimizer", "activations", "A step"):
         assert expected in text
 
 
@@ -451,25 +449,3 @@ def test_the_disk_that_is_measured_is_the_one_that_is_named(
     offload = {"device": "nvme", "nvme_path": [str(path)]}
     wherry.estimate("gpt2-10m", {"zero_optimization": {"offload_optimizer": offload}})
     assert asked == [tmp_path, tmp_path, None, tmp_path]
-
-
-def test_a_browser_shows_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("no Chromium to show the page with")
-    file = tmp_path / "plan.html"
-    offload = ("--set", "zero_optimization.offload_optimizer.device=cpu", "--set", "bf16.enabled=true")
-    told = found(capsys, *SMALL, *offload, "--html", str(file))
-    # The page measures itself in the browser: each segment's pixels against its share of the bar.
-    script = """<script>onload = () => { document.body.dataset.seen = JSON.stringify(
-      [...document.querySelectorAll(".bar")].map(bar => [...bar.querySelectorAll("span")].map(
-        part => part.getBoundingClientRect().width / bar.getBoundingClientRect().width))) }</script>"""
-    file.write_text(file.read_text().replace("</body>", script + "</body>"))
-    flags = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--dump-dom")
-    done = subprocess.run([browser, *flags, file.as_uri()], capture_output=True, text=True, timeout=60, check=True)
-    seen = json.loads(html.unescape(done.stdout.split('data-seen="')[1].split('"')[0]))
-    places = [use for use in told["uses"] if use["needed"]]
-    assert len(seen) == len(places) == 2
-    for widths, use in zip(seen, places, strict=True):
-        whole = max(use["needed"], use["usable"])
-        assert sum(widths) == pytest.approx(use["needed"] / whole, abs=0.002)

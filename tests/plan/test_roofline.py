@@ -12,10 +12,14 @@ from tests.plan.test_dryrun import config
 
 import wherry
 from wherry import config as configs
-from wherry.plan.choose import MICRO, ORDER, STAGE, choose
+from wherry.plan.choose import MICRO, ORDER, STAGE, choose, free_keys, nearest_change
+from wherry.plan.counts import Counts
+from wherry.plan.dry_run import count_by_blocks
 from wherry.plan.estimate import Estimate
 from wherry.plan.forecaster import Forecaster
-from wherry.plan.machine import Machine, known
+from wherry.plan.machines import Machine, known
+from wherry.plan.model_source import Source
+from wherry.plan.parts import Outline
 from wherry.sources import find
 
 H100 = known("h100")
@@ -107,6 +111,24 @@ def test_a_search_goes_by_less_and_comes_near(stage: int, more: dict[str, Any]) 
     assert quick.time.total == pytest.approx(exact.time.total, rel=0.1)
     assert quick.uses[0].needed == pytest.approx(exact.uses[0].needed, rel=0.15)
     assert quick.uses[0].needed >= 0.98 * exact.uses[0].needed
+
+
+def test_a_search_runs_the_engine_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model alone by micro-batch and recomputation, and an engine for what is asked and what is named."""
+    placements: list[str] = []
+
+    def counted(source: Source, config: configs.Config, outline: Outline, **how: Any) -> Counts:
+        placements.append(config.placement().name if how.get("updates", True) else "the model")
+        return count_by_blocks(source, config, outline, **how)
+
+    monkeypatch.setattr("wherry.plan.forecaster.count_by_blocks", counted)
+    forecaster, given = Forecaster(find(make), H100, 8, 24), configs.load(config(2))
+    change = nearest_change(given, forecaster.exact(given), forecaster.quick, confirm=forecaster.exact)
+    assert placements.count("the model") == 4 and len(placements) <= 4 + 1 + (2 if change else 1)
+    placements.clear()
+    forecaster = Forecaster(find(make), H100, 8, 24)
+    found = choose(configs.load({}), forecaster.quick, 8, free=free_keys(configs.load({})), confirm=forecaster.exact)
+    assert found.tried > 50 and placements.count("the model") == 4 and len(placements) <= 7
 
 
 def test_what_fits_is_chosen_by_its_rate() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 import wherry
 from wherry.parallel.comm import Comm
-from wherry.tiers.tickets import DONE, Ticket
+from wherry.tickets import DONE, Ticket
 
 WIDTH, LAYERS, RANKS = 3000, 10, 8
 

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from tests.engine.harness import (
+    PeakGathered,
     TinyLM,
     adamw,
     assert_close,
     assert_equal,
+    gathered,
     make_model,
     settings,
     token_batch,
@@ -27,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 import wherry
 from wherry.errors import WherryError
 from wherry.parallel.comm import Comm
-from wherry.parallel.threads import run_ranks
+from wherry.testing import run_ranks
 
 
 class Untied(TinyLM):
@@ -112,9 +114,12 @@ def test_eight_micro_batches_travel_like_one(stage: int, model_class: type[nn.Mo
 
 
 def test_the_peak_of_live_weights_is_that_of_one_micro_batch() -> None:
+    watched: dict[Any, PeakGathered] = {}
+
     def peak(engine: Any, step: int) -> int:
-        value, engine._gatherer.peak_live = engine._gatherer.peak_live, 0
-        return value
+        if step == 0:
+            watched[engine] = PeakGathered(engine)
+        return watched[engine].take()
 
     runs = [
         train_windows(
@@ -261,7 +266,7 @@ def test_an_exception_in_a_forward_leaves_the_engine_healthy(where: str) -> None
         window(2)
     assert any("step_major" in note for note in caught.value.__notes__)
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    assert not engine._hooks.interleaver.active and engine._gatherer.live == 0
+    assert gathered(engine) == 0
     type(engine.module).trigger = -1
     losses = [float(window(step)) for step in range(2, 5)]
     engine.close()

@@ -12,13 +12,13 @@ import pytest
 import torch
 from tests.engine.harness import adamw, assert_close, make_model, settings, token_batch
 from tests.scale.windows import train_windows
-from tests.tiers.chaos import Chaos, ChaosLink, topology
 
 import wherry
 from wherry.parallel.comm import Comm
-from wherry.parallel.threads import run_ranks
+from wherry.testing import run_ranks
+from wherry.testing.late import Chaos, ChaosLink, topology
+from wherry.tickets import DONE, Ticket
 from wherry.tiers import disk
-from wherry.tiers.tickets import DONE, Ticket
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

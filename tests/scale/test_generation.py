@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import adamw, assert_close, make_model, settings, token_batch, train_engine, train_plain
+from tests.engine.harness import (
+    adamw,
+    assert_close,
+    gathered,
+    make_model,
+    settings,
+    token_batch,
+    train_engine,
+    train_plain,
+)
 from tests.engine.test_models import CalledTwice, SometimesUnused, Stack, sgd, vectors
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -15,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import wherry
 from wherry.errors import WherryError
 from wherry.parallel.comm import Comm
-from wherry.parallel.threads import run_ranks
+from wherry.testing import run_ranks
 
 
 def test_many_forwards_gather_once_and_ranks_may_make_different_numbers() -> None:
@@ -40,7 +49,7 @@ def test_many_forwards_gather_once_and_ranks_may_make_different_numbers() -> Non
                     assert comm.traffic.calls["all_gather"] == once == len(engine.units)
                     with pytest.raises(WherryError, match="held by gathered_for_generation"):
                         engine.backward(engine(*token_batch(0, 0, 0)))
-                assert engine._gatherer.live == 0
+                assert gathered(engine) == 0
             loss = engine(*token_batch(step, 0, comm.rank))
             engine.backward(loss)
             engine.step()
@@ -73,7 +82,7 @@ def test_an_exception_inside_releases_the_weights() -> None:
         engine, *_ = wherry.initialize(model=models[comm.rank], config=settings(3), mesh=comm)
         with pytest.raises(KeyError), wherry.gathered_for_generation(engine), wherry.gathered_for_generation(engine):
             raise KeyError("stop")
-        assert engine._gatherer.live == 0
+        assert gathered(engine) == 0
 
     run_ranks(2, body)
 
@@ -101,11 +110,8 @@ def test_prefetch_changes_nothing_but_time(model_class: Any, prefetch: int) -> N
     model = make_model(model_class)
     plain = train_plain(model, ranks=2, accumulation=2, steps=5, batch=vectors, optimizer=sgd)
 
-    def finish(engine: Any) -> int:
-        return engine._gatherer.live
-
     run = train_engine(
-        model, stage=3, ranks=2, accumulation=2, steps=5, batch=vectors, optimizer=sgd, finish=finish,
+        model, stage=3, ranks=2, accumulation=2, steps=5, batch=vectors, optimizer=sgd, finish=gathered,
         config={"zero_optimization": {"stage3_prefetch_bucket_size": prefetch}},
     )  # fmt: skip
     assert_close(run, plain)

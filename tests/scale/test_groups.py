@@ -22,15 +22,15 @@ from tests.engine.harness import (
 from tests.engine.test_models import MODELS, sgd, vectors
 from tests.engine.test_skipping import Choosing
 from tests.scale.windows import train_windows
-from tests.tiers.chaos import Chaos, ChaosLink, topology
 
 import wherry
 from wherry import config as configs
 from wherry.errors import ConfigError
 from wherry.parallel.comm import Comm
-from wherry.parallel.threads import run_ranks
 from wherry.plan.dry_run import count
 from wherry.sources import find
+from wherry.testing import run_ranks
+from wherry.testing.late import Chaos, ChaosLink, topology
 
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4}}

@@ -13,7 +13,7 @@ from torch import nn
 
 import wherry
 from wherry.parallel.comm import Comm
-from wherry.parallel.threads import run_ranks
+from wherry.testing import run_ranks
 
 
 def _shared(model: nn.Module) -> None:

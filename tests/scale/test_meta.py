@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from tests.engine.harness import TinyLM
+from tests.engine.harness import TinyLM, settings
 from tests.scale.live import LiveBytes
 from tests.scale.test_init import STAGE3, assert_nothing_is_left, assert_same, whole
 from torch import nn
@@ -12,7 +14,7 @@ from torch import nn
 import wherry
 from wherry.errors import WherryError
 from wherry.parallel.comm import Comm
-from wherry.parallel.threads import run_ranks
+from wherry.testing import run_ranks
 
 
 def test_shapes_alone_are_built_without_a_draw() -> None:
@@ -147,6 +149,45 @@ def test_modules_that_cannot_be_materialised_are_named() -> None:
         wherry.initialize(model=bare, config=STAGE3)
     with pytest.raises(WherryError, match=r"0: reset_parameters\(\) of Forgetful has left table without values"):
         wherry.initialize(model=forgetful, config=STAGE3)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_initialiser_reads_and_sets_buffers_that_are_in_memory(stage: int) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(4, 4))
+            self.register_buffer("std", torch.full((1,), 0.5, device="cpu"))
+            self.register_buffer("seen", torch.zeros(1, device="cpu"))
+
+        def reset_parameters(self) -> None:
+            with torch.no_grad():
+                self.weight.fill_(float(self.std))
+                self.seen.fill_(7.0)
+
+    with torch.device("meta"):
+        model = nn.Sequential(Scaled(), nn.Linear(4, 4))
+    engine, *_ = wherry.initialize(model=model, config=settings(stage))
+    state = engine.module.state_dict()
+    assert torch.equal(state["0.weight"], torch.full((4, 4), 0.5))
+    assert (float(state["0.std"]), float(state["0.seen"])) == (0.5, 7.0)
+
+
+@pytest.mark.parametrize("more", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_parameter_that_is_left_unset_is_named(stage: int, more: dict[str, Any]) -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drawn, self.forgotten = nn.Parameter(torch.empty(4, 4)), nn.Parameter(torch.empty(4, 4))
+
+        def reset_parameters(self) -> None:
+            nn.init.ones_(self.drawn)
+
+    with torch.device("meta"):
+        model = nn.Sequential(Half(), nn.Linear(4, 4))
+    with pytest.raises(WherryError, match=r"0: reset_parameters\(\) of Half has left forgotten without values"):
+        wherry.initialize(model=model, config=settings(stage, more=more))
 
 
 def test_meta_and_init_together_on_several_ranks() -> None:

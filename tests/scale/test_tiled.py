@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.engine.harness import adamw, assert_close, settings, train_engine, train_plain
+from tests.engine.harness import PeakGathered, adamw, assert_close, settings, train_engine, train_plain
 from torch import nn
 
 import wherry
 from wherry.errors import WherryError
 from wherry.nn import TiledLinear
 from wherry.parallel.comm import Comm
-from wherry.parallel.threads import run_ranks
-from wherry.sharding.parts import part_of
+from wherry.sharding.param_shard import shard_of
+from wherry.testing import run_ranks
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -52,7 +52,7 @@ def test_wrong_splits_and_shapes() -> None:
         TiledLinear(4, 4, 2, 2).load_state_dict({"weight": torch.zeros(5, 4), "bias": torch.zeros(4)})
 
 
-def test_a_tile_is_initialised_as_a_part_of_the_whole() -> None:
+def test_a_tile_is_initialised_as_a_shard_of_the_whole() -> None:
     tiled = TiledLinear(400, 200, in_splits=4, out_splits=2)
     weight = tiled.state_dict()["weight"]
     assert float(weight.abs().max()) == pytest.approx(1 / 20, rel=0.01)
@@ -128,11 +128,11 @@ def test_a_layer_beyond_the_budget_trains_within_it(accumulation: int) -> None:
         # Made before the layers are cut, as most scripts do.
         optimizer = adamw(mine.parameters())
         engine, *_ = wherry.initialize(model=mine, optimizer=optimizer, config=config, mesh=comm)
-        losses = []
+        losses, live = [], PeakGathered(engine)
         for step in range(3):
             loss = engine.train_batch(iter([batch(step, micro, comm.rank) for micro in range(accumulation)]))
             losses.append(sum(comm.gather_objects(float(loss))) / comm.size)
-        return losses, engine._gatherer.peak_live, {k: v.clone() for k, v in engine.module.state_dict().items()}
+        return losses, live.take() // 4, {k: v.clone() for k, v in engine.module.state_dict().items()}
 
     for losses, peak, state in run_ranks(2, body):
         assert losses == pytest.approx(plain.losses, rel=1e-5)
@@ -185,7 +185,7 @@ def test_files_and_init_know_tiles(tmp_path: Path) -> None:
         with wherry.Init(settings(3), mesh=comm):
             model = Wide()
         wherry.tile(model, max_bytes=8 * 1024)
-        assert all(part_of(p) is not None and not part_of(p).whole for p in model.parameters())
+        assert all(shard_of(p) is not None and not shard_of(p).whole for p in model.parameters())
         engine, *_ = wherry.initialize(model=model, config=settings(3), mesh=comm)
         wherry.load_pretrained(engine, tmp_path)
         return {name: value.clone() for name, value in engine.module.state_dict().items()}

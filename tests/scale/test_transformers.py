@@ -17,7 +17,7 @@ from torch import nn  # noqa: E402
 
 import wherry  # noqa: E402
 from wherry.parallel.comm import Comm  # noqa: E402
-from wherry.parallel.threads import run_ranks  # noqa: E402
+from wherry.testing import run_ranks  # noqa: E402
 
 VOCABULARY = 48
 
@@ -185,6 +185,27 @@ def test_a_base_models_file_in_a_model_with_a_head(tmp_path: Path) -> None:
     result = wherry.load_pretrained(engine, tmp_path, strict=False)
     assert result.missing == ["lm_head.weight"] and not result.unexpected
     assert torch.equal(engine.module.state_dict()["model.norm.weight"], other.model.norm.weight)
+
+
+def test_adapters_around_what_files_have_begin_without_effect(tmp_path: Path) -> None:
+    """PEFT names the parameters anew, and draws one of its two matrices as zeros."""
+    peft = pytest.importorskip("peft", reason="the extra `peft` is not installed")
+    other = build(llama, seed=1)
+    other.save_pretrained(tmp_path)
+    expected = float(other(**batch(0, 0, 0)).loss.detach())
+
+    def body(comm: Comm) -> float:
+        model_class, config = llama()
+        with wherry.Init(meta=True):
+            model = model_class(config)
+        wherry.load_pretrained(model, tmp_path)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"]))
+        engine, *_ = wherry.initialize(model=model, config=settings(3), mesh=comm)
+        state = engine.module.state_dict()
+        assert all(value.any() for name, value in state.items() if "lora_A" in name)
+        return float(engine(**batch(0, 0, 0)).loss.detach())
+
+    assert run_ranks(2, body) == pytest.approx([expected] * 2, rel=1e-5)
 
 
 def _built_and_trained(rank: int) -> tuple[dict[str, torch.Tensor], float]:

@@ -12,7 +12,7 @@ from torch import nn
 
 import wherry
 from wherry.parallel.comm import Comm
-from wherry.parallel.threads import run_ranks
+from wherry.testing import run_ranks
 
 
 def train_windows(

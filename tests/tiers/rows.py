@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from wherry.parallel.topology import Topology
+from wherry.tiers.disk import DiskStore
+
 # Name: stage, and where optimizer state and parameters rest, as the config says it.
 ROWS = {
     "offload-0": (0, "cpu", "none"),
@@ -17,3 +22,14 @@ ROWS = {
     "infinity": (3, "nvme", "nvme"),
     "disk-parameters": (3, "cpu", "nvme"),
 }
+
+
+def with_stores(place: Topology) -> tuple[Topology, list[DiskStore]]:
+    """The same place, and the stores that will be opened there."""
+    stores: list[DiskStore] = []
+
+    def open_store(*args: object, **options: object) -> DiskStore:
+        stores.append(place.open_store(*args, **options))
+        return stores[-1]
+
+    return replace(place, open_store=open_store), stores

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 import weakref
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,32 +15,36 @@ from typing import Any
 import pytest
 import torch
 from tests.engine.harness import adamw, make_model, settings, token_batch
-from tests.tiers.chaos import Chaos, ChaosLink, topology
-from tests.tiers.rows import ROWS
+from tests.tiers.rows import ROWS, with_stores
 from tests.tiers.test_placements import offload
 from tests.tiers.test_traffic import psi
 
 import wherry
 from wherry.errors import WherryError
 from wherry.parallel.comm import Comm, SoloComm
-from wherry.parallel.threads import run_ranks
-from wherry.tiers.streams import _Copy
-from wherry.tiers.tickets import Ticket
+from wherry.testing import run_ranks
+from wherry.testing.late import Chaos, ChaosLink, topology
+from wherry.tickets import CallbackTicket, Ticket
+from wherry.tiers.disk import DiskStore
+from wherry.tiers.streams import Link, _Copy
+from wherry.update.optimizer_states import UpdateBucket
 
 
-class Gated(Ticket):
-    """A write that does not end before the gate opens."""
+class GatedStore(DiskStore):
+    """Its writes do not end before the gate opens."""
 
-    def __init__(self, gate: threading.Event, ticket: Ticket) -> None:
-        self.gate = gate
-        self.ticket = ticket
+    gate: threading.Event
+    begun = 0
 
-    def wait(self) -> None:
-        assert self.gate.wait(50), "nobody opens the gate"
-        self.ticket.wait()
+    def write(self, *args: Any, **more: Any) -> Ticket:
+        ticket = super().write(*args, **more)
+        self.begun += 1
 
-    def done(self) -> bool:
-        return self.gate.is_set() and self.ticket.done()
+        def wait() -> None:
+            assert self.gate.wait(50), "nobody opens the gate"
+            ticket.wait()
+
+        return CallbackTicket(wait, lambda: self.gate.is_set() and ticket.done())
 
 
 @pytest.mark.parametrize("policy", ["before_use", "in_backward"])
@@ -46,25 +52,25 @@ class Gated(Ticket):
 def test_weights_are_used_while_their_state_is_written(row: str, policy: str, tmp_path: Path) -> None:
     """A whole forward and its backward; the next update of a part waits for the write of the one before."""
     model = make_model()
-    config = offload(row, tmp_path, policy, "bf16", optimizer={"buffer_count": 20})
-    engine, *_ = wherry.initialize(
-        model=model, optimizer=adamw(model.parameters()), config=settings(ROWS[row][0], more=config)
-    )
-    (store,) = engine._offload.stores
-    gate, write = threading.Event(), store.write
-    store.write = lambda *args, **more: Gated(gate, write(*args, **more))
+    config = settings(ROWS[row][0], more=offload(row, tmp_path, policy, "bf16", optimizer={"buffer_count": 20}))
+    place, stores = with_stores(replace(topology(SoloComm()), open_store=GatedStore))
+    GatedStore.gate = gate = threading.Event()
+    gate.set()
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=config, mesh=place)
+    (store,) = stores
+    engine.settle()
+    gate.clear()
+    begun = store.begun
     engine.backward(engine(*token_batch(0, 0, 0)))
     engine.step()
-    loss = engine(*token_batch(1, 0, 0))
-    assert engine._updater._storing and not engine._updater._pending
+    loss = engine(*token_batch(1, 0, 0))  # while the gate is shut
+    assert store.begun > begun
     if policy == "before_use":
         engine.backward(loss)
     gate.set()
     if policy == "in_backward":
         engine.backward(loss)
     engine.step()
-    engine.settle()
-    assert not engine._updater._storing
     engine.close()
 
 
@@ -82,11 +88,10 @@ def test_new_weights_go_up_before_anything_asks_for_them(tmp_path: Path) -> None
     engine.backward(engine(*token_batch(0, 0, 0)))
     before = link.bytes_up
     engine.step()
-    jobs = list(engine._updater._pending.values())
-    assert len(jobs) == 4
-    for job in jobs:
-        job.wait_for_end()
     whole, updated = psi(1)
+    deadline = time.monotonic() + 50
+    while link.bytes_up - before < 2 * updated and time.monotonic() < deadline:
+        time.sleep(0.001)
     assert 2 * updated <= link.bytes_up - before <= 2 * whole
     engine.close()
 
@@ -94,7 +99,9 @@ def test_new_weights_go_up_before_anything_asks_for_them(tmp_path: Path) -> None
 @pytest.mark.usefixtures("every_flat_alone")
 @pytest.mark.parametrize("policy", ["before_use", "in_backward"])
 @pytest.mark.parametrize("row", ["offload-1", "disk-2"])
-def test_a_step_waits_for_no_update_and_each_unit_for_its_own(row: str, policy: str, tmp_path: Path) -> None:
+def test_a_step_waits_for_no_update_and_each_unit_for_its_own(
+    row: str, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Updates wait for a gate. Where ranks hold weights whole, which is not here, their gathers begin in the step."""
     model = make_model()
     names = ["root", "blocks.0", "blocks.1", "blocks.2"]
@@ -102,18 +109,13 @@ def test_a_step_waits_for_no_update_and_each_unit_for_its_own(row: str, policy: 
     engine, *_ = wherry.initialize(
         model=model, optimizer=adamw(kept), config=settings(ROWS[row][0], more=offload(row, tmp_path, policy))
     )
-    gate = threading.Event()
+    gate, update = threading.Event(), UpdateBucket.update
 
-    def behind(update: Any) -> Any:
-        def wait(*args: Any) -> Ticket:
-            assert gate.wait(50), "nobody opens the gate"
-            ticket: Ticket = update(*args)
-            return ticket
+    def behind(bucket: UpdateBucket, *args: Any) -> Ticket:
+        assert gate.wait(50), "nobody opens the gate"
+        return update(bucket, *args)
 
-        return wait
-
-    for batch in engine._updater.buckets:
-        batch.rule.update = behind(batch.rule.update)
+    monkeypatch.setattr(UpdateBucket, "update", behind)
 
     def pending() -> list[str]:
         return [unit.name for unit in engine.units if unit.pending]
@@ -187,15 +189,20 @@ def test_what_the_next_forward_waits_for_first_is_read_in_the_backward(
     """By the thread of the backward; each record once for a step; a window that is dropped gives all back."""
     model = make_model()
     config = offload("disk-2", tmp_path, policy, optimizer={"buffer_count": 3})
-    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(2, 2, more=config))
-    (store,) = engine._offload.stores
-    here, read, ahead, others = threading.current_thread(), store.read, list[str](), list[str]()
+    here, ahead, others = threading.current_thread(), list[str](), list[str]()
 
-    def noted(record: Any, *args: Any) -> Ticket:
-        (ahead if threading.current_thread() is here else others).append(record.name)
-        return read(record, *args)
+    class Noting(DiskStore):
+        def read(self, record: Any, *args: Any, **more: Any) -> Ticket:
+            (ahead if threading.current_thread() is here else others).append(record.name)
+            return super().read(record, *args, **more)
 
-    store.read = noted  # type: ignore[method-assign]
+    link = Link(torch.device("cpu"))
+    engine, *_ = wherry.initialize(
+        model=model,
+        optimizer=adamw(model.parameters()),
+        config=settings(2, 2, more=config),
+        mesh=replace(topology(SoloComm()), link=lambda pin: link, open_store=Noting),
+    )
     for step in range(2):
         for micro in range(2):
             engine.backward(engine(*token_batch(step, micro, 0)))
@@ -207,7 +214,7 @@ def test_what_the_next_forward_waits_for_first_is_read_in_the_backward(
         others.clear()
     for micro in range(2):
         engine.backward(engine(*token_batch(2, micro, 0)))
-    pool = engine._offload.link.host
+    pool = link.host
     assert pool.counters.in_use > 0 or policy == "in_backward"
     dropped = pytest.raises(WherryError, match=r"updated 4 parts .* already") if first == ["root"] else nullcontext()
     with dropped:
@@ -217,25 +224,24 @@ def test_what_the_next_forward_waits_for_first_is_read_in_the_backward(
 
 
 @pytest.mark.usefixtures("every_flat_alone")
-def test_after_a_backward_its_updates_are_made_in_the_order_of_the_forward(tmp_path: Path) -> None:
+def test_after_a_backward_its_updates_are_made_in_the_order_of_the_forward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Which waits for the first unit first, whose gradients came last."""
     model = make_model()
     config = offload("disk-2", tmp_path, "in_backward", optimizer={"buffer_count": 2})
     engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(2, more=config))
     gate, met, order = threading.Event(), threading.Event(), list[str]()
 
-    def behind(name: str, update: Any) -> Any:
-        def wait(*args: Any) -> Ticket:
-            order.append(name)
-            met.set()
-            assert gate.wait(50), "nobody opens the gate"
-            ticket: Ticket = update(*args)
-            return ticket
+    update = UpdateBucket.update
 
-        return wait
+    def behind(bucket: UpdateBucket, *args: Any) -> Ticket:
+        order.append(bucket.name)
+        met.set()
+        assert gate.wait(50), "nobody opens the gate"
+        return update(bucket, *args)
 
-    for batch in engine._updater.buckets:
-        batch.update = behind(batch.name, batch.update)  # type: ignore[method-assign]
+    monkeypatch.setattr(UpdateBucket, "update", behind)
     engine.backward(engine(*token_batch(0, 0, 0)))
     assert met.wait(50)
     engine.step()

@@ -7,27 +7,25 @@ import os
 import re
 import select
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.engine.harness import adamw, make_model, settings, token_batch
-from tests.tiers.chaos import Chaos, ChaosLink, topology
-from tests.tiers.rows import ROWS
+from tests.tiers.rows import ROWS, with_stores
 from tests.tiers.test_placements import offload
-from torch.multiprocessing.reductions import StorageWeakRef
 
 import wherry
 from wherry.errors import PeerError, WherryError
 from wherry.native.disk import Fault
 from wherry.offload_states import SPELLINGS
 from wherry.parallel.comm import Comm, SoloComm
-from wherry.parallel.threads import run_ranks
-from wherry.sharding import gradients as gradients_room
+from wherry.testing import run_ranks
+from wherry.testing.late import Chaos, ChaosLink, topology
+from wherry.tickets import Ticket
 from wherry.tiers.disk_errors import DiskError
-from wherry.tiers.tickets import Ticket
+from wherry.update.optimizer_states import UpdateBucket
 
 
 @pytest.mark.parametrize("include", [None, "optimizer", ["lp_params", "contiguous_grad_buffer"]])
@@ -81,7 +79,7 @@ def test_memory_of_states_that_have_left_is_other_programs() -> None:
 
     class Returns(ChaosLink):
         def return_unused(self) -> None:
-            left.append(engine._gradients.all[0].accumulated.untyped_storage().nbytes())
+            left.append(next(row.bytes_actual for row in engine.memory() if row.state == "gradients"))
 
     left: list[int] = []
     link, model = Returns(Chaos(4)), make_model()
@@ -111,69 +109,6 @@ def test_states_that_there_are_not() -> None:
     engine.close()
 
 
-def references(tensors: Iterator[torch.Tensor]) -> list[StorageWeakRef]:
-    return [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
-
-
-@pytest.mark.parametrize(("row", "apart"), [("offload-2", True), ("offload-2", False), ("disk-2", False)])
-@pytest.mark.parametrize("policy", ["at_step", "before_use", "delayed"])
-def test_sums_are_gone_before_there_are_others(
-    policy: str, row: str, apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Windows of another length: nobody keeps the memory of the sums so far, prepared updates included."""
-    config = offload(row, tmp_path, policy)
-    config["wherry"]["delayed_update_warmup"] = 1
-    model = make_model()
-    engine, *_ = wherry.initialize(
-        model=model,
-        optimizer=adamw(model.parameters()),
-        config=settings(2, 2, more=config),
-        mesh=topology(SoloComm(), Chaos(1) if apart else None),
-    )
-    before: list[StorageWeakRef] = []
-    still: list[bool] = []
-    make = gradients_room.FlatGradient
-
-    def made(*given: Any, **how: Any) -> Any:
-        still.append(any(not reference.expired() for reference in before))
-        return make(*given, **how)
-
-    monkeypatch.setattr(gradients_room, "FlatGradient", made)
-    for accumulation in (1, 3, 1):
-        for _ in range(2):
-            for micro in range(engine.gradient_accumulation_steps()):
-                engine.backward(engine(*token_batch(0, micro, 0)))
-                engine.step()
-        held = [getattr(g, kind) for g in engine._gradients.all for kind in ("accumulated", "_owned", "_aside")]
-        before[:] = references(tensor for tensor in held if tensor is not None)
-        del held
-        assert before
-        engine.set_train_batch_size(2 * accumulation)
-        assert still == [False] * len(engine._gradients.all)
-        still.clear()
-    engine.close()
-
-
-def test_buffers_are_gone_while_states_are_away(tmp_path: Path) -> None:
-    """Prepared updates know buffers by their addresses, and let go of them with the pool."""
-    model = make_model()
-    config = settings(2, more=offload("disk-2", tmp_path, "in_backward"))
-    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
-    for step in range(2):
-        engine.backward(engine(*token_batch(step, 0, 0)))
-        engine.step()
-    engine.settle()
-    pools = [engine._offload.link.host, engine._gradients.pool]
-    buffers = references(block.tensor for pool in pools for blocks in pool._idle.values() for block in blocks)
-    assert len(buffers) > 1
-    engine.offload_states()
-    assert all(buffer.expired() for buffer in buffers)
-    engine.reload_states()
-    engine.backward(engine(*token_batch(2, 0, 0)))
-    engine.step()
-    engine.close()
-
-
 @pytest.mark.usefixtures("every_flat_alone")
 @pytest.mark.parametrize(
     ("what", "policy"),
@@ -187,16 +122,17 @@ def test_a_failing_disk_is_told_to_every_rank_with_the_unit(row: str, what: str,
 
     def body(comm: Comm) -> tuple[str, list[str]]:
         mine = copy.deepcopy(model)
+        place, stores = with_stores(topology(comm))
         engine, *_ = wherry.initialize(
             model=mine,
             optimizer=adamw(mine.parameters()),
             config=settings(ROWS[row][0], more=config),
-            mesh=topology(comm),
+            mesh=place,
         )
         try:
             for step in range(5):
                 if step == 2 and comm.rank == 1:
-                    engine._offload.stores[0].inject(Fault(what, errno=5, skip=1))
+                    stores[0].inject(Fault(what, errno=5, skip=1))
                 engine.backward(engine(*token_batch(step, 0, comm.rank)))
                 engine.step()
             return "no error", []
@@ -323,22 +259,6 @@ def test_a_fork_does_not_wait_for_updates_that_run_elsewhere(tmp_path: Path) -> 
     engine.close()
 
 
-def test_a_fork_after_settle_reads_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the error of the fork says to do is enough: with delayed updates too, nothing is under way then."""
-    engine, _, _ = begin("offload-2", tmp_path, "", wherry={"update_policy": "delayed", "delayed_update_warmup": 1})
-    engine.backward(engine(*token_batch(0, 0, 0)))
-    engine.step()
-    with monkeypatch.context() as forked:
-        forked.setattr(os, "getpid", lambda: 0)
-        with pytest.raises(WherryError, match="before the fork"):
-            engine.module.state_dict()
-    engine.settle()
-    with monkeypatch.context() as forked:
-        forked.setattr(os, "getpid", lambda: 0)
-        assert engine.module.state_dict()
-    engine.close()
-
-
 def test_an_engine_may_be_closed_inside_gathered(tmp_path: Path) -> None:
     engine, model, link = begin("offload-3-parameters", tmp_path, "before_use")
     weight = model.blocks[0].mix.weight
@@ -353,15 +273,22 @@ def test_an_engine_may_be_closed_inside_gathered(tmp_path: Path) -> None:
     assert again.closed
 
 
-def test_what_fails_at_the_end_keeps_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_at_the_end_keeps_nothing_else(tmp_path: Path) -> None:
     engine, model, link = begin("infinity", tmp_path, "before_use")
     engine.backward(engine(*token_batch(0, 0, 0)))
 
-    def fail() -> None:
-        raise OSError("no room for the log")
+    class Broken:
+        def open(self, *_: Any) -> None:
+            """Takes whatever comes."""
 
-    monkeypatch.setattr(engine._reporter, "close", fail)
-    with pytest.raises(OSError, match="no room for the log"):
+        log = open
+
+        def close(self) -> None:
+            raise RuntimeError("a sink of the user's")
+
+    engine.monitor.add(Broken())
+    engine.monitor.log(0, {})
+    with pytest.raises(RuntimeError, match="a sink of the user's"):
         engine.close()
     assert engine.closed
     assert link.host.counters.in_use == 0
@@ -370,19 +297,13 @@ def test_what_fails_at_the_end_keeps_nothing_else(tmp_path: Path, monkeypatch: p
     engine.close()
 
 
-def test_weights_that_cannot_all_be_gathered_are_all_let_go_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, model, _ = begin("infinity", tmp_path, "at_step")
+def test_weights_that_cannot_all_be_gathered_are_all_let_go_of(tmp_path: Path) -> None:
+    model, (place, stores) = make_model(), with_stores(topology(SoloComm()))
+    config = settings(3, more=offload("infinity", tmp_path, "at_step"))
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=config, mesh=place)
     flats = [flat for unit in engine.units for flat in unit.flats]
-    gather, calls = engine._gatherer.gather_flat, []
-
-    def fail_at_third(flat: Any) -> None:
-        calls.append(flat)
-        if len(calls) == 3:
-            raise OSError("no memory")
-        gather(flat)
-
-    monkeypatch.setattr(engine._gatherer, "gather_flat", fail_at_third)
-    with pytest.raises(OSError, match="no memory"), wherry.gathered(model):
+    stores[0].inject(Fault("read", errno=5, skip=1))
+    with pytest.raises(DiskError, match="Input/output error"), wherry.gathered(model):
         pass
     assert [flat.pins for flat in flats] == [0] * len(flats)
     assert not any(flat.elastic.nbytes for flat in flats)
@@ -391,7 +312,18 @@ def test_weights_that_cannot_all_be_gathered_are_all_let_go_of(tmp_path: Path, m
 
 @pytest.mark.usefixtures("every_flat_alone")
 @pytest.mark.parametrize("policy", ["at_step", "before_use"])
-def test_gathers_that_were_begun_are_waited_for_when_an_update_fails(policy: str, tmp_path: Path) -> None:
+def test_gathers_that_were_begun_are_waited_for_when_an_update_fails(
+    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = UpdateBucket.update
+
+    def fail(bucket: UpdateBucket, *args: Any) -> Ticket:
+        if bucket.name == "blocks.1":
+            raise OSError("a bad kernel")
+        return update(bucket, *args)
+
+    monkeypatch.setattr(UpdateBucket, "update", fail)
+
     def body(comm: Comm) -> None:
         class Noted(Ticket):
             def wait(self) -> None:
@@ -404,9 +336,6 @@ def test_gathers_that_were_begun_are_waited_for_when_an_update_fails(policy: str
             begun.append(Noted())
             return begun[-1]
 
-        def fail(*_: Any) -> Ticket:
-            raise OSError("a bad kernel")
-
         model = make_model()
         engine, *_ = wherry.initialize(
             model=model,
@@ -414,7 +343,6 @@ def test_gathers_that_were_begun_are_waited_for_when_an_update_fails(policy: str
             config=settings(2, more=offload("offload-2", tmp_path, policy)),
             mesh=comm,
         )
-        engine._updater.buckets[2].rule.update = fail
         engine.backward(engine(*token_batch(0, 0, comm.rank)))
         comm.all_gather = gather  # type: ignore[method-assign]
         with pytest.raises(WherryError, match="a bad kernel"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -10,16 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import Run, TinyLM, adamw, assert_equal, make_model, settings, token_batch
-from tests.tiers.chaos import Chaos, ChaosLink, topology
+from tests.engine.harness import Run, TinyLM, adamw, assert_equal, make_model, settings, token_batch, train_engine
 from tests.tiers.rows import ROWS
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import wherry
+from wherry import native
 from wherry.errors import WherryError
-from wherry.parallel.comm import Comm
-from wherry.parallel.threads import run_ranks
+from wherry.parallel.comm import Comm, SoloComm
+from wherry.parallel.topology import Topology
+from wherry.testing.late import Chaos, ChaosLink, topology
 from wherry.update import optimizer_states
 
 EXACT = ("at_step", "before_use", "in_backward")
@@ -47,55 +47,21 @@ def train(
     config: dict[str, Any],
     *,
     stage: int,
-    ranks: int = 1,
     seed: int | None = None,
-    accumulation: int = 1,
-    clip: float = 0.0,
-    steps: int = STEPS,
     free: int | None = None,
-    look: Any = None,
-    model: Any = make_model,
-    optimizer: Callable[[Any], torch.optim.Optimizer] = lambda model: adamw(model.parameters()),
-    schedule: Any = None,
-    each_step: Callable[[Any, int], None] | None = None,
+    model: Callable[[], Any] = make_model,
+    steps: int = STEPS,
+    **how: Any,
 ) -> Run:
-    """Losses, norms and final weights; with a `seed` under chaos. `each_step(engine, step)` is called before a step."""
-    shared = model()
+    """Losses, norms and final weights; with a `seed` under chaos."""
 
-    def body(comm: Comm) -> Run:
-        mine = copy.deepcopy(shared)
-        chaos = None if seed is None else Chaos(1000 * seed + comm.rank)
-        link = None if chaos is None else ChaosLink(chaos, free=free)
-        engine, *_ = wherry.initialize(
-            model=mine,
-            optimizer=optimizer(mine),
-            lr_scheduler=schedule,
-            config=settings(stage, accumulation, clip, config),
-            mesh=topology(comm, chaos, link=link),
-        )
-        run = Run()
-        for step in range(steps):
-            total = 0.0
-            if each_step is not None:
-                each_step(engine, step)
-            micro_batches = engine.gradient_accumulation_steps()
-            for micro in range(micro_batches):
-                loss = engine(*token_batch(step, micro, comm.rank))
-                engine.backward(loss)
-                engine.step()
-                total += float(loss.detach()) / micro_batches
-            run.losses.append(sum(comm.gather_objects(total)) / comm.size)
-            norm = engine.get_global_grad_norm()
-            run.norms.append(-1.0 if norm is None else norm)
-        if config.get("wherry", {}).get("update_policy") == "delayed":
-            engine.settle()  # the last update is made
-        with wherry.gathered(engine.module):
-            run.weights = {name: p.detach().clone() for name, p in mine.named_parameters()}
-        run.extra = look(engine, link) if look is not None else None
-        engine.close()
-        return run
+    def place(comm: Comm) -> Topology:
+        if seed is None:
+            return topology(comm)
+        chaos = Chaos(1000 * seed + comm.rank)
+        return topology(comm, chaos, link=ChaosLink(chaos, free=free))
 
-    return run_ranks(ranks, body)[0]
+    return train_engine(model(), stage=stage, config=config, place=place, steps=steps, **how)
 
 
 def plain(row: str, ranks: int, precision: str, *, seed: int | None = None, **how: Any) -> Run:
@@ -145,13 +111,14 @@ def test_accumulation_clipping_and_policies(
 
 
 @pytest.mark.usefixtures("every_flat_alone")
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", range(2 * len(ROWS)))
 def test_chaos(seed: int, tmp_path: Path) -> None:
-    """Fifty seeds over rows, policies, ranks and precisions."""
-    row = list(ROWS)[seed % len(ROWS)]
-    policy = EXACT[seed % 3]
-    ranks = 1 + seed % 2
-    precision = ("bf16", "fp32")[(seed // 2) % 2]
+    """Two seeds for each row, of other policies, ranks and precisions."""
+    turn, place = divmod(seed, len(ROWS))
+    row = list(ROWS)[place]
+    policy = EXACT[(place + turn) % 3]
+    ranks = 1 + (place + turn) % 2
+    precision = ("bf16", "fp32")[(place // 2 + turn) % 2]
     stage = ROWS[row][0]
     run = train(offload(row, tmp_path, policy, precision), stage=stage, ranks=ranks, seed=seed, steps=3)
     assert_equal(run, plain(row, ranks, precision, seed=seed, steps=3))
@@ -162,7 +129,7 @@ def test_fp16_with_skipped_steps(row: str, tmp_path: Path) -> None:
     """A loss scale that overflows at first: skipped steps change nothing anywhere."""
     stage = ROWS[row][0]
     fp16 = {"fp16": {"enabled": True, "initial_scale_power": 22, "hysteresis": 1}}
-    oracle = train(fp16, stage=stage, ranks=2, steps=8, look=lambda engine, link: engine.skipped_steps)
+    oracle = train(fp16, stage=stage, ranks=2, steps=8, finish=lambda engine: engine.skipped_steps)
     assert 0 < oracle.extra < 8
     for policy in ("at_step", "before_use"):
         run = train(offload(row, tmp_path, policy, **fp16), stage=stage, ranks=2, seed=3, steps=8)
@@ -175,17 +142,12 @@ def test_fp16_with_skipped_steps(row: str, tmp_path: Path) -> None:
 def test_part_of_the_state_stays_on_the_device(ratio: float, policy: str, ranks: int, tmp_path: Path) -> None:
     """On the device torch's AdamW updates, on the host the native kernel: near each other, and each as it is alone."""
 
-    def tiers(engine: Any, link: Any) -> dict[str, int]:
-        numel = dict.fromkeys(("device", "host"), 0)
-        for bucket in engine._updater.buckets:
-            numel[str(bucket.tier)] += bucket.numel
-        # Gradients of the first units come last, so that theirs is the update that is best not sent anywhere.
-        order = [str(state.bucket.tier) for state in engine._updater.states.state_of.values()]
-        assert order == sorted(order)
-        return numel
+    def tiers(engine: Any) -> dict[str, int]:
+        held = {row.tier: row.bytes_actual for row in engine.memory() if row.state == "optimizer"}
+        return {"device": 0, "host": 0} | held
 
     config = offload("offload-2", tmp_path, policy, optimizer={"ratio": ratio})
-    run = train(config, stage=2, ranks=ranks, seed=4, look=tiers)
+    run = train(config, stage=2, ranks=ranks, seed=4, finish=tiers)
     total = sum(run.extra.values())
     # To the size of a block: a third of the model.
     assert ratio * total <= run.extra["host"] <= (ratio + 0.34) * total
@@ -202,21 +164,36 @@ OTHERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def test_the_policy_that_is_chosen_by_itself(tmp_path: Path) -> None:
-    def look(engine: Any, link: Any) -> tuple[str, int | None]:
-        pool = engine._offload._pool  # of its own only if its cores are given
-        return engine._offload.policy.when, None if pool is None else pool._active
+def test_the_policy_that_is_chosen_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Noted(native.Pool):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
+            threads.append(self.threads)
 
-    fp16 = {"fp16": {"enabled": True}}
-    for row, clip, more, chosen in (
-        ("offload-2", 0.0, {}, ("in_backward", None)),
-        ("offload-2", 0.5, {}, ("before_use", None)),
-        ("infinity", 0.0, fp16, ("before_use", None)),
-        ("parameters-only", 0.0, {}, ("at_step", None)),
-        ("offload-2", 0.5, {"optimizer": {"cpuadam_cores_perc": 0.01}}, ("before_use", 1)),
+    monkeypatch.setattr(native, "Pool", Noted)
+    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+    for row, clip, more, chosen, own in (
+        ("offload-2", 0.0, {}, "in_backward", []),
+        ("offload-2", 0.5, {}, "before_use", []),
+        ("infinity", 0.0, fp16, "before_use", []),
+        ("parameters-only", 0.0, {}, "at_step", []),
+        ("offload-2", 0.5, {"optimizer": {"cpuadam_cores_perc": 0.01}}, "before_use", [1]),
     ):
-        config = offload(row, tmp_path, "auto", **more)
-        assert train(config, stage=ROWS[row][0], clip=clip, seed=1, steps=1, look=look).extra == chosen
+        threads: list[int] = []  # of pools of the engine's own, which has one only if its cores are given
+        model, config = make_model(), settings(ROWS[row][0], 1, clip, offload(row, tmp_path, "auto", **more))
+        place = topology(SoloComm(), Chaos(1))
+        engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=config, mesh=place)
+        engine.backward(engine(*token_batch(0, 0, 0)))
+        try:
+            engine.gradients("norm.weight")
+            updated = False
+        except WherryError:
+            updated = True
+        engine.step()
+        pending = any(unit.pending for unit in engine.units)
+        engine.close()
+        assert ("in_backward" if updated else "before_use" if pending else "at_step") == chosen
+        assert threads == own
 
 
 def partly_frozen() -> Any:
@@ -230,19 +207,19 @@ def partly_frozen() -> Any:
 def test_optimizers_of_torch_with_groups_a_schedule_and_frozen_weights(name: str, tmp_path: Path) -> None:
     """In fp16 with skipped steps, clipping and accumulation; also where a part of the state stays in memory."""
 
-    def grouped(model: Any) -> torch.optim.Optimizer:
-        trained = [p for p in model.parameters() if p.requires_grad]
+    def grouped(parameters: Any) -> torch.optim.Optimizer:
+        trained = [p for p in parameters if p.requires_grad]
         matrices = {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.3}
         rest = {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0, "lr": 1e-3}
         return OTHERS[name]([matrices, rest])
 
-    def look(engine: Any, link: Any) -> Any:
-        tiers = {str(bucket.tier) for bucket in engine._updater.buckets}
+    def look(engine: Any) -> Any:
+        tiers = {row.tier for row in engine.memory() if row.state == "optimizer" and row.bytes_actual}
         return engine.skipped_steps, engine.get_lr(), tiers
 
     fp16 = {"fp16": {"enabled": True, "initial_scale_power": 18, "hysteresis": 1}}
     how: dict[str, Any] = {"ranks": 2, "accumulation": 2, "clip": 0.3, "steps": 8}
-    how |= {"model": partly_frozen, "optimizer": grouped, "look": look}
+    how |= {"model": partly_frozen, "optimizer": grouped, "finish": look}
     how["schedule"] = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
     for row, seed, ratio, tiers in (
         ("offload-2", 5, 1.0, {"host"}),
@@ -270,7 +247,7 @@ def test_windows_that_grow_are_summed_as_long_ones_are(row: str, policy: str, tm
             engine.set_train_batch_size((3 if step == 1 else 1) * 2 * engine.world_size)
 
     more: dict[str, Any] = {"data_types": {"grad_accum_dtype": "fp32"}}
-    how: dict[str, Any] = {"stage": ROWS[row][0], "ranks": 2, "each_step": grow, "steps": 5}
+    how: dict[str, Any] = {"stage": ROWS[row][0], "ranks": 2, "before_step": grow, "steps": 5}
     oracle = train({"bf16": {"enabled": True}} | more, **how)
     for free in (None, 0):
         assert_equal(train(offload(row, tmp_path, policy, "bf16", **more), **how, seed=6, free=free), oracle)
@@ -341,7 +318,7 @@ def test_an_unused_layer_holds_up_no_update(row: str, ranks: int, tmp_path: Path
 
     oracle = plain(row, ranks, "fp32", model=partly)
     config = offload(row, tmp_path, "before_use")
-    run = train(config, stage=ROWS[row][0], ranks=ranks, seed=8, model=partly, each_step=look)
+    run = train(config, stage=ROWS[row][0], ranks=ranks, seed=8, model=partly, before_step=look)
     assert_equal(run, oracle)
     assert torch.equal(run.weights["unused.weight"], partly().unused.weight)
 
@@ -359,7 +336,7 @@ def test_a_run_may_begin_with_an_evaluation(row: str, tmp_path: Path) -> None:
                 weight.data.mul_(0.5)
 
     evaluates = False
-    oracle = plain(row, 1, "fp32", each_step=look)
+    oracle = plain(row, 1, "fp32", before_step=look)
     evaluates = True
     config = offload(row, tmp_path, "before_use")
-    assert_equal(train(config, stage=3, seed=9, each_step=look), oracle)
+    assert_equal(train(config, stage=3, seed=9, before_step=look), oracle)

@@ -5,24 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import weakref
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
-import torch
-from tests.engine.harness import TinyLM, adamw, make_model, settings, token_batch
+from tests.engine.harness import TinyLM, adamw, make_model, settings
 from tests.forks import ENGINE, Forks
 from tests.tiers.test_placements import offload
 
 import wherry
 from wherry.errors import WherryError
 from wherry.sharding.grouping import plan_units
-from wherry.tiers import budget, disk
-from wherry.tiers.budget import HostMemoryError, check_host
+from wherry.tiers import disk
 from wherry.tiers.disk_errors import DiskSpaceError
+from wherry.tiers.host import HostMemoryError, check_host
 
 
 def start(config: dict[str, Any], blocks: int = 3) -> None:
@@ -46,10 +42,10 @@ def test_too_little_host_memory_is_found_before_training(tmp_path: Path) -> None
     _, block, *_ = units = units_of(12)
     numel = sum(units)
     assert caught.value.missing == 16 * numel - limit
-    # On disk: moments of four blocks at a time, and gradients of nine, which wait for their updates.
+    assert '"offload_optimizer": {"device": "nvme", "nvme_path": ...} or "offload_param": {"device": "nvme"' in message
+    # What is advised works. In memory are moments of four blocks at a time, and gradients of nine, which wait for their
+    # updates.
     needed = 4 * numel + 9 * 4 * block + 4 * 8 * block
-    assert f'"offload_optimizer": {{"device": "nvme", "nvme_path": ...}} (then {needed / 1024:.2f} KiB)' in message
-    # What is advised works.
     advised = offload("disk-3", tmp_path, "auto")
     advised["wherry"]["host_memory"] = needed
     advised["zero_optimization"]["offload_optimizer"]["buffer_count"] = 4
@@ -66,7 +62,8 @@ def test_too_little_host_memory_is_found_before_training(tmp_path: Path) -> None
     kept["wherry"]["host_memory"] = "1B"
     with pytest.raises(HostMemoryError) as caught:
         start(kept, blocks=12)
-    assert caught.value.missing == 8 * numel + 8 * round(numel / 2) + 2 * 8 * block - 1
+    stays = units[0] + block * ((numel // 2 - units[0]) // block)  # whole units, as far as half of the elements goes
+    assert caught.value.missing == 8 * numel + 8 * stays + 2 * 8 * block - 1
 
 
 def test_weights_that_stay_in_memory_need_no_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,27 +90,14 @@ def test_states_on_one_disk_have_to_fit_together(tmp_path: Path, monkeypatch: py
     with pytest.raises(DiskSpaceError, match=r"the disk tier needs .* are missing") as caught:
         start(offload("infinity", tmp_path, "at_step"))
     assert caught.value.missing == -(-12 * parameters // 4096) * 4096 - 9 * parameters
-    assert '; what would fit: "offload_param": {"device": "cpu"} (then' in str(caught.value)
-    monkeypatch.setattr(disk, "_free", lambda folder: 0)
-    with pytest.raises(DiskSpaceError, match=r'fit: "offload_optimizer": .* and "offload_param": '):
-        start(offload("infinity", tmp_path, "at_step"))
-    own = {"wherry": {"host_memory": "1B"}}
-    with pytest.raises(DiskSpaceError, match=r"place less on the disk$"):
-        start(offload("infinity", tmp_path, "at_step") | own)
+    assert 'keep more in memory, with "device": "cpu" in offload_optimizer or offload_param' in str(caught.value)
 
 
-def test_remedies_that_do_not_fit_are_not_advised() -> None:
-    with pytest.raises(HostMemoryError, match=r"50 bytes are missing; what would fit: less \(then 80 bytes\)$"):
-        check_host(150, 1, 100, 0, [("more", 120), ("less", 80)])
-    with pytest.raises(HostMemoryError, match=r"150 bytes on each of 2 ranks here.*use more ranks on other machines"):
-        check_host(150, 2, 100, 0, [("less", 80)])
-
-
-def test_too_small_a_disk_is_found_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "_free", lambda folder: 10_000)
-    with pytest.raises(DiskSpaceError, match=r"the disk tier needs .* are missing"):
-        start(offload("infinity", tmp_path, "at_step"))
-    assert list(tmp_path.iterdir()) == []
+def test_advice_for_a_host_that_is_full() -> None:
+    with pytest.raises(HostMemoryError, match=r"50 bytes are missing; what helps: less or a larger wherry.host_memory"):
+        check_host(150, 1, 100, 0, ["less"])
+    with pytest.raises(HostMemoryError, match=r"150 bytes on each of 2 ranks here.*or more ranks on other machines"):
+        check_host(150, 2, 100, 0, [])
 
 
 def test_policies_that_cannot_be_say_why(tmp_path: Path) -> None:
@@ -124,41 +108,6 @@ def test_policies_that_cannot_be_say_why(tmp_path: Path) -> None:
         policy = "in_backward" if why else "delayed"
         with pytest.raises(WherryError, match=why or "delayed is for state that is all offloaded"):
             start(offload("offload-3", tmp_path, policy, **more))
-
-
-def test_what_is_promised_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Moments are zeros that nobody has touched when an engine is built: another engine does not get their memory."""
-    monkeypatch.setattr(budget, "_promised", weakref.WeakKeyDictionary())  # without what other tests have left
-    model = make_model()
-    config = {"optimizer": {"type": "AdamW", "params": {}}}
-    engine, *_ = wherry.initialize(model=model, config=settings(3, more=config))
-    moments = 8 * sum(p.numel() for p in model.parameters())
-    assert moments <= budget.promised() < 1.1 * moments  # flats are padded
-    memory = SimpleNamespace(available=10 * moments)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-    assert budget.rooms()[0].free == memory.available - budget.promised()
-    engine.backward(engine(*token_batch(0, 0, 0)))
-    engine.step()
-    engine.settle()
-    assert budget.promised() == 0
-    engine.close()
-
-
-@pytest.mark.parametrize(("master", "initial"), [("whole", 0.0), ("split", 0.0), ("whole", 0.5)])
-def test_what_is_written_when_an_engine_is_built_is_not_promised_too(
-    monkeypatch: pytest.MonkeyPatch, master: str, initial: float
-) -> None:
-    """The system counts it as used: masters, and moments that begin with another value than zero."""
-    monkeypatch.setattr(budget, "_promised", weakref.WeakKeyDictionary())
-    model = make_model()
-    optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=initial)
-    more = {"bf16": {"enabled": True}, "wherry": {"master": master}}
-    engine, *_ = wherry.initialize(model=model, optimizer=optimizer, config=settings(3, more=more))
-    moments = 0 if initial else 4 * sum(p.numel() for p in model.parameters())
-    assert moments <= budget.promised() <= 1.1 * moments
-    homes = [batch.home for batch in engine._updater.buckets]
-    engine.close()
-    assert homes and budget.promised() == 0  # though somebody may still hold what it had
 
 
 SMALL = """

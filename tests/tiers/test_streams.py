@@ -6,7 +6,6 @@ what one has yet to read, trains other bits.
 
 from __future__ import annotations
 
-import copy
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -17,17 +16,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import Run, TinyLM, adamw, assert_equal, make_model, settings, token_batch
-from tests.tiers.chaos import Chaos, topology
+from tests.engine.harness import Run, TinyLM, assert_equal, make_model, train_engine
 from tests.tiers.rows import ROWS
 from tests.tiers.test_placements import STEPS, offload
 
-import wherry
 from wherry.parallel.comm import Comm
-from wherry.parallel.threads import run_ranks
+from wherry.parallel.topology import Topology
+from wherry.testing.late import Chaos, topology
+from wherry.tickets import Ticket
 from wherry.tiers.buffers import HostPool
 from wherry.tiers.streams import CudaLink, _Copy
-from wherry.tiers.tickets import Ticket
 
 
 class Gpu:
@@ -151,30 +149,13 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return begin
 
 
-def train(config: dict[str, Any], stage: int, ranks: int, clip: float, accumulation: int, seed: int | None) -> Run:
+def train(config: dict[str, Any], seed: int | None, **how: Any) -> Run:
     """With a `seed` on a device apart from the host, and streams."""
-    model = make_model(lambda: TinyLM(blocks=8))
 
-    def body(comm: Comm) -> Run:
-        mine = copy.deepcopy(model)
-        mesh = topology(comm) if seed is None else topology(comm, Chaos(10 * seed + comm.rank), link=SimulatedLink())
-        given = settings(stage, accumulation, clip, copy.deepcopy(config))
-        engine, *_ = wherry.initialize(model=mine, optimizer=adamw(mine.parameters()), config=given, mesh=mesh)
-        run = Run()
-        for step in range(STEPS):
-            for micro in range(accumulation):
-                loss = engine(*token_batch(step, micro, comm.rank))
-                engine.backward(loss)
-                engine.step()
-                run.losses.append(sum(comm.gather_objects(float(loss.detach()))) / comm.size)
-            run.norms.append(engine.get_global_grad_norm() or -1.0)
-        engine.settle()
-        with wherry.gathered(mine):
-            run.weights = {name: p.detach().clone() for name, p in mine.named_parameters()}
-        engine.close()
-        return run
+    def place(comm: Comm) -> Topology:
+        return topology(comm) if seed is None else topology(comm, Chaos(10 * seed + comm.rank), link=SimulatedLink())
 
-    return run_ranks(ranks, body)[0]
+    return train_engine(make_model(lambda: TinyLM(blocks=8)), config=config, place=place, steps=STEPS, **how)
 
 
 @pytest.mark.parametrize(("ranks", "accumulation"), [(1, 1), (2, 2)])
@@ -188,6 +169,7 @@ def test_streams_that_are_late_change_nothing(
     config = offload(row, tmp_path, policy, "bf16")
     if policy == "delayed":
         config["wherry"]["delayed_update_warmup"] = 1
-    calm = train(config, stage, ranks, clip, accumulation, None)
+    how: dict[str, Any] = {"stage": stage, "ranks": ranks, "clip": clip, "accumulation": accumulation}
+    calm = train(config, None, **how)
     simulated(ranks)
-    assert_equal(train(config, stage, ranks, clip, accumulation, seed=ranks), calm)
+    assert_equal(train(config, ranks, **how), calm)

@@ -30,6 +30,9 @@ class PlainEngine:
     def get_global_grad_norm(self):
         return 1.5
 
+    def get_lr(self):
+        return [group["lr"] for group in self.optimizer.param_groups]
+
     def train(self, mode=True):
         self.modes.append(mode)
         self.model.train(mode)

@@ -17,7 +17,6 @@ from wherry.errors import WherryError
 from wherry.observe import metrics
 from wherry.train import job, presets, report
 from wherry.train.options import parse
-from wherry.update.pipeline import Updater
 
 TINY = ("--num-layers", 2, "--hidden-size", 32, "--seq-length", 16, "--eval-iters", 2, "--lr", 0.01)
 TUTORIAL = """{
@@ -58,7 +57,10 @@ def test_one_rank_writes_all_it_promises(tmp_path, text, capsys):
     with open(folder / "metrics.csv", newline="") as file:
         assert [row["step"] for row in csv.DictReader(file)] == [str(step) for step in range(1, 13)]
     assert json.loads((folder / "config.json").read_text())["zero_optimization"]["stage"] == 3
-    assert json.loads((folder / "run.json").read_text())["shape"]["hidden"] == 32
+    about = json.loads((folder / "run.json").read_text())
+    assert about["shape"]["hidden"] == 32
+    # What was not asked for and is a switch or a number says so.
+    assert about["options"]["async_save"] is False and about["options"]["log_interval"] == 0
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["ending"], summary["steps"]) == ("finished", 12)
 
@@ -226,28 +228,6 @@ def test_auto_reckons_with_the_micro_batch_of_the_file(tmp_path, text, monkeypat
     assert _here(*small, "--config", config, "--run-dir", tmp_path / "one") == 0
     assert _here(*small, "--run-dir", tmp_path / "default") == 0
     assert seen == [1, 8]
-
-
-def test_the_last_delayed_update_is_made(tmp_path, text, monkeypatch):
-    """What the run ends with are the weights after its last step."""
-    config = tmp_path / "config.json"
-    policy = {"update_policy": "delayed", "delayed_update_warmup": 1}
-    config.write_text(json.dumps({"zero_optimization": {"stage": 2}, "wherry": policy}))
-    late, pending = [], []
-    step, close = Updater.step, Engine.close
-
-    def steps(updater, *given):
-        step(updater, *given)
-        late.append(updater.pending)
-
-    def closes(engine):
-        pending.append(engine._updater.pending)
-        close(engine)
-
-    monkeypatch.setattr(Updater, "step", steps)
-    monkeypatch.setattr(Engine, "close", closes)
-    assert _here(*TINY, *text, "--steps", 2, "--config", config, "--run-dir", tmp_path / "run") == 0
-    assert late == [True, True] and pending == [False]
 
 
 def test_a_lost_loss_ends_the_run_loudly(tmp_path, text, capsys):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from wherry.parallel.comm import SoloComm
-from wherry.parallel.threads import run_ranks
+from wherry.testing import run_ranks
 from wherry.train.data import Samples, Share
 from wherry.train.loop import Ending, Loop, Plan, Stop
 from wherry.train.model import GPT, GPTConfig
@@ -45,9 +45,8 @@ def _loop(engine, plan, *, comm=None, stop=None, notes=None, clock=None):
         Samples(TEXT, 16, seed=1),
         Samples(TEXT, 16, seed=0),
         share,
-        lr=lambda: 1e-2,
-        stop=stop or Stop(),
-        reporter=notes,
+        stop or Stop(),
+        notes,
         **({"clock": clock} if clock else {}),
     )
 
@@ -85,7 +84,7 @@ def test_intervals_and_rates_come_from_the_clock():
 
 def test_validation_is_held_in_eval_mode_without_gradients():
     engine = _engine()
-    plan = Plan(steps=4, tokens_per_step=64, eval_interval=2, eval_batches=3)
+    plan = Plan(steps=4, tokens_per_step=64, eval_interval=2, eval_batches=3, eval_samples=4)
     _loop(engine, plan).run()
     assert engine.modes == [False, True, False, True]
     first, second = engine.batches[2:5], engine.batches[-3:]
@@ -142,16 +141,6 @@ def test_what_a_rank_meets_that_was_told_to_end_is_not_why_it_ends(monkeypatch):
         stop.ask(signal.SIGINT)
         raise RuntimeError("a peer is gone")
     assert len(ended) == 1
-
-
-def test_no_step_is_finished_for_a_launcher_that_is_gone(monkeypatch):
-    monkeypatch.setenv("WHERRY_LAUNCHER_PID", "1")
-    stop = Stop()
-    stop.ask(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        stop.ask(signal.SIGTERM)
-    monkeypatch.setenv("WHERRY_LAUNCHER_PID", str(os.getppid()))
-    Stop().ask(signal.SIGTERM)
 
 
 def test_a_second_ctrl_c_ends_at_once_but_an_echo_of_the_first_does_not():

@@ -2,14 +2,16 @@ import pytest
 
 from wherry.config import load
 from wherry.errors import WherryError
-from wherry.train.options import build_config, check_axes, parse, peak_lr, shape_of
+from wherry.train.config import build_config, peak_lr
+from wherry.train.options import check_axes, parse, shape_of
 from wherry.train.presets import PRESETS, Shape
 
 SMALL = PRESETS["gpt2-10m"]
 
 
 def _config(*flags, given=None, bf16=False):
-    return build_config(parse(list(flags)), 10_000_000, bf16=bf16, given=given)
+    written = load(given).written if given is not None else None  # as the job reads a file
+    return build_config(parse(list(flags)), 10_000_000, bf16=bf16, given=written)
 
 
 def test_the_default_is_a_config_that_loads():

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from wherry.train import order
+from wherry.activations import build
+from wherry.train.config import layer_major_pays
 from wherry.train.presets import Shape
 
 SHAPE = Shape(layers=2, hidden=32, heads=2, sequence=16)
@@ -14,7 +15,7 @@ SHAPE = Shape(layers=2, hidden=32, heads=2, sequence=16)
 
 def chosen(config: dict[str, Any], *, ranks: int = 2, device: str = "cpu", checkpointed: bool = False) -> bool:
     place: Any = SimpleNamespace(data=SimpleNamespace(size=ranks), device=torch.device(device), world_size=ranks)
-    return order.layer_major_pays({"train_micro_batch_size_per_gpu": 2} | config, place, SHAPE, checkpointed)
+    return layer_major_pays({"train_micro_batch_size_per_gpu": 2} | config, place, SHAPE, checkpointed)
 
 
 def windows(stage: int, accumulation: int = 4, **more: Any) -> dict[str, Any]:
@@ -46,5 +47,5 @@ def test_where_micro_batches_would_travel_one_by_one(
 def test_where_there_is_room_for_the_activations_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     one = SHAPE.activation_bytes(2, checkpointed=False, itemsize=4)
     for free, together in ((8 * one, True), (8 * one - 1, False)):
-        monkeypatch.setattr(order, "free_bytes", lambda place, free=free: free)
+        monkeypatch.setattr(build, "free_bytes", lambda place, free=free: free)
         assert chosen(windows(3)) is together

@@ -66,20 +66,19 @@ def test_warmup_reaches_each_groups_own_rate_or_the_given_ones():
     close(schedule.get_last_lr(), [0.5, 2.0])
 
 
-def test_decay_ends_at_zero():
-    schedule = WarmupDecayLR(adam(), 10, warmup_max_lr=1.0, warmup_num_steps=4, warmup_type="linear")
-    expected = [0.0, 0.25, 0.5, 0.75] + [(10 - step) / 6 for step in range(4, 10)] + [0.0, 0.0]
-    close(trace(schedule, 12), expected)
-
-
-def test_decay_ends_at_the_lowest_rate():
-    schedule = WarmupDecayLR(adam(), 4, warmup_min_lr=0.2, warmup_max_lr=1.0, warmup_num_steps=2, warmup_type="linear")
-    close(trace(schedule, 6), [0.2, 0.6, 1.0, 0.6, 0.2, 0.2])
-
-
-def test_decay_without_room_for_it():
-    schedule = WarmupDecayLR(adam(), 3, warmup_max_lr=1.0, warmup_num_steps=5, warmup_type="linear")
-    close(trace(schedule, 7), [0.0, 0.2, 0.4, 0.6, 0.8, 0.0, 0.0])
+@pytest.mark.parametrize(
+    ("total", "low", "warmup", "expected"),
+    [
+        (10, 0.0, 4, [0.0, 0.25, 0.5, 0.75, *[(10 - step) / 6 for step in range(4, 10)], 0.0, 0.0]),
+        (4, 0.2, 2, [0.2, 0.6, 1.0, 0.6, 0.2, 0.2]),
+        (3, 0.0, 5, [0.0, 0.2, 0.4, 0.6, 0.8, 0.0, 0.0]),  # without room for it
+    ],
+)
+def test_decay_ends_at_the_lowest_rate(total, low, warmup, expected):
+    schedule = WarmupDecayLR(
+        adam(), total, warmup_min_lr=low, warmup_max_lr=1.0, warmup_num_steps=warmup, warmup_type="linear"
+    )
+    close(trace(schedule, len(expected)), expected)
 
 
 def test_cosine():
@@ -241,7 +240,6 @@ def test_a_total_that_nobody_knows():
     scheduler = load({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}}).scheduler
     with pytest.raises(WherryError, match='total_num_steps: is "auto", but WarmupDecayLR'):
         build(scheduler, adam())
-    assert build(scheduler, adam(), total_num_steps=7).total_num_steps == 7
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from wherry.parallel.comm import SoloComm
-from wherry.parallel.merged import Merging
+from wherry.errors import WherryError
+from wherry.parallel.comm import Merging, SoloComm
+from wherry.tickets import DONE, CallbackTicket, Ticket
 from wherry.tiers.streams import link_to
-from wherry.tiers.tickets import DONE, CallbackTicket, Ticket
-from wherry.update.pipeline import UpdatePolicy, Updater
 from wherry.update.update_thread import READY, STORE, Steps, UpdateJob, UpdateThread, drive_all
+from wherry.update.updater import UpdatePolicy, Updater
 
 
 class SlowWrite(Ticket):
@@ -69,15 +69,17 @@ def test_jobs_that_have_not_begun_are_arranged_anew() -> None:
     assert seen == ["under way", "d", "b", "a", "c"]
 
 
-def test_ctrl_c_in_an_update_is_no_error_of_the_update() -> None:
+def test_ctrl_c_in_an_update_is_raised_once_and_told_of_from_then_on() -> None:
     def interrupted() -> Steps:
         raise KeyboardInterrupt
         yield READY, DONE
 
     job = UpdateJob("first", interrupted())
     drive_all([job], depth=2)
+    with pytest.raises(KeyboardInterrupt):
+        job.wait()
     for wait in (job.wait, job.finish):
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(WherryError, match="first failed: it ended with KeyboardInterrupt"):
             wait()
 
 
@@ -114,8 +116,8 @@ class _Interrupted(Ticket):
 def test_ctrl_c_breaks_an_engine_where_an_update_is_left_unfinished(done: bool) -> None:
     """One that goes on in the thread comes to its end."""
     link = link_to(torch.device("cpu"))
-    homes: Any = SimpleNamespace(link=link)
-    updater = Updater([], SoloComm(), homes, UpdatePolicy(), Merging(0), alone=True)
+    storages: Any = SimpleNamespace(link=link)
+    updater = Updater([], SoloComm(), storages, UpdatePolicy(), Merging(0), alone=True)
     with pytest.raises(KeyboardInterrupt):
         updater._wait(_Interrupted(done))  # type: ignore[arg-type]
     assert (updater._broken is not None) == done

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from wherry.activations.auto import Meter, Policy, is_strange
+from wherry.activations.auto import Policy, SavedBytes, is_strange
 from wherry.activations.partition import CheckpointPartition
 from wherry.activations.recompute import Anew, ContextPair, both, inside, operations, recomputed, running, selective
 from wherry.activations.saving import Beneath, Saver
@@ -104,7 +104,7 @@ class Activations:
         self._offloads = saver(store) if store else None
         self._log = get_logger(topology.global_rank)
         self._spans = Spans(wall_clock=block.profile, synchronise=self._synchronise if block.profile else None)
-        self._meter: Meter | None = None
+        self._counts: SavedBytes | None = None
         self.policies = self._first_policies()
         self._wrapped: list[nn.Module] = []
         if any(policy is not Policy.KEEP for policy in self.policies):
@@ -119,8 +119,8 @@ class Activations:
         if policy == "offload" and self._offloads is not None:
             return [Policy.OFFLOAD] * count
         if policy == "auto":
-            # Measured while the least memory is used.
-            self._meter = Meter(self.device, self._weight_storages)
+            # Counted while the least memory is used.
+            self._counts = SavedBytes(count, self._weight_storages)
             return [Policy.RECOMPUTE] * count
         return [Policy.KEEP] * count
 
@@ -170,8 +170,8 @@ class Activations:
         for saver in (self._checkpoints, self._offloads):
             if saver is not None:
                 saver.begin()
-        if self._meter is not None and self.figures.recomputed and torch.is_grad_enabled():
-            self._decide(self._meter)
+        if self._counts is not None and self.figures.recomputed and torch.is_grad_enabled():
+            self._decide(self._counts)
 
     def run(self, unit: UnitForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A unit's forward, by its policy."""
@@ -180,7 +180,7 @@ class Activations:
         policy = self.policies[unit.place]
         self.figures.calls[policy] += 1
         if policy is Policy.RECOMPUTE:
-            return self._recomputed(unit.name, self._measured(unit, args, kwargs), args, kwargs, self.units[unit.place])
+            return self._recomputed(unit.name, self._counted(unit), args, kwargs, self.units[unit.place])
         if policy is Policy.OFFLOAD:
             assert self._offloads is not None
             with self._offloads.hooks(unit.name):
@@ -221,35 +221,33 @@ class Activations:
                 self._gather(unit)
             yield
 
-    def _measured(self, unit: UnitForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
-        meter = self._meter
-        if meter is None:
-            return unit.inner
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            if backward_task() != NO_TASK:
-                return unit.inner(*args, **kwargs)
-            given = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and not is_strange(t)]
-            with meter.watching(unit.place, sum(t.numel() * t.element_size() for t in given)):
-                return unit.inner(*args, **kwargs)
-
-        return watched
-
     # `auto`.
 
-    def _decide(self, meter: Meter) -> None:
-        """After the first step: measured costs, and what is free now that every state has its place."""
-        self._meter = None
-        self.policies, free = meter.decide(
-            len(self.units),
-            self.store,
+    def _counted(self, unit: UnitForward) -> Callable[..., Any]:
+        """The unit's forward; the first time, what it saves is counted."""
+        counts = self._counts
+        if counts is None:
+            return unit.inner
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if backward_task() != NO_TASK:
+                return unit.inner(*args, **kwargs)
+            with counts.counting(unit.place, (*args, *kwargs.values())):
+                return unit.inner(*args, **kwargs)
+
+        return counted
+
+    def _decide(self, counts: SavedBytes) -> None:
+        """After the first step: what units save is known, and what is free now that every state has its place."""
+        self._counts = None
+        self.policies, memory = counts.decide(
             self._free_bytes() if self.block.memory is None else self.block.memory,
             (self.topology.data, self.topology.tensor),
             checkpoints_stay=self._checkpoints is None,
         )
-        count = {policy: self.policies.count(policy) for policy in Policy}
-        told = ", ".join(f"{policy.value} {number}" for policy, number in count.items() if number)
-        self._log.info("activations of %d units: %s; %.3g GB may stay", len(self.units), told, free / 1e9)
+        kept = self.policies.count(Policy.KEEP)
+        told = f"{kept} kept, {len(self.policies) - kept} recomputed; {memory / 1e9:.3g} GB may stay"
+        self._log.info("activations of %d units: %s", len(self.policies), told)
 
     # Small things.
 

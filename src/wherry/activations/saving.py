@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from wherry.activations.partition import CheckpointPartition
-from wherry.activations.stores import Held, Kept, Store
+from wherry.activations.stores import Held, OnDevice, Store
 from wherry.fake import is_fake
 from wherry.parallel.partition import is_dtensor
 
@@ -216,7 +216,7 @@ class Saver:
     def _park(self, data: torch.Tensor) -> Parked:
         self.nbytes += data.numel()
         self.tensors += 1
-        return Parked(Kept(data) if self.store is None else self.store.put(data), self._chain)
+        return Parked(OnDevice(data) if self.store is None else self.store.put(data), self._chain)
 
 
 def _wrapper(tensor: Any) -> Callable[[torch.Tensor], torch.Tensor]:

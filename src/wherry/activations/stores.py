@@ -5,24 +5,23 @@ A store takes one-dimensional uint8 tensors on the device; their memory is free 
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from wherry.tickets import Ticket, TicketGroup
 from wherry.tiers.streams import Link
-from wherry.tiers.tickets import Ticket
 
 if TYPE_CHECKING:
     from wherry.tiers.disk import DiskStore, Record
 
-# Copies to the host that may be under way at once: each keeps its source on the device.
+# Copies to the host, and writes to the disk, that may be under way at once: each keeps its source.
 COPIES = 2
 
 
-class Held:
+class Held(Protocol):
     """One tensor that was put away."""
 
     nbytes: int
@@ -32,68 +31,63 @@ class Held:
 
     def take(self) -> torch.Tensor:
         """The tensor, on the device, for the current stream. It may be taken more than once."""
-        raise AssertionError("a store says how")
 
 
-class Store:
+class Store(Protocol):
     """A place for activations."""
 
-    def put(self, data: torch.Tensor) -> Held:
-        raise AssertionError("a store says how")
+    def put(self, data: torch.Tensor) -> Held: ...
 
     def close(self) -> None:
         """Free what the store has; what is held may not be taken any more."""
 
 
-class Kept(Held):
-    """What stays as it is, on the device."""
+class OnDevice:
+    """What stays as it is."""
 
     def __init__(self, data: torch.Tensor) -> None:
         self.data = data
         self.nbytes = data.numel()
+
+    def start(self) -> None:
+        return None
 
     def take(self) -> torch.Tensor:
         return self.data
 
 
 class Returning:
-    """Host buffers on their way back to the pool: a copy may still be reading or writing them."""
+    """Host buffers on their way back to the pool: a copy or a write may still be reading or writing them."""
 
     # Above so many it waits for the oldest.
     LIMIT = 8
 
     def __init__(self, link: Link) -> None:
         self.link = link
-        self._waiting: deque[tuple[torch.Tensor, list[Ticket]]] = deque()
+        self._waiting: deque[tuple[torch.Tensor, Ticket]] = deque()
 
     def give(self, host: torch.Tensor, tickets: list[Ticket]) -> None:
-        self._waiting.append((host, tickets))
+        self._waiting.append((host, TicketGroup(tickets)))
         self.sweep(self.LIMIT)
 
     def sweep(self, keep: int) -> None:
-        """Give back what no copy uses any more, and all but `keep` in any case."""
+        """Give back what nothing uses any more, and all but `keep` in any case."""
         for _ in range(len(self._waiting)):
             try:
-                host, tickets = self._waiting.popleft()
+                host, uses = self._waiting.popleft()
             except IndexError:
                 return  # of a graph that another thread lets go of meanwhile, as autograd's for a GPU does
-            if len(self._waiting) >= keep:
-                for ticket in tickets:
-                    wait_on_host(ticket)
-            if all(ticket.done() for ticket in tickets):
-                self.link.host.give(host)
-            else:
-                self._waiting.append((host, tickets))
+            try:
+                if len(self._waiting) >= keep:
+                    uses.finish()
+            finally:
+                if uses.done():
+                    self.link.host.give(host)
+                else:
+                    self._waiting.append((host, uses))
 
 
-def wait_on_host(ticket: Ticket) -> None:
-    """Wait on the host. Waiting for a copy to the device makes only its stream wait."""
-    ticket.wait()
-    while not ticket.done():
-        time.sleep(0.0002)
-
-
-class _OnHost(Held):
+class _OnHost:
     def __init__(self, store: HostStore, data: torch.Tensor) -> None:
         self.store = store
         self.nbytes = data.numel()
@@ -120,7 +114,7 @@ class _OnHost(Held):
         return target
 
 
-class HostStore(Store):
+class HostStore:
     """Copies to host memory on the link's stream."""
 
     def __init__(self, link: Link) -> None:
@@ -146,7 +140,7 @@ class HostStore(Store):
         self.link.close()
 
 
-class _OnDisk(Held):
+class _OnDisk:
     def __init__(self, store: DiskActivations, data: torch.Tensor) -> None:
         self.store = store
         self.nbytes = data.numel()
@@ -177,7 +171,7 @@ class _OnDisk(Held):
         return target
 
 
-class DiskActivations(Store):
+class DiskActivations:
     """Writes to disk through host buffers; records are used again by tensors of their size."""
 
     def __init__(self, disk: DiskStore, link: Link) -> None:
@@ -185,7 +179,6 @@ class DiskActivations(Store):
         self.link = link
         self.returning = Returning(link)
         self._idle: dict[int, list[Record]] = {}
-        self._writing: deque[tuple[torch.Tensor, Ticket]] = deque()
         self._reserved = 0
 
     def put(self, data: torch.Tensor) -> Held:
@@ -205,24 +198,14 @@ class DiskActivations(Store):
         self._idle.setdefault(record.nbytes, []).append(record)
 
     def write(self, record: Record, data: torch.Tensor) -> Ticket:
-        while len(self._writing) >= COPIES:
-            self._finish_write()
+        self.returning.sweep(COPIES)
         host = self.link.host.take(data.numel())
         self.link.down(host, data).wait()
         ticket = self.disk.write(record, host)
-        self._writing.append((host, ticket))
+        self.returning.give(host, [ticket])
         return ticket
 
-    def _finish_write(self) -> None:
-        host, ticket = self._writing.popleft()
-        try:
-            ticket.wait()
-        finally:
-            self.link.host.give(host)
-
     def close(self) -> None:
-        while self._writing:
-            self._finish_write()
         self.returning.sweep(0)
         self.disk.close()
         self.link.close()

@@ -11,37 +11,13 @@ import numpy as np
 import torch
 
 from wherry.checkpoint.errors import CheckpointError
-from wherry.checkpoint.format import WEIGHT, PutTensor, encode
+from wherry.checkpoint.format import WEIGHT, Piece, PutTensor, Scalar, encode
 from wherry.checkpoint.reshard import Run
-from wherry.checkpoint.session import Session, extra_states, within
+from wherry.checkpoint.session import Session, extra_states
 from wherry.native import Blocks8
 from wherry.native.segment import BLOCK
 from wherry.sharding.unit import Flat
 from wherry.update.record import State
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Elements of one state of one parameter: a run of them, and their values in one dim."""
-
-    name: str
-    state: str
-    run: Run
-    values: torch.Tensor
-    # Of 8-bit states: the scales of the blocks that the values lie in, and the first value's place in its block.
-    scales: torch.Tensor | None = None
-    phase: int = 0
-    # Of a buffer that differs between ranks: whose it is.
-    addend: int | None = None
-
-
-@dataclass(frozen=True)
-class Scalar:
-    """A state of one parameter with one value for all elements, such as a product of momenta."""
-
-    name: str
-    state: str
-    value: float
 
 
 def state_pieces(session: Session, flat: Flat, share: tuple[int, int]) -> Iterator[Piece | Scalar]:
@@ -54,11 +30,10 @@ def state_pieces(session: Session, flat: Flat, share: tuple[int, int]) -> Iterat
     with session.states[flat].opened() as segments:
         for span, values in zip(session.spans(flat), segments, strict=True):
             slot = flat.layout.slots[span.slot]
-            place = within(flat, slot, *share) if session.writes(slot) else None
-            if place is not None:
-                start, stop, at = place
-                logical = session.logical(slot)
-                yield from _segment_pieces(logical.name, Run(logical.box, start, stop), at - span.start, values)
+            found = session.run(flat, slot, *share) if session.writes(slot) else None
+            if found is not None:
+                run, at = found
+                yield from _segment_pieces(session.whole_name(slot.name), run, at - span.start, values)
 
 
 def _segment_pieces(name: str, run: Run, first: int, values: dict[str, State]) -> Iterator[Piece | Scalar]:
@@ -81,13 +56,12 @@ def is_scalar(value: State) -> bool:
 def weight_pieces(session: Session, flat: Flat, share: tuple[int, int]) -> Iterator[Piece]:
     """The weights without a master of a share of this rank's shard; each is valid until the next."""
     slots = filter(session.writes, session.without_state(flat))
-    places = [(slot, place) for slot in slots if (place := within(flat, slot, *share)) is not None]
-    if not places:
+    runs = [(slot.name, *found) for slot in slots if (found := session.run(flat, slot, *share)) is not None]
+    if not runs:
         return
     with flat.opened() as shard:
-        for slot, (start, stop, at) in places:
-            logical = session.logical(slot)
-            yield Piece(logical.name, WEIGHT, Run(logical.box, start, stop), shard[at : at + stop - start])
+        for name, run, at in runs:
+            yield Piece(session.whole_name(name), WEIGHT, run, shard[at : at + run.numel])
 
 
 # Values.
@@ -105,7 +79,9 @@ class Values:
         return Values(self.engine, self.rank, {name: t.to("cpu", copy=True) for name, t in self.tensors.items()})
 
 
-def encode_values(session: Session, client_state: dict[str, Any], steps: tuple[int, dict[str, int]]) -> Values:
+def encode_values(
+    session: Session, client_state: dict[str, Any], steps: tuple[int, dict[str, int]], frozen_excluded: bool
+) -> Values:
     """`steps`: updates made so far, and by parameter. Raises `CheckpointError`, with the place, for what cannot be
     stored."""
     if not isinstance(client_state, dict):
@@ -126,6 +102,7 @@ def encode_values(session: Session, client_state: dict[str, Any], steps: tuple[i
     engine = found.engine
     engine.update({key: encode(value, key, put) for key, value in asdict(session.counts).items()})
     engine["window"] = {"backwards": 0}  # no sums are in it: readers of this version of the format ask
+    engine["frozen_excluded"] = frozen_excluded
     engine["loss_scale"] = session.scaler.state_dict()
     engine["client_state"] = encode(dict(client_state), "client_state", put)
     if session.lr_scheduler is not None:

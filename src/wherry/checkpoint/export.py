@@ -21,7 +21,6 @@ from wherry.checkpoint.reader import CheckpointReader
 from wherry.checkpoint.session import Session, plain_tensors
 from wherry.checkpoint.session import aliases as tied_names
 from wherry.observe.progress import Progress
-from wherry.sharding.places import Place, tile_places
 from wherry.sharding.unit import Flat
 
 INDEX = "model.safetensors.index.json"
@@ -187,10 +186,11 @@ def verified(path: Path) -> Manifest:
 # From a live engine.
 
 
-def whole_weights(
+def live_weights(
     session: Session, *, precise: bool = False, exclude_frozen: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter and persistent buffer, whole on every rank, a flat at a time; valid until the next flat.
+    """Every parameter and persistent buffer, whole on every rank, a flat at a time; valid until the next flat. Ranks
+    gather as they iterate: each does so to the end.
 
     `precise`: the fp32 master, where the working weights are less.
     """
@@ -199,34 +199,26 @@ def whole_weights(
             "weights that tensor-parallel ranks have cut are put together from a checkpoint: save_checkpoint, then "
             "`wherry export`"
         )
+    begun: dict[str, torch.Tensor] = {}
+    missing: dict[str, int] = {}
     for flat in session.flats:
         if exclude_frozen and not flat.trainable:
             continue
         whole = _whole(session, flat, precise)
         for slot in flat.layout.slots:
-            yield slot.name, whole[slot.start : slot.stop].view(slot.shape)
-    yield from plain_tensors(session).items()
-
-
-def joined(weights: Iterable[tuple[str, torch.Tensor]], places: dict[str, Place]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights, with tiles put together on the host, as the linear layers that they are of."""
-    begun: dict[str, torch.Tensor] = {}
-    missing: dict[str, int] = {}
-    for name, tensor in weights:
-        place = places.get(name)
-        if place is None:
-            yield name, tensor
-            continue
-        if place.whole not in begun:
-            begun[place.whole] = torch.empty(place.whole_shape, dtype=tensor.dtype)
-            missing[place.whole] = math.prod(place.whole_shape)
-        box = tuple(slice(start, start + size) for start, size in zip(place.offsets, place.shape, strict=True))
-        begun[place.whole][box] = tensor.detach().to("cpu")
-        missing[place.whole] -= tensor.numel()
-        if not missing[place.whole]:
-            yield place.whole, begun.pop(place.whole)
+            tensor, place = whole[slot.start : slot.stop].view(slot.shape), session.places.get(slot.name)
+            if place is None:
+                yield slot.name, tensor
+                continue
+            # Tiles are put together on the host, as the linear layer that they are of.
+            layer = begun.setdefault(place.whole, torch.empty(place.whole_shape, dtype=tensor.dtype))
+            place.of(layer).copy_(tensor.detach())
+            missing[place.whole] = missing.get(place.whole, layer.numel()) - tensor.numel()
+            if not missing[place.whole]:
+                yield place.whole, begun.pop(place.whole)
     if begun:
         raise CheckpointError(f"{', '.join(begun)}: some of its tiles are frozen and left out, and others are not")
+    yield from plain_tensors(session).items()
 
 
 @torch.no_grad()
@@ -240,9 +232,9 @@ def _whole(session: Session, flat: Flat, precise: bool) -> torch.Tensor:
         with state.opened() as segments:
             for span, values in zip(session.spans(flat), segments, strict=True):
                 shard[span.start : span.stop].copy_(values["master"])  # type: ignore[arg-type]
-    whole = torch.empty(flat.layout.numel, dtype=shard.dtype, device=session.device)
     if flat.layout.ranks == 1:
         return shard
+    whole = torch.empty(flat.layout.numel, dtype=shard.dtype, device=session.device)
     session.gatherer.comm.all_gather(whole, shard).wait()
     return whole
 
@@ -250,50 +242,47 @@ def _whole(session: Session, flat: Flat, precise: bool) -> torch.Tensor:
 def write_model(session: Session, folder: Path, *, exclude_frozen: bool, max_shard_size: int = DEFAULT_SHARD) -> None:
     """Write the working weights of a live engine; every rank calls it, rank 0 writes, a flat at a time."""
     tied = {other: name for name, others in tied_names(session.module).items() for other in others}
-    places = tile_places(session.module)
-    names = _whole_names(session, places, tied=False) + list(plain_tensors(session))
-    weights = whole_weights(session, exclude_frozen=exclude_frozen)
+    names = [*_names(session), *plain_tensors(session)]
+    weights = live_weights(session, exclude_frozen=exclude_frozen)
 
     def write() -> None:
-        if session.comm.rank == 0:
-            with ModelWriter(folder, max_shard_size, names, tied) as writer:
-                for name, tensor in joined(weights, places):
-                    writer.add(name, tensor)
-
-    def write_and_drain() -> None:
         try:
-            write()
+            if session.comm.rank == 0:
+                with ModelWriter(folder, max_shard_size, names, tied) as writer:
+                    for name, tensor in weights:
+                        writer.add(name, tensor)
         finally:
-            # The other ranks gather every flat, whatever has become of the files.
-            for _ in weights:
-                pass
+            _drain(weights)  # whatever has become of the files
 
-    together(session.comm, f"writing the weights to {folder}", write_and_drain)
+    together(session.comm, f"writing the weights to {folder}", write)
 
 
 def consolidated(
     session: Session, *, dtype: torch.dtype | None = None, exclude_frozen: bool = False
 ) -> dict[str, torch.Tensor] | None:
     """All weights and buffers on rank 0's host, under all their names; None on the other ranks."""
-    weights = whole_weights(session, precise=dtype == torch.float32, exclude_frozen=exclude_frozen)
+    weights = live_weights(session, precise=dtype == torch.float32, exclude_frozen=exclude_frozen)
     if session.comm.rank:
-        for _ in weights:
-            pass
+        _drain(weights)
         return None
-    tied, plain, places = tied_names(session.module), plain_tensors(session), tile_places(session.module)
+    tied, plain = tied_names(session.module), plain_tensors(session)
     found: dict[str, torch.Tensor] = {}
-    for name, tensor in joined(weights, places):
+    for name, tensor in weights:
         cast = dtype is not None and tensor.is_floating_point() and name not in plain
         copy = tensor.detach().to("cpu", dtype if cast else tensor.dtype, copy=True)
         found.update({each: copy for each in (name, *tied.get(name, ()))})
-    order = _whole_names(session, places, tied=True)
-    return {name: found[name] for name in dict.fromkeys([*order, *found]) if name in found}
+    return {name: found[name] for name in dict.fromkeys([*_names(session, tied=True), *found]) if name in found}
 
 
-def _whole_names(session: Session, places: dict[str, Place], *, tied: bool) -> list[str]:
+def _drain(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    for _ in weights:
+        pass
+
+
+def _names(session: Session, *, tied: bool = False) -> list[str]:
     """The parameters' names; a tiled layer's as if it were not."""
-    names = [name for name, _ in session.module.named_parameters(remove_duplicate=not tied)]
-    return list(dict.fromkeys(places[name].whole if name in places else name for name in names))
+    names = (session.whole_name(name) for name, _ in session.module.named_parameters(remove_duplicate=not tied))
+    return list(dict.fromkeys(names))
 
 
 def write_torch(weights: dict[str, torch.Tensor] | None, path: Path) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import ctypes
 import json
 import math
+import mmap
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,6 @@ import torch
 
 from wherry.checkpoint.errors import CheckpointError
 from wherry.native.checksum import crc32
-from wherry.tiers.buffers import HostPool
 
 # Bytes under one checksum: a rank that verifies its share of the blocks need not read whole files.
 BLOCK = 8 << 20
@@ -31,13 +31,9 @@ DATA_ALIGNMENT = 4096
 TENSOR_ALIGNMENT = 8
 # What fills the gaps between tensors: safetensors has none.
 FILL = ".fill"
-# Device memory goes through the host in parts of this many bytes.
-HOST_PART = 32 << 20
 # Threads of one reader or writer: enough checksums at once for a fast disk. With blocks of 8 MiB, they and what waits
 # for them are 40 MiB.
 THREADS = 4
-# Of sync_file_range(2): begin to write what is dirty, and do not wait.
-_BEGIN_WRITING = 2
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -46,6 +42,12 @@ DTYPES = {
     torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_BEGIN_WRITING = 2
 
 
 @dataclass
@@ -59,7 +61,8 @@ class FileRecord:
 
 
 class Pool:
-    """A few threads for reading, writing and checksums, which leave the interpreter to others while they run.
+    """A few threads for reading, writing and checksums, which leave the interpreter to others while they run; and
+    blocks of memory for them, used again and again.
 
     No more tasks wait than there are threads, so there is memory for no more. Whoever hears of a failure finds that no
     task is under way any more.
@@ -68,6 +71,17 @@ class Pool:
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(THREADS, "checkpoint")
         self._futures: deque[Future[None]] = deque()
+        self._idle: list[torch.Tensor] = []
+
+    def take(self) -> torch.Tensor:
+        """A block of bytes, which nothing but `give` brings back."""
+        try:
+            return self._idle.pop()
+        except IndexError:  # pages of its own, which the system has back at once when it goes
+            return torch.frombuffer(mmap.mmap(-1, BLOCK), dtype=torch.uint8)
+
+    def give(self, block: torch.Tensor) -> None:
+        self._idle.append(block)
 
     def do(self, task: Callable[..., None], *arguments: Any) -> None:
         """Have a task done; raises the error of one before."""
@@ -101,40 +115,11 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-class Buffers:
-    """Blocks of memory that several threads use again and again: as many as were ever in use at once."""
-
-    def __init__(self) -> None:
-        self._idle: list[memoryview] = []
-        self._pool = HostPool()  # of huge pages
-
-    def take(self) -> memoryview:
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return byte_view(self._pool.take(BLOCK))
-
-    def give(self, buffer: memoryview) -> None:
-        self._idle.append(buffer)
-
-
-def host_parts(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor wherever it is, a part at a time."""
-    flat = tensor.detach().reshape(-1)
-    if flat.device.type == "cpu":
-        if flat.numel():
-            yield byte_view(flat)
-        return
-    step = max(1, HOST_PART // flat.element_size())
-    for start in range(0, flat.numel(), step):
-        yield byte_view(flat[start : start + step].cpu())
-
-
 class TensorWriter:
     """Writes one file: `add` tensors, then `finish`.
 
     Blocks are summed and written by threads, and the disk begins with each as it comes: at the end there is little left
-    to wait for. What does not fill a block is copied into one.
+    to wait for. What is on a device, or does not fill a block, is copied into one.
     """
 
     def __init__(self, path: Path, header_room: int, metadata: dict[str, str] | None = None) -> None:
@@ -143,17 +128,12 @@ class TensorWriter:
         self._data_start = -(-(8 + header_room) // DATA_ALIGNMENT) * DATA_ALIGNMENT
         self._room = self._data_start - 8
         self._used = 64 + len(json.dumps(metadata or {}))
-        self._position = 0
+        # Bytes of data so far, and the block that the last of them are in.
+        self.data_bytes = 0
+        self._block = torch.empty(0, dtype=torch.uint8)
         self._blocks: list[int] = []
-        # The block that is being filled, and memory for others.
-        self._block: memoryview | None = None
-        self._buffers = Buffers()
         self._pool = Pool()
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-
-    @property
-    def data_bytes(self) -> int:
-        return self._position
 
     def fits(self, name: str) -> bool:
         """Whether the header has room for one more tensor, and for what fills the gap before it."""
@@ -163,63 +143,60 @@ class TensorWriter:
         self.add_parts(name, tensor.dtype, tuple(tensor.shape), [tensor])
 
     def add_parts(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], parts: Iterable[torch.Tensor]) -> None:
-        """A tensor as it comes, in row-major order. Each part may change when the next is asked for."""
+        """A tensor as it comes, contiguous, in row-major order. Each part may change when the next is asked for."""
         assert name not in self._entries, name
         if dtype not in DTYPES:
             raise CheckpointError(f"{name}: safetensors files hold no {dtype}; leave it out, or convert it")
-        gap = -self._position % TENSOR_ALIGNMENT
+        gap = -self.data_bytes % TENSOR_ALIGNMENT
         if gap:
-            self._begin(f"{FILL}.{self._position}", "U8", (gap,), gap)
-            self._write(memoryview(bytes(gap)))
+            self._begin(f"{FILL}.{self.data_bytes}", "U8", (gap,), gap)
+            self._write(torch.zeros(gap, dtype=torch.uint8))
         nbytes = math.prod(shape) * dtype.itemsize
         self._begin(name, DTYPES[dtype], shape, nbytes)
-        end = self._position + nbytes
-        for tensor in parts:
-            assert tensor.dtype == dtype, (name, tensor.dtype, dtype)
-            for part in host_parts(tensor):
-                self._write(part)
-        assert self._position == end, (name, self._position, end)
+        end = self.data_bytes + nbytes
+        for part in parts:
+            assert part.dtype == dtype, (name, part.dtype, dtype)
+            self._write(part.detach().reshape(-1).view(torch.uint8))
+        assert self.data_bytes == end, (name, self.data_bytes, end)
 
     def _begin(self, name: str, dtype: str, shape: tuple[int, ...], nbytes: int) -> None:
-        entry = {"dtype": dtype, "shape": list(shape), "data_offsets": [self._position, self._position + nbytes]}
+        entry = {"dtype": dtype, "shape": list(shape), "data_offsets": [self.data_bytes, self.data_bytes + nbytes]}
         self._entries[name] = entry
         self._used += len(json.dumps({name: entry}))
 
-    def _write(self, data: memoryview) -> None:
-        """Take over some bytes; they may change when this returns."""
-        at = 0
-        direct = False
-        while at < len(data):
-            filled = self._position % BLOCK
-            if not filled and len(data) - at >= BLOCK:
-                self._hand_over(data[at : at + BLOCK])
-                at += BLOCK
-                self._position += BLOCK
-                direct = True
+    def _write(self, data: torch.Tensor) -> None:
+        """Take over some bytes, wherever they are; they may change when this returns."""
+        borrowed = False
+        while data.numel():
+            filled = self.data_bytes % BLOCK
+            count = min(BLOCK - filled, data.numel())
+            part, data = data[:count], data[count:]
+            self.data_bytes += count
+            if count == BLOCK and part.device.type == "cpu":
+                self._hand_over(part)
+                borrowed = True
                 continue
-            if self._block is None:
-                self._block = self._buffers.take()
-            count = min(BLOCK - filled, len(data) - at)
-            self._block[filled : filled + count] = data[at : at + count]
-            at += count
-            self._position += count
+            if not filled:
+                self._block = self._pool.take()
+            self._block[filled : filled + count].copy_(part)
             if filled + count == BLOCK:
-                block, self._block = self._block, None
-                self._hand_over(block, own=True)
-        if direct:
+                self._hand_over(self._block, own=True)
+        if borrowed:
             self._pool.wait()
 
-    def _hand_over(self, block: memoryview, *, own: bool = False) -> None:
+    def _hand_over(self, block: torch.Tensor, *, own: bool = False) -> None:
         self._blocks.append(0)
         self._pool.do(self._put, len(self._blocks) - 1, block, own)
 
-    def _put(self, number: int, block: memoryview, own: bool = False) -> None:
-        self._blocks[number] = crc32(block)
+    def _put(self, number: int, block: torch.Tensor, own: bool) -> None:
+        data = byte_view(block)
+        self._blocks[number] = crc32(data)
         start = self._data_start + number * BLOCK
-        self._pwrite(block, start)
-        _begin_writing(self._fd, start, len(block))
+        self._pwrite(data, start)
+        if _sync_file_range is not None:  # let the disk begin with it; what this hint does not do, fsync does
+            _sync_file_range(self._fd, start, len(data), _BEGIN_WRITING)
         if own:
-            self._buffers.give(block)
+            self._pool.give(block)
 
     def _pwrite(self, data: memoryview, position: int) -> None:
         done = 0
@@ -234,40 +211,20 @@ class TensorWriter:
         text = json.dumps(self._entries, separators=(",", ":")).encode()
         assert len(text) <= self._room, (len(text), self._room)
         header = self._room.to_bytes(8, "little") + text.ljust(self._room)
-        rest = self._position % BLOCK
-        if rest:
-            assert self._block is not None
-            self._blocks.append(0)
-            self._put(len(self._blocks) - 1, self._block[:rest])
+        if self.data_bytes % BLOCK:
+            self._hand_over(self._block[: self.data_bytes % BLOCK])
         self._pwrite(memoryview(header), 0)
         self._pool.wait()
         os.fsync(self._fd)
         self.close()
-        return FileRecord(self._data_start + self._position, self._data_start, crc32(header), self._blocks)
+        return FileRecord(self._data_start + self.data_bytes, self._data_start, crc32(header), self._blocks)
 
     def close(self) -> None:
         # Threads write to the descriptor's number, which must not be another file's by then.
         self._pool.close()
-        self._block = None
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-
-def _begin_writing(fd: int, start: int, count: int) -> None:
-    """Let the disk begin with what was written. It is a hint: what it does not do, fsync does."""
-    if _sync_file_range is not None:
-        _sync_file_range(fd, start, count, _BEGIN_WRITING)
-
-
-def _find_sync_file_range() -> Any:
-    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if function is not None:
-        function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    return function
-
-
-_sync_file_range = _find_sync_file_range()
 
 
 @dataclass(frozen=True)
@@ -286,8 +243,6 @@ class TensorReader:
     def __init__(self, path: Path, pool: Pool) -> None:
         self.path = path
         self._pool = pool
-        # Of tensors, so far.
-        self.bytes_read = 0
         self._fd = os.open(path, os.O_RDONLY)
         try:
             self.tensors = self._read_header()
@@ -337,21 +292,17 @@ class TensorReader:
         return out
 
     def _read_long(self, target: memoryview, position: int) -> None:
-        self.bytes_read += len(target)
         if len(target) <= BLOCK:
-            self._read_into(target, position)
+            self._fill(target, position)
             return
         for start in range(0, len(target), BLOCK):
-            self._pool.do(self._read_into, target[start : start + BLOCK], position + start)
+            self._pool.do(self._fill, target[start : start + BLOCK], position + start)
         self._pool.wait()
 
-    def _read_into(self, target: memoryview, position: int) -> None:
-        done = 0
-        while done < len(target):
-            got = os.preadv(self._fd, [target[done:]], position + done)
-            if got == 0:
-                raise CheckpointError(f"{self.path}: the file ends early, at byte {position + done}")
-            done += got
+    def _fill(self, target: memoryview, position: int) -> None:
+        done = _read_into(self._fd, target, position)
+        if done < len(target):
+            raise CheckpointError(f"{self.path}: the file ends early, at byte {position + done}")
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -359,47 +310,58 @@ class TensorReader:
             self._fd = -1
 
 
+def _read_into(fd: int, target: memoryview, position: int) -> int:
+    """Read what there is, up to the target's size; returns how much that is."""
+    done = 0
+    while done < len(target):
+        got = os.preadv(fd, [target[done:]], position + done)
+        if not got:
+            break
+        done += got
+    return done
+
+
 def check_blocks(path: Path, record: FileRecord, blocks: range, pool: Pool) -> list[str]:
     """What is wrong with some blocks of a file; block 0 goes with the header."""
     found: dict[int, str] = {}
+
+    def check(number: int, start: int, stop: int, expected: int, told: str) -> None:
+        if _checksum(fd, start, stop, pool) != expected:
+            found[number] = f"{path.name}: {told}"
+
     try:
         with open(path, "rb", buffering=0) as file:
             fd = file.fileno()
             size = os.fstat(fd).st_size
             if size != record.bytes:
                 return [f"{path.name} has {size:,} bytes, expected {record.bytes:,}"]
-            buffers = Buffers()
-            if blocks.start == 0 and _checksum(fd, 0, record.data_start, buffers) != record.header_crc32:
-                found[-1] = f"{path.name}: its header is damaged"
+            if blocks.start == 0:
+                check(-1, 0, record.data_start, record.header_crc32, "its header is damaged")
             for block in blocks:
-                pool.do(_check_block, fd, path.name, record, block, buffers, found)
+                start = record.data_start + block * BLOCK
+                stop = min(start + BLOCK, record.bytes)
+                if start < stop:
+                    told = f"bytes {start:,} to {stop:,} are damaged"
+                    pool.do(check, block, start, stop, record.blocks[block], told)
             pool.wait()
     except FileNotFoundError:
         return [f"{path.name} is missing"]
     except OSError as error:
         return [f"{path.name} cannot be read: {error.strerror}"]
-    return [found[block] for block in sorted(found)]
+    return [found[number] for number in sorted(found)]
 
 
-def _check_block(fd: int, name: str, record: FileRecord, block: int, buffers: Buffers, found: dict[int, str]) -> None:
-    start = record.data_start + block * BLOCK
-    length = min(BLOCK, record.bytes - start)
-    if length > 0 and _checksum(fd, start, length, buffers) != record.blocks[block]:
-        found[block] = f"{name}: bytes {start:,} to {start + length:,} are damaged"
-
-
-def _checksum(fd: int, start: int, count: int, buffers: Buffers) -> int:
-    """Of `count` bytes, or of fewer at the file's end."""
-    buffer = buffers.take()
-    crc = 0
-    done = 0
-    while done < count:
-        got = os.preadv(fd, [buffer[: count - done]], start + done)
+def _checksum(fd: int, start: int, stop: int, pool: Pool) -> int:
+    """Of bytes `start` to `stop`, or of fewer at the file's end."""
+    block, crc = pool.take(), 0
+    while start < stop:
+        data = byte_view(block[: min(BLOCK, stop - start)])
+        got = _read_into(fd, data, start)
         if not got:
             break
-        crc = crc32(buffer[:got], crc)
-        done += got
-    buffers.give(buffer)
+        crc = crc32(data[:got], crc)
+        start += got
+    pool.give(block)
     return crc
 
 

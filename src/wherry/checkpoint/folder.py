@@ -2,7 +2,7 @@
 
 FOLDER/latest             the tag of the last finished checkpoint
 FOLDER/TAG/               a finished checkpoint: it has its name only once it is complete
-FOLDER/.TAG.partial.*     one being written; what a process that is gone has left is cleaned
+FOLDER/.TAG.partial.*     one being written, with a file `lock` that its writer has locked
 FOLDER/.TAG.replaced.*    the one before of the same tag, for the moment between two renames
 FOLDER/.TAG.removed.*     one being deleted
 """
@@ -10,36 +10,27 @@ FOLDER/.TAG.removed.*     one being deleted
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
-import hashlib
+import fcntl
 import itertools
 import os
 import re
 import shutil
-import socket
 import time
+import uuid
 from pathlib import Path
 
 from wherry.checkpoint.errors import CheckpointError
 from wherry.checkpoint.files import Pool, check_blocks, sync_folder, write_text
 from wherry.checkpoint.format import NAME, Manifest, read_manifest
 from wherry.observe.log import logger
-from wherry.tiers.machine import processes
 
 LATEST = "latest"
+LOCK = "lock"
 _STEP_TAG = re.compile(r"global_step(\d+)")
-_ASIDE = re.compile(
-    r"\.(?P<tag>.+)\.(?P<kind>partial|replaced|removed)\.(?P<host>[^.]*)\.(?P<pid>\d+)\.(?P<started>\d+)\.(?P<n>\d+)"
-)
-# Whether a writer on another machine, or in another container, still lives cannot be asked; after so long without a
-# change it does not. One by the name of this machine is most often this one before it was started anew.
+_ASIDE = re.compile(r"\.(?P<tag>.+)\.(?P<kind>partial|replaced|removed)\.(?P<writer>.+)")
+# What has no lock, as on a disk that knows of none, is left by a writer that is gone once nothing of it has changed so
+# long.
 ABANDONED_S = 24 * 3600.0
-RESTARTED_S = 3600.0
-# Two renames that follow each other take no longer.
-BETWEEN_RENAMES_S = 60.0
-_EXCHANGE = 2
-_AT_FDCWD = -100
 
 
 def check_tag(tag: object) -> str:
@@ -59,116 +50,74 @@ def step_tag(step: int) -> str:
 # One being written.
 
 
-def aside(folder: Path, tag: str, kind: str) -> Path:
-    """A name beside the finished checkpoints that says whose it is."""
-    number = 0
-    while True:
-        path = folder / f".{tag}.{kind}.{_host()}~{_space()}.{os.getpid()}.{_started(os.getpid())}.{number}"
-        if not path.exists():
-            return path
-        number += 1
+class Partial:
+    """A checkpoint that is being written, beside the finished ones; what crashed processes have left goes first.
 
+    Its lock goes with the process, however that ends.
+    """
 
-def _host() -> str:
-    return socket.gethostname().replace(".", "-")
+    def __init__(self, folder: Path, tag: str) -> None:
+        _check_folder(folder)
+        new = [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in new:
+            sync_folder(path.parent)
+        clean(folder)
+        self.tag = tag
+        self.path = _aside(folder, tag, "partial")
+        self.path.mkdir()
+        self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        except OSError:  # a disk that knows of no locks
+            (self.path / LOCK).unlink()
 
-
-def _space() -> str:
-    """Of the processes that this one can ask for by their ids."""
-    return hashlib.sha256(processes().encode()).hexdigest()[:12]
-
-
-def _started(pid: int) -> int:
-    import psutil
-
-    return int(psutil.Process(pid).create_time())
-
-
-def begin(folder: Path, tag: str) -> Path:
-    """The folder to write a new checkpoint into. What crashed processes have left is cleaned first."""
-    _check_folder(folder)
-    _make(folder)
-    clean(folder)
-    path = aside(folder, tag, "partial")
-    path.mkdir()
-    return path
-
-
-def _make(folder: Path) -> None:
-    """The folder, and those above it, with names that last."""
-    new = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in new:
-        sync_folder(path.parent)
-
-
-def commit(partial: Path, tag: str, manifest: Manifest, *, latest: bool) -> Path:
-    """Make a complete checkpoint of what has been written aside."""
-    folder = partial.parent
-    for name, record in manifest.files.items():
-        found = partial / name
-        if not found.is_file() or found.stat().st_size != record.bytes:
-            raise CheckpointError(
-                f"{found} is not as its rank wrote it; all ranks must save to one folder that they share"
-            )
-    write_text(partial / NAME, manifest.to_text())
-    final = folder / tag
-    if final.exists():
-        _replace(partial, final)
-    else:
-        os.rename(partial, final)
+    def commit(self, manifest: Manifest, *, latest: bool) -> Path:
+        """Make a complete checkpoint of what has been written."""
+        for name, record in manifest.files.items():
+            found = self.path / name
+            if not found.is_file() or found.stat().st_size != record.bytes:
+                raise CheckpointError(
+                    f"{found} is not as its rank wrote it; all ranks must save to one folder that they share"
+                )
+        write_text(self.path / NAME, manifest.to_text())
+        folder, final = self.path.parent, self.path.parent / self.tag
+        before = _aside(folder, self.tag, "replaced")
+        if final.exists():
+            os.rename(final, before)
+        os.rename(self.path, final)
         sync_folder(folder)
-    if latest:
-        write_text(folder / LATEST, tag)
-    return final
+        _remove(before)
+        (final / LOCK).unlink(missing_ok=True)
+        self._unlock()
+        if latest:
+            write_text(folder / LATEST, self.tag)
+        return final
+
+    def discard(self) -> None:
+        """Delete what was being written. Ranks that still write find the name gone, and so put nothing new into it."""
+        hidden = _aside(self.path.parent, self.tag, "removed")
+        try:
+            os.rename(self.path, hidden)
+        except OSError as error:
+            logger.warning("%s: what was written of this checkpoint is left (%s)", self.path, error.strerror)
+        _remove(hidden)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
 
-def _replace(partial: Path, final: Path) -> None:
-    """Put a new checkpoint in the place of one of the same tag: at once where the system can, else by two renames."""
-    folder = final.parent
-    if _exchange(partial, final):
-        sync_folder(folder)
-        _delete(partial, final.name)
-        return
-    before = aside(folder, final.name, "replaced")
-    os.rename(final, before)
-    os.rename(partial, final)
-    sync_folder(folder)
-    _delete(before, final.name)
+def _aside(folder: Path, tag: str, kind: str) -> Path:
+    return folder / f".{tag}.{kind}.{uuid.uuid4().hex[:12]}"
 
 
-def _exchange(one: Path, other: Path) -> bool:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "renameat2"):
-        return False
-    if libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-        return False
-    raise OSError(number, os.strerror(number), str(one))
-
-
-def _delete(path: Path, tag: str) -> None:
-    """Delete a checkpoint: no moment shows a part of it under a name that is looked at."""
-    if _ASIDE.fullmatch(path.name) is None:
-        hidden = aside(path.parent, tag, "removed")
-        os.rename(path, hidden)
-        path = hidden
-    shutil.rmtree(path)
-
-
-def discard(partial: Path) -> None:
-    """Delete what was being written. Ranks that still write find the name gone, and so put nothing new into it."""
-    found = _ASIDE.fullmatch(partial.name)
-    assert found is not None, partial
-    hidden = aside(partial.parent, found["tag"], "removed")
-    try:
-        os.rename(partial, hidden)
-    except OSError as error:
-        logger.warning("%s: what was written of this checkpoint is left (%s)", partial, error.strerror)
-        return
-    shutil.rmtree(hidden, ignore_errors=True)
+def _remove(path: Path) -> bool:
+    """Delete a folder aside. What is left of it, whoever next saves or loads here tries to delete again."""
+    shutil.rmtree(path, ignore_errors=True)
+    return not path.exists()
 
 
 def clean(folder: Path) -> list[Path]:
@@ -177,47 +126,46 @@ def clean(folder: Path) -> list[Path]:
     for path in folder.glob(f".{LATEST}.*.tmp"):
         with contextlib.suppress(OSError):  # of a disk that is only read
             path.unlink()
-    for path in sorted(folder.glob(".*")):
-        found = _ASIDE.fullmatch(path.name)
-        if found is None or not path.is_dir():
-            continue
+    left = [(path, found) for path in sorted(folder.glob(".*")) if (found := _ASIDE.fullmatch(path.name))]
+    written = {found["tag"]: path for path, found in left if found["kind"] == "partial" and not _is_abandoned(path)}
+    for path, found in left:
         final = folder / found["tag"]
-        lost = found["kind"] == "replaced" and not final.exists() and (path / NAME).exists()
-        if _alive(found, path, lost):
+        if path in written.values() or not path.is_dir():
             continue
-        if lost:
-            try:
-                os.rename(path, final)
-            except OSError as error:
-                logger.warning("%s: a checkpoint whose replacement was interrupted, left there (%s)", path, error)
-                continue
-            logger.warning("%s: a checkpoint whose replacement was interrupted is back in its place", final)
+        if found["kind"] == "replaced" and not final.exists() and (path / NAME).exists():
+            if found["tag"] not in written:
+                _put_back(path, final)
             continue
-        shutil.rmtree(path, ignore_errors=True)
-        if not path.exists():
+        if _remove(path):
             cleaned.append(path)
             if found["kind"] == "partial":
                 logger.warning("%s: a checkpoint that was being written when its process ended is deleted", path)
     return cleaned
 
 
-def _alive(found: re.Match[str], path: Path, lost: bool) -> bool:
-    """Whether what belongs to a writer is still its own to finish; `lost` is a checkpoint between two renames."""
-    host, _, space = found["host"].partition("~")
-    if space != _space():
-        try:
-            if lost:
-                return time.time() - path.stat().st_ctime < BETWEEN_RENAMES_S
-            last = max((entry.stat().st_mtime for entry in path.iterdir()), default=path.stat().st_mtime)
-        except OSError:
-            return True
-        return time.time() - last < (RESTARTED_S if host == _host() else ABANDONED_S)
-    import psutil
-
+def _is_abandoned(partial: Path) -> bool:
+    """Whether nobody writes this any more."""
     try:
-        return _started(int(found["pid"])) == int(found["started"])
-    except psutil.NoSuchProcess:
+        with open(partial / LOCK, "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
         return False
+    except OSError:  # there is no lock, or none to be had
+        try:
+            last = max((entry.stat().st_mtime for entry in partial.iterdir()), default=partial.stat().st_mtime)
+        except OSError:
+            return False
+        return time.time() - last > ABANDONED_S
+
+
+def _put_back(replaced: Path, final: Path) -> None:
+    try:
+        os.rename(replaced, final)
+    except OSError as error:
+        logger.warning("%s: a checkpoint whose replacement was interrupted, left there (%s)", replaced, error)
+    else:
+        logger.warning("%s: a checkpoint whose replacement was interrupted is back in its place", final)
 
 
 def prune(folder: Path, keep: int) -> list[str]:
@@ -230,7 +178,10 @@ def prune(folder: Path, keep: int) -> list[str]:
     latest = read_latest(folder)
     gone = [tag for tag in reversed(named[keep:]) if tag != latest]
     for tag in gone:
-        _delete(folder / tag, tag)
+        # No moment shows a part of it under a name that is looked at.
+        hidden = _aside(folder, tag, "removed")
+        os.rename(folder / tag, hidden)
+        _remove(hidden)
     return gone
 
 

@@ -1,14 +1,20 @@
-"""The format: the manifest, which says what a checkpoint holds and where, and values as JSON. Nothing is pickled."""
+"""The format: the manifest, which says what a checkpoint holds and where; the files that a rank writes; values as JSON.
+
+Nothing is pickled.
+"""
 
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +22,7 @@ import numpy as np
 import torch
 
 from wherry.checkpoint.errors import CheckpointError
-from wherry.checkpoint.files import DTYPES, FileRecord
+from wherry.checkpoint.files import DTYPES, FileRecord, TensorWriter
 from wherry.checkpoint.reshard import Box, Run
 from wherry.parallel.partition import is_dtensor
 
@@ -81,23 +87,21 @@ class Entry:
         return math.prod(self.shape)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "shape": list(self.shape),
-            "dtype": self.dtype,
-            "kind": self.kind,
-            **({"aliases": list(self.aliases)} if self.aliases else {}),
-            "states": {name: [piece.to_json() for piece in slices] for name, slices in self.states.items()},
-        }
+        states = {name: [piece.to_json() for piece in slices] for name, slices in self.states.items()}
+        values = vars(self) | {"states": states}
+        if not self.aliases:
+            del values["aliases"]
+        return values
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Entry:
-        return cls(
-            tuple(value["shape"]),
-            value["dtype"],
-            value["kind"],
-            tuple(value.get("aliases", ())),
-            {name: [Slice.from_json(piece) for piece in slices] for name, slices in value["states"].items()},
-        )
+        states = {name: [Slice.from_json(piece) for piece in slices] for name, slices in value["states"].items()}
+        return cls(tuple(value["shape"]), value["dtype"], value["kind"], tuple(value.get("aliases", ())), states)
+
+
+@functools.cache
+def _own_version() -> str:
+    return metadata.version("wherry")  # which reads a file
 
 
 @dataclass
@@ -113,13 +117,19 @@ class Manifest:
     versions: dict[str, str]
     world_size: int
     entries: dict[str, Entry]
-    engine: dict[str, Any]
-    ranks: list[dict[str, Any]]
-    config: dict[str, Any]
-    files: dict[str, FileRecord]
+    config: dict[str, Any] = field(default_factory=dict)
     placement: list[list[str]] = field(default_factory=list)
+    engine: dict[str, Any] = field(default_factory=dict)
+    ranks: list[dict[str, Any]] = field(default_factory=list)
     # Tensors of values, and the scales of 8-bit states, by name -> their files.
     tensors: dict[str, str] = field(default_factory=dict)
+    files: dict[str, FileRecord] = field(default_factory=dict)
+
+    @classmethod
+    def of_now(cls, tag: str, world_size: int, entries: dict[str, Entry], **more: Any) -> Manifest:
+        """Of a checkpoint that is about to be written."""
+        made = {"wherry": _own_version(), "torch": torch.__version__}
+        return cls(tag, datetime.now(UTC).isoformat(), made, world_size, entries, **more)
 
     @property
     def step(self) -> int:
@@ -167,22 +177,9 @@ class Manifest:
                 raise CheckpointError(f"{name}: no rank wrote it")
 
     def to_text(self) -> str:
-        value = {
-            "format": FORMAT,
-            "version": VERSION,
-            "sha256": _NO_DIGEST,
-            "tag": self.tag,
-            "created": self.created,
-            "versions": self.versions,
-            "world_size": self.world_size,
-            "placement": self.placement,
-            "engine": self.engine,
-            "config": self.config,
-            "ranks": self.ranks,
-            "tensors": self.tensors,
-            "files": {name: asdict(record) for name, record in self.files.items()},
-            "entries": {name: entry.to_json() for name, entry in self.entries.items()},
-        }
+        value = {"format": FORMAT, "version": VERSION, "sha256": _NO_DIGEST} | vars(self)
+        value["files"] = {name: vars(record) for name, record in self.files.items()}
+        value["entries"] = {name: entry.to_json() for name, entry in self.entries.items()}
         # One line for each key at the top: short to look at, and no longer than it need be.
         lines = ",\n".join(f"{json.dumps(key)}: {_compact(item)}" for key, item in value.items())
         text = f"{{\n{lines}\n}}\n"
@@ -209,19 +206,10 @@ class Manifest:
         outside = [name for name in (*value["files"], *value["tensors"].values()) if Path(name).name != name]
         if outside:
             raise CheckpointError(f"{damaged}: {outside[0]!r} is no file of its own folder")
-        return cls(
-            tag=value["tag"],
-            created=value["created"],
-            versions=value["versions"],
-            world_size=value["world_size"],
-            placement=value["placement"],
-            engine=value["engine"],
-            config=value["config"],
-            ranks=value["ranks"],
-            tensors=value["tensors"],
-            files={name: FileRecord(**record) for name, record in value["files"].items()},
-            entries={name: Entry.from_json(entry) for name, entry in value["entries"].items()},
-        )
+        own = {key: value[key] for key in cls.__dataclass_fields__}
+        own["files"] = {name: FileRecord(**record) for name, record in value["files"].items()}
+        own["entries"] = {name: Entry.from_json(entry) for name, entry in value["entries"].items()}
+        return cls(**own)
 
 
 def _compact(value: Any) -> str:
@@ -239,6 +227,95 @@ def read_manifest(folder: Path) -> Manifest:
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     return Manifest.from_text(text, path)
+
+
+# What a rank writes.
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements of one state of one parameter: a run of them, and their values in one dim."""
+
+    name: str
+    state: str
+    run: Run
+    values: torch.Tensor
+    # Of 8-bit states: the scales of the blocks that the values lie in, and the first value's place in its block.
+    scales: torch.Tensor | None = None
+    phase: int = 0
+    # Of a buffer that differs between ranks: whose it is.
+    addend: int | None = None
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A state of one parameter with one value for all elements, such as a product of momenta."""
+
+    name: str
+    state: str
+    value: float
+
+
+class RankFiles:
+    """The files of one rank: one, and another when the first one's header is full. `part` is what the rank has of the
+    manifest; its entries are there before their pieces come."""
+
+    def __init__(self, partial: Path, rank: int, room: int, part: Manifest) -> None:
+        self.partial = partial
+        self.rank = rank
+        self.room = room
+        self.part = part
+        self._writer: TensorWriter | None = None
+
+    def put(self, name: str, tensor: torch.Tensor) -> str:
+        """Write a tensor; returns the name of its file."""
+        if self._writer is not None and not self._writer.fits(name):
+            self.finish()
+        if self._writer is None:
+            number = len(self.part.files)
+            path = self.partial / f"rank-{self.rank:05}{f'-{number}' if number else ''}.safetensors"
+            self._writer = TensorWriter(path, max(self.room, len(name) + 1024))
+        self._writer.add(name, tensor)
+        return self._writer.path.name
+
+    def put_piece(self, piece: Piece) -> None:
+        entry, box = self.part.entries[piece.name], piece.run.box
+        inside = box != Box.whole(entry.shape)
+        # A rank has one run of a box at most, of each state.
+        name = f"{piece.name}:{piece.state}"
+        if inside or piece.run.numel != box.numel or piece.addend is not None:
+            name += f":{','.join(map(str, (*box.offsets, piece.run.start)))}"
+        scales = None
+        if piece.scales is not None:
+            scales = f"{name}:scales"
+            self.part.tensors[scales] = self.put(scales, piece.scales)
+        entry.states.setdefault(piece.state, []).append(
+            Slice(
+                self.put(name, piece.values),
+                name,
+                piece.run.start,
+                piece.run.stop,
+                offsets=box.offsets if inside else None,
+                shape=box.shape if inside else None,
+                scales=scales,
+                phase=piece.phase,
+                addend=piece.addend,
+            )
+        )
+
+    def finish(self) -> None:
+        """Everything that was put is on the disk."""
+        if self._writer is not None:
+            self.part.files[self._writer.path.name] = self._writer.finish()
+            self._writer = None
+
+    def abandon(self) -> None:
+        """Stop, and make room on the disk again."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        for path in self.partial.glob(f"rank-{self.rank:05}*"):
+            path.unlink(missing_ok=True)
 
 
 # Values of a user's, a scheduler's or a generator's state.

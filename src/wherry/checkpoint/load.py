@@ -14,8 +14,7 @@ from wherry.checkpoint.contents import is_scalar, restore_random_state, spread_r
 from wherry.checkpoint.errors import CheckpointError, on_first, together
 from wherry.checkpoint.format import WEIGHT, Manifest, read_manifest
 from wherry.checkpoint.reader import CheckpointReader
-from wherry.checkpoint.reshard import Run
-from wherry.checkpoint.session import Counts, Session, aliases, extra_states, plain_tensors, within
+from wherry.checkpoint.session import Counts, Session, aliases, extra_states, plain_tensors
 from wherry.native import Blocks8, quantize
 from wherry.observe.progress import Progress
 from wherry.sharding.layout import SegmentSpan, Slot
@@ -59,9 +58,9 @@ def load(session: Session, folder: Path, tag: str | None, options: LoadOptions) 
     what = f"loading {path}"
     manifest = _verified(session, path)
     fits = together(comm, what, lambda: _check_fits(session, manifest, options))
-    _compare_ties(session, path, manifest, fits, options, what)
+    _compare(session, path, manifest, fits, options)
     with CheckpointReader(path, manifest) as reader:
-        loader = _Loader(session, reader, options, fits[comm.rank].names)
+        loader = _Loader(session, reader, options, fits[comm.rank])
         together(comm, what, loader.run)
         loader.refresh()
         counts = loader.counts() if options.counts else None
@@ -93,19 +92,9 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_LISTED]) + more
 
 
-@dataclass(frozen=True)
-class _Fit:
-    """What of a checkpoint a rank's parameters and buffers are loaded from."""
-
-    # By their names here the entries: their own, one that they were tied to there, or one that they are tied to here.
-    names: dict[str, str]
-    # Entries that nothing of this rank is loaded from, and which of them are other names of what is tied here.
-    strangers: list[str]
-    second: dict[str, str]
-
-
-def _check_fits(session: Session, manifest: Manifest, options: LoadOptions) -> _Fit:
-    """Raise what does not fit, before anything is changed."""
+def _check_fits(session: Session, manifest: Manifest, options: LoadOptions) -> dict[str, str]:
+    """The entry that each parameter and buffer of this rank is loaded from: its own, one that it was tied to there, or
+    one that it is tied to here. Raises what does not fit, before anything is changed."""
     parameters = [session.logical(slot) for flat in session.flats for slot in flat.layout.slots]
     shapes = {logical.name: logical.shape for logical in parameters}
     shapes |= {n: tuple(t.shape) for n, t in plain_tensors(session).items() if t.layout is torch.strided}
@@ -132,55 +121,32 @@ def _check_fits(session: Session, manifest: Manifest, options: LoadOptions) -> _
         raise CheckpointError(f"it lacks {_listed(missing)}; {_NOT_STRICT}")
     if options.optimizer and session.optimizer is not None:
         _check_optimizer(session, manifest)
-    used = set(names.values())
-    strangers = [name for name in entries if name not in used]
-    first_of = {alias: names[name] for name, others in tied.items() if name in names for alias in others}
-    return _Fit(names, strangers, {name: first_of[name] for name in strangers if name in first_of})
+    return names
 
 
-def _compare_ties(
-    session: Session, path: Path, manifest: Manifest, fits: list[_Fit], options: LoadOptions, what: str
+def _compare(
+    session: Session, path: Path, manifest: Manifest, fits: list[dict[str, str]], options: LoadOptions
 ) -> None:
-    """Tell of weights that are tied here and were not there, or the other way round. Raises where that cannot be
-    loaded, and for what the model has not."""
-    # Another stage of a pipeline may have what this one has not.
-    strangers = [name for name in fits[0].strangers if all(name in fit.strangers for fit in fits)]
-    second = {name: fit.second[name] for fit in fits for name in strangers if name in fit.second}
-    unexpected = [name for name in strangers if name not in second]
-    if options.strict and unexpected:
-        raise CheckpointError(f"{what}: it has {_listed(unexpected)}, which the model has not; {_NOT_STRICT}")
-    if options.strict and second:
-        differ = on_first(session.comm, what, lambda: _that_differ(path, manifest, second))
-        if differ:
-            told = "; ".join(f"{name} and {first} are one tensor in the model" for name, first in differ.items())
-            raise CheckpointError(
-                f"{what}: {told}, and differ in the checkpoint, where they were not tied: load it into a model that "
-                f"does not tie them, or load_module_strict=False takes {', '.join(differ.values())} for both"
-            )
-    lines = [f"{name} is tied to {first} here, and takes its values and state" for name, first in second.items()]
+    """Raise for what the checkpoint has and no rank's part of the model; tell of what was tied and is not."""
     users: dict[str, dict[str, None]] = {}
     for fit in fits:
-        for name, there in fit.names.items():
+        for name, there in fit.items():
             users.setdefault(there, {})[name] = None
-    parted = {there: list(names) for there, names in users.items() if len(names) > 1}
-    for there, names in parted.items():
-        told = " and ".join(sorted(names, key=lambda name: name != there))
-        lines.append(f"{told} were one tensor there and are not tied here: each begins with its values and state")
+    tied = {other: name for name, others in aliases(session.module).items() for other in others}
+    strangers = [
+        f"{name} (which is {tied[name]} here)" if name in tied else name
+        for name in manifest.entries
+        if name not in users
+    ]
+    if strangers and options.strict:
+        raise CheckpointError(f"loading {path}: it has {_listed(strangers)}, which the model has not; {_NOT_STRICT}")
+    lines = [f"it has {_listed(strangers)}, which the model has not"] if strangers else []
+    for there, names in users.items():
+        if len(names) > 1:
+            told = " and ".join(sorted(names, key=lambda name: name != there))
+            lines.append(f"{told} were one tensor there and are not tied here: each begins with its values and state")
     for line in lines if session.comm.rank == 0 else ():
         session.log.warning("%s: %s", path, line)
-
-
-def _that_differ(path: Path, manifest: Manifest, second: dict[str, str]) -> dict[str, str]:
-    """Of pairs of entries those whose weights are not the same bits."""
-    with CheckpointReader(path, manifest) as reader:
-
-        def same(name: str, first: str) -> bool:
-            one, other = manifest.entries[name], manifest.entries[first]
-            if one.shape != other.shape or reader.dtype(name, WEIGHT) != reader.dtype(first, WEIGHT):
-                return False
-            return all(map(torch.equal, reader.parts(name, WEIGHT), reader.parts(first, WEIGHT)))
-
-        return {name: first for name, first in second.items() if not same(name, first)}
 
 
 def _check_optimizer(session: Session, manifest: Manifest) -> None:
@@ -287,9 +253,9 @@ class _Loader:
         values.update({name: torch.tensor(value) for name, value in found.items()})
 
     def _load_blocks(self, flat: Flat, span: SegmentSpan, slot: Slot, name: str, target: Blocks8) -> None:
-        start, stop, _ = flat.layout.overlap(slot, flat.rank) or (0, 0, 0)
-        run = Run(self.session.logical(slot).box, start, stop)
-        if self.reader.read_codes(self._there(slot), name, run, target):
+        found = self.session.run(flat, slot, span.start, span.stop)
+        assert found is not None, (slot, span)
+        if self.reader.read_codes(self._there(slot), name, found[0], target):
             return
         whole = torch.zeros(span.stop - span.start)
         self._read(flat, slot, name, whole, span.start, span.stop)
@@ -297,10 +263,9 @@ class _Loader:
 
     def _read(self, flat: Flat, slot: Slot, state: str, target: torch.Tensor, low: int, high: int) -> None:
         """Fill the part of a slot that lies in positions `low` to `high` of the shard, which `target` covers."""
-        place = within(flat, slot, low, high)
-        if place is not None:
-            start, stop, at = place
-            run = Run(self.session.logical(slot).box, start, stop)
+        found = self.session.run(flat, slot, low, high)
+        if found is not None:
+            run, at = found
             self.reader.read(self._there(slot), state, run, target[at - low : at - low + run.numel])
 
     def refresh(self) -> None:

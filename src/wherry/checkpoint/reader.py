@@ -37,12 +37,6 @@ class CheckpointReader:
         self.manifest = manifest or read_manifest(folder)
         self._readers: dict[str, TensorReader] = {}
         self._pool = Pool()
-        self._closed_bytes = 0
-
-    @property
-    def bytes_read(self) -> int:
-        """Of tensors, so far."""
-        return self._closed_bytes + sum(reader.bytes_read for reader in self._readers.values())
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -51,19 +45,14 @@ class CheckpointReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._pool.close()
-        while self._readers:
-            self._close(next(iter(self._readers)))
-
-    def _close(self, file: str) -> None:
-        reader = self._readers.pop(file)
-        self._closed_bytes += reader.bytes_read
-        reader.close()
+        for reader in self._readers.values():
+            reader.close()
 
     def _reader(self, file: str) -> TensorReader:
         reader = self._readers.pop(file, None)
         if reader is None:
             if len(self._readers) >= OPEN_FILES:
-                self._close(next(iter(self._readers)))
+                self._readers.pop(next(iter(self._readers))).close()
             reader = TensorReader(self.folder / file, self._pool)
         self._readers[file] = reader  # the last one used comes last
         return reader

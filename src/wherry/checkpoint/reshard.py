@@ -112,10 +112,6 @@ class Overlap:
     source: tuple[int, Box]
     target: tuple[int, Box]
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy the common elements from the run `source` to the run `target`, both of one dim."""
-        self.view(target, self.target).copy_(self.view(source, self.source))
-
     def view(self, run: torch.Tensor, place: tuple[int, Box]) -> torch.Tensor:
         start, box = place
         return run[start : start + box.numel].view(box.shape)[self.common.within(box)]

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from importlib import metadata
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from wherry.checkpoint import folder as folders
-from wherry.checkpoint.contents import Piece, Scalar, Values, encode_values, state_pieces, weight_pieces
+from wherry.checkpoint.contents import Values, encode_values, state_pieces, weight_pieces
 from wherry.checkpoint.errors import CheckpointError, describe, on_first, together
-from wherry.checkpoint.files import host_parts
-from wherry.checkpoint.format import WEIGHT, Entry, Manifest
-from wherry.checkpoint.rank_files import RankFiles, Rendezvous
+from wherry.checkpoint.files import byte_view, write_text
+from wherry.checkpoint.format import WEIGHT, Entry, Manifest, Piece, RankFiles, Scalar
 from wherry.checkpoint.reshard import Run
 from wherry.checkpoint.session import Session, aliases, plain_tensors
 from wherry.checkpoint.staging import Staging, why_not_behind
@@ -28,82 +25,50 @@ from wherry.observe.memory import format_bytes
 from wherry.observe.progress import Progress
 from wherry.sharding.unit import Flat
 
+if TYPE_CHECKING:
+    from wherry.config import Config
+
 # Bytes of header set aside for each tensor beside its name, and how many a slot is expected to have at most.
 _ENTRY_BYTES = 160
 _STATES_OF_A_SLOT = 6
+# Seconds between looks of rank 0 for what the others have written behind training.
+PAUSE = 0.02
 
 
-@dataclass
-class SaveOptions:
-    """What a config and a call ask of a save."""
-
-    client_state: dict[str, Any] = field(default_factory=dict)
-    save_latest: bool = True
-    exclude_frozen: bool = False
-    keep_last: int | None = None
-    tag_validation: str = "WARN"
-    background: bool = False
-    timeout_s: float = 600.0
-
-
-class Saved:
-    """A save under way or done: where it is, how long training stood still for it, and what it took altogether."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        # Seconds; bytes are this rank's.
-        self.stall = 0.0
-        self.seconds = 0.0
-        self.bytes = 0
-        self._thread: threading.Thread | None = None
-        self._failure: Exception | None = None
-
-    @property
-    def behind(self) -> bool:
-        """Whether it was left to be written behind training, and nobody has waited for it."""
-        return self._thread is not None
-
-    @property
-    def done(self) -> bool:
-        return self._thread is None or not self._thread.is_alive()
-
-    def wait(self) -> None:
-        """Return when this rank's part is on the disk; on rank 0, when the checkpoint is complete."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise CheckpointError(f"saving {self.path} in the background: {describe(failure)}") from failure
-
-
-def save(session: Session, folder: Path, tag: str, options: SaveOptions) -> Saved:
+def save(
+    session: Session,
+    config: Config,
+    folder: Path,
+    tag: str | None,
+    client_state: dict[str, Any],
+    *,
+    latest: bool = True,
+    exclude_frozen: bool = False,
+) -> Save:
     """Write a checkpoint of everything; every rank calls it. Returns once it is there, or being written behind."""
     begin = time.perf_counter()
     comm = session.comm
-    tag = _agree_on_tag(session, tag, options.tag_validation)
+    tag = folders.step_tag(session.counts.global_steps) if tag is None else tag
+    tag = _agree_on_tag(session, tag, config.checkpoint.tag_validation)
     what = f"saving {folder / tag}"
     _tell_of_window(session, what)
     encoded: list[Values] = []
     steps = session.optimizer_steps()
     # What cannot be stored is found before anything is written.
-    together(comm, what, lambda: encoded.append(encode_values(session, options.client_state, steps)))
-    plan = _Plan.of(session, options.exclude_frozen)
-    behind = options.background
+    together(comm, what, lambda: encoded.append(encode_values(session, client_state, steps, exclude_frozen)))
+    plan = _Plan.of(session, exclude_frozen)
+    behind = config.wherry.checkpoint.async_save
     if behind:
         reason = why_not_behind(session, plan.shares, (tensor for tensor, _ in plan.plain.values()))
         behind = reason is None
         if reason is not None and comm.rank == 0:
             session.log.warning("%s: training stands still meanwhile, as %s", what, reason)
-    partial = on_first(comm, what, lambda: folders.begin(folder, tag))
-    saved = Saved(folder / tag)
-    job = _Job(session, plan, encoded[0], partial, tag, options, saved, begin)
+    job = Save(session, config, plan, encoded[0], folder / tag, latest, begin)
     if behind:
-        job.start(session, plan)
+        job.run_behind(session, plan)
     else:
         job.run(session, plan)
-        saved.stall = time.perf_counter() - begin
-    return saved
+    return job
 
 
 def _tell_of_window(session: Session, what: str) -> None:
@@ -132,6 +97,9 @@ def _agree_on_tag(session: Session, tag: str, validation: str) -> str:
         if session.comm.rank == 0:
             session.log.warning("save_checkpoint: the ranks gave different tags (%s); rank 0's is used", told)
     return tags[0]
+
+
+# What a rank writes.
 
 
 @dataclass
@@ -175,29 +143,25 @@ class _Plan:
 def _entries(session: Session, tensors: dict[str, torch.Tensor], exclude_frozen: bool) -> dict[str, Entry]:
     tied = aliases(session.module)
     entries: dict[str, Entry] = {}
+
+    def made(name: str, shape: tuple[int, ...], dtype: torch.dtype, kind: str) -> Entry:
+        return Entry(shape, str(dtype).removeprefix("torch."), kind, tuple(tied.get(name, ())))
+
     for flat in session.flats:
         kind = "parameter" if flat.trainable else "frozen"
         for slot in flat.layout.slots:
-            logical = session.logical(slot)
-            other = entries.setdefault(
-                logical.name,
-                Entry(logical.shape, _dtype_name(flat.dtype), kind, tuple(tied.get(logical.name, ()))),
-            )
-            if other.kind != kind:
+            whole = session.logical(slot)
+            if entries.setdefault(whole.name, made(whole.name, whole.shape, flat.dtype, kind)).kind != kind:
                 raise CheckpointError(
-                    f"{logical.name}: some of its tiles are frozen and others are not; freeze all or none"
+                    f"{whole.name}: some of its tiles are frozen and others are not; freeze all or none"
                 )
     if exclude_frozen:
         entries = {name: entry for name, entry in entries.items() if entry.kind != "frozen"}
     for name, tensor in tensors.items():
-        entries[name] = Entry(tuple(tensor.shape), _dtype_name(tensor.dtype), "buffer", tuple(tied.get(name, ())))
+        entries[name] = made(name, tuple(tensor.shape), tensor.dtype, "buffer")
     names = dict.fromkeys(session.whole_name(name) for name, _ in session.module.named_parameters())
     order = {name: place for place, name in enumerate(names)}
     return dict(sorted(entries.items(), key=lambda item: order.get(item[0], len(order))))
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _plain_share(session: Session, tensors: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, int | None]]:
@@ -205,7 +169,7 @@ def _plain_share(session: Session, tensors: dict[str, torch.Tensor]) -> dict[str
     comm = session.comm
     if comm.size == 1:
         return {name: (tensor, None) for name, tensor in tensors.items()}
-    mine = {name: _digest(tensor) for name, tensor in tensors.items()}
+    mine = {name: crc32(byte_view(tensor.detach().to("cpu").contiguous())) for name, tensor in tensors.items()}
     shares: dict[str, tuple[torch.Tensor, int | None]] = {}
     digests = comm.gather_objects(mine)
     for name, tensor in tensors.items():
@@ -217,153 +181,193 @@ def _plain_share(session: Session, tensors: dict[str, torch.Tensor]) -> dict[str
     return shares
 
 
-def _digest(tensor: torch.Tensor) -> int:
-    crc = 0
-    for part in host_parts(tensor.contiguous()):
-        crc = crc32(part, crc)
-    return crc
+# Writing it.
 
 
-class _Job:
+class Save:
     """One save, from an empty folder to a finished checkpoint. It keeps no session, which would keep an engine that is
     closed."""
 
     def __init__(
-        self,
-        session: Session,
-        plan: _Plan,
-        encoded: Values,
-        partial: Path,
-        tag: str,
-        options: SaveOptions,
-        saved: Saved,
-        begin: float,
+        self, session: Session, config: Config, plan: _Plan, encoded: Values, path: Path, latest: bool, begin: float
     ) -> None:
-        self.encoded = encoded
-        self.partial = partial
-        self.tag = tag
-        self.options = options
-        self.saved = saved
-        self.begin = begin
-        self.rank, self.ranks = session.comm.rank, session.comm.size
-        self.log = session.log
+        self.path = path
+        self._what = f"saving {path}"
+        self._begin = begin
+        self._encoded = encoded
+        self._latest = latest
+        self._keep_last = config.wherry.checkpoint.keep_last
+        self._timeout = config.wherry.timeout_s
+        self._log = session.log
+        self._rank, self._ranks = session.comm.rank, session.comm.size
         # Whether this is the first rank of a pipeline's stage, which knows of all that the stage holds.
-        self.first_of_stage = session.data.rank == session.tensor.rank == 0
+        self._first_of_stage = session.data.rank == session.tensor.rank == 0
+        self._partial: folders.Partial | None = None  # of rank 0
+
+        def begun() -> Path:
+            self._partial = folders.Partial(path.parent, path.name)
+            return self._partial.path
+
+        partial = on_first(session.comm, self._what, begun)
         # This rank's part; on rank 0 it becomes that of all.
-        self.manifest = Manifest(
-            tag=tag,
-            created=datetime.now(UTC).isoformat(),
-            versions=versions(),
-            world_size=self.ranks,
-            entries=plan.entries,
-            engine={},
-            ranks=[],
-            config=session.config if self.rank == 0 else {},
-            files={},
+        self._manifest = Manifest.of_now(
+            path.name,
+            self._ranks,
+            plan.entries,
+            config=session.config if self._rank == 0 else {},
             placement=session.placement,
         )
-        self.files = RankFiles(partial, self.rank, plan.header_room, self.manifest)
-        self.rendezvous = Rendezvous(partial, self.rank)
+        self._files = RankFiles(partial, self._rank, plan.header_room, self._manifest)
+        self._stall = ""
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+
+    @property
+    def behind(self) -> bool:
+        """Whether it was left to be written behind training, and nobody has waited for it."""
+        return self._thread is not None
+
+    def wait(self) -> None:
+        """Return when this rank's part is on the disk; on rank 0, when the checkpoint is complete."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise CheckpointError(f"{self._what} in the background: {describe(failure)}") from failure
 
     def run(self, session: Session, plan: _Plan) -> None:
         """Write it while training stands still."""
-        comm, what = session.comm, f"saving {self.saved.path}"
         try:
-            parts = together(comm, what, lambda: self._write(plan.pieces(session, self.tag)))
-            on_first(comm, what, lambda: self._commit(parts))
+            parts = together(session.comm, self._what, lambda: self._write(plan.pieces(session, self.path.name)))
+            on_first(session.comm, self._what, lambda: self._commit(parts))
         except BaseException:
             self._abandon()
             raise
 
-    def start(self, session: Session, plan: _Plan) -> None:
+    def run_behind(self, session: Session, plan: _Plan) -> None:
         """Copy everything, or begin to, and go on in a thread."""
-        comm, path = session.comm, self.saved.path
         staging = Staging(session)
+        meeting = Meeting(self._files.partial, self._rank)
         try:
-            together(comm, f"saving {path}", self.rendezvous.open)
-            together(
-                comm, f"copying states for {path}", lambda: staging.take(session, plan.shares, plan.plain_pieces())
-            )
-            self.encoded = self.encoded.copied()
+            together(session.comm, self._what, meeting.come)
+            copying = f"copying states for {self.path}"
+            together(session.comm, copying, lambda: staging.take(session, plan.shares, plan.plain_pieces()))
+            self._encoded = self._encoded.copied()
         except BaseException:
             staging.release()
             self._abandon()
             raise
         # Not a daemon: a program that ends waits for its last checkpoint.
-        thread = threading.Thread(target=self._behind, args=(staging,), name=f"save {self.tag}")
-        self.saved.stall = time.perf_counter() - self.begin
-        try:
-            thread.start()
-        except RuntimeError:  # no more threads; the other ranks are under way, so it is written here
-            self._behind(staging)
-            self.saved.wait()
-            return
-        self.saved._thread = thread
+        self._thread = threading.Thread(target=self._behind, args=(staging, meeting), name=f"save {self.path.name}")
+        self._stall = f", training waited {time.perf_counter() - self._begin:.2f} s"
+        self._thread.start()
 
-    def _behind(self, staging: Staging) -> None:
+    def _behind(self, staging: Staging, meeting: Meeting) -> None:
         """No collective may be called here, so the ranks meet in the folder: each leaves a record of its files."""
         try:
-            self.rendezvous.report(self._write(staging.pieces()).to_text())
-            if self.rank == 0:
+            meeting.report(self._write(staging.pieces()).to_text())
+            if self._rank == 0:
                 parts: list[Manifest] = []
-                self.rendezvous.gather(
-                    self.ranks,
-                    self.options.timeout_s,
-                    lambda text: parts.append(Manifest.from_text(text, self.partial)),
-                )
+                folder = self._files.partial
+                meeting.gather(self._ranks, self._timeout, lambda text: parts.append(Manifest.from_text(text, folder)))
                 self._commit(parts)
         except Exception as error:
-            self.saved._failure = error
-            self.log.error("saving %s behind training has failed: %s", self.saved.path, describe(error))
+            self._failure = error
+            self._log.error("%s behind training has failed: %s", self._what, describe(error))
             self._abandon()
             staging.release()  # the error's frames would keep the copies until somebody waits
-            if self.rank:
-                self.rendezvous.fail(describe(error))
+            meeting.give_up()
 
     def _write(self, pieces: Iterable[Piece | Scalar]) -> Manifest:
-        part, encoded = self.manifest, self.encoded
+        part, encoded = self._manifest, self._encoded
         scalars: dict[str, dict[str, float]] = {}
         for item in pieces:
             if isinstance(item, Scalar):
                 scalars.setdefault(item.name, {})[item.state] = item.value
             else:
-                self.files.put_piece(item)
+                self._files.put_piece(item)
         for name, tensor in encoded.tensors.items():
-            part.tensors[name] = self.files.put(name, tensor.detach().contiguous())
-        self.files.finish()
+            part.tensors[name] = self._files.put(name, tensor.detach().contiguous())
+        self._files.finish()
         part.ranks, part.engine = [encoded.rank], encoded.engine
         if scalars or "optimizer" in part.engine:
             part.engine.setdefault("optimizer", {})["scalars"] = scalars
-        if not self.first_of_stage:
+        if not self._first_of_stage:
             part.entries = {name: entry for name, entry in part.entries.items() if entry.states}
-        self.saved.bytes = part.bytes
         return part
 
     def _commit(self, parts: list[Manifest]) -> None:
         """On rank 0: the manifest from all parts, the name, the pointer; then old ones go."""
+        assert self._partial is not None
         manifest = parts[0]
         for part in parts[1:]:
             manifest.merge(part)
-        manifest.engine["frozen_excluded"] = self.options.exclude_frozen
         manifest.check_complete()
-        path = folders.commit(self.partial, self.tag, manifest, latest=self.options.save_latest)
-        self.saved.seconds = time.perf_counter() - self.begin
-        if self.options.keep_last is not None:
-            for gone in folders.prune(path.parent, self.options.keep_last):
-                self.log.info("%s: deleted, as the last %d are kept", path.parent / gone, self.options.keep_last)
-        stall = f", training waited {self.saved.stall:.2f} s" if self.saved.stall else ""
-        self.log.info("saved %s: %s in %.2f s%s", path, format_bytes(manifest.bytes), self.saved.seconds, stall)
+        self._partial.commit(manifest, latest=self._latest)
+        if self._keep_last is not None:
+            for gone in folders.prune(self.path.parent, self._keep_last):
+                self._log.info("%s: deleted, as the last %d are kept", self.path.parent / gone, self._keep_last)
+        seconds = time.perf_counter() - self._begin
+        self._log.info("saved %s: %s in %.2f s%s", self.path, format_bytes(manifest.bytes), seconds, self._stall)
 
     def _abandon(self) -> None:
-        self.files.abandon()
-        if self.rank == 0:
-            folders.discard(self.partial)
+        with contextlib.suppress(OSError):  # rank 0 may have given up before, and the folder be gone
+            self._files.abandon()
+        if self._partial is not None:
+            self._partial.discard()
 
 
-@functools.cache
-def _own_version() -> str:
-    return metadata.version("wherry")  # which reads a file
+class Meeting:
+    """How ranks that write behind training meet: by small files in the folder that is written, never by a collective.
 
+    Each has a file as long as it may still come. A disk that takes nothing new still lets go of it.
+    """
 
-def versions() -> dict[str, str]:
-    return {"wherry": _own_version(), "torch": torch.__version__}
+    def __init__(self, partial: Path, rank: int) -> None:
+        self._partial = partial
+        self._rank = rank
+
+    def come(self) -> None:
+        self._note(self._rank).touch()
+
+    def report(self, text: str) -> None:
+        """This rank has written its part; `text` is its record of it."""
+        write_text(self._record(self._rank), text)
+
+    def give_up(self) -> None:
+        """This rank will not come. It tells why itself."""
+        with contextlib.suppress(OSError):  # the folder may be gone
+            self._note(self._rank).unlink(missing_ok=True)
+
+    def gather(self, ranks: int, timeout: float, take: Callable[[str], None]) -> None:
+        """Hand every rank's record to `take`, in rank order. Raises as soon as any rank has given up, and names it;
+        and names those that are not there when none has come for `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        waited = list(range(ranks))
+        while waited:
+            there = {path.name for path in self._partial.iterdir()}
+            late = [rank for rank in waited if self._record(rank).name not in there]
+            gone = [rank for rank in late if self._note(rank).name not in there]
+            if gone:
+                raise CheckpointError(f"rank {gone[0]} could not write its part")
+            if waited[0] not in late:
+                rank = waited.pop(0)
+                take(self._record(rank).read_text(encoding="utf-8"))
+                self._record(rank).unlink()
+                self._note(rank).unlink()
+                deadline = time.monotonic() + timeout
+            elif time.monotonic() > deadline:
+                who = f"rank {late[0]} has" if len(late) == 1 else f"ranks {', '.join(map(str, late[:8]))} have"
+                raise CheckpointError(
+                    f"{who} not written {'its' if len(late) == 1 else 'their'} part in {timeout:g} s; if the disk is "
+                    'only slow, raise "wherry": {"timeout_s": ...}'
+                )
+            else:
+                time.sleep(PAUSE)
+
+    def _note(self, rank: int) -> Path:
+        return self._partial / f"{rank}.writing"
+
+    def _record(self, rank: int) -> Path:
+        return self._partial / f"{rank}.part"

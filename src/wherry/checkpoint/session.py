@@ -12,23 +12,23 @@ import torch
 from torch import nn
 
 from wherry.checkpoint.errors import CheckpointError, on_first, together
-from wherry.checkpoint.reshard import Box
+from wherry.checkpoint.reshard import Box, Run
 from wherry.errors import WherryError
 from wherry.observe.log import get_logger
 from wherry.parallel.comm import Comm
-from wherry.sharding.layout import SegmentSpan, Slot
-from wherry.sharding.places import Place, tile_places
+from wherry.sharding.layout import Place, SegmentSpan, Slot, tile_places
 from wherry.sharding.unit import Flat, Unit
 from wherry.sharding.weights import Gatherer
 from wherry.tiers.streams import Link
 from wherry.update.loss_scale import LossScaler
 from wherry.update.optimizer import ShardedOptimizer
 from wherry.update.optimizer_states import FlatState
-from wherry.update.pipeline import Updater
+from wherry.update.updater import Updater
 
 if TYPE_CHECKING:  # imported with the first save or load
     from wherry.checkpoint.load import Loaded, LoadOptions
-    from wherry.checkpoint.save import Saved
+    from wherry.checkpoint.save import Save
+    from wherry.config import Config
 
 
 @dataclass
@@ -127,6 +127,17 @@ class Session:
         place = self.places.get(name)
         return place.whole if place is not None else name
 
+    def run(self, flat: Flat, slot: Slot, low: int, high: int) -> tuple[Run, int] | None:
+        """What of a slot lies in positions `low` to `high` of this rank's shard, and where in the shard it begins."""
+        place = flat.layout.overlap(slot, flat.rank)
+        if place is None:
+            return None
+        start, stop, at = place
+        first, last = max(at, low), min(at + stop - start, high)
+        if first >= last:
+            return None
+        return Run(self.logical(slot).box, start + first - at, start + last - at), first
+
     def spans(self, flat: Flat) -> list[SegmentSpan]:
         """The stretches of this rank's shard that `FlatState.opened` gives the state of."""
         return [span for span in flat.layout.segments(flat.rank) if span.group < self.groups]
@@ -170,33 +181,23 @@ class Session:
 class Checkpoints:
     """Saves and loads one engine, one save in flight at most. `session` gives its parts as they are at the moment."""
 
-    def __init__(self, session: Callable[[], Session], config: Any) -> None:
+    def __init__(self, session: Callable[[], Session], config: Config) -> None:
         self._session = session
         self._config = config
-        # The last save: where it went, and how long training stood still for it.
-        self.last: Saved | None = None
+        # The last save, as long as it is written behind training.
+        self._last: Save | None = None
 
     def save(
         self, folder: str | os.PathLike[str], tag: Any, client_state: dict[str, Any] | None, latest: bool, frozen: bool
-    ) -> Saved:
-        from wherry.checkpoint.folder import step_tag
-        from wherry.checkpoint.save import SaveOptions, save
+    ) -> None:
+        from wherry.checkpoint.save import save
 
         self.wait()
-        session = self._session()
-        own = self._config.wherry.checkpoint
-        options = SaveOptions(
-            client_state={} if client_state is None else client_state,
-            save_latest=latest,
-            exclude_frozen=not frozen,
-            keep_last=own.keep_last,
-            tag_validation=self._config.checkpoint.tag_validation,
-            background=own.async_save,
-            timeout_s=self._config.wherry.timeout_s,
+        state = {} if client_state is None else client_state
+        tag = None if tag is None else str(tag)
+        self._last = save(
+            self._session(), self._config, Path(folder), tag, state, latest=latest, exclude_frozen=not frozen
         )
-        tag = step_tag(session.counts.global_steps) if tag is None else tag
-        self.last = save(session, Path(folder), str(tag), options)
-        return self.last
 
     def load(self, folder: str | os.PathLike[str], tag: Any, options: LoadOptions) -> Loaded | None:
         from wherry.checkpoint.load import load
@@ -226,34 +227,21 @@ class Checkpoints:
     @property
     def behind(self) -> bool:
         """Whether a save was left to be written behind training, and nobody has waited for it."""
-        return self.last is not None and self.last.behind
+        return self._last is not None and self._last.behind
 
     def wait(self) -> None:
         """Return when no save is under way any more; raises what went wrong with the last one, on every rank."""
-        last = self.last
-        if last is None or not last.behind:
-            return
-        self.last = None
-        together(self._session().comm, f"saving {last.path}", last.wait)
-        self.last = last
+        last, self._last = self._last, None
+        if last is not None and last.behind:
+            together(self._session().comm, f"saving {last.path}", last.wait)
 
     def close(self) -> None:
         """Wait for what this rank still writes. Other ranks are not asked: they may be gone."""
-        if self.last is not None:
-            self.last.wait()
+        if self._last is not None:
+            self._last.wait()
 
 
 # By the names that people know.
-
-
-def within(flat: Flat, slot: Slot, low: int, high: int) -> tuple[int, int, int] | None:
-    """What of a slot lies in positions `low` to `high` of this rank's shard: start, stop, and where in the shard."""
-    place = flat.layout.overlap(slot, flat.rank)
-    if place is None:
-        return None
-    start, stop, at = place
-    first, last = max(at, low), min(at + stop - start, high)
-    return (start + first - at, start + last - at, first) if first < last else None
 
 
 def aliases(module: nn.Module) -> dict[str, list[str]]:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from wherry.checkpoint.contents import Piece, Scalar, state_pieces, weight_pieces
-from wherry.checkpoint.session import Session, within
+from wherry.checkpoint.contents import state_pieces, weight_pieces
+from wherry.checkpoint.format import Piece, Scalar
+from wherry.checkpoint.session import Session
 from wherry.observe.memory import format_bytes
 from wherry.placement import Tier
 from wherry.sharding.unit import Flat
-from wherry.tiers.budget import Room, rooms
+from wherry.tickets import Ticket, TicketGroup
 from wherry.tiers.buffers import host_copy
+from wherry.tiers.host import Room, rooms
 from wherry.tiers.streams import Readers
-from wherry.tiers.tickets import Ticket, TicketGroup
 
 # Of the memory that is free, what copies may take: training wants some as well.
 SHARE_OF_FREE = 0.9
@@ -61,7 +62,7 @@ class Staging:
             Readers(self._link, [ticket for group in first for ticket in group.tickets]).wait()
             for flat, share in shares.items():
                 group = self._begin(i for i in _on_device(session, flat, share) if not _is_shown(flat, i))
-                flat.reader = Readers(self._link, group.tickets)
+                flat.read_by(Readers(self._link, group.tickets))
         for flat, share in shares.items():
             if not _state_on_device(session, flat):
                 self._copy(state_pieces(session, flat, share))
@@ -69,7 +70,7 @@ class Staging:
                 self._copy(weight_pieces(session, flat, share))
 
     def _copy(self, items: Iterable[Piece | Scalar]) -> None:
-        self._groups.append(_Group(deque(map(_host_copied, items))))
+        self._groups.append(_Group(deque(_copied(item, host_copy) for item in items)))
 
     def _begin(self, items: Iterable[Piece | Scalar]) -> _Group:
         found = list(items)
@@ -88,11 +89,7 @@ class Staging:
             group.tickets.append(self._link.aside(target, source.detach()))
             return target
 
-        for item in found:
-            if isinstance(item, Piece):
-                scales = copy(item.scales) if item.scales is not None else None
-                item = replace(item, values=copy(item.values), scales=scales)
-            group.items.append(item)
+        group.items.extend(_copied(item, copy) for item in found)
         return group
 
     def pieces(self) -> Iterator[Piece | Scalar]:
@@ -126,7 +123,7 @@ def _state_on_device(session: Session, flat: Flat) -> bool:
 
 
 def _weights_on_device(session: Session, flat: Flat) -> bool:
-    return not session.link.shared and flat.home is None
+    return not session.link.shared and flat.storage is None
 
 
 def _on_device(session: Session, flat: Flat, share: tuple[int, int]) -> Iterator[Piece | Scalar]:
@@ -143,11 +140,11 @@ def _is_shown(flat: Flat, item: Piece | Scalar) -> bool:
     return item.values.untyped_storage()._cdata == flat.whole.untyped_storage()._cdata
 
 
-def _host_copied(item: Piece | Scalar) -> Piece | Scalar:
+def _copied(item: Piece | Scalar, copy: Callable[[torch.Tensor], torch.Tensor]) -> Piece | Scalar:
     if isinstance(item, Scalar):
         return item
-    scales = host_copy(item.scales) if item.scales is not None else None
-    return replace(item, values=host_copy(item.values), scales=scales)
+    scales = copy(item.scales) if item.scales is not None else None
+    return replace(item, values=copy(item.values), scales=scales)
 
 
 def _tensors(item: Piece | Scalar) -> list[torch.Tensor]:
@@ -170,7 +167,7 @@ def why_not_behind(session: Session, shares: Shares, plain: Iterable[torch.Tenso
     """
     states = [session.states[flat] for flat in shares if flat in session.states]
     on_disk = any(flat.at_rest_on_disk for flat in shares) or any(state.bucket.on_disk for state in states)
-    wanted = sum(_staged_bytes(session, flat, share) for flat, share in shares.items())
+    wanted = sum(_staged_bytes(session, flat, stop - start) for flat, (start, stop) in shares.items())
     wanted += sum(tensor.nbytes for tensor in plain)
     pinned = session.link.aside_pool.counters
     wanted -= pinned.allocated - pinned.in_use
@@ -180,17 +177,13 @@ def why_not_behind(session: Session, shares: Shares, plain: Iterable[torch.Tenso
     return _shortage([(nbytes, told) for _, nbytes, told in found])
 
 
-def _staged_bytes(session: Session, flat: Flat, share: tuple[int, int]) -> float:
-    """What copies of this rank's share of a flat take."""
-    slots, total = flat.layout.slots, 0.0
+def _staged_bytes(session: Session, flat: Flat, numel: int) -> float:
+    """What copies of so much of a flat take: of its weights, and of its state as it rests. No less than is copied."""
+    width = float(flat.dtype.itemsize)
     state = session.states.get(flat)
-    if state is not None:
-        widths = state.bucket.widths()[state.first : state.first + len(state.segments)]
-        for span, width in zip(session.spans(flat), widths, strict=True):
-            if session.writes(slots[span.slot]):
-                total += width * max(0, min(span.stop, share[1]) - max(span.start, share[0]))
-    places = [within(flat, slot, *share) for slot in session.without_state(flat) if session.writes(slot)]
-    return total + flat.dtype.itemsize * sum(stop - start for start, stop, _ in filter(None, places))
+    if state is not None and state.bucket.numel:
+        width += state.bucket.nbytes / state.bucket.numel
+    return width * numel
 
 
 def _shortage(found: Iterable[tuple[int, list[Room]]]) -> str | None:

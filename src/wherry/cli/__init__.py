@@ -15,7 +15,7 @@ _OWN_PARSERS = {
     "run": ("wherry.cli.run", "start a script on several processes, GPUs or machines"),
     "train": ("wherry.cli.train", "pre-train a GPT-2 here: the quickest way to see Wherry work"),
     "plan": ("wherry.cli.plan", "say what training keeps in memory and moves, before you run it"),
-    "bench": ("wherry.cli.bench", "measure the engine, the host optimizers or the disk, beside others"),
+    "bench": ("wherry.cli.bench", "measure the host optimizers or the disk"),
     "export": ("wherry.cli.checkpoint:export", "write a checkpoint's weights as safetensors that transformers loads"),
     "inspect": ("wherry.cli.checkpoint:inspect", "say what is inside a checkpoint, and whether it is whole"),
     "import-deepspeed": ("wherry.cli.checkpoint:import_deepspeed", "turn a checkpoint of DeepSpeed's into one of ours"),

@@ -13,7 +13,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,7 +49,8 @@ def main(argv: list[str]) -> int:
             "compares Wherry with others comes with the sources: python benchmarks/steps.py, and the scripts beside it"
         )
     options = commands.choices[argv[0]].parse_args(argv[1:])
-    _check_writable(options.json)
+    if options.json is not None and (options.json.is_dir() or not os.access(options.json.parent, os.W_OK)):
+        raise WherryError(f"bench: --json {options.json} is a folder, or in one that cannot be written; name a file")
     busy = os.getloadavg()[0]
     if busy > 0.5:
         print(f"this machine is at work already: a load of {busy:.1f} on {os.cpu_count()} CPUs lowers what follows")
@@ -58,14 +59,6 @@ def main(argv: list[str]) -> int:
         options.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
         print(f"written: {options.json}")
     return 0
-
-
-def _check_writable(path: Path | None) -> None:
-    """Before anything is measured: whether the figures can be written."""
-    if path is not None and path.is_dir():
-        raise WherryError(f"bench: --json {path} is a folder; name a file in it")
-    if path is not None and not os.access(path.parent, os.W_OK):
-        raise WherryError(f"bench: nothing can be written in {path.parent}, where --json is to go")
 
 
 def _add_shared_flags(parser: argparse.ArgumentParser) -> None:
@@ -91,9 +84,9 @@ def _numbers(text: str) -> list[int]:
 # The host optimizers: an update's time for each parameter, against an update of the same streams without arithmetic.
 
 _RULE = native.Adam(1e-4, weight_decay=0.1, step=100)
-# The native library's names for the streams that it can move without arithmetic.
-_FP32, _SPLIT, _WHOLE, _BF16_STATE, _8BIT_STATE = range(3, 8)
 LIMIT = "limit: the same streams"
+# Of each family the bytes that one parameter needs moved, and the native library's number for its streams.
+FAMILIES = {"fp32": (28, 3), "split": (26, 4), "whole": (28, 5), "bf16 state": (18, 6), "8-bit state": (14, 7)}
 
 
 @dataclass
@@ -105,87 +98,61 @@ class Form:
     run: Callable[[], object]
 
 
-class Setting:
-    """A size, a pool of threads and the instruction sets to measure."""
+def forms_of(family: str, numel: int, pool: native.Pool, isas: Sequence[str]) -> list[Form]:
+    """The limit, Wherry's update by instruction set, and torch's own where it has such a one."""
+    nbytes, kind = FAMILIES[family]
+    use = engine(isas[0])
+    library = use.library
+    assert library is not None
+    segment, streams = _streams_of(family, numel)
+    pointers = (ctypes.c_void_p * 8)(*[tensor.data_ptr() for tensor in streams])
+    handle = pool.handle(library)
 
-    def __init__(self, numel: int, pool: native.Pool, isas: Sequence[str]) -> None:
-        self.numel, self.pool, self.isas = numel, pool, isas
+    def limit(streams: list[Tensor] = streams) -> None:  # whose memory lives as long as what moves it
+        library.wherry_limit(use.code, handle, kind, pointers, numel)
 
-    def floats(self, scale: float) -> Tensor:
-        tile = torch.randn(min(self.numel, 1 << 16)) * scale
-        return tile.repeat(-(-self.numel // tile.numel()))[: self.numel].clone()
+    def update(segments: native.PackedSegments) -> None:
+        segments.submit(_RULE, 0.5, pool).wait()
 
-    def split(self) -> tuple[Tensor, Tensor]:
-        high, low = torch.empty(self.numel, dtype=torch.bfloat16), torch.empty(self.numel, dtype=torch.int16)
-        native.split(self.floats(0.02), high, low)
-        return high, low
-
-    def forms(self, name: str, nbytes: int, kind: int, streams: list[Tensor], segment: native.Segment) -> list[Form]:
-        """The limit, and Wherry's update by instruction set."""
-        use = engine(self.isas[0])
-        library = use.library
-        assert library is not None
-        pointers = (ctypes.c_void_p * 8)(*[tensor.data_ptr() for tensor in streams])
-        handle = self.pool.handle(library)
-
-        def limit(streams: list[Tensor] = streams) -> None:  # whose memory lives as long as what moves it
-            library.wherry_limit(use.code, handle, kind, pointers, self.numel)
-
-        def update(plan: native.Plan) -> None:
-            plan.submit(_RULE, 0.5, self.pool).wait()
-
-        plans = {isa: native.Plan([segment], isa=isa) for isa in self.isas}
-        updates = [Form(f"Wherry {name}, {isa}", nbytes, partial(update, plan)) for isa, plan in plans.items()]
-        return [Form(LIMIT, nbytes, limit), *updates]
+    forms = [Form(LIMIT, nbytes, limit)]
+    packed = {isa: native.PackedSegments([segment], isa=isa) for isa in isas}
+    forms += [Form(f"Wherry, {isa}", nbytes, partial(update, segments)) for isa, segments in packed.items()]
+    if family == "fp32":
+        w, m, v, g = streams
+        parameter = torch.nn.Parameter(w)
+        parameter.grad = g
+        optimizer = torch.optim.AdamW([parameter], lr=1e-4, weight_decay=0.1, fused=True)
+        optimizer.state[parameter].update(step=torch.tensor(100.0), exp_avg=m, exp_avg_sq=v)
+        forms.append(Form("torch AdamW fused", nbytes, optimizer.step))
+    return forms
 
 
-def _fp32(s: Setting) -> Iterator[Form]:
-    w, g, m, v = s.floats(0.02), s.floats(0.01), s.floats(0.001), s.floats(0.01).square_()
-    yield from s.forms("fp32", 28, _FP32, [w, m, v, g], native.Segment(g, w, state=(m, v)))
-    parameter = torch.nn.Parameter(w)
-    parameter.grad = g
-    optimizer = torch.optim.AdamW([parameter], lr=1e-4, weight_decay=0.1, fused=True)
-    optimizer.state[parameter].update(step=torch.tensor(100.0), exp_avg=m, exp_avg_sq=v)
-    yield Form("torch AdamW fused", 28, optimizer.step)
+def _streams_of(family: str, numel: int) -> tuple[native.Segment, list[Tensor]]:
+    """What an update of a family reads and writes, and those tensors in the native library's order."""
+    w, g = floats(numel, 0.02), floats(numel, 0.01)
+    m, v = floats(numel, 0.001), floats(numel, 0.01).square_()
+    if family == "fp32":
+        return native.Segment(g, w, state=(m, v)), [w, m, v, g]
+    g = g.bfloat16()
+    if family == "whole":
+        working = w.bfloat16()
+        return native.Segment(g, working, w, state=(m, v)), [w, m, v, g, working]
+    high, low = torch.empty(numel, dtype=torch.bfloat16), torch.empty(numel, dtype=torch.int16)
+    native.split(w, high, low)
+    if family == "split":
+        return native.Segment(g, high, low=low, state=(m, v)), [m, v, high, low, g]
+    if family == "bf16 state":
+        m, v = m.bfloat16(), v.bfloat16()
+        return native.Segment(g, high, low=low, state=(m, v)), [high, low, m, v, g]
+    m8, v8 = native.Blocks8.zeros(numel, signed=True), native.Blocks8.zeros(numel, signed=False)
+    native.quantize(m, m8)
+    native.quantize(v, v8)
+    return native.Segment(g, high, low=low, state=(m8, v8)), [high, low, m8.codes, v8.codes, g]
 
 
-def _split(s: Setting) -> Iterator[Form]:
-    high, low = s.split()
-    g, m, v = s.floats(0.01).bfloat16(), s.floats(0.001), s.floats(0.01).square_()
-    segment = native.Segment(g, high, low=low, state=(m, v))
-    yield from s.forms("bf16, split master", 26, _SPLIT, [m, v, high, low, g], segment)
-
-
-def _whole(s: Setting) -> Iterator[Form]:
-    w, m, v = s.floats(0.02), s.floats(0.001), s.floats(0.01).square_()
-    working, g = w.bfloat16(), s.floats(0.01).bfloat16()
-    segment = native.Segment(g, working, w, state=(m, v))
-    yield from s.forms("bf16, whole master", 28, _WHOLE, [w, m, v, g, working], segment)
-
-
-def _bf16_state(s: Setting) -> Iterator[Form]:
-    (high, low), g = s.split(), s.floats(0.01).bfloat16()
-    m, v = s.floats(0.001).bfloat16(), s.floats(0.01).square_().bfloat16()
-    segment = native.Segment(g, high, low=low, state=(m, v))
-    yield from s.forms("split master, bf16 moments", 18, _BF16_STATE, [high, low, m, v, g], segment)
-
-
-def _8bit_state(s: Setting) -> Iterator[Form]:
-    (high, low), g = s.split(), s.floats(0.01).bfloat16()
-    m, v = native.Blocks8.zeros(s.numel, signed=True), native.Blocks8.zeros(s.numel, signed=False)
-    native.quantize(s.floats(0.001), m)
-    native.quantize(s.floats(0.01).square_(), v)
-    segment = native.Segment(g, high, low=low, state=(m, v))
-    yield from s.forms("split master, 8-bit moments", 14, _8BIT_STATE, [high, low, m.codes, v.codes, g], segment)
-
-
-FAMILIES: dict[str, Callable[[Setting], Iterator[Form]]] = {
-    "fp32": _fp32,
-    "split": _split,
-    "whole": _whole,
-    "bf16 state": _bf16_state,
-    "8-bit state": _8bit_state,
-}
+def floats(numel: int, scale: float) -> Tensor:
+    tile = torch.randn(min(numel, 1 << 16)) * scale
+    return tile.repeat(-(-numel // tile.numel()))[:numel].clone()
 
 
 def time_forms(forms: Sequence[Form], repeats: int) -> dict[str, list[float]]:
@@ -243,7 +210,7 @@ def bench_adam(options: argparse.Namespace) -> list[Row]:
                 for numel in sizes:
                     for family in families:
                         print(f"{family}, {numel:g} parameters, threads: {threads}")
-                        forms = list(FAMILIES[family](Setting(numel, pool, isas)))
+                        forms = forms_of(family, numel, pool, isas)
                         seconds = time_forms(forms, options.repeats or (3 if options.quick else 9))
                         limit = statistics.median(seconds[LIMIT])
                         for form in forms:

@@ -3,43 +3,45 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 
 from wherry.errors import WherryError
-from wherry.plan.machine import KNOWN
-from wherry.plan.memory import STATE_WORDS, WORKING_BYTES
+from wherry.plan.machines import KNOWN
+from wherry.plan.model_states import STATE_WORDS, WORKING_BYTES
 from wherry.sources import SHAPES
 
-_BY_PARAMS = ("device_memory", "precision", "optimizer")
-_BY_SHAPE = (
-    "layers", "hidden", "heads", "batch", "interval", "gpus_per_node", "peak", "efficiency",
-)  # fmt: skip
-_MACHINE = ("machine", "again", "gpu_memory", "host_memory", "disk", "gpus", "pcie", "stream", "disk_bandwidth")
-_BY_MODEL = (
-    "config", "set", "rank", "stage", "recompute", "dry_run", "auto", "output", "disk_path", "html", "tensor_parallel",
-    "pipeline_parallel", *_MACHINE,
-)  # fmt: skip
+# What goes with each kind of plan, besides --json.
+_FLAGS = {
+    "no MODEL": "params infinity",
+    "MODEL": "config set rank stage recompute dry_run auto output disk_path html tensor_parallel pipeline_parallel "
+    "ranks nodes sequence machine again gpu_memory host_memory disk gpus pcie stream disk_bandwidth",
+    "--params": "params ranks device_memory precision optimizer",
+    "--infinity": "infinity layers hidden heads batch sequence interval gpus_per_node nodes peak efficiency",
+}
 
 
 def main(argv: list[str]) -> int:
     arguments = build_parser().parse_args(argv)
     if arguments.model is not None:
-        _refuse(arguments, ("params", "infinity"), "no MODEL")
-        _refuse(arguments, _BY_PARAMS, "--params")
-        _refuse(arguments, _BY_SHAPE, "--infinity")
+        _check_flags(arguments, "MODEL")
         from wherry.cli import plan_model
 
         return plan_model.main(arguments)
-    _refuse(arguments, _BY_MODEL, "MODEL")
     from wherry.cli import plan_tables
 
     if arguments.infinity:
-        _refuse(arguments, (*_BY_PARAMS, "ranks"), "--params")
+        _check_flags(arguments, "--infinity")
         return plan_tables.by_shape(arguments)
     if arguments.params is None:
         raise WherryError("plan: give a MODEL, like gpt2-1.5b, or --params COUNT, like --params 7.5e9, or --infinity")
-    _refuse(arguments, (*_BY_SHAPE, "nodes", "sequence"), "--infinity")
+    _check_flags(arguments, "--params")
     return plan_tables.by_params(arguments)
+
+
+def _check_flags(arguments: argparse.Namespace, kind: str) -> None:
+    for needed, flags in _FLAGS.items():
+        for name in flags.split():
+            if name not in _FLAGS[kind].split() and getattr(arguments, name) is not None:
+                raise WherryError(f"--{name.replace('_', '-')}: goes with {needed}; give {needed}, or leave it out")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -93,7 +95,7 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--auto", action="store_true", default=None, help="choose stage, tiers and batch sizes")
     model.add_argument("-o", "--output", metavar="FILE", help="with --auto: write the config here, with reasons")
     model.add_argument("--disk-path", metavar="DIR", help="with --auto: a folder for what may rest on disk")
-    model.add_argument("--html", metavar="FILE", help="write a page with the memory of each tier")
+    model.add_argument("--html", metavar="FILE", help="write the answer as a page")
     model.add_argument(
         "--dry-run", action="store_true", default=None, help="run the engine itself for one rank, on fake tensors"
     )
@@ -111,9 +113,3 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     machine.add_argument("--pcie", metavar="RATE", help="bytes a second between host and a GPU, like 24GB")
     machine.add_argument("--stream", metavar="RATE", help="bytes a second of a node's memory, like 200GB")
     machine.add_argument("--disk-bandwidth", metavar="RATE", help="bytes a second of a node's disks, like 10GB")
-
-
-def _refuse(arguments: argparse.Namespace, names: Sequence[str], needed: str) -> None:
-    for name in names:
-        if getattr(arguments, name) is not None:
-            raise WherryError(f"--{name.replace('_', '-')}: goes with {needed}; give {needed}, or leave it out")

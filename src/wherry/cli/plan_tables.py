@@ -8,16 +8,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from wherry.errors import WherryError
 from wherry.placement import Placement
 from wherry.plan import gpt
-from wherry.plan.memory import Cost, States, states
+from wherry.plan.model_states import Cost, states
 from wherry.plan.quantities import count_name, parse_bytes, parse_count, published_gigabytes, rounded
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 STAGES = (0, 1, 2, 3)
 RANKS = "1,4,16,64,256,1024"
@@ -37,63 +34,44 @@ def by_params(arguments: argparse.Namespace) -> int:
     cost = Cost.of(precision, optimizer)
     counts = _list(arguments.params, "--params", parse_count)
     ranks = _list(RANKS if arguments.ranks is None else arguments.ranks, "--ranks", parse_count)
-    limit = None
+    limit = {}
     if arguments.device_memory is not None:
-        limit = parse_bytes(arguments.device_memory, "--device-memory")
-    tables = {
-        count: {n: [states(count, Placement.of_stage(stage), n, cost) for stage in STAGES] for n in ranks}
-        for count in counts
-    }
+        limit = {"device_memory": parse_bytes(arguments.device_memory, "--device-memory")}
+    rows = [_states(count, n, stage, cost, **limit) for count in counts for n in ranks for stage in STAGES]
     if arguments.json:
-        print(json.dumps(_states_as_json(tables, precision, optimizer, limit), indent=2))
-    else:
-        notes = _states_notes(cost, limit)
-        _print([(_states_table(count, rows, limit), notes) for count, rows in tables.items()])
+        told = {"unit": "bytes on one rank", "precision": precision, "optimizer": optimizer, **limit, "rows": rows}
+        print(json.dumps(told, indent=2))
+        return 0
+    headers = (">ranks", *(f">{Placement.of_stage(stage).name}" for stage in STAGES))
+    for count in counts:
+        lines = [
+            [f"{n:,}", *(_cell(row) for row in rows if (row["params"], row["ranks"]) == (count, n))] for n in ranks
+        ]
+        _print(f"{count_name(count)} parameters: GB on each rank", headers, lines, min_width=9)
+    _print_notes(_states_notes(cost, limit.get("device_memory")))
     return 0
 
 
-def _states_as_json(
-    tables: dict[int, dict[int, list[States]]], precision: str, optimizer: str, limit: int | None
-) -> dict[str, Any]:
-    def row(count: int, ranks: int, stage: int, of: States) -> dict[str, Any]:
-        fits = {} if limit is None else {"fits": of.total <= limit}
-        placed = {"params": count, "ranks": ranks, "stage": stage, "placement": Placement.of_stage(stage).name}
-        return {**placed, **asdict(of), "total": of.total, **fits}
-
-    return {
-        "unit": "bytes on one rank",
-        "precision": precision,
-        "optimizer": optimizer,
-        **({} if limit is None else {"device_memory": limit}),
-        "rows": [
-            row(count, ranks, stage, of)
-            for count, rows in tables.items()
-            for ranks, by_stage in rows.items()
-            for stage, of in zip(STAGES, by_stage, strict=True)
-        ],
-    }
+def _states(count: int, ranks: int, stage: int, cost: Cost, device_memory: int | None = None) -> dict[str, Any]:
+    placement = Placement.of_stage(stage)
+    found = states(count, placement, ranks, cost)
+    fits = {} if device_memory is None else {"fits": found.total <= device_memory}
+    placed = {"params": count, "ranks": ranks, "stage": stage, "placement": placement.name}
+    return {**placed, **asdict(found), "total": found.total, **fits}
 
 
-def _states_table(count: int, rows: dict[int, list[States]], limit: int | None) -> Table:
-    table = _table(f"{count_name(count)} parameters: GB on each rank")
-    for header in ("ranks", *(Placement.of_stage(stage).name for stage in STAGES)):
-        table.add_column(header, justify="right", min_width=9, no_wrap=True)
-    for ranks, by_stage in rows.items():
-        table.add_row(f"{ranks:,}", *(_cell(of.total, limit) for of in by_stage))
-    return table
-
-
-def _cell(total: int, limit: int | None) -> str:
-    number = published_gigabytes(total)
-    if limit is None:
+def _cell(row: dict[str, Any]) -> str:
+    number = published_gigabytes(row["total"])
+    if "fits" not in row:
         return number
-    return f"[bold green]{number} *[/]" if total <= limit else f"{number}  "
+    return f"[bold green]{number} *[/]" if row["fits"] else f"{number}  "
 
 
 def _states_notes(cost: Cost, limit: int | None) -> list[str]:
     rest, spread = cost.parameters + cost.gradients, cost.gradients + cost.optimizer
     master = f"fp32 master {cost.master} and moments {cost.moments}" if cost.master else f"moments {cost.moments}"
-    notes = [
+    return [
+        *([] if limit is None else [f"* fits in {published_gigabytes(limit)} GB."]),
         "GB is 10^9 bytes: whole GB, cut off, from 100 up, and up to three figures, rounded, below.",
         f"P parameters on N ranks: data parallel {cost.total}P; ZeRO-1 {rest}P+{cost.optimizer}P/N; "
         f"ZeRO-2 {cost.parameters}P+{spread}P/N; ZeRO-3 {cost.total}P/N.",
@@ -101,31 +79,45 @@ def _states_notes(cost: Cost, limit: int | None) -> list[str]:
         f"optimizer {cost.optimizer} ({master}).",
         "Not counted: activations, gathered weights, buffers and padding.",
     ]
-    if limit is not None:
-        notes.insert(0, f"* fits in {published_gigabytes(limit)} GB.")
-    return notes
 
 
 # By shape: the tables of ZeRO-Infinity.
 
 
 def by_shape(arguments: argparse.Namespace) -> int:
-    work = gpt.Work(**_given(arguments, ("batch", "sequence", "interval", "gpus_per_node", "nodes")))
+    given = ((name, getattr(arguments, name)) for name in ("batch", "sequence", "interval", "gpus_per_node", "nodes"))
+    work = gpt.Work(**{name: value for name, value in given if value is not None})
     shapes = _shapes(arguments)
-    peak = float(_number(arguments.peak, "--peak")) if arguments.peak is not None else 70e12
-    targets = [float(x) for x in _list(arguments.efficiency or "0.5,0.9", "--efficiency", _number)]
-    demands = [gpt.demand(shape, work) for shape in shapes]
+    peak = 70e12 if arguments.peak is None else _number(arguments.peak, "--peak")
+    targets = _list(arguments.efficiency or "0.5,0.9", "--efficiency", _number)
+    memory = [gpt.demand(shape, work) for shape in shapes]
     needs = _needs(shapes, work, targets, peak)
     if arguments.json:
-        print(json.dumps(_infinity_as_json(demands, needs, work, peak, targets), indent=2))
-    else:
-        memory = _demand_table(demands), _demand_notes(work)
-        _print([memory, (_needs_table(needs, targets), _needs_notes(work, peak))])
+        told = {
+            "unit": "bytes",
+            "batch_per_node": work.batch,
+            "sequence": work.sequence,
+            "interval": work.interval,
+            "gpus_per_node": work.gpus_per_node,
+            "nodes": work.nodes,
+            "memory": memory,
+            "peak": peak,
+            "efficiency": targets,
+            "bandwidth": needs,
+        }
+        print(json.dumps(told, indent=2))
+        return 0
+    _print("Memory of GPT-like models", _MEMORY, [_memory_line(row) for row in memory])
+    _print_notes(_memory_notes(work))
+    print()
+    headers = ("what travels", "where", *(f">at {100 * target:.3g}%" for target in targets))
+    lines = [
+        [need["what"], need["where"], *(published_gigabytes(round(rate)) for rate in need["bytes_per_second"])]
+        for need in needs
+    ]
+    _print("Bandwidth that each tier needs for a part of the peak, GB/s", headers, lines)
+    _print_notes(_needs_notes(work, peak))
     return 0
-
-
-def _given(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, int]:
-    return {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
 
 
 def _number(text: str, flag: str) -> float:
@@ -145,46 +137,39 @@ def _shapes(arguments: argparse.Namespace) -> Sequence[gpt.GptShape]:
         return gpt.PUBLISHED
     if missing:
         raise WherryError(f"plan: a shape needs --layers, --hidden and --heads; {' and '.join(missing)} not given")
-    return [gpt.GptShape(arguments.layers, _hidden(arguments.hidden), arguments.heads)]
-
-
-def _hidden(text: str) -> int:
-    digits = text.strip().upper()
-    in_k = digits.endswith("K")
-    digits = digits.removesuffix("K")
+    hidden = arguments.hidden.strip().upper()
+    digits = hidden.removesuffix("K")
     if not digits.isdecimal():
-        raise WherryError(f"--hidden: expected a number like 10240 or 10K (K = 1024), got {text!r}")
-    return int(digits) * (gpt.K if in_k else 1)
+        raise WherryError(f"--hidden: expected a number like 10240 or 10K (K = 1024), got {arguments.hidden!r}")
+    return [gpt.GptShape(arguments.layers, int(digits) * (gpt.K if hidden != digits else 1), arguments.heads)]
 
 
 def _hidden_name(hidden: int) -> str:
     return f"{hidden // gpt.K}K" if hidden % gpt.K == 0 else str(hidden)
 
 
-def _demand_table(demands: Sequence[gpt.Demand]) -> Table:
-    table = _table("Memory of GPT-like models")
-    headers = (
-        *("params\n(T)", "layers", "hidden", "heads", "states\n(TB)"),
-        *("activ.\n(TB/node)", "checkp.\n(TB/node)", "working\nstates\n(GB/GPU)", "working\nactiv.\n(GB/GPU)"),
-    )
-    for header in headers:
-        table.add_column(header, justify="right", vertical="bottom", no_wrap=True)
-    for demand in demands:
-        shape = demand.shape
-        table.add_row(
-            rounded(Fraction(shape.parameters, 10**12), 2),
-            *(str(shape.layers), _hidden_name(shape.hidden), str(shape.heads)),
-            *(
-                rounded(Fraction(count, 2**40), 2)
-                for count in (demand.model_states, demand.node_activations, demand.node_checkpoints)
-            ),
-            rounded(Fraction(demand.gpu_working_states, 2**30), 2),
-            rounded(Fraction(demand.gpu_working_activations, 2**30), 2),
-        )
-    return table
+_MEMORY = (
+    *(">params\n(T)", ">layers", ">hidden", ">heads", ">states\n(TB)", ">activ.\n(TB/node)", ">checkp.\n(TB/node)"),
+    *(">working\nstates\n(GB/GPU)", ">working\nactiv.\n(GB/GPU)"),
+)
 
 
-def _demand_notes(work: gpt.Work) -> list[str]:
+def _memory_line(row: dict[str, int]) -> list[str]:
+    scales = {
+        "model_states": 2**40,
+        "node_activations": 2**40,
+        "node_checkpoints": 2**40,
+        "gpu_working_states": 2**30,
+        "gpu_working_activations": 2**30,
+    }
+    return [
+        rounded(Fraction(row["parameters"], 10**12), 2),
+        *(str(row["layers"]), _hidden_name(row["hidden"]), str(row["heads"])),
+        *(rounded(Fraction(row[name], scale), 2) for name, scale in scales.items()),
+    ]
+
+
+def _memory_notes(work: gpt.Work) -> list[str]:
     every = "each layer" if work.interval == 1 else f"each {work.interval} layers"
     return [
         "K = 1024, GB = 2^30 and TB = 2^40 bytes; params in 10^12, 12 layers hidden^2 of them.",
@@ -201,9 +186,8 @@ def _needs(
     shapes: Sequence[gpt.GptShape], work: gpt.Work, targets: Sequence[float], peak: float
 ) -> list[dict[str, Any]]:
     """Bytes a second by what travels and where: first as one GPU must see them, then each GPU's share of it."""
-    samples, sequence = work.samples_per_gpu, work.sequence
-    weights = gpt.weight_intensity(samples, sequence)
-    optimizer = gpt.optimizer_intensity(samples, sequence)
+    weights = gpt.weight_intensity(work.samples_per_gpu, work.sequence)
+    optimizer = gpt.optimizer_intensity(work.samples_per_gpu, work.sequence)
     rows: list[tuple[str, str, Fraction, int]] = [
         ("weights and gradients", "between GPUs", weights, 1),
         ("weights and gradients", "host or disk, a GPU's share", weights, work.gpus),
@@ -225,21 +209,6 @@ def _needs(
     ]
 
 
-def _needs_table(needs: Sequence[dict[str, Any]], targets: Sequence[float]) -> Table:
-    table = _table("Bandwidth that each tier needs for a part of the peak, GB/s")
-    table.add_column("what travels", no_wrap=True)
-    table.add_column("where", no_wrap=True)
-    for target in targets:
-        table.add_column(f"at {100 * target:.3g}%", justify="right", no_wrap=True)
-    for need in needs:
-        table.add_row(need["what"], need["where"], *(_rate(rate) for rate in need["bytes_per_second"]))
-    return table
-
-
-def _rate(rate: float) -> str:
-    return published_gigabytes(round(rate))
-
-
 def _needs_notes(work: gpt.Work, peak: float) -> list[str]:
     return [
         f"GB = 10^9 bytes, for each of {work.gpus} GPUs of {peak / 1e12:g} TFLOP/s, or for all together. "
@@ -250,49 +219,25 @@ def _needs_notes(work: gpt.Work, peak: float) -> list[str]:
     ]
 
 
-def _infinity_as_json(
-    demands: Sequence[gpt.Demand], needs: list[dict[str, Any]], work: gpt.Work, peak: float, targets: list[float]
-) -> dict[str, Any]:
-    rows = []
-    for demand in demands:
-        row = asdict(demand)
-        rows.append({**row.pop("shape"), "parameters": demand.shape.parameters, **row})
-    return {
-        "unit": "bytes",
-        "batch_per_node": work.batch,
-        "sequence": work.sequence,
-        "interval": work.interval,
-        "gpus_per_node": work.gpus_per_node,
-        "nodes": work.nodes,
-        "memory": rows,
-        "peak": peak,
-        "efficiency": targets,
-        "bandwidth": needs,
-    }
-
-
 # Printing.
 
 
-def _table(title: str) -> Table:
-    from rich.table import Table
+def _print(title: str, headers: Sequence[str], lines: Sequence[Sequence[str]], min_width: int | None = None) -> None:
+    """A table too wide for the terminal runs over its edge: a digit left out would be worse."""
+    from wherry.observe.screen import Screen, table
 
-    return Table(title=title, title_style="bold", title_justify="left", box=None, pad_edge=False, header_style="dim")
+    screen, rows = Screen(highlight=False), table(*headers, title=title, min_width=min_width)
+    for line in lines:
+        rows.add_row(*line)
+    screen.width = max(screen.width, screen.measure(rows, options=screen.options.update(width=10 * _WIDTH)).maximum)
+    screen.print(rows)
+    screen.print()
 
 
-def _print(parts: Sequence[tuple[Table, Sequence[str]]]) -> None:
-    """Each table, and what it goes by under it; what several go by alike stands under the last of them."""
+def _print_notes(notes: Sequence[str]) -> None:
     from wherry.observe.screen import Screen
 
-    console = Screen(highlight=False)
-    # A table too wide for the terminal runs over its edge: a digit left out would be worse.
-    unlimited = console.options.update(width=10 * _WIDTH)
-    console.width = max(min(console.width, _WIDTH), *(console.measure(t, options=unlimited).maximum for t, _ in parts))
-    for number, (table, notes) in enumerate(parts, 1):
-        console.print(table)
-        console.print()
-        if number == len(parts) or notes != parts[number][1]:
-            for note in notes:
-                console.print(note, style="dim", markup=False)
-            if number < len(parts):
-                console.print()
+    screen = Screen(highlight=False)
+    screen.width = min(screen.width, _WIDTH)
+    for note in notes:
+        screen.print(note, style="dim", markup=False)

@@ -20,17 +20,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
-INTERRUPTED = 130
-USER_ERROR = 2
+from wherry.cli import INTERRUPTED, USER_ERROR
+
 FAULT_SUFFIX = ".fault"
-FAILURE_LINE = "wherry-failure "
-"""Begins the line that tells a failure to the launcher of several machines rather than to a person."""
 _SECONDS_TO_UNWIND = 5.0
 # How long a failed rank waits for the others to write down theirs, and one that has lost a peer for that peer.
 _SECONDS_FOR_THE_OTHERS = 2.0
@@ -186,78 +181,6 @@ def _said_before(path: Path, message: str) -> bool:
     while not all(file.exists() for file in files) and time.monotonic() < deadline:
         time.sleep(0.02)
     return any(json.loads(file.read_bytes())["message"]["message"] == message for file in files[:mine] if file.exists())
-
-
-@dataclass(frozen=True)
-class Failure:
-    """How one rank ended: its exit status (negative: the signal), and what it said."""
-
-    rank: int
-    status: int
-    # The error's type and message, and its traceback. One that is not recorded has a stack at most.
-    message: str
-    text: str
-    time_ns: int
-    of_a_peer: bool
-    recorded: bool = True
-
-    @classmethod
-    def of(cls, rank: int, found: Any, logs: Path) -> Failure:
-        """What torch's agent has `found`: as the rank has recorded it, or with the stack of a crash in native code."""
-        record = found.error_file_data.get("message")
-        if isinstance(record, dict):
-            extra, message = record["extraInfo"], record["message"]
-            text = extra["py_callstack"]
-            when = int(extra.get("time_ns", int(extra["timestamp"]) * 10**9))
-            # Its own status, also when it has waited for the others' until the agent ended it.
-            return cls(rank, extra.get("status", found.exitcode), message, text, when, of_a_peer(text))
-        attempts = logs.glob(f"*/attempt_*/{found.local_rank}/error.json{FAULT_SUFFIX}")
-        stacks = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(attempts, key=os.path.getmtime)]
-        text = stacks[-1] if stacks else ""
-        return cls(rank, found.exitcode, "", text, found.timestamp * 10**9, of_a_peer=False, recorded=False)
-
-    @property
-    def exit_status(self) -> int:
-        return 128 - self.status if self.status < 0 else self.status
-
-    def describe(self, failures: Sequence[Failure], ranks: int) -> str:
-        """What a person reads of the cause of all `failures`, with its traceback at the end."""
-        if self.recorded and self.text.startswith("wherry: "):
-            return self.text.rstrip("\n")
-        if self.recorded:
-            same = sorted(other.rank for other in failures if other.recorded and other.message == self.message)
-            if len(same) == 1:
-                head = f"rank {self.rank} failed, and all ranks have ended. Its traceback:"
-            else:
-                who = f"on all {ranks} ranks" if len(same) == ranks else f"on ranks {', '.join(map(str, same))}"
-                head = f"the same error {who}, and all ranks have ended. The traceback of rank {self.rank}:"
-        elif self.status < 0:
-            name = signal.Signals(-self.status).name
-            advice = " (SIGKILL often means that the machine ran out of memory: see dmesg)" if name == "SIGKILL" else ""
-            head = f"rank {self.rank} was ended by {name}{advice}, and all ranks have ended."
-        else:
-            head = f"rank {self.rank} exited with status {self.status}, and all ranks have ended."
-        if self.text and not self.recorded:
-            head += " Its stack:"
-        # The loss of a peer follows from its failure. Whatever else there is may not.
-        besides = [
-            f"wherry: rank {other.rank} failed as well: {other.message.splitlines()[0]}\n"
-            for other in sorted(failures, key=lambda failure: failure.rank)
-            if other.recorded and not other.of_a_peer and other.message != self.message
-        ]
-        return f"{''.join(besides)}wherry: {head}\n\n{self.text}".rstrip()
-
-    def to_line(self) -> str:
-        return FAILURE_LINE + json.dumps(asdict(self))
-
-    @classmethod
-    def from_line(cls, line: str) -> Failure:
-        return cls(**json.loads(line.removeprefix(FAILURE_LINE)))
-
-
-def root_cause(failures: Iterable[Failure]) -> Failure:
-    """The failure that brought the others about: the earliest that is not the loss of a peer or the end we ordered."""
-    return min(failures, key=lambda f: (f.status == -signal.SIGTERM, f.of_a_peer, f.time_ns))
 
 
 def of_a_peer(text: str) -> bool:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from wherry.cli.nodes import follow, forwarded, passed_on
-from wherry.cli.rank import INTERRUPTED
+from wherry.cli import INTERRUPTED
 from wherry.cli.run import given_processes
+from wherry.cli.supervise import ForwardedRun, follow, forwarded, passed_on
 from wherry.errors import WherryError
 
 _SECONDS_BEFORE_A_WORD = 5.0
@@ -126,29 +124,23 @@ class _Machine:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
-    def run(self, words: Sequence[str], settings: dict[str, str], folder: str) -> Iterator[bytes | int]:
-        self.process = subprocess.Popen(
+    def run(self, words: Sequence[str], settings: dict[str, str], folder: str) -> Iterator[str | int]:
+        self.child = ForwardedRun(
+            "",
+            "",
             [sys.executable, "-u", "-m", "wherry", "run", *words],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
             # The driver's folder where machines share it, else that of Ray's runtime environment.
             cwd=folder if os.path.isdir(folder) else None,
             # Ray has given the threads of one rank to the actor of all of them: each is to have its part.
             env={key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"} | settings,
-            start_new_session=True,
         )
-        assert self.process.stdout is not None
-        while said := os.read(self.process.stdout.fileno(), 2**16):
-            yield said
-        yield self.process.wait()
+        # Ray sends into a generator, and `yield from` would hand that on.
+        for line in self.child.output:  # noqa: UP028
+            yield line
+        yield self.child.wait()
 
     def close(self, interrupted: bool) -> None:
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended
-            if interrupted:
-                self.process.stdin.write(b"stop\n")
-            self.process.stdin.close()
+        self.child.close(interrupted=interrupted)
 
 
 class _RayNode:
@@ -165,22 +157,18 @@ class _RayNode:
     def output(self) -> Iterator[str]:
         import ray
 
-        rest = b""
         try:
             for reference in self._said:
                 said = ray.get(reference)
                 if isinstance(said, int):
                     self._status = said
                 else:
-                    *lines, rest = (rest + said).split(b"\n")
-                    yield from (line.decode(errors="replace") + "\n" for line in lines)
+                    yield said
         except ray.exceptions.RayError as error:
             yield f"wherry: the machine {self.name} is lost: {str(error).splitlines()[0]}\n"
-        if rest:
-            yield rest.decode(errors="replace") + "\n"
 
     def wait(self) -> int:
-        return 128 - self._status if self._status < 0 else self._status
+        return self._status
 
     def close(self, *, interrupted: bool) -> None:
         self._actor.close.remote(interrupted)

@@ -6,21 +6,15 @@ Ranks of this machine are started by torch's elastic agent. When one dies all en
 from __future__ import annotations
 
 import argparse
-import logging
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 import uuid
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-from wherry.cli.rank import INTERRUPTED, Failure, root_cause
+from wherry.cli.supervise import launch
 from wherry.errors import WherryError
-from wherry.observe.stdout import CUT_OFF
 
 DEFAULT_PORT = 29500
 _OURS_TO_DEFAULT = ("nproc_per_node", "nnodes", "rdzv_backend", "node_rank", "master_addr")
@@ -103,7 +97,7 @@ def main(argv: list[str]) -> int:
 
         return run_on_ray(arguments, flags)
     if arguments.hostfile and not arguments.follow_stdin:
-        from wherry.cli.nodes import run_on_hosts
+        from wherry.cli.ssh_nodes import run_on_hosts
 
         return run_on_hosts(arguments, flags)
     if (arguments.include or arguments.exclude) and not arguments.follow_stdin:
@@ -217,7 +211,7 @@ def usable_cores() -> int:
 
 def _restrict_this_machine(arguments: argparse.Namespace) -> None:
     """`--include localhost:0,2` without a hostfile: these devices of this machine."""
-    from wherry.cli.nodes import Host, select
+    from wherry.parallel.hostfile import Host, select
 
     local = Host("localhost", tuple(range(max(1, _device_count(), arguments.num_gpus or 0, arguments.nproc or 0))))
     chosen = select([local], arguments.include, arguments.exclude)[0]
@@ -227,98 +221,3 @@ def _restrict_this_machine(arguments: argparse.Namespace) -> None:
         # Slots are counted among the devices in sight, which may be some of the machine's.
         names = dict(enumerate(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))))
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names.get(slot, str(slot)) for slot in chosen.slots)
-
-
-def launch(arguments: argparse.Namespace, *, report: bool = False) -> int:
-    """Start the ranks that torchrun's arguments describe, wait for them, and return the exit status.
-
-    `report`: print each failure as a line of JSON, for the launcher on another machine to read.
-    """
-    from torch.distributed import DistError
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
-    from torch.distributed.launcher.api import elastic_launch
-    from torch.distributed.run import config_from_args
-
-    _quiet_agent()
-    children_before = _children()
-    os.environ["WHERRY_LAUNCHER_PID"] = str(os.getpid())
-    # The ranks meet in a store; a shared one still has the addresses of those that died, after a restart.
-    if arguments.max_restarts:
-        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    folder = None
-    if arguments.log_dir is None:
-        folder = arguments.log_dir = tempfile.mkdtemp(prefix="wherry-run-")
-    try:
-        try:
-            config, command, command_arguments = config_from_args(_through_rank_module(arguments))
-        except (ValueError, AssertionError) as error:
-            raise WherryError(f"run: {error}") from error
-        ranks = config.max_nodes * config.nproc_per_node
-        elastic_launch(config, command)(*command_arguments)
-        return 0
-    except ChildFailedError as error:
-        failures = [Failure.of(rank, found, Path(arguments.log_dir)) for rank, found in error.failures.items()]
-        cause = root_cause(failures)
-        _end_children_since(children_before)
-        if cause.exit_status == CUT_OFF and not cause.text:
-            return CUT_OFF  # whoever read the output of a rank has seen enough
-        sys.stdout.flush()
-        told = [failure.to_line() for failure in failures] if report else [cause.describe(failures, ranks)]
-        print(*told, sep="\n", file=sys.stderr, flush=True)
-        return cause.exit_status
-    except (RendezvousError, DistError) as error:
-        raise WherryError(
-            f"the launchers could not meet at {arguments.rdzv_endpoint or arguments.master_addr}: {error}; check that "
-            "the name is right, that the port is free and reachable, and that every machine has been started"
-        ) from error
-    except SignalException as error:
-        return INTERRUPTED if error.sigval == signal.SIGINT else 128 + error.sigval
-    finally:
-        _end_children_since(children_before)
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _quiet_agent() -> None:
-    # The agent's own account of a failure would hide ours; LOGLEVEL asks for it.
-    if "LOGLEVEL" not in os.environ:
-        for name in ("torch.distributed.elastic", "torch.distributed.run"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-            for other, logger in list(logging.root.manager.loggerDict.items()):
-                if other.startswith(name + ".") and isinstance(logger, logging.Logger):
-                    logger.setLevel(logging.CRITICAL)
-
-
-def _through_rank_module(arguments: argparse.Namespace) -> argparse.Namespace:
-    """The same arguments with `wherry.cli.rank` between the interpreter and the script."""
-    if arguments.no_python or arguments.run_path:
-        return arguments
-    through = argparse.Namespace(**vars(arguments))
-    flags = ["--module"] if arguments.module else []
-    if getattr(arguments, "local_rank_arg", False):
-        flags.append("--local-rank-arg")
-    through.module = True
-    through.training_script = "wherry.cli.rank"
-    through.training_script_args = [*flags, "--", arguments.training_script, *arguments.training_script_args]
-    return through
-
-
-def _children() -> set[Any]:
-    import psutil
-
-    return set(psutil.Process().children(recursive=True))
-
-
-def _end_children_since(before: set[Any]) -> None:
-    """End, and wait for, whatever the agent has left: a second Ctrl-C interrupts its own ending of them."""
-    import psutil
-
-    children = _children() - before
-    for child in children:
-        try:
-            child.kill()
-        except psutil.NoSuchProcess:
-            continue
-    psutil.wait_procs(children, timeout=5)

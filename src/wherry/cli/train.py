@@ -24,7 +24,8 @@ def main(argv: list[str]) -> int:
     ranks = options.nproc or max(share, (torch.cuda.device_count() or _RANKS_ON_CPU) // share * share)
     if ranks == 1:
         return job.main(argv)
-    from wherry.cli.run import build_parser, launch, resolve
+    from wherry.cli.run import build_parser, resolve
+    from wherry.cli.supervise import launch
 
     arguments = build_parser().parse_args(
         ["--nproc", str(ranks), "--max-restarts", str(options.max_restarts), "--module", "wherry.train", *argv]

@@ -202,8 +202,8 @@ class ActivationCheckpointing(ConfigBlock):
     policy: Annotated[Literal["none", "recompute", "offload", "auto"] | None, BeforeValidator(lowered)] = key(
         None,
         "What becomes of what a unit's forward saves: kept (`none`), computed again from the unit's inputs "
-        "(`recompute`), put away until backward (`offload`), or for each unit what costs least in the memory there is "
-        "(`auto`). Unset: `recompute` if another key of this block asks for something, else `none`. "
+        "(`recompute`), put away until backward (`offload`), or computed again in as few units as the memory there is "
+        "allows (`auto`). Unset: `recompute` if another key of this block asks for something, else `none`. "
         "`wherry.checkpoint` in the model's code works with any.",
     )
     every: Integer = key(1, "Recompute one unit in so many, and keep what the others save.", ge=1)

@@ -34,13 +34,8 @@ def _batch(config: Config, draft: Draft) -> Iterator[Finding]:
     product = math.prod(size for _, size in given)
     if train is not None and train % product:
         others = " x ".join(f"{name} {size}" for name, size in given) + (f" = {product}" if len(given) > 1 else "")
-        yield (
-            (TRAIN,),
-            (
-                f"{train} is not divisible by {others}, so no number of ranks fits; "
-                f"set it to a multiple of {product}, or leave one of them out"
-            ),
-        )
+        message = f"{train} is not divisible by {others}, so no number of ranks fits; "
+        yield (TRAIN,), f"{message}set it to a multiple of {product}, or leave one of them out"
 
 
 def _precision(config: Config, draft: Draft) -> Iterator[Finding]:
@@ -59,25 +54,19 @@ def _offload(config: Config, draft: Draft) -> Iterator[Finding]:
     zero = config.zero_optimization
     stage_is_known = not any(bad[:1] == (ZERO,) and len(bad) == 2 for bad in draft.bad)
     if zero.offload_param.device != "none" and zero.stage < 3 and stage_is_known:
-        yield (
-            (ZERO, "offload_param", "device"),
-            (
-                f"{zero.offload_param.device} needs {ZERO}.stage 3, got stage {zero.stage}, at which every rank keeps "
-                'whole parameters; set "stage": 3, or remove offload_param'
-            ),
+        message = (
+            f"{zero.offload_param.device} needs {ZERO}.stage 3, got stage {zero.stage}, at which every rank keeps "
+            'whole parameters; set "stage": 3, or remove offload_param'
         )
+        yield (ZERO, "offload_param", "device"), message
     for name in ("offload_optimizer", "offload_param"):
-        offload = getattr(zero, name)
+        offload, path = getattr(zero, name), (ZERO, name)
         if offload.device == "nvme" and offload.nvme_path is None:
-            yield (
-                (ZERO, name, "nvme_path"),
-                ('is required, as the device is nvme; give a folder on a fast disk, like "/mnt/nvme"'),
-            )
+            message = 'is required, as the device is nvme; give a folder on a fast disk, like "/mnt/nvme"'
+            yield (*path, "nvme_path"), message
         if not _is_auto(draft, name) and offload.nvme_path is not None and "device" not in offload.model_fields_set:
-            yield (
-                (ZERO, name, "device"),
-                ('is not given, so nvme_path would do nothing; add "device": "nvme", or remove nvme_path'),
-            )
+            message = 'is not given, so nvme_path would do nothing; add "device": "nvme", or remove nvme_path'
+            yield (*path, "device"), message
 
 
 def _is_auto(draft: Draft, name: str) -> bool:
@@ -86,17 +75,12 @@ def _is_auto(draft: Draft, name: str) -> bool:
 
 
 def _groups(config: Config, draft: Draft) -> Iterator[Finding]:
-    zero = config.zero_optimization
-    if zero.mics_shard_size == 0:
+    size, within = config.zero_optimization.mics_shard_size, config.zero_optimization.zero_hpz_partition_size
+    if size == 0:
         yield (ZERO, "mics_shard_size"), "expected a number of ranks, or -1 for all of them, got 0"
-    elif zero.mics_shard_size > 0 and zero.mics_shard_size % zero.zero_hpz_partition_size:
-        yield (
-            (ZERO, "zero_hpz_partition_size"),
-            (
-                f"{zero.zero_hpz_partition_size} does not divide mics_shard_size {zero.mics_shard_size}, within which "
-                "weights are gathered; set it to a divisor, or to 1"
-            ),
-        )
+    elif size > 0 and size % within:
+        message = f"{within} does not divide mics_shard_size {size}, within which weights are gathered; "
+        yield (ZERO, "zero_hpz_partition_size"), f"{message}set it to a divisor, or to 1"
 
 
 def _activations(config: Config, draft: Draft) -> Iterator[Finding]:
@@ -113,44 +97,39 @@ _HALF_MASTERS = (
     '"state_dtype": "bf16" halves the moments'
 )
 # Values that would change results, memory or speed, or lose something, and are not to be had.
-_REFUSED: tuple[tuple[KeyPath, object, str], ...] = (
-    (
-        ("gradient_allreduce_op",),
+_REFUSED: dict[str, tuple[object, str]] = {
+    "gradient_allreduce_op": (
         "sum",
         ": gradients are averaged over ranks; multiply the loss by the number of ranks",
     ),
-    (
-        ("managed_gradient_accumulation",),
+    "managed_gradient_accumulation": (
         False,
         "; call engine.set_gradient_accumulation_boundary(True) before the backward that ends a window",
     ),
-    (("fp16", "fp16_master_weights_and_grads"), True, _HALF_MASTERS),
-    (("bf16", "bf16_master_weights_and_grads"), True, _HALF_MASTERS),
-    (
-        ("aio", "use_gds"),
+    "fp16.fp16_master_weights_and_grads": (True, _HALF_MASTERS),
+    "bf16.bf16_master_weights_and_grads": (True, _HALF_MASTERS),
+    "aio.use_gds": (
         True,
         ": GPUDirect Storage would read from disk to GPU past the host's memory, which the disk tier reads into; set "
         "it to false",
     ),
-    (
-        ("checkpoint", "use_node_local_storage"),
+    "checkpoint.use_node_local_storage": (
         True,
         ": it would leave a part of each checkpoint on every node's own disk, and a checkpoint is one folder that all "
         "ranks see; set it to false, and save to a file system that the nodes share",
     ),
-    (
-        ("checkpoint", "writer", "decoupled"),
+    "checkpoint.writer.decoupled": (
         True,
         '; to write while training goes on, set "wherry": {"checkpoint": {"async_save": true}}',
     ),
-)
+}
 
 
 def _refused_values(config: Config, draft: Draft) -> Iterator[Finding]:
-    for path, value, instead in _REFUSED:
-        block: object = config
+    for dotted, (value, instead) in _REFUSED.items():
+        path, block = tuple(dotted.split(".")), config
         for name in path[:-1]:
-            block = getattr(block, name, None)
+            block = getattr(block, name, None)  # type: ignore[assignment]
         asked = draft.without_effect.get(path, getattr(block, path[-1], None))
         if asked == value and getattr(block, "enabled", True):
             yield path, f"{str(value).lower()} is not part of Wherry{instead}"
@@ -159,13 +138,8 @@ def _refused_values(config: Config, draft: Draft) -> Iterator[Finding]:
 def _own(config: Config, draft: Draft) -> Iterator[Finding]:
     policy, own = config.wherry.update_policy, ("wherry", "update_policy")
     if policy == "in_backward" and config.gradient_clipping > 0:
-        yield (
-            own,
-            (
-                f"in_backward updates before the norm of all gradients is known, so it excludes gradient_clipping "
-                f'{config.gradient_clipping:g}; set gradient_clipping to 0, or use "before_use"'
-            ),
-        )
+        message = "in_backward updates before the norm of all gradients is known, so it excludes gradient_clipping"
+        yield own, f'{message} {config.gradient_clipping:g}; set gradient_clipping to 0, or use "before_use"'
     if policy == "in_backward" and config.scales_loss():
         yield own, 'in_backward excludes fp16, whose steps are skipped on overflow; use bf16, or "before_use"'
     nonfinite = config.wherry.nonfinite
@@ -174,6 +148,13 @@ def _own(config: Config, draft: Draft) -> Iterator[Finding]:
     working_is_bf16 = config.bf16.enabled or config.data_types.param_dtype == "bf16"
     if config.wherry.master == "split" and not working_is_bf16:
         yield ("wherry", "master"), 'split needs bf16 working weights; add "bf16": {"enabled": true}, or use "whole"'
+
+
+def _optimizer(config: Config, draft: Draft) -> Iterator[Finding]:
+    decoupled = str(draft.get(("optimizer", "type"))).lower() == "adamw"
+    if config.optimizer is not None and config.optimizer.type == "Adam" and decoupled:
+        message = 'false contradicts the type AdamW, whose weight decay is decoupled; use the type "Adam"'
+        yield ("optimizer", "params", "adam_w_mode"), message
 
 
 def _schedule(config: Config, draft: Draft) -> Iterator[Finding]:
@@ -236,16 +217,14 @@ def _short_schedule(config: Config, draft: Draft) -> Iterator[Finding]:
 
 
 def _adam(config: Config, draft: Draft) -> Iterator[Finding]:
-    written = draft.source.given.get("optimizer")
-    if config.optimizer is None or config.optimizer.type != "AdamW" or not isinstance(written, dict):
-        return
-    if str(written.get("type")).lower() == "adam" and config.optimizer.params.get("weight_decay"):
-        yield (
-            ("optimizer", "type"),
-            ("Adam decouples its weight decay, as AdamW does; for decay inside the gradient set adam_w_mode to false"),
-        )
+    asked = str(draft.get(("optimizer", "type"))).lower() == "adam"
+    optimizer = config.optimizer
+    if asked and optimizer is not None and optimizer.type == "AdamW" and optimizer.params.get("weight_decay"):
+        message = "Adam decouples its weight decay, as AdamW does; for decay inside the gradient set adam_w_mode"
+        yield ("optimizer", "type"), f"{message} to false"
 
 
 Rule = Callable[[Config, Draft], Iterator[Finding]]
-_RULES: tuple[Rule, ...] = (_batch, _precision, _offload, _groups, _activations, _refused_values, _own, _schedule)
+_OF_BLOCKS: tuple[Rule, ...] = (_precision, _offload, _groups, _activations, _optimizer, _schedule)
+_RULES: tuple[Rule, ...] = (_batch, *_OF_BLOCKS, _refused_values, _own)
 _REMARKS: tuple[Rule, ...] = (_delayed, _short_schedule, _adam)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wherry.config.fields import to_flag
@@ -16,19 +16,26 @@ _ZERO = "zero_optimization"
 
 
 class Draft:
-    """The tree of keys, with everything that there is to say about it."""
+    """The tree of keys, with overrides laid over it and older spellings read, and everything there is to say of it."""
 
-    def __init__(self, source: ConfigSource) -> None:
+    def __init__(self, source: ConfigSource, overrides: Sequence[Mapping[str, Any]] = ()) -> None:
         self.source = source
+        self.overrides = list(overrides)
         self.tree: dict[str, Any] = copy.deepcopy(source.given)
         self.problems: list[Problem] = list(source.problems)
         self.notes: list[str] = []
         # Of the notes, those of keys without effect, and how to name the key to whoever is told in one line of all.
         self.idle: dict[str, str] = {}
         self.autos: list[str] = []
+        self.chosen: list[str] = []  # keys that were "auto", and what they are has been found from others
         self.without_effect: dict[KeyPath, Any] = {}  # the checked values of keys that have none
         self.bad: set[KeyPath] = {tuple(problem.path.split(".")) for problem in source.problems}
         self._written_as: dict[KeyPath, KeyPath] = {}
+        self._spread_dotted_keys()
+        for layer in overrides:
+            self._override(layer)
+        self.written = copy.deepcopy(self.tree)
+        self._read_older_spellings()
 
     # --- speaking about keys ---
 
@@ -71,7 +78,7 @@ class Draft:
         """The value at a path, or None."""
         return _at(self.tree, path)
 
-    def put(self, path: KeyPath, value: Any, written_as: KeyPath) -> bool:
+    def _put(self, path: KeyPath, value: Any, written_as: KeyPath) -> bool:
         """Set a value, making blocks on the way. False when something that is no block is in the way."""
         inner = self.tree
         for name in path[:-1]:
@@ -86,7 +93,7 @@ class Draft:
 
     # --- the steps ---
 
-    def spread_dotted_keys(self) -> None:
+    def _spread_dotted_keys(self) -> None:
         """`"zero_optimization.stage": 2` at the top means the key inside the block."""
         for name in [name for name in self.tree if "." in name]:
             path = tuple(name.split("."))
@@ -95,19 +102,19 @@ class Draft:
             if present not in (None, "auto"):
                 if present != value:
                     self.note(path, f'has {present} in its block, so "{name}": {value} at the top is left aside')
-            elif not self.put(path, value, written_as=(name,)):
+            elif not self._put(path, value, written_as=(name,)):
                 self.problem(path[:1], f'expected an object, as "{name}" is given too')
 
-    def override(self, overrides: Mapping[str, Any], prefix: KeyPath = ()) -> None:
+    def _override(self, overrides: Mapping[str, Any], prefix: KeyPath = ()) -> None:
         """Lay values over the file's; a key may be dotted."""
         for name, value in overrides.items():
             path = (*prefix, *str(name).split("."))
             if isinstance(value, Mapping):
-                self.override(value, path)
-            elif not self.put(path, copy.deepcopy(value), written_as=_OVERRIDE):
+                self._override(value, path)
+            elif not self._put(path, copy.deepcopy(value), written_as=_OVERRIDE):
                 self.problem(path, "cannot be set: what is around it is not an object")
 
-    def read_older_spellings(self) -> None:
+    def _read_older_spellings(self) -> None:
         """Move every older spelling to the key it means, with a note; both at once is a problem."""
         self._move_bfloat16()
         value = self.tree.get(_ZERO)
@@ -128,7 +135,7 @@ class Draft:
         if self.tree.get("bf16") is not None:
             self.problem(("bfloat16",), 'is another spelling of "bf16", which is given too; remove one of the two')
             return
-        self.put(("bf16",), value, written_as=("bfloat16",))
+        self._put(("bf16",), value, written_as=("bfloat16",))
         self.note(("bfloat16",), 'read as "bf16"')
 
     def _move(self, row: IdleKey, before: dict[str, Any]) -> None:
@@ -148,7 +155,7 @@ class Draft:
         except ValueError as error:
             self.problem(old, str(error))
             return
-        if meant is not None and self.put(new, meant, written_as=old):
+        if meant is not None and self._put(new, meant, written_as=old):
             self.note(old, f'older spelling, read as "{row.why}"')
 
     def _share_pin_memory(self) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -19,7 +18,7 @@ from wherry.config.fields import ConfigBlock, block_of, checker, key_names, take
 from wherry.config.problems import Problem, config_error, did_you_mean, shown
 from wherry.config.reference import paths_ending_in
 from wherry.config.schema import Config
-from wherry.config.source import ConfigSource, KeyPath, TextError, copied, parse, read
+from wherry.config.source import KeyPath, TextError, copied, parse, read
 from wherry.config.without_effect import IdleKey, idle_keys_in
 
 # What a block looks like, by the key that it is mostly about.
@@ -45,19 +44,14 @@ def load(
     >>> load({"bf16": {"enabled": True}}, overrides={"zero_optimization.stage": 3}).zero_optimization.stage
     3
     """
-    laid_over: list[Mapping[str, Any]] = [copied(overrides)] if overrides else []
+    laid_over = [copied(overrides)] if overrides else []
     if isinstance(source, Config):
-        return _load(source._source, [*source._overrides, *laid_over]) if overrides else source
-    return _load(read(source), laid_over)
+        return source if not overrides else _load(Draft(source._draft.source, [*source._draft.overrides, *laid_over]))
+    return _load(Draft(read(source), laid_over))
 
 
-def _load(source: ConfigSource, overrides: list[Mapping[str, Any]]) -> Config:
-    draft = Draft(source)
-    draft.spread_dotted_keys()
-    for layer in overrides:
-        draft.override(layer)
-    draft.read_older_spellings()
-    chosen = _choose_types(draft)
+def _load(draft: Draft) -> Config:
+    _choose_types(draft)
     config = _Reader(draft).block(Config, draft.tree, ())
     assert isinstance(config, Config), "the config as a whole has no required key"
     check(config, draft)
@@ -65,11 +59,7 @@ def _load(source: ConfigSource, overrides: list[Mapping[str, Any]]) -> Config:
         raise config_error(draft.problems, draft.source.name)
     if draft.autos:
         draft.notes.append(f"auto, so left at their defaults: {', '.join(draft.autos)}")
-    config._source = source
-    config._overrides[:] = copy.deepcopy(overrides)
-    config._notes[:] = draft.notes
-    config._idle = draft.idle
-    config._auto = (*draft.autos, *chosen)
+    config._draft = draft
     return config
 
 
@@ -104,34 +94,31 @@ def _override_value(text: str) -> Any:
 # --- the types that are "auto" ---
 
 
-def _choose_types(draft: Draft) -> list[str]:
-    """A type that is "auto": AdamW, and the schedule that the parameters belong to. Returns what was chosen."""
-    chosen = []
-    if draft.get(("optimizer", "type")) == "auto":
-        draft.tree["optimizer"]["type"] = "AdamW"
-        draft.note(("optimizer", "type"), "auto, so AdamW")
-        chosen.append("optimizer.type")
-    if draft.get(("scheduler", "type")) == "auto":
-        _choose_schedule(draft)
-        chosen.append("scheduler.type")
-    return chosen
+def _choose_types(draft: Draft) -> None:
+    """A type that is "auto": AdamW, and the schedule that the parameters belong to."""
+    for block, choose in (("optimizer", _choose_optimizer), ("scheduler", _choose_schedule)):
+        if draft.get((block, "type")) == "auto":
+            draft.chosen.append(f"{block}.type")
+            choose(draft, draft.tree[block])
 
 
-def _choose_schedule(draft: Draft) -> None:
-    path = ("scheduler", "type")
-    params = draft.get(("scheduler", "params"))
+def _choose_optimizer(draft: Draft, block: dict[str, Any]) -> None:
+    block["type"] = "AdamW"
+    draft.note(("optimizer", "type"), "auto, so AdamW")
+
+
+def _choose_schedule(draft: Draft, block: dict[str, Any]) -> None:
+    path, params = ("scheduler", "type"), block.get("params")
     given = {name: value for name, value in params.items() if value is not None} if isinstance(params, dict) else {}
+    block["type"] = schedulers.with_parameters(given)
     if all(value == "auto" for value in given.values()):
-        del draft.tree["scheduler"]
+        draft.tree["scheduler"] = None
         draft.note(path, "auto, and no parameters tell which, so the config has no schedule")
-        return
-    name = schedulers.with_parameters(given)
-    if name is None:
+    elif block["type"] is None:
+        draft.tree["scheduler"] = None
         draft.problem(path, f"auto, but no schedule has all of {', '.join(given)}; name one")
-        del draft.tree["scheduler"]
-        return
-    draft.tree["scheduler"]["type"] = name
-    draft.note(path, f"auto, so {name}, which has these parameters")
+    else:
+        draft.note(path, f"auto, so {block['type']}, which has these parameters")
 
 
 # --- reading the tree ---
@@ -154,17 +141,10 @@ class _Reader:
         self, model: type[ConfigBlock], tree: dict[str, Any], path: KeyPath, of: str = ""
     ) -> ConfigBlock | _Invalid:
         """The block of a part of the tree; of an optimizer's or a schedule's parameters `of` says which."""
-        fields, idle = key_names(model), idle_keys_in(".".join(path), of)
-        values: dict[str, Any] = {}
-        for name, value in tree.items():
+        fields, values = key_names(model), {}
+        for name, value in self._acting(fields, tree, path, of=of):
             here = (*path, name)
-            if name not in fields and name not in idle:
-                self._draft.problem_once(here, f"unknown key{_suggestion(here, fields, idle)}")
-            elif value is None:
-                continue
-            elif name in idle:
-                self._idle(idle[name], here, value)
-            elif value == "auto" and not takes_auto(fields[name]):
+            if value == "auto" and not takes_auto(fields[name]):
                 self._draft.autos.append(".".join(here))
             elif (taken := self._value(model, name, here, value)) is not _INVALID:
                 values[name] = taken
@@ -173,17 +153,32 @@ class _Reader:
             self._draft.problem_once((*path, name), "this key is required")
         return _INVALID if missing else model.model_construct(**values)
 
+    def _acting(
+        self, known: Collection[str], tree: dict[str, Any], path: KeyPath, *, of: str = "", quiet: bool = False
+    ) -> Iterator[tuple[str, Any]]:
+        """The keys that are known; what there is to say of the others is said."""
+        idle = idle_keys_in(".".join(path), of)
+        for name, value in tree.items():
+            here = (*path, name)
+            if name not in known and name not in idle:
+                self._draft.problem_once(here, f"unknown key{_suggestion(here, known, idle)}")
+            elif value is None:
+                continue
+            elif name in idle:
+                self._idle(idle[name], here, value, quiet=quiet)
+            else:
+                yield name, value
+
     def _value(self, model: type[ConfigBlock], name: str, path: KeyPath, value: Any) -> Any:
         inner = block_of(key_names(model)[name])
         if inner is None:
             return self._checked(checker(model, name), path, value)
-        if not isinstance(value, dict):
-            self._expected_object(path, value, {*key_names(inner), *idle_keys_in(".".join(path))})
+        if not self._is_object(path, value, key_names(inner)):
             return _INVALID
         if inner is optimizers.Optimizer:
-            value = self._with_optimizer_params(value)
+            value = self._with_params(value, path, optimizers.params_model, optimizers.resolve)
         elif inner is schedulers.Scheduler:
-            value = self._with_schedule_params(value)
+            value = self._with_params(value, path, schedulers.params_model, schedulers.resolve)
         return value if value is _INVALID else self.block(inner, value, path)
 
     def _checked(self, adapter: TypeAdapter[Any], path: KeyPath, value: Any) -> Any:
@@ -194,89 +189,55 @@ class _Reader:
                 self._draft.problem_once((*path, *map(str, item["loc"])), _message(item))
             return _INVALID
 
-    def _expected_object(self, path: KeyPath, value: Any, known: set[str]) -> None:
+    def _is_object(self, path: KeyPath, value: Any, known: Collection[str] = ()) -> bool:
+        if isinstance(value, dict):
+            return True
         example = next((f" like {text}" for name, text in _EXAMPLES.items() if name in known), "")
         self._draft.problem_once(path, f"expected an object{example}, got {shown(value)}")
+        return False
 
-    # --- keys without effect ---
-
-    def _idle(self, row: IdleKey, path: KeyPath, value: Any, *, quiet: bool = False) -> None:
+    def _idle(self, row: IdleKey, path: KeyPath, value: Any, *, quiet: bool) -> None:
         """A key of the table; quiet inside a block that has been told of as a whole."""
+        draft = self._draft
         if row.effect == "refused":
             if row.is_refused(value):
-                self._draft.problem(path, f"not part of Wherry: {row.why}")
+                draft.problem(path, f"not part of Wherry: {row.why}")
             else:
-                self._draft.note(path, "not part of Wherry; accepted, as it asks for nothing")
+                draft.note(path, "not part of Wherry; accepted, as it asks for nothing")
             return
         if value == "auto":
-            self._draft.autos.append(row.path)
+            draft.autos.append(row.path)
             return
         if not quiet:
-            self._draft.note_idle(path, f"no effect here: {row.why}", row.path if row.differs(value) else "")
+            draft.note_idle(path, f"no effect here: {row.why}", row.path if row.differs(value) else "")
         if not row.is_block:
-            self._draft.without_effect[path] = self._checked(row.checker, path, value)
-        elif not isinstance(value, dict):
-            self._expected_object(path, value, {*idle_keys_in(row.path)})
-        else:
-            self._idle_block(path, value)
+            draft.without_effect[path] = self._checked(row.checker, path, value)
+        elif self._is_object(path, value):
+            list(self._acting((), value, path, quiet=True))
 
-    def _idle_block(self, path: KeyPath, tree: dict[str, Any]) -> None:
-        inside = idle_keys_in(".".join(path))
-        for name, value in tree.items():
-            here = (*path, name)
-            if name not in inside:
-                self._draft.problem_once(here, f"unknown key{_suggestion(here, (), inside)}")
-            elif value is not None:
-                self._idle(inside[name], here, value, quiet=True)
-
-    # --- what an optimizer and a schedule are constructed with ---
-
-    def _with_optimizer_params(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """The optimizer with its parameters resolved, where they are known here."""
-        draft, path = self._draft, ("optimizer", "params")
-        params = self._given_params(tree, path)
-        if isinstance(params, dict) and (norm := params.pop("max_grad_norm", None)) not in (None, 0, "auto"):
+    def _with_params(self, tree: dict[str, Any], block: KeyPath, model_of: Any, resolve: Any) -> Any:
+        """An optimizer or a schedule with its parameters resolved, where they are known here."""
+        draft, path, params = self._draft, (*block, "params"), tree.get("params")
+        if params == "auto":
+            draft.autos.append(".".join(path))
+            params = None
+        if not isinstance(params, dict | None):
+            return tree
+        params = params or {}
+        if block == ("optimizer",) and (norm := params.pop("max_grad_norm", None)) not in (None, 0, "auto"):
             message = f'is not a parameter of an optimizer; write "gradient_clipping": {norm} at the top instead'
             draft.problem((*path, "max_grad_norm"), message)
-        name, model = optimizers.params_model(tree.get("type"))
-        if model is None or not isinstance(params, dict | None):
-            return {**tree, "params": self._without_auto(params, path)}
-        checked = self.block(model, params or {}, path, of=name)
-        assert isinstance(checked, ConfigBlock), "no optimizer has a required parameter"
-        if name == "AdamW" and isinstance(checked, optimizers.AdamParams) and not checked.adam_w_mode:
-            message = 'false contradicts the type AdamW, whose weight decay is decoupled; use the type "Adam"'
-            draft.problem((*path, "adam_w_mode"), message)
-        name, resolved = optimizers.resolve(tree["type"], checked)
-        return {**tree, "type": name, "params": resolved}
-
-    def _with_schedule_params(self, tree: dict[str, Any]) -> Any:
-        """The same of a schedule."""
-        path = ("scheduler", "params")
-        params = self._given_params(tree, path)
-        name, model = schedulers.params_model(tree.get("type"))
-        if model is None or not isinstance(params, dict | None):
-            return {**tree, "params": self._without_auto(params, path)}
-        checked = self.block(model, params or {}, path, of=name)
+        name, model = model_of(tree.get("type"))
+        if model is None:  # only its own constructor can check them
+            draft.autos += [".".join((*path, name)) for name, value in params.items() if value == "auto"]
+            return {**tree, "params": {n: value for n, value in params.items() if value not in (None, "auto")}}
+        checked = self.block(model, params, path, of=name)
         if not isinstance(checked, ConfigBlock):
             return _INVALID
-        resolved = checked.model_dump()
-        if "scheduler.params.total_num_steps" in self._draft.autos:
+        name, resolved = resolve(name, checked)
+        if "scheduler.params.total_num_steps" in draft.autos and block == ("scheduler",):
             resolved["total_num_steps"] = "auto"  # nothing here knows it: whoever builds the schedule must give it
-        return {**tree, "params": resolved}
-
-    def _given_params(self, tree: dict[str, Any], path: KeyPath) -> Any:
-        params = tree.get("params")
-        if params == "auto":
-            self._draft.autos.append(".".join(path))
-            return None
-        return params
-
-    def _without_auto(self, params: Any, path: KeyPath) -> Any:
-        """Parameters that only their own constructor can check."""
-        if not isinstance(params, dict):
-            return params
-        self._draft.autos += [".".join((*path, name)) for name, value in params.items() if value == "auto"]
-        return {name: value for name, value in params.items() if value is not None and value != "auto"}
+        return {**tree, "type": name, "params": resolved}
 
 
 # --- what is said of a mistake ---

@@ -154,9 +154,8 @@ def params_model(type_name: Any) -> tuple[str, type[ConfigBlock] | None]:
 def resolve(type_name: str, params: ConfigBlock) -> tuple[str, dict[str, Any]]:
     """The rule that a type and its params mean, and the params with every default written out."""
     resolved = params.model_dump(exclude={"amsgrad", "bias_correction", "fp32_optimizer_states"})
-    if isinstance(params, AdamParams):
-        if params.adam_w_mode:
-            del resolved["adam_w_mode"]
-            return "AdamW", resolved
-        return "Adam", resolved
-    return type_name, resolved
+    if not isinstance(params, AdamParams):
+        return type_name, resolved
+    if params.adam_w_mode:
+        del resolved["adam_w_mode"]
+    return "AdamW" if params.adam_w_mode else "Adam", resolved

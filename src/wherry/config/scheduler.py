@@ -109,3 +109,8 @@ def params_model(type_name: Any) -> tuple[str, type[ConfigBlock] | None]:
     """The schedule's name and the schema of its params, or None if there is no such schedule."""
     name = _BY_LOWER_NAME.get(type_name.lower(), "") if isinstance(type_name, str) else ""
     return name, SCHEDULES.get(name)
+
+
+def resolve(type_name: str, params: ConfigBlock) -> tuple[str, dict[str, Any]]:
+    """The schedule, and its params with every default written out."""
+    return type_name, params.model_dump()

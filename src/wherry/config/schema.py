@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr
@@ -24,6 +23,7 @@ from wherry.config.blocks import (
     Wandb,
     ZeroOptimization,
 )
+from wherry.config.draft import Draft
 from wherry.config.fields import ConfigBlock, Dtype, EverySteps, Flag, Integer, Number, Text, block, key, lowered
 from wherry.config.optimizer import Optimizer
 from wherry.config.problems import Problem, config_error
@@ -124,37 +124,42 @@ class Config(ConfigBlock):
 
     wherry: Own = block(Own, "Wherry's own keys.")
 
-    _source: ConfigSource = PrivateAttr(default_factory=lambda: ConfigSource({}))
-    _overrides: list[Mapping[str, Any]] = PrivateAttr(default_factory=list)
-    _notes: list[str] = PrivateAttr(default_factory=list)
-    _idle: dict[str, str] = PrivateAttr(default_factory=dict)
-    _auto: tuple[str, ...] = PrivateAttr(default=())
+    _draft: Draft = PrivateAttr(default_factory=lambda: Draft(ConfigSource({})))
     _batches: dict[int, BatchSizes] = PrivateAttr(default_factory=dict)
 
     @property
     def given(self) -> dict[str, Any]:
         """What the user wrote, unchanged (a copy)."""
-        return copy.deepcopy(self._source.given)
+        return copy.deepcopy(self._draft.source.given)
+
+    @property
+    def written(self) -> dict[str, Any]:
+        """What the user wrote, with dotted keys in their blocks and what was laid over it (a copy)."""
+        return copy.deepcopy(self._draft.written)
 
     @property
     def notes(self) -> list[str]:
         """What the user should know and need not act on, one line each."""
-        return list(self._notes)
+        return list(self._draft.notes)
+
+    def add_note(self, note: str) -> None:
+        """One more, of whoever has settled what the config left open."""
+        self._draft.notes.append(note)
 
     @property
     def news(self) -> list[str]:
         """The notes of keys that act, to be logged once by rank 0."""
-        return [note for note in self._notes if note not in self._idle]
+        return [note for note in self._draft.notes if note not in self._draft.idle]
 
     @property
     def idle(self) -> list[str]:
         """The keys whose values have no effect, in words for one line, but those that ask for what is so."""
-        return [named for named in self._idle.values() if named]
+        return [named for named in self._draft.idle.values() if named]
 
     @property
     def auto(self) -> tuple[str, ...]:
         """The keys whose value was "auto"; each has its default here."""
-        return self._auto
+        return (*self._draft.autos, *self._draft.chosen)
 
     def batch(self, dp_world_size: int, counted: str = "") -> BatchSizes:
         """The three batch sizes for so many data-parallel ranks. Raises `ConfigError` when they contradict.
@@ -174,9 +179,10 @@ class Config(ConfigBlock):
             many = accumulation or (max(1, train // (micro * dp_world_size)) if train and micro else 1)
             if train not in (None, one * many * dp_world_size):
                 message = _contradiction(train, micro, accumulation, dp_world_size, counted)
-                raise config_error([Problem(TRAIN, self._source.lines.of((TRAIN,)), message)], self._source.name)
+                source = self._draft.source
+                raise config_error([Problem(TRAIN, source.lines.of((TRAIN,)), message)], source.name)
             if train is None and micro is None:
-                self._notes.append(f"{MICRO}: not given, so the micro-batch is 1")
+                self.add_note(f"{MICRO}: not given, so the micro-batch is 1")
             self._batches[dp_world_size] = BatchSizes(one * many * dp_world_size, one, many)
         return self._batches[dp_world_size]
 

@@ -6,9 +6,10 @@ import base64
 import binascii
 import bisect
 import json
+import json.scanner
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,9 @@ from wherry.config.problems import Problem, config_error, shown
 KeyPath = tuple[str, ...]
 
 _BASE64 = re.compile(r"[A-Za-z0-9+/_-]{8,}={0,2}")
-_SPACE_AND_COMMENTS = re.compile(r"(?:\s+|#[^\n]*|//[^\n]*|/\*.*?\*/)*", re.DOTALL)
-_SPACE_COMMENTS_COMMAS = re.compile(r"(?:[\s,]+|#[^\n]*|//[^\n]*|/\*.*?\*/)*", re.DOTALL)
-_QUOTED = re.compile(r"'''.*?'''|\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'", re.DOTALL)
-_BRACKETS = re.compile(rf"{_QUOTED.pattern}|#[^\n]*|//[^\n]*|/\*.*?\*/|[{{}}\[\]]", re.DOTALL)
-_BARE_KEY = re.compile(r"[^\s:{}\[\],]+")
-_SCALAR = re.compile(
-    r"(?:true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?)(?=[ \t]*(?:[,}\]#\n\r]|//|/\*|\Z))"
-)
-_JSON_SCALAR = re.compile(r"[^\s,\]}]+")
-_REST_OF_LINE = re.compile(r"[^\n]*")
+_BEFORE_KEY = re.compile(r"(?:[\s,]+|#[^\n]*|//[^\n]*|/\*.*?\*/)*", re.DOTALL)
+_QUOTED = r"'''.*?'''|\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'"
+_BRACKETS = re.compile(rf"{_QUOTED}|#[^\n]*|//[^\n]*|/\*.*?\*/|[{{}}\[\]]", re.DOTALL)
 
 
 class TextError(Exception):
@@ -41,15 +35,13 @@ class TextError(Exception):
 class Lines:
     """The line of every key of a text, and the keys given more than once.
 
-    >>> Lines('{\\n "a": {"b": 1}\\n}').of(("a", "b"))
+    >>> parse('{\\n "a": {"b": 1}\\n}')[1].of(("a", "b"))
     2
     """
 
-    def __init__(self, text: str = "", *, strict_json: bool = False) -> None:
+    def __init__(self) -> None:
         self.table: dict[KeyPath, int] = {}
         self.duplicates: list[tuple[KeyPath, int]] = []
-        if text:
-            _Scanner(text, self, _JSON_SCALAR if strict_json else _SCALAR).run()
 
     def of(self, path: KeyPath) -> int | None:
         """The line of a key, or of the nearest block around it that the text has."""
@@ -59,12 +51,62 @@ class Lines:
             path = path[:-1]
         return None
 
-    def note(self, path: KeyPath, line: int) -> None:
-        if path not in self.table:
-            self.table[path] = line
-        elif not any(path[: len(outer)] == outer for outer, _ in self.duplicates if len(outer) < len(path)):
-            # Inside a block given twice, every key is there twice: the block is what to say.
-            self.duplicates.append((path, line))
+    def take(self, value: Any, path: KeyPath = ()) -> Any:
+        """What a parser has made, as plain dicts and lists; the lines of its keys are noted."""
+        if isinstance(value, list):
+            return [self.take(inner, (*path, str(index))) for index, inner in enumerate(value)]
+        if not isinstance(value, _Object):
+            return value
+        for name, line in value.key_lines:
+            if (*path, name) in self.table:
+                self.duplicates.append(((*path, name), line))
+            else:
+                self.table[*path, name] = line
+        return {name: self.take(inner, (*path, name)) for name, inner in value.items()}
+
+
+class _Object(dict[str, Any]):
+    """An object of a text, and the line of each of its keys, in order; a key that is given twice is there twice."""
+
+    key_lines: Sequence[tuple[str, int]] = ()
+
+
+def _noting_lines(parse_object: Callable[..., Any], text: str, scanner: int, first_line: int = 1) -> Callable[..., Any]:
+    """A parser's own function for objects, with the line of each key noted: from the end of the value before it.
+
+    `scanner` is the place of the function for values among its arguments; that for finished objects is two further.
+    """
+    line_ends = [found.start() for found in re.finditer("\n", text)]
+
+    def parse(state: tuple[str, int], *arguments: Any) -> Any:
+        end = state[1]
+        lines: list[int] = []
+
+        def scan_value(_: str, start: int) -> tuple[Any, int]:
+            nonlocal end
+            key = _BEFORE_KEY.match(text, end)
+            assert key is not None, "it matches nothing as well"
+            lines.append(bisect.bisect_left(line_ends, key.end()) + first_line)
+            value, end = arguments[scanner](text, start)
+            return value, end
+
+        def finish(pairs: list[tuple[str, Any]]) -> _Object:
+            made = _Object(pairs)
+            made.key_lines = [(name, line) for (name, _), line in zip(pairs, lines, strict=True)]
+            return made
+
+        given = list(arguments)
+        given[scanner], given[scanner + 2] = scan_value, finish
+        return parse_object(state, *given)
+
+    return parse
+
+
+class _JsonDecoder(json.JSONDecoder):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.parse_object = _noting_lines(json.decoder.JSONObject, text, 1)  # type: ignore[attr-defined]
+        self.scan_once = json.scanner.py_make_scanner(self)  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -97,30 +139,6 @@ def copied(given: Mapping[str, Any]) -> dict[str, Any]:
         return _copy(given)
     except RecursionError:
         raise config_error([Problem("", None, "nested too deeply to be a config")], None) from None
-
-
-def nested(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree with its dotted keys in their blocks; where a key is given both ways the block's own stays.
-
-    >>> nested({"zero_optimization.stage": 2, "zero_optimization": {"overlap_comm": True}})
-    {'zero_optimization': {'overlap_comm': True, 'stage': 2}}
-    """
-    tree: dict[str, Any] = {
-        name: nested(value) if isinstance(value, Mapping) else _copy(value)
-        for name, value in given.items()
-        if "." not in name
-    }
-    for dotted, value in given.items():
-        if "." in dotted:
-            path, inner = dotted.split("."), tree
-            for name in path[:-1]:
-                block = inner.get(name)
-                if not isinstance(block, dict):
-                    block = inner[name] = {}
-                inner = block
-            if inner.get(path[-1]) in (None, "auto"):
-                inner[path[-1]] = _copy(value)
-    return tree
 
 
 def _copy(value: Any, path: KeyPath = (), around: tuple[Any, ...] = ()) -> Any:
@@ -194,29 +212,30 @@ def _duplicate(lines: Lines, path: KeyPath, line: int) -> Problem:
 
 def parse(text: str) -> tuple[Any, Lines]:
     """Parse JSON, or else Hjson, with the lines of its keys. Raises `TextError`."""
+    lines = Lines()
     try:
-        return _parse_json(text)
-    except json.JSONDecodeError:
-        return _parse_hjson(text)
+        try:
+            # JSON goes first because Python writes the non-standard Infinity, which Hjson reads as a string's start.
+            return lines.take(_JsonDecoder(text).decode(text)), lines
+        except json.JSONDecodeError:
+            return lines.take(_parse_hjson(text)), lines
     except RecursionError:
         raise TextError("nested too deeply to be a config", None) from None
 
 
-def _parse_json(text: str) -> tuple[Any, Lines]:
-    # JSON goes first because Python writes the non-standard Infinity, which Hjson reads as the start of a string.
-    value = json.loads(text)
-    return value, Lines(text if isinstance(value, dict) else "", strict_json=True)
+def _parse_hjson(text: str) -> Any:
+    from hjson import HjsonDecodeError, HjsonDecoder
+    from hjson.decoder import JSONObject, make_scanner
 
-
-def _parse_hjson(text: str) -> tuple[Any, Lines]:
-    import hjson  # most configs are dicts or JSON
-
+    decoder = HjsonDecoder()
+    inset = "\n" + text  # hjson looks for the line break before a multi-line string, and runs off a text without one
+    decoder.parse_object = _noting_lines(JSONObject, inset, 2, first_line=0)
+    decoder.scan_once, decoder.scan_object_once = make_scanner(decoder)
     try:
-        # hjson looks for the line break before a multi-line string, and runs off a text that has none.
-        value = hjson.loads("\n" + text)
+        return decoder.decode(inset)
     except IndexError:  # how hjson meets the end of the text inside a comment
         raise TextError("not valid JSON or Hjson: a comment or a string does not end", None) from None
-    except hjson.HjsonDecodeError as error:
+    except HjsonDecodeError as error:
         hint = "; a value without quotes runs to the end of its line" if "eof" in error.msg else ""
         if unclosed := _unclosed(text):
             marks = [mark for mark in "{[" if mark in unclosed]
@@ -225,7 +244,6 @@ def _parse_hjson(text: str) -> tuple[Any, Lines]:
         what = error.msg.replace(" %r at", "")
         message = f"not valid JSON or Hjson: {what} (column {error.colno}){hint}"
         raise TextError(message, max(1, error.lineno - 1)) from None
-    return _copy(value), Lines(text if isinstance(value, dict) else "")
 
 
 def _unclosed(text: str) -> dict[str, int]:
@@ -253,81 +271,3 @@ def _unclosed(text: str) -> dict[str, int]:
             opened.pop()
     kinds = [pair[0] for pair in ("{}", "[]") if counts[pair[0]] > counts[pair[1]]]
     return {kind: min(line for mark, line, _ in left + opened if mark == kind) for kind in kinds}
-
-
-class _Scanner:
-    """Walks text that a parser has already accepted, so it only has to find where things are."""
-
-    def __init__(self, text: str, lines: Lines, scalar: re.Pattern[str]) -> None:
-        self.text = text
-        self.lines = lines
-        self.scalar = scalar
-        self.at = 0
-        self.line_ends = [match.start() for match in re.finditer("\n", text)]
-
-    def run(self) -> None:
-        self._skip(_SPACE_AND_COMMENTS)
-        if self._peek() == "{":
-            self._value(())
-        else:
-            self._members((), closing="")
-
-    def _peek(self) -> str:
-        return self.text[self.at : self.at + 1]
-
-    def _skip(self, pattern: re.Pattern[str]) -> str:
-        match = pattern.match(self.text, self.at)
-        if match is None:
-            return ""
-        self.at = match.end()
-        return match.group()
-
-    def _value(self, path: KeyPath) -> None:
-        first = self._peek()
-        if first == "{":
-            self.at += 1
-            self._members(path, closing="}")
-        elif first == "[":
-            self.at += 1
-            self._items(path)
-        elif first in ('"', "'"):
-            self._skip(_QUOTED)
-        elif not self._skip(self.scalar):
-            self._skip(_REST_OF_LINE)
-
-    def _members(self, path: KeyPath, closing: str) -> None:
-        while True:
-            self._skip(_SPACE_COMMENTS_COMMAS)
-            if self._peek() == closing:
-                self.at += 1
-                return
-            start = self.at
-            name = self._key()
-            self._skip(_SPACE_AND_COMMENTS)
-            if not name or self._peek() != ":":
-                return
-            self.at += 1
-            member = (*path, name)
-            self.lines.note(member, bisect.bisect_left(self.line_ends, start) + 1)
-            self._skip(_SPACE_AND_COMMENTS)
-            self._value(member)
-
-    def _items(self, path: KeyPath) -> None:
-        index = 0
-        while True:
-            self._skip(_SPACE_COMMENTS_COMMAS)
-            if self._peek() in ("]", ""):
-                self.at += 1
-                return
-            self._value((*path, str(index)))
-            index += 1
-
-    def _key(self) -> str:
-        if self._peek() not in ('"', "'"):
-            return self._skip(_BARE_KEY)
-        quoted = self._skip(_QUOTED)
-        if "\\" not in quoted:
-            return quoted[1:-1]
-        import hjson
-
-        return str(hjson.loads(quoted))

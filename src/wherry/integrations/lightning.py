@@ -149,7 +149,7 @@ class WherryStrategy(DDPStrategy):
         self.barrier()
 
     def _resolved(self, trainer: Trainer, fitting: bool) -> Config:
-        given = self._config.given
+        given = self._config.written
         for key, name, value in (
             ("gradient_accumulation_steps", "accumulate_grad_batches", trainer.accumulate_grad_batches),
             ("gradient_clipping", "gradient_clip_val", trainer.gradient_clip_val),

@@ -30,7 +30,7 @@ from wherry.engine import Engine
 from wherry.errors import ConfigError, WherryError
 from wherry.parallel import topology
 from wherry.sharding.access import gathered
-from wherry.sharding.attached import Mark
+from wherry.sharding.watched_params import Mark
 
 __all__ = ["WherryMixin", "WherryTrainer"]
 
@@ -248,12 +248,11 @@ class WherryTrainer(WherryMixin, transformers.Trainer):
 
 def resolve(config: Config, args: transformers.TrainingArguments, max_steps: int) -> Config:
     """The config with what the TrainingArguments say. Where both say something else, all of it is told at once."""
-    given = config.given
     overrides: dict[str, Any] = {}
     differences = []
 
     def agree(path: str, value: Any, name: str) -> None:
-        found = _at(given, path)
+        found = _written(config, path)
         if found in (None, "auto"):
             overrides[path] = value
         elif found != value:
@@ -275,7 +274,9 @@ def resolve(config: Config, args: transformers.TrainingArguments, max_steps: int
         }
         # An optimizer of type "auto" is the arguments' in all that is not said otherwise.
         absent = ("auto", None) if "optimizer.type" in config.auto else ("auto",)
-        _fill(given, overrides, "optimizer.params", values, absent)
+        for key, value in values.items():
+            if _written(config, f"optimizer.params.{key}") in absent:
+                overrides[f"optimizer.params.{key}"] = value
     if config.scheduler is not None:
         values = {
             "warmup_min_lr": 0.0,
@@ -283,7 +284,9 @@ def resolve(config: Config, args: transformers.TrainingArguments, max_steps: int
             "warmup_num_steps": args.get_warmup_steps(max_steps),
             "total_num_steps": max_steps,
         }
-        _fill(given, overrides, "scheduler.params", values)
+        for key, value in values.items():
+            if _written(config, f"scheduler.params.{key}") == "auto":
+                overrides[f"scheduler.params.{key}"] = value
     if differences:
         raise ConfigError(
             'the config and the TrainingArguments differ; write "auto" in the config, or make them equal:\n'
@@ -292,25 +295,9 @@ def resolve(config: Config, args: transformers.TrainingArguments, max_steps: int
     return without_layer_major(configs.load(config, overrides=overrides), "the Trainer")
 
 
-def _fill(
-    given: Mapping[str, Any],
-    overrides: dict[str, Any],
-    path: str,
-    values: Mapping[str, Any],
-    absent: tuple[str | None, ...] = ("auto",),
-) -> None:
-    """What the config leaves to "auto"."""
-    for key, value in values.items():
-        if _at(given, f"{path}.{key}") in absent:
-            overrides[f"{path}.{key}"] = value
-
-
-def _at(tree: Any, path: str) -> Any:
-    """A key of the config as it was written, in its block or dotted at the top."""
-    if path in tree:
-        return tree[path]
+def _written(config: Config, path: str) -> Any:
+    """What was given for a key, or None."""
+    found: Any = config.written
     for name in path.split("."):
-        if not isinstance(tree, Mapping) or name not in tree:
-            return None
-        tree = tree[name]
-    return tree
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found

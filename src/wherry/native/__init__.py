@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+from wherry.native.formulas import SGD, Adagrad, Adam, Formula, Lion
 from wherry.native.loading import available_isas, isa, library, why_not
+from wherry.native.packed import PackedSegments
 from wherry.native.passes import accumulate, cast_copy, dequantize, join, quantize, split, sum_squares
-from wherry.native.plan import Plan
 from wherry.native.pool import Pool, default_pool
-from wherry.native.rules import SGD, Adagrad, Adam, Lion, Rule
 from wherry.native.segment import Blocks8, Segment
 
 __all__ = [
-    "SGD", "Adagrad", "Adam", "Blocks8", "Lion", "Plan", "Pool", "Rule", "Segment", "accumulate",
-    "available_isas", "cast_copy", "default_pool", "dequantize", "isa", "join", "library", "quantize", "split",
-    "sum_squares", "why_not",
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "Blocks8",
+    "Formula",
+    "Lion",
+    "PackedSegments",
+    "Pool",
+    "Segment",
+    "accumulate",
+    "available_isas",
+    "cast_copy",
+    "default_pool",
+    "dequantize",
+    "isa",
+    "join",
+    "library",
+    "quantize",
+    "split",
+    "sum_squares",
+    "why_not",
 ]  # fmt: skip

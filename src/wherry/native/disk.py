@@ -1,11 +1,12 @@
-"""The disk engines' interface, and the native one behind it: records in, tickets' requests out, the GIL never held."""
+"""The disk engines' interface, and the native one behind it: records in, requests out, the GIL never held."""
 
 from __future__ import annotations
 
 import ctypes
 import enum
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 SECTOR = 4096
@@ -70,6 +71,20 @@ class Fault:
     delay_ms: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Room for one unit's state: `nbytes` from `offsets` on in each lane's file, the first block in lane `rotate`.
+
+    `checksums` has one of each sector, 0 where it is unknown.
+    """
+
+    name: str
+    nbytes: int
+    offsets: tuple[int, ...]
+    rotate: int
+    checksums: ctypes.Array[ctypes.c_uint32] | None = field(repr=False, compare=False)
+
+
 class Request(Protocol):
     """One read or write under way."""
 
@@ -78,28 +93,21 @@ class Request(Protocol):
     def failure(self) -> Failure | None: ...
 
 
-class Layout(Protocol):
-    """A record as an engine knows it: where its blocks lie, and its checksums."""
-
-
 class Engine(Protocol):
     """Moves records between memory and the files ("lanes") it was opened with, `depth` chunks deep on each."""
 
-    def lay(self, bases: Sequence[int], rotate: int, sectors: int, checksum: bool) -> Layout: ...
+    def submit(self, write: bool, address: int, record: Record, begin: int, length: int) -> Request: ...
 
-    def submit(self, write: bool, address: int, layout: Layout, begin: int, length: int) -> Request: ...
+    def add_memory(self, address: int, length: int) -> None: ...
 
-    def add_memory(self, address: int, length: int) -> int: ...
-
-    def remove_memory(self, address: int) -> int: ...
+    def remove_memory(self, address: int, length: int) -> None: ...
 
     def counters(self) -> Counters: ...
 
     def inject(self, fault: Fault) -> None: ...
 
-    def drain(self) -> None: ...
-
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Wait for everything under way, then end."""
 
 
 class _Failure(ctypes.Structure):
@@ -145,43 +153,33 @@ class NativeRequest:
         self._library.wherry_disk_drop(self._handle)
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    bases: ctypes.Array[ctypes.c_int64]
-    rotate: int
-    checksums: ctypes.Array[ctypes.c_uint32] | None
-
-
 class NativeEngine:
     """The C++ engine, over io_uring or over threads."""
 
     def __init__(self, library: ctypes.CDLL, files: Sequence[int], block: int, depth: int, *, uring: bool) -> None:
         self._library = library
-        self._lanes = len(files)
+        self._process = os.getpid()
         error = ctypes.c_int32()
         descriptors = (ctypes.c_int32 * len(files))(*files)
         self._handle = library.wherry_disk_open(int(uring), descriptors, len(files), block, depth, ctypes.byref(error))
         if not self._handle:
             raise OSError(error.value, "the disk engine did not start")
 
-    def lay(self, bases: Sequence[int], rotate: int, sectors: int, checksum: bool) -> _Layout:
-        assert len(bases) == self._lanes
-        checksums = (ctypes.c_uint32 * sectors)() if checksum else None
-        return _Layout((ctypes.c_int64 * len(bases))(*bases), rotate, checksums)
-
-    def submit(self, write: bool, address: int, layout: Layout, begin: int, length: int) -> NativeRequest:
-        assert isinstance(layout, _Layout)
+    def submit(self, write: bool, address: int, record: Record, begin: int, length: int) -> NativeRequest:
+        offsets = (ctypes.c_int64 * len(record.offsets))(*record.offsets)
         handle = self._library.wherry_disk_submit(
-            self._open(), int(write), address, begin, length, layout.bases, layout.rotate, layout.checksums
+            self._open(), int(write), address, begin, length, offsets, record.rotate, record.checksums
         )
         return NativeRequest(self._library, handle)
 
-    def add_memory(self, address: int, length: int) -> int:
-        """The number of pieces the memory was registered in, or a negative errno: it is then used unregistered."""
-        return int(self._library.wherry_disk_add_memory(self._open(), address, length))
+    def add_memory(self, address: int, length: int) -> None:
+        """Register it with io_uring. What the system refuses, by its limit of locked memory, is used as it is."""
+        if self._handle and os.getpid() == self._process:
+            self._library.wherry_disk_add_memory(self._handle, address, length)
 
-    def remove_memory(self, address: int) -> int:
-        return int(self._library.wherry_disk_remove_memory(self._open(), address))
+    def remove_memory(self, address: int, length: int) -> None:
+        if self._handle and os.getpid() == self._process:
+            self._library.wherry_disk_remove_memory(self._handle, address)
 
     def counters(self) -> Counters:
         raw = _Counters()
@@ -193,9 +191,6 @@ class NativeEngine:
         self._library.wherry_disk_inject(
             self._open(), int(write), fault.skip, fault.count, fault.errno, fault.limit, fault.delay_ms
         )
-
-    def drain(self) -> None:
-        self._library.wherry_disk_drain(self._open())
 
     def close(self) -> None:
         handle, self._handle = self._handle, None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from wherry.native.rules import (
+from wherry.native.formulas import (
     FLAG_FIRST,
     FLAG_L2,
     FLAG_LERP_HIGH,
@@ -21,8 +21,8 @@ from wherry.native.rules import (
     SGD,
     Adagrad,
     Adam,
+    Formula,
     Lion,
-    Rule,
 )
 from wherry.native.segment import BLOCK, Blocks8
 
@@ -248,7 +248,7 @@ def _sgd(n: Sequence[float], flags: int, p: Tensor, g: Tensor, state: list[Tenso
     return p + g * n[2]
 
 
-_RULES = {Adam: _adam, Adagrad: _adagrad, Lion: _lion, SGD: _sgd}
+_FORMULAS = {Adam: _adam, Adagrad: _adagrad, Lion: _lion, SGD: _sgd}
 
 
 def _read_weight(s: Segment, at: slice) -> Tensor:
@@ -289,9 +289,9 @@ def _close(s: Segment, k: int, at: slice, value: Tensor, seed: int) -> None:
         _put_stochastic(state.detach()[at], value, noise)
 
 
-def _update_segment(s: Segment, rule: Rule, multiplier: float, grad: Tensor) -> None:
-    _, flags, rule_seed, numbers = rule.rounded()
-    apply = _RULES[type(rule)]
+def _update_segment(s: Segment, formula: Formula, multiplier: float, grad: Tensor) -> None:
+    _, flags, rule_seed, numbers = formula.rounded()
+    apply = _FORMULAS[type(formula)]
     scale = -multiplier if flags & FLAG_MAXIMIZE else multiplier
     seed = _seed_of(_scramble(rule_seed ^ _scramble(s.seed & _MASK)), s.start)
     for at in _chunks(s.numel):
@@ -303,11 +303,14 @@ def _update_segment(s: Segment, rule: Rule, multiplier: float, grad: Tensor) -> 
 
 
 def update(
-    segments: Sequence[Segment], rules: Rule | Sequence[Rule], multiplier: float, grads: Sequence[Tensor] | None
+    segments: Sequence[Segment],
+    formulas: Formula | Sequence[Formula],
+    multiplier: float,
+    grads: Sequence[Tensor] | None,
 ) -> None:
-    """What `Plan.submit` does, here and now."""
+    """What `PackedSegments.submit` does, here and now."""
     with torch.no_grad():
         for i, segment in enumerate(segments):
             grad = segment.grad if grads is None else grads[i]
             assert grad is not None
-            _update_segment(segment, rules if isinstance(rules, Rule) else rules[i], multiplier, grad)
+            _update_segment(segment, formulas if isinstance(formulas, Formula) else formulas[i], multiplier, grad)

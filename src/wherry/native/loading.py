@@ -22,7 +22,6 @@ _PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {
     "wherry_has_isa": (c_int, [c_int]),
     "wherry_pool_create": (c_void_p, [c_int, c_void_p, c_int, c_char_p, c_int64]),
     "wherry_pool_destroy": (None, [c_void_p]),
-    "wherry_pool_throttle": (None, [c_void_p, c_int]),
     "wherry_job_wait": (None, [c_void_p]),
     "wherry_job_done": (c_int, [c_void_p]),
     "wherry_job_free": (None, [c_void_p]),
@@ -43,7 +42,6 @@ _PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {
     "wherry_crc32c": (c_uint32, [c_void_p, c_int64]),
     "wherry_disk_probe_uring": (c_int, []),
     "wherry_disk_open": (c_void_p, [c_int, c_void_p, c_int32, c_int64, c_int32, c_void_p]),
-    "wherry_disk_drain": (None, [c_void_p]),
     "wherry_disk_close": (None, [c_void_p]),
     "wherry_disk_submit": (
         c_void_p,

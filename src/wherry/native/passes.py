@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from wherry.errors import WherryError
 from wherry.fake import is_fake
 from wherry.native import fallback
 from wherry.native.loading import engine
-from wherry.native.plan import INLINE_RUN
+from wherry.native.packed import INLINE_RUN
 from wherry.native.pool import Pool, default_pool
-from wherry.native.segment import KINDS, Blocks8
+from wherry.native.segment import CODES, KINDS, Blocks8
 
 # Elements up to which a sum is quicker here than by waking the pool: it reads, and writes nothing.
 INLINE_SUM = 1 << 18
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_WORDS = (torch.int16, torch.uint16)
+_SPLIT = (torch.float32,), (torch.bfloat16,), (torch.int16, torch.uint16)
 
 
-def _check(function: str, **tensors: tuple[Tensor, tuple[torch.dtype, ...]]) -> int:
-    """The common numel of contiguous CPU tensors of the dtypes beside them."""
-    first = next(iter(tensors))
-    numel = tensors[first][0].numel()
-    for name, (tensor, dtypes) in tensors.items():
-        if tensor.device.type != "cpu" or not tensor.is_contiguous():
-            raise WherryError(
-                f"{function}: {name} must be contiguous and on the CPU, got shape {tuple(tensor.shape)}, strides "
-                f"{tuple(tensor.stride())}, on {tensor.device}"
-            )
-        if tensor.dtype not in dtypes:
-            raise WherryError(f"{function}: {name} must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
-        if tensor.numel() != numel:
-            raise WherryError(f"{function}: {name} has {tensor.numel()} elements, {first} has {numel}")
-    return numel
+def _check(first: Tensor, *others: Tensor, dtypes: Sequence[Sequence[torch.dtype]]) -> int:
+    """The common numel of contiguous CPU tensors of these dtypes."""
+    for tensor, allowed in zip((first, *others), dtypes, strict=True):
+        assert tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.dtype in allowed, tensor.dtype
+        assert tensor.numel() == first.numel(), f"{tensor.numel()} elements, {first.numel()} in the first"
+    return first.numel()
 
 
 def _native(
@@ -57,7 +49,7 @@ def accumulate(
     dst: Tensor, src: Tensor, scale: float = 1.0, *, pool: Pool | None = None, isa: str | None = None
 ) -> None:
     """dst += scale * src, in fp32, rounded once to dst's dtype. Both may be fp32, bf16 or fp16."""
-    numel = _check("accumulate", dst=(dst, _FLOATS), src=(src, _FLOATS))
+    numel = _check(dst, src, dtypes=(_FLOATS, _FLOATS))
     if is_fake(dst):
         return
     given = dst.data_ptr(), KINDS[dst.dtype], src.data_ptr(), KINDS[src.dtype], scale
@@ -67,7 +59,7 @@ def accumulate(
 
 def sum_squares(tensor: Tensor, pool: Pool | None = None, *, isa: str | None = None) -> float:
     """The sum of squares, in double and in an order of its own: however many threads, the same bits."""
-    numel = _check("sum_squares", tensor=(tensor, _FLOATS))
+    numel = _check(tensor, dtypes=(_FLOATS,))
     if is_fake(tensor):
         return 1.0
     given = tensor.data_ptr(), KINDS[tensor.dtype]
@@ -77,7 +69,7 @@ def sum_squares(tensor: Tensor, pool: Pool | None = None, *, isa: str | None = N
 
 def cast_copy(dst: Tensor, src: Tensor, *, pool: Pool | None = None, isa: str | None = None) -> None:
     """Copy with a cast among fp32, bf16 and fp16, to nearest even."""
-    numel = _check("cast_copy", dst=(dst, _FLOATS), src=(src, _FLOATS))
+    numel = _check(dst, src, dtypes=(_FLOATS, _FLOATS))
     if is_fake(dst):
         return
     given = dst.data_ptr(), KINDS[dst.dtype], src.data_ptr(), KINDS[src.dtype]
@@ -87,7 +79,7 @@ def cast_copy(dst: Tensor, src: Tensor, *, pool: Pool | None = None, isa: str | 
 
 def split(master: Tensor, hi: Tensor, low: Tensor, *, pool: Pool | None = None, isa: str | None = None) -> None:
     """fp32 `master` into bf16 `hi`, rounded half up, and `low`, its lower 16 bits. `join` gives the same bits back."""
-    numel = _check("split", master=(master, (torch.float32,)), hi=(hi, (torch.bfloat16,)), low=(low, _WORDS))
+    numel = _check(master, hi, low, dtypes=_SPLIT)
     if is_fake(master):
         return
     if _native("wherry_split", numel, pool, isa, master.data_ptr(), hi.data_ptr(), low.data_ptr()) is None:
@@ -96,7 +88,7 @@ def split(master: Tensor, hi: Tensor, low: Tensor, *, pool: Pool | None = None, 
 
 def join(hi: Tensor, low: Tensor, master: Tensor, *, pool: Pool | None = None, isa: str | None = None) -> None:
     """The fp32 master of a split one."""
-    numel = _check("join", master=(master, (torch.float32,)), hi=(hi, (torch.bfloat16,)), low=(low, _WORDS))
+    numel = _check(master, hi, low, dtypes=_SPLIT)
     if is_fake(master):
         return
     if _native("wherry_join", numel, pool, isa, hi.data_ptr(), low.data_ptr(), master.data_ptr()) is None:
@@ -105,7 +97,7 @@ def join(hi: Tensor, low: Tensor, master: Tensor, *, pool: Pool | None = None, i
 
 def quantize(src: Tensor, blocks: Blocks8, *, pool: Pool | None = None, isa: str | None = None) -> None:
     """fp32 `src` into 8-bit blocks, each value to the nearest code."""
-    numel = _check("quantize", src=(src, (torch.float32,)), codes=(blocks.codes, (torch.int8, torch.uint8)))
+    numel = _check(src, blocks.codes, dtypes=((torch.float32,), CODES))
     if is_fake(src):
         return
     given = src.data_ptr(), blocks.codes.data_ptr(), blocks.scales.data_ptr(), KINDS[blocks.codes.dtype]
@@ -115,7 +107,7 @@ def quantize(src: Tensor, blocks: Blocks8, *, pool: Pool | None = None, isa: str
 
 def dequantize(blocks: Blocks8, dst: Tensor, *, pool: Pool | None = None, isa: str | None = None) -> None:
     """The values of 8-bit blocks, in fp32."""
-    numel = _check("dequantize", dst=(dst, (torch.float32,)), codes=(blocks.codes, (torch.int8, torch.uint8)))
+    numel = _check(dst, blocks.codes, dtypes=((torch.float32,), CODES))
     if is_fake(dst):
         return
     given = blocks.codes.data_ptr(), blocks.scales.data_ptr(), dst.data_ptr(), KINDS[blocks.codes.dtype]

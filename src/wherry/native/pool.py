@@ -11,8 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from wherry.errors import WherryError
-from wherry.native.loading import library
-from wherry.tiers.tickets import Ticket
+from wherry.tickets import Ticket
 
 # Records of submissions are looked through for finished ones when there are this many.
 _SWEEP = 32
@@ -62,7 +61,8 @@ class Pool:
     """Threads for updates and passes.
 
     `threads` defaults to the physical cores this process may use, over `local_ranks`; `cores` binds the threads to
-    these CPUs instead of the process's share of them. Threads start at first use, and again in a forked child.
+    these CPUs instead of the process's part of them, of which it takes a `share`. Threads start at first use, and again
+    in a forked child.
 
     >>> with Pool(threads=1) as pool:
     ...     pool.threads
@@ -76,26 +76,28 @@ class Pool:
         cores: list[int] | None = None,
         *,
         local_rank: int | None = None,
+        share: float = 1.0,
     ) -> None:
         if local_ranks < 1:
             raise WherryError(f"Pool: local_ranks={local_ranks}, expected the number of ranks on this machine, >= 1")
         rank = _from_environment("LOCAL_RANK", 0) if local_rank is None else local_rank
-        chosen, binding = self._share(local_ranks, rank % local_ranks) if cores is None else (list(cores), True)
+        chosen, binding = self._part(local_ranks, rank % local_ranks) if cores is None else (list(cores), True)
         allowed = allowed_cpus()
         if strange := sorted(set(chosen) - set(allowed)):
             raise WherryError(f"Pool: cores {strange} are not among the CPUs this process may use, {allowed}")
         if threads is not None and threads < 1:
             raise WherryError(f"Pool: threads={threads}, expected at least 1")
-        self.threads = threads or max(1, len(chosen))
+        if not 0 < share <= 1:
+            raise WherryError(f"Pool: share={share!r}, expected more than 0 and at most 1")
+        self.threads = threads or max(1, round(share * len(chosen)))
         # More threads than cores would queue up behind each other if bound.
         self.cores = tuple(chosen) if binding and 0 < self.threads <= len(chosen) else ()
-        self._active = self.threads
         self._closed = False
         self._pending: set[JobTicket] = set()
         self._made: tuple[int, int, weakref.finalize] | None = None  # pid, handle, its end
 
     @staticmethod
-    def _share(local_ranks: int, rank: int) -> tuple[list[int], bool]:
+    def _part(local_ranks: int, rank: int) -> tuple[list[int], bool]:
         """This rank's cores, and whether to bind to them: under a time quota the scheduler chooses better."""
         cores = physical_cores(allowed_cpus())
         mine = cores[len(cores) * rank // local_ranks : len(cores) * (rank + 1) // local_ranks]
@@ -118,20 +120,9 @@ class Pool:
                 f"Pool: the system refused {self.threads} threads ({reason.value.decode(errors='replace')}); raise the "
                 "limit (`ulimit -u`, or the container's limit on pids), or ask for fewer threads"
             )
-        if self._active != self.threads:
-            native.wherry_pool_throttle(handle, self._active)
         self._pending = set()
         self._made = (pid, handle, weakref.finalize(self, _destroy, native, handle, pid))
         return handle
-
-    def throttle(self, share: float) -> None:
-        """From now on only this share of the threads works, at least one of them."""
-        if not 0 < share <= 1:
-            raise WherryError(f"Pool.throttle: share={share!r}, expected more than 0 and at most 1")
-        self._active = max(1, round(share * self.threads))
-        native = library()
-        if native is not None and self._made is not None and self._made[0] == os.getpid():
-            native.wherry_pool_throttle(self._made[1], self._active)
 
     def ticket(self, native: ctypes.CDLL, job: int, keeps: tuple[Any, ...]) -> JobTicket:
         """The ticket of what was submitted. The pool holds it, and so its tensors, until it is complete."""

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wherry.errors import WherryError
-
 # Values with one scale, in 8 bits.
 BLOCK = 256
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}
 GRADS = (torch.float32, torch.bfloat16, torch.float16)
 _WORDS = (torch.int16, torch.uint16)
+CODES = (torch.int8, torch.uint8)
+STATES = (torch.float32, torch.bfloat16)
 # As kernels.h: numel, start, grad, weight, working, low, state x2, scale x2, four kinds, seed
 LAYOUT = struct.Struct("=qq8QiiiiIi")
 _F32, _BF16, _F16, _SPLIT = range(4)
@@ -33,13 +33,8 @@ class Blocks8:
     scales: Tensor
 
     def __post_init__(self) -> None:
-        if self.codes.dtype not in (torch.int8, torch.uint8):
-            raise WherryError(f"Blocks8: codes are {self.codes.dtype}, expected int8 (signed) or uint8 (unsigned)")
-        if self.scales.dtype is not torch.float32 or self.scales.numel() != blocks_of(self.codes.numel()):
-            raise WherryError(
-                f"Blocks8: scales are {self.scales.numel()} x {self.scales.dtype}, expected "
-                f"{blocks_of(self.codes.numel())} x torch.float32, one for each {BLOCK} of {self.codes.numel()} codes"
-            )
+        assert self.codes.dtype in CODES, self.codes.dtype
+        assert self.scales.dtype is torch.float32 and self.scales.numel() == blocks_of(self.codes.numel())
 
     @classmethod
     def zeros(cls, numel: int, *, signed: bool) -> Blocks8:
@@ -95,49 +90,33 @@ class Segment:
             return _F32
         return _BF16 if self.working.dtype is torch.bfloat16 else _F16
 
+    def check(self) -> None:
+        """What the kernels take for granted, which are given addresses."""
+        weights = (torch.float32,) if self.master is None else (torch.bfloat16, torch.float16)
+        kinds = {
+            "working": weights if self.low is None else (torch.bfloat16,),
+            "master": (torch.float32,),
+            "low": _WORDS,
+            "grad": GRADS,
+        }
+        assert self.working is not None or self.master is not None, f"{self.name}: no weights"
+        assert self.low is None or (self.master is None and self.working is not None), f"{self.name}: two masters"
+        for name, dtypes in kinds.items():
+            tensor = getattr(self, name)
+            assert tensor is None or fits(tensor, self.numel, dtypes), f"{self.name}: {name}"
+        for state in self.state:
+            values = state.codes if isinstance(state, Blocks8) else state
+            assert fits(values, self.numel, STATES if values is state else CODES), f"{self.name}: state"
 
-def check_tensor(where: str, tensor: Tensor, numel: int, dtypes: Sequence[torch.dtype]) -> None:
-    if tensor.device.type != "cpu" or tensor.dim() != 1 or not tensor.is_contiguous():
-        layout = "contiguous" if tensor.is_contiguous() else f"of strides {tuple(tensor.stride())}"
-        raise WherryError(
-            f"{where}: expected a 1-D contiguous CPU tensor, got shape {tuple(tensor.shape)}, {layout}, on "
-            f"{tensor.device}; pass `tensor.view(-1)` of contiguous memory"
-        )
-    if tensor.dtype not in dtypes:
-        raise WherryError(f"{where}: expected {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
-    if tensor.numel() != numel:
-        raise WherryError(f"{where}: expected {numel} elements like the weights, got {tensor.numel()}")
 
-
-def check_segment(where: str, s: Segment) -> None:
-    fp32 = (torch.float32,)
-    if s.working is None and s.master is None:
-        raise WherryError(f"{where}: it has no weights; give `working`, `master`, or both")
-    if s.low is not None and (s.master is not None or s.working is None):
-        raise WherryError(f"{where}: `low` makes `working` a split master; leave `master` out and give `working`")
-    if s.working is not None:
-        lone = s.master is None and s.low is None
-        dtypes = fp32 if lone else (torch.bfloat16,) if s.low is not None else (torch.bfloat16, torch.float16)
-        if lone and s.working.dtype in (torch.bfloat16, torch.float16):
-            raise WherryError(
-                f"{where}: working weights in {s.working.dtype} need an fp32 `master`"
-                + (", or `low` for a split master" if s.working.dtype is torch.bfloat16 else "")
-            )
-        check_tensor(f"{where}.working", s.working, s.numel, dtypes)
-    if s.master is not None:
-        check_tensor(f"{where}.master", s.master, s.numel, fp32)
-    if s.low is not None:
-        check_tensor(f"{where}.low", s.low, s.numel, _WORDS)
-    if s.grad is not None:
-        check_tensor(f"{where}.grad", s.grad, s.numel, GRADS)
-    if len(s.state) > 2:
-        raise WherryError(f"{where}: it has {len(s.state)} state tensors, no rule keeps more than 2")
-    for k, state in enumerate(s.state):
-        if isinstance(state, Blocks8):
-            check_tensor(f"{where}.state[{k}].codes", state.codes, s.numel, (torch.int8, torch.uint8))
-            check_tensor(f"{where}.state[{k}].scales", state.scales, state.scales.numel(), fp32)
-        else:
-            check_tensor(f"{where}.state[{k}]", state, s.numel, (torch.float32, torch.bfloat16))
+def fits(tensor: Tensor, numel: int, dtypes: Sequence[torch.dtype]) -> bool:
+    return (
+        tensor.device.type == "cpu"
+        and tensor.dim() == 1
+        and tensor.is_contiguous()
+        and tensor.dtype in dtypes
+        and tensor.numel() == numel
+    )
 
 
 def address(tensor: Tensor | None) -> int:

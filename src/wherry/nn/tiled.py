@@ -14,9 +14,9 @@ from wherry.errors import WherryError
 from wherry.nn.gelu import APPROXIMATE, GeluLinear
 from wherry.observe.log import say
 from wherry.parallel.partition import MARKS, is_dtensor
-from wherry.sharding.given import give, given, is_written
-from wherry.sharding.parts import part_of
-from wherry.sharding.places import Place
+from wherry.sharding.layout import Place
+from wherry.sharding.meta import Given, give, source_of
+from wherry.sharding.param_shard import ParamShard, shard_of, shards_gathered
 from wherry.sharding.safetensors_folder import Block
 
 
@@ -90,9 +90,9 @@ class TiledLinear(nn.Module):
             owner, attribute = name.rsplit(".", 1)
             parameter = nn.Parameter(data, requires_grad=whole.requires_grad)
             setattr(tiled.get_submodule(owner), attribute, parameter)
-            if (source := given(whole)) is not None:
+            if (source := source_of(whole)) is not None:
                 block = Block(source, place.offsets, place.shape)
-                give(tiled.get_submodule(owner), attribute, block, written=is_written(whole))
+                give(tiled.get_submodule(owner), attribute, Given(name, block))
         tiled.gelu = isinstance(linear, GeluLinear)
         tiled.train(linear.training)
         return tiled
@@ -303,14 +303,9 @@ def _tiled(linear: nn.Linear, max_bytes: int) -> TiledLinear:
     in_splits = min(linear.in_features, max(1, -(-rows * linear.in_features * size // max_bytes)))
     while in_splits == 1 and max(_cut(linear.out_features, out_splits)) * linear.in_features * size > max_bytes:
         out_splits += 1
-    parts = [part for parameter in linear.parameters() if (part := part_of(parameter)) is not None]
-    if not parts:
-        return TiledLinear.from_linear(linear, in_splits, out_splits)
-    for part in parts:
-        part.gather()
-    tiled = TiledLinear.from_linear(linear, in_splits, out_splits)
-    for parameter in tiled.parameters():
-        parts[0].like(parameter).release()
-    for part in parts:
-        part.release()
+    shards = [shard for parameter in linear.parameters() if (shard := shard_of(parameter)) is not None]
+    with shards_gathered(shards, None):
+        tiled = TiledLinear.from_linear(linear, in_splits, out_splits)
+    for parameter in tiled.parameters() if shards else ():
+        ParamShard(parameter, shards[0].sharing).release()
     return tiled

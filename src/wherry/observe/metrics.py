@@ -28,33 +28,15 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class _FileSink:
-    """A file that grows by a line a step, in the run's folder or in one of its own."""
-
-    def __init__(self, name: str, folder: Path | None = None) -> None:
-        self.name = name
-        self._own_folder = folder
-        self._file: TextIO | None = None
-
-    def __str__(self) -> str:
-        return self.name if self._own_folder is None else f"{self._own_folder}/{self.name}"
-
-    def open(self, folder: Path, config: Mapping[str, Any]) -> None:
-        folder = self._own_folder or folder
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = open(folder / self.name, "w", encoding="utf-8", newline="", buffering=1)  # noqa: SIM115
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-
-class JSONLines(_FileSink):
+class JSONLines:
     """`metrics.jsonl`: one object a line, readable while it grows. A number that is not finite is written as null."""
 
     def __init__(self, name: str = "metrics.jsonl") -> None:
-        super().__init__(name)
+        self.name = name
+        self._file: TextIO | None = None
+
+    def open(self, folder: Path, config: Mapping[str, Any]) -> None:
+        self._file = _growing(folder / self.name)
 
     def log(self, step: int, values: Values) -> None:
         assert self._file is not None, "log() before open()"
@@ -64,43 +46,48 @@ class JSONLines(_FileSink):
         }
         self._file.write(json.dumps({"step": step, **clean}, allow_nan=False) + "\n")
 
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
 
-class CSV(_FileSink):
-    """`metrics.csv`: one row a step under the given columns; a value that a step lacks is an empty cell.
 
-    A value without a column is an error, or with `leave_out` left to the other sinks.
+class CSV:
+    """`metrics.csv`: one row a step under the given columns, in the run's folder or in one of its own.
+
+    A value that a step lacks is an empty cell; what has no column is left to the other sinks.
     """
 
-    def __init__(
-        self,
-        columns: Sequence[str],
-        name: str = "metrics.csv",
-        *,
-        leave_out: bool = False,
-        folder: Path | None = None,
-    ) -> None:
-        super().__init__(name, folder)
+    def __init__(self, columns: Sequence[str], name: str = "metrics.csv", *, folder: Path | None = None) -> None:
         self.columns = ["step", *columns]
-        self.leave_out = leave_out
+        self.name = name
+        self._own_folder = folder
+        self._file: TextIO | None = None
         self._writer: csv.DictWriter[str] | None = None
 
     def open(self, folder: Path, config: Mapping[str, Any]) -> None:
-        super().open(folder, config)
-        assert self._file is not None
-        self._writer = csv.DictWriter(self._file, self.columns, restval="")
+        self._file = _growing((self._own_folder or folder) / self.name)
+        self._writer = csv.DictWriter(self._file, self.columns, restval="", extrasaction="ignore")
         self._writer.writeheader()
 
     def log(self, step: int, values: Values) -> None:
         assert self._writer is not None, "log() before open()"
-        if self.leave_out:
-            values = {key: value for key, value in values.items() if key in self.columns}
-            if not values:
-                return
-        self._writer.writerow({"step": step, **values})
+        if not values.keys().isdisjoint(self.columns):
+            self._writer.writerow({"step": step, **values})
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def _growing(path: Path) -> TextIO:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return open(path, "w", encoding="utf-8", newline="", buffering=1)
 
 
 class TensorBoard:
     """Event files for TensorBoard, as the `tensorboard` block asks."""
+
+    name = "TensorBoard"
 
     def __init__(self, output_path: str = "", job_name: str = "wherry") -> None:
         self.output_path = output_path
@@ -108,7 +95,7 @@ class TensorBoard:
         self._writer: Any = None
 
     def open(self, folder: Path, config: Mapping[str, Any]) -> None:
-        module = _module("torch.utils.tensorboard", "tensorboard", "tensorboard")
+        module = _module("torch.utils.tensorboard", "tensorboard")
         target = Path(self.output_path) / self.job_name if self.output_path else folder / "tensorboard"
         self._writer = module.SummaryWriter(str(target))
 
@@ -118,13 +105,13 @@ class TensorBoard:
                 self._writer.add_scalar(key, value, step)
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        self._writer.close()
 
 
 class WandB:
     """A Weights & Biases run, as the `wandb` block asks."""
+
+    name = "WandB"
 
     def __init__(self, project: str = "wherry", team: str | None = None, group: str | None = None) -> None:
         self.project = project
@@ -133,8 +120,7 @@ class WandB:
         self._run: Any = None
 
     def open(self, folder: Path, config: Mapping[str, Any]) -> None:
-        module = _module("wandb", "wandb", "wandb")
-        self._run = module.init(
+        self._run = _module("wandb", "wandb").init(
             project=self.project, entity=self.team, group=self.group, dir=str(folder), config=dict(config)
         )
 
@@ -142,9 +128,34 @@ class WandB:
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
-        if self._run is not None:
-            self._run.finish()
-            self._run = None
+        self._run.finish()
+
+
+def _module(name: str, block: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise WherryError(
+            f"{block}.enabled: the config asks for {block}, and its package cannot be imported ({error}); "
+            f"run `pip install {block}`, or set {block}.enabled to false"
+        ) from error
+
+
+def _of_blocks(config: Mapping[str, Any], columns: Sequence[str]) -> list[Sink]:
+    """The sinks that a resolved config asks for."""
+    blocks = {name: config.get(name) or {} for name in ("tensorboard", "wandb", "csv_monitor")}
+    sinks: list[Sink] = []
+    for name, block in blocks.items():
+        job = block.get("job_name") or "wherry"
+        if not block.get("enabled"):
+            continue
+        if name == "tensorboard":
+            sinks.append(TensorBoard(block.get("output_path") or "", job))
+        elif name == "wandb":
+            sinks.append(WandB(block.get("project") or "wherry", block.get("team"), block.get("group")))
+        else:
+            sinks.append(CSV(columns, folder=Path(block.get("output_path") or "csv_monitor") / job))
+    return sinks
 
 
 class Sinks:
@@ -159,47 +170,43 @@ class Sinks:
     def __init__(
         self, sinks: Iterable[Sink] = (), folder: Path | None = None, config: Mapping[str, Any] | None = None
     ) -> None:
-        self.sinks = list(sinks)
         self._folder = folder or Path()
         self._config = config or {}
-        self._opened = 0
-        self._lost: list[Sink] = []
+        self._new = list(sinks)
+        self._open: list[Sink] = []
+
+    @property
+    def sinks(self) -> list[Sink]:
+        return self._open + self._new
 
     @property
     def enabled(self) -> bool:
         """Whether anything is written by this rank."""
-        return bool(self.sinks)
+        return bool(self._open or self._new)
 
     def add(self, sink: Sink) -> None:
         """Write to this sink too."""
-        self.sinks.append(sink)
+        self._new.append(sink)
 
     def open(self, folder: Path, config: Mapping[str, Any]) -> None:
         self._folder, self._config = folder, config
         self._open_new()
 
     def _open_new(self) -> None:
-        """Open what is not open yet. If one cannot, those opened with it are closed again."""
-        first, self._opened = self._opened, len(self.sinks)
-        if first < self._opened:
+        while self._new:
             self._folder.mkdir(parents=True, exist_ok=True)
-        for count, sink in enumerate(self.sinks[first:]):
-            try:
-                sink.open(self._folder, self._config)
-            except BaseException:
-                for opened in self.sinks[first : first + count]:
-                    opened.close()
-                raise
+            self._new[0].open(self._folder, self._config)
+            self._open.append(self._new.pop(0))
 
     def log(self, step: int, values: Values) -> None:
         """Write some numbers under a step."""
         self._open_new()
-        for sink in self.sinks:
-            if sink not in self._lost:
-                try:
-                    sink.log(step, values)
-                except OSError as error:
-                    self._lose(sink, f"from step {step} on", error)
+        for sink in list(self._open):
+            try:
+                sink.log(step, values)
+            except OSError as error:
+                self._open.remove(sink)
+                _tell_of_loss(sink, f"from step {step} on", error)
 
     def write_events(self, events: list[tuple[str, float, int]]) -> None:
         """The same, as `(name, value, step)`."""
@@ -207,18 +214,18 @@ class Sinks:
             self.log(int(step), {name: float(value)})
 
     def close(self) -> None:
-        for sink in self.sinks[: self._opened]:
+        self._new.clear()
+        while self._open:
+            sink = self._open.pop()
             try:
                 sink.close()
             except OSError as error:
-                if sink not in self._lost:
-                    self._lose(sink, "at their end", error)
-        self.sinks, self._opened = [], 0
+                _tell_of_loss(sink, "at their end", error)
 
-    def _lose(self, sink: Sink, when: str, error: OSError) -> None:
-        self._lost.append(sink)
-        name = str(sink) if isinstance(sink, _FileSink) else type(sink).__name__
-        logger.warning("the metrics of %s are lost %s: %s", name, when, error.strerror or error)
+
+def _tell_of_loss(sink: Sink, when: str, error: OSError) -> None:
+    name = getattr(sink, "name", type(sink).__name__)
+    logger.warning("the metrics of %s are lost %s: %s", name, when, error.strerror or error)
 
 
 class Monitor(Sinks):
@@ -226,8 +233,8 @@ class Monitor(Sinks):
 
     def __init__(self, config: Mapping[str, Any], rank: int) -> None:
         folder = (config.get("wherry") or {}).get("run_dir")
-        own: list[Sink] = [JSONLines(), CSV(COLUMNS, leave_out=True)] if folder else []
-        sinks = [*own, *_of_blocks(config, COLUMNS, leave_out=True)] if rank == 0 else []
+        own: list[Sink] = [JSONLines(), CSV(COLUMNS)] if folder else []
+        sinks = [*own, *_of_blocks(config, COLUMNS)] if rank == 0 else []
         super().__init__(sinks, Path(folder) if folder else None, config)
         self._rank = rank
 
@@ -239,27 +246,3 @@ class Monitor(Sinks):
 def sinks_of(config: Mapping[str, Any], columns: Sequence[str]) -> Sinks:
     """JSON lines and CSV in the run's folder, then the sinks that a resolved config asks for in its blocks."""
     return Sinks([JSONLines(), CSV(columns), *_of_blocks(config, columns)])
-
-
-def _of_blocks(config: Mapping[str, Any], columns: Sequence[str], leave_out: bool = False) -> list[Sink]:
-    asked = {name: config.get(name) or {} for name in ("tensorboard", "wandb", "csv_monitor")}
-    asked = {name: block for name, block in asked.items() if block.get("enabled")}
-    sinks: list[Sink] = []
-    if block := asked.get("tensorboard"):
-        sinks.append(TensorBoard(block.get("output_path") or "", block.get("job_name") or "wherry"))
-    if block := asked.get("wandb"):
-        sinks.append(WandB(block.get("project") or "wherry", block.get("team"), block.get("group")))
-    if block := asked.get("csv_monitor"):
-        folder = Path(block.get("output_path") or "csv_monitor") / (block.get("job_name") or "wherry")
-        sinks.append(CSV(columns, leave_out=leave_out, folder=folder))
-    return sinks
-
-
-def _module(name: str, block: str, package: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise WherryError(
-            f"{block}.enabled: the config asks for {block}, and its package cannot be imported ({error}); "
-            f"run `pip install {package}`, or set {block}.enabled to false"
-        ) from error

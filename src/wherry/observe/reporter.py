@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from wherry.observe.flops import FlopCount
 from wherry.observe.log import RankLogger
@@ -43,7 +42,6 @@ class Reporter:
     def __init__(
         self,
         config: Config,
-        module: nn.Module,
         traffic: Callable[[], Iterable[tuple[str, Traffic]]],
         log: RankLogger,
         synchronise: Callable[[], object] | None,
@@ -53,7 +51,6 @@ class Reporter:
         # Operations of the step that `flops_profiler` names; None before it.
         self.flops: int | None = None
         self._config = config
-        self._module = module
         self._traffic = traffic
         self._log = log
         self._profiled = config.flops_profiler.profile_step if config.flops_profiler.enabled else None
@@ -71,7 +68,7 @@ class Reporter:
     @contextmanager
     def _counted(self, span: AbstractContextManager[Any], phase: str) -> Iterator[None]:
         if self._count is None:
-            self._count = FlopCount(self._module)
+            self._count = FlopCount()
         with span, self._count.phase(phase):
             yield
 
@@ -80,6 +77,10 @@ class Reporter:
         self.last_loss = loss.detach()
         if self.monitor.enabled:
             self._losses.append(self.last_loss)
+
+    def end_window(self) -> None:
+        """The next loss is another window's."""
+        self.last_loss = None
 
     def tells_of(self, step: int) -> bool:
         """Whether an update of this number is told to anybody."""

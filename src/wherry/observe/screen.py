@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich.console import Console
+from rich.table import Table
 
 from wherry.observe import stdout
 
@@ -14,3 +15,13 @@ class Screen(Console):
         self.quiet = True
         stdout.give_up()
         raise SystemExit(stdout.CUT_OFF)
+
+
+def table(*headers: str, title: str | None = None, min_width: int | None = None) -> Table:
+    """Columns under these headers; one that begins with > is of numbers."""
+    found = Table(title=title, title_style="bold", title_justify="left", box=None, pad_edge=False, header_style="dim")
+    for header in headers:
+        name = header.removeprefix(">")
+        place = "left" if name == header else "right"
+        found.add_column(name, justify=place, vertical="bottom", min_width=min_width, no_wrap=True)  # type: ignore[arg-type]
+    return found

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import TracebackType
 
 import torch
 
-_NOTHING: AbstractContextManager[None] = nullcontext()
+# Whether a profiler records. A function of C, so that asking it for every unit costs no call of Python.
+recording = torch.autograd._profiler_enabled
+# What is entered in place of a span while none does.
+SILENT: AbstractContextManager[None] = nullcontext()
 
 
 def span(phase: str, what: str = "") -> AbstractContextManager[object]:
-    """`wherry::phase (what)` in a trace, when a profiler is running."""
-    if not torch.autograd._profiler_enabled():
-        return _NOTHING
+    """`wherry::phase (what)` in a trace."""
     return torch.profiler.record_function(f"wherry::{phase} ({what})" if what else f"wherry::{phase}")
 
 
@@ -43,14 +43,25 @@ class Spans:
     def __init__(self, *, wall_clock: bool = False, synchronise: Callable[[], object] | None = None) -> None:
         self.wall_clock = wall_clock
         self.totals: dict[str, Total] = {}
-        self._synchronise = synchronise
+        self._synchronise = synchronise or (lambda: None)
 
     def __call__(self, name: str) -> AbstractContextManager[object]:
         if self.wall_clock:
-            return _Timed(self, name)
-        if torch.autograd._profiler_enabled():
-            return torch.profiler.record_function(name)
-        return _NOTHING
+            return self._timed(name)
+        return torch.profiler.record_function(name) if recording() else SILENT
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        with torch.profiler.record_function(name):
+            self._synchronise()
+            start = time.perf_counter()
+            try:
+                yield
+            finally:
+                self._synchronise()
+                total = self.totals.setdefault(name, Total())
+                total.calls += 1
+                total.seconds += time.perf_counter() - start
 
     def take(self) -> dict[str, Total]:
         """The totals since the last call; the count begins anew."""
@@ -64,28 +75,3 @@ class Spans:
             f"{name} {total.seconds * 1e3:.1f} ms" + (f" ({total.calls}x)" if total.calls > 1 else "")
             for name, total in ordered
         )
-
-
-class _Timed:
-    __slots__ = ("_name", "_record", "_spans", "_start")
-
-    def __init__(self, spans: Spans, name: str) -> None:
-        self._spans = spans
-        self._name = name
-
-    def __enter__(self) -> None:
-        self._record = torch.profiler.record_function(self._name)
-        self._record.__enter__()
-        if self._spans._synchronise is not None:
-            self._spans._synchronise()
-        self._start = time.perf_counter()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._spans._synchronise is not None:
-            self._spans._synchronise()
-        total = self._spans.totals.setdefault(self._name, Total())
-        total.calls += 1
-        total.seconds += time.perf_counter() - self._start
-        self._record.__exit__(kind, error, trace)

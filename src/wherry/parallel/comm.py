@@ -1,7 +1,7 @@
 """Every collective of the project. A `Comm` is one group of ranks along one mesh axis.
 
 Replacing the object replaces the cluster: `SoloComm` is one rank, `ProcessGroupComm` is torch.distributed, and
-`threads.ThreadComm` runs ranks as threads of one process.
+`wherry.testing.ThreadComm` runs ranks as threads of one process.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import pickle
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 from wherry.errors import DivergenceError, PeerError
 from wherry.fake import address_of
 from wherry.parallel.peers import Asked, Peers
-from wherry.tiers.tickets import DONE, CallbackTicket, Ticket
+from wherry.tickets import DONE, CallbackTicket, Ticket
 
 # Newer releases of torch have these under other names, and warn about the old ones.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -48,15 +48,30 @@ class Traffic:
         self.calls.clear()
         self.bytes.clear()
 
-    def volume(self) -> int:
-        """Bytes a rank sends in the limit of many ranks: an all-reduce moves its tensor twice, the others once."""
-        return sum(count * (2 if name == "all_reduce" else 1) for name, count in self.bytes.items())
-
 
 # Seconds that a backend waits longer than a `Comm`.
 GRACE = 60.0
 # How many collectives back ranks can tell each other what they have asked for.
 REMEMBERED = 64
+
+
+# A tensor of up to so many elements is small, and at most so many travel together.
+SMALL, TOGETHER = 1 << 19, 1 << 22
+
+
+class Merging:
+    """Decides which tensors travel together: small ones of one dtype that follow each other, up to `limit` elements."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = min(limit, TOGETHER)
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        return tensor.numel() <= min(SMALL, self.limit)
+
+    def fits(self, together: Sequence[torch.Tensor], tensor: torch.Tensor) -> bool:
+        """Whether it may join those."""
+        numel = sum(other.numel() for other in together) + tensor.numel()
+        return numel <= self.limit and together[0].dtype == tensor.dtype
 
 
 class Comm:
@@ -110,6 +125,59 @@ class Comm:
         self._ask("broadcast", tensor, label)
         return self._broadcast(tensor, source)
 
+    # Several small collectives as one: below some size a collective costs its latency, whatever it carries. The parts
+    # go through one buffer, so that each is copied once more than if it travelled alone.
+
+    def all_reduce_together(self, tensors: Sequence[torch.Tensor], labels: Sequence[str]) -> Ticket:
+        """`all_reduce` of each tensor."""
+        if len(tensors) == 1:
+            return self.all_reduce(tensors[0], label=labels[0])
+        everything = torch.cat([tensor.view(-1) for tensor in tensors])
+        ticket = self.all_reduce(everything, label=from_to(labels))
+
+        def finish() -> None:
+            ticket.wait()
+            for tensor, part in zip(tensors, everything.split([t.numel() for t in tensors]), strict=True):
+                tensor.view(-1).copy_(part)
+
+        return CallbackTicket(finish, ticket.done)
+
+    def reduce_scatter_together(
+        self, shards: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor], labels: Sequence[str]
+    ) -> Ticket:
+        """`reduce_scatter` of each whole into its shard."""
+        if len(wholes) == 1:
+            return self.reduce_scatter(shards[0], wholes[0], labels[0])
+        everything = wholes[0].new_empty(sum(whole.numel() for whole in wholes))
+        for whole, column in zip(wholes, _columns(everything, wholes, self.size), strict=True):
+            column.copy_(whole.view(column.shape))
+        mine = everything.new_empty(everything.numel() // self.size)
+        ticket = self.reduce_scatter(mine, everything, from_to(labels))
+
+        def finish() -> None:
+            ticket.wait()
+            for shard, part in zip(shards, mine.split([shard.numel() for shard in shards]), strict=True):
+                shard.view(-1).copy_(part)
+
+        return CallbackTicket(finish, ticket.done)
+
+    def all_gather_together(
+        self, wholes: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], labels: Sequence[str]
+    ) -> Ticket:
+        """`all_gather` of each shard into its whole. Wait before the shards change."""
+        if len(wholes) == 1:
+            return self.all_gather(wholes[0], shards[0], labels[0])
+        mine = torch.cat([shard.view(-1) for shard in shards])
+        everything = mine.new_empty(self.size * mine.numel())
+        ticket = self.all_gather(everything, mine, from_to(labels))
+
+        def finish() -> None:
+            ticket.wait()
+            for whole, column in zip(wholes, _columns(everything, wholes, self.size), strict=True):
+                whole.view(column.shape).copy_(column)
+
+        return CallbackTicket(finish, ticket.done)
+
     def _ask(self, operation: str, tensor: torch.Tensor, label: str) -> None:
         nbytes = tensor.numel() * tensor.element_size()
         self.traffic.add(operation, nbytes)
@@ -121,8 +189,7 @@ class Comm:
         return [value] if self.size == 1 else self._gather_objects(value)
 
     def barrier(self) -> None:
-        if self.size > 1:
-            self._barrier()
+        self.gather_objects(None)
 
     def meet(self, what: str) -> None:
         """Return once every rank has come to `what`, a call that all of them must make; raise when one does not.
@@ -189,9 +256,6 @@ class Comm:
     def _gather_objects(self, value: Any) -> list[Any]:
         raise AssertionError(f"{type(self).__name__} has {self.size} ranks and no gather_objects")
 
-    def _barrier(self) -> None:
-        raise AssertionError(f"{type(self).__name__} has {self.size} ranks and no barrier")
-
     def _meet(self, what: str) -> None:
         """Nothing, for ranks that are imagined; what others do tells on them in the collectives that follow."""
 
@@ -199,6 +263,20 @@ class Comm:
 def _copy_unless_same(target: torch.Tensor, source: torch.Tensor) -> None:
     if address_of(target) != address_of(source):
         target.copy_(source)
+
+
+def from_to(labels: Sequence[str]) -> str:
+    """The label of what travels together."""
+    return labels[0] if labels[0] == labels[-1] else f"{labels[0]} to {labels[-1]}"
+
+
+def _columns(everything: torch.Tensor, wholes: Sequence[torch.Tensor], ranks: int) -> Iterator[torch.Tensor]:
+    """Where each whole lies in a buffer that has first what is rank 0's of all of them, then what is rank 1's."""
+    table, start = everything.view(ranks, everything.numel() // ranks), 0
+    for whole in wholes:
+        width = whole.numel() // ranks
+        yield table[:, start : start + width]
+        start += width
 
 
 class SoloComm(Comm):
@@ -383,12 +461,6 @@ class ProcessGroupComm(Comm):
         self._exchange(everybody, padded)
         rows = everybody.cpu().view(self.size, -1)
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
-
-    def _barrier(self) -> None:
-        device = self._object_device()
-        places = torch.empty(self.size, device=device)
-        self._exchange(places, torch.zeros(1, device=device))
-        self.read(places)
 
     def _exchange(self, whole: torch.Tensor, part: torch.Tensor) -> None:
         """An all-gather for objects: not counted as traffic of training."""

@@ -6,7 +6,7 @@ The data axis knows only local tensors. Here is what of a logical parameter they
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,15 +73,6 @@ def _slice_of_dtensor(name: str, parameter: Any) -> LogicalSlice | None:
     shape, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     assert tuple(shape) == tuple(parameter._local_tensor.shape), (name, shape, parameter._local_tensor.shape)
     return LogicalSlice(tuple(parameter.shape), tuple(offsets))
-
-
-def point_at(parameters: Iterable[nn.Parameter], tensors: Iterable[torch.Tensor], *, distributed: bool) -> None:
-    """Make each parameter's data the tensor; `distributed` says that there may be DTensors among them."""
-    for parameter, tensor in zip(parameters, tensors, strict=True):
-        if distributed and is_dtensor(parameter):
-            parameter._local_tensor = tensor  # type: ignore[attr-defined]
-        else:
-            parameter.data = tensor
 
 
 def retype(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> None:

@@ -32,6 +32,8 @@ Asked = tuple[int, str, int, str]
 PATIENCE = 0.25
 PAUSES = (0.25, 1.0)
 BELIEVED = 0.5
+# The longest pause of a rank that waits for the others to make the same call.
+MEETS = 0.025
 # Seconds in which ranks that lost their connections can say that they are still there, and a failed rank waits for the
 # others to read its message.
 ROLL_CALL = 1.5
@@ -92,6 +94,7 @@ class Peers:
             self._store.set(self._since(self.rank), str(self._store.add(f"times/{self.rank}", 0)))
         # The last meeting: how many collectives had been asked for, and how often ranks had met there before.
         self._met = -1, 0
+        # And the key under which the ranks counted each other there.
         self._counted: str | None = None
         self._at_exit = weakref.finalize(
             self, _last_words, os.getpid(), self._store, self._name, self.rank, len(self.ranks), recent
@@ -150,40 +153,39 @@ class Peers:
 
     def _wait_for_all(self, store: dist.Store, here: tuple[int, int, str]) -> None:
         store.set(self._place(self.rank), json.dumps(here))
-        here_by_now = f"{self._name}/met/{'/'.join(map(str, here))}"
-        begun, pause, looks, says = time.monotonic(), BRIEF, PATIENCE, SAYS_SO
-        arrived = store.add(here_by_now, 1)
+        count = f"{self._name}/met/{'/'.join(map(str, here))}"
+        store.add(count, 1)
+        begun, pause, said = time.monotonic(), BRIEF, False
+        look, between = PATIENCE, PAUSES[0]
         try:
-            while arrived < len(self.ranks):
+            while store.add(count, 0) < len(self.ranks):
                 time.sleep(pause)
-                pause = min(1.5 * pause, BRIEF * 50)
+                pause = min(1.5 * pause, MEETS)
                 waited = time.monotonic() - begun
-                arrived = store.add(here_by_now, 0)
-                if waited < looks or arrived == len(self.ranks):
+                if waited < look:
                     continue
-                looks = waited + PAUSES[0 if waited < PAUSES[1] else 1]
+                look, between = waited + between, min(2 * between, PAUSES[1])
                 self._raise_if_failed((here[0], here[2], 0, ""))
                 late = self._late(here)
+                if not late or store.add(count, 0) == len(self.ranks):
+                    continue  # who has been here and gone on is not late
                 gone = [reason for _, reason in late if reason is not None]
-                arrived = store.add(here_by_now, 0)  # who has been here and gone on is not late
-                if arrived == len(self.ranks) or not late:
-                    continue
                 if gone:
                     raise DivergenceError(_alone(self.rank, here[2], "; ".join(gone[:8])))
                 names = f"{'ranks' if len(late) > 1 else 'rank'} {', '.join(str(rank) for rank, _ in late[:8])}"
                 told = _alone(self.rank, here[2], f"{names} did not come to it in {waited:.0f} s")
                 if waited > self.timeout:
                     raise DivergenceError(f'{told}. If it is only slow, raise "wherry": {{"timeout_s": ...}}')
-                if waited > says:
-                    says = self.timeout
+                if waited > SAYS_SO and not said:
+                    said = True
                     logger.warning("%s", told)
         except BaseException:  # also of Ctrl-C: whoever counts as here lets the others go on
             with contextlib.suppress(RuntimeError):  # the store's process is gone, and with it whoever could read
                 store.set(self._place(self.rank), json.dumps(NOWHERE))
-                store.add(here_by_now, -1)
+                store.add(count, -1)
             raise
         # Everybody is here, and so nobody reads the count of the meeting before this one any more.
-        before, self._counted = self._counted, here_by_now
+        before, self._counted = self._counted, count
         if before is not None and self.rank == self.ranks[0]:
             store.delete_key(before)
 

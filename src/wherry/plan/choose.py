@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from wherry import config as configs
 from wherry.config import Config
 from wherry.errors import ConfigError, WherryError
-from wherry.plan.estimate import Estimate, optimizer_of
-from wherry.plan.memory import STATE_WORDS
+from wherry.plan.estimate import Estimate
+from wherry.plan.formulas import optimizer_of
+from wherry.plan.model_states import STATE_WORDS
+from wherry.plan.quantities import seconds
 
 STAGE = "zero_optimization.stage"
 OPTIMIZER = "zero_optimization.offload_optimizer.device"
@@ -27,7 +30,7 @@ ORDER = "wherry.accumulation"
 # What may be left to the planner in a config, as "auto".
 CHOSEN = (STAGE, OPTIMIZER, PARAM, RATIO, MICRO, ACCUMULATION, TRAIN)
 
-LARGEST_MICRO = 1024
+MICRO_BATCHES = tuple(2**power for power in range(11))
 # Shares of the optimizer state to offload, beside all of it; they are tried of so many configs, the fastest.
 RATIOS = (0.9, 0.75, 0.5, 0.25)
 FASTEST = 3
@@ -39,11 +42,28 @@ Answer = Callable[[Config], Estimate]
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """Values for some keys, by dotted path."""
+class Tried:
+    """A config with other values of some keys, by dotted path, and what it comes to."""
 
     values: dict[str, Any]
+    config: Config
+    estimate: Estimate
+    # The change as a person would make it.
     words: str = ""
+
+    @property
+    def rate(self) -> float:
+        return self.estimate.samples_per_second
+
+    def to_dict(self) -> dict[str, Any]:
+        found = self.estimate
+        return {
+            "words": self.words,
+            "values": self.values,
+            "fits": found.fits,
+            "seconds": found.seconds,
+            "tokens_per_second": found.tokens_per_second,
+        }
 
 
 @dataclass(frozen=True)
@@ -52,18 +72,24 @@ class Choice:
 
     values: dict[str, Any]
     estimate: Estimate
-    reasons: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, str]
     # How many configs were looked at, and how many of them fit.
-    tried: int = 0
-    fitting: int = 0
+    tried: int
+    fitting: int
+
+    def to_dict(self) -> dict[str, Any]:
+        given = {name: getattr(self, name) for name in ("values", "reasons", "tried", "fitting")}
+        return given | {"estimate": self.estimate.to_dict()}
 
 
-def with_values(config: Config, values: Mapping[str, Any]) -> Config | None:
-    """The config with these values, or None if it contradicts itself."""
+def _try(config: Config, values: dict[str, Any], ranks: int, answer: Answer, words: str = "") -> Tried | None:
+    """None where these values contradict each other, on so many ranks."""
     try:
-        return configs.load(config, overrides=dict(values)) if values else config
+        changed = configs.load(config, overrides=values) if values else config
+        changed.batch(ranks)
     except ConfigError:
         return None
+    return Tried(values, changed, answer(changed), words)
 
 
 def free_keys(config: Config) -> frozenset[str]:
@@ -71,72 +97,43 @@ def free_keys(config: Config) -> frozenset[str]:
 
     Activations are left open by "auto" too, although an engine measures for itself what becomes of them then.
     """
-    zero = config.zero_optimization
-    places: dict[str, tuple[Any, str]] = {
-        STAGE: (zero, "stage"),
-        OPTIMIZER: (zero.offload_optimizer, "device"),
-        PARAM: (zero.offload_param, "device"),
-        RATIO: (zero.offload_optimizer, "ratio"),
-        MICRO: (config, MICRO),
-        ACCUMULATION: (config, ACCUMULATION),
-        TRAIN: (config, TRAIN),
-    }
-    free = {key for key, (given, name) in places.items() if name not in given.model_fields_set}
+    free = {key for key in (*CHOSEN, ORDER) if not _is_given(config, key)}
+    if config.wherry.accumulation == "auto":
+        free.add(ORDER)
     block = config.activation_checkpointing
     if not block.model_fields_set or block.policy == "auto":
         free.add(RECOMPUTE)
-    if "accumulation" not in config.wherry.model_fields_set or config.wherry.accumulation == "auto":
-        free.add(ORDER)
     return frozenset(free)
 
 
-@dataclass(frozen=True)
-class _Tried:
-    candidate: Candidate
-    config: Config
-    estimate: Estimate
-
-    @property
-    def rate(self) -> float:
-        return _rate(self.estimate)
+def _is_given(config: Config, key: str) -> bool:
+    *blocks, name = key.split(".")
+    block: Any = config
+    for each in blocks:
+        block = getattr(block, each)
+    return name in block.model_fields_set
 
 
 def choose(
-    config: Config,
-    answer: Answer,
-    ranks: int,
-    *,
-    free: frozenset[str],
-    disk: str | None = None,
-    confirm: Answer | None = None,
+    config: Config, answer: Answer, ranks: int, *, free: frozenset[str], confirm: Answer, disk: str | None = None
 ) -> Choice:
     """The config that fits and trains the most samples a second, with the values of `free` keys chosen.
 
     `disk` is the folder for what may rest on disk and has none in the config; without one it does not. `confirm`
     answers once more, exactly, for what is about to be chosen. Raises if nothing fits.
     """
-    fitting: list[_Tried] = []
-    crowded: list[_Tried] = []  # what would fit if the host had less to hold
-    smallest: Estimate | None = None
-    tried = 0
-    for group in _candidates(config, ranks, free, disk):
-        for candidate, changed in group:
-            found = answer(changed)
-            tried += 1
-            if smallest is None or found.tightest.share < smallest.tightest.share:
-                smallest = found
-            if found.fits:
-                fitting.append(_Tried(candidate, changed, found))
+    tried: list[Tried] = []
+    for group in _groups(config, ranks, free, disk):
+        for values in group:
+            if (found := _try(config, values, ranks, answer)) is None:
                 continue
-            if found.machine.gpus and all(use.fits for use in found.uses if use.place != "host"):
-                crowded.append(_Tried(candidate, changed, found))
-            if candidate.values.get(ACCUMULATION, 1) == 1:
+            tried.append(found)
+            if not found.estimate.fits and values.get(ACCUMULATION, 1) == 1:
                 break  # a larger micro-batch needs more still; less only where it saves an accumulation
-    for candidate, changed in [*_shares(fitting, free), *_shares(crowded, free), *_together(fitting, free)]:
-        found = answer(changed)
-        tried += 1
-        if found.fits:
-            fitting.append(_Tried(candidate, changed, found))
+    for values in list(_variants(tried, free)):
+        if (found := _try(config, values, ranks, answer)) is not None:
+            tried.append(found)
+    fitting = [each for each in tried if each.estimate.fits]
     count = len(fitting)
     while fitting:
         best = fitting[0]
@@ -144,54 +141,44 @@ def choose(
             # What came first is simpler: something else must be clearly faster.
             if other.rate > best.rate * CLEARLY:
                 best = other
-        exact = confirm(best.config) if confirm is not None else best.estimate
+        exact = confirm(best.config)
         if exact.fits:
             whole = {RATIO: 1.0} if RATIO in free and RATIO in config.auto else {}
-            told, values = reasons(best.candidate, exact), whole | best.candidate.values
-            return Choice(values, exact, told, tried=tried, fitting=count)
-        fitting.remove(best)
-    raise _nothing_fits(smallest)
+            return Choice(whole | best.values, exact, reasons(best.values, exact), len(tried), count)
+        # The run has told what the quick answers did not know.
+        others = [replace(each, estimate=answer(each.config)) for each in fitting if each is not best]
+        fitting = [each for each in others if each.estimate.fits]
+    raise _nothing_fits([each.estimate for each in tried])
 
 
-def _candidates(
-    config: Config, ranks: int, free: frozenset[str], disk: str | None
-) -> Iterator[Iterator[tuple[Candidate, Config]]]:
-    """In groups that are the same but for the micro-batch, the smallest first."""
+def _groups(config: Config, ranks: int, free: frozenset[str], disk: str | None) -> Iterator[list[dict[str, Any]]]:
+    """Values to try, in groups that are the same but for the micro-batch, the smallest first."""
     recomputes: tuple[dict[str, Any], ...] = ({},)
     if RECOMPUTE in free:
         kept = {RECOMPUTE: "none"} if config.activation_checkpointing.policy == "auto" else {}
         recomputes = (kept, {RECOMPUTE: "recompute"})
+    sizes = [_batch(config, ranks, micro, free) for micro in MICRO_BATCHES] if MICRO in free else [{}]
     for placed in _placements(config, ranks, free, disk):
         for recompute in recomputes:
-            yield _of_each_size(config, ranks, free, placed | recompute)
+            yield [placed | recompute | batch for batch in sizes]
 
 
-def _shares(found: Sequence[_Tried], free: frozenset[str]) -> list[tuple[Candidate, Config]]:
-    """The fastest of these configs that offload the optimizer state, with a share of it left on the device."""
-    if RATIO not in free:
-        return []
-    away = [tried for tried in found if tried.config.zero_optimization.offload_optimizer.device != "none"]
-    shares = []
-    for tried in sorted(away, key=lambda tried: tried.rate)[-FASTEST:]:
-        if tried.config.wherry.update_policy == "delayed":
-            continue  # it is of all the state
-        for ratio in RATIOS:
-            values = tried.candidate.values | {RATIO: ratio}
-            changed = with_values(tried.config, {RATIO: ratio})
-            if changed is not None:
-                shares.append((Candidate(values), changed))
-    return shares
+def _variants(tried: Sequence[Tried], free: frozenset[str]) -> Iterator[dict[str, Any]]:
+    """The fastest with a share of the optimizer state left on the device; and with micro-batches layer by layer."""
 
+    def fastest(found: Iterable[Tried]) -> list[Tried]:
+        return sorted(found, key=lambda each: each.rate)[-FASTEST:]
 
-def _together(found: Sequence[_Tried], free: frozenset[str]) -> list[tuple[Candidate, Config]]:
-    """The fastest of these configs that accumulate gradients, with all micro-batches through a unit before the next."""
-    windows = [tried for tried in found if _may_run_together(tried.estimate)]
-    together = []
-    for tried in sorted(windows, key=lambda tried: tried.rate)[-FASTEST:] if ORDER in free else ():
-        changed = with_values(tried.config, {ORDER: "layer_major"})
-        if changed is not None:
-            together.append((Candidate(tried.candidate.values | {ORDER: "layer_major"}), changed))
-    return together
+    fitting = [each for each in tried if each.estimate.fits]
+    # What would fit if the host had less to hold.
+    crowded = [each for each in tried if each.estimate.machine.gpus and each.estimate.crowded == ["host"]]
+    for found in (fitting, crowded) if RATIO in free else ():
+        for each in fastest(t for t in found if t.config.zero_optimization.offload_optimizer.device != "none"):
+            if each.config.wherry.update_policy != "delayed":  # it is of all the state
+                yield from (each.values | {RATIO: ratio} for ratio in RATIOS)
+    if ORDER in free:
+        for each in fastest(t for t in fitting if _may_run_together(t.estimate)):
+            yield each.values | {ORDER: "layer_major"}
 
 
 def _may_run_together(found: Estimate) -> bool:
@@ -202,27 +189,10 @@ def _may_run_together(found: Estimate) -> bool:
     return found.accumulation > 1 and found.grid.pipe == 1 and sums
 
 
-def _of_each_size(
-    config: Config, ranks: int, free: frozenset[str], given: dict[str, Any]
-) -> Iterator[tuple[Candidate, Config]]:
-    for micro in _micro_batches(config, free):
-        values = given | _batch(config, ranks, micro, free)
-        changed = with_values(config, values)
-        if changed is not None and _batch_holds(changed, ranks):
-            yield Candidate(values), changed
-
-
-def _batch_holds(config: Config, ranks: int) -> bool:
-    try:
-        config.batch(ranks)
-    except ConfigError:
-        return False
-    return True
-
-
-def _nothing_fits(smallest: Estimate | None) -> WherryError:
-    if smallest is None:
+def _nothing_fits(tried: Sequence[Estimate]) -> WherryError:
+    if not tried:
         return WherryError("plan: no placement is left to choose from; leave the stage or the offload devices free")
+    smallest = min(tried, key=lambda each: each.tightest.share)
     use = smallest.tightest
     return WherryError(
         f"plan: nothing fits. The smallest is {smallest.placement.name} with a micro-batch of {smallest.micro_batch}: "
@@ -259,65 +229,45 @@ def _placements(config: Config, ranks: int, free: frozenset[str], disk: str | No
                 yield values
 
 
-def _micro_batches(config: Config, free: frozenset[str]) -> Iterator[int | None]:
-    if MICRO not in free:
-        yield None
-        return
-    micro = 1
-    while micro <= LARGEST_MICRO:
-        yield micro
-        micro *= 2
-
-
-def _batch(config: Config, ranks: int, micro: int | None, free: frozenset[str]) -> dict[str, Any]:
+def _batch(config: Config, ranks: int, micro: int, free: frozenset[str]) -> dict[str, Any]:
     """The micro-batch, and the accumulation that keeps the samples of an update as they were asked for."""
-    if micro is None:
-        return {}
-    if config.train_batch_size is None or TRAIN in free:
-        accumulation = 1 if ACCUMULATION in free or config.gradient_accumulation_steps is None else None
-        return {MICRO: micro} | ({ACCUMULATION: accumulation} if accumulation else {})
     if ACCUMULATION not in free and config.gradient_accumulation_steps is not None:
         return {MICRO: micro}
+    if config.train_batch_size is None or TRAIN in free:
+        return {MICRO: micro, ACCUMULATION: 1}
     return {MICRO: micro, ACCUMULATION: max(1, config.train_batch_size // (micro * ranks))}
 
 
-def reasons(candidate: Candidate, found: Estimate) -> dict[str, str]:
+def reasons(values: Mapping[str, Any], found: Estimate) -> dict[str, str]:
     """Why each value was chosen, in a line."""
-    told = {}
     use = found.tightest
-    room = f"{use.needed / 1e9:.1f} GB of {use.usable / 1e9:.1f} GB usable on the {use.place}"
     limit = f"limited by {found.time.limited_by}" if found.time else "not timed"
-    for key, value in candidate.values.items():
-        if key == STAGE:
-            told[key] = _why_stage(value, found)
-        elif key == OPTIMIZER:
-            where = _where(value, found)
-            told[key] = f"optimizer state rests {where}: {_bytes_of(found, 'optimizer')} a rank"
-        elif key == RATIO:
-            told[key] = f"the other {1 - value:.0%} of the state is updated on the device, at the same time"
-        elif key == PARAM:
-            where = _where(value, found)
-            told[key] = f"weights rest {where}: {_bytes_of(found, 'parameters')} a rank"
-        elif key == RECOMPUTE:
-            how = "units compute their activations again in" if value == "recompute" else "activations are kept for"
-            told[key] = f"{how} backward: {_bytes_of(found, 'activations')} at most"
-        elif key == MICRO:
-            told[key] = f"{limit}; {room}"
-        elif key == ORDER:
-            told[key] = "engine.train_batch gathers and reduces each unit once for all micro-batches of a window"
-        elif key == ACCUMULATION:
-            told[key] = f"{found.samples} samples in an update on {found.ranks} rank{'s' * (found.ranks > 1)}"
-    return told
+    told = {
+        RATIO: f"the other {1 - values.get(RATIO, 1.0):.0%} of the state is updated on the device, at the same time",
+        OPTIMIZER: f"optimizer state rests {_where(values.get(OPTIMIZER), found)}: {_bytes_of(found, 'optimizer')}",
+        PARAM: f"weights rest {_where(values.get(PARAM), found)}: {_bytes_of(found, 'parameters')}",
+        RECOMPUTE: (
+            "units compute their activations again in backward"
+            if found.recompute
+            else "activations are kept for backward"
+        ),
+        MICRO: f"{limit}; {use.needed / 1e9:.1f} GB of {use.usable / 1e9:.1f} GB usable on the {use.place}",
+        ORDER: "engine.train_batch gathers and reduces each unit once for all micro-batches of a window",
+        ACCUMULATION: f"{found.samples} samples in an update on {found.ranks} rank{'s' * (found.ranks > 1)}",
+        STAGE: _why_stage(values.get(STAGE, 0), found),
+    }
+    told[RECOMPUTE] += f": {_bytes_of(found, 'activations')}"
+    return {key: told[key] for key in values if key in told}
 
 
-def _where(device: str, found: Estimate) -> str:
+def _where(device: str | None, found: Estimate) -> str:
     if device == "none" and found.machine.gpus:
         return "on the device"
     return "on disk" if device == "nvme" else "in host memory"
 
 
 def _bytes_of(found: Estimate, category: str) -> str:
-    return f"{sum(row.bytes for row in found.rows if row.category == category) / 1e9:.2f} GB"
+    return f"{sum(row.bytes for row in found.rows if row.category == category) / 1e9:.2f} GB a rank"
 
 
 def _why_stage(stage: int, found: Estimate) -> str:
@@ -331,75 +281,75 @@ def _why_stage(stage: int, found: Estimate) -> str:
     )[stage]
 
 
+# A choice as text: JSON with the reasons in comments, which `wherry.config.load` reads.
+
+
+def as_text(config: Config, choice: Choice) -> str:
+    """What the user gave, with the chosen values in it and the reason above each."""
+    tree = configs.load(config, overrides=choice.values).written
+    lines = [f"// {line}" for line in _preamble(choice)]
+    return "\n".join([*lines, "{", *_members(tree, choice.reasons, "", 1), "}"]) + "\n"
+
+
+def _preamble(choice: Choice) -> Iterator[str]:
+    found = choice.estimate
+    yield f"Chosen by `wherry plan --auto` among {choice.tried} configs, {choice.fitting} of which fit:"
+    yield f"{found.model}, {found.parameters:,} parameters, {found.ranks} rank{'s' * (found.ranks > 1)}"
+    yield f"on {found.machine.name}."
+    for use in found.uses:
+        yield f"{use.place}: {use.needed / 1e9:.2f} GB of {use.usable / 1e9:.2f} GB usable."
+    if found.time is not None:
+        yield f"A step takes about {seconds(found.time.total)}, limited by {found.time.limited_by}."
+
+
+def _members(tree: Mapping[str, Any], reasons: Mapping[str, str], prefix: str, depth: int) -> Iterator[str]:
+    indent = "  " * depth
+    for position, (name, value) in enumerate(tree.items()):
+        path = f"{prefix}{name}"
+        comma = "," if position < len(tree) - 1 else ""
+        if path in reasons:
+            yield f"{indent}// {reasons[path]}"
+        if isinstance(value, dict) and value:
+            yield f"{indent}{json.dumps(name)}: {{"
+            yield from _members(value, reasons, f"{path}.", depth + 1)
+            yield f"{indent}}}{comma}"
+        else:
+            yield f"{indent}{json.dumps(name)}: {json.dumps(value)}{comma}"
+
+
 # The nearest change.
 
 
-@dataclass(frozen=True)
-class Change:
-    """A change to a config in words, and what it would come to."""
-
-    words: str
-    values: dict[str, Any]
-    estimate: Estimate
-
-
-def nearest_change(config: Config, now: Estimate, answer: Answer, confirm: Answer | None = None) -> Change | None:
+def nearest_change(config: Config, now: Estimate, answer: Answer, confirm: Answer) -> Tried | None:
     """The smallest change that would make `now` fit, or, if it fits, the one that would make it faster.
 
     `confirm` answers once more, exactly, for what is about to be named; what does not hold then is passed over.
     """
     single = list(_changes(config, now))
-    if now.fits:
-        found = [change for change in _answered(config, now.data_ranks, single, answer) if change.estimate.fits]
-        faster = [change for change in found if _rate(change.estimate) > WORTH * _rate(now)]
-        return _confirmed(config, faster, confirm, more_than=WORTH * _rate(now))
     pairs = [
-        Candidate(a.values | b.values, f"{a.words}, and {b.words}")
-        for i, a in enumerate(single)
-        for b in single[i + 1 :]
-        if not a.values.keys() & b.values.keys()
+        (values | others, f"{words}, and {more}")
+        for i, (values, words) in enumerate(single)
+        for others, more in single[i + 1 :]
+        if not values.keys() & others.keys()
     ]
-    for group in (single, pairs):
-        found = [change for change in _answered(config, now.data_ranks, group, answer) if change.estimate.fits]
-        if change := _confirmed(config, found, confirm):
-            return change
+    least = WORTH * now.samples_per_second if now.fits else -1.0
+    for group in (single,) if now.fits else (single, pairs):
+        tried = [_try(config, values, now.data_ranks, answer, words) for values, words in group]
+        found = [each for each in tried if each is not None and each.estimate.fits and each.rate > least]
+        for change in sorted(found, key=lambda each: each.rate, reverse=True):
+            exact = replace(change, estimate=confirm(change.config))
+            if exact.estimate.fits and exact.rate > least:
+                return exact
     return None
 
 
-def _confirmed(
-    config: Config, found: Sequence[Change], confirm: Answer | None, *, more_than: float = -1.0
-) -> Change | None:
-    """The fastest of these that fits, and trains so many samples a second, by the exact answer as well."""
-    for change in sorted(found, key=lambda change: _rate(change.estimate), reverse=True):
-        if confirm is None:
-            return change
-        changed = with_values(config, change.values)
-        assert changed is not None, change.values
-        exact = confirm(changed)
-        if exact.fits and _rate(exact) > more_than:
-            return replace(change, estimate=exact)
-    return None
-
-
-def _rate(estimate: Estimate) -> float:
-    return estimate.samples / estimate.seconds if estimate.seconds else 0.0
-
-
-def _answered(config: Config, ranks: int, candidates: list[Candidate], answer: Answer) -> Iterator[Change]:
-    for candidate in candidates:
-        changed = with_values(config, candidate.values)
-        if changed is not None and _batch_holds(changed, ranks):
-            found = answer(changed)
-            yield Change(candidate.words, candidate.values, found)
-
-
-def _changes(config: Config, now: Estimate) -> Iterator[Candidate]:
+def _changes(config: Config, now: Estimate) -> Iterator[tuple[dict[str, Any], str]]:
     """Single changes, each as a person would make it."""
     zero = config.zero_optimization
     if now.data_ranks > 1:
         for stage in range(4):
             if stage != zero.stage:
-                yield Candidate({STAGE: stage}, f'"stage": {stage}')
+                yield {STAGE: stage}, f'"stage": {stage}'
     for key, device in ((OPTIMIZER, zero.offload_optimizer.device), (PARAM, zero.offload_param.device)):
         for other in ("none", "cpu"):
             if other != device:
@@ -408,17 +358,17 @@ def _changes(config: Config, now: Estimate) -> Iterator[Candidate]:
                 if key == PARAM and other == "cpu" and zero.stage < 3:
                     values[STAGE] = 3
                     words += ' with "stage": 3'
-                yield Candidate(values, words)
+                yield values, words
     other = "none" if now.recompute else "recompute"
-    yield Candidate({RECOMPUTE: other}, f'"activation_checkpointing": {{"policy": "{other}"}}')
+    yield {RECOMPUTE: other}, f'"activation_checkpointing": {{"policy": "{other}"}}'
     if _may_run_together(now) and config.wherry.accumulation != "layer_major":
-        yield Candidate({ORDER: "layer_major"}, '"wherry": {"accumulation": "layer_major"}')
+        yield {ORDER: "layer_major"}, '"wherry": {"accumulation": "layer_major"}'
     if now.precision == "fp32":
         half = now.machine.half
-        yield Candidate({f"{half}.enabled": True}, f'"{half}": {{"enabled": true}}')
+        yield {f"{half}.enabled": True}, f'"{half}": {{"enabled": true}}'
     for micro in (now.micro_batch // 2, now.micro_batch * 2):
         if micro:
             sizes = {MICRO: micro}
             if config.train_batch_size is not None:
                 sizes[ACCUMULATION] = max(1, config.train_batch_size // (micro * now.data_ranks))
-            yield Candidate(sizes, f'"{MICRO}": {micro}')
+            yield sizes, f'"{MICRO}": {micro}'

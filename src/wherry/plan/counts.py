@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from wherry.observe.footprint import WORKING
@@ -54,20 +54,27 @@ class Counts:
 
     def toward(self, other: Counts, steps: float) -> Counts:
         """On the straight line from this through `other`, which is one step away."""
-        return Counts(
-            **{each.name: _line(getattr(self, each.name), getattr(other, each.name), steps) for each in fields(self)}
-        )
+        return _sum((self, 1 - steps), (other, steps))
+
+    def with_difference(self, one: Counts, other: Counts) -> Counts:
+        """As much more as `other` has than `one`; of peaks, what is there at the highest."""
+        top = [replace(each, peaks={"top": each.top()}, between={}) for each in (self, one, other)]
+        return _sum((top[0], 1), (top[1], -1), (top[2], 1))
 
     def with_more(self, micro_batches: int) -> Counts:
         """With so many micro-batches more between the first and the last."""
         if not micro_batches or not self.between:
             return self
-        grown = {name: _plus(getattr(self, name), more, micro_batches) for name, more in self.between.items()}
-        return Counts(**{each.name: grown.get(each.name, getattr(self, each.name)) for each in fields(self)})
+        grown = {name: _weighed((getattr(self, name), 1), (more, micro_batches)) for name, more in self.between.items()}
+        return replace(self, **grown)
+
+    def top(self, *, gpu: bool = True) -> Mapping[str, float]:
+        """Bytes by category in the phase where their sum was highest."""
+        return max(self.peaks.values(), key=lambda found: _total(found, gpu=gpu))
 
     def lines(self, *, gpu: bool) -> list[Line]:
         """Bytes by category and tier. Where there is no `gpu`, device and host are one memory with one peak."""
-        top = max(self.peaks.values(), key=lambda found: _total(found, gpu=gpu))
+        top = self.top(gpu=gpu)
         on_host, highest_on_host = (
             self.highest.get(HOST, 0.0) if gpu else top.get(HOST, 0.0),
             self.highest.get(HOST, 0.0),
@@ -101,12 +108,16 @@ def _total(found: Mapping[str, float], *, gpu: bool) -> float:
     return sum(nbytes for category, nbytes in found.items() if category != HOST or not gpu)
 
 
-def _line(one: Any, two: Any, steps: float) -> Any:
-    if isinstance(one, Mapping):
-        nothing: Any = {} if any(isinstance(value, Mapping) for value in (*one.values(), *two.values())) else 0.0
-        return {key: _line(one.get(key, nothing), two.get(key, nothing), steps) for key in one | two}
-    return one + steps * (two - one)
+def _sum(*weighed: tuple[Counts, float]) -> Counts:
+    """Each number times its weight."""
+    return Counts(
+        **{each.name: _weighed(*((getattr(c, each.name), by) for c, by in weighed)) for each in fields(Counts)}
+    )
 
 
-def _plus(one: Mapping[Any, float], more: Mapping[Any, float], times: int) -> dict[Any, float]:
-    return {key: one.get(key, 0.0) + times * more.get(key, 0.0) for key in {**one, **more}}
+def _weighed(*terms: tuple[Any, float]) -> Any:
+    if not isinstance(terms[0][0], Mapping):
+        return sum(by * value for value, by in terms)
+    keys = dict.fromkeys(key for found, _ in terms for key in found)
+    nested = any(isinstance(value, Mapping) for found, _ in terms for value in found.values())
+    return {key: _weighed(*((found.get(key, {} if nested else 0.0), by) for found, by in terms)) for key in keys}

@@ -33,11 +33,10 @@ from wherry.fake import is_fake
 from wherry.observe.log import logger
 from wherry.parallel.topology import Topology
 from wherry.plan.counts import GATHERED, HOST, STATES, TENSOR, Counts, Line
-from wherry.plan.cut import CutLinear
 from wherry.plan.imagined import FakeComm, FakeLink, FakePool, FakeStore
+from wherry.plan.model_source import Inputs, Source, told_by
 from wherry.plan.operations import Recorder
-from wherry.plan.source import Inputs, Source, told_by
-from wherry.plan.thinned import ends, longest_run
+from wherry.plan.parts import CutLinear, Outline, ends, longest_run
 from wherry.sharding.autograd import NO_TASK, backward_task, tensors_in
 
 # Micro-batches of a window that are run. The ones between the first and the last do the same, and are run once.
@@ -86,7 +85,8 @@ def dry_run(
     resolved = config if isinstance(config, Config) else configs.load(config)
     begun = time.perf_counter()
     sizes = resolved.batch(ranks)
-    counts = count(source, resolved, ranks=ranks, rank=rank, sequence=sequence, tensor=tensor, gpu=gpu)
+    where = {"ranks": ranks, "rank": rank, "sequence": sequence, "tensor": tensor, "gpu": gpu}
+    counts = count_by_blocks(source, resolved, outline(source, sequence), **where)
     counts = counts.with_more(sizes.accumulation - WINDOW)
     return DryRun(
         model=source.name,
@@ -107,13 +107,19 @@ class UnknownInputs(WherryError):
     """Nobody knows what a model's forward is called with."""
 
 
-def count_by_blocks(source: Source, config: Config, **where: Any) -> Counts:
-    """As `count`, of a model of many equal blocks by runs of few of them: each more adds what the last one added."""
+def outline(source: Source, sequence: int | None = None) -> Outline:
     with told_by(f"{source.name}: it fails"):
-        model, _ = _made(source, 1, where.get("sequence"), FakeTensorMode(allow_non_fake_inputs=True))
-    run = longest_run(model)
-    apart = None if run is None else ends(config, run.blocks[0])
-    if run is None or apart is None or 4 * apart + 2 >= run.length:
+        model, _ = _made(source, 1, sequence, FakeTensorMode(allow_non_fake_inputs=True))
+        return Outline.of(model)
+
+
+def count_by_blocks(source: Source, config: Config, of: Outline, *, apart: int | None = None, **where: Any) -> Counts:
+    """As `count`, of a model of many equal blocks by runs of few of them: each more adds what the last one added.
+
+    `apart` blocks at each end are told apart from those between them: by default as many as the config makes differ.
+    """
+    apart = ends(config, of.of_block) if apart is None else apart
+    if not of.blocks or apart is None or 4 * apart + 2 >= of.blocks:
         return count(source, config, **where)
     few, more = 2 * apart, 2 * apart + 2
     try:
@@ -124,7 +130,7 @@ def count_by_blocks(source: Source, config: Config, **where: Any) -> Counts:
         # Whatever a forward raises that counts its blocks: whole it may run, or it raises again.
         logger.debug("%s does not run with few of its blocks, so all run: %r", source.name, error)
         return count(source, config, **where)
-    return one.toward(two, (run.length - few) / (more - few))
+    return one.toward(two, (of.blocks - few) / (more - few))
 
 
 def count(
@@ -138,27 +144,31 @@ def count(
     gpu: bool = False,
     blocks: int | None = None,
     apart: int = 0,
+    updates: bool = True,
 ) -> Counts:
-    """What `rank` does in a window and its update, once the order of the model's units is known.
+    """What `rank` does in a window and its update, once the order of the model's units is known; or, without `updates`,
+    in forwards and backwards alone.
 
     Of a run of equal blocks only so many `blocks` are left in the model, if that is given; as many as are to be told
     `apart` at both ends are phases of their own.
     """
     failing, fake = told_by(f"{source.name}: a step of it fails"), FakeTensorMode(allow_non_fake_inputs=True)
     recorder, moved = Recorder(elsewhere={HOST} if gpu else ()), Counter[str]()
-    with failing, _understood(source.name), fake, recorder, ExitStack() as end:
+    with failing, _understood(source.name), fake, ExitStack() as end:
         model, inputs = _made(source, config.batch(ranks).micro, sequence, fake)
         if inputs is None:
             raise UnknownInputs(
                 f"{source.name}: a dry run needs the inputs of a micro-batch; let the callable return the model and "
                 "its inputs, as a tuple"
             )
-        batch = faked(fake, tuple(inputs.args)), faked(fake, inputs.kwargs)
         run = longest_run(model)
         if blocks is not None and run is not None:
             run.keep(blocks)
             left = list(run.container.children())[run.start : run.start + blocks]
             end.enter_context(_told_apart(left, apart, recorder))
+        end.enter_context(recorder)  # what made the model is none of an engine's operations
+        batch = faked(fake, tuple(inputs.args)), faked(fake, inputs.kwargs)
+        recorder.label("resting", tensors_in(batch))
         others = FakeComm(0, tensor)
         topology = Topology(
             FakeComm(rank, ranks),
@@ -178,7 +188,7 @@ def count(
             optimizer=None if config.optimizer else torch.optim.AdamW,
         )
         end.callback(engine.close)
-        step = Step(engine, batch, config, recorder, moved, others)
+        step = Step(engine, batch, config, recorder, moved, others, updates=updates)
         step.make()
         step.begin_counting()
         step.make()
@@ -208,8 +218,11 @@ class Step:
         recorder: Recorder,
         moved: Counter[str],
         tensor: FakeComm | None = None,
+        *,
+        updates: bool = True,
     ) -> None:
         self.engine = engine
+        self._updates = updates
         # Bytes of activations between a forward and its backward, and what a micro-batch in the middle does.
         self._kept = 0
         self._between: dict[str, dict[Any, float]] = {}
@@ -247,7 +260,7 @@ class Step:
         ran = min(accumulation, WINDOW)
         for micro in range(ran):
             before = self._counted() if micro == 1 else None
-            engine.set_gradient_accumulation_boundary(micro == ran - 1)
+            engine.set_gradient_accumulation_boundary(self._updates and micro == ran - 1)
             recorder.begin("forward")
             loss = engine(*self._batch)
             self._kept = recorder.working

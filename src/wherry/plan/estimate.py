@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from wherry.config import Config
 from wherry.placement import Placement, Tier
 from wherry.plan.counts import STATES
+from wherry.plan.formulas import optimizer_of, precision_of, resting
 from wherry.plan.grid import ALONE, Grid
-from wherry.plan.machine import Machine
-from wherry.plan.memory import STATE_WORDS, Cost, states
+from wherry.plan.machines import Machine
 from wherry.plan.roofline import StepTime
 
 
@@ -30,8 +30,13 @@ class Use:
     """What a place must hold, and what of it training may have: a GPU, a node's memory, a node's disk."""
 
     place: str
-    needed: int
     usable: int
+    # Bytes by category.
+    parts: Mapping[str, int]
+
+    @property
+    def needed(self) -> int:
+        return sum(self.parts.values())
 
     @property
     def fits(self) -> bool:
@@ -71,6 +76,11 @@ class Estimate:
         return all(use.fits for use in self.uses)
 
     @property
+    def crowded(self) -> list[str]:
+        """The places that must hold more than they can."""
+        return [use.place for use in self.uses if not use.fits]
+
+    @property
     def tightest(self) -> Use:
         """The place with the least room to spare, in proportion."""
         return max(self.uses, key=lambda use: use.share)
@@ -89,12 +99,18 @@ class Estimate:
         return None if self.time is None else self.time.total
 
     @property
+    def samples_per_second(self) -> float:
+        """0 where no time is known."""
+        return 0.0 if self.time is None else self.samples / self.time.total
+
+    @property
     def tokens_per_second(self) -> float | None:
-        return None if self.time is None else self.samples * self.sequence / self.time.total
+        return None if self.time is None else self.samples_per_second * self.sequence
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON holds it: bytes, seconds, and rates a second."""
-        time = None
+        told = asdict(self)
+        time = told.pop("time")
         if self.time is not None:
             time = {
                 "seconds": self.time.total,
@@ -102,25 +118,9 @@ class Estimate:
                 "limit": self.time.limit,
                 "tokens_per_second": self.tokens_per_second,
             }
-        return {
-            "model": self.model,
-            "parameters": self.parameters,
-            "machine": asdict(self.machine),
-            "placement": self.placement.name,
-            "ranks": self.ranks,
-            "grid": asdict(self.grid),
-            "micro_batch": self.micro_batch,
-            "accumulation": self.accumulation,
-            "sequence": self.sequence,
-            "precision": self.precision,
-            "optimizer": self.optimizer,
-            "recompute": self.recompute,
-            "rows": [asdict(row) for row in self.rows],
-            "uses": [{**asdict(use), "fits": use.fits} for use in self.uses],
-            "fits": self.fits,
-            "step": time,
-            "notes": list(self.notes),
-        }
+        uses = [{"place": u.place, "needed": u.needed, "usable": u.usable, "fits": u.fits} for u in self.uses]
+        told |= {"placement": self.placement.name, "rows": list(told["rows"]), "uses": uses, "fits": self.fits}
+        return told | {"step": time, "notes": list(self.notes)}
 
 
 def answer(
@@ -138,7 +138,7 @@ def answer(
 ) -> Estimate:
     """The answer for a model of so many parameters: `rows` are bytes of the part of it that `grid` gives a rank."""
     sizes = config.batch(grid.data_ranks(ranks))
-    found = Estimate(
+    return Estimate(
         model=name,
         parameters=parameters,
         machine=machine,
@@ -156,7 +156,6 @@ def answer(
         notes=(*notes, *_notes(config, machine, ranks, grid, parameters // grid.size)),
         grid=grid,
     )
-    return found
 
 
 def answer_of_count(
@@ -170,42 +169,10 @@ def answer_of_count(
     notes: Sequence[str] = ("only states are counted: activations, gathered weights and time need a model",),
 ) -> Estimate:
     """The answer where only the number of parameters is known: states, by the formulas of the literature."""
-    rows = _state_rows(-(-count // grid.size), config, grid.data_ranks(ranks), gpu=machine.gpus > 0)
+    states = resting(-(-count // grid.size), config, grid.data_ranks(ranks), gpu=machine.gpus > 0)
+    rows = [Row(state, tier, nbytes) for (state, tier), nbytes in states.items()]
     name = name or f"{count:,} parameters"
     return answer(name, count, rows, None, config, machine, ranks, grid, notes=notes)
-
-
-def _state_rows(count: int, config: Config, ranks: int, *, gpu: bool) -> list[Row]:
-    """The states of so many parameters, of which a share may keep its optimizer state on the device."""
-    placement, offload = config.placement(), config.zero_optimization.offload_optimizer
-    optimizer, shards = optimizer_of(config), config.shard_ranks(ranks)
-    # Of an optimizer that the host's kernels do not know, as many moments are counted as most have.
-    counted = optimizer if optimizer in STATE_WORDS else "adamw"
-
-    def effective(tier: Tier) -> Tier:
-        return Tier.DEVICE if tier is Tier.HOST and not gpu else tier
-
-    away = count if offload.device == "none" else round(offload.ratio * count)
-    found: Counter[tuple[str, Tier]] = Counter()
-    for numel, gradients, tier in (
-        (away, placement.gradients.tier, placement.optimizer.tier),
-        (count - away, Tier.DEVICE, Tier.DEVICE),
-    ):
-        if numel:
-            on_host = effective(tier) is not Tier.DEVICE or not gpu
-            split = on_host and precision_of(config) == "bf16" and config.wherry.master != "whole"
-            cost = Cost.of(
-                precision_of(config),
-                counted,
-                config.data_types.grad_accum_dtype,
-                state_dtype=config.state_dtype(),
-                split=split and optimizer in (None, *STATE_WORDS),
-            )
-            held = states(numel, placement, shards, cost)
-            found["parameters", effective(placement.parameters.tier)] += held.parameters
-            found["gradients", effective(gradients)] += held.gradients
-            found["optimizer", effective(tier)] += held.optimizer
-    return [Row(state, str(tier), nbytes) for (state, tier), nbytes in found.items()]
 
 
 def _notes(config: Config, machine: Machine, ranks: int, grid: Grid, parameters: int) -> Iterator[str]:
@@ -247,33 +214,22 @@ def _uses(rows: Sequence[Row], machine: Machine, ranks: int, limit: int | None) 
     that is there.
     """
 
-    def on(*tiers: Tier, categories: Sequence[str] | None = None) -> int:
-        places = set(map(str, tiers))
-        return sum(r.bytes for r in rows if r.tier in places and (categories is None or r.category in categories))
+    def on(*tiers: Tier, ranks: int) -> dict[str, int]:
+        found: Counter[str] = Counter()
+        for row in rows:
+            if row.tier in map(str, tiers) and row.bytes:
+                found[row.category] += ranks * row.bytes
+        return dict(found)
 
     together = machine.ranks_per_node(ranks)
-    host = (Tier.HOST,) if machine.gpus else (Tier.DEVICE, Tier.HOST)
+    host = on(*((Tier.HOST,) if machine.gpus else (Tier.DEVICE, Tier.HOST)), ranks=together)
     usable = machine.capacity(Tier.HOST, ranks)
     if limit is not None:
-        usable = min(usable, limit + together * (on(*host) - on(*host, categories=STATES)))
+        usable = min(usable, limit + sum(nbytes for category, nbytes in host.items() if category not in STATES))
     found = []
     if machine.gpus:
-        found.append(Use("GPU", on(Tier.DEVICE), machine.capacity(Tier.DEVICE, ranks)))
-    found.append(Use("host", together * on(*host), usable))
-    if on(Tier.DISK):
-        found.append(Use("disk", together * on(Tier.DISK), machine.capacity(Tier.DISK, ranks)))
+        found.append(Use("GPU", machine.capacity(Tier.DEVICE, ranks), on(Tier.DEVICE, ranks=1)))
+    found.append(Use("host", usable, host))
+    if disk := on(Tier.DISK, ranks=together):
+        found.append(Use("disk", machine.capacity(Tier.DISK, ranks), disk))
     return tuple(found)
-
-
-def precision_of(config: Config) -> str:
-    return config.working_precision() or "fp32"
-
-
-def optimizer_of(config: Config) -> str | None:
-    """The optimizer of a config, as `STATE_WORDS` knows it."""
-    if config.optimizer is None or config.optimizer.type is None:
-        return None
-    name = config.optimizer.type.lower()
-    if name == "sgd" and (config.optimizer.params or {}).get("momentum"):
-        return "sgd-momentum"
-    return name

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from wherry import config as configs
 from wherry.config import Config
 from wherry.observe.footprint import WORKING
-from wherry.plan.choose import ACCUMULATION, MICRO, OPTIMIZER, ORDER, PARAM, RATIO, RECOMPUTE, STAGE, TRAIN
-from wherry.plan.counts import Counts
-from wherry.plan.dry_run import WINDOW, UnknownInputs, count_by_blocks
+from wherry.plan.choose import ACCUMULATION, MICRO, RECOMPUTE, TRAIN
+from wherry.plan.counts import TENSOR, Counts
+from wherry.plan.dry_run import WINDOW, UnknownInputs, count_by_blocks, outline
 from wherry.plan.estimate import Estimate, Row, answer, answer_of_count
+from wherry.plan.formulas import placed
 from wherry.plan.grid import ALONE, Grid
-from wherry.plan.machine import Machine
+from wherry.plan.machines import Machine
+from wherry.plan.model_source import Source
+from wherry.plan.parts import Outline
 from wherry.plan.roofline import Computing, computing, is_fp32, step_time
-from wherry.plan.source import Source
 
 # Micro-batches that a search runs, to go by the straight line through them.
 NEAR, FAR = 1, 8
-PLAIN: Mapping[str, Any] = {STAGE: 0, OPTIMIZER: "none", PARAM: "none", RATIO: 1.0}
 
 
-class Run(NamedTuple):
+class Forecast(NamedTuple):
     """What a step does, and how long its forwards and backwards compute."""
 
     counts: Counts
@@ -32,7 +32,7 @@ class Run(NamedTuple):
 
 
 class Forecaster:
-    """`exact` runs the engine as a config has it; `quick`, for searching, puts together what was run for others."""
+    """`exact` runs the engine as a config has it; `quick`, for searching, goes by formulas and what was run before."""
 
     def __init__(
         self, source: Source, machine: Machine, ranks: int, sequence: int | None = None, grid: Grid = ALONE
@@ -43,22 +43,24 @@ class Forecaster:
         self.grid = grid
         self.data_ranks = grid.data_ranks(ranks)
         self.sequence = sequence or source.sequence
-        self._runs: dict[tuple[str, int, Grid], Run] = {}
-        self._parameters: int | None = None
+        self._runs: dict[tuple[Any, ...], Forecast] = {}
+        # The configs whose very steps were run.
+        self._exact: list[tuple[Config, Grid, Counts]] = []
+        self._outlines: dict[Grid, Outline] = {}
 
     def exact(self, config: Config) -> Estimate:
         """From a dry run of this very config."""
         return self._fullest(config, quick=False)
 
     def quick(self, config: Config) -> Estimate:
-        """From dry runs with small micro-batches, and without recomputation, where these tell enough."""
+        """From the formulas of its placement, a run of the model in a micro-batch, and what runs of others told."""
         return self._fullest(config, quick=True)
 
     def _fullest(self, config: Config, *, quick: bool) -> Estimate:
         # The first stage has the embeddings and keeps the most activations, the last one has the head.
         stages = [replace(self.grid, stage=stage) for stage in sorted({0, self.grid.pipe - 1})]
         try:
-            runs = [self._quick(config, grid) if quick else self._run(config, self.data_ranks, grid) for grid in stages]
+            runs = [self._near(config, grid) if quick else self._run(config, grid) for grid in stages]
         except UnknownInputs:
             return self._by_count(config)
         found = [self._answer(config, *run, grid) for run, grid in zip(runs, stages, strict=True)]
@@ -77,109 +79,105 @@ class Forecaster:
             Row(line.category, line.tier, line.at_peak)
             for line in _in_flight(counts, config, self.data_ranks, grid).lines(gpu=self.machine.gpus > 0)
         ]
-        parameters = round(counts.parameters) if grid.size == 1 else self._whole()
         time = step_time(counts, work, config, self.machine, self.ranks, grid)
         return answer(
-            self.source.name, parameters, rows, time, config, self.machine, self.ranks, grid, sequence=self.sequence
+            self.source.name, self._whole(), rows, time, config, self.machine, self.ranks, grid, sequence=self.sequence
         )
 
     def _whole(self) -> int:
         """Parameters of the whole model, where ranks share it."""
-        if self._parameters is None:
-            import torch
+        return self._outline(ALONE).parameters
 
-            with torch.device("meta"):
-                model, _ = self.source.make(1, self.sequence)
-            self._parameters = sum(parameter.numel() for parameter in model.parameters())
-        return self._parameters
+    def _outline(self, grid: Grid, config: Config | None = None) -> Outline:
+        if grid not in self._outlines:
+            source = self.source if config is None else self._part(config, grid)
+            self._outlines[grid] = outline(source, self.sequence)
+        return self._outlines[grid]
 
-    def _run(self, config: Config, ranks: int, grid: Grid) -> Run:
+    def _part(self, config: Config, grid: Grid) -> Source:
+        return self.source.share(grid, config.working_dtype())
+
+    def _run(self, config: Config, grid: Grid) -> Forecast:
         """A dry run of this config, of as few micro-batches as tell of all."""
+        ranks, key = self.data_ranks, (json.dumps(config.to_dict(), sort_keys=True), grid)
+        if key in self._runs:
+            return self._runs[key]
         sizes = config.batch(ranks)
         if config.wherry.accumulation == "layer_major" and sizes.accumulation > WINDOW:
             few, more = (self._made(_sized(config, ranks, sizes.micro, k), ranks, grid) for k in (2, 3))
-            return _toward(few, more, sizes.accumulation - 2)
-        ran = min(sizes.accumulation, WINDOW + 1)
-        run = self._made(_sized(config, ranks, sizes.micro, ran), ranks, grid)
-        counts = run.counts.with_more(sizes.accumulation - WINDOW) if ran > WINDOW else run.counts
-        return Run(counts, self._computing(counts, config))
-
-    def _made(self, config: Config, ranks: int, grid: Grid) -> Run:
-        key = json.dumps(config.to_dict(), sort_keys=True), ranks, grid
-        if key not in self._runs:
-            counts = count_by_blocks(
-                self.source.share(grid, config.working_dtype()),
-                config,
-                ranks=ranks,
-                sequence=self.sequence,
-                tensor=grid.tensor,
-                gpu=self.machine.gpus > 0,
-            )
-            self._runs[key] = Run(counts, self._computing(counts, config))
+            counts = few.toward(more, sizes.accumulation - 2)
+        else:
+            counts = self._made(_sized(config, ranks, sizes.micro, sizes.accumulation), ranks, grid)
+            counts = counts.with_more(sizes.accumulation - WINDOW)
+        self._exact.append((config, grid, counts))
+        self._runs[key] = Forecast(counts, self._computing(counts, config))
         return self._runs[key]
+
+    def _made(self, config: Config, ranks: int, grid: Grid, **how: Any) -> Counts:
+        return count_by_blocks(
+            self._part(config, grid),
+            config,
+            self._outline(grid, config),
+            **how,
+            ranks=ranks,
+            sequence=self.sequence,
+            tensor=grid.tensor,
+            gpu=self.machine.gpus > 0,
+        )
 
     def _computing(self, counts: Counts, config: Config) -> Computing:
         share = 1 if self.machine.gpus else self.machine.ranks_per_node(self.ranks)
         return computing(counts.operations, self.machine, fp32=is_fp32(config), share=share)
 
-    def _quick(self, config: Config, grid: Grid) -> Run:
-        """The placement's run with the smallest micro-batch, and the difference that micro-batch and recomputation make
-        where nothing is placed elsewhere."""
-        sizes, policy = config.batch(self.data_ranks), config.activation_checkpointing.resolved_policy()
-        offload = config.zero_optimization.offload_optimizer
-        if offload.device != "none" and 0 < offload.ratio < 1:
-            away, here = (
-                self._quick(_with(config, {OPTIMIZER: d, RATIO: 1.0}), grid) for d in (offload.device, "none")
-            )
-            return _toward(away, here, 1 - offload.ratio)
-        if policy not in ("none", "recompute") or not self.source.scales:
-            return self._run(config, self.data_ranks, grid)
-        small = _sized(config, self.data_ranks, NEAR, sizes.accumulation)
-        base = self._run(_with(small, {RECOMPUTE: "none"}), self.data_ranks, grid)
-        if sizes.micro == NEAR and policy == "none":
-            return base
-        few, plain = self._plain(config, NEAR, "none", grid), self._plain(config, sizes.micro, policy, grid)
-        times = sizes.accumulation
-        work = Computing(*(b + times * (p - f) for b, p, f in zip(base.work, plain.work, few.work, strict=True)))
-        together = times if config.wherry.accumulation == "layer_major" else 1
-        more = {kind: _working(plain.counts, kind) - _working(few.counts, kind) for kind in ("forward", "backward")}
-        peaks = {
-            phase: {**found, WORKING: found.get(WORKING, 0.0) + together * more.get(phase.partition(" ")[0], 0.0)}
-            for phase, found in base.counts.peaks.items()
-        }
-        kept = base.counts.kept + plain.counts.kept - few.counts.kept
-        return Run(replace(base.counts, peaks=peaks, kept=kept), work)
+    def _near(self, config: Config, grid: Grid) -> Forecast:
+        """By the formulas of the placement, and what the model does in a micro-batch of this size.
 
-    def _plain(self, config: Config, micro: int, policy: str, grid: Grid) -> Run:
-        """Of one micro-batch on one rank that has all states on its device."""
+        What an engine holds and moves besides is known from a run of it, best of one with the same placement.
+        """
+        counts = self._by_formula(config, grid)
+        if runs := [(ran, found) for ran, where, found in self._exact if where == grid]:
+            alike = [run for run in runs if run[0].placement() == config.placement()]
+            ran, found = (alike or runs)[-1]
+            counts = found.with_difference(self._by_formula(ran, grid), counts)
+        passes, work = self._passes(config, grid)
+        sizes = config.batch(self.data_ranks)
+        together = sizes.accumulation if config.wherry.accumulation == "layer_major" else 1
+        working = max(found.get(WORKING, 0.0) for found in passes.peaks.values())
+        top = {**counts.top(), WORKING: working + (together - 1) * passes.kept}
+        sums = {name: sizes.accumulation * sent for name, sent in passes.bytes.items() if name.endswith(TENSOR)}
+        counts = replace(counts, peaks={"top": top}, kept=passes.kept, bytes={**counts.bytes, **sums})
+        return Forecast(counts, Computing(*(sizes.accumulation * seconds for seconds in work)))
 
-        def run(micro: int) -> Run:
-            order = {ORDER: "step_major"} if config.wherry.accumulation == "layer_major" else {}
-            return self._run(_sized(_with(config, {**PLAIN, **order, RECOMPUTE: policy}), 1, micro, 1), 1, grid)
+    def _by_formula(self, config: Config, grid: Grid) -> Counts:
+        return placed(self._outline(grid, config), config, self.data_ranks, gpu=self.machine.gpus > 0)
 
-        near = run(NEAR)
-        return near if micro == NEAR else _toward(near, run(FAR), (micro - NEAR) / (FAR - NEAR))
+    def _passes(self, config: Config, grid: Grid) -> Forecast:
+        """The forward and backward of one micro-batch, on one rank that has all states on its device."""
+        micro = config.batch(self.data_ranks).micro
+        if micro == NEAR or not self.source.scales:
+            return self._passes_of(config, micro, grid)
+        near, far = (self._passes_of(config, size, grid) for size in (NEAR, FAR))
+        steps = (micro - NEAR) / (FAR - NEAR)
+        work = Computing(*(a + steps * (b - a) for a, b in zip(near.work, far.work, strict=True)))
+        return Forecast(near.counts.toward(far.counts, steps), work)
 
-
-def _working(counts: Counts, kind: str) -> float:
-    """Bytes of activations where they are highest in the phases of a forward, or of a backward."""
-    return max(found.get(WORKING, 0.0) for phase, found in counts.peaks.items() if phase.startswith(kind))
-
-
-def _with(config: Config, values: Mapping[str, Any]) -> Config:
-    return configs.load(config, overrides=dict(values))
+    def _passes_of(self, config: Config, micro: int, grid: Grid) -> Forecast:
+        policy = config.activation_checkpointing.model_dump_json()
+        key = policy, config.working_precision(), micro, grid
+        if key not in self._runs:
+            tree = config.written | {"zero_optimization": {}}
+            tree["wherry"] = config.wherry.model_dump(include={"unit_classes", "tile_linear"})
+            plain = _sized(configs.load(tree), 1, micro, 1)
+            counts = self._made(plain, 1, grid, apart=1, updates=False)
+            self._runs[key] = Forecast(counts, self._computing(counts, plain))
+        return self._runs[key]
 
 
 def _sized(config: Config, ranks: int, micro: int, accumulation: int) -> Config:
     sizes: dict[str, Any] = {MICRO: micro, ACCUMULATION: accumulation, TRAIN: micro * accumulation * ranks}
     if config.activation_checkpointing.policy == "auto":
         sizes[RECOMPUTE] = "recompute"
-    return _with(config, sizes)
-
-
-def _toward(one: Run, two: Run, steps: float) -> Run:
-    work = Computing(*(a + steps * (b - a) for a, b in zip(one.work, two.work, strict=True)))
-    return Run(one.counts.toward(two.counts, steps), work)
+    return configs.load(config, overrides=sizes)
 
 
 def _in_flight(counts: Counts, config: Config, ranks: int, grid: Grid) -> Counts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 
 from wherry.errors import WherryError
@@ -40,32 +40,23 @@ class GptShape:
     def parameters(self) -> int:
         return 12 * self.layers * self.hidden**2
 
-    def model_states(self, bytes_per_parameter: int = STATE_BYTES) -> int:
-        """Bytes of parameters, gradients and optimizer state of the whole model."""
-        return bytes_per_parameter * self.parameters
-
-    def layer_activations(self, samples: int, sequence: int, itemsize: int = HALF) -> int:
+    def layer_activations(self, samples: int, sequence: int) -> int:
         """Bytes that one layer's forward keeps for its backward: 16 values of `hidden`, and two score matrices."""
-        return itemsize * samples * sequence * (16 * self.hidden + 2 * self.heads * sequence)
+        return HALF * samples * sequence * (16 * self.hidden + 2 * self.heads * sequence)
 
-    def activations(self, samples: int, sequence: int, itemsize: int = HALF) -> int:
+    def activations(self, samples: int, sequence: int) -> int:
         """Bytes that a forward keeps without checkpointing."""
-        return self.layers * self.layer_activations(samples, sequence, itemsize)
+        return self.layers * self.layer_activations(samples, sequence)
 
-    def checkpoints(self, samples: int, sequence: int, interval: int = 1, itemsize: int = HALF) -> int:
+    def checkpoints(self, samples: int, sequence: int, interval: int = 1) -> int:
         """Bytes of activation checkpoints, one in `interval` layers."""
         _at_least_one("interval", interval)
-        return itemsize * samples * sequence * self.hidden * -(-self.layers // interval)
+        return HALF * samples * sequence * self.hidden * -(-self.layers // interval)
 
-    def checkpointed_activations(self, samples: int, sequence: int, interval: int = 1, itemsize: int = HALF) -> int:
-        """Bytes at the peak with checkpointing: the checkpoints, and the layers between two of them recomputed."""
-        kept = self.checkpoints(samples, sequence, interval, itemsize)
-        return kept + self.working_activations(samples, sequence, interval, itemsize)
-
-    def working_activations(self, samples: int, sequence: int, interval: int = 1, itemsize: int = HALF) -> int:
+    def working_activations(self, samples: int, sequence: int, interval: int = 1) -> int:
         """Bytes of the activations between two checkpoints, which are there at once in a backward."""
         _at_least_one("interval", interval)
-        return min(interval, self.layers) * self.layer_activations(samples, sequence, itemsize)
+        return min(interval, self.layers) * self.layer_activations(samples, sequence)
 
     def working_states(self) -> int:
         """Bytes of the largest layer, hidden to 4 hidden: its weights and their gradients in half precision."""
@@ -110,59 +101,39 @@ class Work:
         return self.nodes * self.gpus_per_node
 
 
-@dataclass(frozen=True)
-class Demand:
+def demand(shape: GptShape, work: Work) -> dict[str, int]:
     """One row of the table: bytes of the model, of a node, of a GPU."""
-
-    shape: GptShape
-    model_states: int
-    node_activations: int
-    node_checkpoints: int
-    gpu_working_states: int
-    gpu_working_activations: int
-
-
-def demand(shape: GptShape, work: Work) -> Demand:
-    return Demand(
-        shape,
-        model_states=shape.model_states(),
-        node_activations=shape.activations(work.batch, work.sequence),
-        node_checkpoints=shape.checkpoints(work.batch, work.sequence, work.interval),
-        gpu_working_states=shape.working_states(),
-        gpu_working_activations=shape.working_activations(work.samples_per_gpu, work.sequence, work.interval),
-    )
+    return asdict(shape) | {
+        "parameters": shape.parameters,
+        "model_states": STATE_BYTES * shape.parameters,
+        "node_activations": shape.activations(work.batch, work.sequence),
+        "node_checkpoints": shape.checkpoints(work.batch, work.sequence, work.interval),
+        "gpu_working_states": shape.working_states(),
+        "gpu_working_activations": shape.working_activations(work.samples_per_gpu, work.sequence, work.interval),
+    }
 
 
-# Arithmetic intensity: floating-point operations for each byte that travels.
-
-
-def step_flops(parameters: int, samples: int, sequence: int) -> int:
-    """Of a forward, a backward that costs two of them, and the forward's recomputation."""
-    return 2 * 4 * samples * sequence * parameters
+# Arithmetic intensity: floating-point operations for each byte that travels. A step computes 8 for each parameter and
+# token: 2 in the forward, 2 in its recomputation, and 4 in the backward.
 
 
 def weight_intensity(samples: int, sequence: int) -> Fraction:
     """Weights travel in forward, recomputation and backward, gradients once: four times 2 bytes a parameter."""
-    return Fraction(step_flops(1, samples, sequence), 4 * HALF)
+    return Fraction(8 * samples * sequence, 4 * HALF)
 
 
 def optimizer_intensity(samples: int, sequence: int) -> Fraction:
     """Master, moments and gradient, 16 bytes a parameter, are read and written."""
-    return Fraction(step_flops(1, samples, sequence), 2 * 16)
+    return Fraction(8 * samples * sequence, 2 * 16)
 
 
 def checkpoint_intensity(hidden: int, interval: int = 1) -> Fraction:
     """A checkpoint of 2 hidden bytes a token is written and read; it stands for `interval` layers of 12 hidden^2."""
-    return Fraction(step_flops(12 * hidden**2 * interval, 1, 1), 2 * HALF * hidden)
-
-
-def efficiency(intensity: Fraction, bandwidth: float, peak: float) -> float:
-    """The part of `peak` operations a second that is left when computing waits for what travels."""
-    return float(intensity) * bandwidth / (float(intensity) * bandwidth + peak)
+    return Fraction(8 * 12 * hidden**2 * interval, 2 * HALF * hidden)
 
 
 def bandwidth_for(intensity: Fraction, target: float, peak: float) -> float:
-    """Bytes a second with which `efficiency` comes to `target`."""
+    """Bytes a second that leave `target` of `peak` operations a second, where computing waits for what travels."""
     if not 0 < target < 1:
         raise WherryError(f"efficiency: expected a number between 0 and 1, got {target:g}")
     if not peak > 0:

@@ -11,15 +11,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from wherry.fake import address_of
-from wherry.native.disk import SECTOR
 from wherry.observe.footprint import Footprint
 from wherry.parallel.comm import Comm
 from wherry.plan.counts import HOST
-from wherry.tiers.buffers import Block, HostPool
-from wherry.tiers.disk import DiskUsage
+from wherry.tickets import DONE, CallbackTicket, Ticket
+from wherry.tiers.buffers import HostPool
 from wherry.tiers.streams import Link
-from wherry.tiers.tickets import DONE, CallbackTicket, Ticket
 
 
 def held(*tensors: torch.Tensor, ticket: Ticket = DONE) -> Ticket:
@@ -56,9 +53,6 @@ class FakeComm(Comm):
     def _gather_objects(self, value: Any) -> list[Any]:
         return [value] * self.size
 
-    def _barrier(self) -> None:
-        return None
-
 
 class FakePool(HostPool):
     """Host buffers without memory, counted as such."""
@@ -68,14 +62,14 @@ class FakePool(HostPool):
         self._mode = mode
         self._footprint = footprint
 
-    def _allocate(self, size: int) -> Block:
+    def _allocate(self, size: int) -> torch.Tensor:
         # Threads that update take buffers too, and modes are a thread's own. To no other mode it is a new tensor.
         with _disable_current_modes(), self._mode:
-            tensor = torch.empty(size, dtype=torch.uint8)
-        self._footprint.label(HOST, [tensor])
-        return Block(tensor, address_of(tensor), size)
+            buffer = torch.empty(size, dtype=torch.uint8)
+        self._footprint.label(HOST, [buffer])
+        return buffer
 
-    def _free(self, block: Block) -> None:
+    def _free(self, buffer: torch.Tensor) -> None:
         return None
 
 
@@ -103,11 +97,9 @@ class FakeStore:
 
     def __init__(self, moved: Counter[str], paths: Any, **_: Any) -> None:
         self.paths = tuple(paths)
-        self.reserved = 0
         self._moved = moved
 
     def reserve(self, name: str, nbytes: int) -> FakeRecord:
-        self.reserved += -(-nbytes // SECTOR) * SECTOR
         self._moved["reserved"] += nbytes
         return FakeRecord(name, nbytes)
 
@@ -120,12 +112,6 @@ class FakeStore:
         return DONE
 
     def attach(self, pool: HostPool) -> None:
-        return None
-
-    def usage(self) -> DiskUsage:
-        return DiskUsage(self.reserved, tuple((str(path), self.reserved // len(self.paths), 0) for path in self.paths))
-
-    def drain(self) -> None:
         return None
 
     def close(self) -> None:

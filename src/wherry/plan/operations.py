@@ -9,9 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from wherry.fake import is_fake
 from wherry.observe.footprint import WORKING, Footprint
-from wherry.plan.roofline import ATTENTION, PLAIN, TANH
 from wherry.sharding.autograd import NO_TASK, backward_task
 
 aten = torch.ops.aten
@@ -24,7 +22,7 @@ class Operation(NamedTuple):
     bytes: int
     slow: int
     backward: bool
-    kind: int
+    attention: bool
 
 
 # Element-wise functions that a processor computes more slowly than it reads their operands.
@@ -33,13 +31,13 @@ _SLOW = (
     *(aten._softmax, aten._softmax_backward_data, aten._log_softmax, aten._log_softmax_backward_data, aten.pow),
     *(aten.sin, aten.cos, aten.native_dropout, aten.softplus, aten.mish),
 )
-_GELU = (aten.gelu, aten.gelu_backward)
 _ATTENTION = frozenset(
     getattr(aten, f"_scaled_dot_product_{kind}{way}")
     for kind in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
     for way in ("", "_backward")
 )
 _EMPTY = (aten.empty, aten.empty_like, aten.new_empty)
+_NOTHING = (aten.detach, torch.ops.prim.device)
 
 
 class Recorder(Footprint):
@@ -75,18 +73,15 @@ class Recorder(Footprint):
         return self.live[WORKING]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default and is_fake(args[0]):
-            return args[0].fake_device  # autograd asks it of every tensor, and it makes nothing
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        self._see(result)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         packet = func._overloadpacket
-        if self.counting and not func.is_view and packet is not aten.detach:
+        if self.counting and not func.is_view and packet not in _NOTHING:
             out = result if isinstance(result, tuple | list) else (result,)
             nbytes = tensor_bytes(out) + (0 if packet in _EMPTY else tensor_bytes(args))
             slow = _numel(out) if packet in _SLOW else 0
             flops = _flops(packet, args, kwargs, result)
-            self.operations[Operation(flops, nbytes, slow, backward_task() != NO_TASK, _kind(packet, kwargs))] += 1
+            self.operations[Operation(flops, nbytes, slow, backward_task() != NO_TASK, packet in _ATTENTION)] += 1
         return result
 
 
@@ -102,12 +97,6 @@ def tensor_bytes(values: Any) -> int:
 
 def _numel(values: Any) -> int:
     return max((value.numel() for value in values if isinstance(value, torch.Tensor)), default=0)
-
-
-def _kind(packet: Any, kwargs: Any) -> int:
-    if packet in _ATTENTION:
-        return ATTENTION
-    return TANH if packet in _GELU and kwargs.get("approximate") == "tanh" else PLAIN
 
 
 def _flops(packet: Any, args: Any, kwargs: Any, result: Any) -> float:

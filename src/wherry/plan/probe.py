@@ -16,9 +16,9 @@ from pathlib import Path
 from wherry.config import Config
 from wherry.observe.log import logger
 from wherry.observe.memory import host_memory
-from wherry.plan.machine import Machine
+from wherry.plan.machines import Machine
 
-VERSION = 7
+VERSION = 8
 # Cores that others may keep busy while rates are measured that are to be kept, of eight; of fewer, as many.
 BUSY = 0.5
 # Where Linux shows that it has a driver of a GPU.
@@ -98,8 +98,7 @@ def _others_worked() -> float:
 
 def _read(text: str) -> Machine:
     values = json.loads(text)
-    tables = ("attention", "attention_fp32", "cached")
-    return Machine(**values | {name: tuple(map(tuple, values[name])) for name in tables})
+    return Machine(**values | {name: tuple(values[name]) for name in ("attention", "attention_fp32")})
 
 
 def _fingerprint(folder: Path, gpus: list[str]) -> str:

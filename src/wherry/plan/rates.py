@@ -10,31 +10,25 @@ import subprocess
 import sys
 import tempfile
 import time
-import timeit
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from wherry.observe.log import logger
 from wherry.observe.memory import host_memory
-from wherry.plan.machine import GB, HOST_NETWORK, Machine
+from wherry.plan.machines import GB, HOST_NETWORK, Machine
 from wherry.plan.operations import Recorder
 from wherry.plan.probe import cores, processor
 from wherry.plan.roofline import computing
 from wherry.tiers.buffers import CudaPin, HostPool
 
-# What a disk that cannot be measured is taken to do: bytes a second read, written, and both, and no time of a core.
-UNKNOWN_DISK = 1.0 * GB, 0.5 * GB, 0.5 * GB, 0.0
+# What a disk that cannot be measured is taken to do: bytes a second read, written, and both.
+UNKNOWN_DISK = 1.0 * GB, 0.5 * GB, 0.5 * GB
 # Bytes of a copy to, from or between GPUs, and seconds after which copies between two have not worked.
 PIECE, LINK_SECONDS = 1 << 28, 120.0
 
@@ -54,10 +48,9 @@ def _measure(folder: Path, gpus: int) -> Machine:
     device = torch.device("cuda", torch.cuda.current_device()) if gpus else torch.device("cpu")
     memory = host_memory()
     stream = _stream(torch.device("cpu"))
-    read, write, both, work = _disk(folder)
+    read, write, both = _disk(folder)
     name = f"{gpus} x {torch.cuda.get_device_name(device)}" if gpus else f"{processor() or 'CPU'}, {cores()} cores"
     half = torch.float16 if gpus and torch.cuda.get_device_capability(device) < (8, 0) else torch.bfloat16
-    overhead, slow = _overhead(device), _slow(device)
     matrix, matrix_fp32 = _matrix(device, half), _matrix(device, torch.float32)
     pcie = _pcie(device) if gpus else stream / 2
     machine = Machine(
@@ -69,22 +62,18 @@ def _measure(folder: Path, gpus: int) -> Machine:
         matrix=matrix,
         matrix_fp32=matrix_fp32,
         device_stream=_stream(device) if gpus else stream,
-        slow=slow,
-        by_tanh=slow / _slow(device, "tanh"),
+        slow=_slow(device),
         stream=stream,
         pcie=pcie,
         disk_read=read,
         disk_write=write,
         disk_both=both,
-        disk_work=work,
-        link=_link(pcie) if gpus > 1 else _meeting(stream),
+        # Ranks on a host send by a copy in and a copy out, for each of two.
+        link=_link(pcie) if gpus > 1 else stream / 4,
         network=25 * GB if gpus else HOST_NETWORK,
-        overhead=overhead,
+        overhead=_overhead(device),
         attention=_attention(device, half, matrix),
         attention_fp32=_attention(device, torch.float32, matrix_fp32),
-        cores=cores(),
-        sharing=0.0 if gpus else _sharing(overhead),
-        cached=() if gpus else _cached(overhead),
         measured=True,
         half="fp16" if half is torch.float16 else "bf16",
     )
@@ -123,45 +112,29 @@ def _stream(device: torch.device) -> float:
     return 12 * numel / _typical(lambda: torch.add(a, b, out=out), device)
 
 
-def _cached(overhead: float) -> tuple[tuple[float, float], ...]:
-    """Bytes of a sum of two arrays, from small to larger than caches, and bytes a second without what a call costs."""
-    found = []
-    for numel in (1 << shift for shift in range(14, 25, 2)):
-        a, b, out = (torch.ones(numel) for _ in range(3))
-        seconds = _typical(partial(torch.add, a, b, out=out), torch.device("cpu"), 0.05)
-        found.append((12.0 * numel, 12 * numel / max(seconds - overhead, seconds / 2)))
-    return tuple(found)
-
-
-def _slow(device: torch.device, approximate: str = "none") -> float:
+def _slow(device: torch.device) -> float:
     """Elements a second through GELU and through its derivative."""
     x, y = torch.randn(2, 1 << 20, device=device)
-    there = _typical(lambda: torch.nn.functional.gelu(x, approximate=approximate), device, 0.1)
-    back = _typical(lambda: torch.ops.aten.gelu_backward(y, x, approximate=approximate), device, 0.1)
+    there = _typical(lambda: F.gelu(x), device, 0.1)
+    back = _typical(lambda: torch.ops.aten.gelu_backward(y, x), device, 0.1)
     return 2 * x.numel() / (there + back)
 
 
-def _attention(device: torch.device, dtype: torch.dtype, matrix: float) -> tuple[tuple[float, float, float], ...]:
-    """By the tokens of a sample: the parts of the rate of matrix products that attention reaches."""
-    return tuple((tokens, *_attention_of(device, dtype, matrix, tokens)) for tokens in (128, 1024))
-
-
-def _attention_of(device: torch.device, dtype: torch.dtype, matrix: float, length: int) -> tuple[float, float]:
-    """In its forward, and in its backward."""
-    heads, width = 8, 64
-    batch = max(1, (1 << (23 if device.type == "cuda" else 18)) // (heads * length * width))
-    shape = batch, heads, length, width
+def _attention(device: torch.device, dtype: torch.dtype, matrix: float) -> tuple[float, float]:
+    """The parts of the rate of matrix products that attention reaches in its forward, and in its backward."""
+    heads, length, width = 8, 1024, 64
+    shape = (16 if device.type == "cuda" else 1), heads, length, width
     query, key, value = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
 
     def forward() -> torch.Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
     out = forward()
     back = torch.randn_like(out)
     there = _typical(forward, device, 0.1)
     again = _typical(lambda: torch.autograd.grad(out, (query, key, value), back, retain_graph=True), device, 0.1)
-    # As a profile counts them: scores and sums, and in the backward the scores once more.
-    flops = 4.0 * batch * heads * length * length * width
+    # As a dry run counts them: scores and sums, and in the backward the scores once more.
+    flops = 4.0 * shape[0] * heads * length * length * width
     return flops / there / matrix, 2.5 * flops / again / matrix
 
 
@@ -217,41 +190,6 @@ def _pcie(device: torch.device) -> float:
     return PIECE / max(up, down)
 
 
-def _meeting(stream: float) -> float:
-    """Bytes a second that two ranks on a host send together, where each scatters its sums and gathers its weights."""
-    if not (dist.is_available() and dist.is_gloo_available()):
-        return stream / 4  # a copy in and a copy out, for each of two
-    # What is reduced is as large as a unit of a small model.
-    store, numel, ranks = dist.HashStore(), 1 << 20, 2
-    gloo: Any = dist.ProcessGroupGloo
-
-    threads = torch.get_num_threads()
-
-    def rank(number: int) -> float:
-        torch.set_num_threads(max(1, threads // ranks))  # as ranks share the cores
-        group = gloo(store, number, ranks, timedelta(seconds=20))
-        whole, part = torch.ones(ranks * numel), torch.ones(numel)
-
-        def travel() -> None:
-            group.allreduce([whole]).wait()
-            group._allgather_base(whole, part).wait()
-
-        travel()
-        # As often on each rank: the time of one says nothing to the other.
-        return min(timeit.repeat(travel, number=1, repeat=20))
-
-    try:
-        with ThreadPoolExecutor(ranks) as pool:
-            seconds = max(pool.map(rank, range(ranks)))
-    except RuntimeError as error:
-        logger.warning("ranks on this machine cannot meet by gloo (%s): their rate is guessed from the memory's", error)
-        return stream / 4
-    finally:
-        torch.set_num_threads(threads)
-    # Each way a rank sends what is another's: its half.
-    return ranks * 2 * 4 * numel / seconds
-
-
 def _link(pcie: float) -> float:
     """Bytes a second from one GPU to another, by a process of its own: what one takes on each GPU it uses, half a GB,
     is missing until it ends for the rank that has that GPU."""
@@ -284,9 +222,9 @@ def between_gpus() -> float:
     return PIECE / _typical(lambda: target.copy_(source, non_blocking=True), here)
 
 
-def _overhead(device: torch.device, numel: int = 8) -> float:
+def _overhead(device: torch.device) -> float:
     """Seconds that an operation of a forward and backward costs when it has next to nothing to do."""
-    x = torch.ones(numel, device=device, requires_grad=True)
+    x = torch.ones(8, device=device, requires_grad=True)
 
     def chain() -> None:
         y = x
@@ -297,29 +235,8 @@ def _overhead(device: torch.device, numel: int = 8) -> float:
     return _typical(chain, device, 0.1) / 150
 
 
-def _sharing(overhead: float) -> float:
-    """Seconds that an operation loses where the cores share it: to wake, to wait for the last, to find it in a cache.
-
-    Against one core's time, divided, in a forward and backward like that of `_overhead`.
-    """
-    threads = torch.get_num_threads()
-    if threads == 1:
-        return 0.0
-    cpu, numel = torch.device("cpu"), 1 << 17
-    shared = _overhead(cpu, numel)
-    torch.set_num_threads(1)
-    try:
-        alone = _overhead(cpu, numel)
-    finally:
-        torch.set_num_threads(threads)
-    return max(0.0, shared - overhead - (alone - overhead) / threads)
-
-
-def _disk(folder: Path) -> tuple[float, float, float, float]:
-    """Bytes a second by the disk tier's own store: read, written, both at once; and the seconds of a core for each.
-
-    A quarter of a GB.
-    """
+def _disk(folder: Path) -> tuple[float, float, float]:
+    """Bytes a second by the disk tier's own store: read, written, and both at once. A quarter of a GB."""
     from wherry.tiers.disk import DiskStore
 
     size = 64 << 20
@@ -345,10 +262,7 @@ def _disk(folder: Path) -> tuple[float, float, float, float]:
         write = _typical(lambda: transfer(store.write), cpu, 0.5)
         read = _typical(lambda: transfer(store.read), cpu, 0.5)
         both = _typical(lambda: transfer(store.read, store.write), cpu, 0.5)
-        worked = time.process_time()
-        transfer(store.read, store.write)
-        worked = time.process_time() - worked
         for buffer in buffers:
             pool.give(buffer)
     moved = count * size
-    return moved / read, moved / write, moved / both, worked / moved
+    return moved / read, moved / write, moved / both

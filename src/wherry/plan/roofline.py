@@ -10,17 +10,11 @@ import numpy as np
 
 from wherry.plan.counts import TENSOR, Counts
 from wherry.plan.grid import Grid
-from wherry.plan.machine import Machine
+from wherry.plan.machines import Machine
 
 if TYPE_CHECKING:
     from wherry.config import Config
     from wherry.plan.operations import Operation
-
-PLAIN, ATTENTION, TANH = range(3)
-"""Kinds of operations that have rates of their own: attention, and GELU by tanh."""
-
-# Bytes up to which an operation is one core's: torch shares out 32,768 elements or more, here of a sum in fp32.
-ONE_CORE = 3 * 4 * 32768
 
 WORDS = {
     "compute": "computing",
@@ -63,47 +57,21 @@ def computing(operations: Mapping[Operation, float], machine: Machine, *, fp32: 
     """Each operation at the rate of what it waits for. `share` ranks have a host's rates together."""
     if not operations:
         return Computing(0.0, 0.0)
-    flops, nbytes, slow, backward, kind = np.array(list(operations), dtype=float).T
+    flops, nbytes, slow, backward, attention = np.array(list(operations), dtype=float).T
     times = np.array(list(operations.values()), dtype=float)
-    seconds = np.maximum(
-        flops / (_products(machine, flops, nbytes, backward, kind, fp32=fp32) / share),
-        nbytes / (_stream(machine, nbytes) / share),
-    )
-    seconds = np.maximum(seconds, np.where(kind == TANH, machine.by_tanh, 1.0) * slow / (machine.slow / share))
+    matrix, parts = (machine.matrix_fp32, machine.attention_fp32) if fp32 else (machine.matrix, machine.attention)
+    reached = np.where(attention > 0, np.where(backward > 0, parts[1], parts[0]), 1.0)
+    seconds = np.maximum(flops / (matrix * reached), nbytes / machine.device_stream)
+    seconds = np.maximum(seconds, slow / machine.slow) * share
     if machine.gpus:
         # A GPU is told what to do ahead of doing it: the longer of the two counts.
         busy = float((times * seconds).sum())
         seconds = seconds * (max(busy, machine.overhead * float(times.sum())) / max(busy, 1e-12))
     else:
-        seconds = seconds + machine.overhead
-        if machine.cores > share:
-            seconds = seconds + machine.sharing * ((flops > 0) | (nbytes > ONE_CORE))
-        seconds = seconds * (machine.block_fp32 if fp32 else machine.block)
+        seconds = (seconds + machine.overhead) * (machine.block_fp32 if fp32 else machine.block)
     seconds = times * seconds
     later = float(seconds[backward > 0].sum())
     return Computing(float(seconds.sum()) - later, later)
-
-
-def _products(
-    machine: Machine, flops: np.ndarray, nbytes: np.ndarray, backward: np.ndarray, kind: np.ndarray, *, fp32: bool
-) -> np.ndarray:
-    """The rate of each operation's products."""
-    matrix, parts = (machine.matrix_fp32, machine.attention_fp32) if fp32 else (machine.matrix, machine.attention)
-    tokens, forward_part, backward_part = (np.array(column) for column in zip(*parts, strict=True))
-    # A token's queries meet the keys of all others: flops for a byte tell how many they are. Of what is read and
-    # written, four tensors of their size in the forward and eight in the backward, where they meet 2.5 times.
-    others = flops / np.maximum(nbytes, 1.0) * np.where(backward > 0, 0.8, 1.0) * (4 if fp32 else 2)
-    place, places = np.log(np.maximum(others, 1.0)), np.log(tokens)
-    part = np.where(backward > 0, np.interp(place, places, backward_part), np.interp(place, places, forward_part))
-    return matrix * np.where(kind == ATTENTION, part, 1.0)
-
-
-def _stream(machine: Machine, nbytes: np.ndarray) -> np.ndarray | float:
-    """The rate of operations that read and write so many bytes: what fits in a cache was left there by the last one."""
-    if not machine.cached:
-        return machine.device_stream
-    sizes, rates = zip(*machine.cached, strict=True)
-    return np.interp(np.log(np.maximum(nbytes, 1.0)), np.log(sizes), rates)
 
 
 def step_time(counts: Counts, work: Computing, config: Config, machine: Machine, ranks: int, grid: Grid) -> StepTime:
@@ -126,8 +94,7 @@ def step_time(counts: Counts, work: Computing, config: Config, machine: Machine,
         "update": max(update, updated / (machine.stream / together)),
         "disk": state + others,
     }
-    handled = machine.disk_work * together * (counts.moved["read"] + counts.moved["written"]) / machine.cores
-    total = _total(terms, work, state, handled, config, machine)
+    total = _total(terms, work, state, config, machine)
     return StepTime(work.forward, work.backward, terms, total)
 
 
@@ -199,16 +166,13 @@ def _hidden(work: Computing, config: Config) -> float:
     return beside.get(policy, work.forward + work.backward)
 
 
-def _total(
-    terms: dict[str, float], work: Computing, state: float, handled: float, config: Config, machine: Machine
-) -> float:
-    """The terms as the engine overlaps them. `state` is the disk's time for the update, `handled` what it takes of the
-    host's cores."""
+def _total(terms: dict[str, float], work: Computing, state: float, config: Config, machine: Machine) -> float:
+    """The terms as the engine overlaps them. `state` is the disk's time for the update."""
     on_device = config.placement().optimizer.tier.value == "device"
     hidden = 0.0 if on_device else _hidden(work, config)
     if not machine.gpus:
-        # The cores that compute are those that copy and update. The disk works beside them, and asks a little of them.
-        busy = handled + sum(value for name, value in terms.items() if name not in ("disk", "up", "down"))
+        # The cores that compute are those that copy and update, and the disk works beside them.
+        busy = sum(value for name, value in terms.items() if name not in ("disk", "up", "down"))
         return busy + max(0.0, state - hidden - terms["update"], terms["disk"] - busy)
     device = max(terms["compute"], terms["collectives"], terms["up"], terms["down"]) + terms["bubble"]
     if on_device:

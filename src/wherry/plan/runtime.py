@@ -6,7 +6,7 @@ import copy
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,9 +24,9 @@ from wherry.plan.choose import ACCUMULATION, MICRO, OPTIMIZER, PARAM, RATIO, STA
 from wherry.plan.estimate import Estimate, answer_of_count
 from wherry.plan.forecaster import Forecaster
 from wherry.plan.grid import Grid
-from wherry.plan.machine import Machine
+from wherry.plan.machines import Machine, known
+from wherry.plan.model_source import Inputs, Source
 from wherry.plan.probe import disk_folder, this_machine
-from wherry.plan.source import Inputs, Source
 
 PLACING = (STAGE, OPTIMIZER, PARAM)
 # What is chosen by the time of a step.
@@ -60,7 +60,8 @@ def settle(
     wanted = frozenset(key for key in (*PLACING, *(TIMED if data is not None else ())) if key in config.auto)
     if not wanted:
         return config
-    grid = _grid(tensor, pipe)
+    tensor_ranks = 1 if tensor is None else tensor.size
+    grid = Grid(tensor_ranks) if pipe is None else Grid(tensor_ranks, pipe.size, pipe.rank)
     free = _free_on_gpus(device, comm)
     chosen: tuple[dict[str, Any], dict[str, str]] | str = "rank 0 chooses"
     if comm.rank == 0:
@@ -75,17 +76,9 @@ def settle(
         raise WherryError(told)
     values, reasons = told
     settled = configs.load(config, overrides=values)
-    settled._notes += [
-        f"{key}: auto, chosen to be {value!r}" + (f": {reasons[key]}" if key in reasons else "")
-        for key, value in values.items()
-    ]
+    for key, value in values.items():
+        settled.add_note(f"{key}: auto, chosen to be {value!r}" + (f": {reasons[key]}" if key in reasons else ""))
     return settled
-
-
-def _grid(tensor: Comm | None, pipe: Comm | None) -> Grid:
-    if pipe is None:
-        return Grid(tensor.size if tensor is not None else 1)
-    return Grid(tensor.size if tensor is not None else 1, pipe.size, pipe.rank)
 
 
 def _choose(
@@ -123,7 +116,7 @@ def _by_states(
     def answer(candidate: Config) -> Estimate:
         return answer_of_count(mine * grid.size, candidate, machine, ranks, grid, name=type(model).__name__)
 
-    return choose(config, answer, grid.data_ranks(ranks), free=wanted)
+    return choose(config, answer, grid.data_ranks(ranks), free=wanted, confirm=answer)
 
 
 def _source(model: nn.Module, data: Dataset[Any], collate: Callable[[list[Any]], Any]) -> Source:
@@ -131,10 +124,7 @@ def _source(model: nn.Module, data: Dataset[Any], collate: Callable[[list[Any]],
     mine, sample = _apart(model), data[0]
 
     def make(micro_batch: int, _: int) -> tuple[nn.Module, Inputs]:
-        batch = collate([sample] * micro_batch)
-        if isinstance(batch, Mapping):
-            return mine, Inputs((), batch)
-        return mine, Inputs(tuple(batch) if isinstance(batch, list | tuple) else (batch,))
+        return mine, Inputs.of(collate([sample] * micro_batch))
 
     source = Source(type(model).__name__, make)
     # Where ranks share the model, it is this rank's part already.
@@ -165,17 +155,16 @@ def _free_on_gpus(device: torch.device, comm: Comm) -> int | None:
 
 
 def _room(free_on_gpu: int | None, ranks_here: int, nodes: int, disk: int) -> Machine:
-    """This machine by what is free on it for states. No rate is asked for where no step is timed."""
-    names = ("matrix", "matrix_fp32", "device_stream", "slow", "stream", "pcie", "disk_read", "disk_write")
-    rates = dict.fromkeys((*names, "link", "network"), 1.0)
-    return Machine(
+    """This machine by what is free on it for states. Its rates are nobody's: no step is timed."""
+    on_gpu = free_on_gpu is not None
+    return replace(
+        known("a100"),
         name="this machine",
-        gpus=ranks_here if free_on_gpu is not None else 0,
-        gpu_memory=int(FOR_STATES * free_on_gpu) if free_on_gpu is not None else 0,
-        host_memory=int((1.0 if free_on_gpu is not None else FOR_STATES) * host_memory().available),
+        gpus=ranks_here if on_gpu else 0,
+        gpu_memory=int(FOR_STATES * (free_on_gpu or 0)),
+        host_memory=int((1.0 if on_gpu else FOR_STATES) * host_memory().available),
         disk=disk,
         nodes=nodes,
-        **rates,  # type: ignore[arg-type]
     )
 
 

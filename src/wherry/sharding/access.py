@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
@@ -13,12 +13,11 @@ from wherry.errors import WherryError
 from wherry.fake import address_of
 from wherry.parallel.comm import Comm
 from wherry.parallel.partition import local
-from wherry.sharding.attached import Hook, Mark
 from wherry.sharding.init import entered
-from wherry.sharding.layout import SegmentSpan
-from wherry.sharding.parts import own_parts, part_of, parts_gathered
-from wherry.sharding.places import tile_places
+from wherry.sharding.layout import SegmentSpan, tile_places
+from wherry.sharding.param_shard import own_values, shard_of, shards_gathered
 from wherry.sharding.unit import Flat, Unit, Weights
+from wherry.sharding.watched_params import Hook, Mark
 from wherry.sharding.weights import Gatherer
 
 HANDLE = "_wherry"
@@ -41,7 +40,7 @@ class Access:
         units: list[Unit],
         gatherer: Gatherer,
         comm: Comm,
-        state_of: Callable[[Flat], OptimizerState | None],
+        state_of: Mapping[Flat, OptimizerState],
         settle: Callable[[], None],
     ) -> None:
         self.model = model
@@ -71,7 +70,7 @@ class Access:
         """Whoever is inside `gathered` has whole weights no longer; what was edited there is not kept."""
         self.closed = True
         for flat in self.unit_of:
-            flat.pins = 0
+            flat.unpin()
             self.gatherer.release_flat(flat)
         for handle in self._handles:
             handle.remove()
@@ -99,18 +98,10 @@ class Access:
         flats = [flat for unit in self.units for flat in unit.travelling]
         self.meet(what, flats)
         self.settle()
-        pinned = []
-        try:
+        with ExitStack() as stack:
             for flat in flats:
-                self.gatherer.gather_for_readers(flat)
-                flat.pins += 1
-                pinned.append(flat)
+                stack.enter_context(self._whole(flat, releases=True))
             yield
-        finally:
-            if not self.closed:
-                for flat in pinned:
-                    flat.pins -= 1
-                    self.gatherer.release_flat(flat)
 
     def on_host(self, what: str) -> dict[nn.Parameter, torch.Tensor]:
         """Copies of all weights that travel, whole, on every rank's host; a unit at a time is gathered."""
@@ -131,7 +122,7 @@ class Access:
         with ExitStack() as stack:
             for flat in flats:
                 stack.enter_context(self._whole(flat))
-            before = {flat: flat.whole[slice(*flat.layout.shard_range(flat.rank))].clone() for flat in flats}
+            before = {flat: flat.whole[flat.own].clone() for flat in flats}
             yield
             if self.closed:
                 return
@@ -142,16 +133,15 @@ class Access:
                 self._write_back(flat, before[flat])
 
     @contextmanager
-    def _whole(self, flat: Flat) -> Iterator[None]:
-        """One flat kept whole; released at the end if it was before."""
-        released = flat.weights is Weights.RELEASED
+    def _whole(self, flat: Flat, *, releases: bool = False) -> Iterator[None]:
+        """One flat kept whole; released at the end if it was before, or if that is asked for."""
+        releases = releases or flat.weights is Weights.RELEASED
         self.gatherer.gather_for_readers(flat)
-        flat.pins += 1
         try:
-            yield
+            with flat.pinned():
+                yield
         finally:
-            flat.pins -= 1
-            if released:
+            if releases and not self.closed:
                 self.gatherer.release_flat(flat)
 
     @torch.no_grad()
@@ -165,14 +155,14 @@ class Access:
     @torch.no_grad()
     def _write_back(self, flat: Flat, before: torch.Tensor) -> None:
         """What changed goes to the shard, and to the fp32 master; what did not keeps its master's precision."""
-        now = flat.whole[slice(*flat.layout.shard_range(flat.rank))]
-        flat.secondary_fresh = False
+        now = flat.whole[flat.own]
+        flat.forget_secondary()
         if torch.equal(now.view(torch.uint8), before.view(torch.uint8)):
             return
         if not flat.resident:
             with flat.opened(write=True) as shard:
                 shard.copy_(now)
-        state = self.state_of(flat)
+        state = self.state_of.get(flat)
         if state is None:
             return
         with state.opened(write=True) as segments:
@@ -256,16 +246,6 @@ def taken(model: nn.Module) -> str | None:
     return None
 
 
-def refuse_taken(model: nn.Module) -> None:
-    """A parameter has one engine at a time."""
-    name = taken(model)
-    if name is not None:
-        raise WherryError(
-            f"{name}: this parameter belongs to another engine already; call that engine's close() first, or give "
-            "wherry.initialize a copy of the model"
-        )
-
-
 @contextmanager
 def gathered(
     params: nn.Parameter | torch.Tensor | Iterable[torch.Tensor] | nn.Module,
@@ -287,14 +267,14 @@ def gathered(
     chosen: dict[Access, dict[Flat, None]] = {}
     for building in entered():
         building.finish()
-    own_parts(tensors)
-    parts = [part for tensor in dict.fromkeys(tensors) if (part := part_of(tensor)) is not None]
+    own_values(tensors)
+    shards = [shard for tensor in dict.fromkeys(tensors) if (shard := shard_of(tensor)) is not None]
     for tensor in tensors:
         reference = getattr(tensor, HANDLE, None)
         access = reference() if reference is not None else None
         if access is not None and tensor in access.place_of:
             chosen.setdefault(access, {})[access.place_of[tensor][0]] = None
-    for size in {comm.size for comm in (*(access.comm for access in chosen), *(part.comm for part in parts))}:
+    for size in {comm.size for comm in (*(access.comm for access in chosen), *(shard.comm for shard in shards))}:
         if modifier_rank is not None and not 0 <= modifier_rank < size:
             raise WherryError(f"gathered: modifier_rank {modifier_rank} is not a rank of 0 to {size - 1}")
     with ExitStack() as stack:
@@ -302,7 +282,7 @@ def gathered(
             # One order on every rank, whatever order the parameters were given in.
             ordered = sorted(flats, key=lambda flat: (access.unit_of[flat].index, flat.name))
             stack.enter_context(access.gathered(ordered, modifier_rank))
-        for comm in dict.fromkeys(part.comm for part in parts if modifier_rank is not None or not part.whole):
+        for comm in dict.fromkeys(shard.comm for shard in shards if modifier_rank is not None or not shard.whole):
             comm.meet("gathered()")
-        stack.enter_context(parts_gathered(parts, modifier_rank))
+        stack.enter_context(shards_gathered(shards, modifier_rank))
         yield

@@ -16,9 +16,17 @@ _WHY = (
 )
 
 
-def compile_units(units: list[Unit], options: dict[str, Any]) -> int:
-    """`Module.compile` on every module that a unit belongs to; returns how many. The root unit stays as it is."""
-    modules = {module: None for unit in units if not unit.root for module in unit.modules}
+def _blocks(units: list[Unit]) -> list[nn.Module]:
+    return list({module: None for unit in units if not unit.root for module in unit.modules})
+
+
+def are_compiled(units: list[Unit]) -> bool:
+    return any(module._compiled_call_impl is not None for module in _blocks(units))
+
+
+def compile_units(units: list[Unit], options: dict[str, Any]) -> None:
+    """`Module.compile` on every module that a unit belongs to. The root unit stays as it is."""
+    modules = _blocks(units)
     if not modules:
         raise WherryError(
             "compile: this model has no blocks to compile one by one; name their classes in the config, as in "
@@ -26,7 +34,6 @@ def compile_units(units: list[Unit], options: dict[str, Any]) -> int:
         )
     for module in modules:
         module.compile(**options)
-    return len(modules)
 
 
 @torch._disable_dynamo

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+from torch import nn
 
+from wherry import native
 from wherry.errors import WherryError
-from wherry.fake import address_of
 from wherry.parallel.partition import local_gradient
-from wherry.sharding.autograd import accumulates
+from wherry.sharding.autograd import Backward, accumulates, backward_task
 from wherry.sharding.unit import Flat
+from wherry.tickets import DONE, CallbackTicket, Ticket
 from wherry.tiers.buffers import untouched_zeros
-from wherry.tiers.streams import Link
-from wherry.tiers.tickets import DONE, Ticket
+from wherry.tiers.streams import CopiesDown
+
+# Off the host, squares are summed by blocks of this many elements and then in float64: the sum then does not depend on
+# how a flat is cut into shards.
+BLOCK = 128
+
+Squares = float | torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -42,22 +51,59 @@ class Landing(enum.Enum):
     STREAMED = "on the host, where each micro-batch is added as it comes"
 
 
+class Arrivals(Protocol):
+    """Told of the gradients that a backward brings."""
+
+    backward: Backward
+
+    def inside_backward(self) -> bool:
+        """A hook has been called. False inside a backward that runs within another."""
+
+    def arrived_nested(self) -> None:
+        """It was such a backward that has brought a gradient."""
+
+    def all_arrived(self, gradient: FlatGradient) -> None:
+        """All gradients of a flat have come."""
+
+
+def sum_squares(tensor: torch.Tensor) -> Squares:
+    """The sum of squares in float64. On a device the result stays there: nothing waits for it."""
+    if tensor.dtype == torch.float64:
+        return tensor.square().sum()
+    if tensor.device.type == "cpu":
+        return native.sum_squares(tensor)
+    return torch.linalg.vector_norm(tensor.view(-1, BLOCK), dim=1, dtype=torch.float32).double().square().sum()
+
+
 class FlatGradient:
     """The gradient of one trainable flat through an accumulation window.
 
     `accumulated` is the sum on the device: of the whole flat where gradients are replicated, of the shard where they
     are partitioned, and nothing where no sum is kept there. `owned` is the part that this rank updates, where the
     update finds it; it is complete once the boundary's reduction and `landing` are.
+
+    `counted` are the ranges of this rank's part that count for the norm; None: all of it counts.
     """
 
     def __init__(
-        self, index: int, flat: Flat, *, partitioned: bool, policy: GradientPolicy, way: Landing, link: Link
+        self,
+        index: int,
+        flat: Flat,
+        *,
+        partitioned: bool,
+        policy: GradientPolicy,
+        way: Landing,
+        copies: CopiesDown,
+        counted: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         # Its place among all of them.
         self.index = index
         self.flat = flat
         self.way = way
-        self.link = link
+        self._copies = copies
+        self._host = copies.link.host
+        self._counted = counted
+        # Updated in the backward, it has memory only until then, and not the same in every step.
         self.brief = policy.brief
         # Sums on the device; anything else is reduced with every micro-batch, and goes where `owned` is.
         self.keeps = not policy.brief and way is not Landing.STREAMED
@@ -70,7 +116,7 @@ class FlatGradient:
         # This rank's part of it.
         self.own_sum = self.accumulated
         if self.keeps and not self.partitioned and layout.ranks > 1:
-            self.own_sum = self.accumulated[slice(*layout.shard_range(flat.rank))]
+            self.own_sum = self.accumulated[flat.own]
         self._sum_parts: list[torch.Tensor] = []
         if self.keeps and not self.partitioned:
             self._sum_parts = [self.accumulated[slot.start : slot.stop].view(slot.shape) for slot in layout.slots]
@@ -88,109 +134,89 @@ class FlatGradient:
         # `accumulated` holds sums over the ranks already: what still comes is reduced by itself and added to `owned`.
         self.reduced = False
         # None: to be taken from `owned`, once that is complete.
-        self.sum_squares: float | torch.Tensor | None = 0.0
+        self.sum_squares: Squares | None = 0.0
         self._parts: dict[int, list[torch.Tensor]] = {}
         self._gaps = layout.gaps()
         # How often the gradient of each parameter arrives in one backward.
-        self.expected = 1
+        self._expected = 1
         # How often one did in the last backward, by backwards within it: those of reentrant checkpoints.
         self.nested = 0
-        # How often each parameter's gradient has arrived in this backward, and how many have yet to. Hooks count.
-        self.arrived = [0] * len(flat.parameters)
-        self.awaited = len(flat.parameters)
+        # How often each parameter's gradient has arrived in this backward, and how many have yet to.
+        self._arrived = [0] * len(flat.parameters)
+        self._awaited = len(flat.parameters)
         # Whether there was one: what arrives may be undefined, as where a function gives None for a weight.
-        self.defined = [False] * len(flat.parameters)
+        self._defined = [False] * len(flat.parameters)
         self._every = range(len(flat.parameters))
         # The parameters that no backward of the window has brought a gradient for.
         self.absent: Sequence[int] = self._every
         self.collected = False
-
-    # Where the sum is.
-
-    @property
-    def stays(self) -> bool:
-        """Whether the update finds it on the device."""
-        return self.way is Landing.STAYS
-
-    def of_parameter(self, index: int) -> torch.Tensor:
-        """One parameter's gradient, of a flat whose gradients this rank has whole."""
-        slot = self.flat.layout.slots[index]
-        return self.owned[slot.start : slot.stop].view(slot.shape)
-
-    @property
-    def owned(self) -> torch.Tensor:
-        if self.keeps and self.stays:
-            return self.own_sum
-        if self._owned is None:
-            raise WherryError(
-                f"{self.flat.name}: its gradients are gone, as the update has used them in the backward already; set "
-                '"wherry": {"update_policy": "before_use"} to keep them until the next step'
-            )
-        return self._owned
-
-    @property
-    def steady(self) -> bool:
-        """Whether the update reads the same memory in every step."""
-        return not self.brief
-
-    def _borrow(self) -> None:
-        nbytes = self.flat.layout.shard_numel * self.owned_dtype.itemsize
-        memory = self.link.host.take(nbytes)
-        self._owned = memory.view(self.owned_dtype)
-        self._give = lambda: self.link.host.give(memory)
-
-    def host_memory(self) -> torch.Tensor:
-        """`owned` on the host, borrowed if there is none at the moment."""
-        if self._owned is None:
-            self._borrow()
-        return self.owned
-
-    def keep(self, memory: torch.Tensor, give: Callable[[], None]) -> None:
-        """`memory` is `owned` from now on, until it is given back."""
-        self.give_back()
-        self._owned, self._give = memory, give
-
-    def spent(self) -> None:
-        """The update has read the gradients."""
-        if self.brief:
-            self.give_back()
-
-    def give_back(self) -> None:
-        give, self._give = self._give, None
-        if give is not None:
-            self._owned = None
-            give()
-
-    def set_aside(self) -> torch.Tensor:
-        """A copy of `owned` for an update that still reads it while those of the next step come."""
-        self.landing.wait()
-        if self._aside is None:
-            self._aside = torch.empty_like(self.owned)
-        return self._aside.copy_(self.owned)
+        # Whether one came after that, as of a module that two reentrant checkpoints share.
+        self.late = False
 
     # What arrives.
 
-    def note_arrivals(self) -> None:
-        """A backward has ended."""
-        if all(self.defined):
-            self.absent = ()
-        elif self.absent:
-            self.absent = [index for index in self.absent if not self.defined[index]]
+    def begin(self) -> None:
+        """A backward begins: nothing has arrived."""
+        self._arrived = [0] * len(self._arrived)
+        self._awaited = len(self._arrived)
+        self._defined = [False] * len(self._arrived)
+        self.nested = 0
+        self.collected = False
+        self.late = False
+
+    def expect(self, times: int) -> None:
+        """How often the gradient of each parameter is to arrive in the next backward."""
+        self._expected = times
+
+    def arrival(self, index: int, told: weakref.ref[Arrivals]) -> Callable[[nn.Parameter], None]:
+        """The hook of one parameter. It runs as often as there are parameters: every call in it counts.
+
+        A parameter holds it in C++, where the garbage collector sees no cycle: it may refer to nothing else.
+        """
+        mine = weakref.ref(self)
+
+        def arrived(parameter: nn.Parameter) -> None:
+            gradient, hooks = mine(), told()
+            if gradient is None or hooks is None:
+                return
+            backward = hooks.backward
+            # What `inside_backward` would find, without its call.
+            known = backward.running and backward_task() == backward.task and not torch.is_grad_enabled()
+            nested = not (known or hooks.inside_backward())
+            times = gradient._arrived
+            times[index] += 1
+            if parameter.grad is not None:
+                gradient._defined[index] = True
+            if nested:
+                gradient.nested = max(gradient.nested, times[index])
+                hooks.arrived_nested()
+            if gradient.collected:
+                gradient.late = True
+            elif times[index] == gradient._expected:
+                gradient._awaited -= 1
+                if not gradient._awaited:
+                    hooks.all_arrived(gradient)
+
+        return arrived
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether this backward has brought any of it."""
+        return any(self._arrived)
 
     def comes(self) -> bool:
         """Whether the backward that runs has yet to bring some of it."""
         return any(
             not times and accumulates(parameter)
-            for times, parameter in zip(self.arrived, self.flat.parameters, strict=True)
+            for times, parameter in zip(self._arrived, self.flat.parameters, strict=True)
         )
 
-    def begin(self) -> None:
-        """A backward begins: nothing has arrived."""
-        self.arrived = [0] * len(self.arrived)
-        self.awaited = len(self.arrived)
-        self.defined = [False] * len(self.arrived)
-        self.nested = 0
-        self.collected = False
+    def note_arrivals(self) -> None:
+        """A backward has ended."""
+        if all(self._defined):
+            self.absent = ()
+        elif self.absent:
+            self.absent = [index for index in self.absent if not self._defined[index]]
 
     def collect(self) -> None:
         """What autograd has brought is added to the replicated sum, as long as that is this rank's own."""
@@ -228,16 +254,150 @@ class FlatGradient:
 
     def _parts_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Views of `buffer`, one for each parameter. A step meets the same few buffers again and again."""
-        address = address_of(buffer)
-        if address not in self._parts:
+        memory = buffer.untyped_storage()._cdata
+        if memory not in self._parts:
             if len(self._parts) >= 8:
                 self._parts.clear()
-            self._parts[address] = [buffer[slot.start : slot.stop].view(slot.shape) for slot in self.flat.layout.slots]
-        return self._parts[address]
+            self._parts[memory] = [buffer[slot.start : slot.stop].view(slot.shape) for slot in self.flat.layout.slots]
+        return self._parts[memory]
 
-    def forget(self) -> None:
-        """Buffers are about to be freed: no views of them are kept."""
-        self._parts.clear()
+    # What is reduced, and where it lands.
+
+    @property
+    def stays(self) -> bool:
+        """Whether the update finds it on the device."""
+        return self.way is Landing.STAYS
+
+    @property
+    def takes_directly(self) -> bool:
+        """Whether the next reduction may write where the sum is kept."""
+        return self.keeps and self.fresh and self.dtype == self.wire_dtype
+
+    def add(self, shard: torch.Tensor, give: Callable[[], None]) -> None:
+        """Add a reduced micro-batch; the window's first overwrites. `give` gives `shard` back to its pool."""
+        fresh, self.fresh = self.fresh, False
+        if self.keeps:
+            if shard is not self.accumulated:  # else it was reduced to where it belongs
+                (self.own_sum.copy_ if fresh else self.own_sum.add_)(shard)
+                give()
+        elif not self.stays:
+            # Measured on its way out: if it is the only one, nobody need read it again for the norm.
+            self.sum_squares = self._measure(shard) if fresh else None
+            self._send_down(shard, give, fresh=fresh)
+        elif fresh:
+            self.give_back()
+            self._owned, self._give = shard, give
+        else:
+            self.owned.add_(shard)
+            give()
+
+    def _send_down(self, shard: torch.Tensor, give: Callable[[], None], *, fresh: bool) -> None:
+        """`landing` says when it is added on the host; `give` is called when `shard` may be written."""
+        if self._owned is None:
+            self._borrow()
+        owned = self.owned
+        self.landing.wait()
+        if fresh and owned.dtype == shard.dtype:
+            self.landing = self._copies.begin(owned, shard, give)
+            return
+        staging = self._host.take(shard.nbytes)
+        copied = self._copies.begin(staging.view(shard.dtype), shard, give)
+
+        def land() -> None:
+            copied.wait()
+            (native.cast_copy if fresh else native.accumulate)(owned, staging.view(shard.dtype))
+            self._host.give(staging)
+
+        self.landing = CallbackTicket(land, copied.done)
+
+    def land(self) -> None:
+        """The window's sum over the ranks is there: measure it, and send it to where its update reads it."""
+        if self.keeps:
+            self.sum_squares = self._measure(self.own_sum)
+            if self.way is Landing.COPIED:
+                self.landing = self._copies.link.down(self.owned, self.own_sum)
+        elif self.stays:
+            self.sum_squares = self._measure(self.owned)
+
+    def note_reduced(self) -> None:
+        """The window's sum is one over the ranks, or about to be."""
+        self.reduced = True
+
+    def squares(self) -> Squares:
+        """The sum of squares of what counts for the norm of this rank's part, measured unless it has been."""
+        if self.sum_squares is None:
+            self.landing.wait()
+            self.sum_squares = self._measure(self.owned)
+        return self.sum_squares
+
+    def all_squares(self) -> Squares:
+        """The squares of all of this rank's part, with what counts for the norm on another tensor-parallel rank."""
+        return self.squares() if self._counted is None else sum_squares(self.owned)
+
+    def _measure(self, part: torch.Tensor) -> Squares:
+        if self._counted is None:
+            return sum_squares(part)
+        return sum((sum_squares(part[start:stop]) for start, stop in self._counted), start=0.0)
+
+    @property
+    def owned(self) -> torch.Tensor:
+        if self.keeps and self.stays:
+            return self.own_sum
+        if self._owned is None:
+            raise self.gone()
+        return self._owned
+
+    def gone(self) -> WherryError:
+        """The error of who looks for what has memory no longer."""
+        return WherryError(
+            f"{self.flat.name}: its gradients are gone, as the update uses them in the backward already; set "
+            '"wherry": {"update_policy": "before_use"} to keep them until the next step'
+        )
+
+    def part(self, index: int) -> torch.Tensor:
+        """What this rank has of one parameter's gradient, flat; empty if that is another rank's."""
+        self.landing.wait()
+        layout = self.flat.layout
+        start, stop, place = layout.overlap(layout.slots[index], self.flat.rank) or (0, 0, 0)
+        return self.owned[place : place + stop - start]
+
+    def replace(self, index: int, value: torch.Tensor) -> None:
+        """Put what this rank has of `value` in the place of one parameter's gradient."""
+        layout = self.flat.layout
+        start, stop, _ = layout.overlap(layout.slots[index], self.flat.rank) or (0, 0, 0)
+        self.part(index).copy_(value.flatten()[start:stop])
+        self.sum_squares = None
+
+    def set_aside(self) -> torch.Tensor:
+        """A copy of `owned` for an update that still reads it while those of the next step come."""
+        self.landing.wait()
+        if self._aside is None:
+            self._aside = torch.empty_like(self.owned)
+        return self._aside.copy_(self.owned)
+
+    def _borrow(self) -> None:
+        memory = self._host.take(self.flat.layout.shard_numel * self.owned_dtype.itemsize)
+        self._owned = memory.view(self.owned_dtype)
+        self._give = lambda: self._host.give(memory)
+
+    def spent(self) -> None:
+        """The update has read the gradients."""
+        if self.brief:
+            self.give_back()
+
+    def give_back(self) -> None:
+        give, self._give = self._give, None
+        if give is not None:
+            self._owned = None
+            give()
+
+    # The end of a window.
+
+    def end_window(self) -> None:
+        self.fresh = True
+        self.reduced = False
+        self._expected = 1
+        self.absent = self._every
 
     def drop(self) -> None:
         self.spent()
@@ -247,11 +407,9 @@ class FlatGradient:
         self.end_window()
         self.begin()
 
-    def end_window(self) -> None:
-        self.fresh = True
-        self.reduced = False
-        self.expected = 1
-        self.absent = self._every
+    def forget(self) -> None:
+        """Buffers are about to be freed: no views of them are kept."""
+        self._parts.clear()
 
     @property
     def device_nbytes(self) -> int:

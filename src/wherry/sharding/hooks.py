@@ -13,47 +13,16 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from wherry.errors import WherryError
-from wherry.sharding.attached import Hook, WatchedParameters
 from wherry.sharding.autograd import NO_TASK, accumulates, backward_task, tensors_in
-from wherry.sharding.backward import Backward
-from wherry.sharding.frozen import FrozenCalls
-from wherry.sharding.gradients import FlatGradient, Gradients
+from wherry.sharding.flat_gradient import FlatGradient
+from wherry.sharding.gradients import Gradients
 from wherry.sharding.layer_major import Interleaver
-from wherry.sharding.saved import SavedWeights
-from wherry.sharding.schedule import Pass, Schedule
+from wherry.sharding.saved import FrozenCalls, SavedWeights
 from wherry.sharding.unit import Unit
-from wherry.sharding.weights import Gatherer
+from wherry.sharding.watched_params import Hook, WatchedParameters
+from wherry.sharding.weights import Gatherer, Pass
 
 T = TypeVar("T")
-
-
-def _arrival(hooks: weakref.ref[Hooks], place: int, index: int) -> Callable[[nn.Parameter], None]:
-    """The hook of one parameter. It runs as often as there are parameters: every call in it counts."""
-
-    def arrived(parameter: nn.Parameter) -> None:
-        alive = hooks()
-        if alive is None:
-            return
-        gradients, backward = alive.gradients, alive.backward
-        gradient = gradients.all[place]
-        # What `_inside_backward` would find, without its call.
-        known = backward.running and backward_task() == backward.task and not torch.is_grad_enabled()
-        nested = not (known or alive._inside_backward())
-        gradients.arrivals += 1  # not before: this may have been what began the backward
-        times = gradient.arrived
-        times[index] += 1
-        if parameter.grad is not None:
-            gradient.defined[index] = True
-        if nested:
-            gradients.arrived_nested(gradient, times[index])
-        if gradient.collected:
-            gradients.arrived_late(gradient)
-        elif times[index] == gradient.expected:
-            gradient.awaited -= 1
-            if not gradient.awaited:
-                alive._all_arrived(place, gradient)
-
-    return arrived
 
 
 class Phases(Protocol):
@@ -75,9 +44,7 @@ class Hooks:
         units: list[Unit],
         gatherer: Gatherer,
         gradients: Gradients,
-        schedule: Schedule,
         phases: Phases,
-        device: torch.device,
         *,
         updates_beside: bool = False,
         layer_major: bool = False,
@@ -89,28 +56,28 @@ class Hooks:
         self.root = units[0]
         self.gatherer = gatherer
         self.gradients = gradients
-        self.schedule = schedule
+        self.schedule = gatherer.schedule
         self.phases = phases
-        self.interleaver = Interleaver(len(units), device)
-        self.backward = Backward()
+        # The forwards that run together, if any do.
+        self.interleaver: Interleaver | None = None
+        self.backward = gradients.backward
         # How many forwards of each unit's modules are running, nested ones and recursion included.
         self.running = [0] * len(units)
         self.saved = SavedWeights(units, gatherer)
-        self._frozen = FrozenCalls(gatherer, self.interleaver)
+        self._frozen = FrozenCalls(gatherer)
         self._handles: list[RemovableHandle] = []
-        self._arrivals: list[RemovableHandle] = []
         self._unit_of: dict[nn.Parameter, Unit] = {}
-        unit_of = {flat: unit for unit in units for flat in unit.flats}
-        self._home = [unit_of[gradient.flat] for gradient in gradients.all]
+        self._home = {flat: unit for unit in units for flat in unit.flats}
+        # The gradients of each unit, by their places among all.
         self._places: dict[Unit, list[int]] = {}
-        for place, unit in enumerate(self._home):
-            self._places.setdefault(unit, []).append(place)
+        for place, gradient in enumerate(gradients.all):
+            self._places.setdefault(self._home[gradient.flat], []).append(place)
         # The units that each forward has run whose backward may still come, the oldest first.
         self._awaited: list[set[Unit]] = []
         # How many other methods of the model are running that were called through the engine.
         self._calling = 0
         # How often the weights have been updated. A backward needs them as they were in its forward.
-        self.version = 0
+        self._version = 0
         # Whether any weights do not stay whole.
         self.travels = any(unit.travelling for unit in units)
         # Whether this rank may pass over units whose collectives the others run.
@@ -131,20 +98,9 @@ class Hooks:
                     turn = Hook(partial(self._pre_forward_of_resident, unit))
                     self._keep(module.register_forward_pre_hook(turn, prepend=True))
         self._keep(self.model.register_forward_hook(Hook(self._root_post_forward, compiles=True), always_call=True))
-        self.watch_arrivals()
+        self.gradients.watch(weakref.ref(self))
         if self.travels or self.updates_beside:
             self._watch_parameters()
-
-    def watch_arrivals(self) -> None:
-        """Hook the gradients of all parameters, each as its flat's are used; again whenever that has changed."""
-        while self._arrivals:
-            self._arrivals.pop().remove()
-        # Parameters hold these hooks in C++, where the garbage collector sees no cycle: they may refer to nothing else.
-        alive = weakref.ref(self)
-        for place, gradient in enumerate(self.gradients.all):
-            for index, parameter in enumerate(gradient.flat.parameters):
-                arrived = _arrival(alive, place, index)
-                self._arrivals.append(parameter.register_post_accumulate_grad_hook(arrived))
 
     def _install_unit(self, unit: Unit) -> None:
         wants_inputs = any(not flat.trainable for flat in unit.travelling)
@@ -164,26 +120,21 @@ class Hooks:
         self._unit_of = {p: unit for unit, flats in flats_of.items() for flat in flats for p in flat.parameters}
         for module in self.model.modules():
             if any(parameter in self._unit_of for parameter in module._parameters.values()):
-                watched = WatchedParameters(module._parameters)
-                watched.on_read = self._read
-                watched.settle = self._settle_for_outside
-                watched.is_whole = self._is_whole
-                module._parameters = watched
+                module._parameters = WatchedParameters(module._parameters, self)
 
     def _keep(self, handle: RemovableHandle) -> None:
         self._handles.append(handle)
 
     def remove(self) -> None:
-        for handle in (*self._handles, *self._arrivals):
+        for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._arrivals.clear()
         self._unit_of.clear()
         for module in self.model.modules():
             if isinstance(module._parameters, WatchedParameters):
                 module._parameters = dict(module._parameters)
 
-    def _is_whole(self, parameter: nn.Parameter) -> bool:
+    def is_whole(self, parameter: nn.Parameter) -> bool:
         unit = self._unit_of.get(parameter)
         return unit is None or unit.whole
 
@@ -196,7 +147,7 @@ class Hooks:
 
     def _root_pre_forward(self, module: nn.Module, args: Any) -> None:
         root = self.root
-        if not self.interleaver.active and self.running[root.index] == 0 and backward_task() == NO_TASK:
+        if self.interleaver is None and self.running[root.index] == 0 and backward_task() == NO_TASK:
             self.running = [0] * len(self.units)
             self._begin_forward()
         self.running[root.index] += 1
@@ -208,9 +159,9 @@ class Hooks:
         self.running[root.index] = max(0, self.running[root.index] - 1)
         if self.running[root.index] or backward_task() != NO_TASK:
             return
-        begins = partial(self._root_pre_backward, self.version)
+        begins = partial(self._root_pre_backward, self._version)
         awaits_backward = torch.is_grad_enabled() and self._hook_outputs(output, begins)
-        if self.interleaver.active:
+        if self.interleaver is not None:
             return
         if output is None and sys.exc_info()[0] is not None:
             self.schedule.abandon()
@@ -222,7 +173,7 @@ class Hooks:
 
     def break_off(self) -> None:
         """A forward has ended by what torch tells no hook of, as it does of an Exception: Ctrl-C is none."""
-        if self.interleaver.active or backward_task() != NO_TASK or not any(self.running):
+        if self.interleaver is not None or backward_task() != NO_TASK or not any(self.running):
             return
         self.running = [0] * len(self.units)
         self.schedule.abandon()
@@ -235,8 +186,10 @@ class Hooks:
         """A forward comes to a unit that it is not inside of. True for the first of those that run together."""
         if unit.root or backward_task() != NO_TASK:
             return False
+        if self.interleaver is None:
+            return True
         first = self.interleaver.reach(unit)
-        if self.interleaver.active and not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             self._frozen.ran_without_graph(unit)
         return first
 
@@ -289,12 +242,12 @@ class Hooks:
     def _complete_missing(self, unit: Unit) -> None:
         for place in self._places.get(unit, ()):
             if not self.gradients.all[place].collected:
-                self.gradients.complete(self.gradients.all[place])
+                self.gradients.collect(self.gradients.all[place])
 
     def _makes_gradients(self) -> bool:
         """Whether the backward that runs is one for weights, and not for inputs only, as of torch.autograd.grad."""
         if self.backward.reduces is None:
-            self.backward.conclude(self.gradients.arrivals > 0 or self.reaches_weights())
+            self.backward.conclude(self.gradients.have_arrived or self.reaches_weights())
         return self.backward.reduces is True
 
     def reaches_weights(self) -> bool:
@@ -307,7 +260,7 @@ class Hooks:
         if self.running[unit.index] or backward_task() != NO_TASK:
             return
         awaits_backward = torch.is_grad_enabled() and self._hook_outputs(output, partial(self._pre_backward, unit))
-        if self.interleaver.needed(unit):
+        if self.interleaver is not None and self.interleaver.needed(unit):
             return
         if not unit.shared or not (awaits_backward or self.running[self.root.index]):
             self.gatherer.release(unit)
@@ -321,7 +274,7 @@ class Hooks:
     def _post_forward_with_inputs(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """As `_post_forward`, for a unit with frozen weights: its inputs' gradients tell when they are done with."""
         if torch.is_grad_enabled() and self.running[unit.index] == 1:
-            self._frozen.watch(unit, args, kwargs, output)
+            self._frozen.watch(unit, args, kwargs, output, together=self.interleaver is not None)
         self._post_forward(unit, module, args, output)
 
     def _hook_outputs(self, output: Any, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> bool:
@@ -332,11 +285,13 @@ class Hooks:
                 hooked = True
         return hooked
 
-    def _settle_for_outside(self) -> None:
+    def settle(self) -> None:
+        """Complete updates that are under way, for whoever goes through all parameters."""
         if self.updates_beside and not self.busy:
             self.gatherer.settle([flat for unit in self.units for flat in unit.flats if flat.pending])
 
-    def _read(self, parameter: nn.Parameter) -> None:
+    def read(self, parameter: nn.Parameter) -> None:
+        """A parameter is read from its module: inside a forward its unit is gathered first."""
         unit = self._unit_of.get(parameter)
         if unit is None or self.running[unit.index]:
             return
@@ -345,7 +300,7 @@ class Hooks:
         if unit.whole or not (self.running[self.root.index] or self.backward.running or self._calling):
             return
         # Used by a unit that is not its own: from now on it stays gathered through the step.
-        unit.shared = True
+        unit.share()
         self.gatherer.gather(unit)
 
     # Other methods.
@@ -368,7 +323,7 @@ class Hooks:
                     if unit.shared:
                         self.gatherer.release(unit)
         if outermost and torch.is_grad_enabled():
-            self._hook_outputs(output, partial(self._root_pre_backward, self.version))
+            self._hook_outputs(output, partial(self._root_pre_backward, self._version))
         return output
 
     # Forwards that run together.
@@ -380,19 +335,22 @@ class Hooks:
         """
         self._begin_forward()
         self._frozen.forget()
+        self.interleaver = Interleaver(len(self.units), self.gatherer.link.device)
         try:
             results = self.interleaver.run(forwards, self._enter)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, Exception):
+                error.add_note(
+                    "This was raised while micro-batches ran together, a unit at a time; "
+                    '"wherry": {"accumulation": "step_major"} runs them one after another.'
+                )
             self.end_backward()
             raise
         finally:
+            self.interleaver = None
             self.running = [0] * len(self.units)
         self._end_forward()
-        for gradient in self.gradients.all:
-            # A reentrant checkpoint runs a backward of its own for each forward, and each brings a gradient. If fewer
-            # come than in the backward before, the flat is collected at the end; if more, once more.
-            per_forward = gradient.nested // self.gradients.micro_batches
-            gradient.expected = max(1, per_forward * len(forwards))
+        self.gradients.expect(len(forwards))
         self._frozen.await_recomputations()
         return results
 
@@ -401,12 +359,16 @@ class Hooks:
 
     # Backward.
 
-    def begin_backward(self) -> None:
+    def weights_changed(self) -> None:
+        """No forward before this has a backward any more."""
+        self._version += 1
+
+    def begin_backward(self, *, boundary: bool, micro_batches: int) -> None:
         """Prepare the units for a backward that is about to run, or has just begun to."""
-        self.backward.begin()
+        self.gradients.begin()
+        self.backward.begin(boundary=boundary, micro_batches=micro_batches)
         self.schedule.begin(Pass.BACKWARD)
         for unit in self.units:
-            unit.in_backward = False
             if unit.shared and unit.travelling:
                 self.gatherer.gather(unit)
 
@@ -417,6 +379,7 @@ class Hooks:
         """
         if reduces is None:
             self.schedule.abandon()
+            self.gatherer.end_hold()
         self.backward.conclude(reduces)
         for skipped in self.schedule.end():
             self._stand_in(skipped)
@@ -425,12 +388,12 @@ class Hooks:
         self._frozen.forget()
         self.gatherer.release_all()
 
-    def _inside_backward(self) -> bool:
+    def inside_backward(self) -> bool:
         """Called from every hook that a backward runs. False inside a backward that runs within another."""
         if not self.backward.running:  # the user's own `loss.backward()`
             self._start_backward()
         if torch.is_grad_enabled():  # create_graph: a second backward will need the weights of this one
-            self.gatherer.hold = True
+            self.gatherer.hold()
         return self.backward.is_task(backward_task())
 
     def _start_backward(self) -> None:
@@ -438,25 +401,25 @@ class Hooks:
         torch.autograd.Variable._execution_engine.queue_callback(self.phases.backward_ends)
 
     def _root_pre_backward(self, version: int, grad: torch.Tensor) -> None:
-        if version != self.version:
+        if version != self._version:
             raise WherryError(
-                f"backward: the weights have been updated {self.version - version} times since the forward of this "
+                f"backward: the weights have been updated {self._version - version} times since the forward of this "
                 "loss, and its gradients would mix the old with the new; run every backward before step(), or the "
                 "forward again after it"
             )
         if self.backward.running and self.backward.task not in (NO_TASK, backward_task()):
             # The model's outputs belong to no nested backward: the one before this has failed without a word.
             self._start_backward()
-        self._inside_backward()
+        self.inside_backward()
 
     def end_window(self) -> None:
         self._awaited.clear()
 
     def _pre_backward(self, unit: Unit, grad: torch.Tensor) -> None:
-        if self._inside_backward() and unit.travelling and not unit.in_backward:
+        if self.inside_backward() and unit.travelling and unit not in self.backward.reached:
             if self.backward.open:
                 self._complete_open()
-            self.backward.reach(unit)
+            self.backward.await_gradients(unit)
         self._need_in_backward(unit)
 
     def _complete_open(self) -> None:
@@ -468,21 +431,25 @@ class Hooks:
             missing = [self.gradients.all[place] for place in self._places.get(unit, ())]
             missing = [gradient for gradient in missing if not gradient.collected]
             if any(gradient.comes() for gradient in missing):
-                self.backward.reach(unit)
+                self.backward.await_gradients(unit)
             elif missing and self._makes_gradients():
                 self._complete_missing(unit)
 
     def _need_in_backward(self, unit: Unit) -> None:
-        if unit.in_backward:
-            self.gatherer.gather(unit)
-        else:
-            unit.in_backward = True
+        if self.backward.reach(unit):
             self._need(unit)
+        else:
+            self.gatherer.gather(unit)
 
-    def _all_arrived(self, place: int, gradient: FlatGradient) -> None:
-        if self._home[place].root and self._passes_over:
+    def arrived_nested(self) -> None:
+        self.gradients.arrived_nested()
+
+    def all_arrived(self, gradient: FlatGradient) -> None:
+        """All gradients of a flat have come."""
+        unit = self._home[gradient.flat]
+        if unit.root and self._passes_over:
             return  # it is reduced when the backward has ended, behind the units that this rank has passed over
-        self.gradients.complete(gradient)
+        self.gradients.collect(gradient)
         # Every operation that used these weights has run: each needed them to make a gradient that has arrived.
-        if not self._home[place].shared:
+        if not unit.shared:
             self.gatherer.release_flat(gradient.flat)

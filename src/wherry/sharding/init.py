@@ -21,7 +21,7 @@ from wherry.observe.log import say
 from wherry.parallel import topology as topologies
 from wherry.parallel.comm import Comm
 from wherry.placement import Tier
-from wherry.sharding.parts import PART, Lease, Part, agree_on, part_of, source_of
+from wherry.sharding.param_shard import ParamShard, Sharing, made_of, shard_of
 from wherry.tiers.elastic import Heap
 
 if TYPE_CHECKING:
@@ -106,23 +106,17 @@ class Init:
             self._shapes.__enter__()
         if not self.enabled:
             return self
-        timeout = (self._config or configs.load(None)).wherry.timeout_s
-        topology = topologies.find(self._mesh, timeout=timeout)
-        self.comm, self.device = topology.data, topology.device
-        # The process group is needed as long as there are parts.
-        self._lease = Lease()
+        config = self._config or configs.load(None)
+        topology = topologies.find(self._mesh, timeout=config.wherry.timeout_s)
+        self.comm = topology.data
+        tier, folder = config.placement().parameters.tier, None
+        if tier is Tier.DISK and (folders := config.zero_optimization.offload_param.nvme_path):
+            folder = str(folders[0] if isinstance(folders, list | tuple) else folders)
+        rests_on = topology.device if tier is Tier.DEVICE else torch.device("cpu")
+        self._sharing = Sharing(topology.data, topology.device, rests_on, folder)
+        # The process group is needed as long as there are shards.
         if not isinstance(self._mesh, Comm | topologies.Topology):
-            weakref.finalize(self._lease, self.comm.close)
-        # Whether what ranks have drawn may be the same on all of them.
-        self._compare = True
-        self._rests_on, self._folder = self.device, None
-        if self._config is not None:
-            tier = self._config.placement().parameters.tier
-            if tier is not Tier.DEVICE:
-                self._rests_on = torch.device("cpu")
-            folders = self._config.zero_optimization.offload_param.nvme_path
-            if tier is Tier.DISK and folders:
-                self._folder = str(folders[0] if isinstance(folders, list | tuple) else folders)
+            weakref.finalize(self._sharing, self.comm.close)
         _enter(self)
         self._touch.__enter__()
         return self
@@ -137,7 +131,7 @@ class Init:
         self._touch.__exit__(kind, error, trace)
         _leave(self)
         if kind is None:
-            self._release_all(aliased=True)
+            self.finish()
         elif error is not None:
             self.comm.tell(error)
         self._whole.clear()
@@ -147,81 +141,81 @@ class Init:
 
     def registered(self, module: nn.Module, parameter: nn.Parameter) -> None:
         """`module` gets a parameter: whichever module was being built before it is done, for now."""
-        if type(parameter) is not nn.Parameter or parameter.is_meta or not parameter.is_floating_point():
+        if not _is_shared_out(parameter):
             return
         if module is not self._module:
             self._release_all()
             self._module = module
         self.fill(parameter)
-        if part_of(parameter) is None:
+        if shard_of(parameter) is None:
             self._whole[parameter] = module
+
+    def attached(self, module: nn.Module) -> None:
+        """A finished module is made part of another."""
+        for parameter in module.parameters():
+            if _is_shared_out(parameter):
+                self.fill(parameter)
+                shard = shard_of(parameter)
+                if shard is None or shard.whole:
+                    self._whole[parameter] = module
+        self._release_all()
+        self._module = None
 
     def fill(self, parameter: nn.Parameter) -> None:
         """A parameter that was made of a released one, as `nn.Parameter(other)`, shares the memory of that."""
-        source = source_of(parameter) if part_of(parameter) is None else None
+        source = made_of(parameter) if shard_of(parameter) is None else None
         if source is not None:
             self.touch([source])
             with torch._C.DisableTorchFunction():
                 parameter.data = source.parameter.data
 
-    def attached(self, module: nn.Module) -> None:
-        """A finished module is made part of another."""
-        for parameter in module.parameters():
-            if type(parameter) is nn.Parameter and not parameter.is_meta and parameter.is_floating_point():
-                self.fill(parameter)
-                part = part_of(parameter)
-                if part is None or part.whole:
-                    self._whole[parameter] = module
-        self._release_all()
-        self._module = None
-
     def finish(self) -> None:
-        """Whatever is whole becomes a part now, for somebody who is about to gather it by name."""
+        """Whatever is whole is shared out now, for somebody who is about to gather it by name."""
         self._release_all(aliased=True)
 
-    def touch(self, parts: list[Part], written: Part | None = None) -> bool:
+    def touch(self, shards: list[ParamShard], written: ParamShard | None = None) -> bool:
         """Parameters are about to be read or written: they are made whole, and earlier ones released.
 
         Of the one of which every element is `written`, and none is read, no values are fetched. Whether that was so.
         """
-        now = {part.parameter for part in parts}
-        if any(not part.whole for part in parts):
-            self._release_all(but=now)
-        opened = False
-        for part in parts:
-            if not part.whole:
-                if part is written:
-                    part.open()
-                    opened = True
-                else:
-                    part.gather()
-                self._whole[part.parameter] = self._module or nn.Module()
-        return opened
+        released = [shard for shard in shards if not shard.whole]
+        if released:
+            self._release_all(but={shard.parameter for shard in shards})
+        for shard in released:
+            shard.open() if shard is written else shard.gather()
+            self._whole[shard.parameter] = self._module or nn.Module()
+        return written in released
 
-    def untouch(self, part: Part) -> None:
+    def untouch(self, shard: ParamShard) -> None:
         """It was not written after all: it is what it was before."""
-        part.leave()
-        self._whole.pop(part.parameter, None)
+        shard.leave()
+        self._whole.pop(shard.parameter, None)
 
     def _release_all(
         self, but: set[nn.Parameter] | frozenset[nn.Parameter] = frozenset(), *, aliased: bool = False
     ) -> None:
         """Release what is whole; what somebody else holds the memory of waits, unless `aliased`."""
-        parts = {parameter: self._part(parameter) for parameter in self._whole if parameter not in but}
-        found = agree_on(list(parts.values()), self.comm, self.device, compare=self._compare)
-        # Ranks that have drawn from seeds of their own will do so again.
-        self._compare = self._compare and not found.differ
-        held = set() if aliased else found.held
-        freed = (part.release(agreed=part in found.alike) for part in parts.values() if part not in held)
-        self._heap.freed(sum(freed))
-        self._whole = {p: module for p, module in self._whole.items() if p in but or parts[p] in held}
+        shards = {p: shard_of(p) or ParamShard(p, self._sharing) for p in self._whole if p not in but}
+        held = set() if aliased else self._held(list(shards.values()))
+        self._heap.freed(sum(shard.release() for shard in shards.values() if shard not in held))
+        self._whole = {p: module for p, module in self._whole.items() if p in but or shards[p] in held}
 
-    def _part(self, parameter: nn.Parameter) -> Part:
-        part = part_of(parameter)
-        if part is None:
-            part = Part(parameter, self.comm, self.device, self._rests_on, self._folder, self._lease)
-            parameter.__dict__[PART] = part
-        return part
+    def _held(self, shards: list[ParamShard]) -> set[ParamShard]:
+        """Whose memory somebody else holds, as rank 0 says.
+
+        That is a question of the program, which is one on all ranks; but a backend may hold what it has just gathered
+        for a moment longer, and garbage is collected when it is: each rank by itself would release others than its
+        peers.
+        """
+        flags = torch.tensor([shard.aliased() for shard in shards], dtype=torch.uint8)
+        if shards and self.comm.size > 1:
+            flags = flags.to(self._sharing.device)
+            self.comm.broadcast(flags, label="Init").wait()
+        return {shard for shard, flag in zip(shards, flags.tolist(), strict=True) if flag}
+
+
+def _is_shared_out(parameter: nn.Parameter) -> bool:
+    return type(parameter) is nn.Parameter and not parameter.is_meta and parameter.is_floating_point()
 
 
 class _Touch(TorchFunctionMode):
@@ -233,31 +227,33 @@ class _Touch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in _METADATA:
-            parameters = [value for value in tree_iter((args, kwargs)) if isinstance(value, nn.Parameter)]
-            parts = [part for parameter in parameters if (part := part_of(parameter)) is not None]
-            if len(parts) < len(parameters):
-                for parameter in parameters:
-                    self.init.fill(parameter)
-            written = _written(func, args, kwargs, parts)
-            if parts and self.init.touch(parts, written):
-                assert written is not None
-                try:
-                    return func(*args, **kwargs)
-                except BaseException:
-                    self.init.untouch(written)
-                    raise
-        return func(*args, **kwargs)
+        if func in _METADATA:
+            return func(*args, **kwargs)
+        parameters = [value for value in tree_iter((args, kwargs)) if isinstance(value, nn.Parameter)]
+        for parameter in parameters:
+            self.init.fill(parameter)
+        shards = [shard for parameter in parameters if (shard := shard_of(parameter)) is not None]
+        written = _written(func, args, kwargs, shards)
+        opened = bool(shards) and self.init.touch(shards, written)
+        try:
+            return func(*args, **kwargs)
+        except BaseException:
+            if opened and written is not None:
+                self.init.untouch(written)
+            raise
 
 
-def _written(func: Any, args: Any, kwargs: Any, parts: Sequence[Part]) -> Part | None:
-    """Of what part's parameter a function writes every element, and reads none."""
-    fills = getattr(func, "__module__", None) == nn.init.__name__ and func.__name__.endswith("_")
-    if not fills and func not in _FILLS:
+def _written(func: Any, args: Any, kwargs: Any, shards: Sequence[ParamShard]) -> ParamShard | None:
+    """Of whose parameter a function writes every element, and reads none."""
+    if not _is_initialiser(func) and func not in _FILLS:
         return None
     target = args[0] if args else kwargs.get("tensor")
-    part = part_of(target) if isinstance(target, nn.Parameter) else None
-    return part if sum(other is part for other in parts) == 1 else None
+    shard = shard_of(target) if isinstance(target, nn.Parameter) else None
+    return shard if sum(other is shard for other in shards) == 1 else None
+
+
+def _is_initialiser(func: Any) -> bool:
+    return getattr(func, "__module__", None) == nn.init.__name__ and func.__name__.endswith("_")
 
 
 class _Shapes(TorchFunctionMode):
@@ -275,7 +271,7 @@ class _Shapes(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _DRAWS or getattr(func, "__module__", None) == nn.init.__name__:
+        if func in _DRAWS or _is_initialiser(func):
             tensor = args[0] if args else kwargs.get("tensor")
             if isinstance(tensor, torch.Tensor) and tensor.is_meta:
                 return tensor

@@ -37,7 +37,7 @@ class MicroBatch:
 
 
 class Interleaver:
-    """Runs forwards together. The hooks tell it, by `reach`, when a forward comes to a unit."""
+    """Runs forwards together, once. The hooks tell it, by `reach`, when a forward comes to a unit."""
 
     def __init__(self, units: int, device: torch.device) -> None:
         self.units = units
@@ -45,14 +45,11 @@ class Interleaver:
         self._micros: list[MicroBatch] = []
         self._current: MicroBatch | None = None
         self._hub: Any = None
+        # What the thread keeps between the forwards.
         self._base: ThreadState | None = None
         # Forwards are being ended after an error in one of them.
         self.stopping = False
         self._first_of_wave = True
-
-    @property
-    def active(self) -> bool:
-        return self._current is not None
 
     def needed(self, unit: Unit) -> bool:
         """Whether a forward other than the one that runs is inside `unit`, or about to be."""
@@ -63,11 +60,10 @@ class Interleaver:
 
     def reach(self, unit: Unit) -> bool:
         """The forward that runs has come to `unit`: wait for its turn. True for the first forward of a turn."""
-        micro = self._current
-        if micro is None:
-            return True
         import greenlet
 
+        micro = self._current
+        assert micro is not None
         if greenlet.getcurrent() is not micro.greenlet or not can_switch():
             return True
         if self.stopping:
@@ -91,10 +87,8 @@ class Interleaver:
         """
         import greenlet
 
-        assert not self.active, "forwards are running together already"
         self._hub = greenlet.getcurrent()
         self._base = swap(None, self.device)
-        self.stopping = False
         streams = RandomStream.now(self.device).several(len(forwards))
         self._micros = [MicroBatch(index, None, self.units, stream) for index, stream in enumerate(streams)]
         for micro, forward in zip(self._micros, forwards, strict=True):
@@ -113,8 +107,6 @@ class Interleaver:
             finally:
                 # The thread's own stream has moved on by what the first micro-batch drew.
                 micros[0].random.use()
-                self.stopping = False
-                self._micros, self._current, self._hub, self._base = [], None, None, None
 
     def _turn(self, waiting: list[MicroBatch], enter: Callable[[list[int]], None]) -> None:
         """The forward that is furthest behind says which unit's turn it is, for all that wait there.

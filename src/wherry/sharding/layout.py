@@ -1,4 +1,7 @@
-"""Where each parameter lies in a flat, and what of the flat a rank's shard covers. Arithmetic only, no tensors."""
+"""Where each parameter lies: in a flat, in a rank's shard of it, in the layer that it is a tile of.
+
+Arithmetic, no copies.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
     from wherry.parallel.partition import LogicalSlice
 
 # Every parameter starts on a multiple of this many elements: 64 bytes in bf16 or more, what vector kernels like.
@@ -65,6 +71,10 @@ class FlatLayout:
 
     def shard_range(self, rank: int) -> tuple[int, int]:
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters in a buffer of the flat's size."""
+        return [flat[slot.start : slot.stop].view(slot.shape) for slot in self.slots]
 
     def gaps(self) -> list[tuple[int, int]]:
         """The padding, as ranges of the flat."""
@@ -136,6 +146,33 @@ def lay_out(
         slots.append(Slot(name, tuple(shape), group, position, part))
         position = _round_up(slots[-1].stop, PARAMETER_ALIGNMENT)
     return FlatLayout(tuple(slots), _round_up(max(position, 1), ranks * shard_alignment), ranks)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tile's parameter lies in that of the whole layer."""
+
+    whole: str
+    whole_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[tuple(slice(o, o + n) for o, n in zip(self.offsets, self.shape, strict=True))]
+
+
+def tile_places(model: nn.Module) -> dict[str, Place]:
+    """For each tile's parameter, by its name in `model`, where it lies, with the whole's name in `model`.
+
+    A module that is cut has a true `cut_into_tiles`, and a method `places` for its parameters by their names in it.
+    """
+    found: dict[str, Place] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        if getattr(module, "cut_into_tiles", False):
+            dot = prefix + "." if prefix else ""
+            for name, place in module.places().items():
+                found[dot + name] = Place(dot + place.whole, place.whole_shape, place.offsets, place.shape)
+    return found
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -10,65 +10,38 @@ from wherry.errors import DivergenceError
 from wherry.fake import host_value, is_fake
 from wherry.parallel.comm import Comm
 from wherry.parallel.topology import Topology
-from wherry.sharding.flat_gradient import FlatGradient
+from wherry.sharding.flat_gradient import FlatGradient, Squares
 from wherry.sharding.unit import Flat
-
-SumSquares = Callable[[torch.Tensor], float | torch.Tensor]
 
 
 class Norm:
-    """Measures gradients, and adds up over the ranks.
+    """Adds up over the ranks what gradients have measured of themselves.
 
     `replicas` are the ranks with the same part of the sums; `partitioned`: ranks share out what is measured.
     """
 
-    def __init__(self, topology: Topology, replicas: Comm, sum_squares: SumSquares, *, partitioned: bool) -> None:
+    def __init__(self, topology: Topology, replicas: Comm, *, partitioned: bool) -> None:
         self.comm = topology.data
         self._device = topology.device
         self._shards, self._replicas = topology.shards, replicas
         self._tensor, self._pipe = topology.tensor, topology.pipe
-        self._sum_squares = sum_squares
         self._partitioned = partitioned
         # After `total`: whether all ranks ran the same units, and whether any rank misses any gradient.
         self.one_path = True
         self._any_absent = False
-        # Above 0 where any rank misses any gradient, once the sums are there that have told; None where none do.
-        self.missing: torch.Tensor | None = None
-
-    def measure(self, gradient: FlatGradient, owned: torch.Tensor) -> float | torch.Tensor:
-        """The sum of squares of what counts for the norm: all of it, or what tensor-parallel ranks have cut.
-
-        Parameters that every tensor-parallel rank holds whole are counted by the first of them.
-        """
-        if self._tensor.rank == 0:
-            return self._sum_squares(owned)
-        layout = gradient.flat.layout
-        return sum((self._sum_squares(owned[a:b]) for a, b in layout.cut_ranges(gradient.flat.rank)), start=0.0)
-
-    def squares_of(self, gradient: FlatGradient) -> float | torch.Tensor:
-        """The sum of squares of this rank's part, measured unless it has been."""
-        if gradient.sum_squares is not None:
-            return gradient.sum_squares
-        gradient.landing.wait()
-        gradient.sum_squares = self.measure(gradient, gradient.owned)
-        return gradient.sum_squares
-
-    def squares_of_all(self, gradient: FlatGradient) -> float | torch.Tensor:
-        """As `squares_of`, with what counts for the norm on another tensor-parallel rank."""
-        return self.squares_of(gradient) if self._tensor.rank == 0 else self._sum_squares(gradient.owned)
 
     def by_flat(self, gradients: Sequence[FlatGradient]) -> dict[Flat, float]:
-        """The squared norm by flat, over the ranks that share it out."""
+        """The squared norm by flat, over the ranks that share it out. Every rank calls it."""
         for comm in (*((self._shards,) if self._partitioned else ()), self._tensor):
             comm.meet("gradient_norms()")
-        squares = [float(self.squares_of(gradient)) for gradient in gradients]
+        squares = [float(gradient.squares()) for gradient in gradients]
         values = torch.tensor(squares, dtype=torch.float64, device=self._device)
         if self._partitioned:
             self._shards.all_reduce(values).wait()
         self._tensor.all_reduce(values).wait()
         return {gradient.flat: value for gradient, value in zip(gradients, values.tolist(), strict=True)}
 
-    def total(self, gradients: Sequence[FlatGradient], journal: int = 0, path: int = 0) -> float | torch.Tensor:
+    def total(self, gradients: Sequence[FlatGradient], journal: int = 0, path: int = 0) -> Squares:
         """The squared norm of the window's gradients as they are: not unscaled, not averaged.
 
         `journal` is a digest of what this rank has gathered; ranks whose digests differ have mixed up their weights.
@@ -77,6 +50,11 @@ class Norm:
         self.one_path = True
         total = self._here(gradients)
         partitioned = self._partitioned and self.comm.size > 1
+        if self.comm.size > 1 and not partitioned:
+            missing = torch.tensor([float(self._any_absent)], device=self._device)
+            self.comm.all_reduce(missing, "max", "missing gradients").wait()
+            if not is_fake(missing):
+                self._any_absent = self.comm.read(missing)[0] > 0
         if not partitioned and self._tensor.size == self._pipe.size == 1:
             return total
         digests = (journal, path) if journal else ()
@@ -105,36 +83,18 @@ class Norm:
         self._any_absent = values[1] > 0
         return values[0]
 
-    def _here(self, gradients: Sequence[FlatGradient]) -> float | torch.Tensor:
+    def _here(self, gradients: Sequence[FlatGradient]) -> Squares:
         """This rank's part of the squared norm; it is noted whether a gradient is missing."""
         self._any_absent = False
-        total: float | torch.Tensor = 0.0
+        total: Squares = 0.0
         for gradient in gradients:
             self._any_absent = self._any_absent or bool(gradient.absent)
             squares = gradient.sum_squares
-            total = total + (self.squares_of(gradient) if squares is None else squares)
+            total = total + (gradient.squares() if squares is None else squares)
         return total
-
-    def to_tell(self, gradients: Sequence[FlatGradient], dtype: torch.dtype) -> torch.Tensor | None:
-        """Whether this rank misses any gradient, to be summed with the window's last sums; None once that is told.
-
-        What is missing now may come in another backward of the window, but nothing goes missing there.
-        """
-        if self.missing is not None:
-            return None
-        missing = any([gradient.absent for gradient in gradients])
-        self.missing = torch.tensor([float(missing)], dtype=dtype, device=self._device)
-        return self.missing
 
     def absent(self, gradients: Sequence[FlatGradient]) -> dict[Flat, list[int]]:
         """The parameters, by flat and place, that no rank has a gradient for in this window. After `total`."""
-        if self.comm.size > 1 and not self._partitioned:
-            told, self.missing = self.missing, None
-            if told is None:  # the sums are those of a checkpoint
-                told = torch.tensor([float(self._any_absent)], device=self._device)
-                self.comm.all_reduce(told, "max", "missing gradients").wait()
-            if not is_fake(told):
-                self._any_absent = self.comm.read(told)[0] > 0
         if not self._any_absent:
             return {}
         there = torch.ones(sum(len(gradient.flat.parameters) for gradient in gradients))

@@ -10,19 +10,14 @@ from functools import partial
 
 import torch
 
-from wherry.observe.spans import span
-from wherry.parallel import merged
-from wherry.parallel.comm import Comm, SoloComm
-from wherry.parallel.merged import Merging
+from wherry.observe.spans import SILENT, recording, span
+from wherry.parallel.comm import Comm, Merging, SoloComm, from_to
 from wherry.parallel.topology import Topology
+from wherry.sharding.autograd import Backward
 from wherry.sharding.flat_gradient import FlatGradient
-from wherry.sharding.land import Sums
-from wherry.sharding.norm import Norm
+from wherry.tickets import Ticket
 from wherry.tiers.buffers import DevicePool
-from wherry.tiers.tickets import Ticket
-
-# Reductions under way at once: one travels while the next is filled.
-IN_FLIGHT = 2
+from wherry.tiers.streams import IN_FLIGHT
 
 
 @dataclass
@@ -53,20 +48,9 @@ class Lane:
         if not self._merging.takes(reduction.whole):
             self._launch([reduction])
             return
-        if not self._merging.fits([other.whole for other in self._waiting], reduction.whole):
+        if self._waiting and not self._merging.fits([other.whole for other in self._waiting], reduction.whole):
             self.flush()
         self._waiting.append(reduction)
-
-    def send_number(self, make: Callable[[torch.dtype], torch.Tensor | None], label: str) -> None:
-        """Sum a number where it lies, together with what waits, however full the buffer is that they share."""
-        last = self._waiting[-1] if self._waiting else None
-        number = make(last.whole.dtype if last is not None else torch.float32)
-        if number is None:
-            return
-        if last is not None:
-            self._waiting.append(Reduction(last.name, number, number, _nothing))
-        else:
-            self._under_way.append((self.comm.all_reduce(number, label=label), _nothing))
 
     def flush(self) -> None:
         """Set going what waits."""
@@ -92,14 +76,14 @@ class Lane:
                 reduction.finish()
 
     def _launch(self, reductions: Sequence[Reduction]) -> None:
-        label = merged.name_of(reductions)
+        names = [reduction.name for reduction in reductions]
         wholes = [reduction.whole for reduction in reductions]
-        with span("reduce", label):
+        with span("reduce", from_to(names)) if recording() else SILENT:
             if self._scatters:
                 owned = [reduction.owned for reduction in reductions]
-                ticket = merged.reduce_scatter(self.comm, owned, wholes, label)
+                ticket = self.comm.reduce_scatter_together(owned, wholes, names)
             else:
-                ticket = merged.all_reduce(self.comm, wholes, label)
+                ticket = self.comm.all_reduce_together(wholes, names)
         self._under_way += [(ticket, reduction.finish) for reduction in reductions]
 
 
@@ -116,7 +100,7 @@ class Reducer:
         self,
         topology: Topology,
         merging: Merging,
-        sums: Sums,
+        backward: Backward,
         summed: Callable[[FlatGradient], None],
         *,
         scatters: bool,
@@ -134,23 +118,19 @@ class Reducer:
         self._merging = merging
         self._lane = Lane(self._shards if scatters else self.comm, merging, scatters=scatters)
         self._across = Lane(self._replicas, merging, scatters=False)
-        self._sums = sums
+        self._backward = backward
         # Told of each gradient that is summed over the window and the ranks.
         self._summed = summed
         self.pool = DevicePool(topology.device)
-        # Whether the micro-batch at hand is the window's last.
-        self.boundary = False
 
     def reduce(self, gradient: FlatGradient) -> None:
         """What a backward has brought of it."""
-        if gradient.partitioned:
+        if gradient.partitioned or gradient.reduced:
             self._wait(IN_FLIGHT - 1)
             self._reduce_micro_batch(gradient)
-        elif gradient.reduced:
-            self.reduce_late(gradient)
-        elif self.boundary and self.comm.size == 1:
+        elif self._backward.boundary and self.comm.size == 1:
             self._summed(gradient)
-        elif self.boundary:
+        elif self._backward.boundary:
             self._reduce_sum(gradient)
 
     def reduce_rest(self, gradient: FlatGradient) -> None:
@@ -163,26 +143,6 @@ class Reducer:
         else:
             self._reduce_sum(gradient)
 
-    def reduce_late(self, gradient: FlatGradient) -> None:
-        """What has come after the flat's reduction is added to what this rank owns."""
-        whole = self._filled(gradient)
-        owned = whole[slice(*gradient.flat.layout.shard_range(gradient.flat.rank))]
-        if self._scatters:
-            self._shards.reduce_scatter(owned, whole, gradient.flat.name).wait()
-            if self._replicas.size > 1 and _crosses_alone(gradient):
-                self._replicas.all_reduce(owned, label=gradient.flat.name).wait()
-        else:
-            self.comm.all_reduce(whole, label=gradient.flat.name).wait()
-        shard = self.pool.take(owned.numel(), owned.dtype).copy_(owned)
-        self.pool.give(whole)
-        self._sums.add(gradient, shard, partial(self.pool.give, shard), fresh=False)
-        if self.boundary:
-            self._summed(gradient)
-
-    def tell_of_missing(self, norm: Norm, gradients: Sequence[FlatGradient]) -> None:
-        """One number more travels with a window's last sums: whether this rank misses any gradient."""
-        self._lane.send_number(partial(norm.to_tell, gradients), "missing gradients")
-
     def finish(self) -> None:
         """Wait for all of them."""
         if self.comm.size > 1:
@@ -190,7 +150,6 @@ class Reducer:
             self._wait(0)
 
     def drop(self) -> None:
-        self.boundary = False  # no sum is complete, whatever still arrives
         self._lane.drop()
         self._across.drop()
 
@@ -203,19 +162,16 @@ class Reducer:
     def _reduce_micro_batch(self, gradient: FlatGradient) -> None:
         """One micro-batch's gradient is added to this rank's part."""
         whole = self._filled(gradient)
-        fresh, gradient.fresh = gradient.fresh, False
-        direct = gradient.keeps and fresh and gradient.dtype == gradient.wire_dtype
-        if direct:
+        if gradient.takes_directly:
             shard = gradient.accumulated
-        elif self._shards.size == 1:
+        elif self._shards.size == 1 or not self._scatters:
             shard = whole
         else:
-            shard = self.pool.take(gradient.flat.layout.shard_numel, gradient.wire_dtype)
+            shard = self.pool.take(whole.numel() // self._shards.size, gradient.wire_dtype)
 
         def add() -> None:
-            if not direct:
-                self._sums.add(gradient, shard, partial(self.pool.give, shard), fresh=fresh)
-            if self.boundary:
+            gradient.add(shard, partial(self.pool.give, shard))
+            if self._backward.boundary:
                 self._cross(gradient)
 
         def finish() -> None:
@@ -239,14 +195,15 @@ class Reducer:
             whole.div_(self._predivide)
         if cast:
             whole = self.pool.take(whole.numel(), gradient.wire_dtype).copy_(whole)
-            owned = whole[slice(*gradient.flat.layout.shard_range(gradient.flat.rank))]
+            owned = whole[gradient.flat.own]
 
         def finish() -> None:
             if cast:
                 gradient.own_sum.copy_(owned)
                 self.pool.give(whole)
-            if self.boundary:
-                gradient.reduced = self._replicas.size == 1
+            if self._backward.boundary:
+                if self._replicas.size == 1:
+                    gradient.note_reduced()
                 self._cross(gradient)
 
         self._lane.send(Reduction(gradient.flat.name, owned, whole, finish))
@@ -270,7 +227,7 @@ class Reducer:
                 self._summed(gradient)
 
             self._send_across(gradient, part, cast_back)
-        gradient.reduced = True
+        gradient.note_reduced()
 
     def _send_across(self, gradient: FlatGradient, part: torch.Tensor, finish: Callable[[], None]) -> None:
         self._across.wait(IN_FLIGHT - 1)
@@ -288,7 +245,3 @@ class Reducer:
 def _crosses_alone(gradient: FlatGradient) -> bool:
     """Whether micro-batches of this gradient cross to the replicas by themselves."""
     return gradient.reduced or not gradient.keeps
-
-
-def _nothing() -> None:
-    """What is done with a sum that is read where it lies."""

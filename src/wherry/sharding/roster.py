@@ -2,88 +2,96 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from wherry.errors import WherryError
 from wherry.fake import is_fake
-from wherry.sharding.attached import Moves
 from wherry.sharding.unit import Unit
 
-_PARAMETERS = operator.attrgetter("_parameters")
+
+class Moves:
+    """`module._apply`, of which `to`, `half` and `to_empty` are made, of a module whose parameters an engine holds.
+
+    `check` is called with the module and with what would be done to each of its parameters; a copy of the module has
+    none.
+    """
+
+    def __init__(self, module: nn.Module, check: Callable[[nn.Module, Callable[..., Any]], None] | None = None) -> None:
+        self._module = weakref.ref(module)
+        self._check = check
+
+    def __call__(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert module is not None
+        if self._check is not None:
+            self._check(module, fn)
+        return type(module)._apply(module, fn, *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return Moves, (self._module(),)
 
 
 class Roster:
     """The places of an engine's parameters in the model: what is put there later would never be trained."""
 
     def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
+        self._model, self._units = model, units
+        self._checked = False
         ours = {parameter for unit in units for flat in unit.flats for parameter in flat.parameters}
-        self._frozen = [p for unit in units for flat in unit.flats if not flat.trainable for p in flat.parameters]
-        self._model = model
-        # The places, by what they are in, by their names there, and by what is in them.
-        self._modules: list[nn.Module] = []
-        self._names: list[str] = []
-        self._parameters: list[nn.Parameter] = []
-        for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None and parameter in ours:
-                    self._modules.append(module)
-                    self._names.append(name)
-                    self._parameters.append(parameter)
-            module.__dict__["_apply"] = Moves(module, self._refuse_moves)
-        # Parameters that always are views of their flat, those views, and where they were when last looked at.
-        shown = [
-            (parameter, view)
-            for unit in units
-            for flat in unit.flats
-            if flat.resident and not flat.distributed and not is_fake(flat.whole)
-            for parameter, view in zip(flat.parameters, flat.views, strict=True)
+        self._places = [
+            (module, name, parameter)
+            for module in model.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None and parameter in ours
         ]
-        self._shown, self._views = [parameter for parameter, _ in shown], [view for _, view in shown]
-        self._addresses: list[int] = []
+        for module in model.modules():
+            module.__dict__["_apply"] = Moves(module, self._refuse_moves)
+
+    def check_once(self) -> None:
+        """Check at the first step: scripts change their model between initialize and that, or resume in between."""
+        if not self._checked:
+            self.check()
+            self._checked = True
 
     def check(self) -> None:
         """Raise if a parameter has been replaced, removed or unfrozen since the engine was built."""
-        # Every step comes here: without a call of Python for each parameter.
-        now = map(dict.get, map(_PARAMETERS, self._modules), self._names)
-        if not all(map(operator.is_, now, self._parameters)):
-            self._tell_of_replaced()
-        addresses = list(map(torch.Tensor.data_ptr, self._shown))
-        if addresses != self._addresses:
-            self._tell_of_other_data()
-            self._addresses = addresses
-        for parameter in self._frozen:
-            if parameter.requires_grad:
+        for module, name, parameter in self._places:
+            if dict.get(module._parameters, name) is not parameter:
+                raise WherryError(
+                    f"{self._path(module, name)}: this parameter has been replaced or removed since wherry.initialize, "
+                    "and what is there now is not trained; edit it in place inside wherry.gathered(...), or close() "
+                    "the engine and call wherry.initialize again"
+                )
+        for parameter, view, frozen in self._shown():
+            if view is not None and parameter.data_ptr() != view.data_ptr():
+                raise WherryError(
+                    f"{self._name_of(parameter)}: this parameter has been given other data since wherry.initialize (by "
+                    "an assignment to its .data, set_() or swap_tensors), which is not trained; copy into it inside "
+                    "wherry.gathered(...), as with parameter.data.copy_(values)"
+                )
+            if frozen and parameter.requires_grad:
                 raise WherryError(
                     f"{self._name_of(parameter)}: this parameter was frozen at wherry.initialize and requires a "
                     "gradient now, for which no room was made; let it require one before wherry.initialize (and "
                     "freeze it after that, as often as you like), or close() the engine and call it again"
                 )
 
-    def _tell_of_replaced(self) -> None:
-        for module, name, parameter in zip(self._modules, self._names, self._parameters, strict=True):
-            if module._parameters.get(name) is not parameter:
-                raise WherryError(
-                    f"{self._path(module, name)}: this parameter has been replaced or removed since wherry.initialize, "
-                    "and what is there now is not trained; edit it in place inside wherry.gathered(...), or close() "
-                    "the engine and call wherry.initialize again"
-                )
-
-    def _tell_of_other_data(self) -> None:
-        for parameter, view in zip(self._shown, self._views, strict=True):
-            if parameter.data_ptr() != view.data_ptr():
-                raise WherryError(
-                    f"{self._name_of(parameter)}: this parameter has been given other data since wherry.initialize (by "
-                    "an assignment to its .data, set_() or swap_tensors), which is not trained; copy into it inside "
-                    "wherry.gathered(...), as with parameter.data.copy_(values)"
-                )
+    def _shown(self) -> Iterator[tuple[nn.Parameter, torch.Tensor | None, bool]]:
+        """Parameters, the views that they always are if their flat is whole for ever, and whether they are frozen."""
+        for unit in self._units:
+            for flat in unit.flats:
+                always = flat.resident and not flat.distributed and not is_fake(flat.whole)
+                for parameter, view in zip(flat.parameters, flat.views, strict=True):
+                    yield parameter, view if always else None, not flat.trainable
 
     def _refuse_moves(self, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """The placement says where weights rest, and the config in which dtype; what changes neither goes through."""
-        ours, seen = set(self._parameters), set()
+        ours, seen = {parameter for _, _, parameter in self._places}, set()
         for parameter in module.parameters():
             kind = (parameter.dtype, parameter.device, parameter.dim())
             if parameter not in ours or kind in seen:
@@ -101,8 +109,7 @@ class Roster:
                 )
 
     def _name_of(self, parameter: nn.Parameter) -> str:
-        place = next(place for place, other in enumerate(self._parameters) if other is parameter)
-        return self._path(self._modules[place], self._names[place])
+        return next(self._path(module, name) for module, name, other in self._places if other is parameter)
 
     def _path(self, module: nn.Module, name: str) -> str:
         path = next((path for path, other in self._model.named_modules() if other is module), "")
@@ -112,5 +119,4 @@ class Roster:
         for module in self._model.modules():
             if isinstance(module.__dict__.get("_apply"), Moves):
                 del module.__dict__["_apply"]
-        for places in (self._modules, self._names, self._parameters, self._frozen, self._shown, self._views):
-            places.clear()
+        self._places.clear()

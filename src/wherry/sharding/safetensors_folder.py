@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from functools import partial
@@ -39,49 +38,14 @@ class Source:
         first, last = start // row, -(-stop // row)
         return self.rows(first, last).reshape(-1)[start - first * row : stop - first * row]
 
-    def __deepcopy__(self, memo: object) -> Source:
-        return self  # a copy has its values in the same file
-
-    def __reduce_ex__(self, protocol: object) -> Any:
-        raise WherryError(
-            "load_pretrained has only found the values of this model on the meta device, and wherry.initialize reads "
-            "them: until then it cannot be pickled or saved. Pickle it before load_pretrained, and load where it is "
-            "unpickled; or save the engine that wherry.initialize returns"
-        )
-
-
-class Unchanged:
-    """That a file, which is mapped and read later, is as it was: a shortened one would end the process.
-
-    One that was deleted, or that another has replaced, is still mapped as it was.
-    """
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._stat = os.stat(file)
-
-    def check(self) -> None:
-        try:
-            now = os.stat(self._file)
-        except FileNotFoundError:
-            return
-        then = self._stat
-        if os.path.samestat(then, now) and (then.st_size, then.st_mtime_ns) != (now.st_size, now.st_mtime_ns):
-            raise WherryError(
-                f"load_pretrained: {self._file} was written to after it was opened and before it was read (it had "
-                f"{then.st_size} bytes, and has {now.st_size}); leave it as it is until wherry.initialize has returned"
-            )
-
 
 class InFile(Source):
-    def __init__(self, handle: Any, name: str, unchanged: Unchanged) -> None:
-        self._unchanged = unchanged
+    def __init__(self, handle: Any, name: str) -> None:
         self._slice = handle.get_slice(name)
         self._whole = lambda: handle.get_tensor(name)
         self.shape = tuple(self._slice.get_shape())
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
-        self._unchanged.check()
         return self._slice[start:stop] if self.shape else self._whole()
 
 
@@ -96,18 +60,6 @@ class Block(Source):
     def rows(self, start: int, stop: int) -> torch.Tensor:
         offsets = (self._offsets[0] + start, *self._offsets[1:])
         return self._whole.block(offsets, (stop - start, *self.shape[1:]))
-
-
-class Cast(Source):
-    """Another tensor, as a buffer of that dtype would hold it."""
-
-    def __init__(self, whole: Source, dtype: torch.dtype) -> None:
-        self.shape = whole.shape
-        self._whole = whole
-        self._dtype = dtype
-
-    def rows(self, start: int, stop: int) -> torch.Tensor:
-        return self._whole.rows(start, stop).to(self._dtype)
 
 
 class Converted(Source):
@@ -127,7 +79,6 @@ def open_folder(path: str | Path, model: nn.Module, names: Mapping[str, torch.Te
     files = _files(Path(path))
     owners = {name: file for file, expected in files.items() for name in expected}
     for file, expected in files.items():
-        unchanged = Unchanged(file)
         handle = _open(file)
         found = set(handle.keys())
         absent = sorted(set(expected) - found)
@@ -135,7 +86,7 @@ def open_folder(path: str | Path, model: nn.Module, names: Mapping[str, torch.Te
             raise WherryError(f"load_pretrained: the index says that {file} has {absent[0]}, and it does not")
         for name in found:
             if owners.get(name, file) == file:  # an index says which of several files counts
-                sources[name] = InFile(handle, name, unchanged)
+                sources[name] = InFile(handle, name)
     if getattr(type(model), "from_pretrained", None) is not None and hasattr(model, "config"):
         return _converted(sources, model, names)
     return sources

@@ -1,8 +1,4 @@
-"""Weights that autograd saves: gathered again when the backward wants them.
-
-Units are gathered for their backward by hooks on their outputs. This is for the ways past those: outputs in objects of
-the user's own, losses kept on a module, weights used detached.
-"""
+"""Weights in a backward that hooks on outputs and on parameters do not tell of: those saved, and frozen ones."""
 
 from __future__ import annotations
 
@@ -13,6 +9,7 @@ from typing import Any
 import torch
 
 from wherry.parallel.partition import is_dtensor
+from wherry.sharding.autograd import NO_TASK, backward_task, tensors_in
 from wherry.sharding.unit import Flat, Unit, Weights
 from wherry.sharding.weights import Gatherer
 
@@ -21,7 +18,11 @@ Packed = tuple[torch.Tensor, Flat, tuple[torch.dtype, torch.Size, tuple[int, ...
 
 
 class SavedWeights:
-    """Packs for autograd what it saves in the model's forwards, and unpacks it."""
+    """Packs for autograd what it saves in the model's forwards; unpacked, weights are gathered again.
+
+    Units are gathered for their backward by hooks on their outputs. This is for the ways past those: outputs in objects
+    of the user's own, losses kept on a module, weights used detached.
+    """
 
     def __init__(self, units: Iterable[Unit], gatherer: Gatherer) -> None:
         self._gatherer = gatherer
@@ -60,3 +61,68 @@ class SavedWeights:
         if flat.weights is not Weights.WHOLE:
             self._gatherer.gather_flat(flat)
         return tensor if cast is None else tensor.to(cast[0]).as_strided(*cast[1:])
+
+
+class FrozenCalls:
+    """Releases frozen weights in a backward. No gradient of their own says when they are done with: their inputs' do.
+
+    It counts the calls of units whose backward may still want them.
+    """
+
+    def __init__(self, gatherer: Gatherer) -> None:
+        self._gatherer = gatherer
+        self._calls: dict[Unit, int] = {}
+        # In forwards that run together: how often a unit ran without a graph, to be recomputed in the backward.
+        self._ungraphed: dict[Unit, int] = {}
+
+    def forget(self) -> None:
+        """No backward is to come for what has run."""
+        self._calls, self._ungraphed = {}, {}
+
+    def ran_without_graph(self, unit: Unit) -> None:
+        self._ungraphed[unit] = self._ungraphed.get(unit, 0) + 1
+
+    def await_recomputations(self) -> None:
+        """Forwards have run together: what ran without a graph is wanted once more for each of them."""
+        for unit, calls in self._ungraphed.items():
+            self._count(unit, calls)
+
+    def watch(self, unit: Unit, args: Any, kwargs: Any, output: Any, *, together: bool) -> None:
+        """Release the unit's frozen flats once the gradients of this call's inputs are complete.
+
+        `together`: other forwards run together with this one.
+        """
+        inputs = [t for t in (*tensors_in(args), *tensors_in(kwargs)) if t.requires_grad]
+        outputs = [t for t in tensors_in(output) if t.requires_grad]
+        if not inputs or not outputs or unit.shared:
+            return
+        begun = False
+
+        def begins(grad: torch.Tensor) -> None:
+            nonlocal begun
+            if not begun:
+                begun = True
+                self._count(unit, 1)
+
+        def ends(grads: Any) -> None:
+            if self._count(unit, -1) == 0 and not unit.shared:
+                for flat in unit.travelling:
+                    if not flat.trainable:
+                        self._gatherer.release_flat(flat)
+
+        if together:
+            # All of these forwards get their backward, the last first: the flats are needed until the first has had it.
+            self._count(unit, 1)
+        elif backward_task() != NO_TASK:
+            if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+                return  # a non-reentrant checkpoint recomputes: its backward runs on the graph of the first forward
+            if unit not in self._ungraphed:  # else counted when the forwards ran
+                self._count(unit, 1)
+        else:
+            for tensor in outputs:
+                tensor.register_hook(begins)
+        torch.autograd.graph.register_multi_grad_hook(inputs, ends)
+
+    def _count(self, unit: Unit, change: int) -> int:
+        self._calls[unit] = self._calls.get(unit, 0) + change
+        return self._calls[unit]

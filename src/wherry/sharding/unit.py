@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from wherry.parallel.partition import is_dtensor, point_at
+from wherry.parallel.partition import is_dtensor
+from wherry.placement import Tier
 from wherry.sharding.layout import FlatLayout
+from wherry.tickets import DONE, Ticket
 from wherry.tiers.elastic import Elastic
-from wherry.tiers.homes import Home, opened
-from wherry.tiers.tickets import DONE, Ticket
+from wherry.tiers.storage import Storage, opened
 
 
 class Weights(enum.Enum):
@@ -28,9 +29,9 @@ class Weights(enum.Enum):
 class Flat:
     """A unit's parameters of one dtype and trainability in one buffer.
 
-    `whole` is the buffer that the parameters are views of; this rank's part of it rests on the device, or in `home`. A
-    `resident` flat is whole for ever and its shard lies inside it; any other is gathered into `whole` and released
-    again, which frees the memory of `whole` and keeps the tensor, because autograd has saved views of it.
+    `whole` is the buffer that the parameters are views of; this rank's part of it rests on the device, or in
+    `storage`. A `resident` flat is whole for ever and its shard lies inside it; any other is gathered into `whole` and
+    released again, which frees the memory of `whole` and keeps the tensor, because autograd has saved views of it.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Flat:
         rank: int,
         device: torch.device,
         resident: bool,
-        home: Home | None = None,
+        storage: Storage | None = None,
     ) -> None:
         assert len(layout.slots) == len(parameters), (name, len(layout.slots), len(parameters))
         self.name = name
@@ -57,13 +58,15 @@ class Flat:
         self.distributed = any(is_dtensor(parameter) for parameter in parameters)
         self._own = Elastic(layout.numel, self.dtype, device, mapped=not resident)
         self._own_views = self._lie_in(self._own)
-        start, stop = layout.shard_range(rank)
+        # This rank's part of `whole`.
+        self.own = slice(*layout.shard_range(rank))
+        self.shard_nbytes = layout.shard_numel * dtype.itemsize
         # Where the shard rests, if that is not the device's memory.
-        self.home = home
-        assert home is None or not resident, name
+        self.storage = storage
+        assert storage is None or not resident, name
         self._shard = None
-        if home is None:
-            self._shard = self.whole[start:stop] if resident else torch.empty_like(self.whole[start:stop])
+        if storage is None:
+            self._shard = self.whole[self.own] if resident else torch.empty_like(self.whole[self.own])
         # What a released parameter reads as: a stray read is loud, never stale. A view that somebody made of it while
         # it was whole, and kept, is none of these: on Linux's host it reads as NaN too, elsewhere its memory is gone.
         nan = torch.full((), float("nan"), dtype=self.dtype, device=device)
@@ -72,23 +75,96 @@ class Flat:
         self.ticket: Ticket = DONE
         # What still reads its shard, or its optimizer state, on the device: whoever changes these waits for it first.
         self.reader: Ticket = DONE
-        # How many `gathered` contexts keep it whole.
+        # How many readers keep it whole.
         self.pins = 0
         # An update of it is under way: whoever wants its weights settles that first.
         self.pending = False
         # An update of it was begun after it was last gathered. `pending` ends when this rank looks at its weights,
         # perhaps alone; this ends by a gather, which all ranks make: what decides about collectives may ask it.
         self.ungathered = False
-        # Where ranks of one node share the weights among themselves as well: this rank's part, and whether it is that
-        # of the weights as they are. All ranks say so or none: whoever changes weights on all of them takes it back.
+        # This rank's part of what its node shares, and whether it is that of the weights as they are. All ranks say so
+        # or none: whoever changes weights on all of them takes it back.
         self.secondary: torch.Tensor | None = None
         self.secondary_fresh = False
+
+    # Its working weights: released, gathering, whole.
+
+    def begin_gather(self, ticket: Ticket) -> None:
+        """`ticket` waits for the gather into `whole`."""
+        assert self.weights is Weights.RELEASED, self
+        self.ticket = ticket
+        self.weights = Weights.GATHERING
+        self.ungathered = False
+
+    def end_gather(self) -> None:
+        assert self.weights is Weights.GATHERING, self
+        self.ticket.wait()
+        self.show_whole()
+        self.weights = Weights.WHOLE
+
+    def release(self) -> None:
+        """Free the memory of `whole`. The parameters keep shape and dtype, and read as NaN."""
+        assert not self.resident, self
+        if self.weights is Weights.GATHERING:
+            self.ticket.wait()
+        self.show_blanks()
+        self.shrink()
+        self.weights = Weights.RELEASED
+
+    def give_up_gather(self) -> None:
+        """Its gather has failed, and may still write to the memory: that goes with the tensor."""
+        assert self.weights is Weights.GATHERING, self
+        self.show_blanks()
+        self.weights = Weights.RELEASED
+
+    @contextmanager
+    def pinned(self) -> Iterator[None]:
+        """Inside it is not released."""
+        self.pins += 1
+        try:
+            yield
+        finally:
+            self.pins = max(0, self.pins - 1)
+
+    def unpin(self) -> None:
+        """Whoever is inside `pinned` has whole weights no longer."""
+        self.pins = 0
+
+    def begin_update(self) -> None:
+        """An update of it is under way until `end_update`."""
+        self.pending = self.ungathered = True
+
+    def end_update(self) -> None:
+        """Its weights are those after the update, everywhere."""
+        if self.pending:
+            self.pending = False
+            if self.resident:
+                self.show_whole()
+
+    # Where ranks of one node share the weights among themselves as well.
+
+    def share_again(self, ranks: int) -> None:
+        """This rank keeps one of so many parts of what it has gathered."""
+        self.secondary = torch.empty(self.layout.numel // ranks, dtype=self.dtype, device=self.whole.device)
+
+    def keep_secondary(self, rank: int) -> None:
+        """The weights are whole: this rank's part of them is kept."""
+        if self.secondary is not None and not self.secondary_fresh:
+            size = self.secondary.numel()
+            self.secondary.copy_(self.whole[rank * size : (rank + 1) * size])
+            self.secondary_fresh = True
+
+    def forget_secondary(self) -> None:
+        """The weights change."""
+        self.secondary_fresh = False
+
+    # Its memory.
 
     def _lie_in(self, elastic: Elastic, views: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
         """Let this be the memory of `whole`. Of none no views can be made."""
         self.elastic = elastic
         self.whole = elastic.tensor
-        self.views = views or [self.whole[s.start : s.stop].view(s.shape) for s in self.layout.slots]
+        self.views = views or self.layout.views(self.whole)
         return self.views
 
     def lend(self) -> None:
@@ -113,12 +189,19 @@ class Flat:
         """This rank's shard where it is in memory: always, or while it is fetched if it rests on disk."""
         if self._shard is not None:
             return self._shard
-        assert self.home is not None, f"{self.name}: closed"
-        return self.home.memory[: self.shard_nbytes].view(self.dtype)
+        assert self.storage is not None, f"{self.name}: closed"
+        return self.storage.memory[: self.shard_nbytes].view(self.dtype)
+
+    @property
+    def tier(self) -> Tier:
+        """Where this rank's shard rests."""
+        if self.storage is None:
+            return Tier.DEVICE
+        return Tier.DISK if self.storage.on_disk else Tier.HOST
 
     @property
     def at_rest_on_disk(self) -> bool:
-        return self.home is not None and self.home.on_disk
+        return self.storage is not None and self.storage.on_disk
 
     @contextmanager
     def opened(self, *, write: bool = False) -> Iterator[torch.Tensor]:
@@ -128,11 +211,15 @@ class Flat:
         """
         if write and self.reader is not DONE:
             self.quiet()
-        if self.home is None:
+        if self.storage is None:
             yield self.shard_memory
             return
-        with opened(self.home, write=write):
+        with opened(self.storage, write=write):
             yield self.shard_memory
+
+    def read_by(self, reader: Ticket) -> None:
+        """Whoever next writes this rank's part on the device waits for `reader` first."""
+        self.reader = reader
 
     def quiet(self) -> None:
         """What the current stream does from here on comes after whatever reads this rank's part on the device."""
@@ -141,23 +228,26 @@ class Flat:
 
     def show_whole(self) -> None:
         """Let the parameters be views of the whole buffer."""
-        point_at(self.parameters, self.views, distributed=self.distributed)
+        self._show(self.views)
 
     def show_blanks(self) -> None:
         """Let the parameters be placeholders, which keep shape and dtype and read as NaN."""
-        point_at(self.parameters, self.blanks, distributed=self.distributed)
+        self._show(self.blanks)
 
-    @property
-    def shard_nbytes(self) -> int:
-        return self.layout.shard_numel * self.dtype.itemsize
+    def _show(self, tensors: Sequence[torch.Tensor]) -> None:
+        for parameter, tensor in zip(self.parameters, tensors, strict=True):
+            if self.distributed and is_dtensor(parameter):
+                parameter._local_tensor = tensor  # type: ignore[attr-defined]
+            else:
+                parameter.data = tensor
 
     @property
     def resting_nbytes(self) -> int:
         """Bytes of memory that the weights at rest take at the moment, on whatever tier."""
         if self.resident:
             return self.nbytes
-        if self.home is not None:
-            return self.home.in_memory
+        if self.storage is not None:
+            return self.storage.in_memory
         return 0 if self._shard is None else self._shard.nbytes
 
     @property
@@ -168,9 +258,9 @@ class Flat:
     def close(self) -> None:
         """Free the weights of a flat that travels; its parameters stay placeholders."""
         assert not self.resident and self.weights is Weights.RELEASED, self
-        if self.home is not None:
-            self.home.close()
-        self._shard = self.home = None
+        if self.storage is not None:
+            self.storage.close()
+        self._shard = self.storage = None
         self.secondary = None
 
     def __repr__(self) -> str:
@@ -188,12 +278,15 @@ class Unit:
     root: bool = False
     # Kept gathered from its first use in a step to the end of the backward, because other units use it too.
     shared: bool = False
-    in_backward: bool = False
     travelling: list[Flat] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.shared = self.shared or self.root
         self.travelling = [flat for flat in self.flats if not flat.resident]
+
+    def share(self) -> None:
+        """Another unit uses its weights: from now on they stay gathered through the step."""
+        self.shared = True
 
     def __repr__(self) -> str:
         return f"Unit({self.name})"  # that of its modules would read their weights

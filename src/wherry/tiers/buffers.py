@@ -11,11 +11,11 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from wherry.errors import WherryError
-from wherry.fake import address_of, faking
+from wherry.fake import faking
 
 if TYPE_CHECKING:
     import torch
@@ -28,18 +28,16 @@ Watcher = Callable[[int, int], None]
 
 
 class PoolError(WherryError):
-    """A buffer was asked for that cannot be had, or given back where it does not belong."""
+    """A buffer was asked for that cannot be had."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class PoolCounters:
-    """What a pool has allocated and lent. `misses` are the takes that had to allocate."""
+    """Bytes that a pool has allocated and lent. `misses` are the takes that had to allocate."""
 
     allocated: int = 0
     in_use: int = 0
     peak_in_use: int = 0
-    buffers: int = 0
-    hits: int = 0
     misses: int = 0
 
 
@@ -87,54 +85,38 @@ def _forget_cuda_error() -> None:
         torch.ones(1, device="cuda")
 
 
-@dataclass(slots=True)
-class Block:
-    tensor: torch.Tensor
-    address: int
-    size: int
-    # Whether somebody has had it before; else it is as the system has mapped it, which is zeros.
-    used: bool = False
-
-
 class _Pool:
-    """The bookkeeping that both pools share: idle blocks by size class, and lent ones by address."""
+    """The bookkeeping that both pools share: idle buffers by size, and lent ones by their storage."""
 
-    def __init__(self, limit: int | None) -> None:
-        self._limit = limit
+    def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._idle: defaultdict[object, list[Block]] = defaultdict(list)
-        self._lent: dict[int, tuple[object, Block]] = {}
-        self._counts = dict.fromkeys(PoolCounters.__dataclass_fields__, 0)
+        self._idle: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+        self._lent: dict[int, torch.Tensor] = {}
+        self._counts = PoolCounters()
         self._closed = False
 
     @property
     def counters(self) -> PoolCounters:
         with self._lock:
-            return PoolCounters(**self._counts)
+            return replace(self._counts)
 
     def give(self, tensor: torch.Tensor) -> None:
         """Take a buffer back. Nothing may still read or write it: other streams, the disk and copies included."""
-        address = address_of(tensor)
         with self._lock:
-            kind, block = self._lent.pop(address, (None, None))
-            if block is None:
-                raise PoolError(
-                    f"a buffer of {tensor.numel() * tensor.element_size()} bytes was given to a pool that has not lent "
-                    "it, or has it back already: give each buffer once, to its own pool, and from its beginning"
-                )
-            self._counts["in_use"] -= block.size
-            block.used = True
+            buffer = self._lent.pop(tensor.untyped_storage()._cdata, None)
+            assert buffer is not None, "a buffer is given back once, and to its own pool"
+            self._counts.in_use -= buffer.nbytes
             if self._closed:
-                self._drop(block)
+                self._drop(buffer)
             else:
-                self._idle[kind].append(block)
+                self._idle[buffer.nbytes].append(buffer)
 
     def trim(self) -> None:
         """Free the buffers that nobody has taken."""
         with self._lock:
-            for blocks in self._idle.values():
-                while blocks:
-                    self._drop(blocks.pop())
+            for buffers in self._idle.values():
+                while buffers:
+                    self._drop(buffers.pop())
 
     def close(self) -> None:
         """Free everything. A buffer that is still lent is freed when it is given back."""
@@ -142,59 +124,48 @@ class _Pool:
             self._closed = True
             self.trim()
 
-    def _take(self, kind: object, size: int) -> Block:
+    def _take(self, size: int) -> torch.Tensor:
         with self._lock:
-            if self._closed:
-                raise PoolError("the buffer pool is closed: make another one")
-            idle = self._idle[kind]
-            self._counts["hits" if idle else "misses"] += 1
-            block = idle.pop() if idle else self._grow(size)
-            self._lent[block.address] = kind, block
-            self._counts["in_use"] += block.size
-            self._counts["peak_in_use"] = max(self._counts["peak_in_use"], self._counts["in_use"])
-            return block
+            assert not self._closed, "the buffer pool is closed"
+            counts, idle = self._counts, self._idle[size]
+            if idle:
+                buffer = idle.pop()
+            else:
+                buffer = self._allocate(size)
+                counts.misses += 1
+                counts.allocated += size
+            self._lent[buffer.untyped_storage()._cdata] = buffer
+            counts.in_use += size
+            counts.peak_in_use = max(counts.peak_in_use, counts.in_use)
+            return buffer
 
-    def _grow(self, size: int) -> Block:
-        if self._limit is not None and self._counts["allocated"] + size > self._limit:
-            self.trim()
-        allocated = self._counts["allocated"]
-        if self._limit is not None and allocated + size > self._limit:
-            raise PoolError(
-                f"a buffer of {size} bytes was asked for; the pool's limit is {self._limit} bytes, of which "
-                f"{allocated} are in use: raise the limit, or look further ahead by less"
-            )
-        block = self._allocate(size)
-        self._counts["allocated"] += size
-        self._counts["buffers"] += 1
-        return block
+    def _drop(self, buffer: torch.Tensor) -> None:
+        self._counts.allocated -= buffer.nbytes
+        self._free(buffer)
 
-    def _drop(self, block: Block) -> None:
-        self._counts["allocated"] -= block.size
-        self._counts["buffers"] -= 1
-        self._free(block)
+    def _allocate(self, size: int) -> torch.Tensor:
+        """A buffer of uint8, with a storage of its own."""
+        raise NotImplementedError
 
-    def _allocate(self, size: int) -> Block:
-        raise AssertionError("a pool says how it allocates")
-
-    def _free(self, block: Block) -> None:
+    def _free(self, buffer: torch.Tensor) -> None:
         return None
 
 
 class HostPool(_Pool):
     """Host buffers that begin at a page, in size classes; large ones on huge pages where the system allows.
 
-    `pinning` keeps them in place (`CudaPin`); `limit` bounds the bytes allocated; `poison` fills what is
-    given back with NaN patterns, so that a test sees a late reader.
+    `pinning` keeps them in place (`CudaPin`); `poison` fills what is given back with NaN patterns, so that a test sees
+    a late reader.
 
     >>> with HostPool() as pool:
     ...     buffer = pool.take(1000)
     ...     pool.give(buffer)
-    ...     pool.counters.buffers
-    1
+    ...     pool.counters.allocated
+    4096
     """
 
-    def __init__(self, *, pinning: Pinning | None = None, limit: int | None = None, poison: bool = False) -> None:
-        super().__init__(limit)
+    def __init__(self, *, pinning: Pinning | None = None, poison: bool = False) -> None:
+        super().__init__()
         self._pinning = pinning
         self._poison = poison
         self._watchers: list[tuple[Watcher, Watcher]] = []
@@ -205,30 +176,13 @@ class HostPool(_Pool):
 
     def take(self, nbytes: int) -> torch.Tensor:
         """A uint8 buffer of `nbytes`, its contents undefined."""
-        if nbytes <= 0:
-            raise PoolError(f"a buffer of {nbytes} bytes was asked for; expected 1 or more")
-        size = _host_class(nbytes)
-        return self._take(size, size).tensor[:nbytes]
-
-    def take_zeros(self, nbytes: int) -> torch.Tensor:
-        """A buffer of zeros. One that nobody has had before is left as the system maps it: unless it is pinned, it
-        takes no memory before it is written to.
-        """
-        buffer = self.take(nbytes)
-        _, block = self._lent[address_of(buffer)]
-        return buffer.zero_() if block.used else buffer
-
-    @property
-    def pins(self) -> bool:
-        """Whether its memory is kept in place, and so is the machine's from the beginning."""
-        return self._pinning is not None
+        assert nbytes > 0, nbytes
+        return self._take(_host_class(nbytes))[:nbytes]
 
     def give(self, tensor: torch.Tensor) -> None:
         if self._poison:
             with self._lock:
-                _, block = self._lent.get(address_of(tensor), (None, None))
-                if block is not None:
-                    block.tensor.fill_(0xFF)
+                self._lent[tensor.untyped_storage()._cdata].fill_(0xFF)
         super().give(tensor)
 
     def watch(self, mapped: Watcher, unmapped: Watcher) -> Callable[[], None]:
@@ -255,19 +209,19 @@ class HostPool(_Pool):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _allocate(self, size: int) -> Block:
-        tensor = _map(size, shared_with_forks=self._pinning is None)
-        block = Block(tensor, tensor.data_ptr(), size)
+    def _allocate(self, size: int) -> torch.Tensor:
+        buffer = _map(size, shared_with_forks=self._pinning is None)
+        address = buffer.data_ptr()
         if self._pinning is not None:
-            self._pinning.pin(block.address, size)
-        self._mapped[block.address] = size
+            self._pinning.pin(address, size)
+        self._mapped[address] = size
         for mapped, _ in self._watchers:
-            mapped(block.address, size)
-        return block
+            mapped(address, size)
+        return buffer
 
-    def _free(self, block: Block) -> None:
-        del self._mapped[block.address]
-        _let_go(self._pinning, self._watchers, block.address, block.size)
+    def _free(self, buffer: torch.Tensor) -> None:
+        address = buffer.data_ptr()
+        _let_go(self._pinning, self._watchers, address, self._mapped.pop(address))
 
 
 class DevicePool(_Pool):
@@ -280,32 +234,24 @@ class DevicePool(_Pool):
     >>> pool.give(flat)
     """
 
-    def __init__(self, device: torch.device | str, *, limit: int | None = None) -> None:
+    def __init__(self, device: torch.device | str) -> None:
         import torch
 
-        super().__init__(limit)
+        super().__init__()
         self.device = torch.device(device)
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A buffer of `numel` elements, its contents undefined."""
-        if numel <= 0:
-            raise PoolError(f"a buffer of {numel} elements was asked for; expected 1 or more")
+        assert numel > 0, numel
         nbytes = numel * dtype.itemsize
         size = -(-nbytes // _DEVICE_GRAIN) * _DEVICE_GRAIN
-        return self._take(size, size).tensor[:nbytes].view(dtype)
+        return self._take(size)[:nbytes].view(dtype)
 
-    def __enter__(self) -> DevicePool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _allocate(self, size: int) -> Block:
+    def _allocate(self, size: int) -> torch.Tensor:
         import torch
 
         with torch.inference_mode(False):
-            tensor = torch.empty(size, dtype=torch.uint8, device=self.device)
-        return Block(tensor, address_of(tensor), size)
+            return torch.empty(size, dtype=torch.uint8, device=self.device)
 
 
 def host_copy(source: torch.Tensor) -> torch.Tensor:
@@ -325,16 +271,9 @@ def untouched_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> tor
     import torch
 
     nbytes = numel * dtype.itemsize
-    if device.type == "cpu" and nbytes >= HUGE_PAGE:
-        return zeros_on_host(nbytes).view(dtype)
+    if device.type == "cpu" and nbytes >= HUGE_PAGE and not faking():
+        return _map(nbytes).view(dtype)
     return torch.zeros(numel, dtype=dtype, device=device)
-
-
-def zeros_on_host(nbytes: int) -> torch.Tensor:
-    """Bytes in host memory, all zero: as of `HostPool.take_zeros`, and nobody's but the tensor's."""
-    import torch
-
-    return torch.zeros(nbytes, dtype=torch.uint8) if faking() else _map(nbytes)
 
 
 def _map(nbytes: int, *, shared_with_forks: bool = True) -> torch.Tensor:

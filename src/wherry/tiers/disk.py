@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from wherry.native.disk import MAX_LANES, SECTOR, Counters, Engine, Fault, Layout, NativeEngine, Request
+from wherry.native.disk import MAX_LANES, SECTOR, Counters, Engine, Fault, NativeEngine, Record, Request
+from wherry.tickets import Ticket
 from wherry.tiers.disk_errors import DiskError, DiskSpaceError, DiskUseError, disk_error, hint, human
 from wherry.tiers.disk_folder import SwapFolder, make_folder, sweep
 from wherry.tiers.disk_probe import O_DIRECT, Probe, probe
-from wherry.tiers.tickets import Ticket
 
 if TYPE_CHECKING:
     import torch
 
     from wherry.tiers.buffers import HostPool
 
-__all__ = ["DiskError", "DiskSpaceError", "DiskStore", "DiskUsage", "DiskUseError", "Fault", "Record", "probe", "sweep"]
+__all__ = ["DiskError", "DiskSpaceError", "DiskStore", "DiskUseError", "Fault", "Record", "probe", "sweep"]
 
 # `wait` looks up this often, so that Ctrl-C is heard during a long transfer.
 _WAIT_SLICE_MS = 200
@@ -31,48 +30,27 @@ _WAIT_SLICE_MS = 200
 _DEFAULT_DEPTH = {"io_uring": 32, "threads": 16, "buffered": 8}
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """Room for one unit's state: `nbytes`, which take up `padded` bytes in whole sectors, striped over `paths`."""
-
-    name: str
-    nbytes: int
-    padded: int
-    paths: tuple[str, ...]
-    offsets: tuple[int, ...]
-    rotate: int
-    layout: Layout = field(repr=False, compare=False)
-    owner: _Resources = field(repr=False, compare=False)
-
-
-@dataclass(frozen=True)
-class DiskUsage:
-    """`reserved` bytes in all; for each path, what is reserved there and what the file system has free."""
-
-    reserved: int
-    paths: tuple[tuple[str, int, int], ...]
-
-
 class DiskTicket(Ticket):
     """A read or write under way. It keeps the buffer alive until the transfer is over, waited for or not."""
 
-    __slots__ = ("_buffer", "_error", "_paths", "_record", "_request", "_write")
+    __slots__ = ("_buffer", "_error", "_paths", "_process", "_record", "_request", "_write")
 
     def __init__(
-        self, request: Request, buffer: torch.Tensor, record: Record, write: bool, paths: Sequence[str]
+        self, request: Request, buffer: torch.Tensor, record: Record, write: bool, paths: Sequence[str], process: int
     ) -> None:
         self._request: Request | None = request
         self._buffer: torch.Tensor | None = buffer
         self._record = record
         self._write = write
         self._paths = paths
+        self._process = process
         self._error: DiskError | None = None
 
     def wait(self) -> None:
         request = self._request
         if request is not None:
             while not request.wait(_WAIT_SLICE_MS):
-                self._record.owner.check_process()
+                _check_process(self._process)
             failure = request.failure()
             if failure is not None and self._error is None:
                 self._error = disk_error(failure, self._write, self._record.name, self._paths)
@@ -89,42 +67,16 @@ class _Resources:
     """What a store must give back, apart from the store so that garbage collection gives it back as well."""
 
     def __init__(self) -> None:
-        self.owner = os.getpid()
+        self.process = os.getpid()
         self.folders: list[SwapFolder] = []
         self.files: list[int] = []
         self.engine: Engine | None = None
         # Held until complete: the kernel must never write into memory that was freed.
         self.flying: deque[DiskTicket] = deque()
-        self.refused: dict[str, None] = {}
-        # Several threads may use one store.
-        self.lock = threading.Lock()
 
-    @property
-    def ours(self) -> bool:
-        """False in a forked child: the engine's threads are not in it, and the files are its parent's."""
-        return os.getpid() == self.owner
-
-    def check_process(self) -> None:
-        if not self.ours:
-            raise DiskUseError(
-                "the disk store was opened by another process, of which this one is a fork: use it there, or open "
-                "another store here"
-            )
-
-    def register(self, address: int, length: int) -> None:
-        if self.engine is None or not self.ours:
-            return
-        code = -self.engine.add_memory(address, length)
-        if code > 0:
-            hint = ": raise `ulimit -l`" if code == errno.ENOMEM else ""
-            self.refused[f"buffers are not registered with io_uring: {os.strerror(code)}{hint}"] = None
-
-    def unregister(self, address: int) -> None:
-        if self.engine is not None and self.ours:
-            self.engine.remove_memory(address)
-
-    def release(self) -> None:
-        if self.ours and self.engine is not None:
+    def close(self) -> None:
+        # In a forked child the engine's threads are not there, and the files are its parent's.
+        if self.engine is not None and os.getpid() == self.process:
             self.engine.close()
         self.engine = None
         self.flying.clear()
@@ -158,30 +110,31 @@ class DiskStore:
         queue_depth: int | None = None,
         backend: str | None = None,
         checksum: bool = False,
-        faults: Iterable[Fault] = (),
         native: bool | None = None,
     ) -> None:
-        roots = _checked_paths(paths)
-        _check_shape(block_size, queue_depth, len(roots))
-        self.swept = [folder for root in dict.fromkeys(roots) for folder in sweep(root)]
-        self.probe: Probe = probe(roots, backend, native)
+        self._roots = _checked_paths(paths)
+        _check_shape(block_size, queue_depth, len(self._roots))
+        for root in dict.fromkeys(self._roots):
+            sweep(root)
+        self.probe: Probe = probe(self._roots, backend, native)
         self.block_size = block_size
         self.queue_depth = queue_depth or _DEFAULT_DEPTH[self.probe.backend]
         self.checksum = checksum
-        self._resources = _Resources()
-        self._ends = [0] * len(roots)
-        self._records: list[Record] = []
+        # Bytes reserved in the file on each path.
+        self._ends = [0] * len(self._roots)
+        self._records = 0
+        # Several threads may use one store.
+        self._lock = threading.Lock()
         self._watches: list[Callable[[], None]] = []
         self._attached: weakref.WeakSet[HostPool] = weakref.WeakSet()
-        self._finalizer = weakref.finalize(self, self._resources.release)
+        self._resources = _Resources()
+        self._finalizer = weakref.finalize(self, self._resources.close)
         try:
-            self.paths = tuple(self._create(root, lane, name) for lane, root in enumerate(roots))
-            self._resources.engine = self._start(self._resources.files, self.queue_depth)
+            self.paths = tuple(self._create(root, lane, name) for lane, root in enumerate(self._roots))
+            self._resources.engine = self._start()
         except OSError:
             self._finalizer()
             raise
-        for fault in faults:
-            self.inject(fault)
 
     @property
     def backend(self) -> str:
@@ -189,22 +142,28 @@ class DiskStore:
         return self.probe.backend
 
     @property
-    def reasons(self) -> tuple[str, ...]:
-        """Why nothing better moves them; empty when all is at its best."""
-        return (*self.probe.reasons, *self._resources.refused)
-
-    @property
     def stats(self) -> Counters:
         """What was read and written since the store was opened."""
         return self._engine().counters()
 
+    @property
+    def reserved(self) -> tuple[int, ...]:
+        """Bytes that the store takes up on each path."""
+        return tuple(self._ends)
+
     def reserve(self, name: str, nbytes: int) -> Record:
         """Room for `nbytes` on the disk, allocated now, so that no later write of it can meet a full disk."""
-        engine = self._engine()
-        if nbytes <= 0:
-            raise DiskUseError(f"unit {name!r}: a record of {nbytes} bytes; expected 1 or more")
-        with self._resources.lock:
-            return self._reserve(engine, name, nbytes)
+        assert nbytes > 0, name
+        with self._lock:
+            self._engine()
+            sectors = -(-nbytes // SECTOR)
+            rotate = self._records % len(self.paths)
+            shares = _shares(sectors * SECTOR, self.block_size, rotate, len(self.paths))
+            self._check_room(f"unit {name!r}", shares)
+            offsets = tuple(self._ends)
+            self._grow(name, shares)
+            self._records += 1
+        return Record(name, nbytes, offsets, rotate, (ctypes.c_uint32 * sectors)() if self.checksum else None)
 
     def write(self, record: Record, buffer: torch.Tensor, offset: int = 0, nbytes: int | None = None) -> Ticket:
         """Write `nbytes` of the buffer (all of it if None) to the record, from `offset` on."""
@@ -216,45 +175,19 @@ class DiskStore:
 
     def attach(self, pool: HostPool) -> None:
         """Register the pool's memory with io_uring, now and as it grows. Other backends have no use for it."""
-        if pool in self._attached:
-            return
-        self._attached.add(pool)
-        resources = weakref.ref(self._resources)
-
-        def mapped(address: int, length: int) -> None:
-            owner = resources()
-            if owner is not None:
-                owner.register(address, length)
-
-        def unmapped(address: int, length: int) -> None:
-            owner = resources()
-            if owner is not None:
-                owner.unregister(address)
-
-        self._engine()
-        if self.backend == "io_uring":
-            self._watches.append(pool.watch(mapped, unmapped))
+        engine = self._engine()
+        if self.backend == "io_uring" and pool not in self._attached:
+            self._attached.add(pool)
+            self._watches.append(pool.watch(engine.add_memory, engine.remove_memory))
 
     def check_free(self, nbytes: int) -> None:
         """Raise DiskSpaceError unless `nbytes` more can be reserved."""
         padded = -(-nbytes // SECTOR) * SECTOR
         self._check_room("the disk tier", _shares(padded, self.block_size, 0, len(self.paths)))
 
-    def usage(self) -> DiskUsage:
-        """What the store takes up, and what is free beside it."""
-        rows = tuple(
-            (path, end, _free(os.path.dirname(path))) for path, end in zip(self.paths, self._ends, strict=True)
-        )
-        return DiskUsage(sum(self._ends), rows)
-
     def inject(self, fault: Fault) -> None:
         """For tests: let transfers to come meet this fault."""
         self._engine().inject(fault)
-
-    def drain(self) -> None:
-        """Wait for everything under way. Errors stay with their tickets."""
-        self._engine().drain()
-        self._reap()
 
     def close(self) -> None:
         """Wait for everything under way, then remove the store's files. Tickets can still be waited for."""
@@ -272,47 +205,32 @@ class DiskStore:
         folder = SwapFolder(root, name)
         self._resources.folders.append(folder)
         path = folder.create(f"data-{lane}.bin")
-        self._resources.files.append(self._open(path))
+        self._resources.files.append(os.open(path, os.O_RDWR | os.O_CLOEXEC | (O_DIRECT if self.probe.direct else 0)))
         return str(path)
 
-    def _open(self, path: Path) -> int:
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC | (O_DIRECT if self.probe.direct else 0))
-
-    def _start(self, files: list[int], queue_depth: int) -> Engine:
+    def _start(self) -> Engine:
+        files = self._resources.files
         if self.probe.native:
             from wherry import native
 
             library = native.library()
             assert library is not None
             uring = self.backend == "io_uring"
-            return NativeEngine(library, files, self.block_size, queue_depth, uring=uring)
+            return NativeEngine(library, files, self.block_size, self.queue_depth, uring=uring)
         from wherry.native.disk_fallback import PythonEngine
 
-        return PythonEngine(files, self.block_size, queue_depth)
+        return PythonEngine(files, self.block_size, self.queue_depth)
 
     def _engine(self) -> Engine:
         engine = self._resources.engine
         if engine is None:
             raise DiskUseError("the disk store is closed: open another one")
-        self._resources.check_process()
+        _check_process(self._resources.process)
         return engine
 
-    def _reserve(self, engine: Engine, name: str, nbytes: int) -> Record:
-        padded = -(-nbytes // SECTOR) * SECTOR
-        rotate = len(self._records) % len(self.paths)
-        shares = _shares(padded, self.block_size, rotate, len(self.paths))
-        self._check_room(f"unit {name!r}", shares)
-        self._grow(name, shares)
-        offsets = tuple(end - share for end, share in zip(self._ends, shares, strict=True))
-        layout = engine.lay(offsets, rotate, padded // SECTOR, self.checksum)
-        record = Record(name, nbytes, padded, self.paths, offsets, rotate, layout, self._resources)
-        self._records.append(record)
-        return record
-
     def _check_room(self, who: str, shares: Sequence[int]) -> None:
-        roots = [os.path.dirname(os.path.dirname(path)) for path in self.paths]
         needed: dict[int, tuple[str, int]] = {}
-        for root, share in zip(roots, shares, strict=True):
+        for root, share in zip(self._roots, shares, strict=True):
             device = os.stat(root).st_dev
             needed[device] = root, needed.get(device, ("", 0))[1] + share
         for root, share in needed.values():
@@ -324,47 +242,50 @@ class DiskStore:
             if share == 0:
                 continue
             try:
-                self._allocate(self.paths[lane], self._ends[lane], share)
+                _allocate(self.paths[lane], self._ends[lane], share)
             except OSError as error:
                 for shrunk in range(lane + 1):
                     os.ftruncate(self._resources.files[shrunk], self._ends[shrunk])
-                raise self._no_room(name, lane, share, error) from error
+                if error.errno == errno.ENOSPC:
+                    raise _too_small(f"unit {name!r}", share, self._roots[lane]) from error
+                path, end, why = self.paths[lane], self._ends[lane], f"{error.strerror}; {hint(error.errno)}"
+                message = f"unit {name!r}: reserving {human(share)} in {path} failed: {why}"
+                raise DiskError(message, error.errno, path, end, share, name) from error
         self._ends = [end + share for end, share in zip(self._ends, shares, strict=True)]
-
-    def _allocate(self, path: str, end: int, nbytes: int) -> None:
-        # Not through the store's own descriptor: where the system can only allocate by writing, it writes single bytes.
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            os.posix_fallocate(file, end, nbytes)
-        finally:
-            os.close(file)
-
-    def _no_room(self, name: str, lane: int, nbytes: int, error: OSError) -> DiskError | DiskSpaceError:
-        path = self.paths[lane]
-        if error.errno == errno.ENOSPC:
-            return _too_small(f"unit {name!r}", nbytes, os.path.dirname(os.path.dirname(path)))
-        message = f"unit {name!r}: reserving {human(nbytes)} in {path} failed: {error.strerror}; {hint(error.errno)}"
-        return DiskError(message, error.errno, path, self._ends[lane], nbytes, name)
 
     def _submit(self, write: bool, record: Record, buffer: torch.Tensor, offset: int, nbytes: int | None) -> DiskTicket:
         engine = self._engine()
-        if record.owner is not self._resources:
-            raise DiskUseError(f"unit {record.name!r}: its record is of another disk store; reserve one in this store")
-        size = buffer.numel() * buffer.element_size()
-        length = size if nbytes is None else nbytes
+        length = buffer.nbytes if nbytes is None else nbytes
         address = buffer.data_ptr()
-        _check_request(record, buffer, address, size, offset, length, write)
-        request = engine.submit(write, address, record.layout, offset, length)
-        ticket = DiskTicket(request, buffer, record, write, record.paths)
-        self._reap(ticket)
-        return ticket
-
-    def _reap(self, *started: DiskTicket) -> None:
-        with self._resources.lock:
+        assert buffer.is_cpu and buffer.is_contiguous() and address % SECTOR == 0 and length <= buffer.nbytes, record
+        assert length > 0 and offset % SECTOR == 0 and 0 <= offset <= record.nbytes - length, record
+        assert not write or length % SECTOR == 0 or offset + length == record.nbytes, record
+        request = engine.submit(write, address, record, offset, length)
+        ticket = DiskTicket(request, buffer, record, write, self.paths, self._resources.process)
+        with self._lock:
             flying = self._resources.flying
-            flying.extend(started)
+            flying.append(ticket)
             while flying and flying[0].done():
                 flying.popleft()
+        return ticket
+
+
+def _check_process(process: int) -> None:
+    """Nobody moves bytes in a fork of the store's process."""
+    if os.getpid() != process:
+        raise DiskUseError(
+            "the disk store was opened by another process, of which this one is a fork: use it there, or open another "
+            "store here"
+        )
+
+
+def _allocate(path: str, end: int, nbytes: int) -> None:
+    # Not through the store's own descriptor: where the system can only allocate by writing, it writes single bytes.
+    file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        os.posix_fallocate(file, end, nbytes)
+    finally:
+        os.close(file)
 
 
 def _checked_paths(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[str]:
@@ -388,31 +309,6 @@ def _check_shape(block_size: int, queue_depth: int | None, lanes: int) -> None:
         raise DiskUseError(f"disk queue_depth {queue_depth}: expected 1 to {deepest} with {lanes} path(s)")
 
 
-def _check_request(
-    record: Record, buffer: torch.Tensor, address: int, size: int, offset: int, length: int, write: bool
-) -> None:
-    what = f"unit {record.name!r}: {'write' if write else 'read'} of {length} bytes at offset {offset}"
-    if buffer.device.type != "cpu" or not buffer.is_contiguous():
-        raise DiskUseError(
-            f"{what}: expected a contiguous CPU tensor, got one on {buffer.device} with strides {buffer.stride()}; "
-            "copy it into a buffer of `HostPool` first"
-        )
-    if address % SECTOR:
-        raise DiskUseError(
-            f"{what}: the buffer starts {address % SECTOR} bytes past a multiple of {SECTOR}; take it from `HostPool`, "
-            f"and slice it at multiples of {SECTOR} bytes"
-        )
-    if length > size:
-        raise DiskUseError(f"{what}: the buffer has {size} bytes only")
-    if length <= 0 or offset < 0 or offset + length > record.nbytes:
-        raise DiskUseError(f"{what}: the record holds {record.nbytes} bytes; ask for 1 or more within it")
-    if offset % SECTOR or (write and length % SECTOR and offset + length != record.nbytes):
-        raise DiskUseError(
-            f"{what}: a transfer starts at a multiple of {SECTOR}, and a write ends at one or at the record's end "
-            f"({record.nbytes})"
-        )
-
-
 def _shares(padded: int, block: int, rotate: int, lanes: int) -> list[int]:
     """How many bytes of a record lie on each path: whole blocks in turn, and the last one as long as it is."""
     blocks = -(-padded // block)
@@ -429,7 +325,8 @@ def _too_small(who: str, nbytes: int, root: str) -> DiskSpaceError:
     missing = max(nbytes - free, 1)
     return DiskSpaceError(
         f"{who} needs {human(nbytes)} under {root}, where {human(free)} are free: {human(missing)} are missing; "
-        "free some space, name a path on a larger drive, add a path on another drive, or place less on the disk",
+        "free some space, name a path on a larger drive, add a path on another drive, or keep more in memory, with "
+        '"device": "cpu" in offload_optimizer or offload_param',
         missing,
         root,
     )

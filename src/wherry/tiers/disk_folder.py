@@ -14,7 +14,7 @@ from pathlib import Path
 
 from wherry.observe.log import logger
 from wherry.tiers.disk_errors import DiskUseError
-from wherry.tiers.machine import machine
+from wherry.tiers.host import machine
 
 _NAME = re.compile(r"wherry-swap-(?P<uid>\d+)-(?P<pid>\d+)-(?P<started>\d+)-[0-9a-f]+")
 _LOCK = "lock"

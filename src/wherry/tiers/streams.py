@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 
 from wherry.fake import host_value
 from wherry.observe.memory import free_on_gpu
+from wherry.tickets import DONE, Ticket
 from wherry.tiers.buffers import CudaPin, HostPool
-from wherry.tiers.tickets import DONE, Ticket
+
+# Copies down whose sources are kept: one travels while the next is filled.
+IN_FLIGHT = 2
 
 
 class Link:
@@ -95,6 +99,34 @@ class Link:
         for pool in (self._other, self._aside_pool):
             if pool is not None:
                 pool.close()
+
+
+class CopiesDown:
+    """Copies to the host that are under way: what they read on the device is given back when others have begun."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self._sources: deque[tuple[Ticket, Callable[[], None]]] = deque()
+
+    def begin(self, target: torch.Tensor, source: torch.Tensor, give: Callable[[], None]) -> Ticket:
+        """Copy `source`, and call `give` once it may be written again."""
+        copied = self.link.down(target, source)
+        self._sources.append((copied, give))
+        self.rest(IN_FLIGHT)
+        return copied
+
+    def rest(self, keep: int = 0) -> None:
+        """Until so many are left whose sources may not be written yet."""
+        while len(self._sources) > keep:
+            copied, give = self._sources.popleft()
+            self.link.order(copied)
+            give()
+
+    def drop(self) -> None:
+        """As `rest`, whatever went wrong with the copies."""
+        while self._sources:
+            with suppress(Exception):
+                self.rest(len(self._sources) - 1)
 
 
 class Readers(Ticket):

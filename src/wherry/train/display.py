@@ -65,7 +65,7 @@ class Display:
         self._memory = memory
         self._live: Live | None = None
         self._losses: deque[float] = deque(maxlen=48)
-        self._pace: float | None = None
+        self._pace = 0.0
         self._records = 0
 
     def begin(self, title: str, facts: Sequence[tuple[str, str]], placement: Placement, activations: int) -> None:
@@ -91,7 +91,7 @@ class Display:
     def step(self, record: Record) -> None:
         pace = record.step_seconds
         # The first step warms everything up and would spoil the forecast.
-        self._pace = pace if self._pace is None or self._records < 2 else 0.9 * self._pace + 0.1 * pace
+        self._pace = 0.9 * self._pace + 0.1 * pace if self._records > 1 else pace
         self._losses.append(record.loss)
         self._records += 1
         validated = record.validation_loss is not None
@@ -128,7 +128,7 @@ class Display:
         return "  ".join(part for part in parts if part)
 
     def _left(self, record: Record) -> float:
-        return (self.steps - record.step) * (self._pace or 0.0)
+        return (self.steps - record.step) * self._pace
 
     def _panel(self, record: Record) -> Panel:
         numbers = Table.grid(padding=(0, 3))
@@ -142,16 +142,19 @@ class Display:
         # A bar alone ends no line, and would swallow what follows; a row of a table does.
         bar = Table.grid(expand=True)
         bar.add_row(ProgressBar(total=self.steps, completed=record.step))
-        parts: list[Any] = [
-            bar,
-            numbers,
-            Text(sparkline(self._losses), style="cyan"),
-            _memory_table(self._memory(), self.gpu),
-        ]
+        course = Text(sparkline(self._losses), style="cyan")
         title = f"step {record.step} of {self.steps}"
         if record.skipped_steps:
             title += f", {record.skipped_steps} skipped"
-        return Panel(Group(*parts), title=title, title_align="left")
+        return Panel(Group(bar, numbers, course, self._memory_table()), title=title, title_align="left")
+
+    def _memory_table(self) -> Table:
+        table = Table.grid(padding=(0, 3))
+        for state, tier, expected, now in self._memory():
+            where, of = place_name(tier, gpu=self.gpu), Text(f"of {format_bytes(expected)}", "dim")
+            table.add_row(Text(str(state), style="dim"), where, format_bytes(now), of)
+        table.add_row(Text("process", style="dim"), "host", format_bytes(host_memory().resident), "")
+        return table
 
     def end(self, outcome: Outcome, run_dir: Path) -> None:
         """The summary. It may be called however the run ended."""
@@ -183,16 +186,3 @@ class Display:
         if self._live is not None:
             self._live.stop()
             self._live = None
-
-
-def _memory_table(rows: Sequence[MemoryRow], gpu: bool) -> Table:
-    table = Table.grid(padding=(0, 3))
-    for state, tier, expected, now in rows:
-        table.add_row(
-            Text(str(state), style="dim"),
-            place_name(tier, gpu=gpu),
-            format_bytes(now),
-            Text(f"of {format_bytes(expected)}", "dim"),
-        )
-    table.add_row(Text("process", style="dim"), "host", format_bytes(host_memory().resident), "")
-    return table

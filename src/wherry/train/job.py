@@ -8,7 +8,8 @@ from typing import Any
 
 from wherry.errors import NonFiniteError, WherryError
 from wherry.observe.log import logger
-from wherry.train.options import Options, build_config, check_axes, parse, shape_of
+from wherry.train.config import build_config, layer_major_pays
+from wherry.train.options import Options, check_axes, parse, shape_of
 from wherry.train.presets import PRESETS, Shape
 
 # The report writes to the config's sinks, and more than the engine would.
@@ -29,8 +30,7 @@ def check(options: Options) -> None:
     from wherry.train.data import load_text
     from wherry.train.report import make_folder, refuse_used
 
-    base = PRESETS.get(options.preset, PRESETS["gpt2-10m"])
-    shape = shape_of(options, base)
+    shape = shape_of(options, PRESETS.get(options.preset, PRESETS["gpt2-10m"]))
     load(build_config(options, shape.parameters, bf16=False, given=given_config(options)))
     check_axes(options, shape)
     load_text(options.data).check_length(shape.sequence)
@@ -54,7 +54,7 @@ def given_config(options: Options) -> Mapping[str, Any] | None:
         raise WherryError(f"--config {options.config}: this is a folder; name the file")
     if not path.exists():
         raise WherryError(f"--config {options.config}: there is no such file")
-    return load(path).given
+    return load(path).written
 
 
 def train(options: Options) -> int:
@@ -67,8 +67,7 @@ def train(options: Options) -> int:
     from wherry.train.data import Samples, Share, load_text
     from wherry.train.loop import Ending, Loop, Plan, Stop
     from wherry.train.model import GPT, GPTConfig
-    from wherry.train.order import layer_major_pays
-    from wherry.train.report import Report
+    from wherry.train.report import Report, facts_of
     from wherry.train.resume import choose_start, keep_batch, own_settings, save_folder, saver
 
     # Who we are. Ranks of the whole run agree on what to train and when to stop; along the data axis they share the
@@ -104,8 +103,7 @@ def train(options: Options) -> int:
     if options.tensor_parallel > 1:
         parallel.cut_blocks(whole, mesh)
     model = parallel.Stage(whole, place.pipe.rank, place.pipe.size) if piped else whole
-    engine, optimizer, _, _ = wherry.initialize(model=model, mesh=place, config=load(config, overrides=NO_SINKS))
-    assert optimizer is not None, "the config always has an optimizer here"
+    engine, *_ = wherry.initialize(model=model, mesh=place, config=load(config, overrides=NO_SINKS))
     if start.checkpoint is not None:
         with own_settings(engine):
             engine.load_checkpoint(start.checkpoint.parent, tag=start.checkpoint.name)
@@ -116,11 +114,12 @@ def train(options: Options) -> int:
     plan = Plan(
         steps=options.steps,
         tokens_per_step=batch * shape.sequence,
+        first=start.step,
         log_interval=options.log_interval or (1 if device.type == "cpu" else 10),
         eval_interval=options.eval_interval,
         eval_batches=options.eval_batches,
         # All micro-batches that go through a pipeline are alike.
-        eval_samples=micro * accumulation if piped else None,
+        eval_samples=micro * accumulation if piped else micro,
         save_interval=options.save_interval,
     )
     share = Share(place.data.rank, place.data.size, micro, accumulation, start.samples - start.step * batch)
@@ -128,13 +127,8 @@ def train(options: Options) -> int:
     # Tell what is about to happen.
     report = None
     if chief:
-        order = engine.config["wherry"]["accumulation"]
-        facts = _facts(shape, why, share, plan, place, text, device, start, resolved.to_dict(), order)
-        working = resolved.working_dtype()
-        activations = shape.activation_bytes(
-            micro, checkpointed=options.checkpoint_activations, itemsize=working.itemsize if working else 4
-        )
-        report = Report(engine, plan, options, shape, resolved.to_dict(), facts, activations)
+        facts = facts_of(engine, shape, why, share, text, start)
+        report = Report(engine, plan, options, shape, resolved.to_dict(), facts)
     run_dir = comm.gather_objects(report.run_dir if report is not None else None)[0]
     folder = save_folder(options, run_dir) if options.save_interval or options.save else None
 
@@ -147,10 +141,8 @@ def train(options: Options) -> int:
         Samples(text.train, shape.sequence, options.seed),
         Samples(text.validation, shape.sequence, seed=0),
         share,
-        lr=lambda: float(optimizer.param_groups[0]["lr"]),
-        stop=stop,
-        reporter=report,
-        first=start.step,
+        stop,
+        report,
         save=saver(engine, start, folder, batch) if folder is not None else None,
     )
     outcome = loop.outcome
@@ -187,44 +179,3 @@ def _choose(options: Options, ranks: int, given: Mapping[str, Any] | None) -> tu
     copies = ranks // (options.tensor_parallel * options.pipeline_parallel)
     shape, why = choose(measure_machine(ranks), config.batch(copies).micro * ranks, itemsize=itemsize)
     return shape_of(options, shape), why
-
-
-def _facts(
-    shape: Shape,
-    why: str,
-    share: Any,
-    plan: Any,
-    place: Any,
-    text: Any,
-    device: Any,
-    start: Any,
-    config: dict[str, Any],
-    order: str,
-) -> tuple[tuple[str, str], ...]:
-    """What a person should know of the run before its first step, a line each."""
-    import torch
-
-    from wherry.train.report import count
-    from wherry.train.resume import changes
-
-    batch = [count(share.micro, "sample")]
-    batch += [count(share.accumulation, "micro-batch", "es")] if share.accumulation > 1 else []
-    batch += [count(share.ranks, "rank")] if share.ranks > 1 else []
-    facts = [
-        ("model", f"{count(shape.layers, 'block')}, {shape.hidden} wide, {count(shape.heads, 'head')}"),
-        ("batch", f"{' x '.join(batch)}, {shape.sequence} tokens each: {plan.tokens_per_step:,} tokens a step"),
-        ("text", f"{text.source}: {len(text.train):,} bytes to train on, {len(text.validation):,} to validate on"),
-    ]
-    if why:
-        facts[0] = ("model", f"{facts[0][1]} ({why})")
-    if place.tensor.size > 1 or place.pipe.size > 1:
-        axes = f"{place.pipe.size} stages x {place.data.size} data x {place.tensor.size} tensor"
-        facts.insert(2, ("ranks", axes))
-    if order == "layer_major" and share.accumulation > 1:
-        facts.append(("order", "layer_major: all micro-batches of a step go through a block before the next block"))
-    threads = f"CPU, {count(torch.get_num_threads(), 'thread')} a rank"
-    facts.append(("device", torch.cuda.get_device_name(device) if device.type == "cuda" else threads))
-    if start.checkpoint is not None:
-        facts.append(("resumed", f"{start.checkpoint}, step {start.step}"))
-        facts += [("changed", line) for line in changes(start.config or {}, config)]
-    return tuple(facts)

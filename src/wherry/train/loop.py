@@ -28,11 +28,13 @@ class Plan:
 
     steps: int
     tokens_per_step: int
+    # Steps that are done already.
+    first: int = 0
     log_interval: int = 1
     eval_interval: int = 0
     eval_batches: int = 8
-    # Samples of a validation batch on each rank; None for those of a micro-batch.
-    eval_samples: int | None = None
+    # Samples of a validation batch on each rank.
+    eval_samples: int = 8
     save_interval: int = 0
 
 
@@ -84,9 +86,7 @@ class Outcome:
 
 
 class Stop:
-    """Ctrl-C or SIGTERM asks for the end of the run after the step under way; a second one, a second later, ends it
-    at once. So does the SIGTERM that comes when the launcher is gone, for which no step is to be finished.
-    """
+    """Ctrl-C or SIGTERM asks for the end of the run after the step under way; a second one, a second later, ends it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -105,11 +105,10 @@ class Stop:
 
     def ask(self, number: int = signal.SIGINT, _frame: FrameType | None = None) -> None:
         # A terminal and a launcher may both deliver the same Ctrl-C.
-        again = self._asked_at is not None and self._clock() - self._asked_at > 1.0
-        if again or (number == signal.SIGTERM and _launcher_is_gone()):
-            raise KeyboardInterrupt
         if self._asked_at is None:
             self._asked_at, self._number = self._clock(), int(number)
+        elif self._clock() - self._asked_at > 1.0:
+            raise KeyboardInterrupt
 
     def __enter__(self) -> Stop:
         self._before = {number: signal.signal(number, self.ask) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -123,29 +122,22 @@ class Stop:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _launcher_is_gone() -> bool:
-    return os.environ.get("WHERRY_LAUNCHER_PID", str(os.getppid())) != str(os.getppid())
-
-
 @dataclass
 class Loop:
     """Trains for a plan's steps, or until it is stopped or the loss is lost. All ranks leave it at the same step."""
 
-    # What has `train_batch`, `train`, `get_global_grad_norm`, and gives the loss of (ids, labels).
+    # What has `train_batch`, `train`, `get_global_grad_norm`, `get_lr`, and gives the loss of (ids, labels).
     engine: Any
     comm: Comm
     plan: Plan
     training: Samples
     validation: Samples
     share: Share
-    lr: Callable[[], float]
     stop: Stop
     # Told of records and of losses that are not finite, on rank 0.
     reporter: Any = None
-    clock: Callable[[], float] = time.perf_counter
-    # Steps that are done already, and what saves after one.
-    first: int = 0
     save: Callable[[int], None] | None = None
+    clock: Callable[[], float] = time.perf_counter
     outcome: Outcome = field(default_factory=Outcome)
     non_finite: int = 0
 
@@ -153,14 +145,14 @@ class Loop:
         """Train. The outcome is complete, whatever ended the run."""
         plan, outcome = self.plan, self.outcome
         begin = logged = self.clock()
-        logged_step = self.first
-        data = batches(self.training, self.share, plan.steps, self.first)
-        for step in range(self.first + 1, plan.steps + 1):
+        logged_step = plan.first
+        data = batches(self.training, self.share, plan.steps, plan.first)
+        for step in range(plan.first + 1, plan.steps + 1):
             # Train.
             loss = self.engine.train_batch(data)
 
             # Agree: whether any rank was asked to stop, and, where it is told, on the mean loss.
-            telling = step % plan.log_interval == 0 or step in (self.first + 1, plan.steps)
+            telling = step % plan.log_interval == 0 or step in (plan.first + 1, plan.steps)
             told = torch.tensor([float(self.stop.asked), float(loss) if telling else 0.0], dtype=torch.float64)
             self.comm.all_reduce(told).wait()
             stopped, mean = bool(told[0] > 0), float(told[1]) / self.comm.size
@@ -171,7 +163,7 @@ class Loop:
             # Tell.
             now = self.clock()
             outcome.steps, outcome.tokens = step, step * plan.tokens_per_step
-            outcome.tokens_here = (step - self.first) * plan.tokens_per_step
+            outcome.tokens_here = (step - plan.first) * plan.tokens_per_step
             outcome.seconds = now - begin
             if telling:
                 self._tell(step, mean, validated, (now - logged) / (step - logged_step))
@@ -194,8 +186,7 @@ class Loop:
 
     def _validate(self) -> float:
         """The mean loss over the same validation batches each time, on all ranks."""
-        samples = self.plan.eval_samples or self.share.micro
-        share = Share(self.share.rank, self.share.ranks, samples, accumulation=1)
+        share = Share(self.share.rank, self.share.ranks, self.plan.eval_samples, accumulation=1)
         total = torch.zeros(1, dtype=torch.float64)
         self.engine.train(False)
         try:
@@ -223,7 +214,7 @@ class Loop:
             Record(
                 step=step,
                 loss=loss,
-                lr=self.lr(),
+                lr=self.engine.get_lr()[0],
                 gradient_norm=math.nan if norm is None else float(norm),
                 tokens=self.outcome.tokens,
                 tokens_per_second=self.plan.tokens_per_step / max(seconds, 1e-9),

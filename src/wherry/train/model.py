@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn.functional as F
@@ -16,29 +16,16 @@ from wherry.train.presets import Shape
 
 
 @dataclass(frozen=True)
-class GPTConfig:
+class GPTConfig(Shape):
     """The shape of the model, and how its activations are kept."""
 
-    layers: int = 6
-    hidden: int = 384
-    heads: int = 6
-    sequence: int = 128
-    vocabulary: int = 256
     checkpoint_activations: bool = False
     # Whether the head is the token embedding. Pipeline stages, which hold one of the two each, have them apart.
     tied: bool = True
 
     @classmethod
     def of(cls, shape: Shape, *, checkpoint_activations: bool = False, tied: bool = True) -> GPTConfig:
-        return cls(
-            layers=shape.layers,
-            hidden=shape.hidden,
-            heads=shape.heads,
-            sequence=shape.sequence,
-            vocabulary=shape.vocabulary,
-            checkpoint_activations=checkpoint_activations,
-            tied=tied,
-        )
+        return cls(**asdict(shape), checkpoint_activations=checkpoint_activations, tied=tied)
 
 
 class Attention(nn.Module):

@@ -29,19 +29,16 @@ def lay_out(world: Topology, tensor: int, pipe: int) -> tuple[Topology, Any]:
     return find(mesh), mesh
 
 
+# How the matrices of a block are cut among tensor-parallel ranks: heads and hidden units are, the rest is whole.
+CUT = {"attention.qkv": "colwise", "attention.out": "rowwise", "mlp.up": "colwise", "mlp.down": "rowwise"}
+
+
 def cut_blocks(model: nn.Module, mesh: Any) -> None:
-    """Share the blocks' matrices out over the axis `tp`: heads and hidden units are cut, the rest is whole everywhere.
+    """Share the blocks' matrices out over the axis `tp`. The embedding and the head are small in a deep model."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-    The embedding and the head stay whole: they are a small part of a deep model.
-    """
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    plan = {
-        "attention.qkv": ColwiseParallel(),
-        "attention.out": RowwiseParallel(),
-        "mlp.up": ColwiseParallel(),
-        "mlp.down": RowwiseParallel(),
-    }
+    styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+    plan: dict[str, ParallelStyle] = {name: styles[style]() for name, style in CUT.items()}
     blocks = model.blocks
     assert isinstance(blocks, nn.ModuleList)
     for block in blocks:

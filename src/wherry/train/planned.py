@@ -9,51 +9,30 @@ import torch
 from torch import nn
 
 from wherry.errors import WherryError
-from wherry.plan.cut import cut
 from wherry.plan.grid import Grid
+from wherry.plan.parts import cut
 from wherry.train.model import GPT, GPTConfig, loss_of
-from wherry.train.parallel import Stage
+from wherry.train.parallel import CUT, Stage
 from wherry.train.presets import Shape
-
-# As the built-in training cuts it.
-STYLES = {
-    "*.attention.qkv": "colwise",
-    "*.attention.out": "rowwise",
-    "*.mlp.up": "colwise",
-    "*.mlp.down": "rowwise",
-}
-
-
-def model_of(shape: Shape, sequence: int) -> GPT:
-    return GPT(GPTConfig.of(_sized(shape, sequence)))
-
-
-def inputs_of(micro_batch: int, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
-    ids = torch.zeros(micro_batch, sequence, dtype=torch.int64)
-    return ids, ids
 
 
 def part_of(
-    shape: Shape, grid: Grid, dtype: torch.dtype, micro_batch: int, sequence: int
+    shape: Shape, grid: Grid, dtype: torch.dtype | None, micro_batch: int, sequence: int
 ) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     """One stage's blocks, with what a tensor-parallel rank has of their matrices."""
     if shape.heads % grid.tensor:
         raise WherryError(f"--tensor-parallel {grid.tensor} does not divide the {shape.heads} attention heads")
-    model: nn.Module = GPT(GPTConfig.of(_sized(shape, sequence), tied=grid.pipe == 1))
+    shape = dataclasses.replace(shape, sequence=max(shape.sequence, sequence))
+    model = GPT(GPTConfig.of(shape, tied=grid.pipe == 1))
     if grid.tensor > 1:
-        cut(model, STYLES, grid.tensor)
-    ids, labels = inputs_of(micro_batch, sequence)
+        cut(model, {f"*.{name}": style for name, style in CUT.items()}, grid.tensor)
+    ids = torch.zeros(micro_batch, sequence, dtype=torch.int64)
     if grid.pipe == 1:
-        return model, (ids, labels)
-    assert isinstance(model, GPT)
+        return model, (ids, ids)
     stage = Stage(model, grid.stage, grid.pipe)
     came = torch.zeros(micro_batch, sequence, shape.hidden, dtype=dtype, requires_grad=True)
     first = ids if stage.first else came
-    return (_WithLoss(stage, loss_of), (first, labels)) if stage.last else (stage, (first,))
-
-
-def _sized(shape: Shape, sequence: int) -> Shape:
-    return dataclasses.replace(shape, sequence=max(shape.sequence, sequence))
+    return (_WithLoss(stage, loss_of), (first, ids)) if stage.last else (stage, (first,))
 
 
 class _WithLoss(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -13,48 +14,43 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import wherry
 from wherry.errors import WherryError
 from wherry.observe import stdout
 from wherry.observe.log import logger
+from wherry.observe.memory import device_memory, host_memory
+from wherry.observe.metrics import sinks_of
+from wherry.observe.screen import Screen
+from wherry.train.data import Share, Text
 from wherry.train.display import Display
 from wherry.train.loop import Outcome, Plan, Record
 from wherry.train.options import Options
 from wherry.train.presets import Shape
+from wherry.train.resume import Start, changes
 
 COLUMNS = (
     *("loss", "validation_loss", "lr", "gradient_norm", "tokens", "tokens_per_second", "step_seconds"),
     *("skipped_steps", "resident_bytes", "device_bytes"),
 )
+Facts = list[tuple[str, str]]
 
 
 class Report:
     """Writes metrics and what was run into the folder, and shows it. No training ends because either has no room."""
 
     def __init__(
-        self,
-        engine: Any,
-        plan: Plan,
-        options: Options,
-        shape: Shape,
-        config: Mapping[str, Any],
-        facts: tuple[tuple[str, str], ...],
-        activations: int,
+        self, engine: Any, plan: Plan, options: Options, shape: Shape, config: Mapping[str, Any], facts: Facts
     ) -> None:
-        import torch
-
-        import wherry
-        from wherry.observe.metrics import sinks_of
-        from wherry.observe.screen import Screen
-
         self.engine = engine
         self.run_dir = _run_dir(options)
         self.sinks = sinks_of(config, COLUMNS)
-        ranks = int(os.environ.get("WORLD_SIZE", "1"))
         about = {
             "options": vars(options),
             "shape": asdict(shape) | {"parameters": shape.parameters},
             "placement": [list(row) for row in engine.placement.rows()],
-            "ranks": ranks,
+            "ranks": engine.world_size,
             "wherry": wherry.__version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
@@ -74,7 +70,13 @@ class Report:
         thin = 1 if options.log_interval else max(1, plan.steps // plan.log_interval // 50)
         gpu = engine.device.type != "cpu"
         self.display = Display(Screen(), plan.steps, engine.memory, gpu=gpu, line_every=thin)
-        title = f"GPT-2 of {shape.size} parameters on {count(ranks, 'rank')}"
+        title = f"GPT-2 of {shape.size} parameters on {count(engine.world_size, 'rank')}"
+        working = engine.working_dtype or torch.float32
+        activations = shape.activation_bytes(
+            engine.train_micro_batch_size_per_gpu(),
+            checkpointed=options.checkpoint_activations,
+            itemsize=working.itemsize,
+        )
         try:
             self.display.begin(title, facts, engine.placement, activations)
         except OSError as error:
@@ -84,8 +86,6 @@ class Report:
             ) from error
 
     def step(self, record: Record) -> None:
-        from wherry.observe.memory import device_memory, host_memory
-
         values = {key: value for key, value in asdict(record).items() if value is not None and key != "step"}
         values["resident_bytes"] = host_memory().resident
         device = device_memory(self.engine.device)
@@ -116,28 +116,51 @@ class Report:
             logger.warning("nothing more is shown: standard output cannot be written (%s)", error.strerror)
 
 
+def facts_of(engine: Any, shape: Shape, why: str, share: Share, text: Text, start: Start) -> Facts:
+    """What a person should know of the run before its first step, a line each."""
+    place, config = engine.topology, engine.config
+    batch = [count(share.micro, "sample")]
+    batch += [count(share.accumulation, "micro-batch", "es")] if share.accumulation > 1 else []
+    batch += [count(share.ranks, "rank")] if share.ranks > 1 else []
+    tokens = share.micro * share.accumulation * share.ranks * shape.sequence
+    model = f"{count(shape.layers, 'block')}, {shape.hidden} wide, {count(shape.heads, 'head')}"
+    facts = [
+        ("model", f"{model} ({why})" if why else model),
+        ("batch", f"{' x '.join(batch)}, {shape.sequence} tokens each: {tokens:,} tokens a step"),
+    ]
+    if place.tensor.size > 1 or place.pipe.size > 1:
+        facts.append(("ranks", f"{place.pipe.size} stages x {place.data.size} data x {place.tensor.size} tensor"))
+    sizes = f"{len(text.train):,} bytes to train on, {len(text.validation):,} to validate on"
+    facts.append(("text", f"{text.source}: {sizes}"))
+    if config["wherry"]["accumulation"] == "layer_major" and share.accumulation > 1:
+        facts.append(("order", "layer_major: all micro-batches of a step go through a block before the next block"))
+    threads = f"CPU, {count(torch.get_num_threads(), 'thread')} a rank"
+    gpu = engine.device.type == "cuda"
+    facts.append(("device", torch.cuda.get_device_name(engine.device) if gpu else threads))
+    if start.checkpoint is not None:
+        facts.append(("resumed", f"{start.checkpoint}, step {start.step}"))
+        facts += [("changed", line) for line in changes(start.config or {}, config)]
+    return facts
+
+
 def count(number: int, word: str, plural: str = "s") -> str:
     return f"{number} {word}{plural if number != 1 else ''}"
 
 
 def _run_dir(options: Options) -> Path:
+    """The folder of the run, made. What the part of a run before it was resumed has written there keeps its lines."""
     if options.run_dir is None:
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{options.preset}"
-        folder, number = Path("runs") / name, 1
-        while folder.exists():
-            number += 1
-            folder = Path("runs") / f"{name}-{number}"
+        names = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
+        folder = next(free for name in names if not (free := Path("runs") / name).exists())
     else:
         folder = Path(options.run_dir)
         if options.resume is None:
             refuse_used(folder)
-        # The metrics of the part of a run that came before it was resumed keep their lines, under another name.
         for path in (folder / "metrics.jsonl", folder / "metrics.csv"):
+            asides = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
             if path.exists():
-                number = 1
-                while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
-                    number += 1
-                path.rename(aside)
+                path.rename(next(aside for aside in asides if not aside.exists()))
     make_folder(folder, "--run-dir")
     return folder
 

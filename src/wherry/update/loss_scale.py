@@ -5,15 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any, Protocol
 
-import torch
-
-from wherry import native
 from wherry.errors import NonFiniteError, WherryError
 
 _FACTOR = 2.0
-# Off the host, norms are taken by blocks of this many elements and then summed in float64: the sum then does not depend
-# on how a flat is cut into shards.
-BLOCK = 128
 
 
 class LossScaleError(NonFiniteError):
@@ -88,12 +82,15 @@ class LossScaler:
         """Take in how a step went. Raises `LossScaleError` when the scale should fall below its minimum."""
         if not self.dynamic:
             return
-        if overflow:
-            self._after_overflow()
-        else:
-            self._after_good_step()
-
-    def _after_overflow(self) -> None:
+        if not overflow:
+            self._good_steps += 1
+            if self.consecutive_hysteresis:
+                self._patience = self.hysteresis
+            if self._good_steps == self.window:
+                self._good_steps = 0
+                self._patience = self.hysteresis
+                self.scale *= _FACTOR
+            return
         self._good_steps = 0
         if self._patience > 1:
             self._patience -= 1
@@ -106,15 +103,6 @@ class LossScaler:
             )
         self.scale = max(self.scale / _FACTOR, self.min_scale)
 
-    def _after_good_step(self) -> None:
-        self._good_steps += 1
-        if self.consecutive_hysteresis:
-            self._patience = self.hysteresis
-        if self._good_steps == self.window:
-            self._good_steps = 0
-            self._patience = self.hysteresis
-            self.scale *= _FACTOR
-
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps: where the scale stands, not how it is configured."""
         return {"scale": self.scale, "patience": self._patience, "good_steps": self._good_steps}
@@ -126,15 +114,6 @@ class LossScaler:
         self.scale = max(float(state["scale"]), self.min_scale)
         self._patience = min(int(state["patience"]), self.hysteresis)
         self._good_steps = min(int(state["good_steps"]), self.window - 1)
-
-
-def sum_squares(tensor: torch.Tensor) -> float | torch.Tensor:
-    """The sum of squares in float64. On a device the result stays there: nothing waits for it."""
-    if tensor.dtype == torch.float64:
-        return tensor.square().sum()
-    if tensor.device.type == "cpu":
-        return native.sum_squares(tensor)
-    return torch.linalg.vector_norm(tensor.view(-1, BLOCK), dim=1, dtype=torch.float32).double().square().sum()
 
 
 def norm_and_multiplier(total_squares: float, scale: float, max_norm: float) -> tuple[float, float]:

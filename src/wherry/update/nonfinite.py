@@ -9,13 +9,12 @@ import torch
 
 from wherry.errors import NonFiniteError
 from wherry.observe.log import RankLogger
-from wherry.parallel.topology import Topology
-from wherry.parallel.world import world_of
+from wherry.parallel.topology import Topology, world_of
 from wherry.sharding.gradients import Gradients
 from wherry.sharding.unit import Unit
 from wherry.update.loss_scale import LossScaler
-from wherry.update.pipeline import Updater
 from wherry.update.rules import Groups
+from wherry.update.updater import Updater
 
 # Steps that may be skipped one after another where no loss scale falls meanwhile.
 IN_A_ROW = 10
@@ -65,8 +64,8 @@ class NonFinite:
         """What all ranks find, together; while there are the gradients. The step is skipped unless it is ignored."""
         if self._told:
             return []
-        norm, order = self._gradients.norm, self._gradients.in_order()
-        unfit = [g for g in order if not math.isfinite(float(norm.squares_of(g)))]
+        order = self._gradients.in_order()
+        unfit = [g for g in order if not math.isfinite(float(g.squares()))]
         made, spoilt = ([], []) if self.ignores else updater.skip(groups, multiplier, unfit)
         # Ranks that share a model each see a part of the gradients: what not all of them have updated has parted.
         names = self._topology.tensor.gather_objects([bucket.name for bucket in made])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,10 +15,14 @@ from torch import nn
 
 from wherry import native
 from wherry.errors import WherryError
-from wherry.update.rules import NATIVE_FAMILIES, NativeRule, TorchRule, UpdateRule
+from wherry.observe.log import warn
+from wherry.update.rules import NATIVE_FAMILIES, NativeFamily, NativeRule, TorchRule, UpdateRule
 
 if TYPE_CHECKING:
+    from wherry.config import Config
     from wherry.update.parameter_states import ParameterStates
+
+OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 
 # Optimizers that treat every element by itself, so that a shard may be updated without the rest of its parameter.
 ELEMENT_WISE = (
@@ -40,16 +44,6 @@ WHY_NOT = {
     "Muon": "it orthogonalises whole matrices",
     "SparseAdam": "it works on sparse gradients, and flats are dense",
 }
-NATIVE_OF = {
-    "Adam": "adam",
-    "AdamW": "adam",
-    "Adagrad": "adagrad",
-    "SGD": "sgd",
-    "Lion": "lion",
-    "CPUAdam": "adam",
-    "CPUAdagrad": "adagrad",
-    "CPULion": "lion",
-}
 
 # As it is without the decorator that keeps torch's compiler out of it, and loads that compiler, which takes a second.
 _ADD_GROUP = inspect.unwrap(torch.optim.Optimizer.add_param_group)
@@ -60,7 +54,7 @@ class OptimizerSpec:
     """What the user's optimizer comes to: its groups, and how a flat's segments are to be updated."""
 
     instance: torch.optim.Optimizer
-    native_family: str | None
+    native_family: NativeFamily | None
     # How moments are stored: fp32, or the lossy bf16 and int8.
     state_dtype: str = "fp32"
 
@@ -71,7 +65,7 @@ class OptimizerSpec:
     def make_rule(self, *, on_host: bool, on_disk: bool = False, pool: native.Pool | None = None) -> UpdateRule:
         """The rule for state that the host's kernels can reach, or not; with state on disk there is no other."""
         if self.native_family is not None and on_host:
-            return NativeRule(NATIVE_FAMILIES[self.native_family], self.state_dtype, pool)
+            return NativeRule(self.native_family, self.state_dtype, pool)
         instance = self.instance
         known_as = _known_as(instance)
         needs = "optimizer state on disk" if on_disk else f"wherry.state_dtype: {self.state_dtype}"
@@ -84,6 +78,79 @@ class OptimizerSpec:
         if not all(group.get("bias_correction", True) for group in self.groups):
             raise WherryError(f"{known_as}: bias_correction=False is offered for state on the host only")
         return TorchRule(optimizer_class, instance.defaults, self.groups)
+
+
+def resolve_optimizer(
+    model: nn.Module, config: Config, optimizer: OptimizerLike | None, model_parameters: Iterable[Any] | None
+) -> OptimizerSpec | None:
+    """The optimizer that `initialize` was given, or that the config names; None for an engine that only evaluates."""
+    given = _listed(model_parameters)
+    parameters = given or [p for p in model.parameters() if p.requires_grad]
+    if not parameters and not isinstance(optimizer, torch.optim.Optimizer) and (optimizer or config.optimizer):
+        raise WherryError(
+            "optimizer: no parameter of the model requires a gradient, so there is nothing to train; call "
+            "requires_grad_() on what is to be trained, or leave the optimizer out for an engine that only evaluates"
+        )
+    if optimizer is not None and config.optimizer is not None:
+        warn("optimizer: the config's %s is not used, as initialize was given one", config.optimizer.type)
+    if optimizer is None:
+        if config.optimizer is None:
+            return None
+        name, options = config.optimizer.build_args()
+        instance = from_config(name, options, parameters)
+    elif isinstance(optimizer, torch.optim.Optimizer):
+        instance = optimizer
+        _tell_of_left_out(given, instance)
+    else:
+        instance = optimizer(parameters) if callable(optimizer) else optimizer
+    spec = describe(instance, allow_untested=config.zero_allow_untested_optimizer, state_dtype=config.state_dtype())
+    _check_groups(model, spec)
+    return spec
+
+
+def _tell_of_left_out(given: list[Any], optimizer: torch.optim.Optimizer) -> None:
+    """A ready optimizer has its parameters: those of `model_parameters` that it does not have are not trained."""
+    known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    left_out = [p for p in _parameters_in(given) if p.requires_grad and p not in known]
+    if left_out:
+        warn(
+            "model_parameters: %d that require a gradient are not in the %s that initialize was given, which decides, "
+            "and are not trained; the first has shape %s",
+            len(left_out), type(optimizer).__name__, tuple(left_out[0].shape),
+        )  # fmt: skip
+
+
+def _parameters_in(given: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The parameters among parameters, (name, parameter) pairs and groups of either."""
+    for item in given:
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif isinstance(item, dict):
+            params = item.get("params", ())
+            yield from _parameters_in([params] if isinstance(params, torch.Tensor) else params)
+        elif isinstance(item, list | tuple):
+            yield from _parameters_in(item[1:])
+
+
+def _listed(given: Iterable[Any] | None) -> list[Any]:
+    """`model_parameters`, as torch's optimizers take them."""
+    if isinstance(given, torch.Tensor | dict | str):
+        raise WherryError(
+            f"model_parameters: expected parameters, (name, parameter) pairs, or groups as dicts, in a list or another "
+            f"iterable, got one {type(given).__name__}"
+        )
+    return list(given) if given is not None else []
+
+
+def _check_groups(model: nn.Module, spec: OptimizerSpec) -> None:
+    inside = set(model.parameters())
+    strangers = [p for group in spec.groups for p in group["params"] if p not in inside]
+    if strangers:
+        shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:5])
+        raise WherryError(
+            f"optimizer: {len(strangers)} of its parameters are not the model's (shapes {shapes}); was the model "
+            "copied, moved or wrapped after the optimizer was made?"
+        )
 
 
 def describe(
@@ -99,14 +166,14 @@ def describe(
         )
     name, module = _known_as(instance), type(instance).__module__
     ours = module.startswith("wherry.")
-    known = (module.startswith("torch.optim") and name in ELEMENT_WISE) or (ours and name in NATIVE_OF)
+    known = (module.startswith("torch.optim") and name in ELEMENT_WISE) or (ours and name in NATIVE_FAMILIES)
     if not known and not allow_untested:
         reason = WHY_NOT.get(name, "Wherry does not know whether it treats every element by itself")
         raise WherryError(
             f"optimizer: {module}.{name} cannot be sharded: {reason}. Element-wise optimizers work "
             f"({', '.join(ELEMENT_WISE)}, Lion); if yours is one, set zero_allow_untested_optimizer to true"
         )
-    family = NATIVE_OF.get(name) if known else None
+    family = NATIVE_FAMILIES.get(name) if known else None
     if family is not None and not all(_native_can(group) for group in instance.param_groups):
         family = None
     return OptimizerSpec(instance, family, state_dtype)
@@ -116,7 +183,7 @@ def _known_as(instance: torch.optim.Optimizer) -> str:
     """The class's name; for one of ours under another name, the name that its rule goes by."""
     if type(instance).__module__.startswith("wherry."):
         for cls in type(instance).__mro__:
-            if cls.__name__ in NATIVE_OF:
+            if cls.__name__ in NATIVE_FAMILIES:
                 return cls.__name__
     return type(instance).__name__
 

@@ -5,8 +5,7 @@ A bucket's state is one record, which rests on one tier, and which an update fet
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -16,16 +15,17 @@ import torch
 from wherry import native
 from wherry.fake import address_of
 from wherry.placement import Tier
-from wherry.sharding.gradients import FlatGradient
+from wherry.sharding.flat_gradient import FlatGradient
 from wherry.sharding.layout import SegmentSpan
 from wherry.sharding.unit import Flat
-from wherry.tiers.homes import Home, opened
+from wherry.tickets import DONE, Ticket
+from wherry.tiers.storage import Storage, opened
 from wherry.tiers.streams import Link
-from wherry.tiers.tickets import DONE, Ticket
 from wherry.update.record import Field, RecordLayout, State
 from wherry.update.rules import Group, Groups, UpdateRule, UpdateSegment
-from wherry.update.sizes import BUCKET_NUMEL, records_at_once
 
+# Flats together up to this many elements are updated in one call: below it, calling costs more than updating.
+BUCKET_NUMEL = 1 << 18
 # What an update of an element reads besides its moments, by name.
 WEIGHTS = ("working", "low", "master")
 
@@ -47,7 +47,7 @@ class StateTier:
     split: bool
 
 
-class StateHomes(Protocol):
+class StateStorages(Protocol):
     """What knows where optimizer state rests: the placement table put to work."""
 
     link: Link
@@ -56,8 +56,17 @@ class StateHomes(Protocol):
 
     def make_rule(self, kept: StateTier) -> UpdateRule: ...
 
-    def make_home(self, tier: Tier, name: str, nbytes: int, untouched: int) -> Home:
-        """A new one of so many bytes, of which `untouched` stay the zeros that they are until the first update."""
+    def make_storage(self, tier: Tier, name: str, nbytes: int) -> Storage:
+        """A new one of so many bytes."""
+
+
+def record_fields(kept: StateTier, rule: UpdateRule, group: Group, dtype: torch.dtype, numel: int) -> list[Field]:
+    """What the record has of a segment of so many elements: weights, and moments unless the rule keeps them itself."""
+    fields = [Field("working", dtype, numel)] if kept.apart else []
+    if dtype.itemsize < torch.float32.itemsize:
+        split = kept.split and rule.splits and dtype is torch.bfloat16
+        fields.append(Field("low", torch.int16, numel) if split else Field("master", torch.float32, numel))
+    return fields + rule.fields(group, numel)
 
 
 class FlatState:
@@ -107,24 +116,23 @@ class FlatState:
 class UpdateBucket:
     """Flats that one rule updates, and whose state is one record: a large one, or small ones that follow each other."""
 
-    def __init__(self, kept: StateTier, homes: StateHomes) -> None:
+    def __init__(self, kept: StateTier, storages: StateStorages) -> None:
+        self.kept = kept
         self.tier = kept.tier
         self.apart = kept.apart
-        self.rule = homes.make_rule(kept)
+        self.rule = storages.make_rule(kept)
         self.split = kept.split and self.rule.splits
-        self.link = homes.link
+        self.link = storages.link
         # Whether its updates are kernels of the device, queued by whoever asks for them.
-        self.on_device = kept.tier is Tier.DEVICE and not homes.link.shared
+        self.on_device = kept.tier is Tier.DEVICE and not storages.link.shared
         self.states: list[FlatState] = []
-        # Those of the states' flats.
-        self.gradients: list[FlatGradient] = []
         self.spans: list[tuple[FlatState, SegmentSpan]] = []
-        self._homes = homes
+        self._storages = storages
         self._layout: RecordLayout | None = None
         # Where the record rests; None where there is none, as rules of torch's keep their state themselves.
-        self.home: Home | None = None
+        self.storage: Storage | None = None
         # New weights of a delayed update, of each segment, until they are published: the flats have those before it.
-        self.fresh: list[torch.Tensor] | None = None
+        self._fresh: list[torch.Tensor] | None = None
         self._bound: list[UpdateSegment] | None = None
         # Where the flats' weights were then. Who sends a parameter to another process moves them to shared memory.
         self._places: list[int] = []
@@ -146,49 +154,31 @@ class UpdateBucket:
 
     # The record.
 
-    def _weight_fields(self, dtype: torch.dtype, numel: int) -> list[Field]:
-        fields = [Field("working", dtype, numel)] if self.apart else []
-        if dtype.itemsize < torch.float32.itemsize:
-            split = self.split and dtype is torch.bfloat16
-            fields.append(Field("low", torch.int16, numel) if split else Field("master", torch.float32, numel))
-        return fields
-
     @torch.no_grad()
     def fill(self, groups: Groups, masters: Sequence[torch.Tensor | None]) -> None:
         """Make the record, from the fp32 masters of the states' flats, None where the working weights are as good."""
         segments = []
         for state, span in self.spans:
             numel = span.stop - span.start
-            segments.append(self._weight_fields(state.flat.dtype, numel) + self.rule.fields(groups[span.group], numel))
+            segments.append(record_fields(self.kept, self.rule, groups[span.group], state.flat.dtype, numel))
         self._layout = RecordLayout(segments)
         if not self._layout.nbytes:
             return
-        self.home = self._homes.make_home(self.tier, self.name, self._layout.nbytes, self._untouched(groups))
+        self.storage = self._storages.make_storage(self.tier, self.name, self._layout.nbytes)
         master_of = dict(zip(self.states, masters, strict=True))
-        memory = self.home.blank(zeros=True)
+        memory = self.storage.blank(zeros=True)
         for (state, span), views in zip(self.spans, self._layout.views(memory), strict=True):
             self.rule.begin(groups[span.group], _moments(views))
             master = master_of[state]
             with state.flat.opened(write=True) as shard:
                 own = shard[span.start : span.stop]
                 _set_master(views, own, own if master is None else master[span.start : span.stop])
-        self.home.store().wait()
-        self.home.leave()
-
-    def _untouched(self, groups: Groups) -> int:
-        """Bytes of the new record that nothing is written to: moments that begin as zeros."""
-        assert self._layout is not None
-        return sum(
-            field.nbytes
-            for (_, span), fields in zip(self.spans, self._layout.fields, strict=True)
-            if self.rule.begins_with_zeros(groups[span.group])
-            for field, _ in fields
-            if field.name not in WEIGHTS
-        )
+        self.storage.store().wait()
+        self.storage.release()
 
     @property
     def on_disk(self) -> bool:
-        return self.home is not None and self.home.on_disk
+        return self.storage is not None and self.storage.on_disk
 
     @property
     def nbytes(self) -> int:
@@ -202,12 +192,17 @@ class UpdateBucket:
 
     @property
     def in_memory(self) -> int:
-        return (self.home.in_memory if self.home is not None else 0) + self.rule.nbytes()
+        return (self.storage.in_memory if self.storage is not None else 0) + self.rule.nbytes()
+
+    @property
+    def held_nbytes(self) -> int:
+        """Of weights that a delayed update has made, in memory of their own until they are published."""
+        return sum(weights.nbytes for weights in self._fresh or ()) if self.on_disk else 0
 
     def memory(self) -> Iterator[torch.Tensor]:
         """What holds the state, where it rests in memory."""
-        if self.home is not None and not self.home.on_disk:
-            yield self.home.memory
+        if self.storage is not None and not self.storage.on_disk:
+            yield self.storage.memory
         for kept in self.rule.kept():
             yield from (value for value in kept.values() if value.dim())
 
@@ -220,12 +215,13 @@ class UpdateBucket:
 
     def update(
         self,
+        gradients: Sequence[FlatGradient],
         groups: Groups,
         multiplier: float,
         absent: Absent | None = None,
         aside: Sequence[torch.Tensor] | None = None,
     ) -> Ticket:
-        """Begin the update, with the states' gradients or with those set aside; `absent` ones are left alone.
+        """Begin the update, with the gradients of its flats or copies set aside; `absent` ones are left alone.
 
         Record and weights have been fetched, and gradients have arrived.
         """
@@ -243,12 +239,8 @@ class UpdateBucket:
             self._places = places
         segments = self._bound
         if segments is None or aside is not None:
-            grads = aside or [gradient.owned for gradient in self.gradients]
-            grad_of = dict(zip(self.states, grads, strict=True))
-            segments = self._segments(self._views())
-            for segment, (state, span) in zip(segments, self.spans, strict=True):
-                segment.grad = grad_of[state][span.start : span.stop]
-            if aside is None and self.in_place and all(gradient.steady for gradient in self.gradients):
+            segments = self._segments(self._views(), aside or [gradient.owned for gradient in gradients])
+            if aside is None and self.in_place and not any(gradient.brief for gradient in gradients):
                 self._bound = segments
         if absent:
             segments = [
@@ -266,15 +258,23 @@ class UpdateBucket:
         """The working weights of each segment that the record holds."""
         return [fields["working"] for fields in self._views()]  # type: ignore[misc]
 
+    @property
+    def holds_weights(self) -> bool:
+        return self._fresh is not None
+
+    def hold_weights(self) -> None:
+        """A delayed update is complete: keep its weights until they are published, whatever becomes of the record."""
+        self._fresh = [weights.clone() if self.on_disk else weights for weights in self.working()]
+
     def publish(self, fence: Ticket) -> list[Ticket]:
-        """Send working weights, those of the record or fresh ones, to where flats have theirs."""
-        parts = iter(self.working() if self.fresh is None else self.fresh)
-        self.fresh = None
+        """Send working weights, those of the record or those that it holds, to where flats have theirs."""
+        parts = iter(self.working() if self._fresh is None else self._fresh)
+        self._fresh = None
         tickets = []
         for state in self.states:
             if state.flat.reader is not DONE:
                 state.flat.quiet()
-            if state.flat.home is None:
+            if state.flat.storage is None:
                 shard = state.flat.shard_memory
                 tickets += [
                     self.link.up(shard[span.start : span.stop], next(parts), after=fence) for span in state.segments
@@ -290,16 +290,15 @@ class UpdateBucket:
         self._bound = None
         self.rule.forget()
 
-    def detach(self) -> None:
-        """Its gradients go, and nothing of them is kept."""
-        self.gradients = []
-        self.forget()
-
     def _views(self) -> list[dict[str, State]]:
         assert self._layout is not None
-        return self._layout.views(self.home.memory) if self.home is not None else [{} for _ in self.spans]
+        return self._layout.views(self.storage.memory) if self.storage is not None else [{} for _ in self.spans]
 
-    def _segments(self, fields: list[dict[str, State]]) -> list[UpdateSegment]:
+    def _segments(
+        self, fields: list[dict[str, State]], gradients: Sequence[torch.Tensor] | None = None
+    ) -> list[UpdateSegment]:
+        """`gradients` are those of the flats, if it is for an update."""
+        grad_of = dict(zip(self.states, gradients, strict=True)) if gradients is not None else {}
         segments = []
         for (state, span), views in zip(self.spans, fields, strict=True):
             flat = state.flat
@@ -308,10 +307,11 @@ class UpdateBucket:
                 UpdateSegment(
                     group=span.group,
                     working=working,  # type: ignore[arg-type]
+                    grad=grad_of[state][span.start : span.stop] if grad_of else None,
                     master=views.get("master"),  # type: ignore[arg-type]
                     low=views.get("low"),  # type: ignore[arg-type]
                     state=_moments(views),
-                    first=flat.layout.shard_range(flat.rank)[0] + span.start,
+                    first=flat.own.start + span.start,
                 )
             )
         return segments
@@ -323,13 +323,13 @@ class UpdateBucket:
 
         What is kept is of the flat that is `changed`: weights of the others may be in an edit of their own.
         """
-        assert self.fresh is None, f"{self.name}: its update is yet to be published"
+        assert self._fresh is None, f"{self.name}: its update is yet to be published"
         write = changed is not None
         for state in self.states if write else ():
             state.flat.quiet()
         with ExitStack() as stack:
-            if self.home is not None:
-                stack.enter_context(opened(self.home, write=write))
+            if self.storage is not None:
+                stack.enter_context(opened(self.storage, write=write))
             fields = self._views()
             shards = {state: stack.enter_context(state.flat.opened(write=write)) for state in self.states}
             owns = [shards[state][span.start : span.stop] for state, span in self.spans]
@@ -346,26 +346,12 @@ class UpdateBucket:
                         _replace(_moments(views), after)
                 self.rule.load_kept(self._segments(fields), self.steps, [_moments(after) for after in shown])
 
-    # For checkpoints.
-
-    def widths(self) -> list[float]:
-        """Bytes of an element of each segment, as `opened` shows its master and moments."""
-        assert self._layout is not None
-        kept = self.rule.kept() or [{} for _ in self.spans]
-        found = []
-        for (state, _), fields, own in zip(self.spans, self._layout.fields, kept, strict=True):
-            width = {field.name: field.payload / max(1, field.numel) for field, _ in fields}
-            whole = 4.0 if "low" in width else width.get("master", float(state.flat.dtype.itemsize))
-            moments = sum(value for name, value in width.items() if name not in WEIGHTS)
-            found.append(whole + moments + sum(value.element_size() for value in own.values() if value.dim()))
-        return found
-
     def close(self) -> None:
-        self.detach()
-        self.fresh = None
-        if self.home is not None:
-            self.home.close()
-            self.home = None
+        self.forget()
+        self._fresh = None
+        if self.storage is not None:
+            self.storage.close()
+            self.storage = None
         self.states.clear()
         self.spans.clear()
 
@@ -418,9 +404,9 @@ def _set_master(views: dict[str, State], own: torch.Tensor, master: torch.Tensor
 class OptimizerStates:
     """The buckets, built flat by flat, so that one flat's state above the rest is ever in memory."""
 
-    def __init__(self, groups: Groups, homes: StateHomes) -> None:
+    def __init__(self, groups: Groups, storages: StateStorages) -> None:
         self._groups = groups
-        self._homes = homes
+        self._storages = storages
         # In the order in which units run.
         self.buckets: list[UpdateBucket] = []
         self.state_of: dict[Flat, FlatState] = {}
@@ -430,7 +416,7 @@ class OptimizerStates:
 
     def adopt(self, flat: Flat, master: torch.Tensor | None) -> None:
         """Begin to keep state for a flat. `master` is the fp32 shard, None where the working weights are as good."""
-        kept = self._homes.state_tier(flat)
+        kept = self._storages.state_tier(flat)
         if self._open is not None:
             bucket, open_tier, dtype = self._open
             # Of whole shards, padding included: every rank makes the same buckets.
@@ -438,7 +424,7 @@ class OptimizerStates:
             if numel > BUCKET_NUMEL or dtype != flat.dtype or open_tier != kept or flat.at_rest_on_disk:
                 self.complete()
         if self._open is None:
-            self._open = UpdateBucket(kept, self._homes), kept, flat.dtype
+            self._open = UpdateBucket(kept, self._storages), kept, flat.dtype
             self.buckets.append(self._open[0])
         bucket = self._open[0]
         self.state_of[flat] = bucket.add(flat, len(self._groups))
@@ -453,54 +439,11 @@ class OptimizerStates:
         self._open = None
         self._masters = []
 
-    def of(self, flats: Iterable[Flat]) -> list[UpdateBucket]:
-        """The buckets that these flats are in, in the order in which units run."""
-        wanted = {self.state_of[flat].bucket for flat in flats if flat in self.state_of}
-        return [bucket for bucket in self.buckets if bucket in wanted]
-
-    # Accounts.
-
-    def nbytes(self) -> dict[Tier, int]:
-        """Bytes of state by tier: whole masters or low halves, and moments."""
-        total: dict[Tier, int] = {}
-        for bucket in self.buckets:
-            total[bucket.tier] = total.get(bucket.tier, 0) + bucket.nbytes
-        return total
-
-    def expected_nbytes(self) -> dict[Tier, int]:
-        """What the placement comes to, padding of shards included."""
-        total: dict[Tier, float] = {}
-        for bucket in self.buckets:
-            shards = sum(state.flat.layout.shard_numel for state in bucket.states)
-            padded = bucket.nbytes * max(1.0, shards / max(1, bucket.numel))
-            total[bucket.tier] = total.get(bucket.tier, 0.0) + padded
-        return {tier: math.ceil(value) for tier, value in total.items()}
-
     def device_memory(self) -> Iterator[torch.Tensor]:
         """The tensors of state that rests on the device."""
         for bucket in self.buckets:
             if bucket.tier is Tier.DEVICE:
                 yield from bucket.memory()
-
-    def on_disk(self) -> list[UpdateBucket]:
-        return [bucket for bucket in self.buckets if bucket.on_disk]
-
-    def host_bytes(self) -> int:
-        """Host memory that records on disk take at the moment."""
-        return sum(bucket.in_memory for bucket in self.on_disk())
-
-    def expected_host_bytes(self, depth: int) -> int:
-        """The most that may be: so many of the largest records as may be in memory at once."""
-        return records_at_once((bucket.record_nbytes for bucket in self.on_disk()), depth)
-
-    def waiting_bytes(self) -> int:
-        """Weights that delayed updates have made, in memory of their own until they are published."""
-        return sum(weights.nbytes for bucket in self.on_disk() for weights in bucket.fresh or ())
-
-    def expected_waiting_bytes(self) -> int:
-        """What they come to once updates are delayed."""
-        spans = (item for bucket in self.on_disk() for item in bucket.spans)
-        return sum((span.stop - span.start) * state.flat.dtype.itemsize for state, span in spans)
 
     def close(self) -> None:
         with ExitStack() as end:

@@ -1,20 +1,22 @@
-"""One parameter's master, moments and gradient, read and written from outside the step, whole or this rank's part."""
+"""One parameter by its name: master, moments and gradient, read and written from outside, whole or this rank's part."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from wherry.errors import WherryError
 from wherry.observe.log import warn
-from wherry.parallel.comm import Comm
-from wherry.sharding.access import gathered
+from wherry.parallel.topology import Topology
+from wherry.sharding.access import Access
+from wherry.sharding.flat_gradient import FlatGradient
 from wherry.sharding.gradients import Gradients
 from wherry.sharding.layout import SegmentSpan, Slot
-from wherry.sharding.unit import Unit
-from wherry.update.optimizer_states import FlatState, OptimizerStates
+from wherry.sharding.unit import Flat
+from wherry.update.optimizer_states import FlatState
 from wherry.update.record import State
 from wherry.update.rules import Groups
 
@@ -30,38 +32,30 @@ class ParameterStates:
 
     def __init__(
         self,
-        units: list[Unit],
-        states: OptimizerStates | None,
+        access: Access,
+        state_of: Mapping[Flat, FlatState],
         groups: Groups,
         gradients: Gradients,
-        shards: Comm,
-        everybody: Comm,
-        gradient_scale: Callable[[], float],
+        topology: Topology,
     ) -> None:
+        self._access = access
+        self._state_of = state_of
         self._groups = groups
-        self._comm = shards
-        # What is written has to be written by all, replicas too.
-        self._everybody = everybody
         self._gradients = gradients
-        self._gradient_scale = gradient_scale
-        self._names = {
-            parameter: slot.name
-            for unit in units
-            for flat in unit.flats
-            for parameter, slot in zip(flat.parameters, flat.layout.slots, strict=True)
-        }
-        self._places: dict[str, tuple[FlatState, Slot, torch.nn.Parameter]] = {}
-        for state in states.state_of.values() if states is not None else ():
-            for slot, parameter in zip(state.flat.layout.slots, state.flat.parameters, strict=True):
-                self._places[slot.name] = (state, slot, parameter)
+        self._comm = topology.shards
+        # What is written has to be written by all, replicas too.
+        self._everybody = topology.data
+        self._tensor = topology.tensor
+        self._places = {flat.layout.slots[index].name: (flat, index) for flat, index in access.place_of.values()}
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """The name of a parameter of this engine."""
-        return self._names[parameter]  # type: ignore[index]
+        flat, index = self._access.place_of[parameter]  # type: ignore[index]
+        return flat.layout.slots[index].name
 
     def local_range(self, name: str) -> tuple[int, int]:
         """The stretch of the flattened parameter that this rank updates; empty if it is another rank's."""
-        state, slot, _ = self._place(name)
+        state, slot = self._place(name)
         part = state.flat.layout.overlap(slot, state.flat.rank)
         return part[:2] if part is not None else (0, 0)
 
@@ -72,16 +66,28 @@ class ParameterStates:
 
     def full(self, name: str, kind: str) -> torch.Tensor:
         """The whole, in fp32; a copy. Every rank must call it."""
-        state, slot, _ = self._place(name)
+        state, slot = self._place(name)
         if state.flat.layout.ranks > 1:
             self._comm.meet("states.full()")
         start, stop = self.local_range(name)
         whole = torch.zeros(slot.numel, dtype=torch.float32, device=state.flat.whole.device)
-        with self._part(name, kind, write=False) as part:
-            whole[start:stop].copy_(part)
+        whole[start:stop].copy_(self._agreed(name, kind))
         if state.flat.layout.ranks > 1:
             self._comm.all_reduce(whole).wait()
         return whole.view(slot.shape)
+
+    def _agreed(self, name: str, kind: str) -> torch.Tensor:
+        """This rank's part, a copy. What is wrong with a kind on the rank that has the part is so on all of them."""
+        part, wrong = torch.empty(0), None
+        try:
+            part = self.local(name, kind)
+        except WherryError as error:
+            wrong = str(error)
+        ranks = self._place(name)[0].flat.layout.ranks
+        for problem in self._comm.gather_objects(wrong) if ranks > 1 else [wrong]:
+            if problem is not None:
+                raise WherryError(problem)
+        return part
 
     def set_local(self, name: str, kind: str, value: torch.Tensor) -> None:
         """Write this rank's part. Every rank must call it, with its own."""
@@ -91,8 +97,8 @@ class ParameterStates:
                 f"{name}: expected {stop - start} elements for this rank's part of {kind}, got {tuple(value.shape)}"
             )
         if kind == MASTER:
-            state, slot, parameter = self._place(name)
-            whole = torch.zeros(slot.numel, dtype=torch.float32, device=parameter.device)
+            state, slot = self._place(name)
+            whole = torch.zeros(slot.numel, dtype=torch.float32, device=state.flat.whole.device)
             whole[start:stop].copy_(value.flatten())
             if state.flat.layout.ranks > 1:
                 self._comm.meet("states.set_local()")
@@ -111,13 +117,14 @@ class ParameterStates:
         if tuple(value.shape) != slot.shape:
             raise WherryError(f"{name}: expected {kind} of shape {slot.shape}, got {tuple(value.shape)}")
         self._everybody.meet("states.set_full()")
+        self._agreed(name, kind)
         self._write(name, kind, value)
 
     def _write(self, name: str, kind: str, value: torch.Tensor) -> None:
-        parameter = self._place(name)[2]
+        state, slot = self._place(name)
         if kind == MASTER:
-            with gathered(parameter), torch.no_grad():
-                parameter.data.copy_(value)
+            with self._access.gathered([state.flat], None), torch.no_grad():
+                state.flat.parameters[state.flat.layout.slots.index(slot)].data.copy_(value)
         start, stop = self.local_range(name)
         with self._part(name, kind, write=True) as part:
             part.copy_(value.flatten()[start:stop])
@@ -130,15 +137,15 @@ class ParameterStates:
         Frozen ones have nothing.
         """
         found: dict[str, dict[str, torch.Tensor]] = {}
-        places = [self._places[name] for name in names if name in self._places]
-        for state, slot, _ in places:
+        places = [self._place(name) for name in names if self._updates(name)]
+        for state, slot in places:
             if state.bucket.on_disk:
                 raise WherryError(
                     "optimizer.state_dict: this state rests on disk, and would be in memory as a whole; "
                     "engine.save_checkpoint(folder) writes it, and engine.load_checkpoint takes it back"
                 )
             found[slot.name] = {"step": torch.tensor(float(state.steps[state.flat.layout.slots.index(slot)]))}
-        for state in dict.fromkeys(state for state, *_ in places):
+        for state in dict.fromkeys(state for state, _ in places):
             with state.opened() as segments:
                 for span, values in zip(state.segments, segments, strict=True):
                     slot = state.flat.layout.slots[span.slot]
@@ -157,9 +164,9 @@ class ParameterStates:
     def load_parts(self, given: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Take back what `parts` gave, by name. Nothing is changed unless all of it fits. Every rank must call it."""
         self._everybody.meet("optimizer.load_state_dict()")
-        if not any(given.values()) and any(any(state.steps) for state, _, _ in self._places.values()):
+        if not any(given.values()) and any(any(state.steps) for state in self._state_of.values()):
             warn("optimizer.load_state_dict: it holds no state: moments and step counts begin anew")
-        given = {name: part for name, part in given.items() if part or name in self._places}
+        given = {name: part for name, part in given.items() if part or self._updates(name)}
         wrong = [problem for name, part in given.items() for problem in self._problems(name, part)]
         for rank, problem in enumerate(self._everybody.gather_objects(wrong[0] if wrong else None)):
             if problem is not None:
@@ -180,7 +187,7 @@ class ParameterStates:
 
     def _problems(self, name: str, part: Mapping[str, torch.Tensor]) -> Iterator[str]:
         """Why a part cannot be loaded. One of nothing is a parameter that has had no update."""
-        state, slot, _ = self._place(name)
+        state, slot = self._place(name)
         start, stop = self.local_range(name)
         for kind, value in part.items():
             if isinstance(value, torch.Tensor) and value.dim() and value.numel() != stop - start:
@@ -207,9 +214,39 @@ class ParameterStates:
             else:
                 values[kind] = value.clone()
 
+    # The gradient of the window, from its boundary's backward until the next window's first.
+
+    def gradient(self, name: str) -> torch.Tensor:
+        """The whole mean gradient, in fp32; a copy. Every rank must call it."""
+        gradient, index = self._gradient(name)
+        layout, device = gradient.flat.layout, gradient.flat.whole.device
+        slot = layout.slots[index]
+        cut = slot.part is not None and slot.part.global_shape is not None and slot.part.offsets is not None
+        for comm in (*((self._comm,) if layout.ranks > 1 else ()), *((self._tensor,) if cut else ())):
+            comm.meet("gradients()")
+        if layout.ranks == 1:
+            local = gradient.part(index).to(device)
+        else:
+            gradient.landing.wait()
+            owned = gradient.owned.to(device)
+            whole = torch.empty(layout.numel, dtype=owned.dtype, device=device)
+            self._comm.all_gather(whole, owned.contiguous()).wait()
+            local = whole[slot.start : slot.stop]
+        local = local.view(slot.shape)
+        return (self._join(local, slot) if cut else local).float() * self._gradients.scale
+
+    def _join(self, local: torch.Tensor, slot: Slot) -> torch.Tensor:
+        """The logical gradient, from the parts of all tensor-parallel ranks."""
+        assert slot.part is not None and slot.part.global_shape is not None
+        joined = local.new_empty(slot.part.global_shape)
+        for offsets, part in self._tensor.gather_objects((slot.part.offsets, local.cpu())):
+            joined[tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))] = part.to(local.device)
+        return joined
+
     def local_gradient(self, name: str) -> torch.Tensor:
         """This rank's part of the window's mean gradient, flat, in fp32; a copy."""
-        return self._gradients.named.local(name).to(torch.float32, copy=True) * self._gradient_scale()
+        gradient, index = self._gradient(name)
+        return gradient.part(index).to(torch.float32, copy=True) * self._gradients.scale
 
     def set_gradient(self, name: str, value: torch.Tensor) -> None:
         """Replace the window's mean gradient, between the boundary's backward and the step.
@@ -221,16 +258,40 @@ class ParameterStates:
 
     def set_gradient_here(self, name: str, value: torch.Tensor) -> None:
         """As `set_gradient`, of this rank's part alone; the rest of `value` is not looked at."""
-        self._gradients.named.replace(name, value.float() / self._gradient_scale())
+        gradient, index = self._gradient(name)
+        gradient.replace(index, value.float() / self._gradients.scale)
 
-    def _place(self, name: str) -> tuple[FlatState, Slot, torch.nn.Parameter]:
-        if name not in self._places:
+    def _gradient(self, name: str) -> tuple[FlatGradient, int]:
+        """Every rank finds the same here: they meet where they have found one."""
+        flat, index = self._places.get(name, (None, 0))
+        gradient = self._gradients.of(flat) if flat is not None else None
+        if gradient is None:
+            trained = [slot.name for gradient in self._gradients.all for slot in gradient.flat.layout.slots]
+            close = difflib.get_close_matches(name, trained, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise WherryError(f"gradients: no trainable parameter is named {name!r}{hint}")
+        if not self._gradients.complete:
+            raise WherryError(
+                f"gradients: there is none of {name} now; they are complete from the backward of a window's last "
+                "micro-batch until the first one of the next window, unless zero_grad() or an error drops them"
+            )
+        if gradient.brief:
+            raise gradient.gone()
+        return gradient, index
+
+    def _updates(self, name: str) -> bool:
+        """Whether the optimizer has state for a parameter."""
+        return name in self._places and self._places[name][0] in self._state_of
+
+    def _place(self, name: str) -> tuple[FlatState, Slot]:
+        if not self._updates(name):
             raise WherryError(f"{name}: the optimizer does not update a parameter of this name")
-        return self._places[name]
+        flat, index = self._places[name]
+        return self._state_of[flat], flat.layout.slots[index]
 
     @contextmanager
     def _part(self, name: str, kind: str, *, write: bool) -> Iterator[torch.Tensor]:
-        state, slot, _ = self._place(name)
+        state, slot = self._place(name)
         overlap = state.flat.layout.overlap(slot, state.flat.rank)
         if overlap is None:
             yield torch.empty(0)

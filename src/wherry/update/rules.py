@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,15 +11,14 @@ import torch
 from torch import nn
 
 from wherry import native
-from wherry.fake import address_of, is_fake
-from wherry.tiers.tickets import DONE, Ticket
+from wherry.fake import is_fake
+from wherry.tickets import DONE, Ticket
 from wherry.update.record import Field, State
 
 Group = Mapping[str, Any]
 Groups = Sequence[Group]
 # Moments that have no sign.
 UNSIGNED = ("exp_avg_sq", "sum")
-KEPT_PLANS = 8
 # Whose fused kernels all releases of torch have on a GPU: Adagrad's is on the CPU alone before 2.12, and refuses GPUs.
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
@@ -66,10 +65,6 @@ class UpdateRule:
         """What it keeps for a segment, apart from weights; empty where it keeps its state itself."""
         return []
 
-    def begins_with_zeros(self, group: Group) -> bool:
-        """Whether new state stays the zeros that it is."""
-        return True
-
     def begin(self, group: Group, state: dict[str, State]) -> None:
         """Give new state, which is zeros, its first values."""
 
@@ -103,7 +98,7 @@ class UpdateRule:
 class NativeFamily:
     """A rule that the native kernels have, and the names that torch.optim gives its state."""
 
-    rule: type[native.Rule]
+    rule: type[native.Formula]
     state_names: tuple[str, ...]
     initial: Callable[[Group], float] = lambda group: 0.0
 
@@ -111,11 +106,19 @@ class NativeFamily:
         return () if self.rule is native.SGD and not group["momentum"] else self.state_names
 
 
+_ADAM = NativeFamily(native.Adam, ("exp_avg", "exp_avg_sq"))
+_ADAGRAD = NativeFamily(native.Adagrad, ("sum",), lambda group: group.get("initial_accumulator_value", 0.0))
+_LION = NativeFamily(native.Lion, ("exp_avg",))
+# By the class of the optimizer.
 NATIVE_FAMILIES: dict[str, NativeFamily] = {
-    "adam": NativeFamily(native.Adam, ("exp_avg", "exp_avg_sq")),
-    "adagrad": NativeFamily(native.Adagrad, ("sum",), lambda group: group.get("initial_accumulator_value", 0.0)),
-    "lion": NativeFamily(native.Lion, ("exp_avg",)),
-    "sgd": NativeFamily(native.SGD, ("momentum_buffer",)),
+    "Adam": _ADAM,
+    "AdamW": _ADAM,
+    "CPUAdam": _ADAM,
+    "Adagrad": _ADAGRAD,
+    "CPUAdagrad": _ADAGRAD,
+    "Lion": _LION,
+    "CPULion": _LION,
+    "SGD": NativeFamily(native.SGD, ("momentum_buffer",)),
 }
 
 
@@ -128,10 +131,9 @@ class NativeRule(UpdateRule):
         self.family = family
         self.state_dtype = state_dtype
         self.pool = pool
-        # Plans by the addresses of what they update. A step meets the same few buffers again and again.
-        self._plans: dict[tuple[int, ...], native.Plan] = {}
+        # What was updated last: where weights and state stay in memory, every step brings the same segments.
         self._bound: Sequence[UpdateSegment] | None = None
-        self._plan: native.Plan | None = None
+        self._packed: native.PackedSegments | None = None
 
     def fields(self, group: Group, numel: int) -> list[Field]:
         fields = []
@@ -141,13 +143,10 @@ class NativeRule(UpdateRule):
             fields.append(Field(name, torch.uint8 if coded and name in UNSIGNED else dtype, numel, coded))
         return fields
 
-    def begins_with_zeros(self, group: Group) -> bool:
-        return not self.family.initial(group)
-
     def begin(self, group: Group, state: dict[str, State]) -> None:
-        if self.begins_with_zeros(group):
-            return
         first = self.family.initial(group)
+        if not first:
+            return
         for value in state.values():
             if isinstance(value, native.Blocks8):
                 native.quantize(torch.full((value.numel(),), first), value)
@@ -157,9 +156,9 @@ class NativeRule(UpdateRule):
     def update(
         self, segments: Sequence[UpdateSegment], steps: Sequence[int], groups: Groups, multiplier: float
     ) -> Ticket:
-        rules: dict[tuple[int, int], native.Rule] = {}
+        rules: dict[tuple[int, int], native.Formula] = {}
         present: list[UpdateSegment] = []
-        chosen: list[native.Rule] = []
+        chosen: list[native.Formula] = []
         for segment, step in zip(segments, steps, strict=True):
             if segment.grad is None:
                 continue
@@ -172,43 +171,29 @@ class NativeRule(UpdateRule):
             return DONE
         if len(present) < len(segments):
             segments = present
-        if segments is not self._bound:
-            self._bound, self._plan = segments, self._plan_for(segments)
-        assert self._plan is not None
-        return self._plan.submit(chosen, multiplier, self.pool)
-
-    def _plan_for(self, segments: Sequence[UpdateSegment]) -> native.Plan:
-        # Memory that was a buffer of one type may have become one of another.
-        key = tuple(
-            part
-            for segment in segments
-            for tensor in (segment.grad, segment.working, *_tensors(segment.state), segment.master, segment.low)
-            if tensor is not None
-            for part in (address_of(tensor), tensor.element_size())
-        )
-        plan = self._plans.get(key)
-        if plan is None:
-            if len(self._plans) >= KEPT_PLANS:
-                self._plans.pop(next(iter(self._plans)))
-            plan = self._plans[key] = native.Plan(
-                [
-                    native.Segment(
-                        grad=segment.grad,
-                        working=segment.working,
-                        master=segment.master,
-                        low=segment.low,
-                        state=tuple(segment.state.values()),
-                        # The draws of stochastic rounding follow the element, however the flat is cut.
-                        start=segment.first,
-                    )
-                    for segment in segments
-                ]
-            )
-        return plan
+        if self._packed is None or segments is not self._bound:
+            self._bound, self._packed = segments, _pack(segments)
+        return self._packed.submit(chosen, multiplier, self.pool)
 
     def forget(self) -> None:
-        self._plans.clear()
-        self._bound = self._plan = None
+        self._bound = self._packed = None
+
+
+def _pack(segments: Sequence[UpdateSegment]) -> native.PackedSegments:
+    return native.PackedSegments(
+        [
+            native.Segment(
+                grad=segment.grad,
+                working=segment.working,
+                master=segment.master,
+                low=segment.low,
+                state=tuple(segment.state.values()),
+                # The draws of stochastic rounding follow the element, however the flat is cut.
+                start=segment.first,
+            )
+            for segment in segments
+        ]
+    )
 
 
 class TorchRule(UpdateRule):
@@ -303,10 +288,6 @@ class TorchRule(UpdateRule):
 
 def _data(value: State) -> torch.Tensor:
     return value.codes if isinstance(value, native.Blocks8) else value
-
-
-def _tensors(state: Mapping[str, State]) -> Iterator[torch.Tensor]:
-    yield from map(_data, state.values())
 
 
 def _options(group: Group) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -15,16 +15,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from wherry.errors import WherryError
 from wherry.observe.log import warn
 
+if TYPE_CHECKING:
+    from wherry.config.scheduler import Scheduler
+
 Rates = float | Sequence[float]
-
-
-class ScheduleConfig(Protocol):
-    """What `build` reads of a config's block `scheduler`."""
-
-    @property
-    def type(self) -> str: ...
-    @property
-    def params(self) -> dict[str, Any]: ...
 
 
 class _Schedule(LRScheduler):
@@ -44,7 +38,7 @@ class _Schedule(LRScheduler):
         return list(self.rates(self.last_epoch))
 
     def _get_closed_form_lr(self) -> list[float | Any]:
-        return list(self.rates(self.last_epoch))
+        return self.get_lr()
 
 
 class WarmupLR(_Schedule):
@@ -70,10 +64,10 @@ class WarmupLR(_Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def rates(self, step: int) -> list[float]:
-        share = self.share(step)
+        share = self._share(step)
         return [low + (high - low) * share for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
-    def share(self, step: int) -> float:
+    def _share(self, step: int) -> float:
         """How far from the lowest to the highest rate, 0 to 1."""
         return _warmup(step, self.warmup_num_steps, self.warmup_type)
 
@@ -94,9 +88,9 @@ class WarmupDecayLR(WarmupLR):
         self.total_num_steps = _total(type(self).__name__, total_num_steps)
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
 
-    def share(self, step: int) -> float:
+    def _share(self, step: int) -> float:
         if step < self.warmup_num_steps:
-            return super().share(step)
+            return super()._share(step)
         return 1.0 - _progress(step, self.warmup_num_steps, self.total_num_steps)
 
 
@@ -121,11 +115,10 @@ class WarmupCosineLR(_Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def rates(self, step: int) -> list[float]:
-        ratio = self.ratio(step)
+        ratio = self._ratio(step)
         return [float(base) * ratio for base in self.base_lrs]
 
-    def ratio(self, step: int) -> float:
-        """The share of each group's own learning rate at a step."""
+    def _ratio(self, step: int) -> float:
         if step < self.warmup_num_steps:
             share = _warmup(step, self.warmup_num_steps, self.warmup_type)
             return self.warmup_min_ratio + (1.0 - self.warmup_min_ratio) * share
@@ -179,12 +172,13 @@ class OneCycle(_Schedule):
 
     def get_lr(self) -> list[float | Any]:
         # torch asks for the rates exactly when they are about to be set, which is the moment for the momentum too.
-        if self.cycle_momentum:
-            _set_momentum(self.optimizer, self.momentum(self.last_epoch))
+        for group in self.optimizer.param_groups if self.cycle_momentum else ():
+            momentum = self.momentum(self.last_epoch)
+            if "betas" in group:
+                group["betas"] = (momentum, group["betas"][1])
+            elif group.get("momentum"):
+                group["momentum"] = momentum
         return super().get_lr()
-
-    def _get_closed_form_lr(self) -> list[float | Any]:
-        return self.get_lr()
 
     def _height(self, step: int) -> float:
         """How high in the cycle, 0 to 1; with stairs, the stair that has been reached."""
@@ -231,15 +225,42 @@ _SCHEDULES: dict[str, type[_Schedule]] = {
 VALID_LR_SCHEDULES = list(_SCHEDULES)
 
 
-def build(config: ScheduleConfig, optimizer: Optimizer, total_num_steps: int | None = None) -> LRScheduler:
-    """The schedule that a config's block `scheduler` names, on an optimizer.
+def build(config: Scheduler, optimizer: Optimizer) -> LRScheduler:
+    """The schedule that a config's block `scheduler` names, on an optimizer."""
+    return _SCHEDULES[config.type](optimizer, **config.params)
 
-    `total_num_steps` fills in where the config says "auto".
-    """
-    params = dict(config.params)
-    if params.get("total_num_steps") == "auto" and total_num_steps is not None:
-        params["total_num_steps"] = total_num_steps
-    return _SCHEDULES[config.type](optimizer, **params)
+
+def resolve(given: Any, named: Scheduler | None, optimizer: Optimizer | None) -> Any:
+    """The schedule that `initialize` was given, or that the config names, on the optimizer that it made."""
+    if given is None:
+        if named is None:
+            return None
+        if optimizer is None:
+            warn(
+                "scheduler: the config's %s is not used, as there is no optimizer whose rate it could set; give "
+                'initialize an optimizer, or the config a block "optimizer"', named.type,
+            )  # fmt: skip
+            return None
+        return build(named, optimizer)
+    if named is not None:
+        warn("scheduler: the config's %s is not used, as initialize was given one", named.type)
+    if optimizer is None:
+        raise WherryError(
+            "lr_scheduler: this engine has no optimizer whose rate it could set; give initialize the optimizer too, or "
+            'the config a block "optimizer"'
+        )
+    if isinstance(given, type) or (callable(given) and not hasattr(given, "step")):
+        return given(optimizer)
+    built_on = getattr(given, "optimizer", None)
+    if isinstance(built_on, Optimizer):
+        ours = {id(group) for group in optimizer.param_groups}
+        if not any(id(group) in ours for group in built_on.param_groups):
+            raise WherryError(
+                f"lr_scheduler: {type(given).__name__} was built on another optimizer ({type(built_on).__name__}) and "
+                "would move nothing here; build it on the one given to initialize, or give a callable that takes the "
+                "optimizer and makes it"
+            )
+    return given
 
 
 def _per_group(name: str, value: Rates, optimizer: Optimizer) -> list[float]:
@@ -294,11 +315,3 @@ def _cycles_momentum(optimizer: Optimizer) -> bool:
         "cycle_momentum to false to say so.", type(optimizer).__name__,
     )  # fmt: skip
     return False
-
-
-def _set_momentum(optimizer: Optimizer, momentum: float) -> None:
-    for group in optimizer.param_groups:
-        if "betas" in group:
-            group["betas"] = (momentum, group["betas"][1])
-        elif group.get("momentum"):
-            group["momentum"] = momentum

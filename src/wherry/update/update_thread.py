@@ -12,7 +12,7 @@ import torch
 
 from wherry.errors import WherryError
 from wherry.fake import faking
-from wherry.tiers.tickets import Ticket
+from wherry.tickets import Ticket
 
 # What an update is waiting for, and which of them is worth waiting for first: the update itself keeps the cores busy,
 # a read feeds the next one, a write only gives its memory back.
@@ -30,60 +30,55 @@ class UpdateJob(Ticket):
     Both raise what went wrong in it, with the unit's name.
     """
 
-    __slots__ = ("_ended", "_error", "_event", "_steps", "_under_way", "name", "stage")
+    __slots__ = ("_ended", "_error", "_steps", "_usable", "_waits_for", "name", "stage")
 
     def __init__(self, name: str, steps: Steps) -> None:
         self.name = name
+        # What it waits for; nothing before its first step and after its last.
         self.stage = FETCH
+        self._waits_for: Ticket | None = None
         self._steps = steps
-        self._under_way: Ticket | None = None
         self._error: BaseException | None = None
-        # That its weights may be used; and its end, where that is another moment.
-        self._event = threading.Event()
-        self._ended: threading.Event | None = None
-
-    def begin(self) -> None:
-        """Take the first step."""
-        self._advance()
+        self._usable = threading.Event()
+        self._ended = threading.Event()
 
     def ready(self) -> bool:
         """Whether it can go on without a wait."""
-        if self._under_way is None:
+        if self._waits_for is None:
             return False
         try:
-            return self._under_way.done()
+            return self._waits_for.done()
         except BaseException:
             return True  # its wait will meet the error, where it is kept
 
     def go_on(self) -> None:
         """Wait for what it waits for, and take the next step."""
-        assert self._under_way is not None
         try:
-            self._under_way.wait()
-        except BaseException as error:
-            self._fail(error)
-        else:
-            self._advance()
-
-    def run(self) -> None:
-        """All steps, to its end; the first may have been taken."""
-        if self._under_way is None and not self.done():
-            self._advance()
-        while self._under_way is not None:
-            self.go_on()
-
-    def _advance(self) -> None:
-        try:
+            if self._waits_for is not None:
+                self._waits_for.wait()
             stage, ticket = next(self._steps)
             if stage == READY:
-                self._ended = threading.Event()
-                self._event.set()
+                self._usable.set()
                 stage, ticket = next(self._steps)
-            self.stage, self._under_way = stage, ticket
+            self.stage, self._waits_for = stage, ticket
         except StopIteration:
             self._end()
         except BaseException as error:
             self._fail(error)
+
+    def run(self) -> None:
+        """All steps that are left."""
+        while not self.done():
+            self.go_on()
+
+    def give_up(self, error: BaseException) -> None:
+        """Who runs it has left it, for this: it ends where it is, unless it has ended. It may not be running."""
+        if not self.done():
+            self._fail(error)
+
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
 
     def _fail(self, error: BaseException) -> None:
         self._error = error
@@ -95,33 +90,32 @@ class UpdateJob(Ticket):
             self._end()
 
     def _end(self) -> None:
-        self._under_way = None
-        if self._ended is not None:
-            self._ended.set()
-        self._event.set()
+        self._waits_for = None
+        self._ended.set()
+        self._usable.set()
 
     @property
     def ready_for_use(self) -> bool:
-        return self._event.is_set()
+        return self._usable.is_set()
 
     def done(self) -> bool:
-        return self._event.is_set() and (self._ended is None or self._ended.is_set())
+        return self._ended.is_set()
 
     def wait_for_end(self) -> None:
         """Wait until nothing is left to do, and leave an error to `wait()` and `finish()`."""
-        self._event.wait()
-        if self._ended is not None:
-            self._ended.wait()
+        self._ended.wait()
 
     def finish(self) -> None:
         self.wait_for_end()
         self.wait()
 
     def wait(self) -> None:
-        self._event.wait()
+        self._usable.wait()
         if self._error is not None:
             if not isinstance(self._error, Exception):
-                raise self._error  # Ctrl-C ends the program, whatever of this was left unfinished
+                # Ctrl-C ends the program, whatever of this was left unfinished. Who asks again is told of that.
+                interrupt, self._error = self._error, RuntimeError(f"it ended with {type(self._error).__name__}")
+                raise interrupt
             raise WherryError(
                 f"the update of {self.name} failed: {self._error}; weights and optimizer state are not those of one "
                 "step any more: end the run, mend the cause, and go on from a checkpoint"
@@ -145,7 +139,7 @@ def drive(take: Callable[[float | None], UpdateJob | None], depth: int) -> None:
         if job is None:
             ended = True
             return False
-        job.begin()
+        job.go_on()
         under_way.append(job)
         return True
 
@@ -176,7 +170,7 @@ def drive_all(jobs: Collection[UpdateJob], depth: int) -> None:
         drive(lambda seconds: next(waiting, None), depth)
     else:
         for job in jobs:
-            job.begin()
+            job.go_on()
     for job in jobs:
         job.run()
 

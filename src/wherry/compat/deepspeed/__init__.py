@@ -83,7 +83,8 @@ class AliasModule(ModuleType):
             return [each for each in names.of_module(module) if not each.startswith("_")]
         if name in names.of_module(module):
             where, ours = names.of_module(module)[name]
-            return getattr(importlib.import_module(where), ours)
+            listed = f"{where}.{ours}"
+            return importlib.import_module(full) if listed == full else getattr(importlib.import_module(where), ours)
         if path in names.ABSENT_NAMES:
             return absent(full, names.ABSENT_NAMES[path])
         if not name.startswith("__"):
@@ -94,6 +95,12 @@ class AliasModule(ModuleType):
             if module in names.OPEN:
                 return getattr(importlib.import_module(names.OPEN[module]), name)
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r} in Wherry's alias")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Where a module and what it has share a name (`utils.z3_leaf_module`), its import leaves it to the latter."""
+        where, ours = names.of_module(_below(self.__name__)).get(name, ("", ""))
+        if not (isinstance(value, AliasModule) and where and f"{where}.{ours}" != value.__name__):
+            super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
         module = _below(self.__name__)

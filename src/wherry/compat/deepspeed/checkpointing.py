@@ -12,11 +12,12 @@ import wherry
 from wherry import config as configs
 from wherry.activations import recompute
 from wherry.compat.deepspeed import not_part_of_wherry
+from wherry.compat.deepspeed.accelerator import get_accelerator
 from wherry.compat.deepspeed.parameters import live_engines
 from wherry.config import Config
 from wherry.observe.log import warn
 
-# Keys of the config's block, and the names that scripts read.
+# Keys of the config's block, in the order of the arguments of `configure`, and the names that scripts read.
 _KEYS = {
     "partition_activations": "PARTITION_ACTIVATIONS",
     "contiguous_memory_optimization": "CONTIGUOUS_CHECKPOINTING",
@@ -47,16 +48,10 @@ def configure(
     global _asked, mpu
     config = configs.load(deepspeed_config)
     block, written = config.activation_checkpointing, config.given.get("activation_checkpointing") or {}
-    named = {
-        "partition_activations": partition_activations,
-        "contiguous_memory_optimization": contiguous_checkpointing,
-        "cpu_checkpointing": checkpoint_in_cpu,
-        "synchronize_checkpoint_boundary": synchronize,
-        "profile": profile,
-        "number_checkpoints": num_checkpoints,
-    }
     asked = {key: value for key in _KEYS if (value := getattr(block, key, written.get(key)))}
-    _asked = asked | {key: value for key, value in named.items() if value is not None}
+    arguments = (partition_activations, contiguous_checkpointing, checkpoint_in_cpu, synchronize, profile,
+                 num_checkpoints)  # fmt: skip
+    _asked = asked | {key: value for key, value in zip(_KEYS, arguments, strict=True) if value is not None}
     if mpu_ is not None:
         mpu = mpu_
     _tell_if_late()
@@ -167,22 +162,22 @@ class CudaRNGStatesTracker:
         if seed in self.seeds_ or name in self.states_:
             raise ValueError(f"CudaRNGStatesTracker: seed {seed} or name {name!r} is taken already")
         self.seeds_.add(seed)
-        before = _get_rng_state()
-        _seed(seed)
-        self.states_[name] = _get_rng_state()
-        _set_rng_state(before)
+        before = get_accelerator().get_rng_state()
+        get_accelerator().manual_seed(seed)
+        self.states_[name] = get_accelerator().get_rng_state()
+        get_accelerator().set_rng_state(before)
 
     @contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
         if name not in self.states_:
             raise ValueError(f"CudaRNGStatesTracker: no state is named {name!r}; call add() first")
-        before = _get_rng_state()
-        _set_rng_state(self.states_[name])
+        before = get_accelerator().get_rng_state()
+        get_accelerator().set_rng_state(self.states_[name])
         try:
             yield
         finally:
-            self.states_[name] = _get_rng_state()
-            _set_rng_state(before)
+            self.states_[name] = get_accelerator().get_rng_state()
+            get_accelerator().set_rng_state(before)
 
 
 _tracker = CudaRNGStatesTracker()
@@ -195,7 +190,7 @@ def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
 def model_parallel_cuda_manual_seed(seed: int) -> None:
     """The default state for what all model-parallel ranks draw alike, and a named one for what they draw apart."""
     _tracker.reset()
-    _seed(seed)
+    get_accelerator().manual_seed(seed)
     rank = 0
     for name in ("get_model_parallel_rank", "get_tensor_model_parallel_rank"):
         if hasattr(mpu, name):
@@ -204,24 +199,6 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 
 
 model_parallel_reconfigure_tp_seed = model_parallel_cuda_manual_seed
-
-
-def _seed(seed: int) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.manual_seed(seed)
-    else:
-        torch.manual_seed(seed)
-
-
-def _get_rng_state() -> torch.Tensor:
-    return torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
-
-
-def _set_rng_state(state: torch.Tensor) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(state)
-    else:
-        torch.set_rng_state(state)
 
 
 def __getattr__(name: str) -> Any:

@@ -37,32 +37,31 @@ def init_distributed(
     **options: Any,
 ) -> None:
     """Start torch.distributed from what a launcher has set; without a launcher, as a group of one."""
-    if started() or dist_init_required is False:
-        _tell_accelerate()
-        return
-    device = default_device()
-    backend = dist_backend or ("nccl" if device.type == "cuda" else "gloo")
-    if backend == "nccl":
-        if device.type == "cuda":
-            backend = "cpu:gloo,cuda:nccl"
+    if not started() and dist_init_required is not False:
+        if auto_mpi_discovery:
+            _from_mpi(distributed_port)
+        backend = _backend(dist_backend)
+        count = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "1"))
+        if count == 1 and init_method is None:
+            options |= {"store": dist.HashStore()}
+            rank, world_size, verbose = 0, 1, False
         else:
-            if is_rank_zero():
-                logger.warning("init_distributed: nccl needs a GPU and there is none here, so gloo is used")
-            backend = "gloo"
-    if auto_mpi_discovery:
-        _from_mpi(distributed_port)
-    count = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "1"))
-    if count == 1 and init_method is None:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, **options)
-        _tell_accelerate()
-        return
-    os.environ.setdefault("MASTER_PORT", str(distributed_port))
-    dist.init_process_group(
-        backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size, **options
-    )
+            os.environ.setdefault("MASTER_PORT", str(distributed_port))
+        dist.init_process_group(
+            backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size, **options
+        )
+        if verbose:
+            say("torch.distributed has started: %d ranks, backend %s", dist.get_world_size(), backend)
     _tell_accelerate()
-    if verbose:
-        say("torch.distributed has started: %d ranks, backend %s", dist.get_world_size(), backend)
+
+
+def _backend(asked: str | None) -> str:
+    on_gpu = default_device().type == "cuda"
+    if asked not in (None, "nccl"):
+        return str(asked)
+    if asked == "nccl" and not on_gpu and is_rank_zero():
+        logger.warning("init_distributed: nccl needs a GPU and there is none here, so gloo is used")
+    return "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
 
 
 def _from_mpi(port: int) -> None:

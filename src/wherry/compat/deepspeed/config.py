@@ -14,7 +14,6 @@ from wherry.config.blocks import OffloadOptimizer, OffloadParam, ZeroOptimizatio
 from wherry.config.fields import ConfigBlock
 from wherry.config.scheduler import SCHEDULES
 from wherry.config.without_effect import idle_keys_in
-from wherry.plan.write import tree_of
 
 LR_SCHEDULE = "lr_schedule"
 VALID_LR_SCHEDULES = list(SCHEDULES)
@@ -122,7 +121,7 @@ OTHER_NAMES: Mapping[str, str] = {"aio.thread_count": "intra_op_parallelism"}
 def for_deepspeed(config: Config) -> tuple[dict[str, Any], list[str]]:
     """What was given, in DeepSpeed's keys, and notes of what could not be said in them."""
     notes: list[str] = []
-    tree = _kept(tree_of(config), "", notes)
+    tree = _kept(config.written, "", notes)
     if "gradient_clipping" not in tree:
         tree["gradient_clipping"] = config.gradient_clipping
         notes.append("gradient_clipping: written out, as its default is another there since 2026")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,11 @@ raise SystemExit(main())
 class DeepSpeedEngine(Engine):
     """Wherry's engine, with the rest of the names that scripts call."""
 
+    CLOSED = (
+        "this engine has been destroyed; call deepspeed.initialize again for a new one. A Trainer of transformers "
+        "destroys its engine when it is to train once more: save the model, and give what was saved to another Trainer"
+    )
+
     mpu: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -60,20 +64,8 @@ class DeepSpeedEngine(Engine):
             )
         return super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
 
-    @contextmanager
-    def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Several backwards whose gradients are reduced together, by the step that follows."""
-        with self.no_sync():
-            yield
-
-    def _check_open(self) -> None:
-        if self.closed:
-            raise WherryError(
-                "this engine has been destroyed; call deepspeed.initialize again for a new one. A Trainer of "
-                "transformers destroys its engine when it is to train once more: save the model, and give what was "
-                "saved to another Trainer"
-            )
-        super()._check_open()
+    # Several backwards whose gradients are reduced together, by the step that follows.
+    coalesce_grad_reduction = Engine.no_sync
 
     def close(self) -> None:
         self._shown.close()

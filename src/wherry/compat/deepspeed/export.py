@@ -29,7 +29,6 @@ from wherry.compat.deepspeed import VERSION
 from wherry.errors import WherryError
 from wherry.observe.log import say
 from wherry.plan.quantities import parse_bytes
-from wherry.sharding.places import Place, tile_places
 
 
 class LazyTensor:
@@ -122,35 +121,27 @@ def load_state_dict_from_zero_checkpoint(
     folder, manifest, entries = _open(checkpoint_dir, tag, partial=True)
     give_back(model)
     model.cpu()
-    own = model.state_dict(keep_vars=True)
-    targets = {name: [own[each] for each in (name, *entry.aliases) if each in own] for name, entry in entries.items()}
+    own = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    names = {name: [each for each in (name, *entry.aliases) if each in own] for name, entry in entries.items()}
     wrong = [
-        f"{name} is {entry.shape} in the checkpoint and {tuple(target.shape)} in the model"
+        f"{name} is {entry.shape} in the checkpoint and {tuple(own[each])} in the model"
         for name, entry in entries.items()
-        for target in targets[name]
-        if tuple(target.shape) != tuple(entry.shape)
+        for each in names[name]
+        if tuple(own[each]) != tuple(entry.shape)
     ]
     if wrong:
         raise CheckpointError(f"{folder}: {'; '.join(wrong[:8])}; give the model that was trained")
-    tiles: dict[str, list[tuple[Place, nn.Parameter]]] = {}
-    for name, place in tile_places(model).items():
-        tiles.setdefault(place.whole, []).append((place, model.get_parameter(name)))
-    if not any(targets.values()):
+    if not any(names.values()):
         raise CheckpointError(f"{folder}: the model has none of its {len(entries)} tensors; give the trained one")
-    with CheckpointReader(folder, manifest) as source, torch.no_grad():
+    with CheckpointReader(folder, manifest) as source:
         for name, entry in entries.items():
-            if targets[name]:
-                value = source.tensor(name, WEIGHT, exporting.exported_dtype(entry, torch.float32))
-                for target in targets[name]:
-                    target.copy_(value)
-                for place, tile in tiles.get(name, ()):
-                    # A state_dict has tiles put together, in memory of its own.
-                    tile.copy_(place.of(value))
-    strange = [name for name in entries if not targets[name]]
-    missing = sorted(set(own) - {each for name, entry in entries.items() for each in (name, *entry.aliases)})
-    for names, what in ((strange, "the model has no"), (missing, "the checkpoint has no")):
-        if names:
-            say("load_state_dict_from_zero_checkpoint: %s %s", what, ", ".join(names[:8]))
+            value = source.tensor(name, WEIGHT, exporting.exported_dtype(entry, torch.float32))
+            model.load_state_dict(dict.fromkeys(names[name], value), strict=False)
+    strange = [name for name in entries if not names[name]]
+    missing = sorted(set(own) - {each for found in names.values() for each in found})
+    for found, what in ((strange, "the model has no"), (missing, "the checkpoint has no")):
+        if found:
+            say("load_state_dict_from_zero_checkpoint: %s %s", what, ", ".join(found[:8]))
     return model
 
 

@@ -1,10 +1,14 @@
 """`deepspeed.utils.groups`: who shares what with whom. Without an `mpu`, the one group is that of all ranks.
 
-The `mpu` is the one that `initialize` was given, or that a script has set here, as Megatron-style code does.
+The `mpu` is the one that `initialize` was given, or that a script has set here, as Megatron-style code does. Scripts
+ask `_get_data_parallel_world_size()` and the like, for the axes and the questions of the two tables below.
 """
 
 from __future__ import annotations
 
+import functools
+import re
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -14,9 +18,21 @@ from wherry.compat.deepspeed.parameters import live_engines
 
 mpu: Any = None
 
-_DATA = ("data_parallel",)
-_MODEL = ("model_parallel", "tensor_model_parallel")
-_SEQUENCE = ("sequence_parallel",)
+# What the axes are called by those who know them.
+_AXES = {
+    "data_parallel": ("data_parallel",),
+    "model_parallel": ("model_parallel", "tensor_model_parallel"),
+    "sequence_parallel": ("sequence_parallel",),
+    # No sequence is shared out by the engine: who shares the data shares whole samples.
+    "sequence_data_parallel": ("data_parallel",),
+}
+_DATA_ALONE: dict[str, Callable[[], Any]] = {
+    "world_size": comm.get_world_size,
+    "rank": comm.get_rank,
+    "group": lambda: dist.group.WORLD,
+}
+_ALONE: dict[str, Callable[[], Any]] = {"world_size": lambda: 1, "rank": lambda: 0, "group": lambda: None}
+_QUESTION = re.compile(rf"_get_({'|'.join(_AXES)})_({'|'.join(_ALONE)})")
 _EXPERTS = "experts of the model's own library train as they are"
 
 
@@ -27,67 +43,19 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
     globals()["mpu"] = mpu
 
 
-def _mpu() -> Any:
-    if mpu is not None:
-        return mpu
-    return next((engine.mpu for engine in live_engines() if getattr(engine, "mpu", None) is not None), None)
-
-
-def _ask(axes: tuple[str, ...], what: str, otherwise: Any) -> Any:
-    """What the `mpu` answers for the first of these axes that it knows."""
-    asked = _mpu()
-    for axis in axes:
-        answer = getattr(asked, f"get_{axis}_{what}", None)
+def _ask(axis: str, what: str) -> Any:
+    """What the `mpu` answers for the first name of this axis that it knows."""
+    known = mpu or next((engine.mpu for engine in live_engines() if getattr(engine, "mpu", None) is not None), None)
+    for name in _AXES[axis]:
+        answer = getattr(known, f"get_{name}_{what}", None)
         if answer is not None:
             return answer()
-    return otherwise
-
-
-def _get_data_parallel_world_size() -> int:
-    return int(_ask(_DATA, "world_size", comm.get_world_size()))
-
-
-def _get_data_parallel_rank() -> int:
-    return int(_ask(_DATA, "rank", comm.get_rank()))
-
-
-def _get_data_parallel_group() -> Any:
-    return _ask(_DATA, "group", dist.group.WORLD)
-
-
-def _get_model_parallel_world_size() -> int:
-    return int(_ask(_MODEL, "world_size", 1))
-
-
-def _get_model_parallel_rank() -> int:
-    return int(_ask(_MODEL, "rank", 0))
-
-
-def _get_model_parallel_group() -> Any:
-    return _ask(_MODEL, "group", None)
-
-
-def _get_sequence_parallel_world_size() -> int:
-    return int(_ask(_SEQUENCE, "world_size", 1))
-
-
-def _get_sequence_parallel_rank() -> int:
-    return int(_ask(_SEQUENCE, "rank", 0))
-
-
-def _get_sequence_parallel_group() -> Any:
-    return _ask(_SEQUENCE, "group", None)
-
-
-# No sequence is shared out by the engine: who shares the data shares whole samples.
-_get_sequence_data_parallel_world_size = _get_data_parallel_world_size
-_get_sequence_data_parallel_rank = _get_data_parallel_rank
-_get_sequence_data_parallel_group = _get_data_parallel_group
+    return (_DATA_ALONE if "data_parallel" in _AXES[axis] else _ALONE)[what]()
 
 
 def _get_broadcast_src_rank() -> int:
     """The first rank of those that share the data."""
-    group = _get_data_parallel_group()
+    group = _ask("data_parallel", "group")
     return dist.get_global_rank(group, 0) if group is not None and dist.is_initialized() else 0
 
 
@@ -103,6 +71,8 @@ _get_expert_data_parallel_group_dict = _get_expert_parallel_group_dict
 
 
 def __getattr__(name: str) -> Any:
+    if question := _QUESTION.fullmatch(name):
+        return functools.partial(_ask, *question.groups())
     if "expert" in name:
         return absent(f"deepspeed.utils.groups.{name}", _EXPERTS)
     raise AttributeError(f"module 'deepspeed.utils.groups' has no attribute {name!r} in Wherry's alias")

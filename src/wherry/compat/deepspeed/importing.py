@@ -8,22 +8,16 @@ from __future__ import annotations
 
 import math
 import re
-import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from wherry.checkpoint import folder as folders
-from wherry.checkpoint.contents import Piece
 from wherry.checkpoint.errors import CheckpointError
-from wherry.checkpoint.format import WEIGHT, Entry, Manifest, encode
-from wherry.checkpoint.rank_files import RankFiles
+from wherry.checkpoint.format import WEIGHT, Entry, Manifest, Piece, RankFiles, encode
 from wherry.checkpoint.reshard import Run
-from wherry.checkpoint.save import versions
 from wherry.observe.progress import Progress
 
 _KNOWN = {
@@ -99,38 +93,13 @@ def _by_rank(folder: Path, pattern: str) -> list[Path]:
     return sorted(folder.glob(pattern), key=rank)
 
 
-@dataclass
-class _Part:
-    """What one rank holds of a group's parameters: name, whole shape, which elements, and where they lie in a flat."""
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-    at: int
-
-
-def _parts_of_stage_2(shapes: dict[str, Any], partition: int, first: int) -> Iterator[_Part]:
-    """Stage 1 and 2 lay a group's parameters end to end, and cut the whole into equal partitions."""
-    position = 0
-    for name, shape in shapes.items():
-        numel = math.prod(shape)
-        start, stop = max(position, first), min(position + numel, first + partition)
-        if start < stop:
-            yield _Part(name, tuple(shape), start - position, stop - position, start - first)
-        position += numel
-
-
-def _parts_of_stage_3(shapes: dict[str, Any], rank: int, ranks: int) -> Iterator[_Part]:
-    """Stage 3 cuts every parameter by itself, and lays a rank's parts end to end, each with its padding."""
-    position = 0
-    for name, shape in shapes.items():
-        numel = math.prod(shape)
-        size = -(-numel // ranks)
-        start, stop = min(rank * size, numel), min((rank + 1) * size, numel)
-        if start < stop:
-            yield _Part(name, tuple(shape), start, stop, position)
-        position += size
+def _cut(flats: list[torch.Tensor], start: int, stop: int) -> torch.Tensor:
+    """Elements of flats that lie end to end."""
+    parts, position = [], 0
+    for flat in flats:
+        parts.append(flat[max(start - position, 0) : max(stop - position, 0)])
+        position += flat.numel()
+    return torch.cat(parts)
 
 
 class _Import:
@@ -156,27 +125,18 @@ class _Import:
     def write(self, out: Path, tag: str | None) -> Path:
         step = int(self.model.get("global_steps", 0))
         name = folders.check_tag(tag or folders.step_tag(step))
-        partial = folders.begin(out, name)
-        manifest = Manifest(
-            tag=name,
-            created=datetime.now(UTC).isoformat(),
-            versions={**versions(), "deepspeed": str(self.model.get("ds_version"))},
-            world_size=int(self.model.get("dp_world_size", 1)),
-            entries=self.entries,
-            engine={},
-            ranks=[],
-            config={},
-            files={},
-        )
-        self.files = RankFiles(partial, 0, 1 << 20, manifest)
+        partial = folders.Partial(out, name)
+        manifest = Manifest.of_now(name, int(self.model.get("dp_world_size", 1)), self.entries)
+        manifest.versions["deepspeed"] = str(self.model.get("ds_version"))
+        self.files = RankFiles(partial.path, 0, 1 << 20, manifest)
         try:
             manifest.engine = self._engine_values(self._write_tensors())
             self.files.finish()
             manifest.check_complete()
-            return folders.commit(partial, name, manifest, latest=True)
+            return partial.commit(manifest, latest=True)
         except BaseException:
             self.files.abandon()
-            shutil.rmtree(partial, ignore_errors=True)
+            partial.discard()
             raise
 
     def _write_tensors(self) -> dict[str, Any] | None:
@@ -188,85 +148,74 @@ class _Import:
         for name, shape in frozen.items():
             parts = [dict(model.get("frozen_param_fragments") or {}).get(name) for model in self.models]
             whole = torch.cat([part.reshape(-1) for part in parts if part is not None])[: math.prod(shape)]
-            self._write_whole(name, whole.view(tuple(shape)), "frozen")
+            self._write_plain(name, whole.view(tuple(shape)), "frozen")
         known = {*trained, *frozen, *(other for others in self.aliases.values() for other in others)}
         buffers = set(self.model.get("buffer_names") or ())
         for name, tensor in self.model["module"].items():
             if name in known:
                 continue
             if name in buffers:
-                self._write_whole(name, tensor, "buffer")
+                self._write_plain(name, tensor, "buffer")
             elif not partitioned:
-                self._write_whole(name, tensor, "parameter")
+                self._write_plain(name, tensor, "parameter")
             elif tensor.numel():  # at stage 3 other names of trained weights are there too, empty
-                self._write_whole(name, tensor, "frozen")
+                self._write_plain(name, tensor, "frozen")
         return optimizer
 
     def _entry(self, name: str, shape: Any, dtype: torch.dtype, kind: str) -> None:
         spelled = str(dtype).removeprefix("torch.")
         self.entries[name] = Entry(tuple(shape), spelled, kind, tuple(self.aliases.get(name, ())))
 
-    def _write_whole(self, name: str, tensor: torch.Tensor, kind: str) -> None:
-        shape = tuple(tensor.shape)
-        self._entry(name, shape, tensor.dtype, kind)
-        self.files.put_piece(Piece(name, WEIGHT, Run.of(shape), tensor.detach().contiguous().reshape(-1)))
+    def _put(self, name: str, state: str, values: torch.Tensor) -> None:
+        self.files.put_piece(
+            Piece(name, state, Run.of(self.entries[name].shape), values.detach().contiguous().view(-1))
+        )
+
+    def _write_plain(self, name: str, tensor: torch.Tensor, kind: str) -> None:
+        self._entry(name, tensor.shape, tensor.dtype, kind)
+        self._put(name, WEIGHT, tensor)
 
     def _write_trained(self) -> dict[str, Any]:
+        """Masters and moments; the files of all ranks are open, and one state of one parameter is in memory."""
+        ranks = [_RankStates.of(path) for path in self.optimizers]
         module: dict[str, torch.Tensor] = self.model["module"]
-        for shapes in self.groups:
-            for name, shape in shapes.items():
-                self._entry(name, shape, module[name].dtype if name in module else torch.float32, "parameter")
-        steps, scale = 0, 1.0
-        options: list[Any] = []
-        first = [0] * len(self.groups)
-        with Progress(f"importing {self.folder}", len(self.optimizers), unit="ranks") as progress:
-            for rank, path in enumerate(self.optimizers):
-                saved = read(path)["optimizer_state_dict"]
-                stage_3 = "fp32_flat_groups" in saved
-                key = "fp32_flat_groups" if stage_3 else "single_partition_of_fp32_groups"
-                if key not in saved:
-                    raise CheckpointError(f"{path} holds no {key}; ZeRO stages 1, 2 and 3 are read")
-                scale = float(getattr(saved.get("loss_scaler"), "state", {}).get("cur_scale", scale))
-                weights: list[torch.Tensor] = list(saved[key])
-                base = saved["optimizer_state_dict" if stage_3 else "base_optimizer_state"]
-                states, options = _states_of(base, len(weights), options, path)
-                steps = max([steps, *(int(state.get("step", 0)) for state in states)])
-                flats = [
-                    {WEIGHT: weight}
-                    | {n: v for n, v in s.items() if isinstance(v, torch.Tensor) and v.numel() >= weight.numel() > 1}
-                    for weight, s in zip(weights, states, strict=True)
-                ]
-                if stage_3:
-                    self._write_stage_3(flats, rank)
-                else:
-                    for index, (shapes, flat) in enumerate(zip(self.groups, flats, strict=True)):
-                        partition = flat[WEIGHT].numel()
-                        for part in _parts_of_stage_2(shapes, partition, first[index]):
-                            self._write_part(part, flat, part.at)
-                        first[index] += partition
-                progress.advance()
+        part_at = 0  # of stage 3: where the parameter's parts begin in what each rank has
+        with Progress(f"importing {self.folder}", sum(map(len, self.groups)), unit="parameters") as progress:
+            for index, shapes in enumerate(self.groups):
+                at = 0  # of stages 1 and 2: where the parameter begins in its group
+                for name, shape in shapes.items():
+                    self._entry(name, shape, module[name].dtype if name in module else torch.float32, "parameter")
+                    numel, part = math.prod(shape), -(-math.prod(shape) // len(ranks))
+                    for state in ranks[0].flats[0 if ranks[0].stage_3 else index]:
+                        if ranks[0].stage_3:
+                            # Every parameter is cut by itself, and a rank's parts lie end to end, each padded; its
+                            # sub-groups cut that anew, at parameters' borders.
+                            own = [_cut(rank.all_of(state), part_at, part_at + part) for rank in ranks]
+                            whole = torch.cat(own)[:numel]
+                        else:
+                            # A group's parameters lie end to end, and the whole is cut into equal partitions.
+                            partitions = [rank.flats[index][state] for rank in ranks if state in rank.flats[index]]
+                            whole = _cut(partitions, at, at + numel)
+                        if whole.numel() != numel:
+                            raise CheckpointError(
+                                f"{self.folder}: {name}: of {state} {whole.numel()} of {numel} elements are there"
+                            )
+                        self._put(name, state, whole)
+                    at += numel
+                    part_at += part
+                    progress.advance()
+        options = next((rank.options for rank in reversed(ranks) if rank.options), [])
         groups = [
             {"options": encode(each, "param_groups", _no_tensors), "parameters": sorted(shapes)}
             for each, shapes in zip(options, self.groups, strict=False)
         ]
-        return {"type": "DeepSpeed", "steps": steps, "groups": groups, "scalars": {}, "loss_scale": scale}
-
-    def _write_stage_3(self, flats: list[dict[str, torch.Tensor]], rank: int) -> None:
-        """Sub-groups cut the run of all parameters anew, at parameters' borders: laid end to end they are one."""
-        shapes = {name: shape for group in self.groups for name, shape in group.items()}
-        position, index = 0, 0
-        for part in _parts_of_stage_3(shapes, rank, len(self.optimizers)):
-            while index < len(flats) and part.at >= position + flats[index][WEIGHT].numel():
-                position += flats[index][WEIGHT].numel()
-                index += 1
-            if index < len(flats):  # the manifest names the parameters that are not whole
-                self._write_part(part, flats[index], part.at - position)
-
-    def _write_part(self, part: _Part, flat: dict[str, torch.Tensor], at: int) -> None:
-        run = Run(Run.of(part.shape).box, part.start, part.stop)
-        for state, values in flat.items():
-            piece = Piece(part.name, state, run, values[at : at + part.stop - part.start].contiguous())
-            self.files.put_piece(piece)
+        return {
+            "type": "DeepSpeed",
+            "steps": max(rank.steps for rank in ranks),
+            "groups": groups,
+            "scalars": {},
+            "loss_scale": ranks[-1].loss_scale,
+        }
 
     def _engine_values(self, optimizer: dict[str, Any] | None) -> dict[str, Any]:
         """What an engine keeps beside tensors: its counts, the schedule's state and the client state."""
@@ -308,14 +257,43 @@ def _no_tensors(tensor: torch.Tensor) -> float:
     raise CheckpointError("param_groups: a tensor is not expected among the optimizer's options")
 
 
-def _states_of(base: Any, count: int, options: list[Any], path: Path) -> tuple[list[dict[str, Any]], list[Any]]:
-    """The optimizer's state by flat, and its groups' options."""
-    if isinstance(base, list):  # an elastic checkpoint: states alone
-        return [dict(state) for state in base], options
-    if not isinstance(base, dict) or "state" not in base:
-        raise CheckpointError(f"{path}: the optimizer's state is not in a form that is known")
-    given = [{k: v for k, v in group.items() if k != "params"} for group in base.get("param_groups", [])]
-    return [dict(base["state"].get(index, {})) for index in range(count)], given
+@dataclass
+class _RankStates:
+    """What one rank has written: of each of its flats the weights and moments, in one dim."""
+
+    flats: list[dict[str, torch.Tensor]]
+    options: list[Any]
+    steps: int
+    loss_scale: float
+    stage_3: bool
+
+    @classmethod
+    def of(cls, path: Path) -> _RankStates:
+        saved = read(path)["optimizer_state_dict"]
+        stage_3 = "fp32_flat_groups" in saved
+        key = "fp32_flat_groups" if stage_3 else "single_partition_of_fp32_groups"
+        if key not in saved:
+            raise CheckpointError(f"{path} holds no {key}; ZeRO stages 1, 2 and 3 are read")
+        weights: list[torch.Tensor] = list(saved[key])
+        base = saved["optimizer_state_dict" if stage_3 else "base_optimizer_state"]
+        options: list[Any] = []
+        if isinstance(base, list):  # an elastic checkpoint: states alone
+            states = base
+        elif isinstance(base, dict) and "state" in base:
+            states = [base["state"].get(index, {}) for index in range(len(weights))]
+            options = [{k: v for k, v in group.items() if k != "params"} for group in base.get("param_groups", [])]
+        else:
+            raise CheckpointError(f"{path}: the optimizer's state is not in a form that is known")
+        flats = [
+            {WEIGHT: weight}
+            | {name: value for name, value in state.items() if isinstance(value, torch.Tensor) and value.dim()}
+            for weight, state in zip(weights, states, strict=True)
+        ]
+        scale = float(getattr(saved.get("loss_scaler"), "state", {}).get("cur_scale", 1.0))
+        return cls(flats, options, max((int(state.get("step", 0)) for state in states), default=0), scale, stage_3)
+
+    def all_of(self, state: str) -> list[torch.Tensor]:
+        return [flat[state] for flat in self.flats if state in flat]
 
 
 def import_checkpoint(source: Path, out: Path, tag: str | None = None) -> Path:

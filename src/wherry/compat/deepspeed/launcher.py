@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
 from wherry.errors import WherryError
+from wherry.parallel.hostfile import read_hostfile, select
 
 ENVIRONMENT_FILE = ".deepspeed_env"
 
@@ -25,7 +27,9 @@ _NO_EFFECT = ("launcher_args", "bind_core_list", "save_pid")
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="deepspeed", description="Start a script on Wherry, with the flags of DeepSpeed's launcher."
+        prog="deepspeed",
+        description="Start a script on Wherry, with the flags of DeepSpeed's launcher.",
+        allow_abbrev=False,  # or what follows the script might be taken for a flag cut short
     )
     parser.add_argument("-H", "--hostfile")
     parser.add_argument("-i", "--include", default="")
@@ -85,8 +89,6 @@ def to_run(arguments: argparse.Namespace) -> list[str]:
 
 def _become_one_of_the_hosts(arguments: argparse.Namespace) -> None:
     """With `--no_ssh` somebody has started this command on every host: this is the machine of that `--node_rank`."""
-    from wherry.cli.nodes import read_hostfile, select
-
     hosts = select(read_hostfile(arguments.hostfile), arguments.include, arguments.exclude)
     if not 0 <= arguments.node_rank < len(hosts):
         raise WherryError(
@@ -104,16 +106,14 @@ def _become_one_of_the_hosts(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    from wherry.cli import main as wherry
-    from wherry.cli.run import parse_up_to_script
-
-    arguments, words = parse_up_to_script(build_parser(), sys.argv[1:] if argv is None else argv)
-    arguments.user_args = words
+    """Become the `wherry run` that means the same."""
     try:
-        return wherry(["run", *to_run(arguments)])
+        words = to_run(build_parser().parse_args(argv))
     except WherryError as error:
         print(f"deepspeed: {error}", file=sys.stderr)
         return 2
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "wherry", "run", *words])
 
 
 if __name__ == "__main__":

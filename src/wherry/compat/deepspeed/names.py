@@ -43,6 +43,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         ".utils: log_dist",
         _CONFIG_ERROR,
         _LOGGER,
+        "deepspeed: accelerator checkpoint comm constants git_version_info monitor ops profiling runtime utils",
         "deepspeed: dist=comm",
         "deepspeed.runtime: zero",
         "deepspeed.runtime.activation_checkpointing: checkpointing",

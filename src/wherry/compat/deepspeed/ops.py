@@ -5,6 +5,8 @@ Inside an engine an optimizer runs where its state rests. Nothing is built at fi
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -145,27 +147,10 @@ class OpBuilder:
         )
 
 
-class CPUAdamBuilder(OpBuilder):
-    NAME = "cpu_adam"
-
-
-class CPUAdagradBuilder(OpBuilder):
-    NAME = "cpu_adagrad"
-
-
-class CPULionBuilder(OpBuilder):
-    NAME = "cpu_lion"
-
-
-class FusedAdamBuilder(OpBuilder):
-    NAME = "fused_adam"
-
-
-class FusedLionBuilder(OpBuilder):
-    NAME = "fused_lion"
-
-
+@functools.cache
 def __getattr__(name: str) -> Any:
-    if not name.endswith("Builder"):
+    """The builder of any operation; `CPUAdamBuilder` is that of `cpu_adam`."""
+    operation = name.removesuffix("Builder")
+    if operation == name:
         raise AttributeError(f"module 'deepspeed.ops.op_builder' has no attribute {name!r}")
-    return type(name, (OpBuilder,), {"NAME": name.removesuffix("Builder").lower()})
+    return type(name, (OpBuilder,), {"NAME": re.sub(r"(?<=[a-zU])(?=[A-Z][a-z])", "_", operation).lower()})

@@ -10,6 +10,7 @@ import enum
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from wherry.engine import Engine
 
 ENGINE = "_wherry_engine"
-_MARKS = (ENGINE, "ds_id", "ds_shape", "ds_numel", "ds_persist", "ds_status", "ds_active_sub_modules",
-          "ds_summary", "all_gather", "partition")  # fmt: skip
 
 
 class ZeroParamStatus(enum.Enum):
@@ -58,24 +57,29 @@ class Status:
         return repr(self.now)
 
 
-class _Handle:
-    """`param.all_gather()` and `param.partition()`: gathering that outlasts a `with` block."""
+def _marks(number: int, parameter: nn.Parameter, persistent: bool) -> dict[str, Any]:
+    """What stands on a partitioned parameter. Gathering by `all_gather` lasts until `partition`."""
+    reference, held = weakref.ref(parameter), ExitStack()
+    marks = {
+        "ds_id": number,
+        "ds_shape": parameter.shape,
+        "ds_numel": parameter.numel(),
+        "ds_persist": persistent,
+        "ds_status": Status(parameter),
+        "ds_active_sub_modules": set(),
+    }
 
-    def __init__(self, parameter: nn.Parameter) -> None:
-        self._parameter = weakref.ref(parameter)
-        self._held = ExitStack()
+    def all_gather(param_list: Any = None, **_: Any) -> None:
+        held.close()
+        held.enter_context(gathered(param_list if param_list is not None else [reference()]))  # type: ignore[list-item]
 
-    def all_gather(self, param_list: Any = None, **_: Any) -> None:
-        self.partition()
-        self._held.enter_context(gathered(param_list if param_list is not None else [self._parameter()]))  # type: ignore[list-item]
+    def partition(*_: Any, **__: Any) -> None:
+        held.close()
 
-    def partition(self, *_: Any, **__: Any) -> None:
-        self._held.close()
+    def summary() -> dict[str, Any]:
+        return {name: marks["ds_" + name] for name in ("id", "status", "numel", "shape")}
 
-    def summary(self) -> dict[str, Any]:
-        parameter = self._parameter()
-        assert parameter is not None
-        return {name: getattr(parameter, "ds_" + name) for name in ("id", "status", "numel", "shape")}
+    return {**marks, "ds_summary": summary, "all_gather": all_gather, "partition": partition}
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -99,35 +103,21 @@ def mark(engine: Engine) -> None:
         setattr(parameter, ENGINE, reference)
         if not partitioned:
             continue
-        handle = _Handle(parameter)
-        marks = {
-            "ds_id": number,
-            "ds_shape": parameter.shape,
-            "ds_numel": parameter.numel(),
-            "ds_persist": parameter in persistent,
-            "ds_status": Status(parameter),
-            "ds_active_sub_modules": set(),
-            "ds_summary": handle.summary,
-            "all_gather": handle.all_gather,
-            "partition": handle.partition,
-        }
-        for name, value in marks.items():
+        for name, value in _marks(number, parameter, parameter in persistent).items():
             setattr(parameter, name, value)
     if partitioned:
         for module in engine.module.modules():
-            module.ds_external_parameters = _no_external_parameters  # type: ignore[assignment]
+            module.ds_external_parameters = list  # type: ignore[assignment]  # called, it says that there are none
 
 
-def _no_external_parameters() -> list[tuple[str, torch.Tensor]]:
-    return []
+_ON_PARAMETERS = {ENGINE, *_marks(0, nn.Parameter(torch.empty(0)), persistent=False)}
 
 
 def unmark(engine: Engine) -> None:
     _engines.discard(engine)
     for parameter in engine.module.parameters():
-        for name in _MARKS:
-            if name in parameter.__dict__:
-                delattr(parameter, name)
+        for name in [name for name in parameter.__dict__ if name in _ON_PARAMETERS]:
+            delattr(parameter, name)
     for inner in engine.module.modules():
         inner.__dict__.pop("ds_external_parameters", None)
 
@@ -145,77 +135,64 @@ def is_zero_param(parameter: object) -> bool:
 # `safe_get_...` answers None for a parameter of no engine, `safe_set_...` refuses it. The fp32 parameter is the state
 # "master". Of a whole state every rank must make the call; a local one is this rank's part, flat.
 
-MASTER = "master"
 
-
-def _named(parameter: torch.Tensor) -> tuple[Engine, str] | None:
+def _engine_and_name(parameter: torch.Tensor) -> tuple[Engine, str]:
     engine = engine_of(parameter)
-    return (engine, engine.states.name_of(parameter)) if engine is not None else None
-
-
-def _required(parameter: torch.Tensor) -> tuple[Engine, str]:
-    found = _named(parameter)
-    if found is None:
+    if engine is None:
         raise WherryError(
             f"a parameter of shape {tuple(parameter.shape)} belongs to no engine; call deepspeed.initialize first"
         )
-    return found
+    return engine, engine.states.name_of(parameter)
 
 
 def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
-    found = _named(param)
-    return found[0].states.full(found[1], optim_state_key) if found else None
-
-
-def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
-    engine, name = _required(param)
-    engine.states.set_full(name, optim_state_key, value)
-
-
-def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
-    return safe_get_full_optimizer_state(param, MASTER)
-
-
-def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
-    safe_set_full_optimizer_state(param, value, MASTER)
+    engine = engine_of(param)
+    return engine.states.full(engine.states.name_of(param), optim_state_key) if engine is not None else None
 
 
 def safe_get_local_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
-    found = _named(param)
-    return found[0].states.local(found[1], optim_state_key) if found else None
+    engine = engine_of(param)
+    return engine.states.local(engine.states.name_of(param), optim_state_key) if engine is not None else None
+
+
+def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
+    engine, name = _engine_and_name(param)
+    engine.states.set_full(name, optim_state_key, value)
 
 
 def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
-    engine, name = _required(param)
+    engine, name = _engine_and_name(param)
     engine.states.set_local(name, optim_state_key, value)
 
 
-def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
-    return safe_get_local_optimizer_state(param, MASTER)
+safe_get_full_fp32_param = partial(safe_get_full_optimizer_state, optim_state_key="master")
+safe_get_local_fp32_param = partial(safe_get_local_optimizer_state, optim_state_key="master")
+safe_set_full_fp32_param = partial(safe_set_full_optimizer_state, optim_state_key="master")
+safe_set_local_fp32_param = partial(safe_set_local_optimizer_state, optim_state_key="master")
 
 
-def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
-    safe_set_local_optimizer_state(param, value, MASTER)
-
-
-def _with_gradient(param: torch.Tensor) -> tuple[Engine, str] | None:
-    found = _named(param)
-    return found if found and param.requires_grad and found[0].has_gradients() else None
+def _has_gradient(param: torch.Tensor) -> bool:
+    engine = engine_of(param)
+    return engine is not None and param.requires_grad and engine.has_gradients()
 
 
 def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     """The whole mean gradient, from the boundary's backward until the next window; None outside."""
-    found = _with_gradient(param)
-    return found[0].gradients(found[1]) if found else None
+    if not _has_gradient(param):
+        return None
+    engine, name = _engine_and_name(param)
+    return engine.gradients(name)
 
 
 def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
-    found = _with_gradient(param)
-    return found[0].states.local_gradient(found[1]) if found else None
+    if not _has_gradient(param):
+        return None
+    engine, name = _engine_and_name(param)
+    return engine.states.local_gradient(name)
 
 
 def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
-    engine, name = _required(param)
+    engine, name = _engine_and_name(param)
     engine.states.set_gradient(name, value)
 
 
@@ -230,7 +207,7 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
-    engine, name = _required(param)
+    engine, name = _engine_and_name(param)
     start, stop = engine.states.local_range(name)
     if value.numel() != stop - start:
         raise WherryError(

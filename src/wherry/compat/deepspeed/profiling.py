@@ -5,6 +5,7 @@ Memory is from Wherry's own model of it.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from wherry.observe.flops import FlopCount
 from wherry.observe.memory import format_bytes
 from wherry.placement import Placement, Tier
-from wherry.plan.memory import Cost, states
+from wherry.plan.model_states import Cost, states
 
 _COST = Cost.of("bf16", "adamw")
 
@@ -27,12 +28,14 @@ class FlopsProfiler:
         self._running: Any = None
 
     def start_profile(self, ignore_list: Any = None) -> None:
-        self._count = FlopCount(self.model)
-        self._count.__enter__()
+        self._count = FlopCount()
+        self._running = self._count.phase("forward")
+        self._running.__enter__()
 
     def stop_profile(self) -> None:
-        if self._count is not None:
-            self._count.__exit__(None, None, None)
+        if self._running is not None:
+            self._running.__exit__(None, None, None)
+            self._running = None
 
     def end_profile(self) -> None:
         self._count = None
@@ -94,40 +97,16 @@ def get_model_profile(
     )
 
 
-def _live(model: nn.Module) -> tuple[int, int]:
-    total = sum({p: p.numel() for p in model.parameters()}.values())
-    largest = max((sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules()), default=0)
-    return total, largest
+# --- memory of states ---
 
 
 def _needs(
-    stage: int, parameters: int, gpus: int, nodes: int, buffer_factor: float, *, optimizer: Tier, weights: Tier
+    stage: int, parameters: int, gpus: int, nodes: int, buffer_factor: float, optimizer: Tier, weights: Tier
 ) -> tuple[int, int]:
     """Bytes on the host of a node, and on each GPU."""
     placement = Placement.of_stage(stage, optimizer=optimizer, parameters=weights)
     tiers = states(parameters, placement, gpus * nodes, _COST).by_tier(placement)
     return int(tiers[Tier.HOST] * gpus * buffer_factor), tiers[Tier.DEVICE]
-
-
-def _table(stage: int, parameters: int, largest: int, gpus: int, nodes: int, buffer_factor: float) -> str:
-    head = f"{parameters / 1e6:,.0f}M parameters"
-    head += f", {largest / 1e6:,.0f}M in the largest layer" if stage > 2 else ""
-    lines = [
-        f"Memory of model states at ZeRO-{stage}, mixed precision and Adam,",
-        f"for {head},",
-        f"on {nodes} node{'s' * (nodes > 1)} with {gpus} GPU{'s' * (gpus > 1)} each:",
-        f"{'host, per node':>16} | {'per GPU':>12} | where states rest",
-    ]
-    choices = [(Tier.DEVICE, Tier.DEVICE), (Tier.HOST, Tier.DEVICE)] + ([(Tier.HOST, Tier.HOST)] if stage > 2 else [])
-    for optimizer, weights in reversed(choices):
-        host, device = _needs(stage, parameters, gpus, nodes, buffer_factor, optimizer=optimizer, weights=weights)
-        gathered = largest * _COST.parameters if stage > 2 else 0
-        lines.append(
-            f"{format_bytes(host):>16} | {format_bytes(device + gathered):>12} | "
-            f"optimizer: {optimizer.value}, parameters: {weights.value}"
-        )
-    lines.append("(activations come on top: see `wherry plan`)")
-    return "\n".join(lines)
 
 
 def estimate_zero2_model_states_mem_needs(
@@ -139,10 +118,8 @@ def estimate_zero2_model_states_mem_needs(
 ) -> tuple[int, int]:
     """Bytes of states in the host memory of a node, and on each GPU."""
     optimizer = Tier.HOST if cpu_offload else Tier.DEVICE
-    return _needs(
-        2, int(total_params), num_gpus_per_node, num_nodes, additional_buffer_factor,
-        optimizer=optimizer, weights=Tier.DEVICE,
-    )  # fmt: skip
+    gpus, nodes = num_gpus_per_node, num_nodes
+    return _needs(2, int(total_params), gpus, nodes, additional_buffer_factor, optimizer, Tier.DEVICE)
 
 
 def estimate_zero3_model_states_mem_needs(
@@ -161,26 +138,32 @@ def estimate_zero3_model_states_mem_needs(
     """
     optimizer = Tier.HOST if cpu_offload else Tier.DEVICE
     weights = Tier.HOST if cpu_offload and cpu_offload_params else Tier.DEVICE
-    host, device = _needs(
-        3, int(total_params), num_gpus_per_node, num_nodes, additional_buffer_factor,
-        optimizer=optimizer, weights=weights,
-    )  # fmt: skip
+    gpus, nodes = num_gpus_per_node, num_nodes
+    host, device = _needs(3, int(total_params), gpus, nodes, additional_buffer_factor, optimizer, weights)
     gathered = int(largest_layer_params) * _COST.parameters
     return host, device + gathered, gathered
+
+
+def _print_table(stage: int, parameters: int, largest: int, gpus: int, nodes: int, buffer_factor: float) -> None:
+    print(f"Memory of model states at ZeRO-{stage}, mixed precision and Adam,")
+    in_layer = f", {largest / 1e6:,.0f}M in the largest layer" if stage == 3 else ""
+    print(f"for {parameters / 1e6:,.0f}M parameters{in_layer},")
+    print(f"on {nodes} node{'s' * (nodes > 1)} with {gpus} GPU{'s' * (gpus > 1)} each:")
+    print(f"{'host, per node':>16} | {'per GPU':>12} | where states rest")
+    places = [(Tier.HOST, Tier.DEVICE), (Tier.DEVICE, Tier.DEVICE)]
+    for optimizer, weights in [(Tier.HOST, Tier.HOST), *places] if stage == 3 else places:
+        host, device = _needs(stage, parameters, gpus, nodes, buffer_factor, optimizer, weights)
+        device += largest * _COST.parameters if stage == 3 else 0
+        rest = f"optimizer: {optimizer.value}, parameters: {weights.value}"
+        print(f"{format_bytes(host):>16} | {format_bytes(device):>12} | {rest}")
+    print("(activations come on top: see `wherry plan`)")
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
     """Print the table of a model of so many parameters."""
-    print(_table(2, int(total_params), 0, num_gpus_per_node, num_nodes, additional_buffer_factor))
-
-
-def estimate_zero2_model_states_mem_needs_all_live(
-    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
-) -> None:
-    """Print the table of a model that is there."""
-    print(_table(2, _live(model)[0], 0, num_gpus_per_node, num_nodes, additional_buffer_factor))
+    _print_table(2, int(total_params), 0, num_gpus_per_node, num_nodes, additional_buffer_factor)
 
 
 def estimate_zero3_model_states_mem_needs_all_cold(
@@ -191,12 +174,22 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     additional_buffer_factor: float = 1.5,
 ) -> None:
     """Print the table of a model of so many parameters."""
-    print(_table(3, int(total_params), int(largest_layer_params), num_gpus_per_node, num_nodes,
-                 additional_buffer_factor))  # fmt: skip
+    largest = int(largest_layer_params)
+    _print_table(3, int(total_params), largest, num_gpus_per_node, num_nodes, additional_buffer_factor)
 
 
-def estimate_zero3_model_states_mem_needs_all_live(
-    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+def _all_live(
+    stage: int,
+    model: nn.Module,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
 ) -> None:
     """Print the table of a model that is there."""
-    print(_table(3, *_live(model), num_gpus_per_node, num_nodes, additional_buffer_factor))
+    total = sum({p: p.numel() for p in model.parameters()}.values())
+    largest = max((sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules()), default=0)
+    _print_table(stage, total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor)
+
+
+estimate_zero2_model_states_mem_needs_all_live = partial(_all_live, 2)
+estimate_zero3_model_states_mem_needs_all_live = partial(_all_live, 3)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
-import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -34,16 +36,13 @@ compatible_ops: dict[str, bool] = {}
 
 def env_report(hide_operator_status: bool = False, hide_errors_and_warnings: bool = False) -> None:
     """`wherry doctor`."""
-    from wherry.cli.doctor import main as doctor
-
-    doctor(as_json=False)
+    subprocess.run([sys.executable, "-m", "wherry", "doctor"], check=False)
 
 
 def log_dist(message: str, ranks: list[int] | None = None, level: int = logging.INFO) -> None:
     """Log on some ranks; without `ranks`, or with -1 among them, on all."""
-    rank = int(os.environ.get("RANK", "0"))
-    if not ranks or -1 in ranks or rank in ranks:
-        logger.log(level, "[Rank %d] %s", rank, message)
+    if not ranks or -1 in ranks or get_rank() in ranks:
+        logger.log(level, "[Rank %d] %s", get_rank(), message)
 
 
 class LoggerFactory:
@@ -62,12 +61,9 @@ def set_log_level_from_string(level: str, custom_logger: logging.Logger | None =
 
 
 def print_json_dist(message: Any, ranks: list[int] | None = None, path: str | None = None) -> None:
-    import json
-
-    rank = int(os.environ.get("RANK", "0"))
-    if path is not None and (not ranks or -1 in ranks or rank in ranks):
+    if path is not None and (not ranks or -1 in ranks or get_rank() in ranks):
         with open(path, "w", encoding="utf-8") as file:
-            json.dump({**message, "rank": rank}, file)
+            json.dump({**message, "rank": get_rank()}, file)
 
 
 def instrument_w_nvtx(function: Function) -> Function:
@@ -77,7 +73,7 @@ def instrument_w_nvtx(function: Function) -> Function:
 
 def see_memory_usage(message: str, force: bool = False) -> None:
     """Log memory in use, on rank 0, if `force` is given."""
-    if not force or int(os.environ.get("RANK", "0")):
+    if not force or get_rank():
         return
     host, device = host_memory(), device_memory(default_device())
     on_device = f"device {format_bytes(device.allocated)}, peak {format_bytes(device.peak)}; " if device else ""
@@ -124,46 +120,39 @@ def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type[n
     return _mark([m for m in model.modules() if isinstance(m, classes)], False)
 
 
+def _by(
+    matches: Callable[[str, str], bool], leaf: bool, model: nn.Module, wanted: Iterable[str], required: bool
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark the modules that match a name; returns them, and the names that match none."""
+    found = {one: [module for name, module in model.named_modules() if matches(name, one)] for one in wanted}
+    missing = [one for one, modules in found.items() if not modules]
+    if missing and required:
+        raise ValueError(f"No modules named {missing} found in model {type(model).__name__}")
+    return _mark([module for modules in found.values() for module in modules], leaf), missing
+
+
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Iterable[str], raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    return _by(model, list(module_names), _is, True, raise_if_not_found)
-
-
-def set_z3_leaf_modules_by_suffix(
-    model: nn.Module, module_name_suffixes: Iterable[str], raise_if_not_found: bool = True
-) -> tuple[list[nn.Module], list[str]]:
-    return _by(model, list(module_name_suffixes), str.endswith, True, raise_if_not_found)
+    return _by(str.__eq__, True, model, module_names, raise_if_not_found)
 
 
 def unset_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Iterable[str], raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    return _by(model, list(module_names), _is, False, raise_if_not_found)
+    return _by(str.__eq__, False, model, module_names, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: Iterable[str], raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    return _by(str.endswith, True, model, module_name_suffixes, raise_if_not_found)
 
 
 def unset_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Iterable[str], raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    return _by(model, list(module_name_suffixes), str.endswith, False, raise_if_not_found)
-
-
-def _is(name: str, wanted: str) -> bool:
-    return name == wanted
-
-
-def _by(
-    model: nn.Module, wanted: list[str], matches: Callable[[str, str], bool], leaf: bool, required: bool
-) -> tuple[list[nn.Module], list[str]]:
-    found: list[nn.Module] = []
-    missing = []
-    for one in wanted:
-        modules = [module for name, module in model.named_modules() if matches(name, one)]
-        found += _mark(modules, leaf)
-        missing += [] if modules else [one]
-    if missing and required:
-        raise ValueError(f"No modules named {missing} found in model {type(model).__name__}")
-    return found, missing
+    return _by(str.endswith, False, model, module_name_suffixes, raise_if_not_found)
 
 
 def _mark(modules: list[nn.Module], leaf: bool) -> list[nn.Module]:

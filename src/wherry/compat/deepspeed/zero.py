@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -39,45 +39,37 @@ class Init:
         param_swapper: Any = None,
         tensor_overrides: Any = None,
     ) -> None:
-        for name, given in (
-            ("data_parallel_group", data_parallel_group),
-            ("zero_param_parallel_group", zero_param_parallel_group),
-            ("zero_quantized_weights", zero_quantized_weights),
-            ("zero_quantized_nontrainable_weights", zero_quantized_nontrainable_weights),
-            ("sequence_data_parallel_group", sequence_data_parallel_group),
-        ):
-            if given:
-                raise not_part_of_wherry(f"zero.Init({name}=...)", "weights are sharded over the data axis")
+        cuts = {
+            "data_parallel_group": data_parallel_group,
+            "zero_param_parallel_group": zero_param_parallel_group,
+            "zero_quantized_weights": zero_quantized_weights,
+            "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
+            "sequence_data_parallel_group": sequence_data_parallel_group,
+        }
+        for name in (name for name, given in cuts.items() if given):
+            raise not_part_of_wherry(f"zero.Init({name}=...)", "weights are sharded over the data axis")
         if enabled:
             init_distributed()  # what is built inside may ask torch for its rank
-        source = config_dict_or_path if config_dict_or_path is not None else config
+        overrides: dict[str, Any] = {}
+        if remote_device not in (None, "none"):
+            overrides["zero_optimization.offload_param.device"] = remote_device
+        if dtype in (torch.float16, torch.bfloat16):
+            overrides["fp16.enabled" if dtype is torch.float16 else "bf16.enabled"] = True
+        given = next((one for one in (config_dict_or_path, config) if one is not None), _STAGE_3)
         # A module that is built is partitioned by initialize(), which takes it as it is.
-        built = module is not None and enabled
-        self._context = None if built else _context(source, remote_device, dtype, enabled)
+        enabled = enabled and module is None
+        self._context = wherry.Init(config=configs.load(given, overrides=overrides), enabled=enabled)
 
     def __enter__(self) -> Init:
-        if self._context is not None:
-            self._context.__enter__()
+        self._context.__enter__()
         return self
 
-    def __exit__(self, *exception: Any) -> bool | None:
-        return self._context.__exit__(*exception) if self._context is not None else None
+    def __exit__(self, *exception: Any) -> None:
+        self._context.__exit__(*exception)
 
 
+_STAGE_3 = {"zero_optimization": {"stage": 3}}
 MiCS_Init = Init
-
-
-def _context(
-    source: Any, remote_device: str | None, dtype: torch.dtype | None, enabled: bool
-) -> AbstractContextManager[Any]:
-    overrides: dict[str, Any] = {}
-    if remote_device not in (None, "none"):
-        overrides["zero_optimization.offload_param.device"] = remote_device
-    if dtype in (torch.float16, torch.bfloat16):
-        overrides["fp16.enabled" if dtype is torch.float16 else "bf16.enabled"] = True
-    loaded = configs.load(source if source is not None else {"zero_optimization": {"stage": 3}}, overrides=overrides)
-    context: AbstractContextManager[Any] = wherry.Init(config=loaded, enabled=enabled)
-    return context
 
 
 class GatheredParameters:

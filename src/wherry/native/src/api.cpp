@@ -143,7 +143,6 @@ WHERRY_API void* wherry_pool_create(int threads, const int* cores, int core_coun
   }
 }
 WHERRY_API void wherry_pool_destroy(void* pool) { delete static_cast<Pool*>(pool); }
-WHERRY_API void wherry_pool_throttle(void* pool, int active) { static_cast<Pool*>(pool)->throttle(active); }
 
 WHERRY_API void wherry_job_wait(void* job) { static_cast<Handle*>(job)->job->wait(); }
 WHERRY_API int wherry_job_done(void* job) { return static_cast<Handle*>(job)->job->done(); }
@@ -181,11 +180,6 @@ WHERRY_API void wherry_plan_run(void* plan_, const Rule* rules, int64_t rule_cou
 WHERRY_API void wherry_cast(int isa, void* pool, void* dst, int32_t to, const void* src, int32_t from, int64_t n) {
   pass(static_cast<Pool*>(pool), n,
        [=](int64_t begin, int64_t end) { table(isa)->cast(dst, to, src, from, begin, end); });
-}
-WHERRY_API void wherry_cast_stochastic(int isa, void* pool, uint16_t* dst, const float* src, int64_t start,
-                                       uint32_t seed, int64_t n) {
-  pass(static_cast<Pool*>(pool), n,
-       [=](int64_t begin, int64_t end) { table(isa)->cast_stochastic(dst, src, start, seed, begin, end); });
 }
 WHERRY_API void wherry_accumulate(int isa, void* pool, void* dst, int32_t to, const void* src, int32_t from,
                                   float scale, int64_t n) {

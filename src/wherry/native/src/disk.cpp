@@ -32,8 +32,6 @@ WHERRY_API Engine* wherry_disk_open(int uring, const int32_t* files, int32_t lan
 }
 
 // Waits for every request. Their handles stay valid.
-WHERRY_API void wherry_disk_drain(Engine* engine) { engine->drain(); }
-
 WHERRY_API void wherry_disk_close(Engine* engine) {
   std::unique_ptr<Engine> last(engine);
   last->drain();

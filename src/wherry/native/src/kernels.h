@@ -81,7 +81,6 @@ struct Kernels {
   void (*update)(const Segment& segment, const Rule& rule, float multiplier, const void* grad, int32_t grad_kind,
                  int64_t begin, int64_t end);
   void (*cast)(void* dst, int32_t dst_kind, const void* src, int32_t src_kind, int64_t begin, int64_t end);
-  void (*cast_stochastic)(uint16_t* dst, const float* src, int64_t start, uint32_t seed, int64_t begin, int64_t end);
   void (*accumulate)(void* dst, int32_t dst_kind, const void* src, int32_t src_kind, float scale, int64_t begin,
                      int64_t end);
   double (*sum_squares)(const void* src, int32_t src_kind, int64_t begin, int64_t end);

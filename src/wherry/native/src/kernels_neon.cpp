@@ -5,5 +5,5 @@
 #include "passes_impl.h"
 #include "update_impl.h"
 
-extern const Kernels kernels_neon = {update, cast, cast_stochastic, accumulate, sum_squares,
+extern const Kernels kernels_neon = {update, cast, accumulate, sum_squares,
                                      split,  join, quantize,        dequantize, limit};

@@ -113,28 +113,6 @@ double sum_squares(const void* src, int32_t from, int64_t begin, int64_t end) {
   }
 }
 
-void cast_stochastic(uint16_t* dst, const float* src, int64_t start, uint32_t seed, int64_t begin, int64_t end) {
-  seed = seed_of(seed, start);
-  auto turn = [&](uint16_t* into, const float* out, int64_t i) {
-    for (int64_t j = 0; j < STEP; j += WIDTH) {
-      I random = random_bits(static_cast<uint32_t>(start + i + j), seed);
-      write_bf16_stochastic(into + j, load(out + j), land(random, seti(0xffff)));
-    }
-  };
-  sweep(
-      begin, end,
-      [&](int64_t i) {
-        prefetch_floats(src, i);
-        turn(dst + i, src + i, i);
-      },
-      [&](int64_t i, int64_t count) {
-        Rest<float> out(src + i, count);
-        Rest<uint16_t> into;
-        turn(into.data, out.data, i);
-        into.give(dst + i, count);
-      });
-}
-
 void split(const float* master, uint16_t* hi, uint16_t* low, int64_t begin, int64_t end) {
   auto turn = [](const float* out, uint16_t* upper, uint16_t* lower) {
     for (int64_t j = 0; j < STEP; j += WIDTH) write_split(upper + j, lower + j, load(out + j));

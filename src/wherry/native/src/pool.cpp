@@ -72,7 +72,7 @@ void Job::wait() {
   finished_.wait(lock, [this] { return done(); });
 }
 
-Pool::Pool(int threads, std::vector<int> cores) : cores_(std::move(cores)), active_(threads) {
+Pool::Pool(int threads, std::vector<int> cores) : cores_(std::move(cores)) {
   // Signals are the interpreter's business: threads inherit a mask that blocks them all.
   sigset_t all, before;
   sigfillset(&all);
@@ -94,7 +94,6 @@ void Pool::finish() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stopping_ = true;
-    active_ = static_cast<int>(threads_.size());
   }
   awake_.notify_all();
   for (std::thread& thread : threads_) thread.join();
@@ -106,14 +105,6 @@ void Pool::submit(std::shared_ptr<Job> job) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     queue_.push_back(std::move(job));
-  }
-  awake_.notify_all();
-}
-
-void Pool::throttle(int active) {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    active_ = active;
   }
   awake_.notify_all();
 }
@@ -133,13 +124,12 @@ void Pool::work(int index) {
     std::shared_ptr<Job> job;
     {
       std::unique_lock<std::mutex> lock(mutex_);
-      awake_.wait(lock, [&] { return queue_.empty() ? stopping_ : index < active_.load(); });
+      awake_.wait(lock, [&] { return !queue_.empty() || stopping_; });
       if (queue_.empty()) return;
       job = queue_.front();
     }
-    bool more = true;
-    while (more && index < active_.load(std::memory_order_relaxed)) more = job->step(index);
-    if (more) continue;
+    while (job->step(index)) {
+    }
     std::lock_guard<std::mutex> lock(mutex_);
     if (!queue_.empty() && queue_.front() == job) queue_.pop_front();
   }

@@ -63,8 +63,6 @@ class Pool {
   Pool& operator=(const Pool&) = delete;
 
   void submit(std::shared_ptr<Job> job);
-  // Only this many threads take chunks from now on.
-  void throttle(int active);
   int threads() const { return static_cast<int>(threads_.size()); }
 
  private:
@@ -76,7 +74,6 @@ class Pool {
   std::mutex mutex_;
   std::condition_variable awake_;
   std::deque<std::shared_ptr<Job>> queue_;
-  std::atomic<int> active_;
   bool stopping_ = false;
 };
 

@@ -1,0 +1,136 @@
+"""What a model must be before an engine takes it, and what of it a user should know."""
+
+from __future__ import annotations
+
+import hashlib
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from wherry.errors import ConfigError, WherryError
+from wherry.observe.log import logger, warn
+from wherry.observe.memory import format_bytes
+from wherry.parallel.comm import Comm
+from wherry.parallel.partition import local
+from wherry.sharding.access import taken
+from wherry.sharding.compiling import refuse_whole
+from wherry.sharding.meta import source_of
+
+if TYPE_CHECKING:
+    from wherry.config import Config
+
+# Classes of torch that do with a model what an engine does, and the names that people know them by.
+_WRAPPERS = {
+    "DataParallel": "DataParallel",
+    "DistributedDataParallel": "DistributedDataParallel",
+    "FullyShardedDataParallel": "FullyShardedDataParallel",
+    "FSDPModule": "fully_shard",
+}
+
+
+def check_model(model: nn.Module, config: Config, comm: Comm) -> None:
+    """Refuse a model that cannot be trained so, and warn of what in it works otherwise than one would think."""
+    _refuse_taken(model)
+    refuse_whole(model)
+    _refuse_wrapped(model)
+    _refuse_lazy(model)
+    _check_layer_major(model, config)
+    _check_same_model(model, comm)
+    if comm.size > 1 and comm.rank == 0:
+        _warn_of_max_norm(model)
+    if config.placement().parameters.partitioned:
+        _warn_of_frozen_casts(model, config)
+
+
+def _refuse_taken(model: nn.Module) -> None:
+    """A parameter has one engine at a time."""
+    name = taken(model)
+    if name is not None:
+        raise WherryError(
+            f"{name}: this parameter belongs to another engine already; call that engine's close() first, or give "
+            "wherry.initialize a copy of the model"
+        )
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    """A wrapper that shards weights or reduces gradients would do it once more, or to parts of them."""
+    for name, module in model.named_modules():
+        found = next((base for base in type(module).__mro__ if base.__name__ in _WRAPPERS), None)
+        if found is not None and found.__module__.startswith("torch."):
+            where = f"its part {name} is" if name else "it is"
+            raise WherryError(
+                f"model: {where} wrapped already, by torch's {_WRAPPERS[found.__name__]}; give initialize the model as "
+                "it was before that"
+            )
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise WherryError(
+                f"{name}: it has no shape before a lazy layer's first batch; run one through the model, under "
+                "torch.no_grad(), and make the optimizer and the engine then"
+            )
+
+
+def _check_layer_major(model: nn.Module, config: Config) -> None:
+    """Gradients of micro-batches that run together are summed in fp32, which not every torch does."""
+    if config.wherry.accumulation != "layer_major" or hasattr(torch.Tensor, "grad_dtype"):
+        return
+    dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
+    working = config.working_dtype()
+    if any(dtype.itemsize < torch.float32.itemsize for dtype in ({working} if working is not None else dtypes)):
+        raise ConfigError(
+            f"wherry.accumulation: layer_major sums gradients in fp32, and torch {torch.__version__} sums them in the "
+            "type of the weights, which is narrower here; install torch 2.10 or later, or leave the key out"
+        )
+
+
+def _check_same_model(model: nn.Module, comm: Comm) -> None:
+    """Ranks with different models would hang or sum unlike gradients; say which parameter differs."""
+    if comm.size == 1:
+        return
+    mine = [
+        f"{name} {tuple(local(p).shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
+        f"{'' if source_of(p) is None else ', to be read from a file'}"
+        for name, p in model.named_parameters()
+    ]
+    digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
+    if len(set(comm.gather_objects(digest))) == 1:
+        return
+    everybody = comm.gather_objects(mine)
+    first = everybody[0]
+    for rank, theirs in enumerate(everybody[1:], 1):
+        for here, there in zip_longest(first, theirs, fillvalue="nothing"):
+            if here != there:
+                raise WherryError(
+                    f"the ranks hold different models: [{here}] on rank 0 and [{there}] on "
+                    f"rank {rank}; build the same model on every rank, whatever its weights (rank 0's are used)"
+                )
+    raise AssertionError("digests differ and parameters do not")
+
+
+def _warn_of_max_norm(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            logger.warning(
+                "%s: max_norm rescales the rows that a rank looks up, on that rank alone: ranks would come to have "
+                "different weights, and partitioned weights forget it; leave it out, and rescale the weight after a "
+                "step inside wherry.gathered", name or "model",
+            )  # fmt: skip
+
+
+def _warn_of_frozen_casts(model: nn.Module, config: Config) -> None:
+    cast_to, recomputes = config.autocast_dtype(), config.activation_checkpointing.resolved_policy() == "recompute"
+    if cast_to is None or recomputes or (config.working_dtype() or torch.float32) is not torch.float32:
+        return
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad and p.dtype is torch.float32)
+    if frozen:
+        warn(
+            "torch_autocast: from forward to backward autograd keeps the %s copies of frozen weights, up to %s on each "
+            'rank; give them that type themselves, or set "activation_checkpointing": {"policy": "recompute"}',
+            str(cast_to).removeprefix("torch."), format_bytes(frozen * cast_to.itemsize),
+        )  # fmt: skip
