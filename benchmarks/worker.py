@@ -87,6 +87,8 @@ class Worker:
 
         with torch.profiler.profile() as profile:
             self._run(system, steps)
+        rank = int(os.environ["RANK"])
+        path += f".{rank}" * (rank > 0)
         profile.export_chrome_trace(path)
         return overlap(Path(path))
 

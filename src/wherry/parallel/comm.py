@@ -13,6 +13,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 from wherry.errors import DivergenceError, PeerError
 from wherry.fake import address_of
 from wherry.parallel.peers import Asked, Peers
-from wherry.tickets import DONE, CallbackTicket, Ticket
+from wherry.tickets import DONE, CallbackTicket, Ticket, TicketGroup
 
 # Newer releases of torch have these under other names, and warn about the old ones.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -54,6 +55,11 @@ GRACE = 60.0
 # How many collectives back ranks can tell each other what they have asked for.
 REMEMBERED = 64
 
+
+# Up to so many ranks take part in one another's broadcasts in place of gloo's gather.
+FEW = 4
+# A reduce-scatter over gloo of up to so many bytes is an exchange.
+EXCHANGED = 1 << 24
 
 # A tensor of up to so many elements is small, and at most so many travel together.
 SMALL, TOGETHER = 1 << 19, 1 << 22
@@ -431,7 +437,10 @@ class ProcessGroupComm(Comm):
 
     def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
         if whole.device.type == "cpu" and self._over_gloo:
-            # gloo has no reduce-scatter, and a wait for torch's stand-in, which copies the whole, has no end.
+            # gloo has no reduce-scatter, and a wait for torch's stand-in, which copies the whole, has no end. Each rank
+            # is sent what it sums; of much, which that would need a second time, all is summed in place.
+            if whole.nbytes <= EXCHANGED:
+                return self._exchange_and_sum(shard, whole)
             summed = self._all_reduce(whole, "sum")
 
             def take() -> None:
@@ -441,8 +450,27 @@ class ProcessGroupComm(Comm):
             return CallbackTicket(take, summed.done)
         return self._ticket(lambda: _reduce_scatter_single(shard, whole, group=self.group, async_op=True), shard, whole)
 
+    def _exchange_and_sum(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
+        received = torch.empty_like(whole)
+        work = partial(dist.all_to_all_single, received, whole, group=self.group, async_op=True)
+        exchanged = self._ticket(work, received, whole)
+
+        def add_up() -> None:
+            exchanged.wait()
+            first, second, *others = received.view(self.size, *shard.shape).unbind()
+            torch.add(first, second, out=shard)
+            for other in others:
+                shard.add_(other)
+
+        return CallbackTicket(add_up, exchanged.done)
+
     def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
         whole, shard = _copyable(whole), _copyable(shard)
+        if whole.device.type == "cpu" and self._over_gloo and self.size <= FEW:
+            # gloo gathers in a copy of the whole, which its threads then keep. Broadcasts go to where each part belongs.
+            parts = whole.view(self.size, -1)
+            _copy_unless_same(parts[self.rank].view_as(shard), shard)
+            return TicketGroup([self._broadcast(part, source) for source, part in enumerate(parts.unbind())])
         return self._ticket(lambda: _all_gather_single(whole, shard, group=self.group, async_op=True), whole, shard)
 
     def _broadcast(self, tensor: torch.Tensor, source: int) -> Ticket:

@@ -188,7 +188,7 @@ class Reducer:
         """The window's replicated sum is reduced where it lies, in the wire's dtype if that is another."""
         whole, owned = gradient.accumulated, gradient.own_sum
         cast = gradient.dtype != gradient.wire_dtype
-        if cast or self._merging.takes(whole) or self._replicas.size > 1 or self._eager:
+        if cast or self._scatters or self._merging.takes(whole) or self._eager:
             # Buffers are to be few, and what follows a sum is to begin soon. Else nothing is gained by waiting here.
             self._wait(IN_FLIGHT - 1)
         if self._predivide != 1.0:

@@ -79,8 +79,13 @@ class Mapping:
     """Memory at addresses that stay: filled, it is private to the process; else it shows NaN, again and again."""
 
     def __init__(self, nbytes: int) -> None:
-        self.memory = mmap.mmap(-1, -(-nbytes // PAGE) * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        size = -(-nbytes // PAGE) * PAGE
+        # With room to begin at a huge page: a gather writes to new ones in half the time.
+        room = HUGE_PAGE if size >= HUGE_PAGE else 0
+        self._area = mmap.mmap(-1, size + room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._skip = -ctypes.addressof(ctypes.c_char.from_buffer(self._area)) % HUGE_PAGE if room else 0
+        self.memory = (ctypes.c_char * size).from_buffer(self._area, self._skip)
+        self._address = ctypes.addressof(self.memory)
         self._use_huge_pages()
 
     def fill(self) -> None:
@@ -101,7 +106,7 @@ class Mapping:
 
     def _use_huge_pages(self) -> None:
         if len(self.memory) >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
-            advise_huge(self.memory, 0, len(self.memory))
+            advise_huge(self._area, self._skip, len(self.memory))
 
     @staticmethod
     def _map(address: int, nbytes: int, flags: int, file: int = -1) -> None:
