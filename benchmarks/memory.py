@@ -1,7 +1,7 @@
 """Peak memory by placement, beside the published formulas: python benchmarks/memory.py [--quick] [--path FOLDER].
 
 A batch so small that activations do not count: what is left above an empty process is the training states, and what an
-engine takes beside them.
+engine takes beside them. Of Wherry's also the bytes of states that the engine holds, beside those that a plan told.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from benchmarks.steps import MODELS, Subject, losses_words, measure
 _PLACES = tuple(place.name for place in (*systems.RESIDENT, *systems.OFFLOADED))
 SYSTEMS = ("plain", "ddp", *systems.FSDP2, *(f"{who}-{place}" for who in ("wherry", "deepspeed") for place in _PLACES))
 LENGTH = 16
+STATES = ("parameters", "gradients", "optimizer")
 
 
 def rows_of(subjects: Sequence[Subject], rounds: int, results: harness.Results) -> None:
@@ -36,16 +37,28 @@ def rows_of(subjects: Sequence[Subject], rounds: int, results: harness.Results) 
             continue
         above = [max(1.0, value - row["empty_bytes"]) for value in row["values"]]
         made = harness.row(case, subject.label, "B", above, formula_bytes=row["states_bytes"], memory=row["memory"])
+        made["forecast_bytes"] = forecast(subject) if row["memory"] else None
         made["bytes_per_parameter"] = made["value"] / subject.recipe.parameters
         made["loss_difference"] = row.get("loss_difference")
         results.add(made)
 
 
+def forecast(subject: Subject) -> int:
+    """Bytes of states of one rank, on any tier, that `wherry.estimate` says are kept between steps."""
+    import wherry
+    from wherry.plan.machines import known
+
+    recipe, ranks = subject.recipe, subject.ranks
+    config = systems.config_of(systems.place_of(subject.system), recipe, ranks)
+    machine = replace(known("4090"), gpus=0)  # without a GPU the host is the device
+    found = wherry.estimate(lambda: (recipe.model(), recipe.batch_of(0, 0, ranks)), config, machine, ranks=ranks)
+    return sum(row.bytes for row in found.rows if row.category in STATES)
+
+
 def _held(row: harness.Row) -> str:
-    """Of an engine that tells: bytes that it counts in memory, and those that its placement comes to."""
-    states = [state for state in row["memory"] if state["tier"] != "disk"]
-    actual, expected = (sum(state[key] for state in states) for key in ("bytes_actual", "bytes_expected"))
-    return f"{actual / 1e6:,.0f}/{expected / 1e6:,.0f}" if states else ""
+    """Of an engine that tells: bytes of states that it counts, and how far off the forecast was."""
+    held = sum(state["bytes_actual"] for state in row["memory"] if state["state"] in STATES)
+    return f"{held / 1e6:,.0f} MB, {row['forecast_bytes'] / held - 1:+.1%}" if held else ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         {
             "formula": lambda row: f"{row['formula_bytes'] / 1e6:,.0f} MB",
             "B/param": lambda row: f"{row['bytes_per_parameter']:.1f}",
-            "held/due MB": _held,
+            "held, forecast off": _held,
             "losses": losses_words,
         },
     )
