@@ -13,7 +13,6 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -451,9 +450,14 @@ class ProcessGroupComm(Comm):
         return self._ticket(lambda: _reduce_scatter_single(shard, whole, group=self.group, async_op=True), shard, whole)
 
     def _exchange_and_sum(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
-        received = torch.empty_like(whole)
-        work = partial(dist.all_to_all_single, received, whole, group=self.group, async_op=True)
-        exchanged = self._ticket(work, received, whole)
+        received = whole.new_empty(0)
+
+        def exchange() -> Any:
+            # It takes memory here, where a lack of it is told to the others.
+            received.resize_(whole.shape)
+            return dist.all_to_all_single(received, whole, group=self.group, async_op=True)
+
+        exchanged = self._ticket(exchange, received, whole)
 
         def add_up() -> None:
             exchanged.wait()
