@@ -471,7 +471,7 @@ class ProcessGroupComm(Comm):
     def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
         whole, shard = _copyable(whole), _copyable(shard)
         if whole.device.type == "cpu" and self._over_gloo and self.size <= FEW:
-            # gloo gathers in a copy of the whole, which its threads then keep. Broadcasts go to where each part belongs.
+            # gloo gathers in a copy of the whole, which its threads then keep. Broadcasts go where each part belongs.
             parts = whole.view(self.size, -1)
             _copy_unless_same(parts[self.rank].view_as(shard), shard)
             return TicketGroup([self._broadcast(part, source) for source, part in enumerate(parts.unbind())])

@@ -166,7 +166,7 @@ class UpdateBucket:
             return
         self.storage = self._storages.make_storage(self.tier, self.name, self._layout.nbytes)
         master_of = dict(zip(self.states, masters, strict=True))
-        memory = self.storage.blank(zeros=True)
+        memory = self.storage.blank()
         for (state, span), views in zip(self.spans, self._layout.views(memory), strict=True):
             self.rule.begin(groups[span.group], _moments(views))
             master = master_of[state]
