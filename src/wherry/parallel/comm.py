@@ -500,12 +500,9 @@ class ProcessGroupComm(Comm):
         self.asked += 1
         self._all_gather(whole, part).wait()
 
-    @property
-    def _process_group(self) -> dist.ProcessGroup:
-        return self.group or dist.distributed_c10d._get_default_group()
-
     def _object_device(self) -> torch.device:
-        kinds = {device.type for device in self._process_group._device_types}
+        group = self.group or dist.distributed_c10d._get_default_group()
+        kinds = {device.type for device in group._device_types}
         return torch.device("cpu" if "cpu" in kinds or not kinds else next(iter(kinds)))
 
     def _meet(self, what: str) -> None:

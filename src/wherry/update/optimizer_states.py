@@ -410,24 +410,24 @@ class OptimizerStates:
         # In the order in which units run.
         self.buckets: list[UpdateBucket] = []
         self.state_of: dict[Flat, FlatState] = {}
-        # The bucket that flats are still added to, how they are kept, and their masters.
-        self._open: tuple[UpdateBucket, StateTier, torch.dtype] | None = None
+        # The bucket that flats are still added to, and their masters.
+        self._open: UpdateBucket | None = None
         self._masters: list[torch.Tensor | None] = []
 
     def adopt(self, flat: Flat, master: torch.Tensor | None) -> None:
         """Begin to keep state for a flat. `master` is the fp32 shard, None where the working weights are as good."""
         kept = self._storages.state_tier(flat)
         if self._open is not None:
-            bucket, open_tier, dtype = self._open
+            others = [state.flat for state in self._open.states]
             # Of whole shards, padding included: every rank makes the same buckets.
-            numel = sum(state.flat.layout.shard_numel for state in bucket.states) + flat.layout.shard_numel
-            if numel > BUCKET_NUMEL or dtype != flat.dtype or open_tier != kept or flat.at_rest_on_disk:
+            numel = sum(each.layout.shard_numel for each in (*others, flat))
+            alike = others[0].dtype == flat.dtype and self._open.kept == kept
+            if numel > BUCKET_NUMEL or not alike or flat.at_rest_on_disk:
                 self.complete()
         if self._open is None:
-            self._open = UpdateBucket(kept, self._storages), kept, flat.dtype
-            self.buckets.append(self._open[0])
-        bucket = self._open[0]
-        self.state_of[flat] = bucket.add(flat, len(self._groups))
+            self._open = UpdateBucket(kept, self._storages)
+            self.buckets.append(self._open)
+        self.state_of[flat] = self._open.add(flat, len(self._groups))
         self._masters.append(master)
         if flat.at_rest_on_disk:
             self.complete()
@@ -435,7 +435,7 @@ class OptimizerStates:
     def complete(self) -> None:
         """No flat is added to the last bucket any more."""
         if self._open is not None:
-            self._open[0].fill(self._groups, self._masters)
+            self._open.fill(self._groups, self._masters)
         self._open = None
         self._masters = []
 

@@ -158,14 +158,11 @@ class BucketPipeline:
             if flat.pending:
                 flat.end_update()
 
-    def end(self) -> None:
-        self.phase = Phase.SETTLED
-
     def give_up(self, error: BaseException) -> None:
         """The step ends with this error: nobody publishes what this update has made, or has yet to make."""
         self.job.give_up(error)
         self.gathers.clear()
-        self.end()
+        self.phase = Phase.SETTLED
 
 
 def _nothing() -> Steps:

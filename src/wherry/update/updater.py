@@ -55,23 +55,7 @@ class InBackward:
         # Buckets of which this rank misses gradients: the step tells whether another rank has them.
         self.deferred: list[BucketPipeline] = []
         # How many flats of each have landed.
-        self._landed: Counter[BucketPipeline] = Counter()
-
-    @property
-    def any_landed(self) -> bool:
-        return bool(self._landed)
-
-    def land(self, pipeline: BucketPipeline) -> bool:
-        """One more flat of a bucket has landed. Whether it was the last."""
-        self._landed[pipeline] += 1
-        return self._landed[pipeline] == len(pipeline.flats)
-
-    def note(self, pipeline: BucketPipeline, job: UpdateJob | None) -> None:
-        """Its update has begun, or is left to the step."""
-        if job is None:
-            self.deferred.append(pipeline)
-        else:
-            self.begun[pipeline] = job
+        self.landed: Counter[BucketPipeline] = Counter()
 
     def check(self, groups: Groups, multiplier: float) -> None:
         """The step has come, with these."""
@@ -177,7 +161,7 @@ class Updater:
 
     def cancel_backward(self) -> None:
         """It was none of weights."""
-        if self._window is not None and not self._window.any_landed:
+        if self._window is not None and not self._window.landed:
             self._window = None
 
     # The step.
@@ -266,17 +250,17 @@ class Updater:
         if window is None:
             return
         pipeline = self._pipeline_of[gradient.flat]
-        if not window.land(pipeline):
+        window.landed[pipeline] += 1
+        if window.landed[pipeline] < len(pipeline.flats):
             return
         absent = {gradient.flat: gradient.absent for gradient in pipeline.gradients if gradient.absent}
         if absent and not self._alone:
-            window.note(pipeline, None)
+            window.deferred.append(pipeline)
             return
         # On the device gradients are not waited for: the step finds out whether they are finite.
         checks = self._checks_finite and not pipeline.bucket.on_device
         terms = UpdateTerms(window.groups, window.multiplier, absent, self.link.fence())
-        job = self._send(pipeline, terms, fit=partial(self._finite, pipeline) if checks else None)
-        window.note(pipeline, job)
+        window.begun[pipeline] = self._send(pipeline, terms, fit=partial(self._finite, pipeline) if checks else None)
         # A backward that is faster than the updates waits for them, or all gradients would be in memory at once.
         waiting = [job for job in window.begun.values() if not job.ready_for_use]
         for job in waiting[: max(0, len(waiting) - 2 * self.policy.depth)]:
@@ -438,7 +422,7 @@ class Updater:
         """The state that the last update has made is stored: the next one may change it."""
         if pipeline.phase is Phase.STORING:
             pipeline.job.wait_for_end()
-            pipeline.end()
+            pipeline.phase = Phase.SETTLED
             self._wait(pipeline.job)
 
     def _pending_jobs(self) -> list[UpdateJob]:
