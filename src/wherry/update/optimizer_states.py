@@ -305,13 +305,14 @@ class UpdateBucket:
             working = views["working"] if self.apart else flat.shard_memory[span.start : span.stop]
             segments.append(
                 UpdateSegment(
-                    group=span.group,
-                    working=working,  # type: ignore[arg-type]
                     grad=grad_of[state][span.start : span.stop] if grad_of else None,
+                    working=working,  # type: ignore[arg-type]
                     master=views.get("master"),  # type: ignore[arg-type]
                     low=views.get("low"),  # type: ignore[arg-type]
-                    state=_moments(views),
-                    first=flat.own.start + span.start,
+                    state=tuple(_moments(views).values()),
+                    # The draws of stochastic rounding follow the element, however the flat is cut.
+                    start=flat.own.start + span.start,
+                    group=span.group,
                 )
             )
         return segments

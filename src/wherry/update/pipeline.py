@@ -61,7 +61,6 @@ class BucketPipeline:
         self.gathers: list[Ticket] = []
         # The record that is being read, or has been, for an update that has not begun.
         self._prefetched: Ticket | None = None
-        self._stored = True
         self._comm = comm
         self._link = link
 
@@ -133,8 +132,8 @@ class BucketPipeline:
             for storage in fetched:
                 storage.release(uploads[-1] if uploads and storage is bucket.storage else DONE)
 
-    def publish(self, *, stored: bool) -> None:
-        """The update has made its weights, and perhaps `stored` its state: gather what every rank holds whole."""
+    def publish(self) -> None:
+        """The update has made its weights: gather what every rank holds whole."""
         if self.bucket.holds_weights:
             for ticket in self.bucket.publish(self._link.fence()):
                 ticket.finish()  # the next update writes the memory that is copied from
@@ -143,7 +142,6 @@ class BucketPipeline:
             names = [flat.name for flat in flats]
             self.gathers.append(self._comm.all_gather_together(wholes, shards, names))
         self.phase = Phase.PUBLISHED
-        self._stored = stored
 
     def wait_for_gathers(self) -> None:
         """The weights that were published are whole everywhere, and shown."""
@@ -151,7 +149,7 @@ class BucketPipeline:
             ticket.wait()
         self.gathers.clear()
         self.show()
-        self.phase = Phase.SETTLED if self._stored else Phase.STORING
+        self.phase = Phase.SETTLED if self.job.ended_well else Phase.STORING
 
     def show(self) -> None:
         for flat in self.flats:

@@ -216,7 +216,7 @@ class Updater:
 
         Updates that were all made are published by whoever waits for them next.
         """
-        if any(pipeline.job.failed or not pipeline.job.done() for pipeline in self.pipelines):
+        if not all(pipeline.job.ended_well for pipeline in self.pipelines):
             self._broken = self._broken or error
             for pipeline in self.pipelines:
                 pipeline.give_up(error)
@@ -398,9 +398,8 @@ class Updater:
         """Wait for these updates, and begin to gather what every rank holds whole of their weights."""
         try:
             for pipeline in pipelines:
-                stored = pipeline.job.done()
                 self._wait(pipeline.job)
-                pipeline.publish(stored=stored)
+                pipeline.publish()
         except BaseException:
             self._end_gathers()
             raise
