@@ -128,7 +128,7 @@ class UpdateBucket:
         self.states: list[FlatState] = []
         self.spans: list[tuple[FlatState, SegmentSpan]] = []
         self._storages = storages
-        self._layout: RecordLayout | None = None
+        self._layout = RecordLayout([])
         # Where the record rests; None where there is none, as rules of torch's keep their state themselves.
         self.storage: Storage | None = None
         # New weights of a delayed update, of each segment, until they are published: the flats have those before it.
@@ -183,12 +183,12 @@ class UpdateBucket:
     @property
     def nbytes(self) -> int:
         """Of the state, wherever it is; without what aligns a record's fields, as that is a matter of the layout."""
-        return (self._layout.payload if self._layout is not None else 0) + self.rule.nbytes()
+        return self._layout.payload + self.rule.nbytes()
 
     @property
     def record_nbytes(self) -> int:
         """As much as it takes in memory."""
-        return self._layout.nbytes if self._layout is not None else 0
+        return self._layout.nbytes
 
     @property
     def in_memory(self) -> int:
@@ -266,8 +266,11 @@ class UpdateBucket:
         """A delayed update is complete: keep its weights until they are published, whatever becomes of the record."""
         self._fresh = [weights.clone() if self.on_disk else weights for weights in self.working()]
 
-    def publish(self, fence: Ticket) -> list[Ticket]:
-        """Send working weights, those of the record or those that it holds, to where flats have theirs."""
+    def publish(self, fence: Ticket = DONE) -> list[Ticket]:
+        """Send working weights, those of the record or those that it holds, to where flats have theirs.
+
+        A `fence` is for another thread than the one that computes.
+        """
         parts = iter(self.working() if self._fresh is None else self._fresh)
         self._fresh = None
         tickets = []
@@ -291,7 +294,6 @@ class UpdateBucket:
         self.rule.forget()
 
     def _views(self) -> list[dict[str, State]]:
-        assert self._layout is not None
         return self._layout.views(self.storage.memory) if self.storage is not None else [{} for _ in self.spans]
 
     def _segments(

@@ -13,7 +13,6 @@ from wherry.sharding.flat_gradient import FlatGradient
 from wherry.sharding.unit import Flat
 from wherry.tickets import DONE, OnHost, Ticket
 from wherry.tiers.storage import Storage
-from wherry.tiers.streams import Link
 from wherry.update.optimizer_states import Absent, UpdateBucket
 from wherry.update.rules import Groups
 from wherry.update.update_thread import FETCH, READY, STORE, UPDATE, Steps, UpdateJob
@@ -43,9 +42,7 @@ class Phase(enum.Enum):
 class BucketPipeline:
     """One bucket, and the last update of it."""
 
-    def __init__(
-        self, bucket: UpdateBucket, gradients: list[FlatGradient], merging: Merging, comm: Comm, link: Link
-    ) -> None:
+    def __init__(self, bucket: UpdateBucket, gradients: list[FlatGradient], merging: Merging, comm: Comm) -> None:
         self.bucket = bucket
         self.flats = [state.flat for state in bucket.states]
         # Those of the flats.
@@ -62,7 +59,6 @@ class BucketPipeline:
         # The record that is being read, or has been, for an update that has not begun.
         self._prefetched: Ticket | None = None
         self._comm = comm
-        self._link = link
 
     def read_ahead(self) -> None:
         """Begin to read the record."""
@@ -135,7 +131,7 @@ class BucketPipeline:
     def publish(self) -> None:
         """The update has made its weights: gather what every rank holds whole."""
         if self.bucket.holds_weights:
-            for ticket in self.bucket.publish(self._link.fence()):
+            for ticket in self.bucket.publish():
                 ticket.finish()  # the next update writes the memory that is copied from
         for flats in self.together:
             wholes, shards = [flat.whole for flat in flats], [flat.shard_memory for flat in flats]

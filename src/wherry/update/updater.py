@@ -121,7 +121,7 @@ class Updater:
         gradient_of = {gradient.flat: gradient for gradient in gradients.all}
         for bucket in self.buckets:
             mine = [gradient_of[state.flat] for state in bucket.states]
-            pipeline = BucketPipeline(bucket, mine, self._merging, self.comm, self.link)
+            pipeline = BucketPipeline(bucket, mine, self._merging, self.comm)
             self.pipelines.append(pipeline)
             self._pipeline_of |= dict.fromkeys(pipeline.flats, pipeline)
         self._all_in_place = all(bucket.in_place for bucket in self.buckets)
