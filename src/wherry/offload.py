@@ -105,7 +105,7 @@ class Offload:
             return DiskStorage(cache, name, nbytes)
         if tier is Tier.DEVICE:
             return None
-        return MemoryStorage(self._weights_pool.take(nbytes), self._weights_pool.give)
+        return MemoryStorage(self._weights_pool.take_zeros(nbytes), self._weights_pool.give)
 
     @property
     def read_ahead(self) -> int:
@@ -137,7 +137,7 @@ class Offload:
             return MemoryStorage(untouched_zeros(nbytes, torch.uint8, self.device))
         if tier is Tier.HOST:
             pool = self.link.host
-            return MemoryStorage(pool.take(nbytes), pool.give)
+            return MemoryStorage(pool.take_zeros(nbytes), pool.give)
         return DiskStorage(self.for_records(), name, nbytes)
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import re
@@ -10,7 +9,7 @@ import re
 import pytest
 import torch
 
-from wherry.tiers.buffers import PAGE, DevicePool, HostPool, PoolError, untouched_zeros
+from wherry.tiers.buffers import DevicePool, HostPool, PoolError, untouched, untouched_zeros
 
 
 class Recorder:
@@ -127,20 +126,16 @@ def test_large_buffers_ask_for_huge_pages_and_small_ones_do_not():
         assert "hg" not in mapping(small.data_ptr())["VmFlags"].split()
 
 
-def touched(buffer: torch.Tensor) -> int:
-    """Pages of its memory that the system has given."""
-    first, pages = buffer.data_ptr(), -(-buffer.numel() // PAGE)
-    seen = (ctypes.c_ubyte * pages)()
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.mincore(ctypes.c_void_p(first), ctypes.c_size_t(buffer.numel()), seen) == 0, ctypes.get_errno()
-    return sum(page & 1 for page in seen)
-
-
 def test_zeros_take_no_memory_before_they_are_written_to():
+    before = untouched()
     alone = untouched_zeros(5 << 20, torch.uint8, torch.device("cpu"))
-    assert touched(alone) == 0
+    assert untouched() - before == 5 << 20
     alone[-1] = 1
-    assert touched(alone) > 0 and int(alone.sum()) == 1
+    assert untouched() - before < 5 << 20 and int(alone.sum()) == 1
+    with HostPool() as pool:
+        buffer = pool.take(8192)
+        pool.give(buffer.fill_(1))
+        assert not pool.take_zeros(8192).any()
 
 
 def test_memory_that_cannot_be_had_is_an_error_of_ours():

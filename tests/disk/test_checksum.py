@@ -7,11 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.engine.harness import adamw, assert_equal, make_model, settings, token_batch
+from tests.engine.harness import assert_equal, engine_of, make_model, settings, train_step
 from tests.tiers.rows import ROWS
 from tests.tiers.test_placements import offload, plain, train
 
-import wherry
 from wherry.errors import WherryError
 from wherry.tiers.disk import DiskError
 
@@ -32,13 +31,10 @@ def test_training_reads_what_it_wrote_or_says_so(tmp_path, row):
     stage = ROWS[row][0]
     assert_equal(train(config, stage=stage), plain(row, 1, "fp32"))
     model = make_model()
-    engine, *_ = wherry.initialize(
-        model=model, optimizer=adamw(model.parameters()), config=settings(stage, more=config)
-    )
+    engine = engine_of(model, settings(stage, more=config))
 
     def step(number: int) -> None:
-        engine.backward(engine(*token_batch(number, 0, 0)))
-        engine.step()
+        train_step(engine, number, 0)
 
     try:
         step(0)

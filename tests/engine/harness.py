@@ -72,6 +72,17 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.1)
 
 
+def engine_of(model: nn.Module, config: dict[str, Any], mesh: Any = None) -> Any:
+    """An engine that trains all of the model."""
+    return wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=config, mesh=mesh)[0]
+
+
+def train_step(engine: Any, step: int, rank: int) -> None:
+    """Of one micro-batch."""
+    engine.backward(engine(*token_batch(step, 0, rank)))
+    engine.step()
+
+
 @dataclass
 class Run:
     losses: list[float] = field(default_factory=list)

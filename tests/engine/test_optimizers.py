@@ -61,7 +61,7 @@ def test_what_every_release_of_torch_has_a_kernel_for_is_fused_on_a_gpu(name: st
     mine = OPTIMIZERS[name]([nn.Parameter(torch.ones(4))])
     with FakeTensorMode():
         rule = TorchRule(type(mine), mine.defaults, mine.param_groups)
-        inner = rule._bind([UpdateSegment(0, torch.empty(4, device="cuda"))])
+        inner = rule._bind([UpdateSegment(grad=None, working=torch.empty(4, device="cuda"))])
     assert inner.param_groups[0].get("fused") is fused
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import adamw, make_model, settings, token_batch
+from tests.engine.harness import adamw, engine_of, make_model, settings, token_batch, train_step
 from tests.tiers.rows import ROWS, with_stores
 from tests.tiers.test_placements import offload
 from tests.tiers.test_traffic import psi
@@ -56,13 +56,12 @@ def test_weights_are_used_while_their_state_is_written(row: str, policy: str, tm
     place, stores = with_stores(replace(topology(SoloComm()), open_store=GatedStore))
     GatedStore.gate = gate = threading.Event()
     gate.set()
-    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=config, mesh=place)
+    engine = engine_of(model, config, place)
     (store,) = stores
     engine.settle()
     gate.clear()
     begun = store.begun
-    engine.backward(engine(*token_batch(0, 0, 0)))
-    engine.step()
+    train_step(engine, 0, 0)
     loss = engine(*token_batch(1, 0, 0))  # while the gate is shut
     assert store.begun > begun
     if policy == "before_use":
@@ -79,11 +78,10 @@ def test_new_weights_go_up_before_anything_asks_for_them(tmp_path: Path) -> None
     """As soon as each part is updated: with the last one, all have."""
     model = make_model()
     link = ChaosLink(Chaos(3))
-    engine, *_ = wherry.initialize(
-        model=model,
-        optimizer=adamw(model.parameters()),
-        config=settings(2, more=offload("offload-2", tmp_path, "before_use", "bf16")),
-        mesh=topology(SoloComm(), link.chaos, link=link),
+    engine = engine_of(
+        model,
+        settings(2, more=offload("offload-2", tmp_path, "before_use", "bf16")),
+        topology(SoloComm(), link.chaos, link=link),
     )
     engine.backward(engine(*token_batch(0, 0, 0)))
     before = link.bytes_up
@@ -121,8 +119,7 @@ def test_a_step_waits_for_no_update_and_each_unit_for_its_own(
         return [unit.name for unit in engine.units if unit.pending]
 
     def step(number: int) -> None:
-        engine.backward(engine(*token_batch(number, 0, 0)))
-        engine.step()
+        train_step(engine, number, 0)
         assert pending() == names
 
     step(0)
@@ -197,11 +194,8 @@ def test_what_the_next_forward_waits_for_first_is_read_in_the_backward(
             return super().read(record, *args, **more)
 
     link = Link(torch.device("cpu"))
-    engine, *_ = wherry.initialize(
-        model=model,
-        optimizer=adamw(model.parameters()),
-        config=settings(2, 2, more=config),
-        mesh=replace(topology(SoloComm()), link=lambda pin: link, open_store=Noting),
+    engine = engine_of(
+        model, settings(2, 2, more=config), replace(topology(SoloComm()), link=lambda pin: link, open_store=Noting)
     )
     for step in range(2):
         for micro in range(2):
@@ -230,7 +224,7 @@ def test_after_a_backward_its_updates_are_made_in_the_order_of_the_forward(
     """Which waits for the first unit first, whose gradients came last."""
     model = make_model()
     config = offload("disk-2", tmp_path, "in_backward", optimizer={"buffer_count": 2})
-    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(2, more=config))
+    engine = engine_of(model, settings(2, more=config))
     gate, met, order = threading.Event(), threading.Event(), list[str]()
 
     update = UpdateBucket.update
@@ -303,7 +297,7 @@ def test_that_weights_have_changed_already_is_told_of_once(tmp_path: Path, caplo
 
     model = make_model()
     config = settings(2, more=offload("offload-2", tmp_path, "in_backward"))
-    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+    engine = engine_of(model, config)
     engine.backward(engine(*token_batch(0, 0, 0)))
     with pytest.raises(WherryError, match=r"zero_grad: .* updated 4 parts .* already"):
         engine.zero_grad()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.engine.harness import Run, adamw, assert_equal, make_model, settings, token_batch
+from tests.engine.harness import Run, adamw, assert_equal, engine_of, make_model, settings, token_batch, train_step
 from tests.tiers.rows import ROWS
 from tests.tiers.test_placements import offload, train
 
@@ -81,9 +81,7 @@ def exchanged(ranks: int, steps: int, first_late: int, clip: float, more: dict[s
 
     def body(comm: Comm) -> Run:
         mine = copy.deepcopy(model)
-        engine, *_ = wherry.initialize(
-            model=mine, optimizer=adamw(mine.parameters()), config=settings(1, 1, clip, more), mesh=comm
-        )
+        engine = engine_of(mine, settings(1, 1, clip, more), comm)
         run, kept = Run(), dict[str, torch.Tensor]()
         for step in range(steps + 1):  # in the last one the last update is made
             loss = engine(*token_batch(step, 0, comm.rank))
@@ -143,12 +141,7 @@ def test_a_checkpoint_is_of_the_last_update_and_is_gone_on_from(row: str, precis
 
     def body(comm: Comm, start: int, save: bool) -> Run:
         mine = copy.deepcopy(stranger if start else model)
-        engine, *_ = wherry.initialize(
-            model=mine,
-            optimizer=adamw(mine.parameters()),
-            config=settings(ROWS[row][0], 1, 0.5, config),
-            mesh=topology(comm, Chaos(10 * start + comm.rank)),
-        )
+        engine = engine_of(mine, settings(ROWS[row][0], 1, 0.5, config), topology(comm, Chaos(10 * start + comm.rank)))
         if start:
             engine.load_checkpoint(checkpoints)
         run = Run()
@@ -249,7 +242,7 @@ def test_a_read_between_a_forward_and_its_backward_is_told(tmp_path: Path) -> No
     config = offload("offload-3-parameters", tmp_path, "delayed")
     config["wherry"]["delayed_update_warmup"] = 1
     model = make_model()
-    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(3, more=config))
+    engine = engine_of(model, settings(3, more=config))
     for step in range(2):
         loss = engine(*token_batch(step, 0, 0))
         assert engine.module is model
@@ -259,6 +252,5 @@ def test_a_read_between_a_forward_and_its_backward_is_told(tmp_path: Path) -> No
     model.state_dict()
     with pytest.raises(WherryError, match="updated 1 times since the forward"):
         engine.backward(loss)
-    engine.backward(engine(*token_batch(2, 0, 0)))
-    engine.step()
+    train_step(engine, 2, 0)
     engine.close()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import adamw, make_model, settings, token_batch
+from tests.engine.harness import engine_of, make_model, settings, token_batch, train_step
 from tests.tiers.rows import ROWS, with_stores
 from tests.tiers.test_placements import offload
 
@@ -37,11 +37,8 @@ def test_states_leave_and_come_back(stage: int, include: str | list[str] | None)
         link = ChaosLink(Chaos(comm.rank))
         losses = []
         mine = copy.deepcopy(model)
-        engine, *_ = wherry.initialize(
-            model=mine,
-            optimizer=adamw(mine.parameters()),
-            config=settings(stage, more={"bf16": {"enabled": True}}),
-            mesh=topology(comm, link.chaos, link=link),
+        engine = engine_of(
+            mine, settings(stage, more={"bf16": {"enabled": True}}), topology(comm, link.chaos, link=link)
         )
         for step in range(6):
             if step == 3 and leaves:
@@ -84,9 +81,8 @@ def test_memory_of_states_that_have_left_is_other_programs() -> None:
     left: list[int] = []
     link, model = Returns(Chaos(4)), make_model()
     mesh = topology(SoloComm(), link.chaos, link=link)
-    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(2), mesh=mesh)
-    engine.backward(engine(*token_batch(0, 0, 0)))
-    engine.step()
+    engine = engine_of(model, settings(2), mesh)
+    train_step(engine, 0, 0)
     assert not left
     assert engine.offload_states() > 0
     assert left == [0]
@@ -123,18 +119,12 @@ def test_a_failing_disk_is_told_to_every_rank_with_the_unit(row: str, what: str,
     def body(comm: Comm) -> tuple[str, list[str]]:
         mine = copy.deepcopy(model)
         place, stores = with_stores(topology(comm))
-        engine, *_ = wherry.initialize(
-            model=mine,
-            optimizer=adamw(mine.parameters()),
-            config=settings(ROWS[row][0], more=config),
-            mesh=place,
-        )
+        engine = engine_of(mine, settings(ROWS[row][0], more=config), place)
         try:
             for step in range(5):
                 if step == 2 and comm.rank == 1:
                     stores[0].inject(Fault(what, errno=5, skip=1))
-                engine.backward(engine(*token_batch(step, 0, comm.rank)))
-                engine.step()
+                train_step(engine, step, comm.rank)
             return "no error", []
         except (WherryError, PeerError, DiskError) as error:
             return str(error), list(map(str, tmp_path.iterdir()))
@@ -159,14 +149,8 @@ def test_weights_read_from_outside_are_those_after_the_step(tmp_path: Path) -> N
     def trained(look: Any) -> torch.Tensor:
         mine = copy.deepcopy(model)
         link = ChaosLink(Chaos(1))
-        engine, *_ = wherry.initialize(
-            model=mine,
-            optimizer=adamw(mine.parameters()),
-            config=settings(0, more=config),
-            mesh=topology(SoloComm(), link.chaos, link=link),
-        )
-        engine.backward(engine(*token_batch(0, 0, 0)))
-        engine.step()
+        engine = engine_of(mine, settings(0, more=config), topology(SoloComm(), link.chaos, link=link))
+        train_step(engine, 0, 0)
         seen = look(engine, mine).detach().clone()
         engine.close()
         return seen
@@ -187,11 +171,10 @@ def begin(row: str, folder: Path, policy: str, **more: Any) -> tuple[Any, Any, C
     """An engine of one rank, its model, and the way to its device."""
     model = make_model()
     link = ChaosLink(Chaos(2))
-    engine, *_ = wherry.initialize(
-        model=model,
-        optimizer=adamw(model.parameters()),
-        config=settings(ROWS[row][0], more=offload(row, folder, policy, **more)),
-        mesh=topology(SoloComm(), link.chaos, link=link),
+    engine = engine_of(
+        model,
+        settings(ROWS[row][0], more=offload(row, folder, policy, **more)),
+        topology(SoloComm(), link.chaos, link=link),
     )
     return engine, model, link
 
@@ -204,12 +187,7 @@ def test_states_leave_one_after_another_within_a_window(stage: int) -> None:
     def body(comm: Comm) -> list[float]:
         link = ChaosLink(Chaos(comm.rank))
         mine = copy.deepcopy(model)
-        engine, *_ = wherry.initialize(
-            model=mine,
-            optimizer=adamw(mine.parameters()),
-            config=settings(stage, 3, 0.3),
-            mesh=topology(comm, link.chaos, link=link),
-        )
+        engine = engine_of(mine, settings(stage, 3, 0.3), topology(comm, link.chaos, link=link))
         told = []
         for step in range(3):
             for micro in range(3):
@@ -236,8 +214,7 @@ def test_states_leave_one_after_another_within_a_window(stage: int) -> None:
 
 def test_a_fork_does_not_wait_for_updates_that_run_elsewhere(tmp_path: Path) -> None:
     engine, model, _ = begin("offload-2", tmp_path, "before_use")
-    engine.backward(engine(*token_batch(0, 0, 0)))
-    engine.step()
+    train_step(engine, 0, 0)
     out, into = os.pipe()
     child = os.fork()
     if child == 0:
@@ -300,7 +277,7 @@ def test_what_fails_at_the_end_keeps_nothing_else(tmp_path: Path) -> None:
 def test_weights_that_cannot_all_be_gathered_are_all_let_go_of(tmp_path: Path) -> None:
     model, (place, stores) = make_model(), with_stores(topology(SoloComm()))
     config = settings(3, more=offload("infinity", tmp_path, "at_step"))
-    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=config, mesh=place)
+    engine = engine_of(model, config, place)
     flats = [flat for unit in engine.units for flat in unit.flats]
     stores[0].inject(Fault("read", errno=5, skip=1))
     with pytest.raises(DiskError, match="Input/output error"), wherry.gathered(model):
@@ -337,12 +314,7 @@ def test_gathers_that_were_begun_are_waited_for_when_an_update_fails(
             return begun[-1]
 
         model = make_model()
-        engine, *_ = wherry.initialize(
-            model=model,
-            optimizer=adamw(model.parameters()),
-            config=settings(2, more=offload("offload-2", tmp_path, policy)),
-            mesh=comm,
-        )
+        engine = engine_of(model, settings(2, more=offload("offload-2", tmp_path, policy)), comm)
         engine.backward(engine(*token_batch(0, 0, comm.rank)))
         comm.all_gather = gather  # type: ignore[method-assign]
         with pytest.raises(WherryError, match="a bad kernel"):

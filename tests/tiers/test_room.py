@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.engine.harness import TinyLM, adamw, make_model, settings
 from tests.forks import ENGINE, Forks
 from tests.tiers.test_placements import offload
@@ -17,6 +18,7 @@ import wherry
 from wherry.errors import WherryError
 from wherry.sharding.grouping import plan_units
 from wherry.tiers import disk
+from wherry.tiers.buffers import untouched
 from wherry.tiers.disk_errors import DiskSpaceError
 from wherry.tiers.host import HostMemoryError, check_host
 
@@ -108,6 +110,23 @@ def test_policies_that_cannot_be_say_why(tmp_path: Path) -> None:
         policy = "in_backward" if why else "delayed"
         with pytest.raises(WherryError, match=why or "delayed is for state that is all offloaded"):
             start(offload("offload-3", tmp_path, policy, **more))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what nobody has written to is asked of Linux")
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_new_state_takes_memory_with_the_first_update(tier: str) -> None:
+    """Until then it is promised, and counts as taken."""
+    model = torch.nn.Linear(1024, 1024)
+    offloaded = {} if tier == "device" else {"offload_optimizer": {"device": "cpu"}}
+    before, moments = untouched(), 8 * sum(p.numel() for p in model.parameters())
+    engine = wherry.initialize(
+        model=model, optimizer=adamw(model.parameters()), config=settings(2, more={"zero_optimization": offloaded})
+    )[0]
+    assert untouched() - before > 0.9 * moments
+    engine.backward(engine(torch.randn(2, 1024)).sum())
+    engine.step()
+    assert untouched() - before < 0.1 * moments
+    engine.close()
 
 
 SMALL = """

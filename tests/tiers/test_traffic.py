@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import PeakGathered, TinyLM, adamw, make_model, settings, token_batch
+from tests.engine.harness import PeakGathered, TinyLM, engine_of, make_model, settings, token_batch, train_step
 from tests.engine.test_counts import padded
 from tests.tiers.rows import ROWS, with_stores
 from tests.tiers.test_placements import offload
 
-import wherry
 from wherry.parallel.comm import Comm, SoloComm
 from wherry.parallel.topology import Topology
 from wherry.testing import run_ranks
@@ -34,12 +33,7 @@ def measure(row: str, folder: Path, policy: str, *, ranks: int = 1, k: int = 1, 
         mine = copy.deepcopy(model)
         link = ChaosLink(Chaos(comm.rank), free=free)
         place, stores = with_stores(topology(comm, link.chaos, link=link))
-        engine, *_ = wherry.initialize(
-            model=mine,
-            optimizer=adamw(mine.parameters()),
-            config=settings(ROWS[row][0], k, more=offload(row, folder, policy, "bf16")),
-            mesh=place,
-        )
+        engine = engine_of(mine, settings(ROWS[row][0], k, more=offload(row, folder, policy, "bf16")), place)
         for step in range(3):
             engine.settle()
             before = (link.bytes_up, link.bytes_down, *_disk(stores))
@@ -143,12 +137,9 @@ def test_optimizer_state_on_disk_does_not_stay_in_the_room_for_weights(tmp_path:
         config["zero_optimization"][section]["nvme_path"] = [*map(str, drives)]
     config["zero_optimization"]["offload_param"]["buffer_count"] = 6
     place, stores = with_stores(topology(SoloComm()))
-    engine, *_ = wherry.initialize(
-        model=model, optimizer=adamw(model.parameters()), config=settings(3, more=config), mesh=place
-    )
+    engine = engine_of(model, settings(3, more=config), place)
     for step in range(2):
-        engine.backward(engine(*token_batch(step, 0, 0)))
-        engine.step()
+        train_step(engine, step, 0)
     engine.settle()
     memory = {(row.state, row.tier): row.bytes_actual for row in engine.memory()}
     assert memory["optimizer read", "host"] == 0
@@ -176,12 +167,7 @@ def test_the_table_of_memory_is_what_there_is(row: str, apart: bool, tmp_path: P
         chaos = Chaos(comm.rank) if apart else None
         link = ChaosLink(chaos) if chaos else Link(torch.device("cpu"))
         place, stores = with_stores(replace(topology(comm, chaos), link=lambda pin: link))
-        engine, *_ = wherry.initialize(
-            model=mine,
-            optimizer=adamw(mine.parameters()),
-            config=settings(ROWS[row][0], more=offload(row, tmp_path, "before_use", "bf16")),
-            mesh=place,
-        )
+        engine = engine_of(mine, settings(ROWS[row][0], more=offload(row, tmp_path, "before_use", "bf16")), place)
         live = PeakGathered(engine)
         for step in range(3):
             engine.backward(engine(*token_batch(step, 0, comm.rank)))
@@ -218,12 +204,9 @@ def test_no_more_records_are_in_memory_than_there_may_be(count: int, policy: str
     config = offload("disk-2", tmp_path, policy, optimizer={"buffer_count": count})
     link = Link(torch.device("cpu"))
     place = replace(topology(SoloComm()), link=lambda pin: link)
-    engine, *_ = wherry.initialize(
-        model=model, optimizer=adamw(model.parameters()), config=settings(2, more=config), mesh=place
-    )
+    engine = engine_of(model, settings(2, more=config), place)
     for step in range(3):
-        engine.backward(engine(*token_batch(step, 0, 0)))
-        engine.step()
+        train_step(engine, step, 0)
     engine.settle()
     (row,) = [row for row in engine.memory() if row.state == "optimizer read"]
     assert row.bytes_expected % count == row.bytes_actual == 0
@@ -241,7 +224,7 @@ def test_weights_on_disk_are_in_no_more_buffers_than_there_may_be(
     model = make_model(lambda: TinyLM(blocks=9))
     config = offload(row, tmp_path, "at_step")
     config["zero_optimization"]["offload_param"]["buffer_count"] = 3
-    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(3, more=config))
+    engine = engine_of(model, settings(3, more=config))
     take, most = DiskCache.take, dict[DiskCache, int]()
 
     def noted(cache: DiskCache, nbytes: int) -> torch.Tensor:
@@ -252,8 +235,7 @@ def test_weights_on_disk_are_in_no_more_buffers_than_there_may_be(
 
     monkeypatch.setattr(DiskCache, "take", noted)
     for step in range(3):
-        engine.backward(engine(*token_batch(step, 0, 0)))
-        engine.step()
+        train_step(engine, step, 0)
     ((cache, highest),) = most.items()
     assert 2 * cache.largest < highest <= 3 * cache.largest
     engine.close()
@@ -299,11 +281,8 @@ def test_each_section_says_whether_its_memory_is_pinned(pageable: tuple[str, ...
         return links[0]
 
     place = Topology(SoloComm(), torch.device("cpu"), 0, 0, 1, link=link_to)
-    engine, *_ = wherry.initialize(
-        model=model, optimizer=adamw(model.parameters()), config=settings(3, more=config), mesh=place
-    )
-    engine.backward(engine(*token_batch(0, 0, 0)))
-    engine.step()
+    engine = engine_of(model, settings(3, more=config), place)
+    train_step(engine, 0, 0)
     link = links[0]
     weights, states = (link.pool(section not in pageable) for section in SECTIONS)
     assert states is link.host

@@ -21,28 +21,21 @@ def dynamic(scale=16.0, **options):
     return LossScaler(scale, dynamic=True, **{"window": 3, "hysteresis": 1, **options})
 
 
-def test_it_doubles_after_a_window_of_good_steps():
-    assert run(dynamic(), ".......") == [16, 16, 32, 32, 32, 64, 64]
-
-
-def test_an_overflow_halves_it_and_starts_the_window_anew():
-    assert run(dynamic(), "..x...x") == [16, 16, 8, 8, 8, 16, 8]
-
-
-def test_hysteresis_lets_overflows_pass():
-    assert run(dynamic(hysteresis=3), "xxxx") == [16, 16, 8, 4]
-
-
-def test_hysteresis_comes_back_when_the_scale_doubles():
-    assert run(dynamic(hysteresis=2), "xx...xx") == [16, 8, 8, 8, 16, 16, 8]
-
-
-def test_without_consecutive_hysteresis_good_steps_do_not_restore_it():
-    assert run(dynamic(hysteresis=2), "x.x.x") == [16, 16, 8, 8, 4]
-
-
-def test_consecutive_hysteresis_is_restored_by_a_good_step():
-    assert run(dynamic(hysteresis=2, consecutive_hysteresis=True), "x.x.xx") == [16, 16, 16, 16, 16, 8]
+@pytest.mark.parametrize(
+    ("options", "steps", "scales"),
+    [
+        # It doubles after a window of good steps; an overflow halves it, and begins the window anew.
+        ({}, ".......", [16, 16, 32, 32, 32, 64, 64]),
+        ({}, "..x...x", [16, 16, 8, 8, 8, 16, 8]),
+        # Hysteresis lets overflows pass, comes back when the scale doubles, and with good steps if it is consecutive.
+        ({"hysteresis": 3}, "xxxx", [16, 16, 8, 4]),
+        ({"hysteresis": 2}, "xx...xx", [16, 8, 8, 8, 16, 16, 8]),
+        ({"hysteresis": 2}, "x.x.x", [16, 16, 8, 8, 4]),
+        ({"hysteresis": 2, "consecutive_hysteresis": True}, "x.x.xx", [16, 16, 16, 16, 16, 8]),
+    ],
+)
+def test_the_scale_after_each_step(options, steps, scales):
+    assert run(dynamic(**options), steps) == scales
 
 
 def test_it_stops_at_the_minimum():

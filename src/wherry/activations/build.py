@@ -11,9 +11,10 @@ from wherry.activations.partition import CheckpointPartition
 from wherry.activations.saving import Beneath
 from wherry.activations.stores import DiskActivations, HostStore, Store
 from wherry.observe.log import say, warn
-from wherry.observe.memory import free_on_gpu, host_memory
+from wherry.observe.memory import free_on_gpu
 from wherry.parallel.topology import Topology
 from wherry.sharding.unit import Unit
+from wherry.tiers.host import free_host_memory
 from wherry.tiers.streams import link_to
 
 if TYPE_CHECKING:
@@ -75,4 +76,4 @@ def free_bytes(topology: Topology) -> int:
     if device.type == "cuda":
         return int(free_on_gpu(device) * SHARE_OF_FREE)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", topology.world_size))
-    return int(host_memory().available * SHARE_OF_FREE / here)
+    return int(free_host_memory(here) * SHARE_OF_FREE / here)

@@ -13,7 +13,6 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -54,6 +53,7 @@ class Traffic:
 GRACE = 60.0
 # How many collectives back ranks can tell each other what they have asked for.
 REMEMBERED = 64
+
 
 # Up to so many ranks take part in one another's broadcasts in place of gloo's gather.
 FEW = 4
@@ -450,9 +450,14 @@ class ProcessGroupComm(Comm):
         return self._ticket(lambda: _reduce_scatter_single(shard, whole, group=self.group, async_op=True), shard, whole)
 
     def _exchange_and_sum(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
-        received = torch.empty_like(whole)
-        work = partial(dist.all_to_all_single, received, whole, group=self.group, async_op=True)
-        exchanged = self._ticket(work, received, whole)
+        received = whole.new_empty(0)
+
+        def exchange() -> Any:
+            # It takes memory here, where a lack of it is told to the others.
+            received.resize_(whole.shape)
+            return dist.all_to_all_single(received, whole, group=self.group, async_op=True)
+
+        exchanged = self._ticket(exchange, received, whole)
 
         def add_up() -> None:
             exchanged.wait()
@@ -466,7 +471,7 @@ class ProcessGroupComm(Comm):
     def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
         whole, shard = _copyable(whole), _copyable(shard)
         if whole.device.type == "cpu" and self._over_gloo and self.size <= FEW:
-            # gloo gathers in a copy of the whole, which its threads keep. Broadcasts go to where a part belongs.
+            # gloo gathers in a copy of the whole, which its threads then keep. Broadcasts go where each part belongs.
             parts = whole.view(self.size, -1)
             _copy_unless_same(parts[self.rank].view_as(shard), shard)
             return TicketGroup([self._broadcast(part, source) for source, part in enumerate(parts.unbind())])
@@ -495,12 +500,9 @@ class ProcessGroupComm(Comm):
         self.asked += 1
         self._all_gather(whole, part).wait()
 
-    @property
-    def _process_group(self) -> dist.ProcessGroup:
-        return self.group or dist.distributed_c10d._get_default_group()
-
     def _object_device(self) -> torch.device:
-        kinds = {device.type for device in self._process_group._device_types}
+        group = self.group or dist.distributed_c10d._get_default_group()
+        kinds = {device.type for device in group._device_types}
         return torch.device("cpu" if "cpu" in kinds or not kinds else next(iter(kinds)))
 
     def _meet(self, what: str) -> None:

@@ -155,9 +155,10 @@ class Reducer:
 
     def _wait(self, keep: int) -> None:
         self._lane.wait(keep)
-        self._across.flush()
-        if keep == 0:
-            self._across.wait()
+        if self._replicas.size > 1:
+            self._across.flush()
+            if keep == 0:
+                self._across.wait()
 
     def _reduce_micro_batch(self, gradient: FlatGradient) -> None:
         """One micro-batch's gradient is added to this rank's part."""

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import mmap
 import os
+import sys
 import threading
 import weakref
 from collections import defaultdict
@@ -179,6 +180,13 @@ class HostPool(_Pool):
         assert nbytes > 0, nbytes
         return self._take(_host_class(nbytes))[:nbytes]
 
+    def take_zeros(self, nbytes: int) -> torch.Tensor:
+        """As `take`, all zero. A new buffer takes memory only where somebody writes."""
+        with self._lock:
+            misses = self._counts.misses
+            buffer = self.take(nbytes)
+            return buffer if self._counts.misses > misses else buffer.zero_()
+
     def give(self, tensor: torch.Tensor) -> None:
         if self._poison:
             with self._lock:
@@ -276,6 +284,24 @@ def untouched_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> tor
     return torch.zeros(numel, dtype=dtype, device=device)
 
 
+# Memory that was mapped and is still there, and how much of each is anybody's.
+_areas: weakref.WeakKeyDictionary[mmap.mmap, int] = weakref.WeakKeyDictionary()
+
+
+def untouched() -> int:
+    """Bytes that are promised in this process and that the system still counts as free: nobody has written there."""
+    asks = getattr(ctypes.CDLL(None), "mincore", None) if sys.platform == "linux" else None
+    if asks is None:
+        return 0
+    asks.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
+    left = 0
+    for area, nbytes in list(_areas.items()):
+        resident = ctypes.create_string_buffer(-(-len(area) // PAGE))
+        if asks(ctypes.addressof(ctypes.c_char.from_buffer(area)), len(area), resident) == 0:
+            left += max(0, nbytes - PAGE * (len(resident) - resident.raw.count(0)))
+    return left
+
+
 def _map(nbytes: int, *, shared_with_forks: bool = True) -> torch.Tensor:
     """New memory from the system, which is all zero, from a page on; a huge one where it has as much.
 
@@ -294,6 +320,7 @@ def _map(nbytes: int, *, shared_with_forks: bool = True) -> torch.Tensor:
             f"a host buffer of {nbytes} bytes could not be had: {error.strerror}; place less in host memory, or raise "
             "the process's limits (`ulimit -v`, `ulimit -d`)"
         ) from error
+    _areas[area] = nbytes
     skip = -ctypes.addressof(ctypes.c_char.from_buffer(area)) % grain
     if huge and hasattr(mmap, "MADV_HUGEPAGE"):
         advise_huge(area, skip, nbytes)

@@ -83,9 +83,14 @@ class Mapping:
         # With room to begin at a huge page: a gather writes to new ones in half the time.
         room = HUGE_PAGE if size >= HUGE_PAGE else 0
         self._area = mmap.mmap(-1, size + room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._skip = -ctypes.addressof(ctypes.c_char.from_buffer(self._area)) % HUGE_PAGE if room else 0
+        begin = ctypes.addressof(ctypes.c_char.from_buffer(self._area))
+        self._skip = -begin % HUGE_PAGE if room else 0
         self.memory = (ctypes.c_char * size).from_buffer(self._area, self._skip)
-        self._address = ctypes.addressof(self.memory)
+        self._address = begin + self._skip
+        # What is left of the room would count against the process's limit on memory of its own.
+        for address, left in ((begin, self._skip), (self._address + size, room - self._skip)):
+            if left:
+                self._map(address, left, mmap.MAP_SHARED, _nan_file(HUGE_PAGE))
         self._use_huge_pages()
 
     def fill(self) -> None:

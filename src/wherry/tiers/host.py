@@ -14,6 +14,7 @@ from pathlib import Path
 
 from wherry.errors import WherryError
 from wherry.observe.memory import control_groups
+from wherry.tiers.buffers import untouched
 from wherry.tiers.disk_errors import human
 
 
@@ -42,22 +43,25 @@ class Room:
     free: int
 
 
-def rooms() -> list[Room]:
-    """Where this process takes memory from: the machine's, and within it its control group's where that has a limit."""
+def rooms(ranks: int = 1) -> list[Room]:
+    """Where this process takes memory from: the machine's, and within it its control group's where that has a limit.
+
+    What `ranks` like this one have promised to states, which have yet to write there, is not free.
+    """
     import psutil
 
-    here, host = machine(), socket.gethostname()
-    found = [Room(here, f"on {host}", max(0, int(psutil.virtual_memory().available)))]
+    here, host, promised = machine(), socket.gethostname(), ranks * untouched()
+    found = [Room(here, f"on {host}", max(0, int(psutil.virtual_memory().available) - promised))]
     for limited in control_groups():
         group = os.stat(limited.file)
         key = f"{here} {group.st_dev}:{group.st_ino}"
-        found.append(Room(key, f"in the container {host}", max(0, limited.free)))
+        found.append(Room(key, f"in the container {host}", max(0, limited.free - promised)))
     return found
 
 
-def free_host_memory() -> int:
-    """Bytes that this process may still take."""
-    return min(room.free for room in rooms())
+def free_host_memory(ranks: int = 1) -> int:
+    """Bytes that `ranks` processes like this one may still take, together."""
+    return min(room.free for room in rooms(ranks))
 
 
 def check_host(needed: int, ranks: int, limit: int | None, held: int, less: Sequence[str]) -> None:
@@ -66,7 +70,7 @@ def check_host(needed: int, ranks: int, limit: int | None, held: int, less: Sequ
     `limit` is the user's, for all ranks; without it, what is free is. `held` bytes of the model that is given are part
     of what is needed. `less` are settings that take less.
     """
-    room = limit if limit is not None else free_host_memory() + held * ranks
+    room = limit if limit is not None else free_host_memory(ranks) + held * ranks
     missing = needed * ranks - room
     if not needed or missing <= 0:
         return

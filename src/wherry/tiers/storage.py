@@ -30,9 +30,8 @@ class Storage(Protocol):
     def in_memory(self) -> int:
         """Bytes of memory that it takes at the moment."""
 
-    def blank(self, *, zeros: bool = False) -> torch.Tensor:
-        """Memory for what is about to be stored for the first time, all of it zero or undefined; as a `fetch` that
-        reads nothing."""
+    def blank(self) -> torch.Tensor:
+        """Memory for what is about to be stored for the first time, all of it zero; as a `fetch` that reads nothing."""
 
     def fetch(self) -> Ticket: ...
 
@@ -50,7 +49,7 @@ class Storage(Protocol):
 
 
 class MemoryStorage:
-    """State that rests in memory, of the host or the device: it is always there."""
+    """State that rests in memory, of the host or the device: it is always there, and begins as zeros."""
 
     on_disk = False
 
@@ -69,8 +68,8 @@ class MemoryStorage:
     def in_memory(self) -> int:
         return 0 if self._memory is None else self._memory.nbytes
 
-    def blank(self, *, zeros: bool = False) -> torch.Tensor:
-        return self.memory.zero_() if zeros else self.memory
+    def blank(self) -> torch.Tensor:
+        return self.memory
 
     def fetch(self) -> Ticket:
         return DONE
@@ -178,12 +177,12 @@ class DiskStorage:
     def in_memory(self) -> int:
         return 0 if self._buffer is None else self.nbytes
 
-    def blank(self, *, zeros: bool = False) -> torch.Tensor:
+    def blank(self) -> torch.Tensor:
         with self._cache.lock:
             assert self._buffer is None and not self._users, self._record.name
             self._users = 1
-            self._buffer = self._cache.take(self.nbytes)
-            return self._buffer.zero_() if zeros else self._buffer
+            self._buffer = self._cache.take(self.nbytes).zero_()
+            return self._buffer
 
     def fetch(self) -> Ticket:
         with self._cache.lock:

@@ -224,7 +224,7 @@ class CudaLink(Link):
             event.record(stream)
         return _Copy(self.device, event, on_host, target, source)
 
-    def up(self, target: torch.Tensor, source: torch.Tensor, *, after: Ticket | None = None) -> Ticket:
+    def up(self, target: torch.Tensor, source: torch.Tensor, *, after: Ticket = DONE) -> Ticket:
         # The target's memory may have belonged to work that the current stream, or the fence's, has not done yet.
         if isinstance(after, _Copy):
             self._up.wait_event(after._event)

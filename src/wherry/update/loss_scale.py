@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from wherry.errors import NonFiniteError, WherryError
+
+if TYPE_CHECKING:
+    from wherry.config.blocks import FP16
 
 _FACTOR = 2.0
 
 
 class LossScaleError(NonFiniteError):
     """The loss scale cannot fall further, and gradients still overflow."""
-
-
-class Settings(Protocol):
-    """What the scaler reads of a config's block `fp16`."""
-
-    enabled: Any
-    loss_scale: Any
-    initial_scale_power: Any
-    loss_scale_window: Any
-    hysteresis: Any
-    consecutive_hysteresis: Any
-    min_loss_scale: Any
 
 
 class LossScaler:
@@ -63,7 +54,7 @@ class LossScaler:
         self._good_steps = 0
 
     @classmethod
-    def from_config(cls, settings: Settings) -> LossScaler:
+    def from_config(cls, settings: FP16) -> LossScaler:
         """The scaler that a config's block `fp16` asks for; a scale fixed at 1 when fp16 is off."""
         if not settings.enabled:
             return cls(1.0)

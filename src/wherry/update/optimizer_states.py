@@ -128,7 +128,7 @@ class UpdateBucket:
         self.states: list[FlatState] = []
         self.spans: list[tuple[FlatState, SegmentSpan]] = []
         self._storages = storages
-        self._layout: RecordLayout | None = None
+        self._layout = RecordLayout([])
         # Where the record rests; None where there is none, as rules of torch's keep their state themselves.
         self.storage: Storage | None = None
         # New weights of a delayed update, of each segment, until they are published: the flats have those before it.
@@ -166,7 +166,7 @@ class UpdateBucket:
             return
         self.storage = self._storages.make_storage(self.tier, self.name, self._layout.nbytes)
         master_of = dict(zip(self.states, masters, strict=True))
-        memory = self.storage.blank(zeros=True)
+        memory = self.storage.blank()
         for (state, span), views in zip(self.spans, self._layout.views(memory), strict=True):
             self.rule.begin(groups[span.group], _moments(views))
             master = master_of[state]
@@ -183,12 +183,12 @@ class UpdateBucket:
     @property
     def nbytes(self) -> int:
         """Of the state, wherever it is; without what aligns a record's fields, as that is a matter of the layout."""
-        return (self._layout.payload if self._layout is not None else 0) + self.rule.nbytes()
+        return self._layout.payload + self.rule.nbytes()
 
     @property
     def record_nbytes(self) -> int:
         """As much as it takes in memory."""
-        return self._layout.nbytes if self._layout is not None else 0
+        return self._layout.nbytes
 
     @property
     def in_memory(self) -> int:
@@ -266,8 +266,11 @@ class UpdateBucket:
         """A delayed update is complete: keep its weights until they are published, whatever becomes of the record."""
         self._fresh = [weights.clone() if self.on_disk else weights for weights in self.working()]
 
-    def publish(self, fence: Ticket) -> list[Ticket]:
-        """Send working weights, those of the record or those that it holds, to where flats have theirs."""
+    def publish(self, fence: Ticket = DONE) -> list[Ticket]:
+        """Send working weights, those of the record or those that it holds, to where flats have theirs.
+
+        A `fence` is for another thread than the one that computes.
+        """
         parts = iter(self.working() if self._fresh is None else self._fresh)
         self._fresh = None
         tickets = []
@@ -291,7 +294,6 @@ class UpdateBucket:
         self.rule.forget()
 
     def _views(self) -> list[dict[str, State]]:
-        assert self._layout is not None
         return self._layout.views(self.storage.memory) if self.storage is not None else [{} for _ in self.spans]
 
     def _segments(
@@ -305,13 +307,14 @@ class UpdateBucket:
             working = views["working"] if self.apart else flat.shard_memory[span.start : span.stop]
             segments.append(
                 UpdateSegment(
-                    group=span.group,
-                    working=working,  # type: ignore[arg-type]
                     grad=grad_of[state][span.start : span.stop] if grad_of else None,
+                    working=working,  # type: ignore[arg-type]
                     master=views.get("master"),  # type: ignore[arg-type]
                     low=views.get("low"),  # type: ignore[arg-type]
-                    state=_moments(views),
-                    first=flat.own.start + span.start,
+                    state=tuple(_moments(views).values()),
+                    # The draws of stochastic rounding follow the element, however the flat is cut.
+                    start=flat.own.start + span.start,
+                    group=span.group,
                 )
             )
         return segments
@@ -410,24 +413,24 @@ class OptimizerStates:
         # In the order in which units run.
         self.buckets: list[UpdateBucket] = []
         self.state_of: dict[Flat, FlatState] = {}
-        # The bucket that flats are still added to, how they are kept, and their masters.
-        self._open: tuple[UpdateBucket, StateTier, torch.dtype] | None = None
+        # The bucket that flats are still added to, and their masters.
+        self._open: UpdateBucket | None = None
         self._masters: list[torch.Tensor | None] = []
 
     def adopt(self, flat: Flat, master: torch.Tensor | None) -> None:
         """Begin to keep state for a flat. `master` is the fp32 shard, None where the working weights are as good."""
         kept = self._storages.state_tier(flat)
         if self._open is not None:
-            bucket, open_tier, dtype = self._open
+            others = [state.flat for state in self._open.states]
             # Of whole shards, padding included: every rank makes the same buckets.
-            numel = sum(state.flat.layout.shard_numel for state in bucket.states) + flat.layout.shard_numel
-            if numel > BUCKET_NUMEL or dtype != flat.dtype or open_tier != kept or flat.at_rest_on_disk:
+            numel = sum(each.layout.shard_numel for each in (*others, flat))
+            alike = others[0].dtype == flat.dtype and self._open.kept == kept
+            if numel > BUCKET_NUMEL or not alike or flat.at_rest_on_disk:
                 self.complete()
         if self._open is None:
-            self._open = UpdateBucket(kept, self._storages), kept, flat.dtype
-            self.buckets.append(self._open[0])
-        bucket = self._open[0]
-        self.state_of[flat] = bucket.add(flat, len(self._groups))
+            self._open = UpdateBucket(kept, self._storages)
+            self.buckets.append(self._open)
+        self.state_of[flat] = self._open.add(flat, len(self._groups))
         self._masters.append(master)
         if flat.at_rest_on_disk:
             self.complete()
@@ -435,7 +438,7 @@ class OptimizerStates:
     def complete(self) -> None:
         """No flat is added to the last bucket any more."""
         if self._open is not None:
-            self._open[0].fill(self._groups, self._masters)
+            self._open.fill(self._groups, self._masters)
         self._open = None
         self._masters = []
 

@@ -13,7 +13,6 @@ from wherry.sharding.flat_gradient import FlatGradient
 from wherry.sharding.unit import Flat
 from wherry.tickets import DONE, OnHost, Ticket
 from wherry.tiers.storage import Storage
-from wherry.tiers.streams import Link
 from wherry.update.optimizer_states import Absent, UpdateBucket
 from wherry.update.rules import Groups
 from wherry.update.update_thread import FETCH, READY, STORE, UPDATE, Steps, UpdateJob
@@ -43,9 +42,7 @@ class Phase(enum.Enum):
 class BucketPipeline:
     """One bucket, and the last update of it."""
 
-    def __init__(
-        self, bucket: UpdateBucket, gradients: list[FlatGradient], merging: Merging, comm: Comm, link: Link
-    ) -> None:
+    def __init__(self, bucket: UpdateBucket, gradients: list[FlatGradient], merging: Merging, comm: Comm) -> None:
         self.bucket = bucket
         self.flats = [state.flat for state in bucket.states]
         # Those of the flats.
@@ -61,9 +58,7 @@ class BucketPipeline:
         self.gathers: list[Ticket] = []
         # The record that is being read, or has been, for an update that has not begun.
         self._prefetched: Ticket | None = None
-        self._stored = True
         self._comm = comm
-        self._link = link
 
     def read_ahead(self) -> None:
         """Begin to read the record."""
@@ -133,17 +128,16 @@ class BucketPipeline:
             for storage in fetched:
                 storage.release(uploads[-1] if uploads and storage is bucket.storage else DONE)
 
-    def publish(self, *, stored: bool) -> None:
-        """The update has made its weights, and perhaps `stored` its state: gather what every rank holds whole."""
+    def publish(self) -> None:
+        """The update has made its weights: gather what every rank holds whole."""
         if self.bucket.holds_weights:
-            for ticket in self.bucket.publish(self._link.fence()):
+            for ticket in self.bucket.publish():
                 ticket.finish()  # the next update writes the memory that is copied from
         for flats in self.together:
             wholes, shards = [flat.whole for flat in flats], [flat.shard_memory for flat in flats]
             names = [flat.name for flat in flats]
             self.gathers.append(self._comm.all_gather_together(wholes, shards, names))
         self.phase = Phase.PUBLISHED
-        self._stored = stored
 
     def wait_for_gathers(self) -> None:
         """The weights that were published are whole everywhere, and shown."""
@@ -151,21 +145,18 @@ class BucketPipeline:
             ticket.wait()
         self.gathers.clear()
         self.show()
-        self.phase = Phase.SETTLED if self._stored else Phase.STORING
+        self.phase = Phase.SETTLED if self.job.ended_well else Phase.STORING
 
     def show(self) -> None:
         for flat in self.flats:
             if flat.pending:
                 flat.end_update()
 
-    def end(self) -> None:
-        self.phase = Phase.SETTLED
-
     def give_up(self, error: BaseException) -> None:
         """The step ends with this error: nobody publishes what this update has made, or has yet to make."""
         self.job.give_up(error)
         self.gathers.clear()
-        self.end()
+        self.phase = Phase.SETTLED
 
 
 def _nothing() -> Steps:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,26 +23,17 @@ UNSIGNED = ("exp_avg_sq", "sum")
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
-@dataclass
-class UpdateSegment:
-    """What a shard has of one parameter, and its tensors where the update finds them.
+@dataclass(slots=True)
+class UpdateSegment(native.Segment):
+    """What a shard has of one parameter, and its tensors where the update finds them, on whatever device."""
 
-    The fp32 master is one of: `working` itself, where that is fp32; `master`; or `working` as its upper half and `low`
-    as its lower.
-    """
-
-    group: int
-    working: torch.Tensor
-    grad: torch.Tensor | None = None
-    master: torch.Tensor | None = None
-    low: torch.Tensor | None = None
-    state: dict[str, State] = field(default_factory=dict)
-    # Where the segment begins in its flat.
-    first: int = 0
+    group: int = 0
 
     @property
     def whole_master(self) -> torch.Tensor:
-        return self.working if self.master is None else self.master
+        weights = self.working if self.master is None else self.master
+        assert weights is not None
+        return weights
 
 
 def snapshot(groups: Groups) -> list[dict[str, Any]]:
@@ -172,28 +163,11 @@ class NativeRule(UpdateRule):
         if len(present) < len(segments):
             segments = present
         if self._packed is None or segments is not self._bound:
-            self._bound, self._packed = segments, _pack(segments)
+            self._bound, self._packed = segments, native.PackedSegments(segments)
         return self._packed.submit(chosen, multiplier, self.pool)
 
     def forget(self) -> None:
         self._bound = self._packed = None
-
-
-def _pack(segments: Sequence[UpdateSegment]) -> native.PackedSegments:
-    return native.PackedSegments(
-        [
-            native.Segment(
-                grad=segment.grad,
-                working=segment.working,
-                master=segment.master,
-                low=segment.low,
-                state=tuple(segment.state.values()),
-                # The draws of stochastic rounding follow the element, however the flat is cut.
-                start=segment.first,
-            )
-            for segment in segments
-        ]
-    )
 
 
 class TorchRule(UpdateRule):
@@ -248,7 +222,7 @@ class TorchRule(UpdateRule):
         inner.step()
         for segment, parameter in present:
             parameter.grad = None
-            if segment.master is not None:
+            if segment.working is not None and segment.master is not None:
                 segment.working.copy_(segment.master)
         return DONE
 

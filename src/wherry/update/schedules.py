@@ -30,13 +30,6 @@ class _Schedule(LRScheduler):
                 group.setdefault("initial_lr", group["lr"])
         super().__init__(optimizer, last_epoch=last_batch_iteration)
 
-    def rates(self, step: int) -> list[float]:
-        """The learning rate of each parameter group at a step."""
-        raise AssertionError("each schedule has its own closed form")
-
-    def get_lr(self) -> list[float | Any]:
-        return list(self.rates(self.last_epoch))
-
     def _get_closed_form_lr(self) -> list[float | Any]:
         return self.get_lr()
 
@@ -63,8 +56,8 @@ class WarmupLR(_Schedule):
         self.warmup_type = _warmup_type(warmup_type)
         super().__init__(optimizer, last_batch_iteration)
 
-    def rates(self, step: int) -> list[float]:
-        share = self._share(step)
+    def get_lr(self) -> list[float | Any]:
+        share = self._share(self.last_epoch)
         return [low + (high - low) * share for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def _share(self, step: int) -> float:
@@ -114,8 +107,8 @@ class WarmupCosineLR(_Schedule):
         self.warmup_type = _warmup_type(warmup_type)
         super().__init__(optimizer, last_batch_iteration)
 
-    def rates(self, step: int) -> list[float]:
-        ratio = self._ratio(step)
+    def get_lr(self) -> list[float | Any]:
+        ratio = self._ratio(self.last_epoch)
         return [float(base) * ratio for base in self.base_lrs]
 
     def _ratio(self, step: int) -> float:
@@ -157,13 +150,6 @@ class OneCycle(_Schedule):
         self.cycle_momentum = cycle_momentum and _cycles_momentum(optimizer)
         super().__init__(optimizer, last_batch_iteration)
 
-    def rates(self, step: int) -> list[float]:
-        if step <= self.first + self.second:
-            rate = self.cycle_min_lr + (self.cycle_max_lr - self.cycle_min_lr) * self._height(step)
-        else:
-            rate = self.cycle_min_lr / (1.0 + self.decay_lr_rate * self._decay_intervals(step))
-        return [rate] * len(self.optimizer.param_groups)
-
     def momentum(self, step: int) -> float:
         """The momentum (for Adam and its like the first beta) at a step."""
         if step <= self.first + self.second:
@@ -171,14 +157,19 @@ class OneCycle(_Schedule):
         return self.cycle_max_mom * (1.0 + self.decay_mom_rate * self._decay_intervals(step))
 
     def get_lr(self) -> list[float | Any]:
+        step = self.last_epoch
+        if step <= self.first + self.second:
+            rate = self.cycle_min_lr + (self.cycle_max_lr - self.cycle_min_lr) * self._height(step)
+        else:
+            rate = self.cycle_min_lr / (1.0 + self.decay_lr_rate * self._decay_intervals(step))
         # torch asks for the rates exactly when they are about to be set, which is the moment for the momentum too.
         for group in self.optimizer.param_groups if self.cycle_momentum else ():
-            momentum = self.momentum(self.last_epoch)
+            momentum = self.momentum(step)
             if "betas" in group:
                 group["betas"] = (momentum, group["betas"][1])
             elif group.get("momentum"):
                 group["momentum"] = momentum
-        return super().get_lr()
+        return [rate] * len(self.optimizer.param_groups)
 
     def _height(self, step: int) -> float:
         """How high in the cycle, 0 to 1; with stairs, the stair that has been reached."""
@@ -210,7 +201,8 @@ class LRRangeTest(_Schedule):
         self.staircase = lr_range_test_staircase
         super().__init__(optimizer, last_batch_iteration)
 
-    def rates(self, step: int) -> list[float]:
+    def get_lr(self) -> list[float | Any]:
+        step = self.last_epoch
         intervals = step // self.step_size if self.staircase else step / self.step_size
         return [low * (1.0 + self.step_rate * intervals) for low in self.min_lrs]
 

@@ -77,8 +77,9 @@ class UpdateJob(Ticket):
             self._fail(error)
 
     @property
-    def failed(self) -> bool:
-        return self._error is not None
+    def ended_well(self) -> bool:
+        """Whether nothing is left to do, and nothing went wrong."""
+        return self._ended.is_set() and self._error is None
 
     def _fail(self, error: BaseException) -> None:
         self._error = error

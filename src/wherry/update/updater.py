@@ -55,23 +55,7 @@ class InBackward:
         # Buckets of which this rank misses gradients: the step tells whether another rank has them.
         self.deferred: list[BucketPipeline] = []
         # How many flats of each have landed.
-        self._landed: Counter[BucketPipeline] = Counter()
-
-    @property
-    def any_landed(self) -> bool:
-        return bool(self._landed)
-
-    def land(self, pipeline: BucketPipeline) -> bool:
-        """One more flat of a bucket has landed. Whether it was the last."""
-        self._landed[pipeline] += 1
-        return self._landed[pipeline] == len(pipeline.flats)
-
-    def note(self, pipeline: BucketPipeline, job: UpdateJob | None) -> None:
-        """Its update has begun, or is left to the step."""
-        if job is None:
-            self.deferred.append(pipeline)
-        else:
-            self.begun[pipeline] = job
+        self.landed: Counter[BucketPipeline] = Counter()
 
     def check(self, groups: Groups, multiplier: float) -> None:
         """The step has come, with these."""
@@ -137,7 +121,7 @@ class Updater:
         gradient_of = {gradient.flat: gradient for gradient in gradients.all}
         for bucket in self.buckets:
             mine = [gradient_of[state.flat] for state in bucket.states]
-            pipeline = BucketPipeline(bucket, mine, self._merging, self.comm, self.link)
+            pipeline = BucketPipeline(bucket, mine, self._merging, self.comm)
             self.pipelines.append(pipeline)
             self._pipeline_of |= dict.fromkeys(pipeline.flats, pipeline)
         self._all_in_place = all(bucket.in_place for bucket in self.buckets)
@@ -177,7 +161,7 @@ class Updater:
 
     def cancel_backward(self) -> None:
         """It was none of weights."""
-        if self._window is not None and not self._window.any_landed:
+        if self._window is not None and not self._window.landed:
             self._window = None
 
     # The step.
@@ -232,7 +216,7 @@ class Updater:
 
         Updates that were all made are published by whoever waits for them next.
         """
-        if any(pipeline.job.failed or not pipeline.job.done() for pipeline in self.pipelines):
+        if not all(pipeline.job.ended_well for pipeline in self.pipelines):
             self._broken = self._broken or error
             for pipeline in self.pipelines:
                 pipeline.give_up(error)
@@ -266,17 +250,17 @@ class Updater:
         if window is None:
             return
         pipeline = self._pipeline_of[gradient.flat]
-        if not window.land(pipeline):
+        window.landed[pipeline] += 1
+        if window.landed[pipeline] < len(pipeline.flats):
             return
         absent = {gradient.flat: gradient.absent for gradient in pipeline.gradients if gradient.absent}
         if absent and not self._alone:
-            window.note(pipeline, None)
+            window.deferred.append(pipeline)
             return
         # On the device gradients are not waited for: the step finds out whether they are finite.
         checks = self._checks_finite and not pipeline.bucket.on_device
         terms = UpdateTerms(window.groups, window.multiplier, absent, self.link.fence())
-        job = self._send(pipeline, terms, fit=partial(self._finite, pipeline) if checks else None)
-        window.note(pipeline, job)
+        window.begun[pipeline] = self._send(pipeline, terms, fit=partial(self._finite, pipeline) if checks else None)
         # A backward that is faster than the updates waits for them, or all gradients would be in memory at once.
         waiting = [job for job in window.begun.values() if not job.ready_for_use]
         for job in waiting[: max(0, len(waiting) - 2 * self.policy.depth)]:
@@ -414,9 +398,8 @@ class Updater:
         """Wait for these updates, and begin to gather what every rank holds whole of their weights."""
         try:
             for pipeline in pipelines:
-                stored = pipeline.job.done()
                 self._wait(pipeline.job)
-                pipeline.publish(stored=stored)
+                pipeline.publish()
         except BaseException:
             self._end_gathers()
             raise
@@ -438,7 +421,7 @@ class Updater:
         """The state that the last update has made is stored: the next one may change it."""
         if pipeline.phase is Phase.STORING:
             pipeline.job.wait_for_end()
-            pipeline.end()
+            pipeline.phase = Phase.SETTLED
             self._wait(pipeline.job)
 
     def _pending_jobs(self) -> list[UpdateJob]:
