@@ -12,7 +12,7 @@ from wherry.fake import is_fake
 from wherry.native import fallback
 from wherry.native.formulas import Formula
 from wherry.native.loading import engine
-from wherry.native.pool import Pool, default_pool
+from wherry.native.pool import JobTicket, Pool, default_pool
 from wherry.native.segment import GRADS, KINDS, Blocks8, Segment, pack
 from wherry.tickets import DONE, Ticket
 
@@ -73,7 +73,7 @@ class PackedSegments:
             return DONE
         pool = pool or default_pool()
         job = native.wherry_plan_submit(self._handle, pool.handle(native), packed, count, multiplier, pointers, kinds)
-        return pool.ticket(native, job, (self, grads))
+        return JobTicket(native, job, (self, grads))
 
     def run(
         self,
