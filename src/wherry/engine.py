@@ -521,7 +521,8 @@ class Engine(nn.Module):
         """
         self._meet("save_checkpoint()")
         self._roster.check()
-        self._checkpoints.save(save_dir, tag, client_state, save_latest, not exclude_frozen_parameters)
+        frozen = exclude_frozen_parameters
+        self._checkpoints.save(save_dir, tag, client_state, latest=save_latest, exclude_frozen=frozen)
         return True
 
     def load_checkpoint(

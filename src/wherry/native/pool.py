@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import weakref
 from collections.abc import Iterable
@@ -169,11 +170,7 @@ class JobTicket(Ticket):
         self._native.wherry_job_free(self._job)
 
 
-_default: list[Pool] = []
-
-
+@functools.cache
 def default_pool() -> Pool:
     """The pool used where none is named: one for the process, made at first use."""
-    if not _default:
-        _default.append(Pool(local_ranks=max(1, _from_environment("LOCAL_WORLD_SIZE", 1))))
-    return _default[0]
+    return Pool(local_ranks=max(1, _from_environment("LOCAL_WORLD_SIZE", 1)))
