@@ -135,6 +135,8 @@ class Engine(nn.Module):
 
     def forward_begins(self) -> None:
         """Called by the model's hook. What an exception left behind is cleared here, so that this step is healthy."""
+        if self._updater is not None and self._updater.broken is not None:
+            self._updater.check_whole()
         if self._hooks.backward.running:
             self._abandon_window()
         self._activations.begin()
@@ -436,7 +438,7 @@ class Engine(nn.Module):
         Calls that read weights or state do so by themselves. With delayed updates it is how training ends: the weights
         take the last update, which they otherwise do in the next step.
         """
-        self._check_open()
+        self._check_whole()
         self._flush()
 
     def _flush(self) -> None:
@@ -517,10 +519,10 @@ class Engine(nn.Module):
         `tag` is `global_step<N>` unless given. `client_state` is kept beside it: numbers, strings, tensors, and lists
         and dicts of these. Whatever happens on the way, the checkpoint before stays whole.
         """
-        self._check_whole()
         self._meet("save_checkpoint()")
         self._roster.check()
-        self._checkpoints.save(save_dir, tag, client_state, save_latest, not exclude_frozen_parameters)
+        frozen = exclude_frozen_parameters
+        self._checkpoints.save(save_dir, tag, client_state, latest=save_latest, exclude_frozen=frozen)
         return True
 
     def load_checkpoint(
@@ -540,7 +542,9 @@ class Engine(nn.Module):
         """
         from wherry.checkpoint.load import LoadOptions
 
-        self._meet("load_checkpoint()")
+        self._check_open()
+        world_of(self.topology).meet("load_checkpoint()")
+        self._end_updates_for_load()
         states = load_optimizer_states and not load_module_only
         schedule = load_lr_scheduler_states and not load_module_only
         options = LoadOptions(load_module_strict, states, schedule, counts=not load_module_only)
@@ -550,6 +554,8 @@ class Engine(nn.Module):
         self._gatherer.forget_near()
         if loaded is None:
             return None, None
+        if self._updater is not None and states and load_module_strict:
+            self._updater.broken = None  # every value is that of one step again
         if (counts := loaded.counts) is not None:
             self.global_steps, self.micro_steps = counts.global_steps, counts.micro_steps
             self.global_samples, self.skipped_steps = counts.samples, counts.skipped_steps
@@ -575,7 +581,6 @@ class Engine(nn.Module):
         Files are of 5 GB at most, with an index; a unit at a time is in memory. For a name that ends in .bin or .pt
         it is one file of torch.save's, for which rank 0 holds the whole model.
         """
-        self._check_whole()
         self._meet("save_16bit_model()")
         self._roster.check()
         self._checkpoints.save_model(Path(save_dir), save_filename, exclude_frozen=exclude_frozen_parameters)
@@ -588,20 +593,28 @@ class Engine(nn.Module):
 
         Weights are the working ones, or in `dtype`; torch.float32 gives the masters.
         """
-        self._check_whole()
         self._meet("consolidated_state_dict()")
         return self._checkpoints.consolidated(dtype, exclude_frozen=exclude_frozen_parameters)
 
+    def _end_updates_for_load(self) -> None:
+        """Updates are completed; but where one has failed on any rank, a load is what makes weights and state whole."""
+        if self._updater is None:
+            return
+        if any(world_of(self.topology).gather_objects(self._updater.broken is not None)):
+            self._updater.give_up_for_load()
+        else:
+            self._flush()
+
     def _check_whole(self) -> None:
-        """What is written is of one step."""
+        """What is read or written is of one step."""
         self._check_open()
         if self._updater is not None:
             self._updater.check_whole()
 
     def _meet(self, call: str) -> None:
-        self._check_open()
+        self._check_whole()
         world_of(self.topology).meet(call)
-        self.settle()
+        self._flush()
 
     def _session(self) -> Session:
         window = self._window

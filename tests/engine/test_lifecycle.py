@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import weakref
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -371,7 +373,7 @@ def test_an_engine_whose_gather_has_failed_gives_everything_back(tmp_path: Path)
 
 
 @pytest.mark.parametrize("at", ["between updates", "in an update"])
-def test_an_interrupted_step_hangs_nothing_and_is_not_saved(
+def test_an_interrupted_step_hangs_nothing_and_is_neither_saved_nor_read(
     at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model()
@@ -388,13 +390,66 @@ def test_an_interrupted_step_hangs_nothing_and_is_not_saved(
             patch.setattr(updater, "drive_all", interrupt)
         train(engine, 1)
     assert len(list(engine.module.parameters())) == len(list(model.parameters()))
-    for call in (partial(engine.save_checkpoint, tmp_path / "c"), partial(engine.save_16bit_model, tmp_path / "m")):
+    inputs = token_batch(0, 0, 0)
+    for call in (
+        partial(engine.save_checkpoint, tmp_path / "c"),
+        partial(engine.save_16bit_model, tmp_path / "m"),
+        partial(engine.eval(), *inputs),
+        partial(engine.module, *inputs),
+        lambda: engine.states,
+        engine.module.state_dict,
+        engine.unwrap,
+    ):
         with pytest.raises(WherryError, match="not those of one step"):
             call()
     assert not list(tmp_path.iterdir())
     with pytest.raises(WherryError, match="KeyboardInterrupt"):
-        train(engine, 1)
+        train(engine.train(), 1)
     engine.close()
+
+
+@pytest.mark.parametrize("policy", ["at_step", "before_use", "delayed"])
+def test_a_load_makes_whole_what_a_failed_update_has_left(
+    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update fails on one rank of two; both load, and train on as if nothing had been."""
+    offload = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    config = settings(2, more=offload | {"wherry": {"update_policy": policy}})
+    real, fails, both = UpdateBucket.update, threading.Event(), threading.Barrier(2)
+
+    def update(bucket: UpdateBucket, *given: Any, **more: Any) -> Ticket:
+        if fails.is_set() and bucket.states[0].flat.rank == 0:
+            raise OSError("the machine is short of everything")
+        return real(bucket, *given, **more)
+
+    def body(comm: Comm) -> tuple[list[float], list[float]]:
+        model = make_model()
+        engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=config, mesh=comm)
+        train(engine, 2, comm.rank)
+        engine.save_checkpoint(tmp_path)
+        expected = train(engine, 3, comm.rank, offset=2)
+        engine.load_checkpoint(tmp_path)
+        if comm.rank == 0:
+            fails.set()
+        with pytest.raises((WherryError, PeerError)):
+            train(engine, 3, comm.rank, offset=2)
+        both.wait()
+        if comm.rank == 0:
+            fails.clear()
+            with pytest.raises(WherryError, match="not those of one step"):
+                engine.save_checkpoint(tmp_path / "other")
+        while True:
+            with suppress(PeerError):  # the other rank's failure, until that has come as well
+                engine.load_checkpoint(tmp_path, load_module_only=True)
+                break
+        with pytest.raises(WherryError, match="an update has failed before"):
+            engine.settle()
+        engine.load_checkpoint(tmp_path)
+        return train(engine, 3, comm.rank, offset=2), expected
+
+    monkeypatch.setattr(UpdateBucket, "update", update)
+    for found, expected in run_ranks(2, body):
+        assert found == expected
 
 
 def test_what_cannot_be_sent_away_is_refused_before_anything_ends() -> None:

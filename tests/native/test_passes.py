@@ -122,7 +122,8 @@ def test_stochastic_rounding_draws_by_number_and_seed():
     for isa in ISAS:
         assert_same_bits([made[isa]], [first], isa)
     assert torch.equal(bits(rounded(src[777:1777].clone(), start=787)), bits(first)[777:1777])
-    assert not torch.equal(bits(rounded(src, seed=2, start=10)), bits(first))
+    for others in ({"seed": 2, "start": 10}, {"start": 11}, {"start": 10 + (1 << 32)}):
+        assert not torch.equal(bits(rounded(src, **others)), bits(first))
 
 
 @pytest.mark.parametrize("isa", ISAS)

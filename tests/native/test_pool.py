@@ -95,18 +95,6 @@ def test_nothing_is_kept_after_waiting():
 
 
 @needs_library
-def test_finished_submissions_nobody_waits_for_are_let_go():
-    held = weakref.WeakSet()
-    with native.Pool(threads=2) as pool:
-        _, plan = ones_plan(20_000)
-        for _ in range(500):
-            held.add(plan.submit(native.SGD(1.0), 1.0, pool))
-            if len(held) >= pools._SWEEP:
-                next(iter(held)).wait()
-        assert len(held) <= pools._SWEEP
-
-
-@needs_library
 def test_closing_finishes_what_was_submitted():
     pool = native.Pool(threads=2)
     weights = []

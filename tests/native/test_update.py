@@ -137,21 +137,3 @@ def test_one_rule_each():
     plan.run([native.SGD(0.5), native.SGD(0.25)])
     assert weights[0].tolist() == [0.5] * 5
     assert weights[1].tolist() == [0.75] * 7
-
-
-def test_seed_and_start_choose_the_draws():
-    torch.manual_seed(5)
-    weights, grad = torch.randn(200), torch.randn(200)
-    rule = RULES["adamw"](1)
-
-    def moments(**changes):
-        made = segment(rule, weights, grad, state="bf16")
-        for key, value in changes.items():
-            setattr(made, key, value)
-        native.PackedSegments([made]).run(rule)
-        return made.state[0]
-
-    assert torch.equal(moments(), moments())
-    assert not torch.equal(moments(), moments(seed=8))
-    assert not torch.equal(moments(), moments(start=200))
-    assert not torch.equal(moments(), moments(start=1 << 32))

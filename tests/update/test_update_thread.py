@@ -120,6 +120,6 @@ def test_ctrl_c_breaks_an_engine_where_an_update_is_left_unfinished(done: bool) 
     updater = Updater([], SoloComm(), storages, UpdatePolicy(), Merging(0), alone=True)
     with pytest.raises(KeyboardInterrupt):
         updater._wait(_Interrupted(done))  # type: ignore[arg-type]
-    assert (updater._broken is not None) == done
+    assert (updater.broken is not None) == done
     updater.close()
     link.close()

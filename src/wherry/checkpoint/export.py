@@ -15,7 +15,7 @@ import torch
 
 from wherry.checkpoint import folder as folders
 from wherry.checkpoint.errors import CheckpointError, together
-from wherry.checkpoint.files import TensorWriter, sync_folder, write_text
+from wherry.checkpoint.files import TensorWriter, replacing, sync_folder, write_text
 from wherry.checkpoint.format import NAME, WEIGHT, Entry, Manifest, dtype_named, read_manifest
 from wherry.checkpoint.reader import CheckpointReader
 from wherry.checkpoint.session import Session, plain_tensors
@@ -288,9 +288,5 @@ def _names(session: Session, *, tied: bool = False) -> list[str]:
 def write_torch(weights: dict[str, torch.Tensor] | None, path: Path) -> None:
     """The weights as torch.save writes them, for programs that want that; whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
+    with replacing(path) as aside:
         torch.save(weights, aside)
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)

@@ -12,8 +12,9 @@ import math
 import mmap
 import os
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -374,20 +375,26 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Where to write a file that is to be at `path` whole or not at all."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield aside
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a small file so that it is there whole or not at all, and lasts."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     # Taken first: whoever was waiting for the file may move its folder as soon as it is there.
     folder = os.open(path.parent, os.O_RDONLY)
     try:
-        try:
-            with open(aside, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(aside, path)
-        finally:
-            aside.unlink(missing_ok=True)
+        with replacing(path) as aside, open(aside, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         os.fsync(folder)
     finally:
         os.close(folder)

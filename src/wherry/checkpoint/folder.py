@@ -227,17 +227,10 @@ def damage(folder: Path, manifest: Manifest, rank: int = 0, ranks: int = 1) -> l
     return list(dict.fromkeys(problems))
 
 
-def whole(folder: Path) -> bool:
-    """Whether a checkpoint can be loaded; every byte is read."""
-    try:
-        return not damage(folder, read_manifest(folder))
-    except CheckpointError:
-        return False
-
-
 def newest_whole(folder: Path, but: str | None = None) -> str | None:
     """The tag of the newest checkpoint that can be loaded; every byte of it is read."""
-    return next((tag for tag in newest_first(folder) if tag != but and whole(folder / tag)), None)
+    tags = (tag for tag in newest_first(folder) if tag != but)
+    return next((tag for tag in tags if not damage(folder / tag, read_manifest(folder / tag))), None)
 
 
 def locate(folder: Path, tag: str | None, *, cleans: bool = True) -> str | None:

@@ -207,9 +207,6 @@ class _Loader:
         """The entry that a slot is loaded from."""
         return self.names[self.session.whole_name(slot.name)]
 
-    def _stored(self, slot: Slot, state: str) -> bool:
-        return self.reader.has(self._there(slot), state)
-
     # Weights and moments.
 
     def _load_flat(self, flat: Flat) -> None:
@@ -235,7 +232,7 @@ class _Loader:
         group = self.session.optimizer.param_groups[span.group]
         for name in self.manifest.state_names():
             target = values.get(name)
-            if not self._stored(slot, name):
+            if name not in self.manifest.entries[self._there(slot)].states:
                 # An optimizer of torch's makes its state at a parameter's first update: there was none.
                 self.session.states[flat].begin_again(group, values, name)
             elif isinstance(target, Blocks8):

@@ -66,9 +66,6 @@ class CheckpointReader:
 
         return decode(encoded, tensor)
 
-    def has(self, name: str, state: str) -> bool:
-        return state in self.manifest.entries[name].states
-
     def tensor(
         self, name: str, state: str, dtype: torch.dtype | None = None, *, addend: int | None = None
     ) -> torch.Tensor:

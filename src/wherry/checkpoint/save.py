@@ -44,8 +44,8 @@ def save(
     *,
     latest: bool = True,
     exclude_frozen: bool = False,
-) -> Save:
-    """Write a checkpoint of everything; every rank calls it. Returns once it is there, or being written behind."""
+) -> Save | None:
+    """Write a checkpoint of everything; every rank calls it. What is returned is yet to be written, behind training."""
     begin = time.perf_counter()
     comm = session.comm
     tag = folders.step_tag(session.counts.global_steps) if tag is None else tag
@@ -64,10 +64,10 @@ def save(
         if reason is not None and comm.rank == 0:
             session.log.warning("%s: training stands still meanwhile, as %s", what, reason)
     job = Save(session, config, plan, encoded[0], folder / tag, latest, begin)
-    if behind:
-        job.run_behind(session, plan)
-    else:
+    if not behind:
         job.run(session, plan)
+        return None
+    job.run_behind(session, plan)
     return job
 
 
@@ -222,19 +222,12 @@ class Save:
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 
-    @property
-    def behind(self) -> bool:
-        """Whether it was left to be written behind training, and nobody has waited for it."""
-        return self._thread is not None
-
     def wait(self) -> None:
         """Return when this rank's part is on the disk; on rank 0, when the checkpoint is complete."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise CheckpointError(f"{self._what} in the background: {describe(failure)}") from failure
+        assert self._thread is not None
+        self._thread.join()
+        if self._failure is not None:
+            raise CheckpointError(f"{self._what} in the background: {describe(self._failure)}") from self._failure
 
     def run(self, session: Session, plan: _Plan) -> None:
         """Write it while training stands still."""

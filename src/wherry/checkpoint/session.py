@@ -184,11 +184,17 @@ class Checkpoints:
     def __init__(self, session: Callable[[], Session], config: Config) -> None:
         self._session = session
         self._config = config
-        # The last save, as long as it is written behind training.
+        # The save that was left to be written behind training, until somebody has waited for it.
         self._last: Save | None = None
 
     def save(
-        self, folder: str | os.PathLike[str], tag: Any, client_state: dict[str, Any] | None, latest: bool, frozen: bool
+        self,
+        folder: str | os.PathLike[str],
+        tag: Any,
+        client_state: dict[str, Any] | None,
+        *,
+        latest: bool,
+        exclude_frozen: bool,
     ) -> None:
         from wherry.checkpoint.save import save
 
@@ -196,7 +202,7 @@ class Checkpoints:
         state = {} if client_state is None else client_state
         tag = None if tag is None else str(tag)
         self._last = save(
-            self._session(), self._config, Path(folder), tag, state, latest=latest, exclude_frozen=not frozen
+            self._session(), self._config, Path(folder), tag, state, latest=latest, exclude_frozen=exclude_frozen
         )
 
     def load(self, folder: str | os.PathLike[str], tag: Any, options: LoadOptions) -> Loaded | None:
@@ -227,18 +233,19 @@ class Checkpoints:
     @property
     def behind(self) -> bool:
         """Whether a save was left to be written behind training, and nobody has waited for it."""
-        return self._last is not None and self._last.behind
+        return self._last is not None
 
     def wait(self) -> None:
         """Return when no save is under way any more; raises what went wrong with the last one, on every rank."""
         last, self._last = self._last, None
-        if last is not None and last.behind:
+        if last is not None:
             together(self._session().comm, f"saving {last.path}", last.wait)
 
     def close(self) -> None:
         """Wait for what this rank still writes. Other ranks are not asked: they may be gone."""
-        if self._last is not None:
-            self._last.wait()
+        last, self._last = self._last, None
+        if last is not None:
+            last.wait()
 
 
 # By the names that people know.

@@ -1,4 +1,4 @@
-"""The disk engines' interface, and the native one behind it: records in, requests out, the GIL never held."""
+"""What the disk engines share, and the native one: records in, requests out, the GIL never held."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import enum
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 SECTOR = 4096
 MAX_LANES = 16
@@ -85,31 +85,6 @@ class Record:
     checksums: ctypes.Array[ctypes.c_uint32] | None = field(repr=False, compare=False)
 
 
-class Request(Protocol):
-    """One read or write under way."""
-
-    def wait(self, timeout_ms: int) -> bool: ...
-
-    def failure(self) -> Failure | None: ...
-
-
-class Engine(Protocol):
-    """Moves records between memory and the files ("lanes") it was opened with, `depth` chunks deep on each."""
-
-    def submit(self, write: bool, address: int, record: Record, begin: int, length: int) -> Request: ...
-
-    def add_memory(self, address: int, length: int) -> None: ...
-
-    def remove_memory(self, address: int, length: int) -> None: ...
-
-    def counters(self) -> Counters: ...
-
-    def inject(self, fault: Fault) -> None: ...
-
-    def close(self) -> None:
-        """Wait for everything under way, then end."""
-
-
 class _Failure(ctypes.Structure):
     _fields_ = (
         ("cause", ctypes.c_int32),
@@ -154,7 +129,10 @@ class NativeRequest:
 
 
 class NativeEngine:
-    """The C++ engine, over io_uring or over threads."""
+    """The C++ engine, over io_uring or over threads.
+
+    It moves records between memory and the files ("lanes") it was opened with, `depth` chunks deep on each.
+    """
 
     def __init__(self, library: ctypes.CDLL, files: Sequence[int], block: int, depth: int, *, uring: bool) -> None:
         self._library = library
@@ -193,6 +171,7 @@ class NativeEngine:
         )
 
     def close(self) -> None:
+        """Wait for everything under way, then end."""
         handle, self._handle = self._handle, None
         if handle:
             self._library.wherry_disk_close(handle)

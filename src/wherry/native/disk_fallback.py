@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from wherry.native.disk import SECTOR, Cause, Counters, Failure, Fault, Record
 
 _MAX_THREADS = 64
-_RETRIES = 1000
 
 
 class PythonRequest:
@@ -172,7 +171,7 @@ class PythonEngine:
         return None
 
     def _transfer(self, chunk: _Chunk, memory: memoryview) -> Failure | None:
-        file, moved, retries = self._files[chunk.lane], 0, 0
+        file, moved = self._files[chunk.lane], 0
         limit = -1 if chunk.fault is None else chunk.fault.limit
         system = os.pwritev if chunk.write else os.preadv
         while moved < chunk.length:
@@ -181,13 +180,7 @@ class PythonEngine:
                 part, result, limit = part[: limit - limit % SECTOR], limit, -1
                 if not part:
                     return chunk.failure(Cause.SHORT, moved=moved + result)
-            try:
-                result = system(file, [part], chunk.offset + moved)
-            except BlockingIOError:
-                retries += 1
-                if retries == _RETRIES:
-                    raise
-                continue
+            result = system(file, [part], chunk.offset + moved)
             whole = result - result % SECTOR
             moved += whole
             if whole == 0:

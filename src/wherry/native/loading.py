@@ -140,17 +140,13 @@ class Engine:
     code: int
 
 
-@functools.cache
-def _engine(name: str) -> Engine:
-    return Engine(None, 0) if name == "torch" else Engine(_built().library, ISA_CODES[name])
-
-
-@functools.cache
-def _engine_in_use(forced: str) -> Engine:
-    """The engine that this value of the environment asks for. Every pass asks: it is looked up once."""
-    return _engine(isa())
-
-
 def engine(name: str | None = None) -> Engine:
     """The engine of the named instruction set, or of the one in use."""
-    return _engine_in_use(os.environ.get(ENVIRONMENT, "")) if name is None else _engine(checked_isa(name, "isa"))
+    return _engine(name, os.environ.get(ENVIRONMENT, ""))
+
+
+@functools.cache
+def _engine(name: str | None, forced: str) -> Engine:
+    """For this value of the environment. Every pass asks: it is looked up once."""
+    chosen = isa() if name is None else checked_isa(name, "isa")
+    return Engine(None, 0) if chosen == "torch" else Engine(_built().library, ISA_CODES[chosen])

@@ -12,7 +12,7 @@ from wherry.fake import is_fake
 from wherry.native import fallback
 from wherry.native.formulas import Formula
 from wherry.native.loading import engine
-from wherry.native.pool import Pool, default_pool
+from wherry.native.pool import JobTicket, Pool, default_pool
 from wherry.native.segment import GRADS, KINDS, Blocks8, Segment, pack
 from wherry.tickets import DONE, Ticket
 
@@ -54,11 +54,14 @@ class PackedSegments:
         multiplier: float = 1.0,
         pool: Pool | None = None,
         grads: Sequence[Tensor] | None = None,
+        *,
+        inline: int = INLINE_SUBMIT,
     ) -> Ticket:
         """Start updating every segment by its formula (one for all, or one each); every gradient is first multiplied.
 
         `grads`, instead of the segments' own, may have any shape. Submissions are not ordered among each other:
-        wait for one before submitting another on the same tensors. The torch fallback has finished when this returns.
+        wait for one before submitting another on the same tensors. The torch fallback has finished when this returns,
+        and so has a plan of up to `inline` elements.
         """
         packed, count = self._pack_formulas(formulas)
         if self._fake:
@@ -68,12 +71,12 @@ class PackedSegments:
         if native is None:
             fallback.update(self.segments, formulas, multiplier, grads)
             return DONE
-        if self.numel <= INLINE_SUBMIT:
+        if self.numel <= inline:
             native.wherry_plan_run(self._handle, packed, count, multiplier, pointers, kinds)
             return DONE
         pool = pool or default_pool()
         job = native.wherry_plan_submit(self._handle, pool.handle(native), packed, count, multiplier, pointers, kinds)
-        return pool.ticket(native, job, (self, grads))
+        return JobTicket(native, job, (self, grads))
 
     def run(
         self,
@@ -82,12 +85,8 @@ class PackedSegments:
         pool: Pool | None = None,
         grads: Sequence[Tensor] | None = None,
     ) -> None:
-        """The same, to its end; a small plan runs in the calling thread."""
-        if self._native is None or self.numel > INLINE_RUN or self._fake:
-            return self.submit(formulas, multiplier, pool, grads).wait()
-        packed, count = self._pack_formulas(formulas)
-        pointers, kinds = self._grads(grads)
-        self._native.wherry_plan_run(self._handle, packed, count, multiplier, pointers, kinds)
+        """The same, to its end."""
+        self.submit(formulas, multiplier, pool, grads, inline=INLINE_RUN).wait()
 
     def _pack_formulas(self, formulas: Formula | Sequence[Formula]) -> tuple[bytes, int]:
         if isinstance(formulas, Formula):

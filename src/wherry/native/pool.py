@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import weakref
 from collections.abc import Iterable
@@ -12,9 +13,6 @@ from typing import Any
 
 from wherry.errors import WherryError
 from wherry.tickets import Ticket
-
-# Records of submissions are looked through for finished ones when there are this many.
-_SWEEP = 32
 
 
 def allowed_cpus() -> list[int]:
@@ -93,7 +91,6 @@ class Pool:
         # More threads than cores would queue up behind each other if bound.
         self.cores = tuple(chosen) if binding and 0 < self.threads <= len(chosen) else ()
         self._closed = False
-        self._pending: set[JobTicket] = set()
         self._made: tuple[int, int, weakref.finalize] | None = None  # pid, handle, its end
 
     @staticmethod
@@ -120,19 +117,8 @@ class Pool:
                 f"Pool: the system refused {self.threads} threads ({reason.value.decode(errors='replace')}); raise the "
                 "limit (`ulimit -u`, or the container's limit on pids), or ask for fewer threads"
             )
-        self._pending = set()
         self._made = (pid, handle, weakref.finalize(self, _destroy, native, handle, pid))
         return handle
-
-    def ticket(self, native: ctypes.CDLL, job: int, keeps: tuple[Any, ...]) -> JobTicket:
-        """The ticket of what was submitted. The pool holds it, and so its tensors, until it is complete."""
-        pending = self._pending
-        if len(pending) >= _SWEEP:
-            for earlier in list(pending):
-                earlier.done()
-        made = JobTicket(native, job, keeps, pending)
-        pending.add(made)
-        return made
 
     def close(self) -> None:
         """Finish what was submitted and end the threads."""
@@ -140,7 +126,6 @@ class Pool:
         if self._made is not None:
             self._made[2]()
             self._made = None
-        self._pending.clear()
 
     def __enter__(self) -> Pool:
         return self
@@ -152,12 +137,12 @@ class Pool:
 
 
 class JobTicket(Ticket):
-    """The ticket of an update under way on a pool's threads."""
+    """The ticket of an update under way on a pool's threads. Its tensors live as long: who drops it waits for it."""
 
-    __slots__ = ("__weakref__", "_job", "_keeps", "_native", "_pending", "_pid")
+    __slots__ = ("_job", "_keeps", "_native", "_pid")
 
-    def __init__(self, native: ctypes.CDLL, job: int, keeps: tuple[Any, ...], pending: set[JobTicket]) -> None:
-        self._native, self._job, self._keeps, self._pending, self._pid = native, job, keeps, pending, os.getpid()
+    def __init__(self, native: ctypes.CDLL, job: int, keeps: tuple[Any, ...]) -> None:
+        self._native, self._job, self._keeps, self._pid = native, job, keeps, os.getpid()
 
     def _check_process(self) -> None:
         if self._keeps and os.getpid() != self._pid:
@@ -166,33 +151,26 @@ class JobTicket(Ticket):
                 "where that update does not run; wait before forking"
             )
 
-    def _release(self) -> None:
-        self._keeps = ()
-        self._pending.discard(self)
-
     def wait(self) -> None:
         self._check_process()
         self._native.wherry_job_wait(self._job)
-        self._release()
+        self._keeps = ()
 
     def done(self) -> bool:
         if self._keeps:
             self._check_process()
             if not self._native.wherry_job_done(self._job):
                 return False
-            self._release()
+            self._keeps = ()
         return True
 
     def __del__(self) -> None:
-        # Jobs are counted on the library's side too, so one that still runs lives on.
+        if self._keeps and os.getpid() == self._pid:
+            self._native.wherry_job_wait(self._job)
         self._native.wherry_job_free(self._job)
 
 
-_default: list[Pool] = []
-
-
+@functools.cache
 def default_pool() -> Pool:
     """The pool used where none is named: one for the process, made at first use."""
-    if not _default:
-        _default.append(Pool(local_ranks=max(1, _from_environment("LOCAL_WORLD_SIZE", 1))))
-    return _default[0]
+    return Pool(local_ranks=max(1, _from_environment("LOCAL_WORLD_SIZE", 1)))

@@ -63,6 +63,17 @@ class Chaos:
             self.stir(but=late)
             return late
 
+    def copy_later(self, target: torch.Tensor, source: torch.Tensor) -> Late:
+        """`target` is poison until it has become what `source` is then. Autograd notices neither."""
+        with torch.autograd._unsafe_preserve_version_counter(target):
+            poison(target)
+
+        def copy() -> None:
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(target):
+                target.copy_(source)
+
+        return self.later(copy)
+
     def stir(self, but: Late) -> None:
         self.pending = [late for late in self.pending if late._act is not None]
         others = [late for late in self.pending if late is not but]
@@ -100,22 +111,12 @@ class ChaosLink(Link):
     def up(self, target: torch.Tensor, source: torch.Tensor, *, after: Ticket = DONE) -> Ticket:
         assert target.dtype == source.dtype, "a copy between device and host does not cast"
         self.bytes_up += source.nbytes
-        return self._late(target, source)
+        return self.chaos.copy_later(target, source)
 
     def down(self, target: torch.Tensor, source: torch.Tensor) -> Ticket:
         assert target.dtype == source.dtype, "a copy between device and host does not cast"
         self.bytes_down += source.nbytes
-        return self._late(target, source)
-
-    def _late(self, target: torch.Tensor, source: torch.Tensor) -> Ticket:
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(target):
-            poison(target)
-
-        def copy() -> None:
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(target):
-                target.copy_(source)
-
-        return self.chaos.later(copy)
+        return self.chaos.copy_later(target, source)
 
     @contextmanager
     def uploading(self) -> Iterator[None]:
@@ -157,35 +158,26 @@ class ChaosComm(Comm):
         inner.recent = self.recent  # what the ranks compare when they meet
         self.chaos = chaos
 
-    def _late(self, target: torch.Tensor, result: torch.Tensor) -> Ticket:
-        poison(target)
-
-        def copy() -> None:
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(target):
-                target.copy_(result)
-
-        return self.chaos.later(copy)
-
     def _all_reduce(self, tensor: torch.Tensor, op: str) -> Ticket:
         result = tensor.clone()
         self.inner._all_reduce(result, op).wait()
-        return self._late(tensor, result)
+        return self.chaos.copy_later(tensor, result)
 
     def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
         result = torch.empty_like(shard)
         self.inner._reduce_scatter(result, whole.clone()).wait()
-        return self._late(shard, result)
+        return self.chaos.copy_later(shard, result)
 
     def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
         result = torch.empty_like(whole)
         self.inner._all_gather(result, shard.clone()).wait()
-        return self._late(whole, result)
+        return self.chaos.copy_later(whole, result)
 
     def _broadcast(self, tensor: torch.Tensor, source: int) -> Ticket:
         result = tensor.clone()
         self.inner._broadcast(result, source).wait()
         # What is sent is there all the while.
-        return self._late(tensor, result) if self.rank != source else self.chaos.later(lambda: None)
+        return self.chaos.copy_later(tensor, result) if self.rank != source else self.chaos.later(lambda: None)
 
     def _group(self, axis: str, members: list[int]) -> Comm:
         return ChaosComm(self.inner._group(axis, members), self.chaos)

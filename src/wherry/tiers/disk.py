@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from wherry.native.disk import MAX_LANES, SECTOR, Counters, Engine, Fault, NativeEngine, Record, Request
+from wherry.native.disk import MAX_LANES, SECTOR, Counters, Fault, NativeEngine, NativeRequest, Record
 from wherry.tickets import Ticket
 from wherry.tiers.disk_errors import DiskError, DiskSpaceError, DiskUseError, disk_error, hint, human
 from wherry.tiers.disk_folder import SwapFolder, make_folder, sweep
@@ -20,7 +20,11 @@ from wherry.tiers.disk_probe import O_DIRECT, Probe, probe
 if TYPE_CHECKING:
     import torch
 
+    from wherry.native.disk_fallback import PythonEngine, PythonRequest
     from wherry.tiers.buffers import HostPool
+
+    Engine = NativeEngine | PythonEngine
+    Request = NativeRequest | PythonRequest
 
 __all__ = ["DiskError", "DiskSpaceError", "DiskStore", "DiskUseError", "Fault", "Record", "probe", "sweep"]
 

@@ -290,7 +290,7 @@ class UpdateBucket:
 
     def forget(self) -> None:
         """Let go of memory that is only borrowed for an update: it is about to be given back, or to move."""
-        self._bound = None
+        self._bound = self._fresh = None
         self.rule.forget()
 
     def _views(self) -> list[dict[str, State]]:

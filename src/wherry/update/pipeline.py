@@ -156,6 +156,8 @@ class BucketPipeline:
         """The step ends with this error: nobody publishes what this update has made, or has yet to make."""
         self.job.give_up(error)
         self.gathers.clear()
+        self.bucket.forget()
+        self.show()
         self.phase = Phase.SETTLED
 
 

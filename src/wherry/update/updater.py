@@ -109,8 +109,8 @@ class Updater:
         # Whether no update has to read anything from disk.
         self._all_in_place = True
         self._steps_made = 0
-        # What went wrong in an update: from then on there is no step to go on from.
-        self._broken: BaseException | None = None
+        # What went wrong in an update: from then on there is no step to go on from, until all is loaded anew.
+        self.broken: BaseException | None = None
 
     # Before the update.
 
@@ -168,12 +168,12 @@ class Updater:
 
     def check_whole(self) -> None:
         """Raise if an update has failed: weights and optimizer state are not those of one step any more."""
-        if self._broken is not None:
-            what = str(self._broken) or (
-                f"{type(self._broken).__name__} left it unfinished, and weights and optimizer state are not those of "
+        if self.broken is not None:
+            what = str(self.broken) or (
+                f"{type(self.broken).__name__} left it unfinished, and weights and optimizer state are not those of "
                 "one step any more: go on from a checkpoint"
             )
-            raise WherryError(f"an update has failed before: {what}") from self._broken
+            raise WherryError(f"an update has failed before: {what}") from self.broken
 
     def step(self, groups: Groups, multiplier: float, absent: Absent | None = None) -> None:
         """Update every flat with its gradients times `multiplier`, now or as the policy has it.
@@ -217,9 +217,17 @@ class Updater:
         Updates that were all made are published by whoever waits for them next.
         """
         if not all(pipeline.job.ended_well for pipeline in self.pipelines):
-            self._broken = self._broken or error
+            self.broken = self.broken or error
             for pipeline in self.pipelines:
                 pipeline.give_up(error)
+
+    def give_up_for_load(self) -> None:
+        """An update of this rank or of another has failed, and all values are about to be loaded: nothing of it is
+        published any more. Every rank makes the call."""
+        self.broken = self.broken or WherryError("it is of another rank; go on from a checkpoint")
+        for pipeline in self.pipelines:
+            pipeline.job.wait_for_end()
+            pipeline.give_up(self.broken)
 
     @torch.no_grad()
     def skip(
@@ -433,7 +441,7 @@ class Updater:
         except BaseException as error:
             if not isinstance(error, Exception) and not job.done():
                 raise  # Ctrl-C: the update goes on, and who waited for it does not
-            self._broken = self._broken or error
+            self.broken = self.broken or error
             self.comm.tell(error)  # before any hook takes part in another collective
             raise
 
