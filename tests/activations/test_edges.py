@@ -188,9 +188,9 @@ def test_views_come_back_as_they_were() -> None:
     saver = Saver(HostStore(late_link(torch.device("cpu"))), SavedWeights([], None), smallest=1)  # type: ignore[arg-type]
     large, table = torch.arange(100.0), torch.arange(12.0).view(3, 4)
     for views, copies in (([large[40:48]], 1), ([large[7:60:9]], 1), ([table.t(), table[1:]], 1)):
-        before = saver.tensors
+        before = saver.put_away
         packed = [saver.pack(view) for view in views]
-        assert saver.tensors - before == copies
+        assert saver.put_away - before == copies
         assert all(torch.equal(saver.unpack(saved), view) for saved, view in zip(packed, views, strict=True))
 
 

@@ -34,8 +34,8 @@ def test_the_wall_clock_adds_up_and_waits_for_the_device():
     assert {name: total.calls for name, total in spans.totals.items()} == {"forward": 3, "gather": 3}
     assert spans.totals["forward"].seconds >= spans.totals["gather"].seconds > 0
     assert len(waits) == 12
-    assert spans.breakdown().startswith("forward ") and "(3x)" in spans.breakdown()
-    assert spans.take().keys() == {"forward", "gather"} and spans.totals == {}
+    told = spans.breakdown()
+    assert told.startswith("forward ") and "gather" in told and "(3x)" in told and spans.totals == {}
 
 
 def test_an_exception_ends_its_span():

@@ -63,14 +63,10 @@ class Spans:
                 total.calls += 1
                 total.seconds += time.perf_counter() - start
 
-    def take(self) -> dict[str, Total]:
-        """The totals since the last call; the count begins anew."""
-        totals, self.totals = self.totals, {}
-        return totals
-
     def breakdown(self) -> str:
-        """One line for the log, the longest span first: `forward 12.1 ms, backward 25.0 ms (2x), step 3.2 ms`."""
+        """One line for the log, the longest first: `backward 25.0 ms (2x), step 3.2 ms`. The count begins anew."""
         ordered = sorted(self.totals.items(), key=lambda item: -item[1].seconds)
+        self.totals = {}
         return ", ".join(
             f"{name} {total.seconds * 1e3:.1f} ms" + (f" ({total.calls}x)" if total.calls > 1 else "")
             for name, total in ordered
