@@ -37,6 +37,11 @@ if TYPE_CHECKING:
 
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 _TORCH_NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+_PLACING = (
+    "zero_optimization.stage",
+    "zero_optimization.offload_optimizer.device",
+    "zero_optimization.offload_param.device",
+)
 TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 
@@ -160,6 +165,11 @@ class Config(ConfigBlock):
     def auto(self) -> tuple[str, ...]:
         """The keys whose value was "auto"; each has its default here."""
         return (*self._draft.autos, *self._draft.chosen)
+
+    @property
+    def planned(self) -> list[str]:
+        """Those of them that the planner chooses for the model and the machine when training begins."""
+        return [path for path in self._draft.autos if path in _PLACING]
 
     def batch(self, dp_world_size: int, counted: str = "") -> BatchSizes:
         """The three batch sizes for so many data-parallel ranks. Raises `ConfigError` when they contradict.

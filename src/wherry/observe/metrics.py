@@ -39,7 +39,7 @@ class _Growing:
     def open(self, folder: Path, config: Mapping[str, Any]) -> None:
         path = (self._own_folder or folder) / self.name
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "w", encoding="utf-8", newline="", buffering=1)
+        self._file = open(path, "w", encoding="utf-8", newline="", buffering=1)  # noqa: SIM115
 
     def close(self) -> None:
         if self._file is not None:
