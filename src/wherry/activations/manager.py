@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,7 +13,7 @@ from torch import nn
 
 from wherry.activations.auto import Policy, SavedBytes, is_strange
 from wherry.activations.partition import CheckpointPartition
-from wherry.activations.recompute import Anew, ContextPair, both, inside, operations, recomputed, running, selective
+from wherry.activations.recompute import Anew, ContextPair, inside, operations, recomputed, running, selective
 from wherry.activations.saving import Beneath, Saver
 from wherry.activations.stores import Store
 from wherry.observe.log import get_logger
@@ -188,26 +188,24 @@ class Activations:
             self._synchronise()
 
         def contexts() -> ContextPair:
-            again = Anew(partial(self._again, name, unit))
-            if not self._save_operations:
-                return nullcontext(), again
             first, second = selective(self._save_operations)
-            return first, both(again, second)
+            return first, Anew(partial(self._again, name, unit, second))
 
         saving = self._saver.hooks(checkpoint=name) if self._saver is not None else None
         with self._spans(f"wherry::checkpoint ({name})"):
             return recomputed(fn, args, kwargs, contexts=contexts, saving=saving)
 
     @contextmanager
-    def _again(self, name: str, unit: Unit | None) -> Iterator[None]:
-        """Around a recomputation, in backward."""
+    def _again(self, name: str, unit: Unit | None, kept: AbstractContextManager[Any]) -> Iterator[None]:
+        """Around a recomputation, in backward, which takes results that were `kept` from there."""
         self._recomputations += 1
         if self.block.synchronize_checkpoint_boundary:
             self._synchronise()
         with self._spans(f"wherry::recompute ({name})"):
             if unit is not None:
                 self._gather(unit)
-            yield
+            with kept:
+                yield
 
     # `auto`.
 
