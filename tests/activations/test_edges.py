@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.activations.model import Model, by_hand
-from tests.activations.test_equality import WAYS, block_of, train
-from tests.engine.harness import Run, adamw, assert_close, assert_equal, make_model, settings, token_batch
+from tests.activations.model import Model
+from tests.activations.test_equality import WAYS, block_of
+from tests.engine.harness import Run, adamw, assert_equal, make_model, settings, token_batch
 from torch import nn
 
 import wherry
@@ -140,14 +140,6 @@ def test_what_was_brought_ahead_for_a_backward_that_ends_early_returns(tmp_path:
     engine.step()
     assert lent(store) == 0
     engine.close()
-
-
-@pytest.mark.parametrize("way", ["recompute", "selective", "recompute and offload", "recompute and disk"])
-def test_checkpoints_in_the_models_code_where_weights_travel(way: str, tmp_path: Path) -> None:
-    model = make_model(by_hand)
-    plain = train(model, None, {})
-    run = train(model, 3, {**block_of(way, tmp_path), "policy": "none"})
-    assert_close(run, plain)
 
 
 def test_outside_of_an_engine() -> None:
