@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.activations.model import Model, by_hand
-from tests.activations.test_equality import WAYS, block_of, train
-from tests.engine.harness import Run, adamw, assert_close, assert_equal, make_model, settings, token_batch
+from tests.activations.model import Model
+from tests.activations.test_equality import WAYS, block_of
+from tests.engine.harness import Run, adamw, assert_equal, make_model, settings, token_batch
 from torch import nn
 
 import wherry
@@ -142,14 +142,6 @@ def test_what_was_brought_ahead_for_a_backward_that_ends_early_returns(tmp_path:
     engine.close()
 
 
-@pytest.mark.parametrize("way", ["recompute", "selective", "recompute and offload", "recompute and disk"])
-def test_checkpoints_in_the_models_code_where_weights_travel(way: str, tmp_path: Path) -> None:
-    model = make_model(by_hand)
-    plain = train(model, None, {})
-    run = train(model, 3, {**block_of(way, tmp_path), "policy": "none"})
-    assert_close(run, plain)
-
-
 def test_outside_of_an_engine() -> None:
     """Any function, with whatever it takes and gives; one inside another is computed again once."""
     torch.manual_seed(0)
@@ -188,9 +180,9 @@ def test_views_come_back_as_they_were() -> None:
     saver = Saver(HostStore(late_link(torch.device("cpu"))), SavedWeights([], None), smallest=1)  # type: ignore[arg-type]
     large, table = torch.arange(100.0), torch.arange(12.0).view(3, 4)
     for views, copies in (([large[40:48]], 1), ([large[7:60:9]], 1), ([table.t(), table[1:]], 1)):
-        before = saver.tensors
+        before = saver.put_away
         packed = [saver.pack(view) for view in views]
-        assert saver.tensors - before == copies
+        assert saver.put_away - before == copies
         assert all(torch.equal(saver.unpack(saved), view) for saved, view in zip(packed, views, strict=True))
 
 

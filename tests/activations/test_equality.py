@@ -109,17 +109,26 @@ def test_a_policy_equals_plain_pytorch(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("way", ["recompute", "recompute and offload"])
-def test_checkpoints_in_the_models_code(way: str, late: list[ChaosLink], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stage", "way"),
+    [
+        (0, "recompute"),
+        (0, "recompute and offload"),
+        (3, "recompute"),
+        (3, "selective"),
+        (3, "recompute and offload"),
+        (3, "recompute and disk"),
+    ],
+)
+def test_checkpoints_in_the_models_code(stage: int, way: str, late: list[ChaosLink], tmp_path: Path) -> None:
     model = make_model(by_hand)
     plain = train(model, None, {})
-    block = {**block_of(way, tmp_path), "policy": "none"}
-    run = train(model, 0, block)
+    run = train(model, stage, {**block_of(way, tmp_path), "policy": "none"})
     assert_close(run, plain)
     assert run.extra == STEPS * 2 * 4
     # Inside a unit that is recomputed already, a checkpoint of the model's own is an ordinary call.
     if way == "recompute":
-        assert_equal(train(model, 0, block_of(way, tmp_path)), run)
+        assert_equal(train(model, stage, block_of(way, tmp_path)), run)
 
 
 @pytest.mark.parametrize(

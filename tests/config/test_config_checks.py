@@ -106,7 +106,7 @@ def test_a_batch_problem_keeps_its_line():
 def test_a_folder_may_be_given_to_a_planner_that_chooses_the_device():
     config = load({ZERO: {"offload_optimizer": {"device": "auto", "nvme_path": "/a", "buffer_count": 2}}})
     assert config.auto == (f"{ZERO}.offload_optimizer.device",)
-    assert config.notes == [f"auto, so left at their defaults: {ZERO}.offload_optimizer.device"]
+    assert config.notes == [f"auto, so chosen when training begins: {ZERO}.offload_optimizer.device"]
 
 
 @pytest.mark.parametrize(

@@ -245,7 +245,7 @@ def test_the_scanner_finds_every_key_of_json(tree, indent):
     value, lines = parse(text)
     assert value == tree
     assert set(lines.table) == set(_paths(tree))
-    assert not lines.duplicates
+    assert not lines.problems
     for path, line in lines.table.items():
         assert json.dumps(path[-1]) in text.splitlines()[line - 1]
 

@@ -187,6 +187,9 @@ def test_check_a_good_file(tmp_path, capsys):
     assert "parameters  partitioned, device" in out
     assert "batch       2 = micro-batch 1 x accumulation 1 x 2 ranks" in out
     assert "note: zero_optimization.contiguous_gradients: no effect here" in out
+    status, out, _ = run(capsys, "check", path, "--set", "zero_optimization.stage=auto")
+    assert out.startswith(f"{path}: good\n  placement   chosen for the model and the machine when training begins\n")
+    assert "note: auto, so chosen when training begins: zero_optimization.stage\n" in out
     status, out, _ = run(capsys, "check", path, "--json")
     assert status == 0
     assert json.loads(out) == load(path).to_dict()

@@ -22,7 +22,7 @@ def test_nothing_is_made_when_nobody_looks():
     assert spans("a") is spans("b") is SILENT
     with spans("a"):
         pass
-    assert spans.totals == {}
+    assert spans.seconds == {}
 
 
 def test_the_wall_clock_adds_up_and_waits_for_the_device():
@@ -31,11 +31,11 @@ def test_the_wall_clock_adds_up_and_waits_for_the_device():
     for _ in range(3):
         with spans("forward"), spans("gather"):
             pass
-    assert {name: total.calls for name, total in spans.totals.items()} == {"forward": 3, "gather": 3}
-    assert spans.totals["forward"].seconds >= spans.totals["gather"].seconds > 0
+    assert {name: len(seconds) for name, seconds in spans.seconds.items()} == {"forward": 3, "gather": 3}
+    assert sum(spans.seconds["forward"]) >= sum(spans.seconds["gather"]) > 0
     assert len(waits) == 12
-    assert spans.breakdown().startswith("forward ") and "(3x)" in spans.breakdown()
-    assert spans.take().keys() == {"forward", "gather"} and spans.totals == {}
+    told = spans.breakdown()
+    assert told.startswith("forward ") and "gather" in told and "(3x)" in told and spans.seconds == {}
 
 
 def test_an_exception_ends_its_span():
@@ -45,4 +45,4 @@ def test_an_exception_ends_its_span():
             raise KeyError
     except KeyError:
         pass
-    assert spans.totals["step"].calls == 1
+    assert len(spans.seconds["step"]) == 1

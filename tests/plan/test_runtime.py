@@ -86,7 +86,7 @@ def test_with_data_the_gpu_with_the_least_free_counts_too(monkeypatch: pytest.Mo
             super().__init__(source, machine, *more, **how)
 
     monkeypatch.setattr(runtime, "this_machine", lambda _: machines.KNOWN["4090"])
-    monkeypatch.setattr(runtime, "device_memory", lambda gpu: DeviceMemory(0, 0, 0, free=10**9, total=10**10))
+    monkeypatch.setattr(runtime, "device_memory", lambda gpu: DeviceMemory(0, 0, free=10**9, total=10**10))
     monkeypatch.setattr(runtime, "Forecaster", Seen)
     data = TensorDataset(torch.zeros(64, 6, dtype=torch.int64), torch.zeros(64, 6, dtype=torch.int64))
     config = configs.load({"zero_optimization": AUTO})

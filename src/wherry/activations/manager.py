@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,7 +13,7 @@ from torch import nn
 
 from wherry.activations.auto import Policy, SavedBytes, is_strange
 from wherry.activations.partition import CheckpointPartition
-from wherry.activations.recompute import Anew, ContextPair, both, inside, operations, recomputed, running, selective
+from wherry.activations.recompute import Anew, ContextPair, inside, operations, recomputed, running, selective
 from wherry.activations.saving import Beneath, Saver
 from wherry.activations.stores import Store
 from wherry.observe.log import get_logger
@@ -63,15 +62,6 @@ def _same(value: T) -> T:
     return value
 
 
-@dataclass
-class Figures:
-    """What has been done since the engine was built."""
-
-    forwards: int = 0
-    recomputed: int = 0
-    calls: dict[Policy, int] = field(default_factory=lambda: dict.fromkeys(Policy, 0))
-
-
 class Activations:
     """Wraps the units' forwards as the config says, and unwraps them at the end."""
 
@@ -92,16 +82,18 @@ class Activations:
         self.topology = topology
         self.device = topology.device
         self.store = store
-        self.figures = Figures()
+        self._forwards = 0
+        self._recomputations = 0
         self._save_operations = operations(block.save_operations)
         self._gather = gather
         self._free_bytes = free_bytes
         self._flats = [flat for unit in units for flat in unit.flats]
-        smallest = block.offload_min_bytes if store is not None else 1
-        saver = partial(Saver, beneath=beneath, smallest=smallest, weights=self._weights, device=self.device)
-        # How checkpoints are kept, and how everything that an offloaded unit saves.
-        self._checkpoints = saver(store, partition=partition) if store or partition else None
-        self._offloads = saver(store) if store else None
+        self._saver: Saver | None = None
+        if store is not None or partition is not None:
+            smallest = block.offload_min_bytes if store is not None else 1
+            self._saver = Saver(
+                store, beneath, smallest=smallest, partition=partition, weights=self._weights, device=self.device
+            )
         self._log = get_logger(topology.global_rank)
         self._spans = Spans(wall_clock=block.profile, synchronise=self._synchronise if block.profile else None)
         self._counts: SavedBytes | None = None
@@ -116,7 +108,7 @@ class Activations:
         count, policy = len(self.units), self.block.resolved_policy()
         if policy == "recompute":
             return [Policy.RECOMPUTE if place % self.block.every == 0 else Policy.KEEP for place in range(count)]
-        if policy == "offload" and self._offloads is not None:
+        if policy == "offload" and self.store is not None:
             return [Policy.OFFLOAD] * count
         if policy == "auto":
             # Counted while the least memory is used.
@@ -164,13 +156,12 @@ class Activations:
 
     def begin(self) -> None:
         """A forward of the whole model begins, on all ranks."""
-        self.figures.forwards += 1
-        if self.block.profile and self.figures.forwards % TELL_EVERY == 0:
-            self._log.info("activations of %d forwards: %s", TELL_EVERY, self.breakdown())
-        for saver in (self._checkpoints, self._offloads):
-            if saver is not None:
-                saver.begin()
-        if self._counts is not None and self.figures.recomputed and torch.is_grad_enabled():
+        self._forwards += 1
+        if self.block.profile and self._forwards % TELL_EVERY == 0:
+            self._log.info("activations of %d forwards: %s", TELL_EVERY, self._spans.breakdown())
+        if self._saver is not None:
+            self._saver.begin()
+        if self._counts is not None and self._recomputations and torch.is_grad_enabled():
             self._decide(self._counts)
 
     def run(self, unit: UnitForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -178,12 +169,11 @@ class Activations:
         if not torch.is_grad_enabled() or inside.get():
             return unit.inner(*args, **kwargs)
         policy = self.policies[unit.place]
-        self.figures.calls[policy] += 1
         if policy is Policy.RECOMPUTE:
             return self._recomputed(unit.name, self._counted(unit), args, kwargs, self.units[unit.place])
         if policy is Policy.OFFLOAD:
-            assert self._offloads is not None
-            with self._offloads.hooks(unit.name):
+            assert self._saver is not None
+            with self._saver.hooks():
                 return unit.inner(*args, **kwargs)
         return unit.inner(*args, **kwargs)
 
@@ -198,28 +188,24 @@ class Activations:
             self._synchronise()
 
         def contexts() -> ContextPair:
-            again = Anew(partial(self._again, name, unit))
-            if not self._save_operations:
-                return nullcontext(), again
             first, second = selective(self._save_operations)
-            return first, both(again, second)
+            return first, Anew(partial(self._again, name, unit, second))
 
-        saving: AbstractContextManager[Any] | None = None
-        if self._checkpoints is not None:
-            saving = self._checkpoints.hooks(name)
+        saving = self._saver.hooks(checkpoint=name) if self._saver is not None else None
         with self._spans(f"wherry::checkpoint ({name})"):
             return recomputed(fn, args, kwargs, contexts=contexts, saving=saving)
 
     @contextmanager
-    def _again(self, name: str, unit: Unit | None) -> Iterator[None]:
-        """Around a recomputation, in backward."""
-        self.figures.recomputed += 1
+    def _again(self, name: str, unit: Unit | None, kept: AbstractContextManager[Any]) -> Iterator[None]:
+        """Around a recomputation, in backward, which takes results that were `kept` from there."""
+        self._recomputations += 1
         if self.block.synchronize_checkpoint_boundary:
             self._synchronise()
         with self._spans(f"wherry::recompute ({name})"):
             if unit is not None:
                 self._gather(unit)
-            yield
+            with kept:
+                yield
 
     # `auto`.
 
@@ -243,23 +229,13 @@ class Activations:
         self.policies, memory = counts.decide(
             self._free_bytes() if self.block.memory is None else self.block.memory,
             (self.topology.data, self.topology.tensor),
-            checkpoints_stay=self._checkpoints is None,
+            checkpoints_stay=self._saver is None,
         )
         kept = self.policies.count(Policy.KEEP)
         told = f"{kept} kept, {len(self.policies) - kept} recomputed; {memory / 1e9:.3g} GB may stay"
         self._log.info("activations of %d units: %s", len(self.policies), told)
 
     # Small things.
-
-    def saved_bytes(self) -> int:
-        """Bytes put away so far."""
-        return sum(saver.nbytes for saver in (self._checkpoints, self._offloads) if saver is not None)
-
-    def breakdown(self) -> str:
-        """The times of checkpoints and recomputations since the last call, where `profile` asks for them."""
-        told = self._spans.breakdown()
-        self._spans.take()
-        return told
 
     def _weights(self) -> Iterator[torch.Tensor]:
         """Tensors that are there for longer than a step: they are never put away."""

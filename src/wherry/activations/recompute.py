@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts, noop_context_fn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from wherry.errors import WherryError
@@ -64,7 +64,7 @@ def recomputed(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    contexts: Callable[[], ContextPair] | None = None,
+    contexts: Callable[[], ContextPair] = noop_context_fn,
     saving: AbstractContextManager[Any] | None = None,
 ) -> T:
     """`fn` under torch's checkpoint. `saving` is entered where it saves the arguments, `contexts` around `fn`."""
@@ -80,8 +80,6 @@ def recomputed(
             inside.reset(token)
 
     with saving or nullcontext():
-        if contexts is None:
-            return torch_checkpoint(call, *leaves, use_reentrant=False)
         return torch_checkpoint(call, *leaves, use_reentrant=False, context_fn=contexts)
 
 
@@ -99,15 +97,6 @@ class Anew:
 
     def __exit__(self, *error: Any) -> bool | None:
         return self._entered.pop().__exit__(*error)
-
-
-def both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Anew:
-    @contextmanager
-    def together() -> Iterator[None]:
-        with first, second:
-            yield
-
-    return Anew(together)
 
 
 def operations(names: Sequence[str]) -> frozenset[Any]:
@@ -138,6 +127,8 @@ def operations(names: Sequence[str]) -> frozenset[Any]:
 
 def selective(saved: frozenset[Any]) -> ContextPair:
     """Contexts of a checkpoint in which the results of these operations are kept."""
+    if not saved:
+        return nullcontext(), nullcontext()
 
     def decide(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         known = operation in saved or getattr(operation, "overloadpacket", None) in saved

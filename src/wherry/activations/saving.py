@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -115,7 +116,7 @@ class Saved:
 class Saver:
     """Packs and unpacks for autograd: weights go the engine's way, large activations to the store, the rest stays.
 
-    Without a store, what is divided by `partition` stays as well, in its part.
+    Inputs of checkpoints are divided by `partition`; without a store the part stays.
 
     One object may serve several forwards whose backwards have not come yet; `begin` separates them.
     """
@@ -141,9 +142,8 @@ class Saver:
         self._chain = Chain()
         # By storage and version, so that what two operations save is put away once.
         self._seen: dict[tuple[int, int], tuple[weakref.ref[torch.UntypedStorage], weakref.ref[Parked]]] = {}
-        # Bytes put away so far, for tests and figures.
-        self.nbytes = 0
-        self.tensors = 0
+        # Memories put away so far, for tests.
+        self.put_away = 0
 
     def begin(self) -> None:
         """A forward of the whole model begins."""
@@ -151,14 +151,16 @@ class Saver:
         self._seen.clear()
         self._keep = None
 
-    def hooks(self, where: str = "") -> torch.autograd.graph.saved_tensors_hooks:
-        """Around operations whose saved tensors are to be put away; `where` is told in errors."""
-        place = iter(range(1 << 30))
+    def hooks(self, checkpoint: str = "") -> torch.autograd.graph.saved_tensors_hooks:
+        """Around operations whose saved tensors are to be put away: the inputs of a checkpoint, or all of a unit's."""
+        if not checkpoint:
+            return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+        place = itertools.count()
         return torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: self.pack(tensor, where, next(place)), self.unpack
+            lambda tensor: self.pack(tensor, f"{checkpoint}: input {next(place)}"), self.unpack
         )
 
-    def pack(self, tensor: torch.Tensor, where: str = "", place: int = 0) -> Any:
+    def pack(self, tensor: torch.Tensor, checkpointed: str = "") -> Any:
         below = self.beneath.pack(tensor)
         if below is not tensor:
             return below
@@ -168,12 +170,13 @@ class Saver:
             inner, wrapper = tensor._local_tensor, _wrapper(tensor)
         if not self._goes(inner):
             return tensor
-        if self.partition is not None and self.partition.divides(inner, tensor):
-            saved = self._pack_part(inner, where, place)
-        else:
-            if self.store is None:
-                return tensor
+        if checkpointed and self.partition is not None and self.partition.divides(inner, tensor):
+            part = self.partition.part_of(inner.detach(), checkpointed)
+            saved = Saved(self._park(part.view(torch.uint8)), inner, part=self.partition)
+        elif self.store is not None:
             saved = self._pack_whole(inner)
+        else:
+            return tensor
         saved.wrapper = wrapper
         return saved
 
@@ -192,11 +195,6 @@ class Saver:
             self._keep = {weight.untyped_storage()._cdata for weight in self._weights()}
         return tensor.untyped_storage()._cdata not in self._keep
 
-    def _pack_part(self, tensor: torch.Tensor, where: str, place: int) -> Saved:
-        assert self.partition is not None
-        part = self.partition.part_of(tensor.detach(), f"{where}: input {place}")
-        return Saved(self._park(part.view(torch.uint8)), tensor, part=self.partition)
-
     def _pack_whole(self, tensor: torch.Tensor) -> Saved:
         storage = tensor.untyped_storage()
         if storage.nbytes() > 4 * tensor.numel() * tensor.element_size():
@@ -214,8 +212,7 @@ class Saver:
         return Saved(parked, tensor, int(tensor.storage_offset()))
 
     def _park(self, data: torch.Tensor) -> Parked:
-        self.nbytes += data.numel()
-        self.tensors += 1
+        self.put_away += 1
         return Parked(OnDevice(data) if self.store is None else self.store.put(data), self._chain)
 
 

@@ -70,8 +70,11 @@ def _check(arguments: argparse.Namespace) -> int:
         print(json.dumps(config.to_dict(), indent=2))
         return 0
     print(f"{arguments.file}: good")
-    for state, how, tier in config.placement().rows():
-        print(f"  {state:<11} {how}, {tier}")
+    if config.planned:
+        print("  placement   chosen for the model and the machine when training begins")
+    else:
+        for state, how, tier in config.placement().rows():
+            print(f"  {state:<11} {how}, {tier}")
     if batch is not None:
         factors = f"micro-batch {batch.micro} x accumulation {batch.accumulation} x {arguments.ranks} ranks"
         print(f"  batch       {batch.train} = {factors}")

@@ -225,6 +225,8 @@ def _adam(config: Config, draft: Draft) -> Iterator[Finding]:
 
 
 Rule = Callable[[Config, Draft], Iterator[Finding]]
-_OF_BLOCKS: tuple[Rule, ...] = (_precision, _offload, _groups, _activations, _optimizer, _schedule)
-_RULES: tuple[Rule, ...] = (_batch, *_OF_BLOCKS, _refused_values, _own)
+_RULES: tuple[Rule, ...] = (
+    *(_batch, _precision, _offload, _groups, _activations, _optimizer, _schedule),
+    *(_refused_values, _own),
+)
 _REMARKS: tuple[Rule, ...] = (_delayed, _short_schedule, _adam)

@@ -22,14 +22,14 @@ class Draft:
         self.source = source
         self.overrides = list(overrides)
         self.tree: dict[str, Any] = copy.deepcopy(source.given)
-        self.problems: list[Problem] = list(source.problems)
+        self.problems: list[Problem] = list(source.lines.problems)
         self.notes: list[str] = []
         # Of the notes, those of keys without effect, and how to name the key to whoever is told in one line of all.
         self.idle: dict[str, str] = {}
         self.autos: list[str] = []
         self.chosen: list[str] = []  # keys that were "auto", and what they are has been found from others
         self.without_effect: dict[KeyPath, Any] = {}  # the checked values of keys that have none
-        self.bad: set[KeyPath] = {tuple(problem.path.split(".")) for problem in source.problems}
+        self.bad: set[KeyPath] = {tuple(problem.path.split(".")) for problem in self.problems}
         self._written_as: dict[KeyPath, KeyPath] = {}
         self._spread_dotted_keys()
         for layer in overrides:

@@ -6,19 +6,37 @@ import functools
 import math
 import re
 import sys
-from collections.abc import Callable
-from typing import Annotated, Any, Literal, get_args
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, WithJsonSchema
 from pydantic.fields import FieldInfo
 
-from wherry.config.problems import shown, unit_missing
+from wherry.config.problems import named, shown, unit_missing
 
 
 class ConfigBlock(BaseModel):
     """A block of the config. Unknown keys are errors; a resolved block does not change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), populate_by_name=True)
+
+
+class Constructed(ConfigBlock):
+    """A block whose `type` names a class, with what that is constructed with in `params`."""
+
+    models: ClassVar[Mapping[str, type[ConfigBlock]]]
+    """The parameters of those that are checked here."""
+
+    @classmethod
+    def model_of(cls, type_name: Any) -> tuple[str, type[ConfigBlock] | None]:
+        """The name of a type and the schema of its parameters; None where only its own constructor can check them."""
+        name = (named(type_name, cls.models) if isinstance(type_name, str) else None) or ""
+        return name, cls.models.get(name)
+
+    @classmethod
+    def resolve(cls, type_name: str, params: ConfigBlock) -> tuple[str, dict[str, Any]]:
+        """What a type and its parameters mean, and the parameters with every default written out."""
+        return type_name, params.model_dump()
 
 
 def key(default: Any, text: str, **constraints: Any) -> Any:
@@ -184,13 +202,5 @@ Bytes = Annotated[int, BeforeValidator(_bytes), WithJsonSchema({"anyOf": [{"type
 Memory = Annotated[int, BeforeValidator(_memory), WithJsonSchema({"anyOf": [{"type": "integer"}, {"type": "string"}]})]
 Dtype = Annotated[Literal["fp16", "bf16", "fp32"], BeforeValidator(to_dtype)]
 EverySteps = Annotated[int | None, BeforeValidator(_every_steps), WithJsonSchema({"type": "number"})]
-Folders = Annotated[
-    str | list[str],
-    BeforeValidator(one_or_list(_text, "a folder or a list of folders")),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
-]
-Numbers = Annotated[
-    float | list[float],
-    BeforeValidator(one_or_list(_number, "a number or a list of numbers")),
-    WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "array", "items": {"type": "number"}}]}),
-]
+Folders = Annotated[str | list[str], BeforeValidator(one_or_list(_text, "a folder or a list of folders"))]
+Numbers = Annotated[float | list[float], BeforeValidator(one_or_list(_number, "a number or a list of numbers"))]

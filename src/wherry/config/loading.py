@@ -10,13 +10,12 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from wherry.config import optimizer as optimizers
-from wherry.config import scheduler as schedulers
 from wherry.config.checks import check
 from wherry.config.draft import Draft
-from wherry.config.fields import ConfigBlock, block_of, checker, key_names, takes_auto
+from wherry.config.fields import ConfigBlock, Constructed, block_of, checker, key_names, takes_auto
 from wherry.config.problems import Problem, config_error, did_you_mean, shown
 from wherry.config.reference import paths_ending_in
+from wherry.config.scheduler import with_parameters
 from wherry.config.schema import Config
 from wherry.config.source import KeyPath, TextError, copied, parse, read
 from wherry.config.without_effect import IdleKey, idle_keys_in
@@ -57,9 +56,11 @@ def _load(draft: Draft) -> Config:
     check(config, draft)
     if draft.problems:
         raise config_error(draft.problems, draft.source.name)
-    if draft.autos:
-        draft.notes.append(f"auto, so left at their defaults: {', '.join(draft.autos)}")
     config._draft = draft
+    defaults = [path for path in draft.autos if path not in config.planned]
+    for meaning, paths in (("chosen when training begins", config.planned), ("left at their defaults", defaults)):
+        if paths:
+            config.add_note(f"auto, so {meaning}: {', '.join(paths)}")
     return config
 
 
@@ -110,7 +111,7 @@ def _choose_optimizer(draft: Draft, block: dict[str, Any]) -> None:
 def _choose_schedule(draft: Draft, block: dict[str, Any]) -> None:
     path, params = ("scheduler", "type"), block.get("params")
     given = {name: value for name, value in params.items() if value is not None} if isinstance(params, dict) else {}
-    block["type"] = schedulers.with_parameters(given)
+    block["type"] = with_parameters(given)
     if all(value == "auto" for value in given.values()):
         draft.tree["scheduler"] = None
         draft.note(path, "auto, and no parameters tell which, so the config has no schedule")
@@ -175,10 +176,8 @@ class _Reader:
             return self._checked(checker(model, name), path, value)
         if not self._is_object(path, value, key_names(inner)):
             return _INVALID
-        if inner is optimizers.Optimizer:
-            value = self._with_params(value, path, optimizers.params_model, optimizers.resolve)
-        elif inner is schedulers.Scheduler:
-            value = self._with_params(value, path, schedulers.params_model, schedulers.resolve)
+        if issubclass(inner, Constructed):
+            value = self._with_params(inner, value, path)
         return value if value is _INVALID else self.block(inner, value, path)
 
     def _checked(self, adapter: TypeAdapter[Any], path: KeyPath, value: Any) -> Any:
@@ -215,7 +214,7 @@ class _Reader:
         elif self._is_object(path, value):
             list(self._acting((), value, path, quiet=True))
 
-    def _with_params(self, tree: dict[str, Any], block: KeyPath, model_of: Any, resolve: Any) -> Any:
+    def _with_params(self, kind: type[Constructed], tree: dict[str, Any], block: KeyPath) -> Any:
         """An optimizer or a schedule with its parameters resolved, where they are known here."""
         draft, path, params = self._draft, (*block, "params"), tree.get("params")
         if params == "auto":
@@ -227,14 +226,14 @@ class _Reader:
         if block == ("optimizer",) and (norm := params.pop("max_grad_norm", None)) not in (None, 0, "auto"):
             message = f'is not a parameter of an optimizer; write "gradient_clipping": {norm} at the top instead'
             draft.problem((*path, "max_grad_norm"), message)
-        name, model = model_of(tree.get("type"))
+        name, model = kind.model_of(tree.get("type"))
         if model is None:  # only its own constructor can check them
             draft.autos += [".".join((*path, name)) for name, value in params.items() if value == "auto"]
             return {**tree, "params": {n: value for n, value in params.items() if value not in (None, "auto")}}
         checked = self.block(model, params, path, of=name)
         if not isinstance(checked, ConfigBlock):
             return _INVALID
-        name, resolved = resolve(name, checked)
+        name, resolved = kind.resolve(name, checked)
         if "scheduler.params.total_num_steps" in draft.autos and block == ("scheduler",):
             resolved["total_num_steps"] = "auto"  # nothing here knows it: whoever builds the schedule must give it
         return {**tree, "type": name, "params": resolved}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
 
-from wherry.config.fields import ConfigBlock, Flag, Number, Text, key
-from wherry.config.problems import did_you_mean, shown
+from wherry.config.fields import ConfigBlock, Constructed, Flag, Number, Text, key
+from wherry.config.problems import did_you_mean, named, shown
 
 
 def _pair(value: Any) -> list[float]:
@@ -99,7 +99,6 @@ REFUSED = {
     "LBFGS": "it evaluates the model several times in one step; use AdamW",
     "SparseAdam": "gradients are dense here; use Adam",
 }
-_BY_LOWER_NAME = {name.lower(): name for name in (*NATIVE, *TORCH_ELEMENTWISE, *REFUSED)}
 
 
 def _known_to_torch(name: str) -> bool:
@@ -112,7 +111,7 @@ def _known_to_torch(name: str) -> bool:
 def _type(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"expected the name of an optimizer, got {shown(value)}")
-    name = _BY_LOWER_NAME.get(value.lower(), value)
+    name = named(value, (*NATIVE, *TORCH_ELEMENTWISE, *REFUSED)) or value
     if name in REFUSED:
         raise ValueError(f"{name} is not part of Wherry: {REFUSED[name]}")
     # torch is asked last and only about a name not known above, so that a config loads without importing torch.
@@ -122,7 +121,9 @@ def _type(value: Any) -> str:
     return name
 
 
-class Optimizer(ConfigBlock):
+class Optimizer(Constructed):
+    models: ClassVar = NATIVE
+
     type: Annotated[
         str,
         BeforeValidator(_type),
@@ -144,18 +145,11 @@ class Optimizer(ConfigBlock):
         params.pop("adam_w_mode", None)
         return self.type, params
 
-
-def params_model(type_name: Any) -> tuple[str, type[ConfigBlock] | None]:
-    """The optimizer's name and the schema of its params; None for one that only its own constructor can check."""
-    name = _BY_LOWER_NAME.get(type_name.lower(), "") if isinstance(type_name, str) else ""
-    return name, NATIVE.get(name)
-
-
-def resolve(type_name: str, params: ConfigBlock) -> tuple[str, dict[str, Any]]:
-    """The rule that a type and its params mean, and the params with every default written out."""
-    resolved = params.model_dump(exclude={"amsgrad", "bias_correction", "fp32_optimizer_states"})
-    if not isinstance(params, AdamParams):
-        return type_name, resolved
-    if params.adam_w_mode:
-        del resolved["adam_w_mode"]
-    return "AdamW" if params.adam_w_mode else "Adam", resolved
+    @classmethod
+    def resolve(cls, type_name: str, params: ConfigBlock) -> tuple[str, dict[str, Any]]:
+        resolved = params.model_dump(exclude={"amsgrad", "bias_correction", "fp32_optimizer_states"})
+        if not isinstance(params, AdamParams):
+            return type_name, resolved
+        if params.adam_w_mode:
+            del resolved["adam_w_mode"]
+        return "AdamW" if params.adam_w_mode else "Adam", resolved

@@ -44,6 +44,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f', did you mean "{near[0]}"?' if near else ""
 
 
+def named(word: str, known: Iterable[str]) -> str | None:
+    """The known word that this is, in capitals or not."""
+    return next((name for name in known if name.lower() == word.lower()), None)
+
+
 def shown(value: object) -> str:
     """A value as a user would write it in the file, shortened."""
     if isinstance(value, str):

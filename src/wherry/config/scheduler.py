@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, WithJsonSchema
 
-from wherry.config.fields import ConfigBlock, Flag, Integer, Number, Numbers, Text, key, lowered
-from wherry.config.problems import did_you_mean, shown
+from wherry.config.fields import ConfigBlock, Constructed, Flag, Integer, Number, Numbers, Text, key, lowered
+from wherry.config.problems import did_you_mean, named, shown
 
 _RESUME = "The step that a resumed schedule continues after; -1 for a new one."
 WarmupType = Annotated[Literal["log", "linear"], BeforeValidator(lowered)]
@@ -72,13 +72,12 @@ SCHEDULES: dict[str, type[ConfigBlock]] = {
 }
 NEEDS_TOTAL = ("WarmupDecayLR", "WarmupCosineLR")
 _SIMPLEST_FIRST = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
-_BY_LOWER_NAME = {name.lower(): name for name in SCHEDULES}
 
 
 def _type(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"expected the name of a schedule, got {shown(value)}")
-    name = _BY_LOWER_NAME.get(value.lower())
+    name = named(value, SCHEDULES)
     if name is None:
         hint = did_you_mean(value, SCHEDULES) or "; expected one of " + ", ".join(SCHEDULES)
         advice = "a schedule of torch.optim.lr_scheduler is passed to initialize(lr_scheduler=...)"
@@ -96,21 +95,12 @@ def with_parameters(names: Iterable[str]) -> str | None:
     return next((name for name in _SIMPLEST_FIRST if wanted <= SCHEDULES[name].model_fields.keys()), None)
 
 
-class Scheduler(ConfigBlock):
+class Scheduler(Constructed):
+    models: ClassVar = SCHEDULES
+
     type: Annotated[str, BeforeValidator(_type), WithJsonSchema({"type": "string", "enum": list(SCHEDULES)})] = key(
         ...,
         "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest. auto: the one that has the parameters "
         "given; none without any.",
     )
     params: dict[Text, Any] = key({}, "What the schedule is constructed with.")
-
-
-def params_model(type_name: Any) -> tuple[str, type[ConfigBlock] | None]:
-    """The schedule's name and the schema of its params, or None if there is no such schedule."""
-    name = _BY_LOWER_NAME.get(type_name.lower(), "") if isinstance(type_name, str) else ""
-    return name, SCHEDULES.get(name)
-
-
-def resolve(type_name: str, params: ConfigBlock) -> tuple[str, dict[str, Any]]:
-    """The schedule, and its params with every default written out."""
-    return type_name, params.model_dump()

@@ -37,6 +37,11 @@ if TYPE_CHECKING:
 
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 _TORCH_NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+_PLACING = (
+    "zero_optimization.stage",
+    "zero_optimization.offload_optimizer.device",
+    "zero_optimization.offload_param.device",
+)
 TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 
@@ -125,7 +130,6 @@ class Config(ConfigBlock):
     wherry: Own = block(Own, "Wherry's own keys.")
 
     _draft: Draft = PrivateAttr(default_factory=lambda: Draft(ConfigSource({})))
-    _batches: dict[int, BatchSizes] = PrivateAttr(default_factory=dict)
 
     @property
     def given(self) -> dict[str, Any]:
@@ -144,7 +148,8 @@ class Config(ConfigBlock):
 
     def add_note(self, note: str) -> None:
         """One more, of whoever has settled what the config left open."""
-        self._draft.notes.append(note)
+        if note not in self._draft.notes:
+            self._draft.notes.append(note)
 
     @property
     def news(self) -> list[str]:
@@ -161,6 +166,11 @@ class Config(ConfigBlock):
         """The keys whose value was "auto"; each has its default here."""
         return (*self._draft.autos, *self._draft.chosen)
 
+    @property
+    def planned(self) -> list[str]:
+        """Those of them that the planner chooses for the model and the machine when training begins."""
+        return [path for path in self._draft.autos if path in _PLACING]
+
     def batch(self, dp_world_size: int, counted: str = "") -> BatchSizes:
         """The three batch sizes for so many data-parallel ranks. Raises `ConfigError` when they contradict.
 
@@ -172,19 +182,17 @@ class Config(ConfigBlock):
         """
         if dp_world_size < 1:
             raise ValueError(f"dp_world_size: expected 1 or more, got {dp_world_size}")
-        if dp_world_size not in self._batches:
-            train, micro = self.train_batch_size, self.train_micro_batch_size_per_gpu
-            accumulation = self.gradient_accumulation_steps
-            one = micro or (max(1, train // ((accumulation or 1) * dp_world_size)) if train else 1)
-            many = accumulation or (max(1, train // (micro * dp_world_size)) if train and micro else 1)
-            if train not in (None, one * many * dp_world_size):
-                message = _contradiction(train, micro, accumulation, dp_world_size, counted)
-                source = self._draft.source
-                raise config_error([Problem(TRAIN, source.lines.of((TRAIN,)), message)], source.name)
-            if train is None and micro is None:
-                self.add_note(f"{MICRO}: not given, so the micro-batch is 1")
-            self._batches[dp_world_size] = BatchSizes(one * many * dp_world_size, one, many)
-        return self._batches[dp_world_size]
+        train, micro = self.train_batch_size, self.train_micro_batch_size_per_gpu
+        accumulation = self.gradient_accumulation_steps
+        one = micro or (max(1, train // ((accumulation or 1) * dp_world_size)) if train else 1)
+        many = accumulation or (max(1, train // (micro * dp_world_size)) if train and micro else 1)
+        if train not in (None, one * many * dp_world_size):
+            message = _contradiction(train, micro, accumulation, dp_world_size, counted)
+            source = self._draft.source
+            raise config_error([Problem(TRAIN, source.lines.of((TRAIN,)), message)], source.name)
+        if train is None and micro is None:
+            self.add_note(f"{MICRO}: not given, so the micro-batch is 1")
+        return BatchSizes(one * many * dp_world_size, one, many)
 
     def shard_ranks(self, dp_world_size: int) -> int:
         """How many of so many data-parallel ranks share out one copy of what is partitioned.

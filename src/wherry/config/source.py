@@ -33,7 +33,7 @@ class TextError(Exception):
 
 
 class Lines:
-    """The line of every key of a text, and the keys given more than once.
+    """The line of every key of a text, and a problem for each that is given more than once.
 
     >>> parse('{\\n "a": {"b": 1}\\n}')[1].of(("a", "b"))
     2
@@ -41,7 +41,7 @@ class Lines:
 
     def __init__(self) -> None:
         self.table: dict[KeyPath, int] = {}
-        self.duplicates: list[tuple[KeyPath, int]] = []
+        self.problems: list[Problem] = []
 
     def of(self, path: KeyPath) -> int | None:
         """The line of a key, or of the nearest block around it that the text has."""
@@ -58,10 +58,12 @@ class Lines:
         if not isinstance(value, _Object):
             return value
         for name, line in value.key_lines:
-            if (*path, name) in self.table:
-                self.duplicates.append(((*path, name), line))
+            here = (*path, name)
+            if here in self.table:
+                message = f"given twice, first on line {self.table[here]}; keep one of the two"
+                self.problems.append(Problem(".".join(here), line, message))
             else:
-                self.table[*path, name] = line
+                self.table[here] = line
         return {name: self.take(inner, (*path, name)) for name, inner in value.items()}
 
 
@@ -116,7 +118,6 @@ class ConfigSource:
     given: dict[str, Any]
     name: str | None = None
     lines: Lines = field(default_factory=Lines)
-    problems: list[Problem] = field(default_factory=list)
 
 
 def read(source: str | os.PathLike[str] | Mapping[str, Any] | None) -> ConfigSource:
@@ -199,12 +200,7 @@ def _from_text(text: str, name: str) -> ConfigSource:
     if not isinstance(value, dict):
         message = f"expected an object with config keys, got {shown(value)}"
         raise config_error([Problem("", None, message)], name)
-    return ConfigSource(value, name, lines, [_duplicate(lines, path, line) for path, line in lines.duplicates])
-
-
-def _duplicate(lines: Lines, path: KeyPath, line: int) -> Problem:
-    first = lines.table[path]
-    return Problem(".".join(path), line, f"given twice, first on line {first}; keep one of the two")
+    return ConfigSource(value, name, lines)
 
 
 # --- text ---

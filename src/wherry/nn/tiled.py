@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -197,11 +198,7 @@ def tile(
     """
     if max_bytes < 1:
         raise WherryError(f"tile: max_bytes is at least 1, got {max_bytes}")
-    users: dict[nn.Parameter, int] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                users[parameter] = users.get(parameter, 0) + 1
+    users = Counter(p for module in model.modules() for p in module.parameters(recurse=False))
     replaced: dict[nn.Parameter, list[nn.Parameter]] = {}
     done: dict[nn.Module, TiledLinear] = {}
     for prefix, parent in list(model.named_modules()):
@@ -239,37 +236,34 @@ def larger_than(model: nn.Module, live: int) -> dict[str, nn.Parameter]:
     return {name: weight for name, weight in weights.items() if weight is not None and weight.numel() > live}
 
 
-def tile_beyond(model: nn.Module, live: int) -> dict[nn.Parameter, list[nn.Parameter]]:
-    """`tile` for a budget of live parameters: layers that it does not allow, in tiles of at most half of it."""
-    replaced: dict[nn.Parameter, list[nn.Parameter]] = {}
-    for name, weight in larger_than(model, live).items():
-        replaced |= tile(model, max_bytes=max(1, live // 2) * weight.element_size(), names=[name])
-    return replaced
-
-
 def tile_large_layers(
     model: nn.Module, live: int, optimizer: Any, model_parameters: Iterable[Any] | None
 ) -> list[Any] | None:
-    """`tile_beyond`, told of, with the tiles in an optimizer's groups. Returns `model_parameters` with them."""
-    large = larger_than(model, live)
-    replaced: dict[Any, list[nn.Parameter]] = tile_beyond(model, live)
-    for name, weight in large.items():
+    """`tile` for layers that a budget of live parameters does not allow: in tiles of at most half of it, told of.
+
+    The tiles are in the groups of an optimizer. Returns `model_parameters` with them.
+    """
+    replaced: dict[nn.Parameter, list[nn.Parameter]] = {}
+    for name, weight in larger_than(model, live).items():
+        replaced |= tile(model, max_bytes=max(1, live // 2) * weight.element_size(), names=[name])
         if tiles := replaced.get(weight):
             say("%s has more than the %d elements that may be live: %d tiles instead", name, live, len(tiles))
 
-    def renewed(parameters: Iterable[Any]) -> list[Any]:
-        # Groups that are dicts have no hash.
-        return [
-            new for old in parameters for new in (replaced.get(old, [old]) if isinstance(old, nn.Parameter) else [old])
-        ]
+    def renewed(given: Iterable[Any]) -> list[Any]:
+        found: list[Any] = []
+        for item in given:
+            if isinstance(item, dict):
+                found.append({**item, "params": renewed(item["params"])})
+            elif isinstance(item, nn.Parameter):
+                found += replaced.get(item, [item])
+            else:
+                found.append(item)
+        return found
 
     if isinstance(optimizer, torch.optim.Optimizer):
         for group in optimizer.param_groups:
             group["params"] = renewed(group["params"])
-    if model_parameters is None:
-        return None
-    given = renewed(model_parameters)
-    return [{**group, "params": renewed(group["params"])} if isinstance(group, dict) else group for group in given]
+    return None if model_parameters is None else renewed(model_parameters)
 
 
 def tell_of_large_layers(model: nn.Module, live: int) -> None:
@@ -284,7 +278,7 @@ def tell_of_large_layers(model: nn.Module, live: int) -> None:
         )
 
 
-def _why_whole(linear: nn.Linear, parent: nn.Module, users: dict[nn.Parameter, int]) -> str | None:
+def _why_whole(linear: nn.Linear, parent: nn.Module, users: Mapping[nn.Parameter, int]) -> str | None:
     if any(users[parameter] > 1 for parameter in linear.parameters()):
         return "its weight is used elsewhere too"
     if "forward" in linear.__dict__ or linear._forward_hooks or linear._forward_pre_hooks:

@@ -46,11 +46,10 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes that torch's allocator has handed out and holds on one device, and what the device has."""
+    """Bytes that torch's allocator has handed out on one device, and what the device has."""
 
     allocated: int
     peak: int
-    reserved: int
     free: int
     total: int
 
@@ -135,7 +134,6 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
     return DeviceMemory(
         allocated=torch.cuda.memory_allocated(device),
         peak=torch.cuda.max_memory_allocated(device),
-        reserved=torch.cuda.memory_reserved(device),
         free=free,
         total=total,
     )

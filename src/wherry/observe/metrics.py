@@ -6,7 +6,7 @@ import csv
 import importlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -28,15 +28,29 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class JSONLines:
-    """`metrics.jsonl`: one object a line, readable while it grows. A number that is not finite is written as null."""
+class _Growing:
+    """A file in the run's folder, or in a folder of its own, that can be read while it grows."""
 
-    def __init__(self, name: str = "metrics.jsonl") -> None:
+    def __init__(self, name: str, own_folder: Path | None = None) -> None:
         self.name = name
+        self._own_folder = own_folder
         self._file: TextIO | None = None
 
     def open(self, folder: Path, config: Mapping[str, Any]) -> None:
-        self._file = _growing(folder / self.name)
+        path = (self._own_folder or folder) / self.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "w", encoding="utf-8", newline="", buffering=1)  # noqa: SIM115
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class JSONLines(_Growing):
+    """`metrics.jsonl`: one object a line. A number that is not finite is written as null."""
+
+    def __init__(self, name: str = "metrics.jsonl") -> None:
+        super().__init__(name)
 
     def log(self, step: int, values: Values) -> None:
         assert self._file is not None, "log() before open()"
@@ -46,26 +60,21 @@ class JSONLines:
         }
         self._file.write(json.dumps({"step": step, **clean}, allow_nan=False) + "\n")
 
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
 
-
-class CSV:
-    """`metrics.csv`: one row a step under the given columns, in the run's folder or in one of its own.
+class CSV(_Growing):
+    """`metrics.csv`: one row a step under the given columns.
 
     A value that a step lacks is an empty cell; what has no column is left to the other sinks.
     """
 
     def __init__(self, columns: Sequence[str], name: str = "metrics.csv", *, folder: Path | None = None) -> None:
+        super().__init__(name, folder)
         self.columns = ["step", *columns]
-        self.name = name
-        self._own_folder = folder
-        self._file: TextIO | None = None
         self._writer: csv.DictWriter[str] | None = None
 
     def open(self, folder: Path, config: Mapping[str, Any]) -> None:
-        self._file = _growing((self._own_folder or folder) / self.name)
+        super().open(folder, config)
+        assert self._file is not None
         self._writer = csv.DictWriter(self._file, self.columns, restval="", extrasaction="ignore")
         self._writer.writeheader()
 
@@ -73,15 +82,6 @@ class CSV:
         assert self._writer is not None, "log() before open()"
         if not values.keys().isdisjoint(self.columns):
             self._writer.writerow({"step": step, **values})
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-
-
-def _growing(path: Path) -> TextIO:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return open(path, "w", encoding="utf-8", newline="", buffering=1)
 
 
 class TensorBoard:
@@ -141,43 +141,43 @@ def _module(name: str, block: str) -> Any:
         ) from error
 
 
-def _of_blocks(config: Mapping[str, Any], columns: Sequence[str]) -> list[Sink]:
-    """The sinks that a resolved config asks for."""
-    blocks = {name: config.get(name) or {} for name in ("tensorboard", "wandb", "csv_monitor")}
-    sinks: list[Sink] = []
-    for name, block in blocks.items():
-        job = block.get("job_name") or "wherry"
-        if not block.get("enabled"):
-            continue
-        if name == "tensorboard":
-            sinks.append(TensorBoard(block.get("output_path") or "", job))
-        elif name == "wandb":
-            sinks.append(WandB(block.get("project") or "wherry", block.get("team"), block.get("group")))
-        else:
-            sinks.append(CSV(columns, folder=Path(block.get("output_path") or "csv_monitor") / job))
-    return sinks
-
-
-class Sinks:
-    """Several sinks as one, opened by the first thing that is logged unless `open` came before.
+class Monitor:
+    """The sinks that a resolved config asks for, and those of the user's code, as one; on rank 0 only.
 
     engine.monitor.add(wherry.observe.metrics.JSONLines())
     engine.monitor.log(engine.global_steps, {"validation_loss": 2.3})
 
-    One that can be written no more, as on a full disk, is told of and left out: training is worth more than numbers.
+    With a folder (or else `wherry.run_dir`) there are JSON lines and CSV in it. Sinks are opened by the first thing
+    that is logged unless `open` came before. One that can be written no more, as on a full disk, is told of and left
+    out: training is worth more than numbers.
     """
 
     def __init__(
-        self, sinks: Iterable[Sink] = (), folder: Path | None = None, config: Mapping[str, Any] | None = None
+        self,
+        config: Mapping[str, Any],
+        rank: int = 0,
+        *,
+        columns: Sequence[str] = COLUMNS,
+        folder: Path | None = None,
     ) -> None:
-        self._folder = folder or Path()
-        self._config = config or {}
-        self._new = list(sinks)
+        run_dir = folder or config["wherry"]["run_dir"]
+        self._rank = rank
+        self._config = config
+        self._folder = Path(run_dir or "")
         self._open: list[Sink] = []
-
-    @property
-    def sinks(self) -> list[Sink]:
-        return self._open + self._new
+        self._new: list[Sink] = []
+        if run_dir:
+            self.add(JSONLines())
+            self.add(CSV(columns))
+        block = config["tensorboard"]
+        if block["enabled"]:
+            self.add(TensorBoard(block["output_path"], block["job_name"]))
+        block = config["wandb"]
+        if block["enabled"]:
+            self.add(WandB(block["project"], block["team"], block["group"]))
+        block = config["csv_monitor"]
+        if block["enabled"]:
+            self.add(CSV(columns, folder=Path(block["output_path"] or "csv_monitor") / block["job_name"]))
 
     @property
     def enabled(self) -> bool:
@@ -186,13 +186,10 @@ class Sinks:
 
     def add(self, sink: Sink) -> None:
         """Write to this sink too."""
-        self._new.append(sink)
+        if self._rank == 0:
+            self._new.append(sink)
 
-    def open(self, folder: Path, config: Mapping[str, Any]) -> None:
-        self._folder, self._config = folder, config
-        self._open_new()
-
-    def _open_new(self) -> None:
+    def open(self) -> None:
         while self._new:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._new[0].open(self._folder, self._config)
@@ -200,7 +197,7 @@ class Sinks:
 
     def log(self, step: int, values: Values) -> None:
         """Write some numbers under a step."""
-        self._open_new()
+        self.open()
         for sink in list(self._open):
             try:
                 sink.log(step, values)
@@ -208,7 +205,7 @@ class Sinks:
                 self._open.remove(sink)
                 _tell_of_loss(sink, f"from step {step} on", error)
 
-    def write_events(self, events: list[tuple[str, float, int]]) -> None:
+    def write_events(self, events: Sequence[tuple[str, float, int]]) -> None:
         """The same, as `(name, value, step)`."""
         for name, value, step in events:
             self.log(int(step), {name: float(value)})
@@ -226,23 +223,3 @@ class Sinks:
 def _tell_of_loss(sink: Sink, when: str, error: OSError) -> None:
     name = getattr(sink, "name", type(sink).__name__)
     logger.warning("the metrics of %s are lost %s: %s", name, when, error.strerror or error)
-
-
-class Monitor(Sinks):
-    """The sinks of one engine, on rank 0; on other ranks there are none, and what is added is left aside."""
-
-    def __init__(self, config: Mapping[str, Any], rank: int) -> None:
-        folder = (config.get("wherry") or {}).get("run_dir")
-        own: list[Sink] = [JSONLines(), CSV(COLUMNS)] if folder else []
-        sinks = [*own, *_of_blocks(config, COLUMNS)] if rank == 0 else []
-        super().__init__(sinks, Path(folder) if folder else None, config)
-        self._rank = rank
-
-    def add(self, sink: Sink) -> None:
-        if self._rank == 0:
-            super().add(sink)
-
-
-def sinks_of(config: Mapping[str, Any], columns: Sequence[str]) -> Sinks:
-    """JSON lines and CSV in the run's folder, then the sinks that a resolved config asks for in its blocks."""
-    return Sinks([JSONLines(), CSV(columns), *_of_blocks(config, columns)])

@@ -106,7 +106,6 @@ class Reporter:
             self._report_update(update)
         if self.spans.wall_clock:
             self._log.info("time of %d steps: %s", every, self.spans.breakdown())
-            self.spans.take()
         if self._config.comms_logger.enabled:
             self._log.info("communication of %d steps: %s", every, self._communication())
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 
 import torch
 
@@ -20,14 +19,6 @@ def span(phase: str, what: str = "") -> AbstractContextManager[object]:
     return torch.profiler.record_function(f"wherry::{phase} ({what})" if what else f"wherry::{phase}")
 
 
-@dataclass
-class Total:
-    """How often a span ran, and for how long altogether."""
-
-    calls: int = 0
-    seconds: float = 0.0
-
-
 class Spans:
     """An engine's spans. With no profiler recording and no wall clock, entering one costs a function call.
 
@@ -36,13 +27,14 @@ class Spans:
     >>> spans = Spans(wall_clock=True)
     >>> with spans("wherry::gather (blocks.3)"):
     ...     ...
-    >>> spans.totals["wherry::gather (blocks.3)"].calls
+    >>> len(spans.seconds["wherry::gather (blocks.3)"])
     1
     """
 
     def __init__(self, *, wall_clock: bool = False, synchronise: Callable[[], object] | None = None) -> None:
         self.wall_clock = wall_clock
-        self.totals: dict[str, Total] = {}
+        # Of each time that a span ran.
+        self.seconds: dict[str, list[float]] = {}
         self._synchronise = synchronise or (lambda: None)
 
     def __call__(self, name: str) -> AbstractContextManager[object]:
@@ -59,19 +51,13 @@ class Spans:
                 yield
             finally:
                 self._synchronise()
-                total = self.totals.setdefault(name, Total())
-                total.calls += 1
-                total.seconds += time.perf_counter() - start
-
-    def take(self) -> dict[str, Total]:
-        """The totals since the last call; the count begins anew."""
-        totals, self.totals = self.totals, {}
-        return totals
+                self.seconds.setdefault(name, []).append(time.perf_counter() - start)
 
     def breakdown(self) -> str:
-        """One line for the log, the longest span first: `forward 12.1 ms, backward 25.0 ms (2x), step 3.2 ms`."""
-        ordered = sorted(self.totals.items(), key=lambda item: -item[1].seconds)
+        """One line for the log, the longest first: `backward 25.0 ms (2x), step 3.2 ms`. The count begins anew."""
+        ordered = sorted(self.seconds.items(), key=lambda item: -sum(item[1]))
+        self.seconds = {}
         return ", ".join(
-            f"{name} {total.seconds * 1e3:.1f} ms" + (f" ({total.calls}x)" if total.calls > 1 else "")
-            for name, total in ordered
+            f"{name} {sum(seconds) * 1e3:.1f} ms" + (f" ({len(seconds)}x)" if len(seconds) > 1 else "")
+            for name, seconds in ordered
         )

@@ -21,7 +21,7 @@ from wherry.errors import WherryError
 from wherry.observe import stdout
 from wherry.observe.log import logger
 from wherry.observe.memory import device_memory, host_memory
-from wherry.observe.metrics import sinks_of
+from wherry.observe.metrics import Monitor
 from wherry.observe.screen import Screen
 from wherry.train.data import Share, Text
 from wherry.train.display import Display
@@ -45,7 +45,7 @@ class Report:
     ) -> None:
         self.engine = engine
         self.run_dir = _run_dir(options)
-        self.sinks = sinks_of(config, COLUMNS)
+        self.sinks = Monitor(config, columns=COLUMNS, folder=self.run_dir)
         about = {
             "options": vars(options),
             "shape": asdict(shape) | {"parameters": shape.parameters},
@@ -58,7 +58,7 @@ class Report:
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
         try:
-            self.sinks.open(self.run_dir, config)
+            self.sinks.open()
             _write_json(self.run_dir / "config.json", config)
             _write_json(self.run_dir / "run.json", about)
         except OSError as error:

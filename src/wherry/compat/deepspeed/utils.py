@@ -204,4 +204,4 @@ class MonitorMaster(Monitor):
         super().__init__(configs.load(monitor_config).to_dict(), get_rank())
 
     def write_events(self, event_list: Sequence[tuple[str, float, int]], flush: bool = True) -> None:
-        super().write_events(list(event_list))
+        super().write_events(event_list)
