@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from wherry.config import parse_overrides
 from wherry.errors import WherryError
 from wherry.placement import Tier
 from wherry.train.options import Options, keys_of
@@ -59,15 +59,8 @@ def build_config(
     if options.nvme_path is not None:
         _name_the_disk(config, options.nvme_path)
     own = {name: copy.deepcopy(config.get(name)) for name in ("optimizer", "scheduler")}
-    for setting in options.settings:
-        key, equals, text = setting.partition("=")
-        if not equals or not all(key.split(".")):
-            raise WherryError(f"--set {setting}: expected KEY=VALUE, such as zero_optimization.stage=2")
-        try:
-            value = json.loads(text)
-        except json.JSONDecodeError:
-            value = text
-        _put(config, key, value, f"--set {setting}")
+    for key, value in parse_overrides(options.settings).items():
+        _put(config, key, value, "--set")
     # As in a file, "auto" is what there would be without it.
     config.update({name: block for name, block in own.items() if config.get(name) == "auto"})
     if config["optimizer"] is None:

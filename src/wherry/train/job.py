@@ -9,7 +9,7 @@ from typing import Any
 from wherry.errors import NonFiniteError, WherryError
 from wherry.observe.log import logger
 from wherry.train.config import build_config, layer_major_pays
-from wherry.train.options import Options, check_axes, parse, shape_of
+from wherry.train.options import Options, parse, shape_of
 from wherry.train.presets import PRESETS, Shape
 
 # The report writes to the config's sinks, and more than the engine would.
@@ -32,7 +32,13 @@ def check(options: Options) -> None:
 
     shape = shape_of(options, PRESETS.get(options.preset, PRESETS["gpt2-10m"]))
     load(build_config(options, shape.parameters, bf16=False, given=given_config(options)))
-    check_axes(options, shape)
+    shape.check_axes(options.tensor_parallel, options.pipeline_parallel)
+    share = options.tensor_parallel * options.pipeline_parallel
+    if options.nproc is not None and options.nproc % share:
+        raise WherryError(
+            f"--nproc {options.nproc} is not a multiple of {share}, the ranks that share one model "
+            "(--tensor-parallel x --pipeline-parallel)"
+        )
     load_text(options.data).check_length(shape.sequence)
     if options.run_dir is not None and options.resume is None:
         refuse_used(Path(options.run_dir))
@@ -81,6 +87,7 @@ def train(options: Options) -> int:
     # What to train, and from where on.
     given = given_config(options)
     shape, why = comm.gather_objects(_choose(options, comm.size, given) if chief else None)[0]
+    shape.check_axes(options.tensor_parallel, options.pipeline_parallel)
     start = choose_start(options, comm)
     bf16 = bool(device.type == "cuda" and torch.cuda.is_bf16_supported())
     config = build_config(options, shape.parameters, bf16=bf16, given=given, earlier=start.config)
@@ -167,15 +174,15 @@ def train(options: Options) -> int:
 
 def _choose(options: Options, ranks: int, given: Mapping[str, Any] | None) -> tuple[Shape, str]:
     """The shape of the model, and why it is that one if this machine was measured for it."""
+    import torch
+
     from wherry.config import load
-    from wherry.train.presets import choose, measure_machine
+    from wherry.plan.probe import this_machine
+    from wherry.train.presets import choose
 
     if options.preset != "auto":
         return shape_of(options, PRESETS[options.preset]), ""
-    import torch
-
-    itemsize = 2 if torch.cuda.is_available() else 4
     config = load(build_config(options, PRESETS["gpt2-10m"].parameters, bf16=False, given=given))
-    copies = ranks // (options.tensor_parallel * options.pipeline_parallel)
-    shape, why = choose(measure_machine(ranks), config.batch(copies).micro * ranks, itemsize=itemsize)
+    micro = config.batch(ranks // (options.tensor_parallel * options.pipeline_parallel)).micro
+    shape, why = choose(this_machine(), ranks, micro, itemsize=2 if torch.cuda.is_available() else 4)
     return shape_of(options, shape), why
