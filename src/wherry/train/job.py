@@ -74,7 +74,7 @@ def train(options: Options) -> int:
     from wherry.train.loop import Ending, Loop, Plan, Stop
     from wherry.train.model import GPT, GPTConfig
     from wherry.train.report import Report, facts_of
-    from wherry.train.resume import choose_start, keep_batch, own_settings, save_folder, saver
+    from wherry.train.resume import choose_start, keep_batch, own_settings, save_folder
 
     # Who we are. Ranks of the whole run agree on what to train and when to stop; along the data axis they share the
     # samples out.
@@ -139,6 +139,11 @@ def train(options: Options) -> int:
     run_dir = comm.gather_objects(report.run_dir if report is not None else None)[0]
     folder = save_folder(options, run_dir) if options.save_interval or options.save else None
 
+    def save(step: int) -> None:
+        """With what a resumed run needs to know."""
+        samples = start.samples + (step - start.step) * batch
+        engine.save_checkpoint(folder, client_state={"samples": samples, "samples_per_step": batch})
+
     # Train.
     stop = Stop()
     loop = Loop(
@@ -150,7 +155,7 @@ def train(options: Options) -> int:
         share,
         stop,
         report,
-        save=saver(engine, start, folder, batch) if folder is not None else None,
+        save=save if folder is not None else None,
     )
     outcome = loop.outcome
     with stop:
@@ -169,7 +174,9 @@ def train(options: Options) -> int:
                 report.end(outcome)
     engine.close()
     comm.close()
-    return stop.status if outcome.ending is Ending.INTERRUPTED else outcome.ending.status
+    if outcome.ending is Ending.INTERRUPTED:
+        return stop.status
+    return 0 if outcome.ending is Ending.FINISHED else 1
 
 
 def _choose(options: Options, ranks: int, given: Mapping[str, Any] | None) -> tuple[Shape, str]:

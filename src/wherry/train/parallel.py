@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from wherry.errors import WherryError
 from wherry.parallel.topology import Topology, find
+from wherry.plan.grid import Grid
 from wherry.train.model import GPT, loss_of, through
 
 
@@ -17,14 +18,9 @@ def lay_out(world: Topology, tensor: int, pipe: int) -> tuple[Topology, Any]:
     """The topology of all ranks, and the device mesh if ranks share a model: tensor fastest, then data, then pipe."""
     if tensor == 1 and pipe == 1:
         return world, None
-    if world.world_size % (tensor * pipe):
-        raise WherryError(
-            f"--tensor-parallel {tensor} x --pipeline-parallel {pipe}: {world.world_size} ranks do not divide by "
-            f"{tensor * pipe}; give --nproc a multiple of it"
-        )
     from torch.distributed.device_mesh import init_device_mesh
 
-    shape = (pipe, world.world_size // (tensor * pipe), tensor)
+    shape = (pipe, Grid(tensor, pipe).data_ranks(world.world_size), tensor)
     mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
     return find(mesh), mesh
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,13 +124,3 @@ def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield from _flat(part, f"{name}.{key}")
     else:
         yield name, value
-
-
-def saver(engine: Any, start: Start, folder: Path, batch: int) -> Callable[[int], None]:
-    """What saves after a step, with what a resumed run needs to know."""
-
-    def save(step: int) -> None:
-        samples = start.samples + (step - start.step) * batch
-        engine.save_checkpoint(folder, client_state={"samples": samples, "samples_per_step": batch})
-
-    return save
