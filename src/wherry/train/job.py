@@ -9,7 +9,7 @@ from typing import Any
 from wherry.errors import NonFiniteError, WherryError
 from wherry.observe.log import logger
 from wherry.train.config import build_config, layer_major_pays
-from wherry.train.options import Options, parse, shape_of
+from wherry.train.options import Options, grid_of, parse, shape_of
 from wherry.train.presets import PRESETS, Shape
 
 # The report writes to the config's sinks, and more than the engine would.
@@ -32,11 +32,11 @@ def check(options: Options) -> None:
 
     shape = shape_of(options, PRESETS.get(options.preset, PRESETS["gpt2-10m"]))
     load(build_config(options, shape.parameters, bf16=False, given=given_config(options)))
-    shape.check_axes(options.tensor_parallel, options.pipeline_parallel)
-    share = options.tensor_parallel * options.pipeline_parallel
-    if options.nproc is not None and options.nproc % share:
+    grid = grid_of(options)
+    shape.check_grid(grid)
+    if options.nproc is not None and options.nproc % grid.size:
         raise WherryError(
-            f"--nproc {options.nproc} is not a multiple of {share}, the ranks that share one model "
+            f"--nproc {options.nproc} is not a multiple of {grid.size}, the ranks that share one model "
             "(--tensor-parallel x --pipeline-parallel)"
         )
     load_text(options.data).check_length(shape.sequence)
@@ -45,8 +45,6 @@ def check(options: Options) -> None:
     for flag, folder in (("--run-dir", options.run_dir), ("--save", options.save)):
         if folder is not None:
             make_folder(Path(folder), flag)
-    if options.resume == "auto" and options.save is None and options.run_dir is None:
-        raise WherryError("--resume auto: give --save FOLDER or --run-dir FOLDER, so that there is a place to look in")
 
 
 def given_config(options: Options) -> Mapping[str, Any] | None:
@@ -81,13 +79,14 @@ def train(options: Options) -> int:
     world = topology.find()
     comm, device = world.data, world.device
     chief = comm.rank == 0
-    place, mesh = parallel.lay_out(world, options.tensor_parallel, options.pipeline_parallel)
-    piped = options.pipeline_parallel > 1
+    grid = grid_of(options)
+    place, mesh = parallel.lay_out(world, grid)
+    piped = grid.pipe > 1
 
     # What to train, and from where on.
     given = given_config(options)
     shape, why = comm.gather_objects(_choose(options, comm.size, given) if chief else None)[0]
-    shape.check_axes(options.tensor_parallel, options.pipeline_parallel)
+    shape.check_grid(grid)
     start = choose_start(options, comm)
     bf16 = bool(device.type == "cuda" and torch.cuda.is_bf16_supported())
     config = build_config(options, shape.parameters, bf16=bf16, given=given, earlier=start.config)
@@ -101,13 +100,14 @@ def train(options: Options) -> int:
 
     # The model, in an engine. Where parameters are partitioned the whole of it need not be in any rank's memory.
     torch.manual_seed(options.seed)
-    alone = not piped and options.tensor_parallel == 1
     described = GPTConfig.of(
         shape, checkpoint_activations=options.checkpoint_activations, tied=not (piped or options.untied)
     )
-    with wherry.Init(config=resolved, mesh=place, enabled=alone and resolved.placement().parameters.partitioned):
+    with wherry.Init(
+        config=resolved, mesh=place, enabled=grid.size == 1 and resolved.placement().parameters.partitioned
+    ):
         whole = GPT(described)
-    if options.tensor_parallel > 1:
+    if grid.tensor > 1:
         parallel.cut_blocks(whole, mesh)
     model = parallel.Stage(whole, place.pipe.rank, place.pipe.size) if piped else whole
     engine, *_ = wherry.initialize(model=model, mesh=place, config=load(config, overrides=NO_SINKS))
@@ -136,8 +136,8 @@ def train(options: Options) -> int:
     if chief:
         facts = facts_of(engine, shape, why, share, text, start)
         report = Report(engine, plan, options, shape, resolved.to_dict(), facts)
-    run_dir = comm.gather_objects(report.run_dir if report is not None else None)[0]
-    folder = save_folder(options, run_dir) if options.save_interval or options.save else None
+    run_dir: Any = comm.gather_objects(report.run_dir if report is not None else None)[0]
+    folder = save_folder(options, run_dir)
 
     def save(step: int) -> None:
         """With what a resumed run needs to know."""
@@ -155,7 +155,7 @@ def train(options: Options) -> int:
         share,
         stop,
         report,
-        save=save if folder is not None else None,
+        save=save if options.save_interval or options.save else None,
     )
     outcome = loop.outcome
     with stop:
@@ -190,6 +190,6 @@ def _choose(options: Options, ranks: int, given: Mapping[str, Any] | None) -> tu
     if options.preset != "auto":
         return shape_of(options, PRESETS[options.preset]), ""
     config = load(build_config(options, PRESETS["gpt2-10m"].parameters, bf16=False, given=given))
-    micro = config.batch(ranks // (options.tensor_parallel * options.pipeline_parallel)).micro
+    micro = config.batch(grid_of(options).data_ranks(ranks)).micro
     shape, why = choose(this_machine(), ranks, micro, itemsize=2 if torch.cuda.is_available() else 4)
     return shape_of(options, shape), why

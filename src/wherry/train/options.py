@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from wherry.errors import WherryError
+from wherry.plan.grid import Grid
 from wherry.train.presets import PRESETS, Shape
 
 Options = argparse.Namespace
@@ -145,6 +146,8 @@ def parse(argv: list[str]) -> Options:
     del options.deepspeed  # a switch that says nothing without its file
     if options.max_restarts and options.resume is None:
         options.resume = "auto"
+    if options.resume == "auto" and options.save is None and options.run_dir is None:
+        raise WherryError("--resume auto: give --save FOLDER or --run-dir FOLDER, so that there is a place to look in")
     return options
 
 
@@ -159,6 +162,10 @@ def keys_of(options: Options) -> dict[str, tuple[str, Any]]:
     written = {flag.key: flag for flags in FLAGS.values() for flag in flags if flag.key is not None}
     values = {key: (flag.names[0], getattr(options, flag.settings["dest"])) for key, flag in written.items()}
     return {key: given for key, given in values.items() if given[1] is not None and given[1] is not False}
+
+
+def grid_of(options: Options) -> Grid:
+    return Grid(options.tensor_parallel, options.pipeline_parallel)
 
 
 def shape_of(options: Options, base: Shape) -> Shape:

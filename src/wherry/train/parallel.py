@@ -14,13 +14,13 @@ from wherry.plan.grid import Grid
 from wherry.train.model import GPT, loss_of, through
 
 
-def lay_out(world: Topology, tensor: int, pipe: int) -> tuple[Topology, Any]:
+def lay_out(world: Topology, grid: Grid) -> tuple[Topology, Any]:
     """The topology of all ranks, and the device mesh if ranks share a model: tensor fastest, then data, then pipe."""
-    if tensor == 1 and pipe == 1:
+    if grid.size == 1:
         return world, None
     from torch.distributed.device_mesh import init_device_mesh
 
-    shape = (pipe, Grid(tensor, pipe).data_ranks(world.world_size), tensor)
+    shape = (grid.pipe, grid.data_ranks(world.world_size), grid.tensor)
     mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
     return find(mesh), mesh
 

@@ -19,7 +19,7 @@ def part_of(
     shape: Shape, grid: Grid, dtype: torch.dtype | None, micro_batch: int, sequence: int
 ) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     """One stage's blocks, with what a tensor-parallel rank has of their matrices."""
-    shape.check_axes(grid.tensor, grid.pipe)
+    shape.check_grid(grid)
     shape = dataclasses.replace(shape, sequence=max(shape.sequence, sequence))
     model = GPT(GPTConfig.of(shape, tied=grid.pipe == 1))
     if grid.tensor > 1:

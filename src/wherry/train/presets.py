@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from wherry.errors import WherryError
+from wherry.plan.grid import Grid
 from wherry.plan.machines import Machine
 
 GPT2 = 50257
@@ -48,16 +49,16 @@ class Shape:
         kept = self.layers * tokens * self.hidden * itemsize + block if checkpointed else self.layers * block
         return kept + 3 * 4 * tokens * self.vocabulary
 
-    def check_axes(self, tensor: int, pipe: int) -> None:
+    def check_grid(self, grid: Grid) -> None:
         """Raise if the ranks that are to share a model cannot: each takes whole heads, and each stage whole blocks."""
-        if self.heads % tensor:
+        if self.heads % grid.tensor:
             raise WherryError(
-                f"--tensor-parallel {tensor} does not divide the {self.heads} attention heads, and each rank takes "
-                "whole heads"
+                f"--tensor-parallel {grid.tensor} does not divide the {self.heads} attention heads, and each rank "
+                "takes whole heads"
             )
-        if self.layers < pipe:
+        if self.layers < grid.pipe:
             raise WherryError(
-                f"--pipeline-parallel {pipe}: the model has {self.layers} blocks, and each stage takes one or more"
+                f"--pipeline-parallel {grid.pipe}: the model has {self.layers} blocks, and each stage takes one or more"
             )
 
 
