@@ -57,7 +57,6 @@ def test_the_smallest_settings_that_are_as_good_as_the_best_win():
         (["disk", "--path", "/nowhere/at/all"], "not a folder"),
         (["disk", "--path", ".", "--size", "1"], "expected 8388608 or more"),
         (["disk", "--path", ".", "--peers"], "usage: wherry bench disk"),
-        (["steps"], "steps"),
         (["adm"], 'did you mean "adam"?'),
     ],
 )

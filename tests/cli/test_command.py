@@ -36,13 +36,20 @@ def _modules_after(code, every=False):
     return set(done.stdout.split("LOADED")[1].split())
 
 
-def test_help_loads_nothing_heavy():
-    loaded = _modules_after("from wherry.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass")
-    assert not loaded & set(HEAVY)
+HELPED = "from wherry.cli import main\ntry: main({})\nexcept SystemExit: pass"
 
 
-def test_importing_wherry_adds_nothing_heavy():
-    assert not _modules_after("import wherry") & set(HEAVY)
+@pytest.mark.parametrize(
+    ("code", "absent"),
+    [
+        ("import wherry", HEAVY),
+        (HELPED.format(["--help"]), HEAVY),
+        (HELPED.format(["train", "--help"]), ["torch"]),
+    ],
+    ids=["import", "help", "help of train"],
+)
+def test_what_is_not_needed_is_not_loaded(code, absent):
+    assert not _modules_after(code) & set(absent)
 
 
 def test_an_engine_loads_what_it_uses_and_nothing_more():
@@ -53,11 +60,6 @@ def test_an_engine_loads_what_it_uses_and_nothing_more():
     training = _modules_after(TRAINS, every=True)
     assert {"wherry.engine", "pydantic"} <= training
     assert not training & (UNUSED_BY_AN_ENGINE - {"pydantic", "psutil", "wherry.config.schema"})
-
-
-def test_flags_of_train_are_told_without_torch():
-    loaded = _modules_after("from wherry.cli import main\ntry: main(['train', '--help'])\nexcept SystemExit: pass")
-    assert "torch" not in loaded
 
 
 def test_every_command_is_listed_with_its_meaning():

@@ -115,10 +115,10 @@ def test_more_gpus_than_there_are_is_a_mistake_only_where_there_are_some(monkeyp
 
 
 def test_the_root_cause_is_neither_a_lost_peer_nor_an_ordered_end():
-    lost = Failure(0, 1, "E: Connection closed by peer", "Traceback ...", time_ns=1, of_a_peer=True)
-    ended = Failure(1, -15, "", "", time_ns=0, of_a_peer=False, recorded=False)
-    cause = Failure(2, 1, "E: cause", "Traceback ...", time_ns=5, of_a_peer=False)
-    later = Failure(3, 1, "E: cause", "Traceback ...", time_ns=9, of_a_peer=False)
+    lost = Failure(0, 1, "E: closed", "Traceback ... Connection closed by peer", time_ns=1)
+    ended = Failure(1, -15, "", "", time_ns=0, recorded=False)
+    cause = Failure(2, 1, "E: cause", "Traceback ...", time_ns=5)
+    later = Failure(3, 1, "E: cause", "Traceback ...", time_ns=9)
     assert root_cause([lost, ended, later, cause]) is cause
     assert root_cause([lost, ended]) is lost
     assert Failure.from_line(cause.to_line()) == cause

@@ -13,7 +13,6 @@ from tests.conftest import wants_gpu
 from wherry.parallel import topology
 from wherry.plan import probe, rates
 from wherry.plan.machines import known
-from wherry.train import presets
 
 
 @pytest.fixture
@@ -109,9 +108,6 @@ def test_a_gpu_that_is_anothers_is_not_asked_what_it_has_free(monkeypatch: pytes
         assert probe.this_machine(tmp_path).gpu_memory == 11
     assert asked == [1, 1]
     assert probe.this_machine(tmp_path, every_gpu=True).gpu_memory == 10 and asked[2:] == [0, 1, 2]
-    asked.clear()
-    monkeypatch.setattr(presets, "_product_flops", lambda device, **_: 1e12)
-    assert presets.measure_machine(2) == presets.Machine(22, 2e12, "2 x GPU") and asked == [1]
 
 
 HERE = Path(__file__).parents[1]

@@ -125,7 +125,6 @@ def over_three(
     data: int,
     tensor: int,
     micros: int,
-    schedule: str,
     more: dict[str, Any] | None = None,
     dropout: bool = False,
 ) -> Run:
@@ -145,7 +144,7 @@ def over_three(
         mesh=mesh,
         config=settings(stage, micros, CLIP, more),
     )
-    pipeline = Pipeline(engine, schedule)
+    pipeline = Pipeline(engine)
     for step in range(STEPS):
         window = iter([batch(step, micro, engine.comm.rank) for micro in range(micros)])
         total = float(pipeline.train_batch(window))
@@ -238,20 +237,13 @@ def test_dropout_changes_what_is_compared(oracles: Oracles) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "schedule", "more", "dropout"),
-    [
-        (0, "gpipe", {}, False),
-        (1, "1f1b", {}, False),
-        (2, "1f1b", {}, False),
-        (3, "1f1b", {}, False),
-        (1, "1f1b", {}, True),
-        (3, "1f1b", RECOMPUTE, True),
-    ],
+    ("stage", "more", "dropout"),
+    [*((stage, {}, False) for stage in range(4)), (1, {}, True), (3, RECOMPUTE, True)],
 )
 def test_pipeline_stages_on_every_stage(
-    four: Pool, oracles: Oracles, stage: int, schedule: str, more: dict[str, Any], dropout: bool
+    four: Pool, oracles: Oracles, stage: int, more: dict[str, Any], dropout: bool
 ) -> None:
-    runs = four.run(over_three, stage, 2, 2, 1, 4, schedule, more, dropout)
+    runs = four.run(over_three, stage, 2, 2, 1, 4, more, dropout)
     plain = oracles[4, dropout]
     for run in runs:
         assert_near(run, plain, run.weights)
@@ -264,7 +256,7 @@ def test_three_axes_on_eight_ranks(oracles: Oracles) -> None:
     eight = Pool(8)
     try:
         for more, dropout in (({}, False), (RECOMPUTE, True)):
-            runs = eight.run(over_three, 2, 2, 2, 2, 4, "1f1b", more, dropout)
+            runs = eight.run(over_three, 2, 2, 2, 2, 4, more, dropout)
             plain = oracles[4, dropout]
             for run in runs:
                 assert_near(run, plain, run.weights)

@@ -48,7 +48,7 @@ def config(stage: int, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("group", [0, 7], indirect=True)
 def test_a_rank_of_an_engine_holds_what_is_said(group: int, stage: int) -> None:
-    place, mesh = parallel.lay_out(topology.find(), 2, 2)
+    place, mesh = parallel.lay_out(topology.find(), Grid(2, 2))
     whole = GPT(GPTConfig.of(SHAPE, tied=False))
     parallel.cut_blocks(whole, mesh)
     model = parallel.Stage(whole, place.pipe.rank, place.pipe.size)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wherry.errors import WherryError
-from wherry.train.data import Samples, Share, batches, load_text
+from wherry.train.data import Samples, load_text
 
 
 @settings(max_examples=60)
@@ -41,24 +41,6 @@ def test_samples_stay_inside_the_text(length, sequence, seed):
 def test_labels_are_the_next_bytes():
     ids, labels = Samples(_text(), 32, seed=0).batch(np.arange(4))
     assert (ids[:, 1:] == labels[:, :-1]).all()
-
-
-@pytest.mark.parametrize("ranks,micro,accumulation", [(1, 8, 1), (2, 4, 1), (4, 2, 1), (2, 2, 2), (1, 2, 4)])
-def test_a_step_reads_the_same_samples_on_any_number_of_ranks(ranks, micro, accumulation):
-    for step in (0, 5):
-        seen = np.concatenate(
-            [
-                Share(rank, ranks, micro, accumulation).numbers(step, part)
-                for rank in range(ranks)
-                for part in range(accumulation)
-            ]
-        )
-        assert sorted(seen) == list(range(step * 8, step * 8 + 8))
-
-
-def test_batches_gives_each_micro_batch_of_each_step():
-    share = Share(rank=0, ranks=1, micro=2, accumulation=3)
-    assert len(list(batches(Samples(_text(), 16, 0), share, steps=4))) == 12
 
 
 def test_default_text_is_python():

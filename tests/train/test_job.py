@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -15,6 +16,8 @@ from tests.cli.programs import environment, forked, gone, launched, start, wait_
 from wherry.engine import Engine
 from wherry.errors import WherryError
 from wherry.observe import metrics
+from wherry.plan import probe
+from wherry.plan.machines import known
 from wherry.train import job, presets, report
 from wherry.train.options import parse
 
@@ -201,7 +204,8 @@ def test_the_tutorials_file_trains_as_printed(tmp_path, text, capsys):
 
 @pytest.mark.parametrize("preset", [*presets.PRESETS, "auto"])
 def test_every_preset_by_its_name(tmp_path, text, capsys, monkeypatch, preset):
-    monkeypatch.setattr(presets, "measure_machine", lambda ranks: presets.Machine(10**12, 1e18, "a large machine"))
+    large = replace(known("4090"), name="a large machine", gpus=0, host_memory=10**12, matrix_fp32=1e18)
+    monkeypatch.setattr(probe, "this_machine", lambda: large)
     small = ("--num-layers", 1, "--hidden-size", 8, "--num-attention-heads", 1, "--seq-length", 8, "--batch-size", 1)
     more = ("--steps", 1, "--eval-iters", 1, "--run-dir", tmp_path / "run")
     assert _here("--preset", preset, *small, *text, *more) == 0
@@ -217,11 +221,12 @@ def test_every_preset_by_its_name(tmp_path, text, capsys, monkeypatch, preset):
 def test_auto_reckons_with_the_micro_batch_of_the_file(tmp_path, text, monkeypatch):
     seen = []
 
-    def choose(machine, micro_batch, *, itemsize):
+    def choose(machine, ranks, micro_batch, *, itemsize):
         seen.append(micro_batch)
         return presets.PRESETS["gpt2-10m"], ""
 
     monkeypatch.setattr(presets, "choose", choose)
+    monkeypatch.setattr(probe, "this_machine", lambda: None)
     config = tmp_path / "config.json"
     config.write_text('{"zero_optimization": {"stage": 1}}')
     small = (*TINY, *text, "--preset", "auto", "--steps", 1)

@@ -1,8 +1,11 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
+from wherry.plan.machines import known
 from wherry.train.model import GPT, GPTConfig
-from wherry.train.presets import GPT2, LADDER, PRESETS, Machine, Shape, choose
+from wherry.train.presets import GPT2, LADDER, PRESETS, Shape, choose
 
 TINY = GPTConfig(layers=2, hidden=32, heads=2, sequence=16, vocabulary=256)
 
@@ -67,12 +70,15 @@ def test_names_tell_the_size():
 
 def test_auto_grows_with_the_machine():
     def pick(memory, flops):
-        return choose(Machine(int(memory), flops, "a test"), micro_batch=8, itemsize=2)[0].parameters
+        machine = replace(known("4090"), gpu_memory=int(memory), matrix=flops)
+        return choose(machine, ranks=1, micro_batch=8, itemsize=2)[0].parameters
 
     assert pick(2e9, 1e11) == LADDER[0].parameters
     assert pick(64e9, 1e11) == LADDER[0].parameters  # memory alone does not make a machine fast
     assert pick(1e9, 1e15) == LADDER[0].parameters  # nor does speed make room
     assert pick(24e9, 6e13) == PRESETS["gpt2-124m"].parameters
     assert pick(640e9, 1e15) == PRESETS["gpt2-10b"].parameters
+    four = choose(replace(known("h100"), gpu_memory=16 * 10**9, matrix=1e15), ranks=4, micro_batch=2, itemsize=2)[0]
+    assert four.parameters == pick(64e9, 4e15)
     order = [pick(memory, 1e15) for memory in (1e9, 4e9, 16e9, 64e9, 256e9, 640e9)]
     assert order == sorted(order)

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 INTERRUPTED = 130
 USER_ERROR = 2
 
-# Their flags are not all ours to declare (torchrun's, a script's own), so they parse their arguments themselves.
-_OWN_PARSERS = {
+COMMANDS = {
     "run": ("wherry.cli.run", "start a script on several processes, GPUs or machines"),
     "train": ("wherry.cli.train", "pre-train a GPT-2 here: the quickest way to see Wherry work"),
     "plan": ("wherry.cli.plan", "say what training keeps in memory and moves, before you run it"),
@@ -19,7 +18,11 @@ _OWN_PARSERS = {
     "export": ("wherry.cli.checkpoint:export", "write a checkpoint's weights as safetensors that transformers loads"),
     "inspect": ("wherry.cli.checkpoint:inspect", "say what is inside a checkpoint, and whether it is whole"),
     "import-deepspeed": ("wherry.cli.checkpoint:import_deepspeed", "turn a checkpoint of DeepSpeed's into one of ours"),
+    "config": ("wherry.cli.config", "explain, check and describe the keys of a config"),
+    "doctor": ("wherry.cli.doctor", "check this machine, and say what to do about what is amiss"),
+    "version": ("wherry.cli:version", "print the versions of Wherry, Python and torch"),
 }
+"""Where each command is, and what it is for."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,16 +60,11 @@ def _answer(arguments: list[str]) -> int:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    if arguments and arguments[0] in _OWN_PARSERS:
-        module, _, function = _OWN_PARSERS[arguments[0]][0].partition(":")
+    """Each command parses its own arguments: the flags of some are torchrun's or a script's."""
+    if arguments and arguments[0] in COMMANDS:
+        module, _, function = COMMANDS[arguments[0]][0].partition(":")
         command: Callable[[list[str]], int] = getattr(importlib.import_module(module), function or "main")
         return command(arguments[1:])
-    parsed = build_parser(arguments[0] if arguments else "").parse_args(arguments)
-    return int(parsed.function(parsed) or 0)
-
-
-def build_parser(chosen: str = "") -> argparse.ArgumentParser:
-    """The parser of all commands. Only the chosen command's own flags are filled in."""
     import wherry
 
     parser = argparse.ArgumentParser(
@@ -76,27 +74,15 @@ def build_parser(chosen: str = "") -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"wherry {wherry.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, (_, meaning) in _OWN_PARSERS.items():
-        commands.add_parser(name, help=meaning, add_help=False)
-    if chosen == "config":
-        importlib.import_module("wherry.cli.config").add_parser(commands)
-    else:
-        commands.add_parser("config", help="explain, check and describe the keys of a config")
-    meaning = "check this machine, and say what to do about what is amiss"
-    doctor = commands.add_parser("doctor", help=meaning, description=f"{meaning.capitalize()}.")
-    doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
-    doctor.set_defaults(function=_doctor)
-    version = commands.add_parser("version", help="print the versions of Wherry, Python and torch")
-    version.set_defaults(function=_version)
-    return parser
+    for name, (_, meaning) in COMMANDS.items():
+        commands.add_parser(name, help=meaning)
+    parser.parse_args(arguments)
+    parser.error("expected the command first")
 
 
-def _doctor(arguments: argparse.Namespace) -> int:
-    doctor: Callable[..., int] = importlib.import_module("wherry.cli.doctor").main
-    return doctor(as_json=arguments.json)
-
-
-def _version(arguments: argparse.Namespace) -> int:
+def version(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="wherry version", description="Print the versions that are in use.")
+    parser.parse_args(argv)
     import platform
     from importlib import metadata
 

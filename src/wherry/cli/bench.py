@@ -36,8 +36,19 @@ Row = dict[str, Any]
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="wherry bench", description=(__doc__ or "").partition("\n\n")[0])
     commands = parser.add_subparsers(metavar="WHAT", required=True)
-    _add_adam(commands)
-    _add_disk(commands)
+    adam = commands.add_parser("adam", help="the host optimizers, against the limit of the memory's bandwidth")
+    adam.add_argument("--sizes", type=_numbers, help="numbers of parameters (default 1e6,1e7,1e8)")
+    adam.add_argument("--threads", type=_numbers, help="numbers of threads (default 1 and all)")
+    adam.add_argument("--isa", help="instruction sets, comma-separated (default: all faster than portable)")
+    adam.add_argument("--families", help=f"of {', '.join(FAMILIES)} (default: all)")
+    adam.add_argument("--repeats", type=_number, help="repeats of each, in turns (default 9; 3 with --quick)")
+    disk = commands.add_parser("disk", help="reads and writes of the disk tier, and the settings that suit it")
+    disk.add_argument("--path", required=True, help="a folder on the drive to measure")
+    disk.add_argument("--size", type=_number, help="bytes in each measure (1 GiB; 64 MiB with --quick)")
+    for command, function in ((adam, bench_adam), (disk, bench_disk)):
+        command.add_argument("--quick", action="store_true", help="fewer repeats and sizes, for a first look")
+        command.add_argument("--json", type=Path, metavar="PATH", help="write the figures to a file too")
+        command.set_defaults(function=function)
     if not argv:
         parser.print_help()
         return 0
@@ -59,11 +70,6 @@ def main(argv: list[str]) -> int:
         options.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
         print(f"written: {options.json}")
     return 0
-
-
-def _add_shared_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quick", action="store_true", help="fewer repeats and sizes, for a first look")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures to a file too")
 
 
 def _number(text: str) -> int:
@@ -169,17 +175,6 @@ def time_forms(forms: Sequence[Form], repeats: int) -> dict[str, list[float]]:
     return seconds
 
 
-def _add_adam(commands: Any) -> None:
-    parser = commands.add_parser("adam", help="the host optimizers, against the limit of the memory's bandwidth")
-    _add_shared_flags(parser)
-    parser.add_argument("--sizes", type=_numbers, help="numbers of parameters (default 1e6,1e7,1e8)")
-    parser.add_argument("--threads", type=_numbers, help="numbers of threads (default 1 and all)")
-    parser.add_argument("--isa", help="instruction sets, comma-separated (default: all faster than portable)")
-    parser.add_argument("--families", help=f"of {', '.join(FAMILIES)} (default: all)")
-    parser.add_argument("--repeats", type=_number, help="repeats of each, in turns (default 9; 3 with --quick)")
-    parser.set_defaults(function=bench_adam)
-
-
 def instruction_sets(wanted: str | None) -> list[str]:
     """Those to measure: as asked for, or all that are faster than portable C++."""
     if native.library() is None:
@@ -230,14 +225,6 @@ WORK = ("read", "write", "both")
 _PIECE = 64 << 20
 # A setting this close to the best is as good as it; the smaller one wins then.
 _AS_GOOD = 0.97
-
-
-def _add_disk(commands: Any) -> None:
-    parser = commands.add_parser("disk", help="reads and writes of the disk tier, and the settings that suit it")
-    _add_shared_flags(parser)
-    parser.add_argument("--path", required=True, help="a folder on the drive to measure")
-    parser.add_argument("--size", type=_number, help="bytes in each measure (1 GiB; 64 MiB with --quick)")
-    parser.set_defaults(function=bench_disk)
 
 
 def bench_disk(options: argparse.Namespace) -> list[Row]:

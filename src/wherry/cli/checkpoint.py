@@ -122,16 +122,7 @@ def _as_json(path: Path, manifest: Manifest, problems: list[str]) -> dict[str, A
         "path": str(path),
         "facts": _facts(path, manifest),
         "problems": problems,
-        "tensors": {
-            name: {
-                "shape": list(entry.shape),
-                "dtype": entry.dtype,
-                "kind": entry.kind,
-                "aliases": list(entry.aliases),
-                "states": list(entry.states),
-            }
-            for name, entry in manifest.entries.items()
-        },
+        "tensors": {name: vars(entry) | {"states": list(entry.states)} for name, entry in manifest.entries.items()},
     }
 
 

@@ -7,12 +7,11 @@ import json
 import sys
 from typing import Any
 
-USER_ERROR = 2
+from wherry.cli import USER_ERROR
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command `config` to the parsers of `wherry`."""
-    parser = subparsers.add_parser("config", help="explain, check and describe the keys of a config")
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="wherry config")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     check = commands.add_parser("check", help="check a config and show what it resolves to")
     explain = commands.add_parser("explain", help="say what a key means and does")
@@ -26,6 +25,8 @@ def add_parser(subparsers: Any) -> None:
     explain.add_argument("key", help="like zero_optimization.stage, or the last part alone")
     for command, function in ((check, _check), (explain, _explain), (theirs, _deepspeed), (schema, _schema)):
         command.set_defaults(function=function)
+    arguments = parser.parse_args(argv)
+    return int(arguments.function(arguments))
 
 
 def _load(arguments: argparse.Namespace) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -31,10 +32,13 @@ class Finding:
     advice: str = ""
 
 
-def main(*, as_json: bool = False) -> int:
+def main(argv: list[str]) -> int:
     """Print all findings; the exit status is 1 if any of them is a problem."""
+    parser = argparse.ArgumentParser(prog="wherry doctor", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    arguments = parser.parse_args(argv)
     findings = list(examine())
-    if as_json:
+    if arguments.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
         _show(findings)

@@ -12,8 +12,10 @@ from wherry.sources import SHAPES
 # What goes with each kind of plan, besides --json.
 _FLAGS = {
     "no MODEL": "params infinity",
-    "MODEL": "config set rank stage recompute dry_run auto output disk_path html tensor_parallel pipeline_parallel "
-    "ranks nodes sequence machine again gpu_memory host_memory disk gpus pcie stream disk_bandwidth",
+    "MODEL": "config set recompute dry_run auto html tensor_parallel pipeline_parallel ranks nodes sequence machine "
+    "again gpu_memory host_memory disk gpus pcie stream disk_bandwidth",
+    "--auto": "output disk_path",
+    "--dry-run": "rank stage",
     "--params": "params ranks device_memory precision optimizer",
     "--infinity": "infinity layers hidden heads batch sequence interval gpus_per_node nodes peak efficiency",
 }
@@ -22,7 +24,8 @@ _FLAGS = {
 def main(argv: list[str]) -> int:
     arguments = build_parser().parse_args(argv)
     if arguments.model is not None:
-        _check_flags(arguments, "MODEL")
+        chosen = {"MODEL": True, "--auto": arguments.auto, "--dry-run": arguments.dry_run}
+        _check_flags(arguments, *(kind for kind, wanted in chosen.items() if wanted))
         from wherry.cli import plan_model
 
         return plan_model.main(arguments)
@@ -37,11 +40,16 @@ def main(argv: list[str]) -> int:
     return plan_tables.by_params(arguments)
 
 
-def _check_flags(arguments: argparse.Namespace, kind: str) -> None:
+def _check_flags(arguments: argparse.Namespace, *kinds: str) -> None:
+    fitting = " ".join(_FLAGS[kind] for kind in kinds).split()
     for needed, flags in _FLAGS.items():
         for name in flags.split():
-            if name not in _FLAGS[kind].split() and getattr(arguments, name) is not None:
-                raise WherryError(f"--{name.replace('_', '-')}: goes with {needed}; give {needed}, or leave it out")
+            if name not in fitting and getattr(arguments, name) is not None:
+                raise WherryError(f"{flag(name)}: goes with {needed}; give {needed}, or leave it out")
+
+
+def flag(name: str) -> str:
+    return "-o" if name == "output" else f"--{name.replace('_', '-')}"
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from wherry import config as configs
+from wherry.cli.plan import flag
 from wherry.config import Config
 from wherry.errors import WherryError
 from wherry.observe.screen import Screen, table
@@ -126,42 +127,35 @@ def _auto(arguments: argparse.Namespace, config: Config, forecaster: Forecaster)
 
 def _check_flags(arguments: argparse.Namespace) -> None:
     given = {name for name, value in vars(arguments).items() if value is not None and value is not False}
-    for flag, needs in (("output", "auto"), ("disk_path", "auto"), ("rank", "dry_run"), ("stage", "dry_run")):
-        if flag in given and needs not in given:
-            raise WherryError(f"{_flag(flag)}: goes with {_flag(needs)}")
     if "dry_run" in given:
-        for flag, why in (
+        for name, why in (
             ("auto", "--dry-run: runs one config; give --auto -o FILE first, then --config FILE --dry-run"),
             ("html", "--html: shows an estimate; leave --dry-run out"),
-            *((name, f"{_flag(name)}: a dry run asks nobody for room or rates; leave it out") for name in SIZES),
+            *((each, f"{flag(each)}: a dry run asks nobody for room or rates; leave it out") for each in SIZES),
         ):
-            if flag in given:
+            if name in given:
                 raise WherryError(why)
-    for flag, least in (("gpus", 0), ("nodes", 1), ("sequence", 1), ("tensor_parallel", 1), ("pipeline_parallel", 1)):
-        if flag in given and getattr(arguments, flag) < least:
-            raise WherryError(f"{_flag(flag)}: expected {least} or more, got {getattr(arguments, flag)}")
+    for name, least in (("gpus", 0), ("nodes", 1), ("sequence", 1), ("tensor_parallel", 1), ("pipeline_parallel", 1)):
+        if name in given and getattr(arguments, name) < least:
+            raise WherryError(f"{flag(name)}: expected {least} or more, got {getattr(arguments, name)}")
     for other in ("machine", "dry_run"):
         if {"again", other} <= given:
             raise WherryError(
-                f"--again: measures this machine, which {_flag(other)} does not ask about; leave one of them out"
+                f"--again: measures this machine, which {flag(other)} does not ask about; leave one of them out"
             )
-    for flag in {"html", "output"} & given:
-        path = Path(getattr(arguments, flag))
+    for name in {"html", "output"} & given:
+        path = Path(getattr(arguments, name))
         if not path.parent.is_dir():
-            raise WherryError(f"{_flag(flag)}: there is no folder {path.parent}; make it first")
+            raise WherryError(f"{flag(name)}: there is no folder {path.parent}; make it first")
         if path.is_dir():
-            raise WherryError(f"{_flag(flag)}: {path} is a folder; name a file")
-
-
-def _flag(name: str) -> str:
-    return "-o" if name == "output" else f"--{name.replace('_', '-')}"
+            raise WherryError(f"{flag(name)}: {path} is a folder; name a file")
 
 
 def _machine(arguments: argparse.Namespace, config: Config) -> Machine:
     """The machine that is asked about, with what is said of it in numbers."""
     from wherry.plan import probe
 
-    sizes = {name: parse_bytes(text, _flag(name)) for name in SIZES if (text := getattr(arguments, name)) is not None}
+    sizes = {name: parse_bytes(text, flag(name)) for name in SIZES if (text := getattr(arguments, name)) is not None}
     if arguments.machine is not None:
         base = known(arguments.machine)
     elif arguments.gpus and len(sizes) == len(SIZES) and not probe.gpu_names():

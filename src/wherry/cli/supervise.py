@@ -280,7 +280,6 @@ class Failure:
     message: str
     text: str
     time_ns: int
-    of_a_peer: bool
     recorded: bool = True
 
     @classmethod
@@ -292,11 +291,15 @@ class Failure:
             text = extra["py_callstack"]
             when = int(extra.get("time_ns", int(extra["timestamp"]) * 10**9))
             # Its own status, also when it has waited for the others' until the agent ended it.
-            return cls(rank, extra.get("status", found.exitcode), message, text, when, of_a_peer(text))
+            return cls(rank, extra.get("status", found.exitcode), message, text, when)
         attempts = logs.glob(f"*/attempt_*/{found.local_rank}/error.json{FAULT_SUFFIX}")
         stacks = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(attempts, key=os.path.getmtime)]
         text = stacks[-1] if stacks else ""
-        return cls(rank, found.exitcode, "", text, found.timestamp * 10**9, of_a_peer=False, recorded=False)
+        return cls(rank, found.exitcode, "", text, found.timestamp * 10**9, recorded=False)
+
+    @property
+    def of_a_peer(self) -> bool:
+        return self.recorded and of_a_peer(self.text)
 
     @property
     def exit_status(self) -> int:

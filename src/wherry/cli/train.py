@@ -9,7 +9,7 @@ _SECONDS_TO_FINISH_A_STEP = "120"
 
 
 def main(argv: list[str]) -> int:
-    from wherry.train.options import parse
+    from wherry.train.options import grid_of, parse
 
     options = parse(argv)
     from wherry.train import job
@@ -20,7 +20,7 @@ def main(argv: list[str]) -> int:
     import torch
 
     # One rank for each GPU; without any two, so that what is partitioned can be seen; and in whole copies of the model.
-    share = options.tensor_parallel * options.pipeline_parallel
+    share = grid_of(options).size
     ranks = options.nproc or max(share, (torch.cuda.device_count() or _RANKS_ON_CPU) // share * share)
     if ranks == 1:
         return job.main(argv)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from wherry.config import parse_overrides
 from wherry.errors import WherryError
 from wherry.placement import Tier
 from wherry.train.options import Options, keys_of
@@ -59,15 +59,8 @@ def build_config(
     if options.nvme_path is not None:
         _name_the_disk(config, options.nvme_path)
     own = {name: copy.deepcopy(config.get(name)) for name in ("optimizer", "scheduler")}
-    for setting in options.settings:
-        key, equals, text = setting.partition("=")
-        if not equals or not all(key.split(".")):
-            raise WherryError(f"--set {setting}: expected KEY=VALUE, such as zero_optimization.stage=2")
-        try:
-            value = json.loads(text)
-        except json.JSONDecodeError:
-            value = text
-        _put(config, key, value, f"--set {setting}")
+    for key, value in parse_overrides(options.settings).items():
+        _put(config, key, value, "--set")
     # As in a file, "auto" is what there would be without it.
     config.update({name: block for name, block in own.items() if config.get(name) == "auto"})
     if config["optimizer"] is None:
@@ -154,21 +147,17 @@ def _put(config: dict[str, Any], key: str, value: Any, flag: str) -> None:
 def _name_the_disk(config: dict[str, Any], folder: str) -> None:
     zero = config.get("zero_optimization")
     blocks = zero if isinstance(zero, dict) else {}
-    states, weights = (
-        block if isinstance(block, dict) and block.get("device") == "nvme" else None
-        for block in (blocks.get("offload_optimizer"), blocks.get("offload_param"))
-    )
-    if states is None and weights is None:
+    offloads = {name: blocks.get(name) for name in ("offload_optimizer", "offload_param")}
+    on_disk = {name: b for name, b in offloads.items() if isinstance(b, dict) and b.get("device") == "nvme"}
+    if not on_disk:
         raise WherryError(
             f"--nvme-path {folder}: nothing rests on disk; add --offload-optimizer nvme, or --offload-param nvme, or "
             "leave it out"
         )
-    if states is not None:
-        states["nvme_path"] = folder
-    if weights is not None:
-        weights["nvme_path"] = folder
-        # What is sent to disk by a flag is to be there.
-        weights.setdefault("max_in_cpu", 0)
+    for block in on_disk.values():
+        block["nvme_path"] = folder
+    # Weights that are sent to disk by a flag are to be there.
+    on_disk.get("offload_param", {}).setdefault("max_in_cpu", 0)
 
 
 def layer_major_pays(config: Mapping[str, Any], place: Topology, shape: Shape, checkpointed: bool) -> bool:

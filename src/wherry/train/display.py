@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,6 @@ MemoryRow = Sequence[Any]
 """(state, tier, bytes expected, bytes now)."""
 
 _BARS = "▁▂▃▄▅▆▇█"
-
-
-def format_duration(seconds: float) -> str:
-    """Seconds as a person reads them.
-
-    >>> format_duration(3725)
-    '1:02:05'
-    """
-    whole = round(seconds)
-    hours, minutes = divmod(whole // 60, 60)
-    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
 
 
 def sparkline(values: Iterable[float]) -> str:
@@ -119,7 +109,7 @@ class Display:
             f"norm {record.gradient_norm:.2f}",
             f"{record.tokens_per_second:,.0f} tokens/s",
             " ".join(f"{s}@{place_name(t, gpu=self.gpu)} {format_bytes(now)}" for s, t, _, now in rows if now),
-            f"{format_duration(self._left(record))} left",
+            f"{self._left(record)} left",
         ]
         if record.skipped_steps:
             parts.insert(4, f"{record.skipped_steps} skipped")
@@ -127,8 +117,8 @@ class Display:
             parts.insert(2, f"validation {record.validation_loss:.4f}")
         return "  ".join(part for part in parts if part)
 
-    def _left(self, record: Record) -> float:
-        return (self.steps - record.step) * self._pace
+    def _left(self, record: Record) -> timedelta:
+        return timedelta(seconds=round((self.steps - record.step) * self._pace))
 
     def _panel(self, record: Record) -> Panel:
         numbers = Table.grid(padding=(0, 3))
@@ -137,7 +127,7 @@ class Display:
             f"{record.tokens_per_second:,.0f} tokens/s",
             f"lr {record.lr:.2e}",
             f"norm {record.gradient_norm:.2f}",
-            f"{format_duration(self._left(record))} left",
+            f"{self._left(record)} left",
         )
         # A bar alone ends no line, and would swallow what follows; a row of a table does.
         bar = Table.grid(expand=True)
@@ -168,7 +158,7 @@ class Display:
         table = Table.grid(padding=(0, 2))
         rate = outcome.tokens_here / outcome.seconds if outcome.seconds else 0.0
         rows = [
-            ("steps", f"{outcome.steps} of {self.steps} in {format_duration(outcome.seconds)}"),
+            ("steps", f"{outcome.steps} of {self.steps} in {timedelta(seconds=round(outcome.seconds))}"),
             ("loss", f"{outcome.first_loss:.4f} at first, {outcome.last_loss:.4f} at last"),
             ("tokens", f"{outcome.tokens:,} at {rate:,.0f} tokens/s"),
             ("peak memory", f"{format_bytes(host_memory().peak)} in this rank's process"),

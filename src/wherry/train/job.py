@@ -9,7 +9,7 @@ from typing import Any
 from wherry.errors import NonFiniteError, WherryError
 from wherry.observe.log import logger
 from wherry.train.config import build_config, layer_major_pays
-from wherry.train.options import Options, check_axes, parse, shape_of
+from wherry.train.options import Options, grid_of, parse, shape_of
 from wherry.train.presets import PRESETS, Shape
 
 # The report writes to the config's sinks, and more than the engine would.
@@ -32,15 +32,19 @@ def check(options: Options) -> None:
 
     shape = shape_of(options, PRESETS.get(options.preset, PRESETS["gpt2-10m"]))
     load(build_config(options, shape.parameters, bf16=False, given=given_config(options)))
-    check_axes(options, shape)
+    grid = grid_of(options)
+    shape.check_grid(grid)
+    if options.nproc is not None and options.nproc % grid.size:
+        raise WherryError(
+            f"--nproc {options.nproc} is not a multiple of {grid.size}, the ranks that share one model "
+            "(--tensor-parallel x --pipeline-parallel)"
+        )
     load_text(options.data).check_length(shape.sequence)
     if options.run_dir is not None and options.resume is None:
         refuse_used(Path(options.run_dir))
     for flag, folder in (("--run-dir", options.run_dir), ("--save", options.save)):
         if folder is not None:
             make_folder(Path(folder), flag)
-    if options.resume == "auto" and options.save is None and options.run_dir is None:
-        raise WherryError("--resume auto: give --save FOLDER or --run-dir FOLDER, so that there is a place to look in")
 
 
 def given_config(options: Options) -> Mapping[str, Any] | None:
@@ -68,19 +72,21 @@ def train(options: Options) -> int:
     from wherry.train.loop import Ending, Loop, Plan, Stop
     from wherry.train.model import GPT, GPTConfig
     from wherry.train.report import Report, facts_of
-    from wherry.train.resume import choose_start, keep_batch, own_settings, save_folder, saver
+    from wherry.train.resume import choose_start, keep_batch, own_settings, save_folder
 
     # Who we are. Ranks of the whole run agree on what to train and when to stop; along the data axis they share the
     # samples out.
     world = topology.find()
     comm, device = world.data, world.device
     chief = comm.rank == 0
-    place, mesh = parallel.lay_out(world, options.tensor_parallel, options.pipeline_parallel)
-    piped = options.pipeline_parallel > 1
+    grid = grid_of(options)
+    place, mesh = parallel.lay_out(world, grid)
+    piped = grid.pipe > 1
 
     # What to train, and from where on.
     given = given_config(options)
     shape, why = comm.gather_objects(_choose(options, comm.size, given) if chief else None)[0]
+    shape.check_grid(grid)
     start = choose_start(options, comm)
     bf16 = bool(device.type == "cuda" and torch.cuda.is_bf16_supported())
     config = build_config(options, shape.parameters, bf16=bf16, given=given, earlier=start.config)
@@ -94,13 +100,14 @@ def train(options: Options) -> int:
 
     # The model, in an engine. Where parameters are partitioned the whole of it need not be in any rank's memory.
     torch.manual_seed(options.seed)
-    alone = not piped and options.tensor_parallel == 1
     described = GPTConfig.of(
         shape, checkpoint_activations=options.checkpoint_activations, tied=not (piped or options.untied)
     )
-    with wherry.Init(config=resolved, mesh=place, enabled=alone and resolved.placement().parameters.partitioned):
+    with wherry.Init(
+        config=resolved, mesh=place, enabled=grid.size == 1 and resolved.placement().parameters.partitioned
+    ):
         whole = GPT(described)
-    if options.tensor_parallel > 1:
+    if grid.tensor > 1:
         parallel.cut_blocks(whole, mesh)
     model = parallel.Stage(whole, place.pipe.rank, place.pipe.size) if piped else whole
     engine, *_ = wherry.initialize(model=model, mesh=place, config=load(config, overrides=NO_SINKS))
@@ -129,8 +136,13 @@ def train(options: Options) -> int:
     if chief:
         facts = facts_of(engine, shape, why, share, text, start)
         report = Report(engine, plan, options, shape, resolved.to_dict(), facts)
-    run_dir = comm.gather_objects(report.run_dir if report is not None else None)[0]
-    folder = save_folder(options, run_dir) if options.save_interval or options.save else None
+    run_dir: Any = comm.gather_objects(report.run_dir if report is not None else None)[0]
+    folder = save_folder(options, run_dir)
+
+    def save(step: int) -> None:
+        """With what a resumed run needs to know."""
+        samples = start.samples + (step - start.step) * batch
+        engine.save_checkpoint(folder, client_state={"samples": samples, "samples_per_step": batch})
 
     # Train.
     stop = Stop()
@@ -143,7 +155,7 @@ def train(options: Options) -> int:
         share,
         stop,
         report,
-        save=saver(engine, start, folder, batch) if folder is not None else None,
+        save=save if options.save_interval or options.save else None,
     )
     outcome = loop.outcome
     with stop:
@@ -162,20 +174,22 @@ def train(options: Options) -> int:
                 report.end(outcome)
     engine.close()
     comm.close()
-    return stop.status if outcome.ending is Ending.INTERRUPTED else outcome.ending.status
+    if outcome.ending is Ending.INTERRUPTED:
+        return stop.status
+    return 0 if outcome.ending is Ending.FINISHED else 1
 
 
 def _choose(options: Options, ranks: int, given: Mapping[str, Any] | None) -> tuple[Shape, str]:
     """The shape of the model, and why it is that one if this machine was measured for it."""
+    import torch
+
     from wherry.config import load
-    from wherry.train.presets import choose, measure_machine
+    from wherry.plan.probe import this_machine
+    from wherry.train.presets import choose
 
     if options.preset != "auto":
         return shape_of(options, PRESETS[options.preset]), ""
-    import torch
-
-    itemsize = 2 if torch.cuda.is_available() else 4
     config = load(build_config(options, PRESETS["gpt2-10m"].parameters, bf16=False, given=given))
-    copies = ranks // (options.tensor_parallel * options.pipeline_parallel)
-    shape, why = choose(measure_machine(ranks), config.batch(copies).micro * ranks, itemsize=itemsize)
+    micro = config.batch(grid_of(options).data_ranks(ranks)).micro
+    shape, why = choose(this_machine(), ranks, micro, itemsize=2 if torch.cuda.is_available() else 4)
     return shape_of(options, shape), why

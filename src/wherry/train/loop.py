@@ -59,11 +59,6 @@ class Ending(enum.Enum):
     FAILED = "failed"
     INTERRUPTED = "interrupted"
 
-    @property
-    def status(self) -> int:
-        """The exit status that tells of it."""
-        return {Ending.FINISHED: 0, Ending.INTERRUPTED: 130}.get(self, 1)
-
 
 @dataclass
 class Outcome:

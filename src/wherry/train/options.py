@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from wherry.errors import WherryError
+from wherry.plan.grid import Grid
 from wherry.train.presets import PRESETS, Shape
 
 Options = argparse.Namespace
@@ -46,6 +47,8 @@ class Flag(NamedTuple):
 
 def _flag(*names: str, key: str | None = None, **settings: Any) -> Flag:
     settings.setdefault("dest", names[0][2:].replace("-", "_"))
+    if "type" in settings and "choices" not in settings:
+        settings.setdefault("metavar", "N")
     return Flag(names, settings, key)
 
 
@@ -121,11 +124,10 @@ FLAGS = {
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The flags of the table; each may be written with dashes or underscores."""
+    """The flags of the table."""
     parser = argparse.ArgumentParser(
         prog="wherry train",
         usage="%(prog)s [FLAG ...]",
-        formatter_class=_Dashed,
         description="Pre-train a GPT-2 on byte-level text. With no flag: 11M parameters, ZeRO-3 over two ranks, the "
         "standard library's sources, a few minutes on two CPU cores. Every flag may be written with underscores too.",
         epilog="Everything else is a key of the config: --set zero_optimization.offload_optimizer.device=cpu",
@@ -134,29 +136,25 @@ def build_parser() -> argparse.ArgumentParser:
         group = parser.add_argument_group(title)
         precision = group.add_mutually_exclusive_group()
         for flag in flags:
-            spelled = [*flag.names, *(f"--{name[2:].replace('-', '_')}" for name in flag.names if "-" in name[2:])]
             owner = precision if flag.settings["dest"] == "precision" else group
-            owner.add_argument(*spelled, **flag.settings)
+            owner.add_argument(*flag.names, **flag.settings)
     return parser
 
 
-class _Dashed(argparse.HelpFormatter):
-    """Shows each flag with dashes: the same with underscores would make the page twice as long."""
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        shown = [name for name in action.option_strings if "_" not in name]
-        if not shown or action.nargs == 0:
-            return ", ".join(shown)
-        value = self._format_args(action, "N" if action.type is not None else action.dest.upper())
-        return f"{', '.join(shown)} {value}"
-
-
 def parse(argv: list[str]) -> Options:
-    options = build_parser().parse_args(argv)
+    options = build_parser().parse_args([_dashed(word) for word in argv])
     del options.deepspeed  # a switch that says nothing without its file
     if options.max_restarts and options.resume is None:
         options.resume = "auto"
+    if options.resume == "auto" and options.save is None and options.run_dir is None:
+        raise WherryError("--resume auto: give --save FOLDER or --run-dir FOLDER, so that there is a place to look in")
     return options
+
+
+def _dashed(word: str) -> str:
+    """A flag that was written with underscores, as it is known; a value as it is."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
 def keys_of(options: Options) -> dict[str, tuple[str, Any]]:
@@ -164,6 +162,10 @@ def keys_of(options: Options) -> dict[str, tuple[str, Any]]:
     written = {flag.key: flag for flags in FLAGS.values() for flag in flags if flag.key is not None}
     values = {key: (flag.names[0], getattr(options, flag.settings["dest"])) for key, flag in written.items()}
     return {key: given for key, given in values.items() if given[1] is not None and given[1] is not False}
+
+
+def grid_of(options: Options) -> Grid:
+    return Grid(options.tensor_parallel, options.pipeline_parallel)
 
 
 def shape_of(options: Options, base: Shape) -> Shape:
@@ -185,23 +187,3 @@ def shape_of(options: Options, base: Shape) -> Shape:
     if shape.vocabulary < 256:
         raise WherryError(f"--vocab-size {shape.vocabulary}: text is read as bytes, which takes at least 256")
     return shape
-
-
-def check_axes(options: Options, shape: Shape) -> None:
-    """The axes that share a model out must divide it."""
-    if shape.heads % options.tensor_parallel:
-        raise WherryError(
-            f"--tensor-parallel {options.tensor_parallel} does not divide the {shape.heads} attention heads, and each "
-            "rank takes whole heads"
-        )
-    if shape.layers < options.pipeline_parallel:
-        raise WherryError(
-            f"--pipeline-parallel {options.pipeline_parallel}: the model has {shape.layers} blocks, and each stage "
-            "takes one or more"
-        )
-    share = options.tensor_parallel * options.pipeline_parallel
-    if options.nproc is not None and options.nproc % share:
-        raise WherryError(
-            f"--nproc {options.nproc} is not a multiple of {share}, the ranks that share one model "
-            "(--tensor-parallel x --pipeline-parallel)"
-        )

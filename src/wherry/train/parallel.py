@@ -10,21 +10,17 @@ from torch import Tensor, nn
 
 from wherry.errors import WherryError
 from wherry.parallel.topology import Topology, find
+from wherry.plan.grid import Grid
 from wherry.train.model import GPT, loss_of, through
 
 
-def lay_out(world: Topology, tensor: int, pipe: int) -> tuple[Topology, Any]:
+def lay_out(world: Topology, grid: Grid) -> tuple[Topology, Any]:
     """The topology of all ranks, and the device mesh if ranks share a model: tensor fastest, then data, then pipe."""
-    if tensor == 1 and pipe == 1:
+    if grid.size == 1:
         return world, None
-    if world.world_size % (tensor * pipe):
-        raise WherryError(
-            f"--tensor-parallel {tensor} x --pipeline-parallel {pipe}: {world.world_size} ranks do not divide by "
-            f"{tensor * pipe}; give --nproc a multiple of it"
-        )
     from torch.distributed.device_mesh import init_device_mesh
 
-    shape = (pipe, world.world_size // (tensor * pipe), tensor)
+    shape = (grid.pipe, grid.data_ranks(world.world_size), grid.tensor)
     mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
     return find(mesh), mesh
 
@@ -50,13 +46,7 @@ class Stage(nn.Module):
 
     def __init__(self, model: GPT, index: int, stages: int) -> None:
         super().__init__()
-        if model.config.tied and stages > 1:
-            raise WherryError("pipeline: the head is tied to the embedding, which another stage has; untie them")
         blocks = list(model.blocks)
-        if len(blocks) < stages:
-            raise WherryError(
-                f"--pipeline-parallel {stages}: the model has {len(blocks)} blocks, and each stage takes one or more"
-            )
         self.config = model.config
         self.first, self.last = index == 0, index == stages - 1
         begin, end = (len(blocks) * i // stages for i in (index, index + 1))
@@ -81,8 +71,8 @@ class Pipeline:
     backwards of others, as torch's schedule has it.
     """
 
-    def __init__(self, engine: Any, schedule: str = "1f1b") -> None:
-        from torch.distributed import pipelining
+    def __init__(self, engine: Any) -> None:
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
         self.engine = engine
         pipe = engine.topology.pipe
@@ -94,10 +84,9 @@ class Pipeline:
                 f"--pipeline-parallel {pipe.size}: gradient_accumulation_steps is {self.micro_batches}, and a pipeline "
                 f"is only full with a micro-batch for each stage; set it to {pipe.size} or more"
             )
-        kinds = {"1f1b": pipelining.Schedule1F1B, "gpipe": pipelining.ScheduleGPipe}
-        stage = pipelining.PipelineStage(engine, pipe.rank, pipe.size, engine.device, group=pipe.group)
+        stage = PipelineStage(engine, pipe.rank, pipe.size, engine.device, group=pipe.group)
         # The engine divides by the number of micro-batches itself.
-        self.schedule = kinds[schedule](stage, n_microbatches=self.micro_batches, loss_fn=loss_of, scale_grads=False)
+        self.schedule = Schedule1F1B(stage, self.micro_batches, loss_fn=loss_of, scale_grads=False)
 
     def __getattr__(self, name: str) -> Any:
         """All else is the engine's."""
@@ -113,10 +102,6 @@ class Pipeline:
 
     def __call__(self, ids: Tensor, labels: Tensor) -> Tensor:
         """The loss of one batch, for validation: as many samples as a window has micro-batches, or a multiple."""
-        if ids.shape[0] % self.micro_batches:
-            raise WherryError(
-                f"pipeline: {ids.shape[0]} samples do not divide among {self.micro_batches} micro-batches"
-            )
         return self._run(self.schedule.eval, ids, labels)
 
     def _run(self, run: Callable[..., Any], ids: Tensor, labels: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from wherry.errors import WherryError
 from wherry.plan.grid import Grid
 from wherry.plan.parts import cut
 from wherry.train.model import GPT, GPTConfig, loss_of
@@ -20,8 +19,7 @@ def part_of(
     shape: Shape, grid: Grid, dtype: torch.dtype | None, micro_batch: int, sequence: int
 ) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     """One stage's blocks, with what a tensor-parallel rank has of their matrices."""
-    if shape.heads % grid.tensor:
-        raise WherryError(f"--tensor-parallel {grid.tensor} does not divide the {shape.heads} attention heads")
+    shape.check_grid(grid)
     shape = dataclasses.replace(shape, sequence=max(shape.sequence, sequence))
     model = GPT(GPTConfig.of(shape, tied=grid.pipe == 1))
     if grid.tensor > 1:

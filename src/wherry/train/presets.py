@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+from wherry.errors import WherryError
+from wherry.plan.grid import Grid
+from wherry.plan.machines import Machine
 
 GPT2 = 50257
 """GPT-2's own vocabulary. The larger presets keep it, so that their names tell their true size."""
@@ -50,6 +49,18 @@ class Shape:
         kept = self.layers * tokens * self.hidden * itemsize + block if checkpointed else self.layers * block
         return kept + 3 * 4 * tokens * self.vocabulary
 
+    def check_grid(self, grid: Grid) -> None:
+        """Raise if the ranks that are to share a model cannot: each takes whole heads, and each stage whole blocks."""
+        if self.heads % grid.tensor:
+            raise WherryError(
+                f"--tensor-parallel {grid.tensor} does not divide the {self.heads} attention heads, and each rank "
+                "takes whole heads"
+            )
+        if self.layers < grid.pipe:
+            raise WherryError(
+                f"--pipeline-parallel {grid.pipe}: the model has {self.layers} blocks, and each stage takes one or more"
+            )
+
 
 PRESETS: dict[str, Shape] = {
     "gpt2-10m": Shape(layers=6, hidden=384, heads=6, sequence=128),
@@ -71,61 +82,22 @@ LADDER = sorted(
 COMFORTABLE_TOKENS_PER_SECOND = 500.0
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What a choice of model depends on: bytes to spare, and the speed of a matrix product."""
-
-    memory: int
-    flops: float
-    where: str
-
-
-def measure_machine(ranks: int = 1) -> Machine:
-    """This machine: its accelerators if it has any, else its cores. Takes about a quarter of a second."""
-    import torch
-
-    from wherry.observe.memory import host_memory
-
-    if torch.cuda.is_available():
-        # This process's own stands for the others: one that is asked has half a GB less for the rank that has it.
-        device, count = torch.device("cuda", torch.cuda.current_device()), min(ranks, torch.cuda.device_count())
-        memory = count * torch.cuda.mem_get_info(device)[0]
-        speed = count * _product_flops(device, size=4096, dtype=torch.bfloat16)
-        return Machine(memory, speed, f"{count} x {torch.cuda.get_device_name(device)}")
-    speed = _product_flops(torch.device("cpu"), size=768, dtype=torch.float32)
-    return Machine(host_memory().available, speed, f"{torch.get_num_threads()} CPU cores")
-
-
-def _product_flops(device: torch.device, size: int, dtype: torch.dtype) -> float:
-    import torch
-
-    a = torch.ones(size, size, device=device, dtype=dtype)
-    best = float("inf")
-    for _ in range(4):
-        start = time.perf_counter()
-        torch.mm(a, a)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
-
-
-def choose(machine: Machine, micro_batch: int, *, itemsize: int) -> tuple[Shape, str]:
-    """The largest shape that `machine` trains comfortably, and the reason in words.
+def choose(machine: Machine, ranks: int, micro_batch: int, *, itemsize: int) -> tuple[Shape, str]:
+    """The largest shape that so many ranks of a machine train comfortably, and the reason in words.
 
     Comfortable: weights, gradients, Adam's state and activations take at most half the free memory, and
     a third of the speed of a bare matrix product gives 500 tokens a second.
     """
+    gpus = min(ranks, machine.gpus)
+    memory = gpus * machine.gpu_memory if gpus else machine.host_memory
+    speed = gpus * machine.matrix if gpus else machine.matrix_fp32
 
     def comfortable(shape: Shape) -> bool:
         states = shape.parameters * (16 if itemsize == 4 else 18)
-        activations = shape.activation_bytes(micro_batch, checkpointed=False, itemsize=itemsize)
-        tokens = machine.flops / 3 / shape.flops_per_token()
-        return states + activations <= machine.memory / 2 and tokens >= COMFORTABLE_TOKENS_PER_SECOND
+        activations = shape.activation_bytes(ranks * micro_batch, checkpointed=False, itemsize=itemsize)
+        tokens = speed / 3 / shape.flops_per_token()
+        return states + activations <= memory / 2 and tokens >= COMFORTABLE_TOKENS_PER_SECOND
 
     shape = next((shape for shape in reversed(LADDER) if comfortable(shape)), LADDER[0])
-    reason = (
-        f"auto: {machine.where}, {machine.memory / 1e9:.0f} GB free, {machine.flops / 1e12:.2g} TFLOP/s: "
-        f"{shape.size} parameters"
-    )
+    reason = f"auto: {machine.name}, {memory / 1e9:.0f} GB free, {speed / 1e12:.2g} TFLOP/s: {shape.size} parameters"
     return shape, reason

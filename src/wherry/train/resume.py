@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,12 +31,9 @@ class Start:
     config: Mapping[str, Any] | None = None
 
 
-def save_folder(options: Options, run_dir: Path | None = None) -> Path | None:
+def save_folder(options: Options, run_dir: Path) -> Path:
     """Where checkpoints go: --save, else inside the run's folder."""
-    if options.save is not None:
-        return Path(options.save)
-    folder = Path(options.run_dir) if options.run_dir is not None else run_dir
-    return folder / "checkpoints" if folder is not None else None
+    return Path(options.save) if options.save is not None else run_dir / "checkpoints"
 
 
 def choose_start(options: Options, comm: Comm) -> Start:
@@ -48,9 +45,7 @@ def choose_start(options: Options, comm: Comm) -> Start:
 
 def _start(options: Options) -> Start:
     if options.resume == "auto":
-        folder = save_folder(options)
-        if folder is None:
-            raise WherryError("there is no folder to look in; give --save FOLDER or --run-dir FOLDER")
+        folder = save_folder(options, Path(options.run_dir or ""))
         if folder.is_dir():
             folders.clean(folder)
         tag = folders.newest_whole(folder)
@@ -124,13 +119,3 @@ def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield from _flat(part, f"{name}.{key}")
     else:
         yield name, value
-
-
-def saver(engine: Any, start: Start, folder: Path, batch: int) -> Callable[[int], None]:
-    """What saves after a step, with what a resumed run needs to know."""
-
-    def save(step: int) -> None:
-        samples = start.samples + (step - start.step) * batch
-        engine.save_checkpoint(folder, client_state={"samples": samples, "samples_per_step": batch})
-
-    return save
