@@ -211,7 +211,9 @@ class WherryStrategy(DDPStrategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         moved = super().batch_to_device(batch, device, dataloader_idx)
         dtype = self.engine.working_dtype if self.engine is not None else None
-        return apply_to_floats(moved, lambda tensor: tensor.to(dtype)) if dtype is not None else moved
+        if dtype is None:
+            return moved
+        return apply_to_collection(moved, torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         assert self.engine is not None and self.lightning_module is not None
@@ -311,10 +313,6 @@ def _close(reference: weakref.ref[Engine]) -> None:
     engine = reference()
     if engine is not None:
         engine.close()
-
-
-def apply_to_floats(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    return apply_to_collection(batch, torch.Tensor, lambda t: function(t) if t.is_floating_point() else t)
 
 
 _register()

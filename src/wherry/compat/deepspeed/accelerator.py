@@ -28,7 +28,7 @@ class Accelerator:
         return getattr(self._module, name)
 
     def _at(self, device_index: int | None) -> int:
-        return int(self._module.current_device()) if device_index is None else device_index
+        return self.current_device() if device_index is None else device_index
 
     def is_synchronized_device(self) -> bool:
         return False
@@ -110,9 +110,6 @@ class _Host(Accelerator):
 
     def current_device(self) -> int:
         return int(os.environ.get("LOCAL_RANK", "0"))
-
-    def _at(self, device_index: int | None) -> int:
-        return self.current_device() if device_index is None else device_index
 
     def device_count(self) -> int:
         return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

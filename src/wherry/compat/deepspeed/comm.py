@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ReduceOp
 
 from wherry.compat.deepspeed.parameters import live_engines
 from wherry.observe.log import is_rank_zero, logger, say
-from wherry.parallel.topology import default_device, local_rank
+from wherry.parallel.topology import default_device
 
 
 def __getattr__(name: str) -> Any:
@@ -104,20 +103,12 @@ def _tell_accelerate() -> None:
         shared["backend"] = dist.get_backend()
 
 
-def is_available() -> bool:
-    return dist.is_available()
-
-
 def get_rank(group: Any = None) -> int:
     return dist.get_rank(group) if started() else int(os.environ.get("RANK", "0"))
 
 
 def get_world_size(group: Any = None) -> int:
     return dist.get_world_size(group) if started() else int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def get_local_rank() -> int:
-    return local_rank()
 
 
 def get_world_group() -> Any:
@@ -136,35 +127,13 @@ def has_reduce_scatter_tensor() -> bool:
     return True
 
 
-def reduce_scatter_fn(
-    output_tensor: torch.Tensor, tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Any = None,
-    async_op: bool = False, debug: str = "",
-) -> Any:  # fmt: skip
-    return dist.reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op)
-
-
-def allgather_fn(
-    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, async_op: bool = False, debug: str = ""
-) -> Any:
-    return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
-def inference_all_reduce(tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Any = None) -> Any:
-    return dist.all_reduce(tensor, op=op, group=group)
-
-
-def all_reduce_coalesced(
-    tensors: Sequence[torch.Tensor], op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
-) -> Any:
-    return _all([dist.all_reduce(tensor, op=op, group=group, async_op=async_op) for tensor in tensors], async_op)
-
-
 def all_gather_coalesced(
     output_tensors: Sequence[torch.Tensor], input_tensors: Sequence[torch.Tensor], group: Any = None,
     async_op: bool = False,
 ) -> Any:  # fmt: skip
     pairs = zip(output_tensors, input_tensors, strict=True)
-    return _all([dist.all_gather_into_tensor(out, own, group=group, async_op=async_op) for out, own in pairs], async_op)
+    works = [dist.all_gather_into_tensor(out, own, group=group, async_op=async_op) for out, own in pairs]
+    return _Works(works) if async_op else None
 
 
 class _Works:
@@ -178,10 +147,6 @@ class _Works:
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
-
-
-def _all(works: list[Any], async_op: bool) -> _Works | None:
-    return _Works(works) if async_op else None
 
 
 def configure(*_: Any, **__: Any) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -284,19 +285,16 @@ def _mesh_of(mpu: Any, mesh_param: Any) -> Any:
     return mpu if any(size(axis) > 1 for axis in axes) else None
 
 
-class OnDevice:
+@contextmanager
+def OnDevice(dtype: torch.dtype, device: str = "meta", enabled: bool = True) -> Iterator[None]:
     """Build a model on a device, in a dtype."""
-
-    def __init__(self, dtype: torch.dtype, device: str = "meta", enabled: bool = True) -> None:
-        self._dtype, self._device, self._enabled = dtype, torch.device(device), enabled
-
-    def __enter__(self) -> None:
-        if self._enabled:
-            self._before = torch.get_default_dtype()
-            torch.set_default_dtype(self._dtype)
-            self._device.__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        if self._enabled:
-            self._device.__exit__(*exception)
-            torch.set_default_dtype(self._before)
+    if not enabled:
+        yield
+        return
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)

@@ -12,16 +12,14 @@ from wherry.parallel.hostfile import read_hostfile, select
 
 ENVIRONMENT_FILE = ".deepspeed_env"
 
-# Flags of DeepSpeed's launcher that `wherry run` has under the same name, with a value and without.
+# Flags with a value that `wherry run` has under the same name.
 _SAME = ("hostfile", "include", "exclude", "num_nodes", "num_gpus", "master_port", "master_addr", "node_rank",
          "ssh_port")  # fmt: skip
-_SAME_SWITCHES = ("module", "no_python")
 _REFUSED = {
     "autotuning": "use `wherry plan` to choose a config",
     "elastic_training": "give --nnodes MIN:MAX to `wherry run`",
     "venv_script": "start `wherry run` from the environment itself",
 }
-_SCHEDULERS = {"slurm": "wherry run --emit slurm"}
 _NO_EFFECT = ("launcher_args", "bind_core_list", "save_pid")
 
 
@@ -64,7 +62,7 @@ def to_run(arguments: argparse.Namespace) -> list[str]:
         if getattr(arguments, name):
             raise WherryError(f"--{name} is not part of Wherry; {instead}")
     if arguments.launcher not in ("pdsh", "ssh"):
-        instead = _SCHEDULERS.get(arguments.launcher, "wherry run --hostfile FILE")
+        instead = "wherry run --emit slurm" if arguments.launcher == "slurm" else "wherry run --hostfile FILE"
         raise WherryError(f"--launcher {arguments.launcher} is not part of Wherry; use `{instead}`")
     for name in _NO_EFFECT:
         if getattr(arguments, name):
@@ -76,8 +74,10 @@ def to_run(arguments: argparse.Namespace) -> list[str]:
         value = getattr(arguments, name)
         if value not in (None, "", -1):
             flags += [f"--{name}", str(value)]
-    flags += [f"--{name.replace('_', '-') if name == 'no_python' else name}" for name in _SAME_SWITCHES
-              if getattr(arguments, name)]  # fmt: skip
+    if arguments.module:
+        flags.append("--module")
+    if arguments.no_python:
+        flags.append("--no-python")
     if not arguments.no_local_rank:
         flags.append("--local_rank_arg")
     if arguments.bind_cores_to_rank:

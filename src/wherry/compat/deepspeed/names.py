@@ -23,9 +23,11 @@ _LEAVES = (
     "z3_leaf_parameter"
 )
 _COMM = (
-    ".comm: ReduceOp all_gather_coalesced all_reduce_coalesced allgather_fn configure get_global_rank get_local_rank "
-    "get_rank get_world_group get_world_size has_all_gather_into_tensor has_reduce_scatter_tensor "
-    "inference_all_reduce init_distributed is_available is_initialized log_summary reduce_scatter_fn"
+    ".comm: all_gather_coalesced configure get_global_rank get_rank get_world_group get_world_size "
+    "has_all_gather_into_tensor has_reduce_scatter_tensor init_distributed is_initialized log_summary",
+    "torch.distributed: ReduceOp all_reduce_coalesced allgather_fn=all_gather_into_tensor "
+    "inference_all_reduce=all_reduce is_available reduce_scatter_fn=reduce_scatter_tensor",
+    "wherry.parallel.topology: get_local_rank=local_rank",
 )
 _ACCELERATOR = ".accelerator: Accelerator get_accelerator is_current_accelerator_supported set_accelerator"
 _CONFIG = ".config: DeepSpeedConfig"
@@ -53,8 +55,8 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "accelerator.real_accelerator": (_ACCELERATOR,),
     "checkpoint": (),
     "checkpoint.utils": (".utils: clone_tensors_for_torch_save",),
-    "comm": (_COMM,),
-    "comm.comm": (_COMM,),
+    "comm": _COMM,
+    "comm.comm": _COMM,
     "constants": (".utils: INFERENCE_GENERIC_MODE TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout",),
     "env_report": (".utils: cli_main=env_report main=env_report",),
     "git_version_info": (

@@ -5,6 +5,7 @@ Memory is from Wherry's own model of it.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -24,31 +25,27 @@ class FlopsProfiler:
 
     def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
         self.model = model
-        self._count: FlopCount | None = None
-        self._running: Any = None
+        self._count = FlopCount()
+        self._running = ExitStack()
 
     def start_profile(self, ignore_list: Any = None) -> None:
         self._count = FlopCount()
-        self._running = self._count.phase("forward")
-        self._running.__enter__()
+        self._running.enter_context(self._count.phase("forward"))
 
     def stop_profile(self) -> None:
-        if self._running is not None:
-            self._running.__exit__(None, None, None)
-            self._running = None
-
-    def end_profile(self) -> None:
-        self._count = None
+        self._running.close()
 
     def reset_profile(self) -> None:
-        self._count = None
+        self._count = FlopCount()
+
+    end_profile = reset_profile
 
     def get_total_flops(self, as_string: bool = False) -> Any:
-        total = self._count.total if self._count is not None else 0
+        total = self._count.total
         return f"{total / 1e9:.2f} G" if as_string else total
 
     def get_total_macs(self, as_string: bool = False) -> Any:
-        total = (self._count.total if self._count is not None else 0) // 2
+        total = self._count.total // 2
         return f"{total / 1e9:.2f} GMACs" if as_string else total
 
     def get_total_params(self, as_string: bool = False) -> Any:
@@ -56,14 +53,14 @@ class FlopsProfiler:
         return f"{total / 1e6:.2f} M" if as_string else total
 
     def get_total_duration(self, as_string: bool = False) -> Any:
-        seconds = self._count.seconds if self._count is not None else 0.0
+        seconds = self._count.seconds
         return f"{seconds * 1e3:.2f} ms" if as_string else seconds
 
     def print_model_profile(
         self, profile_step: int = 1, module_depth: int = -1, top_modules: int = 1, detailed: bool = True,
         output_file: str | None = None,
     ) -> None:  # fmt: skip
-        text = self._count.table(depth=module_depth) if self._count is not None else "nothing was profiled"
+        text = self._count.table(depth=module_depth)
         if output_file:
             with open(output_file, "w", encoding="utf-8") as file:
                 file.write(text + "\n")
@@ -144,15 +141,24 @@ def estimate_zero3_model_states_mem_needs(
     return host, device + gathered, gathered
 
 
-def _print_table(stage: int, parameters: int, largest: int, gpus: int, nodes: int, buffer_factor: float) -> None:
+def _print_table(
+    stage: int,
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+) -> None:
+    """Print the table of a model of so many parameters."""
+    gpus, nodes, largest = num_gpus_per_node, num_nodes, int(largest_layer_params)
     print(f"Memory of model states at ZeRO-{stage}, mixed precision and Adam,")
     in_layer = f", {largest / 1e6:,.0f}M in the largest layer" if stage == 3 else ""
-    print(f"for {parameters / 1e6:,.0f}M parameters{in_layer},")
+    print(f"for {total_params / 1e6:,.0f}M parameters{in_layer},")
     print(f"on {nodes} node{'s' * (nodes > 1)} with {gpus} GPU{'s' * (gpus > 1)} each:")
     print(f"{'host, per node':>16} | {'per GPU':>12} | where states rest")
     places = [(Tier.HOST, Tier.DEVICE), (Tier.DEVICE, Tier.DEVICE)]
     for optimizer, weights in [(Tier.HOST, Tier.HOST), *places] if stage == 3 else places:
-        host, device = _needs(stage, parameters, gpus, nodes, buffer_factor, optimizer, weights)
+        host, device = _needs(stage, int(total_params), gpus, nodes, additional_buffer_factor, optimizer, weights)
         device += largest * _COST.parameters if stage == 3 else 0
         rest = f"optimizer: {optimizer.value}, parameters: {weights.value}"
         print(f"{format_bytes(host):>16} | {format_bytes(device):>12} | {rest}")
@@ -163,19 +169,10 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
     """Print the table of a model of so many parameters."""
-    _print_table(2, int(total_params), 0, num_gpus_per_node, num_nodes, additional_buffer_factor)
+    _print_table(2, total_params, 0, num_gpus_per_node, num_nodes, additional_buffer_factor)
 
 
-def estimate_zero3_model_states_mem_needs_all_cold(
-    total_params: int,
-    largest_layer_params: int,
-    num_gpus_per_node: int = 1,
-    num_nodes: int = 1,
-    additional_buffer_factor: float = 1.5,
-) -> None:
-    """Print the table of a model of so many parameters."""
-    largest = int(largest_layer_params)
-    _print_table(3, int(total_params), largest, num_gpus_per_node, num_nodes, additional_buffer_factor)
+estimate_zero3_model_states_mem_needs_all_cold = partial(_print_table, 3)
 
 
 def _all_live(

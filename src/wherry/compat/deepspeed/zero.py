@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from wherry.compat.deepspeed.comm import init_distributed
 from wherry.nn.tiled import TiledLinear as WherryTiledLinear
 
 
-class Init:
+class Init(wherry.Init):
     """`wherry.Init` with DeepSpeed's arguments. `module`: one that is built already, to be partitioned at once."""
 
     def __init__(
@@ -57,42 +57,23 @@ class Init:
             overrides["fp16.enabled" if dtype is torch.float16 else "bf16.enabled"] = True
         given = next((one for one in (config_dict_or_path, config) if one is not None), _STAGE_3)
         # A module that is built is partitioned by initialize(), which takes it as it is.
-        enabled = enabled and module is None
-        self._context = wherry.Init(config=configs.load(given, overrides=overrides), enabled=enabled)
-
-    def __enter__(self) -> Init:
-        self._context.__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._context.__exit__(*exception)
+        super().__init__(config=configs.load(given, overrides=overrides), enabled=enabled and module is None)
 
 
 _STAGE_3 = {"zero_optimization": {"stage": 3}}
 MiCS_Init = Init
 
 
-class GatheredParameters:
+@contextmanager
+def GatheredParameters(
+    params: torch.Tensor | Iterable[torch.Tensor],
+    modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None,
+    enabled: bool = True,
+) -> Iterator[None]:
     """`wherry.gathered`. Edits are kept on `modifier_rank`, or, where it is None, must be the same on every rank."""
-
-    def __init__(
-        self,
-        params: torch.Tensor | Iterable[torch.Tensor],
-        modifier_rank: int | None = None,
-        fwd_module: nn.Module | None = None,
-        enabled: bool = True,
-    ) -> None:
-        self.enabled = enabled
-        self.params = [params] if isinstance(params, torch.Tensor) else list(params)
-        self._modifier_rank = modifier_rank
-        self._held = ExitStack()
-
-    def __enter__(self) -> None:
-        if self.enabled:
-            self._held.enter_context(wherry.gathered(self.params, self._modifier_rank))
-
-    def __exit__(self, *exception: Any) -> bool | None:
-        return self._held.__exit__(*exception)
+    with wherry.gathered(params, modifier_rank) if enabled else nullcontext():
+        yield
 
 
 def register_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:
