@@ -28,19 +28,23 @@ from wherry.parallel.topology import world_of
 from wherry.precision import Precision
 from wherry.sharding.access import Access
 from wherry.sharding.autograd import tensors_in, with_tensors
-from wherry.sharding.compiling import are_compiled, compile_units, refuse_engine, refuse_whole
+from wherry.sharding.compiling import are_compiled, compile_units
 from wherry.sharding.hooks import Hooks
 from wherry.sharding.layer_major import sums_in_fp32
+from wherry.sharding.model_checks import refuse_engine, refuse_whole
 from wherry.sharding.roster import Roster
-from wherry.update.loss_scale import norm_and_multiplier
+from wherry.update.loss_scale import LossScaler, norm_and_multiplier
 from wherry.update.nonfinite import NonFinite
 from wherry.update.optimizer import ShardedOptimizer
 from wherry.update.parameter_states import ParameterStates
 from wherry.window import Window
 
 if TYPE_CHECKING:
-    from wherry.build import Parts
-    from wherry.config import BatchSizes
+    from wherry.config import BatchSizes, Config
+    from wherry.offload import Offload
+    from wherry.sharding.gradients import Gradients
+    from wherry.sharding.weights import Gatherer
+    from wherry.update.updater import Updater
 
 
 class Engine(nn.Module):
@@ -55,10 +59,11 @@ class Engine(nn.Module):
 
     CLOSED = "this engine has been closed; call wherry.initialize again for a new one"
 
-    def __init__(self, module: nn.Module, parts: Parts) -> None:
+    def __init__(
+        self, module: nn.Module, offload: Offload, gatherer: Gatherer, gradients: Gradients, updater: Updater | None
+    ) -> None:
         super().__init__()
-        config, topology, offload = parts.config, parts.topology, parts.offload
-        units, gatherer, gradients, updater = parts.units, parts.gatherer, parts.gradients, parts.updater
+        config, topology, units = offload.config, offload.topology, gatherer.units
         self._modules["module"] = module
         self.placement = offload.placement
         self.topology = topology
@@ -82,21 +87,21 @@ class Engine(nn.Module):
         self._updater = updater
         self._offload = offload
         self._offloaded = OffloadedStates(units, gatherer, gradients, updater, offload.link)
-        self._scaler = parts.scaler
+        self._scaler = _scaler(config)
         major = config.wherry.accumulation == "layer_major"
         self._window = Window(config.batch(self.comm.size), self.comm.size, layer_major=major)
         self._precision = Precision(config, self.device)
         self._log = get_logger(topology.global_rank)
         synchronise = None if self.device.type == "cpu" else partial(torch.accelerator.synchronize, self.device)
         self._reporter = Reporter(config, topology.traffic, self._log, synchronise)
-        self._nonfinite = NonFinite(config.nonfinite(), topology, units, gradients, parts.scaler, self._log)
+        self._nonfinite = NonFinite(config.nonfinite(), topology, units, gradients, self._scaler, self._log)
         beside = offload.policy.beside
         self._hooks = Hooks(module, units, gatherer, gradients, self, updates_beside=beside, layer_major=major)
         self._roster = Roster(module, units)
         self._activations = activations.build(config, units, self._hooks.saved, topology, gatherer.gather)
-        if parts.optimizer is not None:
+        if offload.spec is not None:
             self.optimizer = ShardedOptimizer(
-                parts.optimizer.instance, self.update, self.zero_grad_of_loop, lambda: self.states
+                offload.spec.instance, self.update, self.zero_grad_of_loop, lambda: self.states
             )
         self._checkpoints = Checkpoints(self._session, config)
         state_of = updater.states.state_of if updater is not None else {}
@@ -902,6 +907,12 @@ class Engine(nn.Module):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _scaler(config: Config) -> LossScaler:
+    if config.scales_loss() and not config.fp16.enabled:  # autocast's: as torch.amp.GradScaler
+        return LossScaler(2.0**16, dynamic=True, window=2000, hysteresis=1, min_scale=config.fp16.min_loss_scale)
+    return LossScaler.from_config(config.fp16)
 
 
 def _checked(loss: Any) -> torch.Tensor:
