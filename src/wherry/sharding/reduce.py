@@ -84,7 +84,8 @@ class Lane:
                 ticket = self.comm.reduce_scatter_together(owned, wholes, names)
             else:
                 ticket = self.comm.all_reduce_together(wholes, names)
-        self._under_way += [(ticket, reduction.finish) for reduction in reductions]
+        for reduction in reductions:
+            self._under_way.append((ticket, reduction.finish))
 
 
 class Reducer:
@@ -155,9 +156,10 @@ class Reducer:
 
     def _wait(self, keep: int) -> None:
         self._lane.wait(keep)
-        self._across.flush()
-        if keep == 0:
-            self._across.wait()
+        if self._replicas.size > 1:
+            self._across.flush()
+            if keep == 0:
+                self._across.wait()
 
     def _reduce_micro_batch(self, gradient: FlatGradient) -> None:
         """One micro-batch's gradient is added to this rank's part."""
