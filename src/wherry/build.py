@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,42 +18,25 @@ from wherry import config as configs
 from wherry.dataloader import make_dataloader
 from wherry.engine import Engine
 from wherry.errors import WherryError
-from wherry.fake import is_fake
+from wherry.fake import faking
 from wherry.memory_report import check_room
 from wherry.nn.tiled import tell_of_large_layers, tile_large_layers
 from wherry.observe.log import follow, say, warn
 from wherry.offload import Offload
 from wherry.parallel import topology as topologies
 from wherry.parallel.comm import Merging
-from wherry.placement import Placement
 from wherry.sharding.construct import Builder, move_buffers
 from wherry.sharding.gradients import Gradients
 from wherry.sharding.grouping import plan_units
 from wherry.sharding.model_checks import check_model
-from wherry.sharding.unit import Flat, Unit
-from wherry.sharding.weights import Gatherer, Schedule
+from wherry.sharding.unit import Flat
+from wherry.sharding.weights import Gatherer
 from wherry.update import schedules
-from wherry.update.loss_scale import LossScaler
 from wherry.update.optimizer import OptimizerLike, OptimizerSpec, ShardedOptimizer, resolve_optimizer
 from wherry.update.updater import Updater
 
 if TYPE_CHECKING:
     from wherry.config import Config
-
-
-@dataclass
-class Parts:
-    """What `initialize` has built for an engine."""
-
-    config: Config
-    topology: topologies.Topology
-    offload: Offload
-    units: list[Unit]
-    gatherer: Gatherer
-    gradients: Gradients
-    updater: Updater | None
-    optimizer: OptimizerSpec | None
-    scaler: LossScaler
 
 
 def initialize(
@@ -155,37 +138,29 @@ def _assemble(
     model_parameters: Iterable[Any] | None,
 ) -> Engine:
     follow(resolved)
-    dry = any(is_fake(p) for p in model.parameters())  # no run of the config, and takes no memory
-    if not dry:
+    if not faking():  # a dry run is no run of the config
         _tell(resolved)
     check_model(model, resolved, topology.data)
-    placement = resolved.placement()
-    if placement.parameters.partitioned:
+    if resolved.placement().parameters.partitioned:
         live = resolved.zero_optimization.stage3_max_live_parameters
         if resolved.wherry.tile_linear:
             model_parameters = tile_large_layers(model, live, optimizer, model_parameters)
         else:
             tell_of_large_layers(model, live)
     spec = resolve_optimizer(model, resolved, optimizer, model_parameters)
-    # The groups hold the very parameters, in the order of the user's optimizer.
-    group_of = {p: i for i, group in enumerate(spec.groups) for p in group["params"]} if spec else {}
-    return _build(engine_class, resolved, topology, placement, model, spec, group_of, checks_room=not dry)
+    return _build(engine_class, resolved, topology, model, spec)
 
 
 def _build(
     engine_class: type[Engine],
     config: Config,
     topology: topologies.Topology,
-    placement: Placement,
     model: nn.Module,
     spec: OptimizerSpec | None,
-    group_of: dict[nn.Parameter, int],
-    *,
-    checks_room: bool,
 ) -> Engine:
     """The parts of an engine, each given those that it uses: where states rest, units, gathers, gradients, updates."""
     zero = config.zero_optimization
-    offload = Offload(config, placement, topology, spec, trainable=sum(p.numel() for p in group_of))
+    offload = Offload(config, topology, spec)
     gathers = Merging(zero.allgather_bucket_size)
     updater = None
     if spec is not None:
@@ -198,34 +173,21 @@ def _build(
             alone=topology.data.size == 1,
             checks_finite=config.nonfinite() != "ignore",
         )
-    builder = Builder(
-        placement,
-        topology.data,
-        topology.device,
-        working_dtype=config.working_dtype(),
-        group_of=group_of,
-        persistence_threshold=zero.stage3_param_persistence_threshold,
-        persistence_limit=zero.stage3_model_persistence_threshold,
-        storage_of=offload.storage_of,
-        adopt=updater.states.adopt if updater is not None else lambda flat, master: None,
-        tensor=topology.tensor,
-        shards=topology.shards,
-    )
     plans = plan_units(model, config.wherry.unit_classes)
-    if checks_room:
+    if not faking():  # a dry run takes no memory
         check_room(offload, plans)
+    adopt = updater.states.adopt if updater is not None else None
+    builder = Builder(config, topology, spec.groups if spec is not None else (), offload.storage_of, adopt)
     units = builder.build(plans, model)
     move_buffers(model, topology.device, topology.data, config.buffer_dtype())
     gatherer = Gatherer(
         units,
-        topology.shards,
-        Schedule(units, topology.data.size),
+        topology,
         offload.link,
+        gathers,
         live_limit=zero.stage3_max_live_parameters,
         look_ahead=zero.stage3_prefetch_bucket_size,
         read_ahead=offload.read_ahead,
-        merging=gathers,
-        node=topology.node,
         settle=updater.settle if updater is not None else lambda flats: None,
     )
     flats = [flat for unit in units for flat in unit.flats]
@@ -233,31 +195,17 @@ def _build(
     gradients = Gradients(
         flats,
         topology,
-        placement.gradients,
-        placement.optimizer,
+        offload.placement,
         policy,
         offload.link,
         partial(offload.way_of, policy),
         Merging(zero.reduce_bucket_size),
-        updates=updater,
+        updater,
     )
     if updater is not None:
         updater.attach(gradients)
         _share_rounded(updater, flats, topology)
-    return engine_class(
-        model,
-        Parts(
-            config=config,
-            topology=topology,
-            offload=offload,
-            units=units,
-            gatherer=gatherer,
-            gradients=gradients,
-            updater=updater,
-            optimizer=spec,
-            scaler=_scaler(config),
-        ),
-    )
+    return engine_class(model, offload, gatherer, gradients, updater)
 
 
 def _share_rounded(updater: Updater, flats: list[Flat], topology: topologies.Topology) -> None:
@@ -285,12 +233,6 @@ def _tell(config: Config) -> None:
         warn("config: without effect here: %s; `wherry config explain KEY` says why", ", ".join(config.idle))
     for note in config.news:
         say("%s", note)
-
-
-def _scaler(config: Config) -> LossScaler:
-    if config.scales_loss() and not config.fp16.enabled:  # autocast's: as torch.amp.GradScaler
-        return LossScaler(2.0**16, dynamic=True, window=2000, hysteresis=1, min_scale=config.fp16.min_loss_scale)
-    return LossScaler.from_config(config.fp16)
 
 
 def resolve_config(config: Any, config_params: Any, args: Any) -> Config:

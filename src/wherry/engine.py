@@ -25,22 +25,24 @@ from wherry.observe.metrics import Monitor
 from wherry.observe.reporter import Reporter, Update
 from wherry.offload_states import OffloadedStates
 from wherry.parallel.topology import world_of
-from wherry.precision import Precision
 from wherry.sharding.access import Access
 from wherry.sharding.autograd import tensors_in, with_tensors
-from wherry.sharding.compiling import are_compiled, compile_units, refuse_engine, refuse_whole
 from wherry.sharding.hooks import Hooks
 from wherry.sharding.layer_major import sums_in_fp32
+from wherry.sharding.model_checks import refuse_engine, refuse_whole
 from wherry.sharding.roster import Roster
-from wherry.update.loss_scale import norm_and_multiplier
+from wherry.update.loss_scale import LossScaler, norm_and_multiplier
 from wherry.update.nonfinite import NonFinite
 from wherry.update.optimizer import ShardedOptimizer
 from wherry.update.parameter_states import ParameterStates
 from wherry.window import Window
 
 if TYPE_CHECKING:
-    from wherry.build import Parts
-    from wherry.config import BatchSizes
+    from wherry.config import BatchSizes, Config
+    from wherry.offload import Offload
+    from wherry.sharding.gradients import Gradients
+    from wherry.sharding.weights import Gatherer
+    from wherry.update.updater import Updater
 
 
 class Engine(nn.Module):
@@ -55,10 +57,11 @@ class Engine(nn.Module):
 
     CLOSED = "this engine has been closed; call wherry.initialize again for a new one"
 
-    def __init__(self, module: nn.Module, parts: Parts) -> None:
+    def __init__(
+        self, module: nn.Module, offload: Offload, gatherer: Gatherer, gradients: Gradients, updater: Updater | None
+    ) -> None:
         super().__init__()
-        config, topology, offload = parts.config, parts.topology, parts.offload
-        units, gatherer, gradients, updater = parts.units, parts.gatherer, parts.gradients, parts.updater
+        config, topology, units = offload.config, offload.topology, gatherer.units
         self._modules["module"] = module
         self.placement = offload.placement
         self.topology = topology
@@ -82,21 +85,24 @@ class Engine(nn.Module):
         self._updater = updater
         self._offload = offload
         self._offloaded = OffloadedStates(units, gatherer, gradients, updater, offload.link)
-        self._scaler = parts.scaler
+        self._scaler = _scaler(config)
         major = config.wherry.accumulation == "layer_major"
         self._window = Window(config.batch(self.comm.size), self.comm.size, layer_major=major)
-        self._precision = Precision(config, self.device)
+        dtype = config.autocast_dtype()
+        # What is entered around each forward, and whether its inputs become fp16.
+        self._autocast = nullcontext if dtype is None else partial(torch.autocast, self.device.type, dtype)
+        self._halves_inputs = config.fp16.enabled and config.fp16.auto_cast
         self._log = get_logger(topology.global_rank)
         synchronise = None if self.device.type == "cpu" else partial(torch.accelerator.synchronize, self.device)
         self._reporter = Reporter(config, topology.traffic, self._log, synchronise)
-        self._nonfinite = NonFinite(config.nonfinite(), topology, units, gradients, parts.scaler, self._log)
+        self._nonfinite = NonFinite(config.nonfinite(), topology, units, gradients, self._scaler, self._log)
         beside = offload.policy.beside
         self._hooks = Hooks(module, units, gatherer, gradients, self, updates_beside=beside, layer_major=major)
         self._roster = Roster(module, units)
         self._activations = activations.build(config, units, self._hooks.saved, topology, gatherer.gather)
-        if parts.optimizer is not None:
+        if offload.spec is not None:
             self.optimizer = ShardedOptimizer(
-                parts.optimizer.instance, self.update, self.zero_grad_of_loop, lambda: self.states
+                offload.spec.instance, self.update, self.zero_grad_of_loop, lambda: self.states
             )
         self._checkpoints = Checkpoints(self._session, config)
         state_of = updater.states.state_of if updater is not None else {}
@@ -117,13 +123,13 @@ class Engine(nn.Module):
             refuse_whole(model)
         if self._hooks.running[0]:
             self._hooks.break_off()  # by Ctrl-C, in a call of the model itself
-        if self._precision.casts_inputs:
-            args, kwargs = self._precision.cast((args, kwargs))
+        if self._halves_inputs:
+            args, kwargs = with_tensors((args, kwargs), lambda t: t.half() if t.is_floating_point() else t)
         try:
             # Of forwards that run together no single one has a time.
             together = self._hooks.interleaver is not None
             phase = nullcontext() if together else self._reporter.phase("forward", self.global_steps + 1)
-            with phase, self._precision.autocast(), self._hooks.saved.around(), self._activations.forward():
+            with phase, self._autocast(), self._hooks.saved.around(), self._activations.forward():
                 return model(*args, **kwargs)
         except BaseException as error:
             self._explain_shortage(error, "forward")
@@ -801,11 +807,22 @@ class Engine(nn.Module):
         self._check_open()
         if schedule is not None:
             raise WherryError("compile: a schedule of passes is not offered; blocks are compiled as they are")
-        compile_units(self.units, {"backend": backend, **(compile_kwargs or {}), **options})
+        modules = self._blocks()
+        if not modules:
+            raise WherryError(
+                "compile: this model has no blocks to compile one by one; name their classes in the config, as in "
+                '"wherry": {"unit_classes": ["Block"]}'
+            )
+        for module in modules:
+            module.compile(**{"backend": backend, **(compile_kwargs or {}), **options})
 
     @property
     def is_compiled(self) -> bool:
-        return are_compiled(self.units)
+        return any(module._compiled_call_impl is not None for module in self._blocks())
+
+    def _blocks(self) -> list[nn.Module]:
+        """What is compiled: the modules of all units but the root."""
+        return list(dict.fromkeys(module for unit in self.units if not unit.root for module in unit.modules))
 
     # The model behind the engine.
 
@@ -915,6 +932,12 @@ class Engine(nn.Module):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _scaler(config: Config) -> LossScaler:
+    if config.scales_loss() and not config.fp16.enabled:  # autocast's: as torch.amp.GradScaler
+        return LossScaler(2.0**16, dynamic=True, window=2000, hysteresis=1, min_scale=config.fp16.min_loss_scale)
+    return LossScaler.from_config(config.fp16)
 
 
 def _checked(loss: Any) -> torch.Tensor:

@@ -213,8 +213,7 @@ def check_room(offload: Offload, plans: Sequence[UnitPlan]) -> None:
 
 def promised_of(offload: Offload, plans: Sequence[UnitPlan]) -> Account:
     """What flats will take that are yet to be made."""
-    choice, placement, spec = offload.new_choice(), offload.placement, offload.spec
-    given = {p for group in spec.groups for p in group["params"]} if spec is not None else set()
+    choice, placement = offload.new_choice(), offload.placement
     flats, records = [], []
     for plan in plans:
         kinds: Counter[tuple[torch.dtype, bool]] = Counter()
@@ -223,7 +222,7 @@ def promised_of(offload: Offload, plans: Sequence[UnitPlan]) -> Account:
             if parameter.is_floating_point():
                 kind = offload.config.working_dtype() or parameter.dtype, parameter.requires_grad
                 kinds[kind] += local(parameter).numel()
-                updated[kind] += local(parameter).numel() if parameter in given else 0
+                updated[kind] += local(parameter).numel() if parameter in offload.trained else 0
         for (dtype, trainable), numel in kinds.items():
             cut = placement.parameters.partitioned or (trainable and placement.optimizer.partitioned)
             ranks = offload.topology.shards.size if cut else 1

@@ -10,7 +10,7 @@ import torch
 
 from wherry import native
 from wherry.parallel.topology import Topology
-from wherry.placement import Placement, Tier
+from wherry.placement import Tier
 from wherry.sharding.flat_gradient import GradientPolicy, Landing
 from wherry.sharding.unit import Flat
 from wherry.tier_choice import TierChoice
@@ -33,12 +33,10 @@ ROOM_FOR_SUMS = 0.25
 class Offload:
     """What rests where, on this rank. `close` gives back what it has opened."""
 
-    def __init__(
-        self, config: Config, placement: Placement, topology: Topology, spec: OptimizerSpec | None, *, trainable: int
-    ) -> None:
+    def __init__(self, config: Config, topology: Topology, spec: OptimizerSpec | None) -> None:
         zero = config.zero_optimization
         self.config = config
-        self.placement = placement
+        self.placement = config.placement()
         self.topology = topology
         self.spec = spec
         self.device = topology.device
@@ -46,7 +44,8 @@ class Offload:
         self.link: Link = topology.link(pin) if topology.link is not None else link_to(self.device, pin=pin)
         # Host memory for weights; optimizer state and gradients have the link's own.
         self._weights_pool = self.link.pool(zero.offload_param.pin_memory)
-        self.trainable = trainable
+        # What the optimizer has been given.
+        self.trained = {p for group in (spec.groups if spec is not None else ()) for p in group["params"]}
         self.choice = self.new_choice()
         self.policy = self.choice.policy
         self._state_tiers: dict[Flat, StateTier] = {}
@@ -60,7 +59,8 @@ class Offload:
 
     def new_choice(self) -> TierChoice:
         """As `choice` was before it was asked of any flat."""
-        return TierChoice(self.config, self.placement, self.topology, shared=self.link.shared, trainable=self.trainable)
+        trained = sum(p.numel() for p in self.trained)
+        return TierChoice(self.config, self.placement, self.topology, shared=self.link.shared, trained=trained)
 
     def _store(self, folders: str | Sequence[str], block: str) -> DiskStore:
         """The store on these folders, which a block of the config names; opened when it is first needed."""

@@ -15,9 +15,9 @@ from torch import nn
 
 from wherry.engine import Engine
 from wherry.errors import WherryError
-from wherry.sharding.access import taken
 from wherry.sharding.layout import Place, tile_places
 from wherry.sharding.meta import Given, give, give_buffer, give_memory, pieces, write
+from wherry.sharding.model_checks import taken
 from wherry.sharding.param_shard import ParamShard, own_values, shard_of
 from wherry.sharding.safetensors_folder import Block, Source, open_folder
 

@@ -20,12 +20,10 @@ if TYPE_CHECKING:
 class TierChoice:
     """Asked once for each flat, in the order in which they are made: the first ones have room where others have none.
 
-    `shared` says that the device's memory is the host's. `trainable` are the elements that are trained.
+    `shared` says that the device's memory is the host's. `trained` are the elements that are.
     """
 
-    def __init__(
-        self, config: Config, placement: Placement, topology: Topology, *, shared: bool, trainable: int
-    ) -> None:
+    def __init__(self, config: Config, placement: Placement, topology: Topology, *, shared: bool, trained: int) -> None:
         zero = config.zero_optimization
         self.config = config
         self.placement = placement
@@ -34,7 +32,7 @@ class TierChoice:
         self.policy = self._update_policy()
         # Elements whose optimizer state stays on the device, those of the first units, whose gradients come last.
         share = 1.0 - zero.offload_optimizer.ratio if placement.optimizer.tier is not Tier.DEVICE else 0.0
-        self._stays = round(share * trainable)
+        self._stays = round(share * trained)
         # Bytes of weights that may rest in host memory though their place is the disk.
         itemsize = (config.working_dtype() or torch.float32).itemsize
         self._in_memory = itemsize * zero.offload_param.max_in_cpu

@@ -217,6 +217,11 @@ def test_a_bad_load_names_the_keys_and_loses_nothing() -> None:
     def use(engine: Any, comm: Comm) -> None:
         with pytest.raises(RuntimeError, match=r"(?s)norm\.bias.*surplus"):
             engine.module.load_state_dict(state)
+        before = engine.module.state_dict()
+        with pytest.raises(RuntimeError, match="surplus"):
+            engine.module.blocks[0].load_state_dict({"surplus": torch.ones(1)})
+        assert all(torch.equal(value, before[name]) for name, value in engine.module.state_dict().items())
+        engine.module.load_state_dict(before)
         engine.backward(engine(*token_batch(0, 0, comm.rank)))
         engine.step()
         assert engine.module.head.weight.isnan().all()

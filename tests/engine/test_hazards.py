@@ -376,36 +376,3 @@ def test_other_data_in_a_parameter_are_told_of_and_not_left_untrained(how: str) 
     with pytest.raises(WherryError, match=r"blocks\.0\.mix\.weight: this parameter has been given other data"):
         engine.step()
     engine.close()
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_copy_of_the_model_is_its_own(stage: int) -> None:
-    """For a moving average of the weights, say."""
-
-    def body(comm: Comm) -> None:
-        mine = copy.deepcopy(model)
-        engine = built(mine, adamw(mine.parameters()), settings(stage), comm)
-        with wherry.gathered(mine):
-            average = copy.deepcopy(engine.module)
-        engine.backward(engine(*token_batch(0, 0, comm.rank)))
-        engine.step()
-        ids = token_batch(0, 0, 0)
-        assert torch.equal(average(*ids), model(*ids))
-        average(*ids).backward()
-        average.load_state_dict(average.state_dict())
-
-    model = make_model()
-    run_ranks(2, body)
-
-
-def test_empty_steps_do_not_shift_the_window() -> None:
-    model = make_model()
-    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(2, 2))
-    for _ in range(2):
-        engine.step()
-    applied = []
-    for micro in range(4):
-        engine.backward(engine(*token_batch(0, micro, 0)))
-        engine.step()
-        applied.append(engine.was_step_applied())
-    assert applied == [False, True, False, True]

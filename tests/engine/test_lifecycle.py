@@ -249,16 +249,22 @@ def test_a_boundary_decided_after_the_backward(stage: int) -> None:
         torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-5)
 
 
-def test_a_step_without_a_backward_updates_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_without_a_backward_update_nothing_and_do_not_shift_the_window(caplog: pytest.LogCaptureFixture) -> None:
     model = make_model()
-    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(2))
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(2, 2))
     train(engine, 2)
     before = engine.module.state_dict()
     before = {name: value.clone() for name, value in before.items()}
     engine.step()
+    engine.step()
     assert "no backward came before it" in caplog.text
     assert not engine.was_step_applied()
     assert all(torch.equal(value, before[name]) for name, value in engine.module.state_dict().items())
+    applied = []
+    for step in range(4):
+        train(engine, 1, offset=step)
+        applied.append(engine.was_step_applied())
+    assert applied == [False, True, False, True]
 
 
 def test_train_batch_wants_an_iterator() -> None:

@@ -285,37 +285,6 @@ def test_ranks_release_alike_when_one_of_them_holds_a_weights_memory(holder: int
         assert_same(values, dict(plain.named_parameters()))
 
 
-def test_what_is_written_whole_is_not_fetched_before() -> None:
-    def body(comm: Comm) -> dict[str, torch.Tensor]:
-        with wherry.Init(STAGE3, mesh=comm):
-            model = Drawn(comm.rank)
-            comm.traffic.clear()
-            drawn = torch.Generator().manual_seed(7 + comm.rank)
-            for layer in model.layers:
-                nn.init.normal_(layer.weight, generator=drawn)
-                with torch.no_grad():
-                    layer.bias.zero_()
-            assert "all_gather" not in comm.traffic.calls
-            with pytest.raises(ValueError, match="in and fan out"):
-                nn.init.xavier_uniform_(model.layers[0].bias)
-            with pytest.raises(RuntimeError, match="leaf"):
-                model.layers[1].weight.fill_(1.0)
-            assert not shard_of(model.layers[0].bias).whole and not shard_of(model.layers[1].weight).whole
-            with torch.no_grad():
-                model.layers[2].weight.copy_(model.layers[2].weight * 2)
-                model.layers[1].weight.copy_(model.layers[1].weight)
-        return whole(model)
-
-    plain, drawn = Drawn(0), torch.Generator().manual_seed(7)
-    for layer in plain.layers:
-        nn.init.normal_(layer.weight, generator=drawn)
-        nn.init.zeros_(layer.bias)
-    with torch.no_grad():
-        plain.layers[2].weight.mul_(2)
-    for values in run_ranks(2, body):
-        assert_same(values, dict(plain.named_parameters()))
-
-
 def test_ranks_learn_that_one_of_them_cannot_build_its_model() -> None:
     def build(comm: Comm) -> nn.Module:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

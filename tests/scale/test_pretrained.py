@@ -89,13 +89,14 @@ def test_bf16_files_into_fp32_models(tmp_path: Path) -> None:
         assert torch.equal(value, other.state_dict()[name].bfloat16().float()), name
 
 
+@pytest.mark.parametrize("partitioned", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_models_that_are_built_partitioned(tmp_path: Path, ranks: int) -> None:
+def test_models_before_they_have_an_engine(tmp_path: Path, ranks: int, partitioned: bool) -> None:
     other = make_model(seed=1)
     saved(other, tmp_path, 2)
 
     def body(comm: Comm) -> Any:
-        with wherry.Init(settings(3), mesh=comm):
+        with wherry.Init(settings(3), mesh=comm, enabled=partitioned):
             model = TinyLM()
         wherry.load_pretrained(model, tmp_path)
         engine, *_ = wherry.initialize(model=model, config=settings(3), mesh=comm)
@@ -104,14 +105,6 @@ def test_models_that_are_built_partitioned(tmp_path: Path, ranks: int) -> None:
     for state in run_ranks(ranks, body):
         for name, value in other.state_dict().items():
             assert torch.equal(state[name], value), name
-
-
-def test_a_plain_model(tmp_path: Path) -> None:
-    other, model = make_model(seed=1), make_model()
-    saved(other, tmp_path)
-    wherry.load_pretrained(model, tmp_path)
-    for name, value in other.state_dict().items():
-        assert torch.equal(model.state_dict()[name], value)
 
 
 # Models on the meta device: what files have is never drawn.

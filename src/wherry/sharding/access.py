@@ -17,10 +17,8 @@ from wherry.sharding.init import entered
 from wherry.sharding.layout import SegmentSpan, tile_places
 from wherry.sharding.param_shard import own_values, shard_of, shards_gathered
 from wherry.sharding.unit import Flat, Unit, Weights
-from wherry.sharding.watched_params import Hook, Mark
+from wherry.sharding.watched_params import HANDLE, Hook, Mark
 from wherry.sharding.weights import Gatherer
-
-HANDLE = "_wherry"
 
 
 class OptimizerState(Protocol):
@@ -235,15 +233,6 @@ class _Outermost:
             return False
         self._module, self._inside = None, set()
         return True
-
-
-def taken(model: nn.Module) -> str | None:
-    """The name of a parameter that an engine has, if there is one."""
-    for name, parameter in model.named_parameters():
-        reference = getattr(parameter, HANDLE, None)
-        if reference is not None and reference() is not None:
-            return name
-    return None
 
 
 @contextmanager

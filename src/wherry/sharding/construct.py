@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -10,7 +11,7 @@ from torch import nn
 from wherry.errors import WherryError
 from wherry.parallel.comm import Comm
 from wherry.parallel.partition import check_replicated, is_dtensor, local, retype, slice_of
-from wherry.placement import Placement
+from wherry.parallel.topology import Topology
 from wherry.sharding.grouping import UnitPlan
 from wherry.sharding.layout import lay_out
 from wherry.sharding.meta import Materialiser, pieces, source_of, write
@@ -20,39 +21,38 @@ from wherry.sharding.unit import Flat, Unit
 from wherry.tiers.elastic import Heap
 from wherry.tiers.storage import Storage
 
+if TYPE_CHECKING:
+    from wherry.config import Config
+
 
 class Builder:
     """Turns unit plans into units, a unit at a time, so that one unit above the model is ever in memory."""
 
     def __init__(
         self,
-        placement: Placement,
-        comm: Comm,
-        device: torch.device,
-        *,
-        working_dtype: torch.dtype | None,
-        group_of: Mapping[nn.Parameter, int],
-        persistence_threshold: int,
-        persistence_limit: int | None,
-        tensor: Comm,
-        shards: Comm,
+        config: Config,
+        topology: Topology,
+        groups: Sequence[dict[str, Any]],
         storage_of: Callable[[str, int], Storage | None],
-        adopt: Callable[[Flat, torch.Tensor | None], None],
+        adopt: Callable[[Flat, torch.Tensor | None], None] | None,
     ) -> None:
-        self.placement = placement
-        self.comm = comm
+        zero = config.zero_optimization
+        self.placement = config.placement()
+        self.comm = topology.data
         # The ranks that share a flat out: all of `comm`, or groups of them that hold a copy each.
-        self.shards = shards
+        self.shards = topology.shards
         # The ranks among which parameters may be cut, beside the data axis.
-        self.tensor = tensor
-        self.device = device
+        self.tensor = topology.tensor
+        self.device = topology.device
         # Where the shard of a partitioned flat rests, by its name and size; None for the device.
         self.storage_of = storage_of
-        self.working_dtype = working_dtype
-        self.group_of = group_of
+        self.working_dtype = config.working_dtype()
+        # The optimizer's groups hold the very parameters, in the order that the user gave them.
+        self.group_of: dict[nn.Parameter, int] = {p: i for i, group in enumerate(groups) for p in group["params"]}
         # Flats up to the threshold stay whole, as long as all of them together keep within the limit.
-        self.persistence_threshold = persistence_threshold
-        self.persistence_left = float("inf") if persistence_limit is None else persistence_limit
+        self.persistence_threshold = zero.stage3_param_persistence_threshold
+        limit = zero.stage3_model_persistence_threshold
+        self.persistence_left = float("inf") if limit is None else limit
         # Called with every flat that is trained, and with the fp32 shard it was made from, if that is more precise.
         self.adopt = adopt
         self._heap = Heap()
@@ -199,7 +199,7 @@ class Builder:
             self.shards.all_gather(flat.whole, shard).wait()
         if flat.storage is not None:
             flat.storage.store().wait()
-        if flat.trainable:
+        if flat.trainable and self.adopt is not None:
             self.adopt(flat, master)
         if flat.storage is not None:
             flat.storage.release()

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from wherry.errors import WherryError
 from wherry.parallel.comm import Merging, SoloComm
 from wherry.parallel.topology import Topology
-from wherry.placement import Resting
+from wherry.placement import Placement
 from wherry.sharding.autograd import Backward
 from wherry.sharding.flat_gradient import Arrivals, FlatGradient, GradientPolicy, Landing
 from wherry.sharding.norm import Norm
@@ -60,27 +60,25 @@ class Gradients:
         self,
         flats: Iterable[Flat],
         topology: Topology,
-        gradients: Resting,
-        optimizer: Resting,
+        placement: Placement,
         policy: GradientPolicy,
         link: Link,
         way_of: Callable[[Flat], Landing],
-        merging: Merging | None = None,
-        *,
-        updates: Updates | None = None,
+        merging: Merging,
+        updates: Updates | None,
     ) -> None:
         self.comm = topology.data
         self.policy = policy
         self.link = link
         self.backward = Backward()
-        scatters = optimizer.partitioned
+        scatters = placement.optimizer.partitioned
         replicas = topology.replicas if scatters else SoloComm()
         self.norm = Norm(topology, replicas, partitioned=scatters)
         self._updates = updates
         self._copies = CopiesDown(link)
         self._reducer = Reducer(
             topology,
-            merging or Merging(0),
+            merging,
             self.backward,
             self._summed,
             scatters=scatters,
@@ -89,7 +87,7 @@ class Gradients:
         )
         self.pool = self._reducer.pool
         self._cut = topology.tensor.rank > 0
-        self._partitioned = gradients.partitioned and topology.shards.size > 1
+        self._partitioned = placement.gradients.partitioned and topology.shards.size > 1
         self.all: list[FlatGradient] = []
         self._make([flat for flat in flats if flat.trainable], policy, way_of)
         # Whether the sums of the last window are complete, and there: from its boundary until something drops them.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -47,9 +46,6 @@ _DRAWS = frozenset(
     getattr(torch.Tensor, name)
     for name in ("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_")
 )
-
-# And all that write every element of one, and read none.
-_FILLS = _DRAWS | {torch.Tensor.copy_, torch.Tensor.fill_, torch.Tensor.zero_}
 
 _active = threading.local()
 _lock = threading.Lock()
@@ -94,8 +90,8 @@ class Init:
                 say("Init: at stage %d every rank keeps whole parameters, so models are built as usual", stage)
         self._mesh = mesh
         self._touch = _Touch(self)
-        # Whole parameters, with the module that registered them, in order.
-        self._whole: dict[nn.Parameter, nn.Module] = {}
+        # Whole parameters, in the order in which they became so.
+        self._whole: dict[nn.Parameter, None] = {}
         # Whose parameters were registered or touched last.
         self._module: nn.Module | None = None
         # To which whole parameters go back.
@@ -148,7 +144,7 @@ class Init:
             self._module = module
         self.fill(parameter)
         if shard_of(parameter) is None:
-            self._whole[parameter] = module
+            self._whole[parameter] = None
 
     def attached(self, module: nn.Module) -> None:
         """A finished module is made part of another."""
@@ -157,7 +153,7 @@ class Init:
                 self.fill(parameter)
                 shard = shard_of(parameter)
                 if shard is None or shard.whole:
-                    self._whole[parameter] = module
+                    self._whole[parameter] = None
         self._release_all()
         self._module = None
 
@@ -173,23 +169,14 @@ class Init:
         """Whatever is whole is shared out now, for somebody who is about to gather it by name."""
         self._release_all(aliased=True)
 
-    def touch(self, shards: list[ParamShard], written: ParamShard | None = None) -> bool:
-        """Parameters are about to be read or written: they are made whole, and earlier ones released.
-
-        Of the one of which every element is `written`, and none is read, no values are fetched. Whether that was so.
-        """
+    def touch(self, shards: list[ParamShard]) -> None:
+        """Parameters are about to be read or written: they are made whole, and earlier ones released."""
         released = [shard for shard in shards if not shard.whole]
         if released:
             self._release_all(but={shard.parameter for shard in shards})
         for shard in released:
-            shard.open() if shard is written else shard.gather()
-            self._whole[shard.parameter] = self._module or nn.Module()
-        return written in released
-
-    def untouch(self, shard: ParamShard) -> None:
-        """It was not written after all: it is what it was before."""
-        shard.leave()
-        self._whole.pop(shard.parameter, None)
+            shard.gather()
+            self._whole[shard.parameter] = None
 
     def _release_all(
         self, but: set[nn.Parameter] | frozenset[nn.Parameter] = frozenset(), *, aliased: bool = False
@@ -198,7 +185,7 @@ class Init:
         shards = {p: shard_of(p) or ParamShard(p, self._sharing) for p in self._whole if p not in but}
         held = set() if aliased else self._held(list(shards.values()))
         self._heap.freed(sum(shard.release() for shard in shards.values() if shard not in held))
-        self._whole = {p: module for p, module in self._whole.items() if p in but or shards[p] in held}
+        self._whole = {p: None for p in self._whole if p in but or shards[p] in held}
 
     def _held(self, shards: list[ParamShard]) -> set[ParamShard]:
         """Whose memory somebody else holds, as rank 0 says.
@@ -233,23 +220,9 @@ class _Touch(TorchFunctionMode):
         for parameter in parameters:
             self.init.fill(parameter)
         shards = [shard for parameter in parameters if (shard := shard_of(parameter)) is not None]
-        written = _written(func, args, kwargs, shards)
-        opened = bool(shards) and self.init.touch(shards, written)
-        try:
-            return func(*args, **kwargs)
-        except BaseException:
-            if opened and written is not None:
-                self.init.untouch(written)
-            raise
-
-
-def _written(func: Any, args: Any, kwargs: Any, shards: Sequence[ParamShard]) -> ParamShard | None:
-    """Of whose parameter a function writes every element, and reads none."""
-    if not _is_initialiser(func) and func not in _FILLS:
-        return None
-    target = args[0] if args else kwargs.get("tensor")
-    shard = shard_of(target) if isinstance(target, nn.Parameter) else None
-    return shard if sum(other is shard for other in shards) == 1 else None
+        if shards:
+            self.init.touch(shards)
+        return func(*args, **kwargs)
 
 
 def _is_initialiser(func: Any) -> bool:

@@ -15,9 +15,8 @@ from wherry.observe.log import logger, warn
 from wherry.observe.memory import format_bytes
 from wherry.parallel.comm import Comm
 from wherry.parallel.partition import local
-from wherry.sharding.access import taken
-from wherry.sharding.compiling import refuse_whole
 from wherry.sharding.meta import source_of
+from wherry.sharding.watched_params import HANDLE
 
 if TYPE_CHECKING:
     from wherry.config import Config
@@ -29,6 +28,11 @@ _WRAPPERS = {
     "FullyShardedDataParallel": "FullyShardedDataParallel",
     "FSDPModule": "fully_shard",
 }
+
+_WHY = (
+    "one graph over the whole model has no places left between its blocks, where weights are gathered, released and "
+    "reduced"
+)
 
 
 def check_model(model: nn.Module, config: Config, comm: Comm) -> None:
@@ -45,6 +49,15 @@ def check_model(model: nn.Module, config: Config, comm: Comm) -> None:
         _warn_of_frozen_casts(model, config)
 
 
+def taken(model: nn.Module) -> str | None:
+    """The name of a parameter that an engine has, if there is one."""
+    for name, parameter in model.named_parameters():
+        mark = getattr(parameter, HANDLE, None)
+        if mark is not None and mark() is not None:
+            return name
+    return None
+
+
 def _refuse_taken(model: nn.Module) -> None:
     """A parameter has one engine at a time."""
     name = taken(model)
@@ -52,6 +65,27 @@ def _refuse_taken(model: nn.Module) -> None:
         raise WherryError(
             f"{name}: this parameter belongs to another engine already; call that engine's close() first, or give "
             "wherry.initialize a copy of the model"
+        )
+
+
+@torch._disable_dynamo
+def refuse_engine() -> None:
+    """What dynamo comes to when it traces an engine: a call that it leaves to the interpreter, where it raises."""
+    raise WherryError(f"forward: this is torch.compile(engine), and {_WHY}; call engine.compile(), for each block")
+
+
+def refuse_whole(model: nn.Module) -> None:
+    """A model that is compiled as a whole cannot be trained in units."""
+    inner = getattr(model, "_orig_mod", None)
+    if isinstance(inner, nn.Module):
+        raise WherryError(
+            f"initialize: the model is torch.compile({type(inner).__name__}), and {_WHY}; give the model itself, and "
+            "call engine.compile(), which compiles each block"
+        )
+    if model._compiled_call_impl is not None:
+        raise WherryError(
+            f"the model was compiled as a whole by {type(model).__name__}.compile(), and {_WHY}; call engine.compile() "
+            "instead, which compiles each block"
         )
 
 

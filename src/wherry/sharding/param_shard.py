@@ -149,12 +149,6 @@ class ParamShard:
             self.parameter.data = value.to(self.whole_on, copy=self.comm.size == 1)
         self.whole = True
 
-    def open(self) -> None:
-        """Make the parameter whole for somebody who writes all of it and reads nothing: what it holds is not said."""
-        with torch._C.DisableTorchFunction():
-            self.parameter.data = torch.empty(self.shape, dtype=self.dtype, device=self.whole_on)
-        self.whole = True
-
     def leave(self) -> None:
         """Let go of the whole parameter, and of what was done to it since it was gathered. No other rank takes part."""
         if self.whole:

@@ -84,7 +84,8 @@ class Lane:
                 ticket = self.comm.reduce_scatter_together(owned, wholes, names)
             else:
                 ticket = self.comm.all_reduce_together(wholes, names)
-        self._under_way += [(ticket, reduction.finish) for reduction in reductions]
+        for reduction in reductions:
+            self._under_way.append((ticket, reduction.finish))
 
 
 class Reducer:

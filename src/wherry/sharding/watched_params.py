@@ -46,6 +46,10 @@ def _give(value: Any) -> Any:
     return value
 
 
+# The attribute of a parameter that is its mark.
+HANDLE = "_wherry"
+
+
 class Mark:
     """On a parameter: whose it is, as long as that lives."""
 

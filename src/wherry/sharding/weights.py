@@ -10,7 +10,8 @@ import torch
 
 from wherry.observe.log import logger
 from wherry.observe.spans import SILENT, recording, span
-from wherry.parallel.comm import Comm, Merging
+from wherry.parallel.comm import Merging
+from wherry.parallel.topology import Topology
 from wherry.sharding.unit import Flat, Unit, Weights
 from wherry.tickets import CallbackTicket, Ticket, TicketGroup
 from wherry.tiers.storage import Storage
@@ -183,31 +184,29 @@ class Gatherer:
     def __init__(
         self,
         units: list[Unit],
-        comm: Comm,
-        schedule: Schedule,
+        topology: Topology,
         link: Link,
+        merging: Merging,
         *,
         live_limit: int,
         look_ahead: int,
-        read_ahead: int = 0,
-        merging: Merging | None = None,
-        node: Comm | None = None,
-        settle: Callable[[list[Flat]], None] = lambda flats: None,
+        read_ahead: int,
+        settle: Callable[[list[Flat]], None],
     ) -> None:
         self.units = units
         self._travelling = [unit for unit in units if unit.travelling]
-        self.comm = comm
-        self.schedule = schedule
+        self.comm = topology.shards
+        self.schedule = Schedule(units, topology.data.size)
         self.link = link
         # Completes the updates of flats that are still under way.
         self.settle = settle
         # Bytes of shards that are read from disk ahead of the gathers.
         self.read_ahead = read_ahead
-        self.merging = merging or Merging(0)
+        self.merging = merging
         travelling = (flat for unit in units for flat in unit.travelling)
         self._small = {flat for flat in travelling if flat.storage is None and self.merging.takes(flat.whole)}
         # The ranks among which weights are shared a second time, so that backward gathers from near.
-        self.node = node if node is not None and node.size > 1 else None
+        self.node = topology.node if topology.node is not None and topology.node.size > 1 else None
         if self.node is not None:
             for flat in (flat for unit in units for flat in unit.travelling):
                 flat.share_again(self.node.size)
