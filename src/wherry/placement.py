@@ -15,6 +15,11 @@ class Tier(enum.Enum):
         return self.value
 
 
+def effective(tier: Tier, *, shared: bool) -> Tier:
+    """Where device and host have one memory, the host's is the device's."""
+    return Tier.DEVICE if tier is Tier.HOST and shared else tier
+
+
 def place_name(tier: Tier | str, *, gpu: bool) -> str:
     """What people read for a tier. Without a GPU what computes is the host, and its memory has that one name.
 

@@ -13,7 +13,7 @@ from tests.plan.measured import make, measure
 
 from wherry.errors import WherryError
 from wherry.observe.footprint import Footprint
-from wherry.plan.dry_run import WINDOW, dry_run
+from wherry.plan.dry_run import dry_run
 from wherry.sources import find, of_shape
 from wherry.train.presets import Shape
 
@@ -34,7 +34,6 @@ def config(stage: int, accumulation: int = 1, precision: str = "bf16", **more: A
 def assert_same(given: dict[str, Any], ranks: int) -> None:
     for rank, real in enumerate(measure(given, ranks)):
         told = dry_run(find(make), given, ranks=ranks, rank=rank, sequence=24)
-        real = real.with_more(told.accumulation - WINDOW)
         assert (told.calls, told.bytes) == (real.calls, real.bytes)
         lines = real.lines(gpu=False)
         assert [(line.category, line.tier) for line in told.memory] == [(line.category, line.tier) for line in lines]
@@ -55,7 +54,7 @@ def test_other_precisions(precision: str) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_accumulation_is_scaled_from_three_micro_batches(stage: int) -> None:
+def test_a_long_window_is_told_by_short_ones(stage: int) -> None:
     assert_same(config(stage, accumulation=5), 2)
 
 
@@ -117,15 +116,6 @@ def test_a_trillion_parameters_over_a_thousand_ranks(tmp_path: Path) -> None:
     assert told["parameters"] > 1e12 and told["ranks"] == 1024
     assert held < 8e9
     assert worked < 120
-
-
-def test_nothing_is_allocated() -> None:
-    from wherry.observe.memory import host_memory
-
-    before = host_memory().resident
-    told = dry_run(of_shape("big", Shape(layers=2, hidden=16384, heads=128, sequence=64)), config(0), ranks=4)
-    assert told.parameters * 16 > 100e9
-    assert host_memory().resident - before < 2e9
 
 
 def test_a_forward_that_asks_for_values_is_told_so() -> None:

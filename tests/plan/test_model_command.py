@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -148,6 +149,16 @@ def test_a_machine_that_was_busy_is_measured_again(
     for flags in ((), ("--again",)):
         run(capsys, "gpt2-10m", *flags)
     assert asked == [False, True]
+
+
+def test_rates_of_a_busy_machine_tell_of_nothing_faster(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = replace(known("4090"), busy=True)
+    monkeypatch.setattr("wherry.plan.probe.this_machine", lambda *_, **__: here)
+    out = run(capsys, "gpt2-10m")
+    assert "What would be faster is not told" in out and "Faster by" not in out
+    assert "It would fit with" in run(capsys, "gpt2-10m", "--gpu-memory", "200MB", status=1)
 
 
 def test_a_machine_of_which_all_is_said_is_not_measured(

@@ -64,8 +64,6 @@ def test_what_travels_takes_the_time_of_its_way(tmp_path: Path) -> None:
     disk = replace(H100, disk_read=1e6, disk_write=1e6)
     # Masters split: 10 bytes of state an element, or with a copy of the weights 12; there and back at the same time.
     assert terms(placed(2, "nvme", "none", tmp_path), disk)["disk"] == pytest.approx(2 * 6 * shard / 1e6, rel=0.15)
-    both, args = replace(disk, disk_both=0.5e6), placed(2, "nvme", "none", tmp_path)
-    assert terms(args, both)["disk"] == pytest.approx(4 * terms(args, disk)["disk"])
 
 
 def test_accumulation_repeats_all_but_the_update() -> None:

@@ -22,10 +22,7 @@ from wherry.parallel.comm import Comm, SoloComm
 from wherry.plan import choose, machines, probe, rates, runtime
 from wherry.plan.forecaster import Forecaster
 from wherry.plan.imagined import FakeComm
-from wherry.plan.roofline import StepTime
-from wherry.sources import of_shape
 from wherry.testing import run_ranks
-from wherry.train.presets import Shape
 
 AUTO = {"stage": "auto", "offload_optimizer": {"device": "auto"}, "stage3_param_persistence_threshold": 0}
 
@@ -51,12 +48,6 @@ def free_memory(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     seen = HostMemory(resident=0, peak=0, available=count, total=count)
     monkeypatch.setattr(runtime, "host_memory", lambda: seen)
     monkeypatch.setattr(machines, "PROCESS", 0)
-
-
-def test_a_small_model_needs_no_sharding(monkeypatch: pytest.MonkeyPatch) -> None:
-    free_memory(monkeypatch, 10**9)
-    for found in engine_config(2, {"zero_optimization": AUTO}):
-        assert found["zero_optimization"]["stage"] == 0
 
 
 def test_less_memory_means_a_higher_stage_and_all_ranks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,7 +300,7 @@ def test_what_was_measured_while_others_worked_is_not_kept(
     worked = itertools.count(step=1000)
     monkeypatch.setattr(probe, "_others_worked", lambda: float(next(worked)))
     with caplog.at_level("WARNING", logger=probe.logger.name):
-        assert probe.this_machine(tmp_path).matrix == machines.known("4090").matrix
+        assert probe.this_machine(tmp_path).busy
     assert "are measured again the next time" in caplog.text
     assert not (tmp_path / "cache").exists()
 
@@ -320,13 +311,11 @@ def test_rates_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     before = torch.get_rng_state()
     found = rates.measure(tmp_path)
     assert torch.equal(torch.get_rng_state(), before)
-    seen = (found.matrix, found.matrix_fp32, found.stream, found.slow, found.disk_read, found.disk_write, found.link)
+    seen = (found.matrix, found.matrix_fp32, found.stream, found.disk_read, found.disk_write, found.link)
     assert found.measured and all(rate > 1e6 for rate in seen)
-    assert 1e-8 < found.overhead < 1e-2 and found.disk_both > 1e6
-    assert found.block > 0 and found.block_fp32 > 0 and found.block != 1 != found.block_fp32
-    assert all(part > 0 for part in (*found.attention, *found.attention_fp32))
+    assert 1e-8 < found.overhead < 1e-2
     assert not list(tmp_path.iterdir())
-    assert probe._read(json.dumps(asdict(found))) == found
+    assert machines.Machine(**json.loads(json.dumps(asdict(found)))) == found
 
 
 def test_a_machine_that_gains_or_loses_gpus() -> None:
@@ -334,46 +323,12 @@ def test_a_machine_that_gains_or_loses_gpus() -> None:
     with_gpus = machines.known("h100")
     host = machines.described(with_gpus, gpus=0, nodes=3)
     assert (host.gpus, host.gpu_memory, host.nodes) == (0, 0, 3)
-    assert host.overhead == machines.HOST_OVERHEAD and host.network == machines.HOST_NETWORK
+    assert host.overhead == 3e-6 and host.network == machines.HOST_NETWORK
     assert host.device_stream == host.stream == with_gpus.stream
-    shared = replace(host, disk_both=1e9)
-    back = machines.described(shared, gpus=4, gpu_memory=24 * 10**9)
+    back = machines.described(host, gpus=4, gpu_memory=24 * 10**9)
     a100 = machines.known("a100")
-    assert (back.gpus, back.gpu_memory, back.nodes, back.disk_both) == (4, 24 * 10**9, 3, 1e9)
-    for name in ("matrix", "device_stream", "slow", "pcie", "link", "network", "overhead"):
+    assert (back.gpus, back.gpu_memory, back.nodes) == (4, 24 * 10**9, 3)
+    for name in ("matrix", "device_stream", "pcie", "link", "network", "overhead"):
         assert getattr(back, name) == getattr(a100, name), name
     assert back.stream == host.stream and back.disk == host.disk
-    assert machines.described(shared, gpus=4).gpu_memory == 0
-
-
-def test_what_a_host_computes_at_rates_of_its_own() -> None:
-    """Attention, and a block against its operations one by one."""
-    source = of_shape("small", Shape(layers=2, hidden=64, heads=2, sequence=256, vocabulary=64))
-    plain = machines.described(machines.known("4090"), gpus=0)
-
-    def compute(machine: machines.Machine) -> float:
-        found = Forecaster(source, machine, 1).exact(configs.load({})).time
-        assert found is not None
-        return found.terms["compute"]
-
-    assert compute(replace(plain, attention_fp32=(1e-3, 1e-3))) > 2 * compute(plain)
-    assert compute(replace(plain, attention=(1e-3, 1e-3))) == compute(plain)
-    assert compute(replace(plain, block_fp32=1.5)) == pytest.approx(1.5 * compute(plain))
-    assert compute(replace(plain, block=1.5)) == compute(plain)
-
-
-def test_reads_and_writes_that_slow_each_other_take_longer() -> None:
-    machine = replace(machines.known("4090"), gpus=0)
-    given = {
-        "train_batch_size": 1,
-        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "."}},
-    }
-
-    def time(machine: machines.Machine) -> StepTime:
-        found = wherry.estimate(lambda: (make_model(), token_batch(0, 0, 0)), given, machine).time
-        assert found is not None
-        return found
-
-    shared = replace(machine, disk_both=machine.disk_write / 2)
-    # As many bytes are read as written: twice as many at half the rate of writing.
-    assert time(shared).terms["disk"] == pytest.approx(4 * time(machine).terms["disk"])
+    assert machines.described(host, gpus=4).gpu_memory == 0

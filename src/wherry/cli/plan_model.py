@@ -78,8 +78,10 @@ def _judge(arguments: argparse.Namespace, config: Config, forecaster: Forecaster
         now = replace(now, notes=(*now.notes, note))
     screen = _screen(arguments)
     _show(screen, now)  # the search for a change takes longer than the answer
-    with screen.status("looking for the nearest change that helps"):
-        change = nearest_change(config, now, forecaster.quick, confirm=forecaster.exact)
+    change = None
+    if not now.fits or not now.machine.busy:
+        with screen.status("looking for the nearest change that helps"):
+            change = nearest_change(config, now, forecaster.quick, confirm=forecaster.exact)
     told = _change_line(now, change)
     screen.print(told, markup=False)
     if arguments.html:
@@ -267,6 +269,8 @@ def _time_lines(now: Estimate) -> Iterator[str]:
 
 
 def _change_line(now: Estimate, change: Tried | None) -> str:
+    if now.fits and now.machine.busy:
+        return "What would be faster is not told: the machine was busy when it was measured."
     if change is None:
         return "No nearby change would be faster." if now.fits else "No nearby change would fit; try --auto."
     found = change.estimate

@@ -87,9 +87,9 @@ def _try(config: Config, values: dict[str, Any], ranks: int, answer: Answer, wor
     try:
         changed = configs.load(config, overrides=values) if values else config
         changed.batch(ranks)
+        return Tried(values, changed, answer(changed), words)
     except ConfigError:
         return None
-    return Tried(values, changed, answer(changed), words)
 
 
 def free_keys(config: Config) -> frozenset[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from wherry.observe.footprint import WORKING
@@ -31,7 +31,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Counts:
-    """Of one window and its update: every number of it grows evenly with the number of equal blocks."""
+    """Of one window and its update: every number grows evenly with equal blocks, and with micro-batches from two on."""
 
     # Of the model, and those of them that are trained.
     parameters: float
@@ -49,8 +49,6 @@ class Counts:
     bytes: Mapping[str, float]
     moved: Mapping[str, float]
     operations: Mapping[Operation, float]
-    # The same of a micro-batch between the first and the last of a window, where more of them were asked for than ran.
-    between: Mapping[str, Mapping[Any, float]] = field(default_factory=dict)
 
     def toward(self, other: Counts, steps: float) -> Counts:
         """On the straight line from this through `other`, which is one step away."""
@@ -58,15 +56,8 @@ class Counts:
 
     def with_difference(self, one: Counts, other: Counts) -> Counts:
         """As much more as `other` has than `one`; of peaks, what is there at the highest."""
-        top = [replace(each, peaks={"top": each.top()}, between={}) for each in (self, one, other)]
+        top = [replace(each, peaks={"top": each.top()}) for each in (self, one, other)]
         return _sum((top[0], 1), (top[1], -1), (top[2], 1))
-
-    def with_more(self, micro_batches: int) -> Counts:
-        """With so many micro-batches more between the first and the last."""
-        if not micro_batches or not self.between:
-            return self
-        grown = {name: _weighed((getattr(self, name), 1), (more, micro_batches)) for name, more in self.between.items()}
-        return replace(self, **grown)
 
     def top(self, *, gpu: bool = True) -> Mapping[str, float]:
         """Bytes by category in the phase where their sum was highest."""

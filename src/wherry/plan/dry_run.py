@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
 )
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._pytree import tree_map_only
 
 import wherry
 from wherry import config as configs
@@ -32,6 +33,7 @@ from wherry.errors import WherryError
 from wherry.fake import is_fake
 from wherry.observe.log import logger
 from wherry.parallel.topology import Topology
+from wherry.plan.choose import ACCUMULATION, MICRO, TRAIN
 from wherry.plan.counts import GATHERED, HOST, STATES, TENSOR, Counts, Line
 from wherry.plan.imagined import FakeComm, FakeLink, FakePool, FakeStore
 from wherry.plan.model_source import Inputs, Source, told_by
@@ -39,7 +41,7 @@ from wherry.plan.operations import Recorder
 from wherry.plan.parts import CutLinear, Outline, ends, longest_run
 from wherry.sharding.autograd import NO_TASK, backward_task, tensors_in
 
-# Micro-batches of a window that are run. The ones between the first and the last do the same, and are run once.
+# Micro-batches of the longest window that is run. The ones between the first and the last do the same.
 WINDOW = 3
 
 
@@ -87,7 +89,6 @@ def dry_run(
     sizes = resolved.batch(ranks)
     where = {"ranks": ranks, "rank": rank, "sequence": sequence, "tensor": tensor, "gpu": gpu}
     counts = count_by_blocks(source, resolved, outline(source, sequence), **where)
-    counts = counts.with_more(sizes.accumulation - WINDOW)
     return DryRun(
         model=source.name,
         placement=resolved.placement().name,
@@ -114,10 +115,16 @@ def outline(source: Source, sequence: int | None = None) -> Outline:
 
 
 def count_by_blocks(source: Source, config: Config, of: Outline, *, apart: int | None = None, **where: Any) -> Counts:
-    """As `count`, of a model of many equal blocks by runs of few of them: each more adds what the last one added.
+    """As `count`, of a model of many equal blocks by runs of few of them, and of a long window by short ones: each
+    block and each micro-batch more adds what the last one added.
 
     `apart` blocks at each end are told apart from those between them: by default as many as the config makes differ.
     """
+    accumulation = config.batch(where["ranks"]).accumulation
+    if accumulation > WINDOW:
+        windows = (with_window(config, where["ranks"], length) for length in (WINDOW - 1, WINDOW))
+        shorter, longer = (count_by_blocks(source, window, of, apart=apart, **where) for window in windows)
+        return shorter.toward(longer, accumulation - (WINDOW - 1))
     apart = ends(config, of.of_block) if apart is None else apart
     if not of.blocks or apart is None or 4 * apart + 2 >= of.blocks:
         return count(source, config, **where)
@@ -131,6 +138,13 @@ def count_by_blocks(source: Source, config: Config, of: Outline, *, apart: int |
         logger.debug("%s does not run with few of its blocks, so all run: %r", source.name, error)
         return count(source, config, **where)
     return one.toward(two, (of.blocks - few) / (more - few))
+
+
+def with_window(config: Config, ranks: int, accumulation: int, micro: int | None = None) -> Config:
+    """The config with so many micro-batches in a window."""
+    micro = micro or config.batch(ranks).micro
+    sizes = {MICRO: micro, ACCUMULATION: accumulation, TRAIN: micro * accumulation * ranks}
+    return configs.load(config, overrides=sizes)
 
 
 def count(
@@ -167,7 +181,7 @@ def count(
             left = list(run.container.children())[run.start : run.start + blocks]
             end.enter_context(_told_apart(left, apart, recorder))
         end.enter_context(recorder)  # what made the model is none of an engine's operations
-        batch = faked(fake, tuple(inputs.args)), faked(fake, inputs.kwargs)
+        batch = faked(fake, (tuple(inputs.args), dict(inputs.kwargs)))
         recorder.label("resting", tensors_in(batch))
         others = FakeComm(0, tensor)
         topology = Topology(
@@ -223,9 +237,8 @@ class Step:
     ) -> None:
         self.engine = engine
         self._updates = updates
-        # Bytes of activations between a forward and its backward, and what a micro-batch in the middle does.
+        # Bytes of activations between a forward and its backward.
         self._kept = 0
-        self._between: dict[str, dict[Any, float]] = {}
         parameters = list(engine.module.parameters())
         self._parameters = sum(p.numel() for p in parameters)
         self._trained = sum(p.numel() for p in parameters if p.requires_grad)
@@ -257,10 +270,9 @@ class Step:
             engine.settle()
             recorder.begin(None)
             return
-        ran = min(accumulation, WINDOW)
-        for micro in range(ran):
-            before = self._counted() if micro == 1 else None
-            engine.set_gradient_accumulation_boundary(self._updates and micro == ran - 1)
+        for micro in range(accumulation):
+            last = micro == accumulation - 1
+            engine.set_gradient_accumulation_boundary(self._updates and last)
             recorder.begin("forward")
             loss = engine(*self._batch)
             self._kept = recorder.working
@@ -271,20 +283,20 @@ class Step:
             # An update's operations are told by the bytes of its states: on a host they are no operations of torch's.
             recorder.counting = False
             engine.step()
-            if micro == ran - 1:
+            if last:
                 engine.settle()
             recorder.counting = True
-            if before is not None and accumulation > WINDOW:
-                now = self._counted()
-                self._between = {
-                    name: {key: times - before[name].get(key, 0) for key, times in found.items()}
-                    for name, found in now.items()
-                }
         recorder.begin(None)
         engine.set_gradient_accumulation_boundary(None)
 
     def counts(self) -> Counts:
         """Of the windows since counting began."""
+        calls: Counter[str] = Counter()
+        nbytes: Counter[str] = Counter()
+        for among, traffic in self._traffic():
+            for operation in traffic.calls:
+                calls[operation + among] += traffic.calls[operation]
+                nbytes[operation + among] += traffic.bytes[operation]
         return Counts(
             parameters=self._parameters,
             trained=self._trained,
@@ -293,24 +305,11 @@ class Step:
             peaks=dict(self._recorder.phases),
             highest=dict(self._recorder.highest),
             kept=self._kept,
-            **self._counted(),
-            between=self._between,
+            calls=calls,
+            bytes=nbytes,
+            moved={way: self._moved[way] for way in WAYS},
+            operations=dict(self._recorder.operations),
         )
-
-    def _counted(self) -> dict[str, dict[Any, float]]:
-        calls: Counter[str] = Counter()
-        nbytes: Counter[str] = Counter()
-        for among, traffic in self._traffic():
-            for operation in traffic.calls:
-                calls[operation + among] += traffic.calls[operation]
-                nbytes[operation + among] += traffic.bytes[operation]
-        moved = {way: self._moved[way] for way in WAYS}
-        return {
-            "calls": dict(calls),
-            "bytes": dict(nbytes),
-            "moved": dict(moved),
-            "operations": dict(self._recorder.operations),
-        }
 
     def _traffic(self) -> Iterator[tuple[str, Any]]:
         yield from self.engine.topology.traffic()
@@ -413,14 +412,13 @@ def without_values(mode: FakeTensorMode, model: nn.Module) -> nn.Module:
 
 
 def faked(mode: FakeTensorMode, value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        value = value if is_fake(value) else mode.from_tensor(value)
-        return torch.empty_like(value, device="cpu") if value.is_meta else value
-    if isinstance(value, Mapping):
-        return {key: faked(mode, item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(faked(mode, item) for item in value)
-    return value
+    """The same lists, tuples and mappings, of tensors without values on the CPU."""
+
+    def one(tensor: torch.Tensor) -> torch.Tensor:
+        fake = tensor if is_fake(tensor) else mode.from_tensor(tensor)
+        return torch.empty_like(fake, device="cpu") if fake.is_meta else fake
+
+    return tree_map_only(torch.Tensor, one, value)
 
 
 def loss_of(output: Any) -> torch.Tensor:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from wherry import config as configs
 from wherry.config import Config
 from wherry.observe.footprint import WORKING
-from wherry.plan.choose import ACCUMULATION, MICRO, RECOMPUTE, TRAIN
+from wherry.plan.choose import RECOMPUTE
 from wherry.plan.counts import TENSOR, Counts
-from wherry.plan.dry_run import WINDOW, UnknownInputs, count_by_blocks, outline
+from wherry.plan.dry_run import UnknownInputs, count_by_blocks, outline, with_window
 from wherry.plan.estimate import Estimate, Row, answer, answer_of_count
 from wherry.plan.formulas import placed
 from wherry.plan.grid import ALONE, Grid
@@ -98,22 +98,17 @@ class Forecaster:
         return self.source.share(grid, config.working_dtype())
 
     def _run(self, config: Config, grid: Grid) -> Forecast:
-        """A dry run of this config, of as few micro-batches as tell of all."""
-        ranks, key = self.data_ranks, (json.dumps(config.to_dict(), sort_keys=True), grid)
-        if key in self._runs:
-            return self._runs[key]
-        sizes = config.batch(ranks)
-        if config.wherry.accumulation == "layer_major" and sizes.accumulation > WINDOW:
-            few, more = (self._made(_sized(config, ranks, sizes.micro, k), ranks, grid) for k in (2, 3))
-            counts = few.toward(more, sizes.accumulation - 2)
-        else:
-            counts = self._made(_sized(config, ranks, sizes.micro, sizes.accumulation), ranks, grid)
-            counts = counts.with_more(sizes.accumulation - WINDOW)
-        self._exact.append((config, grid, counts))
-        self._runs[key] = Forecast(counts, self._computing(counts, config))
+        """A dry run of this config."""
+        key = json.dumps(config.to_dict(), sort_keys=True), grid
+        if key not in self._runs:
+            counts = self._made(config, self.data_ranks, grid)
+            self._exact.append((config, grid, counts))
+            self._runs[key] = Forecast(counts, self._computing(counts, config))
         return self._runs[key]
 
     def _made(self, config: Config, ranks: int, grid: Grid, **how: Any) -> Counts:
+        if config.activation_checkpointing.policy == "auto":
+            config = configs.load(config, overrides={RECOMPUTE: "recompute"})
         return count_by_blocks(
             self._part(config, grid),
             config,
@@ -167,17 +162,10 @@ class Forecaster:
         if key not in self._runs:
             tree = config.written | {"zero_optimization": {}}
             tree["wherry"] = config.wherry.model_dump(include={"unit_classes", "tile_linear"})
-            plain = _sized(configs.load(tree), 1, micro, 1)
+            plain = with_window(configs.load(tree), 1, 1, micro)
             counts = self._made(plain, 1, grid, apart=1, updates=False)
             self._runs[key] = Forecast(counts, self._computing(counts, plain))
         return self._runs[key]
-
-
-def _sized(config: Config, ranks: int, micro: int, accumulation: int) -> Config:
-    sizes: dict[str, Any] = {MICRO: micro, ACCUMULATION: accumulation, TRAIN: micro * accumulation * ranks}
-    if config.activation_checkpointing.policy == "auto":
-        sizes[RECOMPUTE] = "recompute"
-    return configs.load(config, overrides=sizes)
 
 
 def _in_flight(counts: Counts, config: Config, ranks: int, grid: Grid) -> Counts:

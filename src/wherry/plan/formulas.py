@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from wherry.placement import Tier
+from wherry.placement import Tier, effective
 from wherry.plan.counts import GATHERED, HOST, Counts
 from wherry.plan.model_states import STATE_WORDS, WORKING_BYTES, Cost, states
 
@@ -35,9 +35,6 @@ def resting(count: int, config: Config, ranks: int, *, gpu: bool) -> dict[tuple[
     # Of an optimizer that the host's kernels do not know, as many moments are counted as most have.
     counted = optimizer if optimizer in STATE_WORDS else "adamw"
 
-    def effective(tier: Tier) -> Tier:
-        return Tier.DEVICE if tier is Tier.HOST and not gpu else tier
-
     away = count if offload.device == "none" else round(offload.ratio * count)
     found: Counter[tuple[str, str]] = Counter()
     for numel, gradients, tier in (
@@ -45,7 +42,7 @@ def resting(count: int, config: Config, ranks: int, *, gpu: bool) -> dict[tuple[
         (count - away, Tier.DEVICE, Tier.DEVICE),
     ):
         if numel:
-            on_host = effective(tier) is not Tier.DEVICE or not gpu
+            on_host = not gpu or tier is not Tier.DEVICE
             split = on_host and precision_of(config) == "bf16" and config.wherry.master != "whole"
             cost = Cost.of(
                 precision_of(config),
@@ -55,9 +52,9 @@ def resting(count: int, config: Config, ranks: int, *, gpu: bool) -> dict[tuple[
                 split=split and optimizer in (None, *STATE_WORDS),
             )
             held = states(numel, placement, shards, cost)
-            found["parameters", str(effective(placement.parameters.tier))] += held.parameters
-            found["gradients", str(effective(gradients))] += held.gradients
-            found["optimizer", str(effective(tier))] += held.optimizer
+            found["parameters", str(effective(placement.parameters.tier, shared=not gpu))] += held.parameters
+            found["gradients", str(effective(gradients, shared=not gpu))] += held.gradients
+            found["optimizer", str(effective(tier, shared=not gpu))] += held.optimizer
     return dict(found)
 
 

@@ -16,10 +16,8 @@ TERA = 10**12
 DEVICE_SLACK = 0.08
 HOST_SLACK = 0.05
 DISK_SLACK = 0.05
-# Operations a second of a server's cores, all together.
-HOST_MATRIX, HOST_MATRIX_FP32 = 3 * TERA, 1.5 * TERA
-# What an operation costs there however small it is, and bytes a second between nodes whose ranks meet by TCP.
-HOST_OVERHEAD, HOST_NETWORK = 3e-6, 1.0 * GB
+# Bytes a second between nodes whose ranks meet by TCP.
+HOST_NETWORK = 1.0 * GB
 # What torch itself takes in each process.
 PROCESS = 500 * 10**6
 
@@ -40,9 +38,8 @@ class Machine:
     # Matrix products in half precision and in fp32, of a GPU; of the host where there is none.
     matrix: float
     matrix_fp32: float
-    # What computes reads and writes its own memory at this rate, and passes elements through slow functions.
+    # What computes reads and writes its own memory at this rate.
     device_stream: float
-    slow: float
     # A node's memory, as the host's update sees it.
     stream: float
     # Host to a GPU, each way.
@@ -55,15 +52,9 @@ class Machine:
     nodes: int = 1
     # Seconds that an operation costs however small it is.
     overhead: float = 6e-6
-    # The parts of `matrix` and `matrix_fp32` that attention's products reach, in the forward and in the backward.
-    attention: tuple[float, float] = (0.6, 0.5)
-    attention_fp32: tuple[float, float] = (0.6, 0.5)
-    # On the host a block takes so many times as long as its operations one by one: in half precision, and in fp32.
-    block: float = 1.0
-    block_fp32: float = 1.0
-    # The disk's rate, all bytes counted, where reads and writes at the same time slow each other; 0 where they do not.
-    disk_both: float = 0.0
     measured: bool = False
+    # Whether others kept cores busy meanwhile, so that the rates are too low.
+    busy: bool = False
     # What computes fast in half precision.
     half: str = "bf16"
 
@@ -104,7 +95,7 @@ def _gpu_node(
 ) -> Machine:  # fmt: skip
     """Memory in GB, disk in TB, rates in GB/s and TFLOP/s."""
     return Machine(
-        name, gpus, memory * GB, host * GB, disk * TERA, matrix * TERA, fp32 * TERA, hbm * GB, hbm * GB / 8,
+        name, gpus, memory * GB, host * GB, disk * TERA, matrix * TERA, fp32 * TERA, hbm * GB,
         stream * GB, pcie * GB, read * GB, write * GB, link * GB, network * GB,
         half=half,
     )  # fmt: skip
@@ -135,6 +126,15 @@ KNOWN = {
 }  # fmt: skip
 
 
+def _server(stream: float) -> Machine:
+    """The cores of a server, whose memory is this fast."""
+    return Machine(
+        "a server", gpus=0, gpu_memory=0, host_memory=0, disk=0, matrix=3 * TERA, matrix_fp32=1.5 * TERA,
+        device_stream=stream, stream=stream, pcie=stream / 2, disk_read=0, disk_write=0, link=stream / 4,
+        network=HOST_NETWORK, overhead=3e-6,
+    )  # fmt: skip
+
+
 def known(name: str) -> Machine:
     """The machine of this name.
 
@@ -161,31 +161,15 @@ def described(
 
     One that has no GPU and gets some has the rates of an A100's, and the other way round those of a server's cores.
     """
-    if gpus and not base.gpus:
-        of_host = ("name", "host_memory", "disk", "stream", "disk_read", "disk_write", "disk_both", "nodes")
-        # Nobody has said how large they are.
-        base = replace(KNOWN["a100"], gpu_memory=0, **{name: getattr(base, name) for name in of_host})
-    if gpus == 0 and base.gpus:
-        base = replace(
-            base,
-            gpu_memory=0,
-            matrix=HOST_MATRIX,
-            matrix_fp32=HOST_MATRIX_FP32,
-            device_stream=base.stream,
-            slow=base.stream / 16,
-            pcie=base.stream / 2,
-            link=base.stream / 4,
-            network=HOST_NETWORK,
-            overhead=HOST_OVERHEAD,
-            attention=Machine.attention,
-            attention_fp32=Machine.attention_fp32,
-            measured=False,
-            half="bf16",
-        )
+    if gpus is not None and bool(gpus) != bool(base.gpus):
+        of_host = ("name", "host_memory", "disk", "stream", "disk_read", "disk_write", "nodes")
+        computes = KNOWN["a100"] if gpus else _server(base.stream)
+        # Nobody has said how large GPUs are.
+        base = replace(computes, gpu_memory=0, **{name: getattr(base, name) for name in of_host})
     given: dict[str, Any] = {"gpus": gpus, "stream": stream, **sizes}
     changes = {name: value for name, value in given.items() if value is not None}
     if disk_bandwidth is not None:
-        changes |= {"disk_read": disk_bandwidth, "disk_write": disk_bandwidth, "disk_both": 0.0}
+        changes |= {"disk_read": disk_bandwidth, "disk_write": disk_bandwidth}
     if stream is not None and not (base.gpus if gpus is None else gpus):
         changes["device_stream"] = stream  # what computes reads the host's memory
     if not changes:

@@ -16,21 +16,14 @@ aten = torch.ops.aten
 
 
 class Operation(NamedTuple):
-    """Floating-point operations, bytes read and written, and elements through slow functions."""
+    """Floating-point operations, and bytes read and written."""
 
     flops: float
     bytes: int
-    slow: int
     backward: bool
     attention: bool
 
 
-# Element-wise functions that a processor computes more slowly than it reads their operands.
-_SLOW = (
-    *(aten.gelu, aten.gelu_backward, aten.silu, aten.silu_backward, aten.exp, aten.tanh, aten.sigmoid, aten.erf),
-    *(aten._softmax, aten._softmax_backward_data, aten._log_softmax, aten._log_softmax_backward_data, aten.pow),
-    *(aten.sin, aten.cos, aten.native_dropout, aten.softplus, aten.mish),
-)
 _ATTENTION = frozenset(
     getattr(aten, f"_scaled_dot_product_{kind}{way}")
     for kind in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
@@ -79,9 +72,8 @@ class Recorder(Footprint):
         if self.counting and not func.is_view and packet not in _NOTHING:
             out = result if isinstance(result, tuple | list) else (result,)
             nbytes = tensor_bytes(out) + (0 if packet in _EMPTY else tensor_bytes(args))
-            slow = _numel(out) if packet in _SLOW else 0
             flops = _flops(packet, args, kwargs, result)
-            self.operations[Operation(flops, nbytes, slow, backward_task() != NO_TASK, packet in _ATTENTION)] += 1
+            self.operations[Operation(flops, nbytes, backward_task() != NO_TASK, packet in _ATTENTION)] += 1
         return result
 
 
@@ -93,10 +85,6 @@ def tensor_bytes(values: Any) -> int:
         elif isinstance(value, tuple | list):
             total += tensor_bytes(value)
     return total
-
-
-def _numel(values: Any) -> int:
-    return max((value.numel() for value in values if isinstance(value, torch.Tensor)), default=0)
 
 
 def _flops(packet: Any, args: Any, kwargs: Any, result: Any) -> float:

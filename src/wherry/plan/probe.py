@@ -1,4 +1,4 @@
-"""This machine, measured once (`rates`) and kept in a file until it changes: who reads the file needs no torch."""
+"""This machine, measured once (`rates`) and kept in a file until it changes."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import json
 import os
 import platform
 import shutil
-import sys
 import time
 from dataclasses import asdict, replace
-from importlib import metadata
 from pathlib import Path
+
+import torch
 
 from wherry.config import Config
 from wherry.observe.log import logger
 from wherry.observe.memory import host_memory
+from wherry.plan import rates
 from wherry.plan.machines import Machine
+from wherry.plan.rates import cores, processor
 
-VERSION = 8
+VERSION = 9
 # Cores that others may keep busy while rates are measured that are to be kept, of eight; of fewer, as many.
 BUSY = 0.5
-# Where Linux shows that it has a driver of a GPU.
-_GPU_FILES = ("nvidia*", "nvhost*", "nvmap", "kfd", "dxg")
 # What a user has said of threads.
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -40,11 +40,9 @@ def this_machine(
     file = cache_folder() / f"machine-{_fingerprint(where, gpus)}.json"
     if not again:
         try:
-            return _now(_read(file.read_text()), where, gpus, every_gpu)
+            return _now(Machine(**json.loads(file.read_text())), where, gpus, every_gpu)
         except (OSError, ValueError, TypeError, KeyError):
             pass  # not measured yet, or by another version: it is now
-    from wherry.plan import rates
-
     began, worked = time.perf_counter(), _others_worked()
     machine = rates.measure(where)
     others = (_others_worked() - worked) / max(time.perf_counter() - began, 1e-9)
@@ -54,7 +52,7 @@ def this_machine(
             "kept, and are measured again the next time",
             others,
         )
-        return _now(machine, where, gpus, every_gpu)
+        return _now(replace(machine, busy=True), where, gpus, every_gpu)
     unfinished = file.with_suffix(f".{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -70,17 +68,23 @@ def disk_folder(config: Config, path: str | None = None) -> Path | None:
 
     One that is not made yet is on the disk of the folder that it would be made in.
     """
-    zero = config.zero_optimization
-    for block in (zero.offload_optimizer, zero.offload_param):
-        if path is None and block.device == "nvme" and block.nvme_path:
-            path = block.nvme_path if isinstance(block.nvme_path, str) else block.nvme_path[0]
-    activations = config.activation_checkpointing.nvme_path
-    if path is None and activations:
-        path = activations if isinstance(activations, str) else activations[0]
+    if path is None:
+        folders = [*state_folders(config), *_listed(config.activation_checkpointing.nvme_path)]
+        path = next(iter(folders), None)
     if path is None:
         return None
     folder = Path(path).absolute()
     return next(each for each in (folder, *folder.parents) if each.is_dir())
+
+
+def state_folders(config: Config) -> list[str]:
+    """The folders where the config lets states rest on disk."""
+    zero = config.zero_optimization
+    return [*_listed(zero.offload_optimizer.nvme_path), *_listed(zero.offload_param.nvme_path)]
+
+
+def _listed(folders: str | list[str] | None) -> list[str]:
+    return [folders] if isinstance(folders, str) else folders or []
 
 
 def cache_folder() -> Path:
@@ -96,48 +100,25 @@ def _others_worked() -> float:
     return sum(times.get(name, 0.0) for name in ("user", "nice", "system", "steal")) - time.process_time()
 
 
-def _read(text: str) -> Machine:
-    values = json.loads(text)
-    return Machine(**values | {name: tuple(values[name]) for name in ("attention", "attention_fp32")})
-
-
 def _fingerprint(folder: Path, gpus: list[str]) -> str:
     threads = [os.environ.get(name) for name in _THREADS]
     parts = (
-        *(VERSION, platform.node(), platform.machine(), processor(), metadata.version("torch"), threads),
+        *(VERSION, platform.node(), platform.machine(), processor(), torch.__version__, threads),
         *(cores(), gpus, os.stat(folder).st_dev),
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 def gpu_names() -> list[str]:
-    """The names of torch's GPUs. Where there can be none, torch is not asked: to import it takes longer than a plan."""
-    if sys.platform == "linux" and not any(any(Path("/dev").glob(name)) for name in _GPU_FILES):
-        return []
-    import torch
-
+    """The names of torch's GPUs."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return [torch.cuda.get_device_name(i) for i in range(count)]
-
-
-def processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _now(machine: Machine, folder: Path, gpus: list[str], every_gpu: bool) -> Machine:
     """With what is free at this moment."""
     changes: dict[str, int] = {"disk": shutil.disk_usage(folder).free, "host_memory": host_memory().available}
     if gpus:
-        import torch
-
         asked = range(len(gpus)) if every_gpu else [torch.cuda.current_device()]
         changes["gpu_memory"] = min(torch.cuda.mem_get_info(index)[0] for index in asked)
     return replace(machine, **changes)  # type: ignore[arg-type]

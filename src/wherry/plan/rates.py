@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import os
+import platform
 import shutil
 import statistics
 import subprocess
@@ -11,24 +11,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn import functional as F
 
 from wherry.observe.log import logger
 from wherry.observe.memory import host_memory
 from wherry.plan.machines import GB, HOST_NETWORK, Machine
-from wherry.plan.operations import Recorder
-from wherry.plan.probe import cores, processor
-from wherry.plan.roofline import computing
+from wherry.tickets import Ticket
 from wherry.tiers.buffers import CudaPin, HostPool
+from wherry.tiers.disk import DiskStore
 
-# What a disk that cannot be measured is taken to do: bytes a second read, written, and both.
-UNKNOWN_DISK = 1.0 * GB, 0.5 * GB, 0.5 * GB
+# What a disk that cannot be measured is taken to do: bytes a second read, and written.
+UNKNOWN_DISK = 1.0 * GB, 0.5 * GB
 # Bytes of a copy to, from or between GPUs, and seconds after which copies between two have not worked.
 PIECE, LINK_SECONDS = 1 << 28, 120.0
 
@@ -48,38 +43,42 @@ def _measure(folder: Path, gpus: int) -> Machine:
     device = torch.device("cuda", torch.cuda.current_device()) if gpus else torch.device("cpu")
     memory = host_memory()
     stream = _stream(torch.device("cpu"))
-    read, write, both = _disk(folder)
+    read, write = _disk(folder)
     name = f"{gpus} x {torch.cuda.get_device_name(device)}" if gpus else f"{processor() or 'CPU'}, {cores()} cores"
     half = torch.float16 if gpus and torch.cuda.get_device_capability(device) < (8, 0) else torch.bfloat16
-    matrix, matrix_fp32 = _matrix(device, half), _matrix(device, torch.float32)
     pcie = _pcie(device) if gpus else stream / 2
-    machine = Machine(
+    return Machine(
         name=name,
         gpus=gpus,
         gpu_memory=torch.cuda.get_device_properties(device).total_memory if gpus else 0,
         host_memory=memory.total,
         disk=shutil.disk_usage(folder).free,
-        matrix=matrix,
-        matrix_fp32=matrix_fp32,
+        matrix=_matrix(device, half),
+        matrix_fp32=_matrix(device, torch.float32),
         device_stream=_stream(device) if gpus else stream,
-        slow=_slow(device),
         stream=stream,
         pcie=pcie,
         disk_read=read,
         disk_write=write,
-        disk_both=both,
         # Ranks on a host send by a copy in and a copy out, for each of two.
         link=_link(pcie) if gpus > 1 else stream / 4,
         network=25 * GB if gpus else HOST_NETWORK,
         overhead=_overhead(device),
-        attention=_attention(device, half, matrix),
-        attention_fp32=_attention(device, torch.float32, matrix_fp32),
         measured=True,
         half="fp16" if half is torch.float16 else "bf16",
     )
-    if gpus:
-        return machine
-    return replace(machine, block=_block(machine, half), block_fp32=_block(machine, torch.float32))
+
+
+def processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _typical(work: Callable[[], object], device: torch.device, seconds: float = 0.3) -> float:
@@ -110,73 +109,6 @@ def _stream(device: torch.device) -> float:
     numel = 1 << 28 if device.type == "cuda" else 1 << 25
     a, b, out = (torch.ones(numel, device=device) for _ in range(3))
     return 12 * numel / _typical(lambda: torch.add(a, b, out=out), device)
-
-
-def _slow(device: torch.device) -> float:
-    """Elements a second through GELU and through its derivative."""
-    x, y = torch.randn(2, 1 << 20, device=device)
-    there = _typical(lambda: F.gelu(x), device, 0.1)
-    back = _typical(lambda: torch.ops.aten.gelu_backward(y, x), device, 0.1)
-    return 2 * x.numel() / (there + back)
-
-
-def _attention(device: torch.device, dtype: torch.dtype, matrix: float) -> tuple[float, float]:
-    """The parts of the rate of matrix products that attention reaches in its forward, and in its backward."""
-    heads, length, width = 8, 1024, 64
-    shape = (16 if device.type == "cuda" else 1), heads, length, width
-    query, key, value = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
-
-    def forward() -> torch.Tensor:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
-
-    out = forward()
-    back = torch.randn_like(out)
-    there = _typical(forward, device, 0.1)
-    again = _typical(lambda: torch.autograd.grad(out, (query, key, value), back, retain_graph=True), device, 0.1)
-    # As a dry run counts them: scores and sums, and in the backward the scores once more.
-    flops = 4.0 * shape[0] * heads * length * length * width
-    return flops / there / matrix, 2.5 * flops / again / matrix
-
-
-class _Block(nn.Module):
-    """A transformer's block: what it keeps for its backward is in no cache when that comes."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.mix, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        query, key, value = self.mix(self.norm(x)).unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(-2)
-        x = x + self.out(mixed)
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-def _block(machine: Machine, dtype: torch.dtype) -> float:
-    """Forward and backward of a few blocks, against what is forecast of their operations one by one."""
-    width, heads, tokens, batch = 512, 8, 256, 2
-
-    with FakeTensorMode(), Recorder() as recorder:
-        blocks, x = _blocks(width, heads), torch.zeros(batch, tokens, width, dtype=dtype)
-        for parameter in blocks.parameters():
-            parameter.data = parameter.data.to(dtype)
-        recorder.operations.clear()
-        blocks(x).sum().backward()
-    forecast = sum(computing(recorder.operations, machine, fp32=dtype is torch.float32))
-    model, x = _blocks(width, heads).to(dtype), torch.zeros(batch, tokens, width, dtype=dtype)
-
-    def work() -> None:
-        model(x).sum().backward()
-        model.zero_grad()
-
-    return _typical(work, torch.device("cpu"), 0.5) / forecast
-
-
-def _blocks(width: int, heads: int) -> nn.Module:
-    return nn.Sequential(*(_Block(width, heads) for _ in range(4)))
 
 
 def _pcie(device: torch.device) -> float:
@@ -235,10 +167,8 @@ def _overhead(device: torch.device) -> float:
     return _typical(chain, device, 0.1) / 150
 
 
-def _disk(folder: Path) -> tuple[float, float, float]:
-    """Bytes a second by the disk tier's own store: read, written, and both at once. A quarter of a GB."""
-    from wherry.tiers.disk import DiskStore
-
+def _disk(folder: Path) -> tuple[float, float]:
+    """Bytes a second by the disk tier's own store: read, and written. A quarter of a GB."""
     size = 64 << 20
     if shutil.disk_usage(folder).free < 16 * size or not os.access(folder, os.W_OK):
         logger.warning(
@@ -252,17 +182,14 @@ def _disk(folder: Path) -> tuple[float, float, float]:
         buffers = [pool.take(size) for _ in range(count)]
         records = [store.reserve(f"probe {i}", size) for i in range(count)]
 
-        def transfer(*ways: Callable[..., object]) -> None:
-            turns = zip(itertools.cycle(ways), records, buffers, strict=False)
-            tickets = [go(record, buffer) for go, record, buffer in turns]
-            for ticket in tickets:
-                ticket.wait()  # type: ignore[attr-defined]
+        def transfer(way: Callable[..., Ticket]) -> None:
+            for ticket in [way(record, buffer) for record, buffer in zip(records, buffers, strict=True)]:
+                ticket.wait()
 
         cpu = torch.device("cpu")
         write = _typical(lambda: transfer(store.write), cpu, 0.5)
         read = _typical(lambda: transfer(store.read), cpu, 0.5)
-        both = _typical(lambda: transfer(store.read, store.write), cpu, 0.5)
         for buffer in buffers:
             pool.give(buffer)
     moved = count * size
-    return moved / read, moved / write, moved / both
+    return moved / read, moved / write

@@ -8,14 +8,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from wherry.placement import Tier
 from wherry.plan.counts import TENSOR, Counts
 from wherry.plan.grid import Grid
 from wherry.plan.machines import Machine
+from wherry.update.policy import update_policy
 
 if TYPE_CHECKING:
     from wherry.config import Config
     from wherry.plan.operations import Operation
 
+# The parts of the rate of matrix products that attention's reach.
+ATTENTION_FORWARD, ATTENTION_BACKWARD = 0.6, 0.5
 WORDS = {
     "compute": "computing",
     "bubble": "the pipeline filling",
@@ -31,8 +35,6 @@ WORDS = {
 class StepTime:
     """Seconds of one update: each term by itself, and all of them as the engine overlaps them."""
 
-    forward: float
-    backward: float
     terms: dict[str, float]
     total: float
 
@@ -57,18 +59,17 @@ def computing(operations: Mapping[Operation, float], machine: Machine, *, fp32: 
     """Each operation at the rate of what it waits for. `share` ranks have a host's rates together."""
     if not operations:
         return Computing(0.0, 0.0)
-    flops, nbytes, slow, backward, attention = np.array(list(operations), dtype=float).T
+    flops, nbytes, backward, attention = np.array(list(operations), dtype=float).T
     times = np.array(list(operations.values()), dtype=float)
-    matrix, parts = (machine.matrix_fp32, machine.attention_fp32) if fp32 else (machine.matrix, machine.attention)
-    reached = np.where(attention > 0, np.where(backward > 0, parts[1], parts[0]), 1.0)
-    seconds = np.maximum(flops / (matrix * reached), nbytes / machine.device_stream)
-    seconds = np.maximum(seconds, slow / machine.slow) * share
+    reached = np.where(attention > 0, np.where(backward > 0, ATTENTION_BACKWARD, ATTENTION_FORWARD), 1.0)
+    matrix = reached * (machine.matrix_fp32 if fp32 else machine.matrix)
+    seconds = np.maximum(flops / matrix, nbytes / machine.device_stream) * share
     if machine.gpus:
         # A GPU is told what to do ahead of doing it: the longer of the two counts.
         busy = float((times * seconds).sum())
         seconds = seconds * (max(busy, machine.overhead * float(times.sum())) / max(busy, 1e-12))
     else:
-        seconds = (seconds + machine.overhead) * (machine.block_fp32 if fp32 else machine.block)
+        seconds = seconds + machine.overhead
     seconds = times * seconds
     later = float(seconds[backward > 0].sum())
     return Computing(float(seconds.sum()) - later, later)
@@ -95,7 +96,7 @@ def step_time(counts: Counts, work: Computing, config: Config, machine: Machine,
         "disk": state + others,
     }
     total = _total(terms, work, state, config, machine)
-    return StepTime(work.forward, work.backward, terms, total)
+    return StepTime(terms, total)
 
 
 def _updated(counts: Counts, config: Config, data_ranks: int) -> tuple[float, float]:
@@ -150,31 +151,22 @@ def _disk_travel(counts: Counts, machine: Machine, together: int) -> tuple[float
 
     def seconds(read: float, written: float) -> float:
         """Reads and writes go on at the same time."""
-        apart = max(read / machine.disk_read, written / machine.disk_write)
-        return together * max(apart, (read + written) / machine.disk_both if machine.disk_both else 0.0)
+        return together * max(read / machine.disk_read, written / machine.disk_write)
 
     return seconds(state, state), seconds(read, written)
 
 
-def _hidden(work: Computing, config: Config) -> float:
-    """Seconds that an update may go on beside: it ends before the unit's next forward, and begins in the backward at
-    best."""
-    policy = config.wherry.update_policy
-    if policy == "auto":
-        policy = "before_use" if config.gradient_clipping > 0 or config.scales_loss() else "in_backward"
-    beside = {"at_step": 0.0, "before_use": work.forward}
-    return beside.get(policy, work.forward + work.backward)
-
-
 def _total(terms: dict[str, float], work: Computing, state: float, config: Config, machine: Machine) -> float:
     """The terms as the engine overlaps them. `state` is the disk's time for the update."""
-    on_device = config.placement().optimizer.tier.value == "device"
-    hidden = 0.0 if on_device else _hidden(work, config)
+    placement = config.placement()
+    # An update ends before the unit's next forward; at best it begins in the backward.
+    when = update_policy(config, placement, shared=not machine.gpus).when
+    hidden = {"at_step": 0.0, "before_use": work.forward}.get(when, work.forward + work.backward)
     if not machine.gpus:
         # The cores that compute are those that copy and update, and the disk works beside them.
         busy = sum(value for name, value in terms.items() if name not in ("disk", "up", "down"))
         return busy + max(0.0, state - hidden - terms["update"], terms["disk"] - busy)
     device = max(terms["compute"], terms["collectives"], terms["up"], terms["down"]) + terms["bubble"]
-    if on_device:
+    if placement.optimizer.tier is Tier.DEVICE:
         return max(device + terms["update"], terms["disk"])
     return max(device + max(0.0, max(terms["update"], state) - hidden), terms["disk"])

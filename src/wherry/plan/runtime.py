@@ -26,7 +26,7 @@ from wherry.plan.forecaster import Forecaster
 from wherry.plan.grid import Grid
 from wherry.plan.machines import Machine, known
 from wherry.plan.model_source import Inputs, Source
-from wherry.plan.probe import disk_folder, this_machine
+from wherry.plan.probe import disk_folder, state_folders, this_machine
 
 PLACING = (STAGE, OPTIMIZER, PARAM)
 # What is chosen by the time of a step.
@@ -93,7 +93,7 @@ def _choose(
     collate: Callable[[list[Any]], Any] | None,
 ) -> tuple[dict[str, Any], dict[str, str]]:
     everywhere = ranks * grid.size
-    nodes, folders = -(-everywhere // ranks_here), _folders(config)
+    nodes, folders = -(-everywhere // ranks_here), state_folders(config)
     if data is None:
         room = _room(free_on_gpu, ranks_here, nodes, _free(config, folders))
         choice = _by_states(model, config, everywhere, grid, wanted, room)
@@ -129,14 +129,6 @@ def _source(model: nn.Module, data: Dataset[Any], collate: Callable[[list[Any]],
     source = Source(type(model).__name__, make)
     # Where ranks share the model, it is this rank's part already.
     return replace(source, part=lambda *_: source)
-
-
-def _folders(config: Config) -> list[str]:
-    """Where the config lets states rest on disk."""
-    zero = config.zero_optimization
-    given = (zero.offload_optimizer.nvme_path, zero.offload_param.nvme_path)
-    paths = ([each] if isinstance(each, str) else each for each in given if each is not None)
-    return [folder for folders in paths for folder in folders]
 
 
 def _free(config: Config, folders: Sequence[str]) -> int:
