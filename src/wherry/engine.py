@@ -15,7 +15,7 @@ from torch import nn
 
 from wherry import memory_report
 from wherry.activations import build as activations
-from wherry.checkpoint.session import Checkpoints, Counts, Session
+from wherry.checkpoint.session import Checkpoints, Session, StepCounts
 from wherry.errors import DivergenceError, WherryError
 from wherry.fake import host_value
 from wherry.life import Life, Lifetime
@@ -106,8 +106,8 @@ class Engine(nn.Module):
             )
         self._checkpoints = Checkpoints(self._session, config)
         state_of = updater.states.state_of if updater is not None else {}
-        self._access = Access(module, units, gatherer, self.comm, state_of, self.settle)
-        self._states = ParameterStates(self._access, state_of, self._groups(), gradients, topology)
+        self.access = Access(module, units, gatherer, self.comm, state_of, self.settle)
+        self._states = ParameterStates(self.access, state_of, self._groups(), gradients, topology)
 
     # Forward.
 
@@ -144,7 +144,7 @@ class Engine(nn.Module):
         if self._updater is not None and self._updater.broken is not None:
             self._updater.check_whole()
         if self._hooks.backward.running:
-            self._abandon_window()
+            self._drop_window()
         self._activations.begin()
 
     # Backward.
@@ -174,7 +174,7 @@ class Engine(nn.Module):
         except BaseException as error:
             self._explain_shortage(error, "backward")
             self.comm.tell(error)
-            self._abandon_window()
+            self._drop_window()
             raise
         for loss in losses:
             self._reporter.loss(loss)
@@ -196,7 +196,7 @@ class Engine(nn.Module):
         try:
             self._end_backward(makes_gradients=self._gradients.have_arrived)
         except WherryError:
-            self._abandon_window()
+            self._drop_window()
             raise
 
     def _begin_backward(
@@ -211,13 +211,13 @@ class Engine(nn.Module):
             self._life.check_process("backward")
             self._life.check_not_generating("backward")
         if self._hooks.backward.running:
-            self._abandon_window()
+            self._drop_window()
         try:
             boundary = self._window.begin_backward(
                 micro_batches, averaged=averaged, scaled=scaled, loss_scale=self._scaler.scale, counts=makes_gradients
             )
         except WherryError:
-            self._abandon_window()
+            self._drop_window()
             raise
         if self._updater is not None:
             self._updater.begin_backward(self._groups(), self._gradient_scale(), boundary=boundary)
@@ -281,10 +281,10 @@ class Engine(nn.Module):
         # One all-reduce gives the norm. Scale, clipping and overflow become one multiplier.
         norm, schedule = self._gradients.norm, self._gatherer.schedule
         try:
-            squares = host_value(norm.total(self._gradients.all, self._gatherer.journal, schedule.digest))
+            squares = host_value(norm.total(self._gradients.all, self._gatherer.gather_digest, schedule.digest))
         except DivergenceError:
             schedule.differ()
-            self._abandon_window()
+            self._drop_window()
             raise
         schedule.settle(one_path=norm.one_path)
         self._norm, multiplier = norm_and_multiplier(squares, self._gradients.scale, self._config.gradient_clipping)
@@ -336,7 +336,7 @@ class Engine(nn.Module):
         self._hooks.end_window()
         self._gatherer.end_window()
 
-    def _drop_window(self) -> list[str]:
+    def _drop_gradients(self) -> list[str]:
         """Drop the window's gradients. What has been updated from them already, by name."""
         self._hooks.end_backward()
         changed = self._updater.drop() if self._updater is not None else []
@@ -344,9 +344,9 @@ class Engine(nn.Module):
         self._end_window()
         return changed
 
-    def _abandon_window(self) -> None:
-        """As `_drop_window`, after an exception, or at the end."""
-        changed = self._drop_window()
+    def _drop_window(self) -> None:
+        """As `_drop_gradients`, after an exception, or at the end."""
+        changed = self._drop_gradients()
         if changed and self._updater is not None:
             self._log.warning(
                 "gradients are dropped that no step has ended, and the update policy in_backward has updated %d of %d "
@@ -358,7 +358,7 @@ class Engine(nn.Module):
         """Drop the gradients of the window so far; its micro-batches are counted from the start again."""
         if not (self._window.so_far or self._hooks.backward.running):
             return
-        changed = self._drop_window()
+        changed = self._drop_gradients()
         if changed:
             raise WherryError(
                 f"zero_grad: the update policy in_backward has updated {len(changed)} parts of the model from these "
@@ -462,7 +462,7 @@ class Engine(nn.Module):
         if self._hooks.backward.running:
             raise WherryError("gathered_for_generation: a backward is running; enter it between steps")
         before = self._life.now
-        with self._access.held_whole("gathered_for_generation()"):
+        with self.access.held_whole("gathered_for_generation()"):
             self._life.become(Life.GENERATING)
             try:
                 yield
@@ -492,7 +492,7 @@ class Engine(nn.Module):
             self._life.check_not_generating("offload_states")
         chosen = self._offloaded.chosen(include, device)
         if self._hooks.backward.running:
-            self._abandon_window()
+            self._drop_window()
         self._flush()
         try:
             return self._offloaded.offload(chosen)
@@ -555,13 +555,13 @@ class Engine(nn.Module):
         schedule = load_lr_scheduler_states and not load_module_only
         options = LoadOptions(load_module_strict, states, schedule, counts=not load_module_only)
         if self._hooks.backward.running or (states and self._window.so_far):
-            self._abandon_window()
+            self._drop_window()
         loaded = self._checkpoints.load(load_dir, tag, options)
         self._gatherer.forget_near()
         if loaded is None:
             return None, None
         if self._updater is not None and states and load_module_strict:
-            self._updater.broken = None  # every value is that of one step again
+            self._updater.made_whole()
         if (counts := loaded.counts) is not None:
             self.global_steps, self.micro_steps = counts.global_steps, counts.micro_steps
             self.global_samples, self.skipped_steps = counts.samples, counts.skipped_steps
@@ -640,7 +640,7 @@ class Engine(nn.Module):
             dataloader=self.training_dataloader,
             config=self.config,
             placement=[list(row) for row in self.placement.rows()],
-            counts=Counts(
+            counts=StepCounts(
                 self.global_steps,
                 self.micro_steps - window.steps,
                 self.skipped_steps,
@@ -890,12 +890,12 @@ class Engine(nn.Module):
             self._settle_last,
             self._checkpoints.close,
             self._gatherer.give_up,
-            self._abandon_window,
+            self._drop_window,
             self._reporter.close,
             self._hooks.remove,
             self._roster.close,
             self._activations.close,
-            self._access.close,
+            self.access.close,
             self._offloaded.close,
             *([self._updater.close] if self._updater is not None else []),
             *([self.optimizer.close] if self.optimizer is not None else []),
@@ -918,7 +918,7 @@ class Engine(nn.Module):
         """Close, and give the model back whole: partitioned weights are gathered on every rank's host."""
         self.settle()
         model = self.module
-        whole = self._access.on_host("unwrap()")
+        whole = self.access.on_host("unwrap()")
         self.close()
         for parameter, value in whole.items():
             parameter.data = value

@@ -54,10 +54,10 @@ class OffloadedStates:
         What is away already stays away. No update may be under way; reductions and copies that are end first.
         """
         if self._updater is not None:
-            self._updater.stop_reading()
-        self._gatherer.stop_reading()
+            self._updater.drop_reads()
+        self._gatherer.drop_reads()
         self._gatherer.release_all()
-        self._gradients.rest()
+        self._gradients.settle()
         if self._link.shared:
             return 0  # the host's memory is where it is to go
         for flat in (flat for unit in self._units for flat in unit.flats):

@@ -15,11 +15,12 @@ from torch import nn
 
 from wherry.engine import Engine
 from wherry.errors import WherryError
+from wherry.parallel.topology import world_of
 from wherry.sharding.layout import Place, tile_places
 from wherry.sharding.meta import Given, give, give_buffer, give_memory, pieces, write
 from wherry.sharding.model_checks import taken
 from wherry.sharding.param_shard import ParamShard, own_values, shard_of
-from wherry.sharding.safetensors_folder import Block, Source, open_folder
+from wherry.sharding.safetensors_folder import TensorBlock, TensorSource, open_folder
 
 
 @dataclass
@@ -48,7 +49,7 @@ def load_pretrained(engine_or_model: Engine | nn.Module, folder_or_file: str | P
     """
     engine = engine_or_model if isinstance(engine_or_model, Engine) else None
     if engine is not None:
-        engine._meet("load_pretrained()")
+        world_of(engine.topology).meet("load_pretrained()")
     model = engine.module if engine is not None else engine_or_model
     if engine is None:
         _refuse_held(model)
@@ -86,14 +87,14 @@ def _names(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _matched(
     model: nn.Module, path: str | Path, strict: bool, engine: Engine | None
-) -> tuple[dict[torch.Tensor, Source], Loaded]:
+) -> tuple[dict[torch.Tensor, TensorSource], Loaded]:
     """For each tensor of the model the file's, or an error that says all that is wrong."""
     try:
         names = _names(model)
         sources = open_folder(path, model, names)
         places = tile_places(model)
         wrong = _cut_tiles(places, sources)
-        by_tensor: dict[torch.Tensor, Source] = {}
+        by_tensor: dict[torch.Tensor, TensorSource] = {}
         other_names: dict[torch.Tensor, list[str]] = {}
         for name, tensor in names.items():
             other_names.setdefault(tensor, []).append(name)
@@ -121,7 +122,7 @@ def _matched(
     return by_tensor, result
 
 
-def _cut_tiles(places: Mapping[str, Place], sources: dict[str, Source]) -> dict[str, str]:
+def _cut_tiles(places: Mapping[str, Place], sources: dict[str, TensorSource]) -> dict[str, str]:
     """Files have a tiled layer's weights whole: its tiles read their blocks of them. Returns those of another shape."""
     wrong: dict[str, str] = {}
     for name, place in places.items():
@@ -129,7 +130,7 @@ def _cut_tiles(places: Mapping[str, Place], sources: dict[str, Source]) -> dict[
         if whole is None or name in sources:
             continue
         if whole.shape == place.whole_shape:
-            sources[name] = Block(whole, place.offsets, place.shape)
+            sources[name] = TensorBlock(whole, place.offsets, place.shape)
         else:
             wrong[place.whole] = _unlike(whole.shape, place.whole_shape)
     for whole_name in {place.whole for place in places.values()}:
@@ -163,7 +164,7 @@ def _shown(names: list[str]) -> str:
 
 def _logical_shape(tensor: torch.Tensor, name: str, engine: Engine | None) -> tuple[int, ...]:
     """The shape in a file, where tensor-parallel ranks may hold a part each."""
-    place = engine._access.place_of.get(tensor) if engine is not None else None  # type: ignore[call-overload]
+    place = engine.access.place_of.get(tensor) if engine is not None else None  # type: ignore[call-overload]
     if place is not None:
         slot = place[0].layout.slots[place[1]]
         if slot.part is not None:
@@ -180,21 +181,21 @@ def _logical_shape(tensor: torch.Tensor, name: str, engine: Engine | None) -> tu
 
 
 @torch.no_grad()
-def _load_engine(engine: Engine, sources: Mapping[torch.Tensor, Source]) -> None:
+def _load_engine(engine: Engine, sources: Mapping[torch.Tensor, TensorSource]) -> None:
+    access = engine.access
     engine.settle()
     engine.zero_grad()
-    engine._gatherer.forget_near()
+    access.gatherer.forget_near()
     pinned = [flat.name for unit in engine.units for flat in unit.flats if flat.pins]
     if pinned:
         raise WherryError(f"load_pretrained: {pinned[0]} is inside wherry.gathered; leave that context first")
-    states = engine._updater.states.state_of if engine._updater is not None else {}
     for unit in engine.units:
-        engine._gatherer.release(unit)
+        access.gatherer.release(unit)
         for flat in unit.flats:
             chosen = {i: sources[p] for i, p in enumerate(flat.parameters) if p in sources}
             if not chosen:
                 continue
-            state = states.get(flat)
+            state = access.state_of.get(flat)
             masters: AbstractContextManager[list[Any]] = nullcontext([]) if state is None else state.opened(write=True)
             with flat.opened(write=True) as shard, masters as opened:
                 for start, values in pieces(flat.layout, flat.rank, chosen):
@@ -202,14 +203,14 @@ def _load_engine(engine: Engine, sources: Mapping[torch.Tensor, Source]) -> None
                     for segment, held in zip(state.segments if state is not None else (), opened, strict=True):
                         write(start, values, held["master"], segment.start)
             if flat.resident and flat.layout.ranks > 1:
-                engine._gatherer.comm.all_gather(flat.whole, flat.shard_memory).wait()
+                access.comm.all_gather(flat.whole, flat.shard_memory).wait()
 
 
 # Into a model that no engine has.
 
 
 @torch.no_grad()
-def _load_model(model: nn.Module, sources: Mapping[torch.Tensor, Source]) -> None:
+def _load_model(model: nn.Module, sources: Mapping[torch.Tensor, TensorSource]) -> None:
     own_values(model.parameters())
     given = {p: Given(n, sources[p]) for n, p in model.named_parameters() if p in sources and p.is_floating_point()}
     for module in model.modules():
@@ -224,7 +225,7 @@ def _load_model(model: nn.Module, sources: Mapping[torch.Tensor, Source]) -> Non
             parameter.data.copy_(_whole(source))
 
 
-def _load_shard(shard: ParamShard, source: Source) -> None:
+def _load_shard(shard: ParamShard, source: TensorSource) -> None:
     shard.release()
     start = shard.comm.rank * shard.shard.numel()
     stop = min(start + shard.shard.numel(), shard.shape.numel())
@@ -233,7 +234,7 @@ def _load_shard(shard: ParamShard, source: Source) -> None:
 
 
 @torch.no_grad()
-def _load_others(model: nn.Module, sources: Mapping[torch.Tensor, Source]) -> None:
+def _load_others(model: nn.Module, sources: Mapping[torch.Tensor, TensorSource]) -> None:
     """Buffers, and parameters of integers, which no flat holds: all of each, on every rank."""
     for parameter in model.parameters():
         if parameter in sources and not parameter.is_floating_point():
@@ -252,5 +253,5 @@ def _load_others(model: nn.Module, sources: Mapping[torch.Tensor, Source]) -> No
             memory.copy_(_whole(sources[buffer]))
 
 
-def _whole(source: Source) -> torch.Tensor:
+def _whole(source: TensorSource) -> torch.Tensor:
     return source.elements(0, math.prod(source.shape)).view(source.shape)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from wherry.errors import WherryError
 from wherry.plan.grid import ALONE, Grid
-from wherry.plan.model_source import Inputs, Source, told_by
+from wherry.plan.model_source import Inputs, ModelSource, told_by
 from wherry.train.presets import GPT2, PRESETS, Shape
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ LARGE = {
 SHAPES = PRESETS | LARGE
 
 
-def find(model: str | nn.Module | Callable[..., Any]) -> Source:
+def find(model: str | nn.Module | Callable[..., Any]) -> ModelSource:
     """The source that `model` names.
 
     >>> find("gpt2-124m").sequence
@@ -53,15 +53,15 @@ def find(model: str | nn.Module | Callable[..., Any]) -> Source:
     )
 
 
-def _of_object(model: nn.Module | Callable[..., Any]) -> Source:
+def _of_object(model: nn.Module | Callable[..., Any]) -> ModelSource:
     from torch import nn
 
     if isinstance(model, nn.Module):
-        return Source(type(model).__name__, lambda *_: (model, None), scales=False)
+        return ModelSource(type(model).__name__, lambda *_: (model, None), scales=False)
     return _of_callable(getattr(model, "__name__", "model"), model)
 
 
-def of_shape(name: str, shape: Shape) -> Source:
+def of_shape(name: str, shape: Shape) -> ModelSource:
     """A GPT-2 of this shape."""
 
     def make(
@@ -72,17 +72,17 @@ def of_shape(name: str, shape: Shape) -> Source:
         model, args = planned.part_of(shape, grid, dtype, micro_batch, sequence)
         return model, Inputs(args)
 
-    def part(grid: Grid, dtype: torch.dtype) -> Source:
+    def part(grid: Grid, dtype: torch.dtype) -> ModelSource:
         return dataclasses.replace(source, make=partial(make, grid=grid, dtype=dtype), part=None)
 
-    source = Source(name, make, shape.sequence, part=part)
+    source = ModelSource(name, make, shape.sequence, part=part)
     return source
 
 
 # Hugging Face.
 
 
-def _of_hugging_face(path: Path) -> Source:
+def _of_hugging_face(path: Path) -> ModelSource:
     file = path / "config.json" if path.is_dir() else path
     try:
         values = json.loads(file.read_text())
@@ -115,7 +115,7 @@ def _of_hugging_face(path: Path) -> Source:
         model.train()
         return model, _text_batch(model, micro_batch, sequence)
 
-    def part(grid: Grid, _: torch.dtype) -> Source:
+    def part(grid: Grid, _: torch.dtype) -> ModelSource:
         if grid.pipe > 1:
             raise WherryError("--pipeline-parallel: only the presets are known by their stages; use --tensor-parallel")
 
@@ -133,7 +133,7 @@ def _of_hugging_face(path: Path) -> Source:
 
     name = f"{file.parent.resolve().name} ({kind})"
     longest = getattr(of_text, "max_position_embeddings", None) or getattr(of_text, "n_positions", None) or 2048
-    source = Source(name, make, sequence=min(longest, 2048), part=part)
+    source = ModelSource(name, make, sequence=min(longest, 2048), part=part)
     return source
 
 
@@ -179,7 +179,7 @@ def _imported(text: str) -> Callable[..., Any]:
     return value
 
 
-def _of_callable(name: str, call: Callable[..., Any]) -> Source:
+def _of_callable(name: str, call: Callable[..., Any]) -> ModelSource:
     from torch import nn
 
     accepted = _accepted(name, call)
@@ -196,7 +196,7 @@ def _of_callable(name: str, call: Callable[..., Any]) -> Source:
             )
         return model, None if batch is None else Inputs.of(batch)
 
-    return Source(name, make, scales="micro_batch" in accepted)
+    return ModelSource(name, make, scales="micro_batch" in accepted)
 
 
 ASKED = ("micro_batch", "sequence")

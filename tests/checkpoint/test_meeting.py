@@ -14,15 +14,15 @@ from tests.checkpoint.harness import Shape, assert_same, load_into, on, save_fro
 from wherry.checkpoint import save
 from wherry.checkpoint.errors import CheckpointError
 from wherry.checkpoint.format import RankFiles
-from wherry.checkpoint.save import Meeting
+from wherry.checkpoint.save import FileRendezvous
 from wherry.parallel.comm import Comm
 
 # Longer than a test may take: what ends sooner has not waited for it.
 LONG = 3600.0
 
 
-def come(folder: Path, ranks: int) -> list[Meeting]:
-    meetings = [Meeting(folder, rank) for rank in range(ranks)]
+def come(folder: Path, ranks: int) -> list[FileRendezvous]:
+    meetings = [FileRendezvous(folder, rank) for rank in range(ranks)]
     for each in meetings:
         each.come()
     return meetings
@@ -43,7 +43,7 @@ def test_who_came_and_who_gave_up(tmp_path: Path) -> None:
     meetings[2].give_up()
     with pytest.raises(CheckpointError, match="rank 2 could not write its part"):
         meetings[0].gather(3, LONG, lambda text: None)
-    Meeting(tmp_path / "gone", 1).give_up()
+    FileRendezvous(tmp_path / "gone", 1).give_up()
 
 
 def test_ranks_that_never_come_are_named(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_disk_that_takes_nothing_new(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_rank_that_never_finishes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1's writing stands still until rank 0 has given up."""
-    put, gather = RankFiles.put, Meeting.gather
+    put, gather = RankFiles.put, FileRendezvous.gather
     given_up = threading.Event()
 
     def stuck(self: Any, name: str, tensor: Any) -> str:
@@ -110,7 +110,7 @@ def test_a_rank_that_never_finishes_is_named(tmp_path: Path, monkeypatch: pytest
             engine.wait_for_checkpoint()
 
     monkeypatch.setattr(RankFiles, "put", stuck)
-    monkeypatch.setattr(Meeting, "gather", gathered)
+    monkeypatch.setattr(FileRendezvous, "gather", gathered)
     on(Shape(2, 2, more={"wherry": {"timeout_s": 0.2, "checkpoint": {"async_save": True}}}), body)
     assert not list(tmp_path.iterdir())
 
@@ -127,6 +127,6 @@ def test_the_folder_may_be_moved_as_soon_as_the_last_record_is_there(
         partial.rename(whole)
 
     monkeypatch.setattr(os, "replace", seen_at_once)
-    Meeting(partial, 1).report("what it wrote")
+    FileRendezvous(partial, 1).report("what it wrote")
     (record,) = whole.iterdir()
     assert record.read_text() == "what it wrote"

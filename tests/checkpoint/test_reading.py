@@ -32,7 +32,7 @@ class Counted:
         self._lock = threading.Lock()
         checksum, read = files._checksum, files.TensorReader.read
 
-        def reading(fd: int, start: int, stop: int, pool: files.Pool) -> int:
+        def reading(fd: int, start: int, stop: int, pool: files.FilePool) -> int:
             with self._lock:
                 self.of_files += stop - start
             return checksum(fd, start, stop, pool)
@@ -143,7 +143,7 @@ def test_long_tensors_are_written_and_read_by_several(tmp_path: Path, monkeypatc
     body = data[record.data_start :]
     assert record.blocks == [zlib.crc32(body[at : at + 64]) for at in range(0, len(body), 64)]
     found = load_file(tmp_path / "f.safetensors")
-    with closing(files.Pool()) as pool:
+    with closing(files.FilePool()) as pool:
         stored = files.TensorReader(tmp_path / "f.safetensors", pool)
         for name, tensor in tensors.items():
             assert torch.equal(found[name], tensor)

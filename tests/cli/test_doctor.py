@@ -126,3 +126,19 @@ def test_a_machine_without_torch_is_looked_at_all_the_same(monkeypatch: pytest.M
     assert found["torch"].verdict == PROBLEM and "pip install torch" in found["torch"].advice
     assert found["GPU"].verdict == NOTE and "torch" in found["GPU"].advice
     assert {"host memory", "disk space here"} <= found.keys()
+
+
+def test_what_makes_states_on_the_host_and_the_disk_slower(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for node in ("node0", "node1"):
+        (tmp_path / node).mkdir()
+        (tmp_path / node / "cpulist").write_text("0-7\n")
+    monkeypatch.setattr(doctor, "_NODES", tmp_path)
+    pages = tmp_path / "enabled"
+    monkeypatch.setattr(doctor, "_HUGE_PAGES", pages)
+    pages.write_text("always madvise [never]\n")
+    resource = pytest.importorskip("resource", reason="limits of a process are those of Unix")
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (8 * MIB, 8 * MIB))
+    found = findings()
+    assert found["NUMA"].verdict == NOTE and "--numa-binding node" in found["NUMA"].advice
+    assert found["locked memory"].found == "limit 8.0 MiB" and "ulimit -l" in found["locked memory"].advice
+    assert found["huge pages"].found == "never" and "madvise" in found["huge pages"].advice

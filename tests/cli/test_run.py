@@ -8,7 +8,7 @@ import yaml
 
 from wherry.cli import run
 from wherry.cli.run import build_parser, given_processes, main, number_of_processes, resolve
-from wherry.cli.supervise import Failure, root_cause
+from wherry.cli.supervise import RankFailure, root_cause
 from wherry.errors import WherryError
 
 
@@ -115,13 +115,13 @@ def test_more_gpus_than_there_are_is_a_mistake_only_where_there_are_some(monkeyp
 
 
 def test_the_root_cause_is_neither_a_lost_peer_nor_an_ordered_end():
-    lost = Failure(0, 1, "E: closed", "Traceback ... Connection closed by peer", time_ns=1)
-    ended = Failure(1, -15, "", "", time_ns=0, recorded=False)
-    cause = Failure(2, 1, "E: cause", "Traceback ...", time_ns=5)
-    later = Failure(3, 1, "E: cause", "Traceback ...", time_ns=9)
+    lost = RankFailure(0, 1, "E: closed", "Traceback ... Connection closed by peer", time_ns=1)
+    ended = RankFailure(1, -15, "", "", time_ns=0, recorded=False)
+    cause = RankFailure(2, 1, "E: cause", "Traceback ...", time_ns=5)
+    later = RankFailure(3, 1, "E: cause", "Traceback ...", time_ns=9)
     assert root_cause([lost, ended, later, cause]) is cause
     assert root_cause([lost, ended]) is lost
-    assert Failure.from_line(cause.to_line()) == cause
+    assert RankFailure.from_line(cause.to_line()) == cause
     told = cause.describe([lost, ended, later, cause], 4)
     assert told == (
         "wherry: the same error on ranks 2, 3, and all ranks have ended. The traceback of rank 2:\n\nTraceback ..."

@@ -179,11 +179,11 @@ def test_mixed_up_weights_are_never_used(monkeypatch: pytest.MonkeyPatch) -> Non
     """Ranks whose gathers differ, where no backend has noticed."""
     total, differ = Norm.total, {0, 1}
 
-    def mixed_up(norm: Norm, gradients: Any, journal: int = 0, path: int = 0) -> Any:
+    def mixed_up(norm: Norm, gradients: Any, gather_digest: int = 0, path: int = 0) -> Any:
         rank = norm.comm.rank
-        journal += rank in differ and rank
+        gather_digest += rank in differ and rank
         differ.discard(rank)
-        return total(norm, gradients, journal, path)
+        return total(norm, gradients, gather_digest, path)
 
     monkeypatch.setattr(Norm, "total", mixed_up)
     model = make_model(Stack)

@@ -20,7 +20,7 @@ from wherry.errors import WherryError
 from wherry.plan.counts import Counts
 from wherry.plan.dry_run import count_by_blocks
 from wherry.plan.machines import Machine, described, known
-from wherry.plan.model_source import Source
+from wherry.plan.model_source import ModelSource
 from wherry.plan.parts import Outline
 from wherry.sources import SHAPES
 
@@ -40,7 +40,7 @@ _ran: dict[str, Counts] = {}
 def each_dry_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands of these tests ask for the same presets with the same configs, again and again."""
 
-    def counted(source: Source, config: configs.Config, outline: Outline, **where: Any) -> Counts:
+    def counted(source: ModelSource, config: configs.Config, outline: Outline, **where: Any) -> Counts:
         if source.name not in SHAPES:
             return count_by_blocks(source, config, outline, **where)
         key = repr((source.name, config.to_dict(), where))

@@ -18,7 +18,7 @@ from wherry.plan.dry_run import count_by_blocks
 from wherry.plan.estimate import Estimate
 from wherry.plan.forecaster import Forecaster
 from wherry.plan.machines import Machine, known
-from wherry.plan.model_source import Source
+from wherry.plan.model_source import ModelSource
 from wherry.plan.parts import Outline
 from wherry.sources import find
 
@@ -115,7 +115,7 @@ def test_a_search_runs_the_engine_a_few_times(monkeypatch: pytest.MonkeyPatch) -
     """The model alone by micro-batch and recomputation, and an engine for what is asked and what is named."""
     placements: list[str] = []
 
-    def counted(source: Source, config: configs.Config, outline: Outline, **how: Any) -> Counts:
+    def counted(source: ModelSource, config: configs.Config, outline: Outline, **how: Any) -> Counts:
         placements.append(config.placement().name if how.get("updates", True) else "the model")
         return count_by_blocks(source, config, outline, **how)
 

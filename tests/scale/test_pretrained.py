@@ -542,13 +542,13 @@ def test_a_rank_reads_its_own_part_once(tmp_path: Path, monkeypatch: pytest.Monk
     other = make_model(seed=1)
     saved(other, tmp_path)
     read: list[int] = []
-    elements = safetensors_folder.Source.elements
+    elements = safetensors_folder.TensorSource.elements
 
     def counted(self: Any, start: int, stop: int) -> torch.Tensor:
         read.append(stop - start)
         return elements(self, start, stop)
 
-    monkeypatch.setattr(safetensors_folder.Source, "elements", counted)
+    monkeypatch.setattr(safetensors_folder.TensorSource, "elements", counted)
 
     def body(comm: Comm) -> None:
         model = on_meta(TinyLM)

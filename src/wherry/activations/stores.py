@@ -15,7 +15,7 @@ from wherry.tickets import Ticket, TicketGroup
 from wherry.tiers.streams import Link
 
 if TYPE_CHECKING:
-    from wherry.tiers.disk import DiskStore, Record
+    from wherry.tiers.disk import DiskRecord, DiskStore
 
 # Copies to the host, and writes to the disk, that may be under way at once: each keeps its source.
 COPIES = 2
@@ -87,7 +87,7 @@ class Returning:
                     self._waiting.append((host, uses))
 
 
-class _OnHost:
+class _KeptOnHost:
     def __init__(self, store: HostStore, data: torch.Tensor) -> None:
         self.store = store
         self.nbytes = data.numel()
@@ -123,7 +123,7 @@ class HostStore:
         self._sending: deque[Ticket] = deque()
 
     def put(self, data: torch.Tensor) -> Held:
-        return _OnHost(self, data)
+        return _KeptOnHost(self, data)
 
     def send(self, host: torch.Tensor, data: torch.Tensor) -> Ticket:
         """Copy down. The ticket keeps the source until then: after the next few, the stream waits, not the host."""
@@ -178,26 +178,26 @@ class DiskActivations:
         self.disk = disk
         self.link = link
         self.returning = Returning(link)
-        self._idle: dict[int, list[Record]] = {}
+        self._idle: dict[int, list[DiskRecord]] = {}
         self._reserved = 0
 
     def put(self, data: torch.Tensor) -> Held:
         return _OnDisk(self, data)
 
-    def record(self, nbytes: int) -> Record:
+    def record(self, nbytes: int) -> DiskRecord:
         idle = self._idle.get(nbytes)
         if idle:
             return idle.pop()
         self._reserved += 1
         return self.disk.reserve(f"activation {self._reserved}", nbytes)
 
-    def record_back(self, record: Record, write: Ticket, read: list[tuple[torch.Tensor, Ticket]]) -> None:
+    def record_back(self, record: DiskRecord, write: Ticket, read: list[tuple[torch.Tensor, Ticket]]) -> None:
         write.wait()
         for host, ticket in read:  # brought back for nobody
             self.returning.give(host, [ticket])
         self._idle.setdefault(record.nbytes, []).append(record)
 
-    def write(self, record: Record, data: torch.Tensor) -> Ticket:
+    def write(self, record: DiskRecord, data: torch.Tensor) -> Ticket:
         self.returning.sweep(COPIES)
         host = self.link.host.take(data.numel())
         self.link.down(host, data).wait()

@@ -61,7 +61,7 @@ class FileRecord:
     blocks: list[int] = field(default_factory=list)
 
 
-class Pool:
+class FilePool:
     """A few threads for reading, writing and checksums, which leave the interpreter to others while they run; and
     blocks of memory for them, used again and again.
 
@@ -133,7 +133,7 @@ class TensorWriter:
         self.data_bytes = 0
         self._block = torch.empty(0, dtype=torch.uint8)
         self._blocks: list[int] = []
-        self._pool = Pool()
+        self._pool = FilePool()
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
 
     def fits(self, name: str) -> bool:
@@ -241,7 +241,7 @@ class Stored:
 class TensorReader:
     """Reads parts of the tensors of one file; long ones by the threads of a pool."""
 
-    def __init__(self, path: Path, pool: Pool) -> None:
+    def __init__(self, path: Path, pool: FilePool) -> None:
         self.path = path
         self._pool = pool
         self._fd = os.open(path, os.O_RDONLY)
@@ -322,7 +322,7 @@ def _read_into(fd: int, target: memoryview, position: int) -> int:
     return done
 
 
-def check_blocks(path: Path, record: FileRecord, blocks: range, pool: Pool) -> list[str]:
+def check_blocks(path: Path, record: FileRecord, blocks: range, pool: FilePool) -> list[str]:
     """What is wrong with some blocks of a file; block 0 goes with the header."""
     found: dict[int, str] = {}
 
@@ -352,7 +352,7 @@ def check_blocks(path: Path, record: FileRecord, blocks: range, pool: Pool) -> l
     return [found[number] for number in sorted(found)]
 
 
-def _checksum(fd: int, start: int, stop: int, pool: Pool) -> int:
+def _checksum(fd: int, start: int, stop: int, pool: FilePool) -> int:
     """Of bytes `start` to `stop`, or of fewer at the file's end."""
     block, crc = pool.take(), 0
     while start < stop:

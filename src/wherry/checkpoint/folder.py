@@ -20,7 +20,7 @@ import uuid
 from pathlib import Path
 
 from wherry.checkpoint.errors import CheckpointError
-from wherry.checkpoint.files import Pool, check_blocks, sync_folder, write_text
+from wherry.checkpoint.files import FilePool, check_blocks, sync_folder, write_text
 from wherry.checkpoint.format import NAME, Manifest, read_manifest
 from wherry.observe.log import logger
 
@@ -94,7 +94,7 @@ class Partial:
             write_text(folder / LATEST, self.tag)
         return final
 
-    def discard(self) -> None:
+    def drop(self) -> None:
         """Delete what was being written. Ranks that still write find the name gone, and so put nothing new into it."""
         hidden = _aside(self.path.parent, self.tag, "removed")
         try:
@@ -220,7 +220,7 @@ def damage(folder: Path, manifest: Manifest, rank: int = 0, ranks: int = 1) -> l
     blocks = [(name, index) for name, file in manifest.files.items() for index in range(max(1, len(file.blocks)))]
     mine = blocks[len(blocks) * rank // ranks : len(blocks) * (rank + 1) // ranks]
     problems: list[str] = []
-    with contextlib.closing(Pool()) as pool:
+    with contextlib.closing(FilePool()) as pool:
         for name, found in itertools.groupby(mine, key=lambda block: block[0]):
             own = [index for _, index in found]
             problems += check_blocks(folder / name, manifest.files[name], range(own[0], own[-1] + 1), pool)

@@ -309,7 +309,7 @@ class RankFiles:
             self.part.files[self._writer.path.name] = self._writer.finish()
             self._writer = None
 
-    def abandon(self) -> None:
+    def drop(self) -> None:
         """Stop, and make room on the disk again."""
         if self._writer is not None:
             self._writer.close()

@@ -14,7 +14,7 @@ from wherry.checkpoint.contents import is_scalar, restore_random_state, spread_r
 from wherry.checkpoint.errors import CheckpointError, on_first, together
 from wherry.checkpoint.format import WEIGHT, Manifest, read_manifest
 from wherry.checkpoint.reader import CheckpointReader
-from wherry.checkpoint.session import Counts, Session, aliases, extra_states, plain_tensors
+from wherry.checkpoint.session import Session, StepCounts, aliases, extra_states, plain_tensors
 from wherry.native import Blocks8, quantize
 from wherry.observe.progress import Progress
 from wherry.sharding.layout import SegmentSpan, Slot
@@ -36,15 +36,15 @@ class LoadOptions:
 
 
 @dataclass
-class Loaded:
+class LoadedCheckpoint:
     """What was loaded: from where, and what the engine has to take over."""
 
     path: Path
     client_state: dict[str, Any]
-    counts: Counts | None
+    counts: StepCounts | None
 
 
-def load(session: Session, folder: Path, tag: str | None, options: LoadOptions) -> Loaded | None:
+def load(session: Session, folder: Path, tag: str | None, options: LoadOptions) -> LoadedCheckpoint | None:
     """Load a checkpoint; every rank calls it. None where there is none. An engine is changed by a whole one only."""
     comm = session.comm
     if any(flat.pins for flat in session.flats):
@@ -66,7 +66,7 @@ def load(session: Session, folder: Path, tag: str | None, options: LoadOptions) 
         counts = loader.counts() if options.counts else None
         client_state = reader.value(manifest.engine.get("client_state", {}))
     session.log.info("loaded %s: step %d, written by %d ranks", path, manifest.step, manifest.world_size)
-    return Loaded(path, client_state, counts)
+    return LoadedCheckpoint(path, client_state, counts)
 
 
 def _verified(session: Session, path: Path) -> Manifest:
@@ -341,10 +341,12 @@ class _Loader:
         if take is not None and "data" in ranks[min(rank, len(ranks) - 1)]:
             take(self.reader.value(ranks[min(rank, len(ranks) - 1)]["data"]))
 
-    def counts(self) -> Counts:
+    def counts(self) -> StepCounts:
         """Those of the last update: an older checkpoint may have been saved within an accumulation window."""
         engine = self.manifest.engine
-        counts = Counts(**{key: self.reader.value(engine[key]) for key in Counts.__dataclass_fields__ if key in engine})
+        counts = StepCounts(
+            **{key: self.reader.value(engine[key]) for key in StepCounts.__dataclass_fields__ if key in engine}
+        )
         window = self.reader.value(engine.get("window", {}))
         if window.get("backwards") and self.session.comm.rank == 0:
             self.session.log.warning(

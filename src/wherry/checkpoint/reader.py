@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from wherry.checkpoint.errors import CheckpointError
-from wherry.checkpoint.files import Pool, TensorReader
+from wherry.checkpoint.files import FilePool, TensorReader
 from wherry.checkpoint.format import Manifest, Slice, decode, dtype_named, read_manifest
 from wherry.checkpoint.reshard import Box, Overlap, Run, overlaps
 from wherry.native import Blocks8, dequantize
@@ -36,7 +36,7 @@ class CheckpointReader:
         self.folder = folder
         self.manifest = manifest or read_manifest(folder)
         self._readers: dict[str, TensorReader] = {}
-        self._pool = Pool()
+        self._pool = FilePool()
 
     def __enter__(self) -> CheckpointReader:
         return self

@@ -56,7 +56,7 @@ def save(
     steps = session.optimizer_steps()
     # What cannot be stored is found before anything is written.
     together(comm, what, lambda: encoded.append(encode_values(session, client_state, steps, exclude_frozen)))
-    plan = _Plan.of(session, exclude_frozen)
+    plan = _SavePlan.of(session, exclude_frozen)
     behind = config.wherry.checkpoint.async_save
     if behind:
         reason = why_not_behind(session, plan.shares, (tensor for tensor, _ in plan.plain.values()))
@@ -103,7 +103,7 @@ def _agree_on_tag(session: Session, tag: str, validation: str) -> str:
 
 
 @dataclass
-class _Plan:
+class _SavePlan:
     """What a rank writes, settled before it begins."""
 
     # Of each flat, what of this rank's shard.
@@ -114,7 +114,7 @@ class _Plan:
     header_room: int
 
     @classmethod
-    def of(cls, session: Session, exclude_frozen: bool) -> _Plan:
+    def of(cls, session: Session, exclude_frozen: bool) -> _SavePlan:
         tensors = plain_tensors(session)
         for name in [name for name, tensor in tensors.items() if tensor.layout is not torch.strided]:
             del tensors[name]
@@ -189,7 +189,7 @@ class Save:
     closed."""
 
     def __init__(
-        self, session: Session, config: Config, plan: _Plan, encoded: Values, path: Path, latest: bool, begin: float
+        self, session: Session, config: Config, plan: _SavePlan, encoded: Values, path: Path, latest: bool, begin: float
     ) -> None:
         self.path = path
         self._what = f"saving {path}"
@@ -229,7 +229,7 @@ class Save:
         if self._failure is not None:
             raise CheckpointError(f"{self._what} in the background: {describe(self._failure)}") from self._failure
 
-    def run(self, session: Session, plan: _Plan) -> None:
+    def run(self, session: Session, plan: _SavePlan) -> None:
         """Write it while training stands still."""
         try:
             parts = together(session.comm, self._what, lambda: self._write(plan.pieces(session, self.path.name)))
@@ -238,10 +238,10 @@ class Save:
             self._abandon()
             raise
 
-    def run_behind(self, session: Session, plan: _Plan) -> None:
+    def run_behind(self, session: Session, plan: _SavePlan) -> None:
         """Copy everything, or begin to, and go on in a thread."""
         staging = Staging(session)
-        meeting = Meeting(self._files.partial, self._rank)
+        meeting = FileRendezvous(self._files.partial, self._rank)
         try:
             together(session.comm, self._what, meeting.come)
             copying = f"copying states for {self.path}"
@@ -256,7 +256,7 @@ class Save:
         self._stall = f", training waited {time.perf_counter() - self._begin:.2f} s"
         self._thread.start()
 
-    def _behind(self, staging: Staging, meeting: Meeting) -> None:
+    def _behind(self, staging: Staging, meeting: FileRendezvous) -> None:
         """No collective may be called here, so the ranks meet in the folder: each leaves a record of its files."""
         try:
             meeting.report(self._write(staging.pieces()).to_text())
@@ -306,12 +306,12 @@ class Save:
 
     def _abandon(self) -> None:
         with contextlib.suppress(OSError):  # rank 0 may have given up before, and the folder be gone
-            self._files.abandon()
+            self._files.drop()
         if self._partial is not None:
-            self._partial.discard()
+            self._partial.drop()
 
 
-class Meeting:
+class FileRendezvous:
     """How ranks that write behind training meet: by small files in the folder that is written, never by a collective.
 
     Each has a file as long as it may still come. A disk that takes nothing new still lets go of it.

@@ -26,13 +26,13 @@ from wherry.update.optimizer_states import FlatState
 from wherry.update.updater import Updater
 
 if TYPE_CHECKING:  # imported with the first save or load
-    from wherry.checkpoint.load import Loaded, LoadOptions
+    from wherry.checkpoint.load import LoadedCheckpoint, LoadOptions
     from wherry.checkpoint.save import Save
     from wherry.config import Config
 
 
 @dataclass
-class Counts:
+class StepCounts:
     """How far training has come, by its last update."""
 
     global_steps: int = 0
@@ -75,7 +75,7 @@ class Session:
     dataloader: Any
     config: dict[str, Any]
     placement: list[list[str]]
-    counts: Counts
+    counts: StepCounts
     # The accumulation window under way: micro-batches so far, of how many, and whether its last backward has run.
     micro_batches: int
     accumulation: int
@@ -205,7 +205,7 @@ class Checkpoints:
             self._session(), self._config, Path(folder), tag, state, latest=latest, exclude_frozen=exclude_frozen
         )
 
-    def load(self, folder: str | os.PathLike[str], tag: Any, options: LoadOptions) -> Loaded | None:
+    def load(self, folder: str | os.PathLike[str], tag: Any, options: LoadOptions) -> LoadedCheckpoint | None:
         from wherry.checkpoint.load import load
 
         self.wait()

@@ -27,7 +27,7 @@ from wherry.config.problems import did_you_mean
 from wherry.errors import WherryError
 from wherry.native.loading import ISA_CODES, engine
 from wherry.tiers.buffers import HostPool
-from wherry.tiers.disk import DiskStore, DiskUseError, Record
+from wherry.tiers.disk import DiskRecord, DiskStore, DiskUseError
 from wherry.tiers.disk_errors import human
 
 Row = dict[str, Any]
@@ -274,7 +274,9 @@ def disk_rows(path: str, size: int, block: int, depth: int, repeats: int) -> lis
     return rows
 
 
-def move(store: DiskStore, reads: Sequence[Record], writes: Sequence[Record], buffers: Sequence[Tensor]) -> float:
+def move(
+    store: DiskStore, reads: Sequence[DiskRecord], writes: Sequence[DiskRecord], buffers: Sequence[Tensor]
+) -> float:
     """Seconds to read and write whole records. Pieces share a buffer: what is measured is the way, not the freight."""
     begun = time.perf_counter()
     tickets = []

@@ -20,6 +20,8 @@ from wherry.observe.memory import format_bytes
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 _GIB = 2**30
 _SHARED_MEMORY = Path("/dev/shm")
+_NODES = Path("/sys/devices/system/node")
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,30 @@ def _disk_backend(name: str) -> Finding:
     return Finding(name, engine, NOTE if found.reasons else OK, "; ".join(found.reasons))
 
 
+def _numa(name: str) -> Finding:
+    nodes = [node for node in _NODES.glob("node[0-9]*") if (node / "cpulist").read_text().strip()]
+    if len(nodes) < 2:
+        return Finding(name, "one node")
+    advice = "bind each rank to the node of its GPU: `wherry run --numa-binding node ...`"
+    return Finding(name, f"{len(nodes)} nodes with cores", NOTE, advice)
+
+
+def _locked_memory(name: str) -> Finding:
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit == resource.RLIM_INFINITY or limit >= _GIB:
+        return Finding(name, "no limit" if limit == resource.RLIM_INFINITY else f"limit {format_bytes(limit)}")
+    advice = "buffers of the disk tier may stay unlocked, which is slower; raise it with `ulimit -l unlimited`"
+    return Finding(name, f"limit {format_bytes(limit)}", NOTE, advice)
+
+
+def _huge_pages(name: str) -> Finding:
+    mode = _HUGE_PAGES.read_text().partition("[")[2].partition("]")[0]
+    advice = "host buffers on huge pages are faster: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+    return Finding(name, mode, NOTE, advice) if mode == "never" else Finding(name, mode)
+
+
 CHECKS: dict[str, Callable[[str], Finding]] = {
     "Python": _python,
     "torch": _torch,
@@ -167,6 +193,9 @@ CHECKS: dict[str, Callable[[str], Finding]] = {
     "collectives": _collectives,
     "host memory": _memory,
     "shared memory": _shared_memory,
+    "NUMA": _numa,
+    "locked memory": _locked_memory,
+    "huge pages": _huge_pages,
     "native core": _native,
     "disk I/O here": _disk_backend,
     "disk space here": _disk_space,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from wherry.plan.estimate import Estimate, Use
     from wherry.plan.forecaster import Forecaster
     from wherry.plan.grid import Grid
-    from wherry.plan.model_source import Source
+    from wherry.plan.model_source import ModelSource
 
 WIDTH = 80
 SIZES = ("gpu_memory", "host_memory", "disk", "pcie", "stream", "disk_bandwidth")
@@ -283,7 +283,7 @@ def _change_line(now: Estimate, change: Tried | None) -> str:
 # A dry run.
 
 
-def _dry_run(arguments: argparse.Namespace, source: Source, config: Config, grid: Grid, ranks: int | None) -> int:
+def _dry_run(arguments: argparse.Namespace, source: ModelSource, config: Config, grid: Grid, ranks: int | None) -> int:
     """On the machine that is meant; where none is, on as few ranks as hold the model together."""
     import torch
 

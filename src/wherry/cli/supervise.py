@@ -70,7 +70,7 @@ def launch(arguments: argparse.Namespace, *, report: bool = False) -> int:
         elastic_launch(config, command)(*command_arguments)
         return 0
     except ChildFailedError as error:
-        failures = [Failure.of(rank, found, Path(arguments.log_dir)) for rank, found in error.failures.items()]
+        failures = [RankFailure.of(rank, found, Path(arguments.log_dir)) for rank, found in error.failures.items()]
         cause = root_cause(failures)
         _end_children_since(children_before)
         if cause.exit_status == CUT_OFF and not cause.text:
@@ -211,14 +211,14 @@ def passed_on() -> dict[str, str]:
 
 def follow(nodes: Sequence[Node], ranks: int) -> int:
     """Pass on what all nodes say, until all or one that fails have ended. Why it failed comes last."""
-    failures: list[tuple[Node, Failure]] = []
+    failures: list[tuple[Node, RankFailure]] = []
     ended: SimpleQueue[tuple[Node, int | Exception]] = SimpleQueue()
 
     def pass_on(node: Node) -> None:
         try:
             for line in node.output:
                 if line.startswith(FAILURE_LINE):
-                    failures.append((node, Failure.from_line(line)))
+                    failures.append((node, RankFailure.from_line(line)))
                 else:
                     sys.stdout.write(node.prefix + line)
                     sys.stdout.flush()
@@ -271,7 +271,7 @@ def follow(nodes: Sequence[Node], ranks: int) -> int:
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     """How one rank ended: its exit status (negative: the signal), and what it said."""
 
     rank: int
@@ -283,7 +283,7 @@ class Failure:
     recorded: bool = True
 
     @classmethod
-    def of(cls, rank: int, found: Any, logs: Path) -> Failure:
+    def of(cls, rank: int, found: Any, logs: Path) -> RankFailure:
         """What torch's agent has `found`: as the rank has recorded it, or with the stack of a crash in native code."""
         record = found.error_file_data.get("message")
         if isinstance(record, dict):
@@ -305,7 +305,7 @@ class Failure:
     def exit_status(self) -> int:
         return 128 - self.status if self.status < 0 else self.status
 
-    def describe(self, failures: Sequence[Failure], ranks: int) -> str:
+    def describe(self, failures: Sequence[RankFailure], ranks: int) -> str:
         """What a person reads of the cause of all `failures`, with its traceback at the end."""
         if self.recorded and self.text.startswith("wherry: "):
             return self.text.rstrip("\n")
@@ -336,10 +336,10 @@ class Failure:
         return FAILURE_LINE + json.dumps(asdict(self))
 
     @classmethod
-    def from_line(cls, line: str) -> Failure:
+    def from_line(cls, line: str) -> RankFailure:
         return cls(**json.loads(line.removeprefix(FAILURE_LINE)))
 
 
-def root_cause(failures: Iterable[Failure]) -> Failure:
+def root_cause(failures: Iterable[RankFailure]) -> RankFailure:
     """The failure that brought the others about: the earliest that is not the loss of a peer or the end we ordered."""
     return min(failures, key=lambda f: (f.status == -signal.SIGTERM, f.of_a_peer, f.time_ns))

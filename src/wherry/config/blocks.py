@@ -279,7 +279,7 @@ class Wandb(ConfigBlock):
     project: Text = key("deepspeed", "Project of the run.")
 
 
-class Checkpoints(ConfigBlock):
+class CheckpointBlock(ConfigBlock):
     keep_last: Integer | None = key(
         None,
         "How many checkpoints a folder keeps: older ones that are named after their step are deleted. Unset: all.",
@@ -347,5 +347,5 @@ class Own(ConfigBlock):
         "given: what is free. Plans keep to it, too.",
         gt=0,
     )
-    checkpoint: Checkpoints = block(Checkpoints, "How checkpoints are kept and written.")
+    checkpoint: CheckpointBlock = block(CheckpointBlock, "How checkpoints are kept and written.")
     run_dir: Text | None = key(None, "Folder for metrics, as JSON lines and CSV.")

@@ -14,11 +14,11 @@ _RESUME = "The step that a resumed schedule continues after; -1 for a new one."
 WarmupType = Annotated[Literal["log", "linear"], BeforeValidator(lowered)]
 
 
-class _Schedule(ConfigBlock):
+class _ScheduleBlock(ConfigBlock):
     last_batch_iteration: Integer = key(-1, _RESUME, ge=-1)
 
 
-class WarmupParams(_Schedule):
+class WarmupParams(_ScheduleBlock):
     warmup_min_lr: Numbers = key(0.0, "Learning rate at the first step; a list gives one for each group.")
     warmup_max_lr: Numbers | None = key(
         None, "Learning rate after the warm-up; a list gives one for each group. Unset: the optimizer's own."
@@ -31,7 +31,7 @@ class WarmupDecayParams(WarmupParams):
     total_num_steps: Integer | None = key(None, "Step at which the rate is back at warmup_min_lr. Required.", ge=1)
 
 
-class WarmupCosineParams(_Schedule):
+class WarmupCosineParams(_ScheduleBlock):
     total_num_steps: Integer | None = key(None, "Step at which the cosine ends. Required.", ge=1)
     warmup_min_ratio: Number = key(0.0, "First learning rate, as a share of the optimizer's own.", ge=0)
     warmup_num_steps: Integer = key(1000, "Steps of the warm-up.", ge=0)
@@ -39,7 +39,7 @@ class WarmupCosineParams(_Schedule):
     warmup_type: WarmupType = key("log", "Shape of the warm-up: log or linear.")
 
 
-class OneCycleParams(_Schedule):
+class OneCycleParams(_ScheduleBlock):
     cycle_min_lr: Number = key(..., "Lowest learning rate of the cycle.", ge=0)
     cycle_max_lr: Number = key(..., "Highest learning rate of the cycle.", ge=0)
     decay_lr_rate: Number = key(0.0, "After the cycle, the rate at which the learning rate decays.", ge=0)
@@ -56,7 +56,7 @@ class OneCycleParams(_Schedule):
     decay_mom_rate: Number = key(0.0, "After the cycle, the rate at which the momentum changes.")
 
 
-class LRRangeTestParams(_Schedule):
+class LRRangeTestParams(_ScheduleBlock):
     lr_range_test_min_lr: Numbers = key(1e-3, "Learning rate at the start; a list gives one for each group.")
     lr_range_test_step_size: Integer = key(2000, "Steps for one increase.", ge=1)
     lr_range_test_step_rate: Number = key(1.0, "Share of the start that is added at each increase.", ge=0)

@@ -38,7 +38,7 @@ SCHEDULER_FILE = "scheduler.pt"
 Source = str | os.PathLike[str] | Mapping[str, Any] | Config | None
 
 
-class _Optimizer(AcceleratedOptimizer):
+class _LoopOptimizer(AcceleratedOptimizer):
     """The engine's optimizer, as Accelerate holds one: it steps at the window's end, and says when it skipped."""
 
     _is_accelerate_prepared = True
@@ -142,7 +142,7 @@ class WherryMixin:
         given = self.optimizer.optimizer if isinstance(self.optimizer, AcceleratedOptimizer) else self.optimizer
         self.engine = self._build_engine(resolve(self._wherry_config, self.args, self._max_steps), given)
         assert self.engine.optimizer is not None
-        self.optimizer = _Optimizer(self.engine.optimizer)
+        self.optimizer = _LoopOptimizer(self.engine.optimizer)
         # The accelerator would divide and scale the loss, and run its backward, by itself.
         self.accelerator.backward = self._backward
 

@@ -26,7 +26,7 @@ class Cause(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class DiskFailure:
     """Where a request failed first: `offset` is in the file of `lane`, `code` an errno when the cause is SYSTEM."""
 
     cause: Cause
@@ -72,7 +72,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class DiskRecord:
     """Room for one unit's state: `nbytes` from `offsets` on in each lane's file, the first block in lane `rotate`.
 
     `checksums` has one of each sector, 0 where it is unknown.
@@ -118,11 +118,11 @@ class NativeRequest:
     def wait(self, timeout_ms: int) -> bool:
         return bool(self._library.wherry_disk_wait(self._handle, timeout_ms))
 
-    def failure(self) -> Failure | None:
+    def failure(self) -> DiskFailure | None:
         raw = _Failure()
         if not self._library.wherry_disk_failure(self._handle, ctypes.byref(raw)):
             return None
-        return Failure(Cause(raw.cause), raw.code, raw.lane, raw.offset, raw.wanted, raw.got)
+        return DiskFailure(Cause(raw.cause), raw.code, raw.lane, raw.offset, raw.wanted, raw.got)
 
     def __del__(self) -> None:
         self._library.wherry_disk_drop(self._handle)
@@ -143,7 +143,7 @@ class NativeEngine:
         if not self._handle:
             raise OSError(error.value, "the disk engine did not start")
 
-    def submit(self, write: bool, address: int, record: Record, begin: int, length: int) -> NativeRequest:
+    def submit(self, write: bool, address: int, record: DiskRecord, begin: int, length: int) -> NativeRequest:
         offsets = (ctypes.c_int64 * len(record.offsets))(*record.offsets)
         handle = self._library.wherry_disk_submit(
             self._open(), int(write), address, begin, length, offsets, record.rotate, record.checksums

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 
-from wherry.native.disk import SECTOR, Cause, Counters, Failure, Fault, Record
+from wherry.native.disk import SECTOR, Cause, Counters, DiskFailure, DiskRecord, Fault
 
 _MAX_THREADS = 64
 
@@ -21,13 +21,13 @@ _MAX_THREADS = 64
 class PythonRequest:
     """A request of the Python engine: its chunks, each of which comes to a failure, or to None."""
 
-    def __init__(self, chunks: Sequence[Future[Failure | None]]) -> None:
+    def __init__(self, chunks: Sequence[Future[DiskFailure | None]]) -> None:
         self._chunks = chunks
 
     def wait(self, timeout_ms: int) -> bool:
         return not wait(self._chunks, timeout_ms / 1000).not_done
 
-    def failure(self) -> Failure | None:
+    def failure(self) -> DiskFailure | None:
         return next((failure for chunk in self._chunks if (failure := chunk.result()) is not None), None)
 
 
@@ -36,7 +36,7 @@ class _Chunk:
     lane: int
     write: bool
     address: int
-    record: Record
+    record: DiskRecord
     at: int
     offset: int
     useful: int
@@ -46,8 +46,8 @@ class _Chunk:
     def length(self) -> int:
         return -(-self.useful // SECTOR) * SECTOR
 
-    def failure(self, cause: Cause, code: int = 0, moved: int = 0, bad: int = 0) -> Failure:
-        return Failure(cause, code, self.lane, self.offset + bad, self.length, moved)
+    def failure(self, cause: Cause, code: int = 0, moved: int = 0, bad: int = 0) -> DiskFailure:
+        return DiskFailure(cause, code, self.lane, self.offset + bad, self.length, moved)
 
 
 class PythonEngine:
@@ -64,7 +64,7 @@ class PythonEngine:
         self._counts = {name: 0 for name in Counters.__slots__}
         self._lock = threading.Lock()
 
-    def submit(self, write: bool, address: int, record: Record, begin: int, length: int) -> PythonRequest:
+    def submit(self, write: bool, address: int, record: DiskRecord, begin: int, length: int) -> PythonRequest:
         chunks = [
             chunk
             for lane in range(len(self._files))
@@ -75,8 +75,8 @@ class PythonEngine:
             for first in {chunk.lane: chunk for chunk in reversed(chunks)}.values():
                 if os.fstat(self._files[first.lane]).st_nlink == 0:
                     self._counts["failures"] += 1
-                    lost: Future[Failure | None] = Future()
-                    lost.set_result(Failure(Cause.VANISHED, 0, first.lane, first.offset, length, 0))
+                    lost: Future[DiskFailure | None] = Future()
+                    lost.set_result(DiskFailure(Cause.VANISHED, 0, first.lane, first.offset, length, 0))
                     return PythonRequest([lost])
             for chunk in chunks:
                 self._meet_fault(chunk)
@@ -100,7 +100,7 @@ class PythonEngine:
         for lane in self._lanes:
             lane.shutdown()
 
-    def _cut(self, lane: int, write: bool, address: int, record: Record, begin: int, end: int) -> Iterator[_Chunk]:
+    def _cut(self, lane: int, write: bool, address: int, record: DiskRecord, begin: int, end: int) -> Iterator[_Chunk]:
         """The chunks of one lane: block b of a record lies on lane (b + rotate) % lanes, as its block b // lanes."""
         lanes, block = len(self._files), self._block
         ahead = (lane - record.rotate - begin // block) % lanes
@@ -126,7 +126,7 @@ class PythonEngine:
             chunk.fault = fault
             return
 
-    def _run(self, chunk: _Chunk) -> Failure | None:
+    def _run(self, chunk: _Chunk) -> DiskFailure | None:
         flying, write = self._flying[chunk.lane], chunk.write
         with self._lock:
             flying[write] += 1
@@ -145,7 +145,7 @@ class PythonEngine:
                 self._counts["failures"] += 1
         return failure
 
-    def _move(self, chunk: _Chunk) -> Failure | None:
+    def _move(self, chunk: _Chunk) -> DiskFailure | None:
         if chunk.fault is not None:
             time.sleep(chunk.fault.delay_ms / 1000)
             if chunk.fault.errno:
@@ -170,7 +170,7 @@ class PythonEngine:
             caller[:] = memory[: chunk.useful]
         return None
 
-    def _transfer(self, chunk: _Chunk, memory: memoryview) -> Failure | None:
+    def _transfer(self, chunk: _Chunk, memory: memoryview) -> DiskFailure | None:
         file, moved = self._files[chunk.lane], 0
         limit = -1 if chunk.fault is None else chunk.fault.limit
         system = os.pwritev if chunk.write else os.preadv

@@ -58,15 +58,15 @@ _PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {
 
 
 @dataclass(frozen=True)
-class _Loaded:
+class _LoadedLibrary:
     library: ctypes.CDLL | None
     reason: str
 
 
 @functools.cache
-def _load(path: Path) -> _Loaded:
+def _load(path: Path) -> _LoadedLibrary:
     if not path.exists():
-        return _Loaded(
+        return _LoadedLibrary(
             None,
             f"{path.name} is not in {path.parent}: there was no C++ compiler when Wherry was installed, or its build "
             "failed; install one (g++ or clang++), then reinstall with `pip install -v` to see the build",
@@ -75,18 +75,18 @@ def _load(path: Path) -> _Loaded:
         library = ctypes.CDLL(str(path))
         version = library.wherry_abi_version()
     except (OSError, AttributeError) as error:
-        return _Loaded(None, f"{path} does not load: {error}; reinstall Wherry to build it again")
+        return _LoadedLibrary(None, f"{path} does not load: {error}; reinstall Wherry to build it again")
     if version != ABI_VERSION:
-        return _Loaded(
+        return _LoadedLibrary(
             None, f"{path} has interface version {version}, expected {ABI_VERSION}; reinstall Wherry to build it again"
         )
     for name, (result, arguments) in _PROTOTYPES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
-    return _Loaded(library, "")
+    return _LoadedLibrary(library, "")
 
 
-def _built() -> _Loaded:
+def _built() -> _LoadedLibrary:
     return _load(Path(__file__).with_name("libwherry.so"))
 
 
@@ -133,20 +133,20 @@ def checked_isa(name: str, where: str) -> str:
 
 
 @dataclass(frozen=True)
-class Engine:
+class Kernels:
     """The library and the number of the instruction set to call it with. `library` None: the torch fallback."""
 
     library: ctypes.CDLL | None
     code: int
 
 
-def engine(name: str | None = None) -> Engine:
+def engine(name: str | None = None) -> Kernels:
     """The engine of the named instruction set, or of the one in use."""
     return _engine(name, os.environ.get(ENVIRONMENT, ""))
 
 
 @functools.cache
-def _engine(name: str | None, forced: str) -> Engine:
+def _engine(name: str | None, forced: str) -> Kernels:
     """For this value of the environment. Every pass asks: it is looked up once."""
     chosen = isa() if name is None else checked_isa(name, "isa")
-    return Engine(None, 0) if chosen == "torch" else Engine(_built().library, ISA_CODES[chosen])
+    return Kernels(None, 0) if chosen == "torch" else Kernels(_built().library, ISA_CODES[chosen])

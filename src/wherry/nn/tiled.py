@@ -18,7 +18,7 @@ from wherry.parallel.partition import MARKS, is_dtensor
 from wherry.sharding.layout import Place
 from wherry.sharding.meta import Given, give, source_of
 from wherry.sharding.param_shard import ParamShard, shard_of, shards_gathered
-from wherry.sharding.safetensors_folder import Block
+from wherry.sharding.safetensors_folder import TensorBlock
 
 
 class Tile(nn.Linear):
@@ -92,7 +92,7 @@ class TiledLinear(nn.Module):
             parameter = nn.Parameter(data, requires_grad=whole.requires_grad)
             setattr(tiled.get_submodule(owner), attribute, parameter)
             if (source := source_of(whole)) is not None:
-                block = Block(source, place.offsets, place.shape)
+                block = TensorBlock(source, place.offsets, place.shape)
                 give(tiled.get_submodule(owner), attribute, Given(name, block))
         tiled.gelu = isinstance(linear, GeluLinear)
         tiled.train(linear.training)

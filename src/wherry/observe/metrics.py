@@ -84,7 +84,7 @@ class CSV(_Growing):
             self._writer.writerow({"step": step, **values})
 
 
-class TensorBoard:
+class TensorBoardSink:
     """Event files for TensorBoard, as the `tensorboard` block asks."""
 
     name = "TensorBoard"
@@ -171,7 +171,7 @@ class Monitor:
             self.add(CSV(columns))
         block = config["tensorboard"]
         if block["enabled"]:
-            self.add(TensorBoard(block["output_path"], block["job_name"]))
+            self.add(TensorBoardSink(block["output_path"], block["job_name"]))
         block = config["wandb"]
         if block["enabled"]:
             self.add(WandB(block["project"], block["team"], block["group"]))

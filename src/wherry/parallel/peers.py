@@ -59,7 +59,7 @@ def describe(asked: Asked) -> str:
     return f"{operation}{' of ' + label if label else ''} ({nbytes:,} bytes, collective {place})"
 
 
-class Failure(NamedTuple):
+class PeerFailure(NamedTuple):
     """Of a rank, by its number among all processes."""
 
     rank: int
@@ -79,7 +79,7 @@ class Peers:
         self.timeout = timeout
         self.failed = False
         self._recent = recent
-        self._failures: list[Failure] = []
+        self._failures: list[PeerFailure] = []
         # How often this rank had failed when it last did.
         self._times = 0
         self._store = _store(group)
@@ -108,7 +108,7 @@ class Peers:
         if self._store is not None:
             try:
                 self._times = self._store.add(f"times/{self.rank}", 1)
-                _publish(self._store, Failure(self.rank, self._times, asked, self._name, message))
+                _publish(self._store, PeerFailure(self.rank, self._times, asked, self._name, message))
             except RuntimeError as error:  # the store's process is gone, and with it whoever could read
                 logger.debug("the other ranks could not be told of the failure: %s", error)
 
@@ -323,14 +323,14 @@ class Peers:
         waits = f", while rank {self.rank} waited for {describe(asked)}" if asked is not None else ""
         raise PeerError(f"rank {failure.rank} has failed{waits}: {failure.message}")
 
-    def _news(self, asked: Asked | None) -> Failure | None:
+    def _news(self, asked: Asked | None) -> PeerFailure | None:
         """The first failure that concerns a collective of this rank."""
         assert self._store is not None
         known = self._store.add("failures", 0)
         for number in range(len(self._failures) + 1, known + 1):
             if not self._store.check([f"failure/{number}"]):
                 break  # its number is taken, and its text on the way
-            self._failures.append(Failure(*json.loads(self._store.get(f"failure/{number}"))))
+            self._failures.append(PeerFailure(*json.loads(self._store.get(f"failure/{number}"))))
         times = self._store.add(f"times/{self.rank}", 0)
         for number, failure in enumerate(self._failures, 1):
             past = number <= self._past and failure.times < MANY and failure.comm != self._name
@@ -343,7 +343,7 @@ class Peers:
                 return failure
         return None
 
-    def _gone_on(self, failure: Failure) -> bool:
+    def _gone_on(self, failure: PeerFailure) -> bool:
         """Whether the rank has taken part in a collective since, or has made this group."""
         store = self._store
         assert store is not None
@@ -369,7 +369,7 @@ class Peers:
                 if len(gone) == 1:
                     fate = ENDED if self._has_ended(gone[0], asked) else f"is gone ({text})"
                     # The ranks that do not speak with it directly wait still.
-                    _publish(self._store, Failure(gone[0], MANY, 0, self._name, f"it {fate}"))
+                    _publish(self._store, PeerFailure(gone[0], MANY, 0, self._name, f"it {fate}"))
                     text = f"rank {gone[0]} {fate}"
                 elif gone:
                     text = f"one of the ranks {', '.join(map(str, gone[:8]))} is gone ({text})"
@@ -387,7 +387,7 @@ class Peers:
         if self._store is None:
             return
         try:
-            _publish(self._store, Failure(self.rank, MANY, asked[0], self._name, message))
+            _publish(self._store, PeerFailure(self.rank, MANY, asked[0], self._name, message))
         except RuntimeError as error:
             logger.debug("the other ranks could not be told of the failure: %s", error)
 
@@ -411,7 +411,7 @@ def _store(group: dist.ProcessGroup | None) -> dist.Store | None:
     return dist.PrefixStore("wherry", dist.distributed_c10d._get_default_store())
 
 
-def _publish(store: dist.Store, failure: Failure) -> None:
+def _publish(store: dist.Store, failure: PeerFailure) -> None:
     number = store.add("failures", 1)
     store.set(f"failure/{number}", json.dumps(failure))
 
@@ -443,7 +443,7 @@ def _last_words(owner: int, store: dist.Store | None, name: str, rank: int, size
         _leave(store, name, rank, recent)
         return
     try:
-        _publish(store, Failure(rank, MANY, 0, "", f"{type(error).__name__}: {error}"))
+        _publish(store, PeerFailure(rank, MANY, 0, "", f"{type(error).__name__}: {error}"))
         holds_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         begun = time.monotonic()
         while holds_store and time.monotonic() - begun < ROLL_CALL:

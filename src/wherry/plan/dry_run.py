@@ -36,7 +36,7 @@ from wherry.parallel.topology import Topology
 from wherry.plan.choose import ACCUMULATION, MICRO, TRAIN
 from wherry.plan.counts import GATHERED, HOST, STATES, TENSOR, Counts, Line
 from wherry.plan.imagined import FakeComm, FakeLink, FakePool, FakeStore
-from wherry.plan.model_source import Inputs, Source, told_by
+from wherry.plan.model_source import Inputs, ModelSource, told_by
 from wherry.plan.operations import Recorder
 from wherry.plan.parts import CutLinear, Outline, ends, longest_run
 from wherry.sharding.autograd import NO_TASK, backward_task, tensors_in
@@ -68,7 +68,7 @@ class DryRun:
 
 
 def dry_run(
-    source: Source,
+    source: ModelSource,
     config: Config | dict[str, Any] | str | None,
     *,
     ranks: int,
@@ -108,13 +108,15 @@ class UnknownInputs(WherryError):
     """Nobody knows what a model's forward is called with."""
 
 
-def outline(source: Source, sequence: int | None = None) -> Outline:
+def outline(source: ModelSource, sequence: int | None = None) -> Outline:
     with told_by(f"{source.name}: it fails"):
         model, _ = _made(source, 1, sequence, FakeTensorMode(allow_non_fake_inputs=True))
         return Outline.of(model)
 
 
-def count_by_blocks(source: Source, config: Config, of: Outline, *, apart: int | None = None, **where: Any) -> Counts:
+def count_by_blocks(
+    source: ModelSource, config: Config, of: Outline, *, apart: int | None = None, **where: Any
+) -> Counts:
     """As `count`, of a model of many equal blocks by runs of few of them, and of a long window by short ones: each
     block and each micro-batch more adds what the last one added.
 
@@ -148,7 +150,7 @@ def with_window(config: Config, ranks: int, accumulation: int, micro: int | None
 
 
 def count(
-    source: Source,
+    source: ModelSource,
     config: Config,
     *,
     ranks: int,
@@ -375,7 +377,9 @@ def _told_apart(blocks: list[nn.Module], apart: int, recorder: Recorder) -> Iter
             hook.remove()
 
 
-def _made(source: Source, micro: int, sequence: int | None, fake: FakeTensorMode) -> tuple[nn.Module, Inputs | None]:
+def _made(
+    source: ModelSource, micro: int, sequence: int | None, fake: FakeTensorMode
+) -> tuple[nn.Module, Inputs | None]:
     with fake:
         try:
             model, inputs = source.make(micro, sequence or source.sequence)

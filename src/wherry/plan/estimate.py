@@ -10,7 +10,7 @@ from typing import Any
 from wherry.config import Config
 from wherry.placement import Placement, Tier
 from wherry.plan.counts import STATES
-from wherry.plan.formulas import optimizer_of, precision_of, resting
+from wherry.plan.formulas import optimizer_of, precision_of, states_between_steps
 from wherry.plan.grid import ALONE, Grid
 from wherry.plan.machines import Machine
 from wherry.plan.roofline import StepTime
@@ -169,7 +169,7 @@ def answer_of_count(
     notes: Sequence[str] = ("only states are counted: activations, gathered weights and time need a model",),
 ) -> Estimate:
     """The answer where only the number of parameters is known: states, by the formulas of the literature."""
-    states = resting(-(-count // grid.size), config, grid.data_ranks(ranks), gpu=machine.gpus > 0)
+    states = states_between_steps(-(-count // grid.size), config, grid.data_ranks(ranks), gpu=machine.gpus > 0)
     rows = [Row(state, tier, nbytes) for (state, tier), nbytes in states.items()]
     name = name or f"{count:,} parameters"
     return answer(name, count, rows, None, config, machine, ranks, grid, notes=notes)

@@ -16,7 +16,7 @@ from wherry.plan.estimate import Estimate, Row, answer, answer_of_count
 from wherry.plan.formulas import placed
 from wherry.plan.grid import ALONE, Grid
 from wherry.plan.machines import Machine
-from wherry.plan.model_source import Source
+from wherry.plan.model_source import ModelSource
 from wherry.plan.parts import Outline
 from wherry.plan.roofline import Computing, computing, is_fp32, step_time
 
@@ -35,7 +35,7 @@ class Forecaster:
     """`exact` runs the engine as a config has it; `quick`, for searching, goes by formulas and what was run before."""
 
     def __init__(
-        self, source: Source, machine: Machine, ranks: int, sequence: int | None = None, grid: Grid = ALONE
+        self, source: ModelSource, machine: Machine, ranks: int, sequence: int | None = None, grid: Grid = ALONE
     ) -> None:
         self.source = source
         self.machine = machine
@@ -94,7 +94,7 @@ class Forecaster:
             self._outlines[grid] = outline(source, self.sequence)
         return self._outlines[grid]
 
-    def _part(self, config: Config, grid: Grid) -> Source:
+    def _part(self, config: Config, grid: Grid) -> ModelSource:
         return self.source.share(grid, config.working_dtype())
 
     def _run(self, config: Config, grid: Grid) -> Forecast:

@@ -28,7 +28,7 @@ def optimizer_of(config: Config) -> str | None:
     return name
 
 
-def resting(count: int, config: Config, ranks: int, *, gpu: bool) -> dict[tuple[str, str], int]:
+def states_between_steps(count: int, config: Config, ranks: int, *, gpu: bool) -> dict[tuple[str, str], int]:
     """Bytes of the states of so many parameters, of which a share may keep its optimizer state on the device."""
     placement, offload = config.placement(), config.zero_optimization.offload_optimizer
     optimizer, shards = optimizer_of(config), config.shard_ranks(ranks)
@@ -63,7 +63,7 @@ def placed(of: Outline, config: Config, ranks: int, *, gpu: bool) -> Counts:
     placement, zero = config.placement(), config.zero_optimization
     width, shards = WORKING_BYTES[precision_of(config)], config.shard_ranks(ranks)
     accumulation = config.batch(ranks).accumulation if config.wherry.accumulation != "layer_major" else 1
-    found = resting(of.parameters, config, ranks, gpu=gpu)
+    found = states_between_steps(of.parameters, config, ranks, gpu=gpu)
     weights, gradients = width * of.parameters, width * of.trained
 
     sent: dict[str, float] = {}

@@ -35,7 +35,7 @@ class Inputs:
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class ModelSource:
     """A model that can be built, on whatever device is the default, and the inputs of its forward.
 
     `make(micro_batch, sequence)` returns the model and one micro-batch, or None for the micro-batch if nobody knows
@@ -49,9 +49,9 @@ class Source:
     # Whether `make` follows the micro-batch.
     scales: bool = True
     # The source of the part that one rank of a grid has, with activations of the given dtype, where that is known.
-    part: Callable[[Grid, torch.dtype], Source] | None = None
+    part: Callable[[Grid, torch.dtype], ModelSource] | None = None
 
-    def share(self, grid: Grid, dtype: torch.dtype | None) -> Source:
+    def share(self, grid: Grid, dtype: torch.dtype | None) -> ModelSource:
         """One rank's part, where ranks share the model."""
         if grid.size == 1:
             return self

@@ -25,7 +25,7 @@ from wherry.plan.estimate import Estimate, answer_of_count
 from wherry.plan.forecaster import Forecaster
 from wherry.plan.grid import Grid
 from wherry.plan.machines import Machine, known
-from wherry.plan.model_source import Inputs, Source
+from wherry.plan.model_source import Inputs, ModelSource
 from wherry.plan.probe import disk_folder, state_folders, this_machine
 
 PLACING = (STAGE, OPTIMIZER, PARAM)
@@ -119,14 +119,14 @@ def _by_states(
     return choose(config, answer, grid.data_ranks(ranks), free=wanted, confirm=answer)
 
 
-def _source(model: nn.Module, data: Dataset[Any], collate: Callable[[list[Any]], Any]) -> Source:
+def _source(model: nn.Module, data: Dataset[Any], collate: Callable[[list[Any]], Any]) -> ModelSource:
     """Micro-batches of the first sample, for copies of the model."""
     mine, sample = _apart(model), data[0]
 
     def make(micro_batch: int, _: int) -> tuple[nn.Module, Inputs]:
         return mine, Inputs.of(collate([sample] * micro_batch))
 
-    source = Source(type(model).__name__, make)
+    source = ModelSource(type(model).__name__, make)
     # Where ranks share the model, it is this rank's part already.
     return replace(source, part=lambda *_: source)
 

@@ -16,7 +16,7 @@ from wherry.sharding.grouping import UnitPlan
 from wherry.sharding.layout import lay_out
 from wherry.sharding.meta import Materialiser, pieces, source_of, write
 from wherry.sharding.param_shard import own_values, shard_of, take
-from wherry.sharding.safetensors_folder import Source
+from wherry.sharding.safetensors_folder import TensorSource
 from wherry.sharding.unit import Flat, Unit
 from wherry.tiers.elastic import Heap
 from wherry.tiers.storage import Storage
@@ -69,7 +69,9 @@ class Builder:
         materialiser.finish()
         return units
 
-    def _flats(self, plan: UnitPlan, materialiser: Materialiser, sources: Mapping[nn.Parameter, Source]) -> list[Flat]:
+    def _flats(
+        self, plan: UnitPlan, materialiser: Materialiser, sources: Mapping[nn.Parameter, TensorSource]
+    ) -> list[Flat]:
         kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in plan.parameters:
             if parameter.is_complex():
@@ -152,7 +154,7 @@ class Builder:
         self,
         flat: Flat,
         values: torch.Tensor,
-        sources: Mapping[nn.Parameter, Source],
+        sources: Mapping[nn.Parameter, TensorSource],
         made_there: Container[nn.Parameter],
     ) -> Flat:
         """Give a flat rank 0's values, or those of files, and let go of what is not this rank's."""
@@ -179,7 +181,7 @@ class Builder:
         flat.release()
         return flat
 
-    def _keep(self, flat: Flat, values: torch.Tensor, in_files: Mapping[int, Source], *, drawn: bool) -> None:
+    def _keep(self, flat: Flat, values: torch.Tensor, in_files: Mapping[int, TensorSource], *, drawn: bool) -> None:
         """This rank's shard goes where it rests, and a master of it to the optimizer's state."""
         if flat.storage is not None:
             flat.storage.blank()

@@ -285,7 +285,7 @@ class FlatGradient:
             self.sum_squares = self._measure(shard) if fresh else None
             self._send_down(shard, give, fresh=fresh)
         elif fresh:
-            self.give_back()
+            self.release()
             self._owned, self._give = shard, give
         else:
             self.owned.add_(shard)
@@ -383,9 +383,9 @@ class FlatGradient:
     def spent(self) -> None:
         """The update has read the gradients."""
         if self.brief:
-            self.give_back()
+            self.release()
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         give, self._give = self._give, None
         if give is not None:
             self._owned = None
@@ -424,7 +424,7 @@ class FlatGradient:
 
     def close(self) -> None:
         self.drop()
-        self.give_back()
+        self.release()
         self.accumulated = self.own_sum = torch.empty(0)
         self._sum_parts.clear()
         self._aside = None

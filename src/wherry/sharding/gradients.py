@@ -327,9 +327,9 @@ class Gradients:
         if self._updates is not None:
             self._updates.attach(self)
 
-    def rest(self) -> None:
+    def settle(self) -> None:
         """Nothing is on its way any more, and no memory is kept for what is to come."""
-        self._copies.rest()
+        self._copies.wait()
         for gradient in self.all:
             gradient.landing.wait()
         self._trim()

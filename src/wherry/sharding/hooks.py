@@ -164,7 +164,7 @@ class Hooks:
         if self.interleaver is not None:
             return
         if output is None and sys.exc_info()[0] is not None:
-            self.schedule.abandon()
+            self.schedule.drop()
         self._end_forward()
         if not awaits_backward:
             for unit in self.units:
@@ -176,7 +176,7 @@ class Hooks:
         if self.interleaver is not None or backward_task() != NO_TASK or not any(self.running):
             return
         self.running = [0] * len(self.units)
-        self.schedule.abandon()
+        self.schedule.drop()
         self.gatherer.release_all()
 
     def _pre_forward_of_resident(self, unit: Unit, module: nn.Module, args: Any) -> None:
@@ -378,7 +378,7 @@ class Hooks:
         `reduces` says whether it has made gradients of weights, and is None for a backward that has failed.
         """
         if reduces is None:
-            self.schedule.abandon()
+            self.schedule.drop()
             self.gatherer.end_hold()
         self.backward.conclude(reduces)
         for skipped in self.schedule.end():

@@ -17,7 +17,7 @@ from wherry.errors import WherryError
 from wherry.fake import is_fake
 from wherry.parallel.partition import is_dtensor
 from wherry.sharding.layout import FlatLayout
-from wherry.sharding.safetensors_folder import Source
+from wherry.sharding.safetensors_folder import TensorSource
 
 # On a parameter: what it is to be given. On a module: the names of its parameters and buffers that are given something.
 GIVEN = "_wherry_given"
@@ -25,7 +25,7 @@ GIVEN = "_wherry_given"
 
 class Given(NamedTuple):
     name: str
-    source: Source
+    source: TensorSource
 
 
 class LazyParameter(nn.Parameter):
@@ -98,7 +98,7 @@ def give_buffer(module: nn.Module, name: str) -> None:
         module.__dict__.setdefault(GIVEN, set()).add(name)
 
 
-def source_of(parameter: torch.Tensor) -> Source | None:
+def source_of(parameter: torch.Tensor) -> TensorSource | None:
     """Where the values of a parameter are that has not been read yet."""
     given: Given | None = parameter.__dict__.get(GIVEN)
     return None if given is None else given.source
@@ -141,7 +141,7 @@ def settle(model: nn.Module) -> None:
         module.__dict__.pop(GIVEN, None)
 
 
-def pieces(layout: FlatLayout, rank: int, sources: Mapping[int, Source]) -> Iterator[tuple[int, torch.Tensor]]:
+def pieces(layout: FlatLayout, rank: int, sources: Mapping[int, TensorSource]) -> Iterator[tuple[int, torch.Tensor]]:
     """What of the sources, by the numbers of their slots, lies in a rank's shard: where, and its values, flattened."""
     for index, source in sources.items():
         slot = layout.slots[index]

@@ -41,10 +41,10 @@ class Norm:
         self._tensor.all_reduce(values).wait()
         return {gradient.flat: value for gradient, value in zip(gradients, values.tolist(), strict=True)}
 
-    def total(self, gradients: Sequence[FlatGradient], journal: int = 0, path: int = 0) -> Squares:
+    def total(self, gradients: Sequence[FlatGradient], gather_digest: int = 0, path: int = 0) -> Squares:
         """The squared norm of the window's gradients as they are: not unscaled, not averaged.
 
-        `journal` is a digest of what this rank has gathered; ranks whose digests differ have mixed up their weights.
+        `gather_digest` is of what this rank has gathered; ranks whose digests differ have mixed up their weights.
         `path` is one of the units that it ran, which may differ: `one_path` says afterwards whether it did.
         """
         self.one_path = True
@@ -57,7 +57,7 @@ class Norm:
                 self._any_absent = self.comm.read(missing)[0] > 0
         if not partitioned and self._tensor.size == self._pipe.size == 1:
             return total
-        digests = (journal, path) if journal else ()
+        digests = (gather_digest, path) if gather_digest else ()
         powers = [power for value in digests for power in (float(value), float(value) ** 2)]
         # Replicas hold the same sums: those of the first of them count.
         counted = host_value(total) if self._replicas.rank == 0 else 0.0
@@ -70,14 +70,15 @@ class Norm:
         if is_fake(sums):
             return sums[0]
         values = self.comm.read(sums)
-        if journal and partitioned:
+        if gather_digest and partitioned:
             # The squares sum to the square of the sum only if all ranks have the same.
             if values[2] ** 2 != values[3] * self.comm.size:
                 raise DivergenceError(
-                    f"the ranks gathered different units in this step (rank {self.comm.rank} has digest {journal}), so "
-                    "their weights are mixed up and the step is not made. A rank may skip units that others run, but "
-                    "not run them in another order, or oftener, or after many steps in which all ranks ran the same: "
-                    'put what differs into a larger unit, by "wherry": {"unit_classes": [...]}'
+                    "the ranks gathered different units in this step "
+                    f"(rank {self.comm.rank} has digest {gather_digest}), so their weights are mixed up and the step is "
+                    "not made. A rank may skip units that others run, but not run them in another order, or oftener, or "
+                    "after many steps in which all ranks ran the same: put what differs into a larger unit, by "
+                    '"wherry": {"unit_classes": [...]}'
                 )
             self.one_path = values[4] ** 2 == values[5] * self.comm.size
         self._any_absent = values[1] > 0

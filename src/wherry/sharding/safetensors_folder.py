@@ -16,7 +16,7 @@ from torch import nn
 from wherry.errors import WherryError
 
 
-class Source:
+class TensorSource:
     """One tensor that can be read in part."""
 
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class Source:
         return self.rows(first, last).reshape(-1)[start - first * row : stop - first * row]
 
 
-class InFile(Source):
+class InFile(TensorSource):
     def __init__(self, handle: Any, name: str) -> None:
         self._slice = handle.get_slice(name)
         self._whole = lambda: handle.get_tensor(name)
@@ -49,10 +49,10 @@ class InFile(Source):
         return self._slice[start:stop] if self.shape else self._whole()
 
 
-class Block(Source):
+class TensorBlock(TensorSource):
     """A block of another tensor."""
 
-    def __init__(self, whole: Source, offsets: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    def __init__(self, whole: TensorSource, offsets: tuple[int, ...], shape: tuple[int, ...]) -> None:
         self.shape = shape
         self._whole = whole
         self._offsets = offsets
@@ -62,7 +62,7 @@ class Block(Source):
         return self._whole.block(offsets, (stop - start, *self.shape[1:]))
 
 
-class Converted(Source):
+class Converted(TensorSource):
     """A tensor that is put together from others; it is read whole."""
 
     def __init__(self, shape: tuple[int, ...], make: Callable[[], torch.Tensor]) -> None:
@@ -73,9 +73,9 @@ class Converted(Source):
         return self._make()[start:stop]
 
 
-def open_folder(path: str | Path, model: nn.Module, names: Mapping[str, torch.Tensor]) -> dict[str, Source]:
+def open_folder(path: str | Path, model: nn.Module, names: Mapping[str, torch.Tensor]) -> dict[str, TensorSource]:
     """The tensors of a file, or of a folder, by the names that `model` has for them."""
-    sources: dict[str, Source] = {}
+    sources: dict[str, TensorSource] = {}
     files = _files(Path(path))
     owners = {name: file for file, expected in files.items() for name in expected}
     for file, expected in files.items():
@@ -141,7 +141,9 @@ def _indexed(index: Path) -> dict[Path, Iterable[str]]:
 # Models of transformers: names and layouts on disk may be older than those in memory.
 
 
-def _converted(sources: dict[str, Source], model: Any, names: Mapping[str, torch.Tensor]) -> dict[str, Source]:
+def _converted(
+    sources: dict[str, TensorSource], model: Any, names: Mapping[str, torch.Tensor]
+) -> dict[str, TensorSource]:
     """The sources under the names in memory, by the conversions that transformers itself has for the model."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -152,7 +154,7 @@ def _converted(sources: dict[str, Source], model: Any, names: Mapping[str, torch
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
     renamings = [entry for entry in conversions if not isinstance(entry, WeightConverter)]
     converter_of = {pattern: entry for entry in converters for pattern in entry.source_patterns}
-    result: dict[str, Source] = {}
+    result: dict[str, TensorSource] = {}
     groups: dict[str, list[tuple[str, str]]] = {}
     for name in sorted(sources, key=dot_natural_key):
         renamed, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, dict(names))
@@ -166,7 +168,7 @@ def _converted(sources: dict[str, Source], model: Any, names: Mapping[str, torch
         converter = converter_of[members[0][0]]
 
         def convert(
-            read: Callable[[Source], torch.Tensor],
+            read: Callable[[TensorSource], torch.Tensor],
             first: str = first,
             members: list[tuple[str, str]] = members,
             converter: Any = converter,
@@ -187,11 +189,13 @@ def _made(convert: Callable[..., dict[str, torch.Tensor]], name: str) -> torch.T
     return convert(_whole)[name]
 
 
-def _whole(source: Source) -> torch.Tensor:
+def _whole(source: TensorSource) -> torch.Tensor:
     return source.elements(0, math.prod(source.shape)).view(source.shape)
 
 
-def _prefixed(sources: dict[str, Source], model: Any, names: Mapping[str, torch.Tensor]) -> dict[str, Source]:
+def _prefixed(
+    sources: dict[str, TensorSource], model: Any, names: Mapping[str, torch.Tensor]
+) -> dict[str, TensorSource]:
     """A base model's file for a model with a head, or the other way round."""
     prefix = getattr(model, "base_model_prefix", "")
     if not prefix or set(sources) & set(names):

@@ -125,7 +125,7 @@ class Schedule:
         if kind is Pass.FORWARD:
             self._expected[Pass.BACKWARD] = self._path[::-1]
 
-    def abandon(self) -> None:
+    def drop(self) -> None:
         """The pass was broken off."""
         self.running = None
 
@@ -219,7 +219,7 @@ class Gatherer:
         # Nothing is released while a graph of gradients (`create_graph`) may still be differentiated.
         self._holds = False
         # A digest of the gathers since the last update, in their order.
-        self.journal = 0
+        self.gather_digest = 0
         # Flats on disk whose shard has been fetched for a gather to come.
         self._reading: dict[Flat, Ticket] = {}
         self._number = {flat: i for i, flat in enumerate(f for unit in units for f in unit.flats)}
@@ -336,7 +336,7 @@ class Gatherer:
                     self.comm.tell(error)  # before any hook takes part in another collective
                     raise
 
-    def stop_reading(self) -> None:
+    def drop_reads(self) -> None:
         """Let go of what was read ahead and not used."""
         while self._reading:
             flat, _ = self._reading.popitem()
@@ -361,8 +361,8 @@ class Gatherer:
     def end_window(self) -> None:
         """The weights change. Those gathered by a forward whose backward never came are out of date now."""
         self._holds = False
-        self.journal = 0
-        self.stop_reading()
+        self.gather_digest = 0
+        self.drop_reads()
         self.forget_near()
         self.release_all()
 
@@ -404,7 +404,7 @@ class Gatherer:
             ticket = CallbackTicket(partial(self._receive, ticket, wholes), ticket.done)
         for flat in flats:
             flat.begin_gather(ticket)
-            self.journal = (self.journal * 31 + self._number[flat] + 1) % DIGEST
+            self.gather_digest = (self.gather_digest * 31 + self._number[flat] + 1) % DIGEST
             self.live += flat.layout.numel
         self.peak_live = max(self.peak_live, self.live)
 

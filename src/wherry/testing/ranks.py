@@ -29,10 +29,10 @@ class _Round:
         self.left = 0
 
 
-class _Meeting:
+class _Rendezvous:
     """Where the threads of one group meet: each leaves a value, and all read them once everybody has arrived."""
 
-    def __init__(self, members: list[int], timeout: float, whole: _Meeting | None = None) -> None:
+    def __init__(self, members: list[int], timeout: float, whole: _Rendezvous | None = None) -> None:
         self.size = len(members)
         self.timeout = timeout
         # The ranks as errors name them: in the whole group.
@@ -45,7 +45,7 @@ class _Meeting:
         self._failed: dict[int, str] = {}
         # Of the whole group: the ranks whose program has failed, and with what. They come to no meeting any more.
         self.ended: dict[int, str] = {}
-        self._parts: dict[tuple[str, tuple[int, ...]], _Meeting] = {}
+        self._parts: dict[tuple[str, tuple[int, ...]], _Rendezvous] = {}
 
     def exchange(self, rank: int, asked: Asked, value: Any, use: Callable[[list[Any]], T]) -> T:
         with self.changed:
@@ -134,18 +134,18 @@ class _Meeting:
                 with meeting.changed:
                     meeting._failed.pop(place, None)
 
-    def _everywhere(self, rank: int) -> list[tuple[_Meeting, int]]:
+    def _everywhere(self, rank: int) -> list[tuple[_Rendezvous, int]]:
         """The meetings that a rank takes part in, and its place in each."""
         name = self.members[rank]
         with self.whole.changed:
             meetings = [self.whole, *self.whole._parts.values()]
         return [(meeting, meeting.members.index(name)) for meeting in meetings if name in meeting.members]
 
-    def part(self, axis: str, members: list[int]) -> _Meeting:
+    def part(self, axis: str, members: list[int]) -> _Rendezvous:
         """The meeting of some of the ranks; whoever asks first makes it."""
         names = [self.members[member] for member in members]
         with self.whole.changed:
-            return self.whole._parts.setdefault((axis, tuple(names)), _Meeting(names, self.timeout, self.whole))
+            return self.whole._parts.setdefault((axis, tuple(names)), _Rendezvous(names, self.timeout, self.whole))
 
 
 def _complete(value: Any) -> None:
@@ -157,7 +157,7 @@ def _complete(value: Any) -> None:
 class ThreadComm(Comm):
     """One rank of a group of threads. Sums run in rank order, so every operation gives the same bits."""
 
-    def __init__(self, rank: int, meeting: _Meeting) -> None:
+    def __init__(self, rank: int, meeting: _Rendezvous) -> None:
         super().__init__(rank, meeting.size)
         self._meeting = meeting
 
@@ -248,7 +248,7 @@ def run_ranks(size: int, body: Callable[[Comm], T], *, timeout: float = 60.0) ->
 
     The first error of any rank is raised; the other ranks are released from whatever they wait for.
     """
-    meeting = _Meeting(list(range(size)), timeout)
+    meeting = _Rendezvous(list(range(size)), timeout)
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
 

@@ -86,7 +86,7 @@ def _forget_cuda_error() -> None:
         torch.ones(1, device="cuda")
 
 
-class _Pool:
+class _BufferPool:
     """The bookkeeping that both pools share: idle buffers by size, and lent ones by their storage."""
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class _Pool:
         return None
 
 
-class HostPool(_Pool):
+class HostPool(_BufferPool):
     """Host buffers that begin at a page, in size classes; large ones on huge pages where the system allows.
 
     `pinning` keeps them in place (`CudaPin`); `poison` fills what is given back with NaN patterns, so that a test sees
@@ -232,7 +232,7 @@ class HostPool(_Pool):
         _let_go(self._pinning, self._watchers, address, self._mapped.pop(address))
 
 
-class DevicePool(_Pool):
+class DevicePool(_BufferPool):
     """Buffers on a device, for the engine's temporary flats.
 
     A buffer given back may be lent again at once: whoever gives it has made other streams wait for its last use.

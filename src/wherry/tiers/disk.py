@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from wherry.native.disk import MAX_LANES, SECTOR, Counters, Fault, NativeEngine, NativeRequest, Record
+from wherry.native.disk import MAX_LANES, SECTOR, Counters, DiskRecord, Fault, NativeEngine, NativeRequest
 from wherry.tickets import Ticket
 from wherry.tiers.disk_errors import DiskError, DiskSpaceError, DiskUseError, disk_error, hint, human
 from wherry.tiers.disk_folder import SwapFolder, make_folder, sweep
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     Engine = NativeEngine | PythonEngine
     Request = NativeRequest | PythonRequest
 
-__all__ = ["DiskError", "DiskSpaceError", "DiskStore", "DiskUseError", "Fault", "Record", "probe", "sweep"]
+__all__ = ["DiskError", "DiskRecord", "DiskSpaceError", "DiskStore", "DiskUseError", "Fault", "probe", "sweep"]
 
 # `wait` looks up this often, so that Ctrl-C is heard during a long transfer.
 _WAIT_SLICE_MS = 200
@@ -40,7 +40,13 @@ class DiskTicket(Ticket):
     __slots__ = ("_buffer", "_error", "_paths", "_process", "_record", "_request", "_write")
 
     def __init__(
-        self, request: Request, buffer: torch.Tensor, record: Record, write: bool, paths: Sequence[str], process: int
+        self,
+        request: Request,
+        buffer: torch.Tensor,
+        record: DiskRecord,
+        write: bool,
+        paths: Sequence[str],
+        process: int,
     ) -> None:
         self._request: Request | None = request
         self._buffer: torch.Tensor | None = buffer
@@ -155,7 +161,7 @@ class DiskStore:
         """Bytes that the store takes up on each path."""
         return tuple(self._ends)
 
-    def reserve(self, name: str, nbytes: int) -> Record:
+    def reserve(self, name: str, nbytes: int) -> DiskRecord:
         """Room for `nbytes` on the disk, allocated now, so that no later write of it can meet a full disk."""
         assert nbytes > 0, name
         with self._lock:
@@ -167,13 +173,13 @@ class DiskStore:
             offsets = tuple(self._ends)
             self._grow(name, shares)
             self._records += 1
-        return Record(name, nbytes, offsets, rotate, (ctypes.c_uint32 * sectors)() if self.checksum else None)
+        return DiskRecord(name, nbytes, offsets, rotate, (ctypes.c_uint32 * sectors)() if self.checksum else None)
 
-    def write(self, record: Record, buffer: torch.Tensor, offset: int = 0, nbytes: int | None = None) -> Ticket:
+    def write(self, record: DiskRecord, buffer: torch.Tensor, offset: int = 0, nbytes: int | None = None) -> Ticket:
         """Write `nbytes` of the buffer (all of it if None) to the record, from `offset` on."""
         return self._submit(True, record, buffer, offset, nbytes)
 
-    def read(self, record: Record, buffer: torch.Tensor, offset: int = 0, nbytes: int | None = None) -> Ticket:
+    def read(self, record: DiskRecord, buffer: torch.Tensor, offset: int = 0, nbytes: int | None = None) -> Ticket:
         """Read `nbytes` (as many as the buffer has if None) of the record, from `offset` on, into the buffer."""
         return self._submit(False, record, buffer, offset, nbytes)
 
@@ -257,7 +263,9 @@ class DiskStore:
                 raise DiskError(message, error.errno, path, end, share, name) from error
         self._ends = [end + share for end, share in zip(self._ends, shares, strict=True)]
 
-    def _submit(self, write: bool, record: Record, buffer: torch.Tensor, offset: int, nbytes: int | None) -> DiskTicket:
+    def _submit(
+        self, write: bool, record: DiskRecord, buffer: torch.Tensor, offset: int, nbytes: int | None
+    ) -> DiskTicket:
         engine = self._engine()
         length = buffer.nbytes if nbytes is None else nbytes
         address = buffer.data_ptr()

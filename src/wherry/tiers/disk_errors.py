@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 
 from wherry.errors import WherryError
-from wherry.native.disk import Cause, Failure
+from wherry.native.disk import Cause, DiskFailure
 
 _HINTS = {
     errno.ENOSPC: "free some space on that file system, or name another path",
@@ -52,7 +52,7 @@ class DiskUseError(WherryError):
     """The disk tier was asked for something it cannot do: an option, a buffer or a range."""
 
 
-def disk_error(failure: Failure, write: bool, unit: str, paths: Sequence[str]) -> DiskError:
+def disk_error(failure: DiskFailure, write: bool, unit: str, paths: Sequence[str]) -> DiskError:
     """The error to raise for a request's failure."""
     path = paths[failure.lane]
     what, advice = _explain(failure, write, path)
@@ -63,7 +63,7 @@ def disk_error(failure: Failure, write: bool, unit: str, paths: Sequence[str]) -
     return DiskError(message, code, path, failure.offset, failure.wanted, unit)
 
 
-def _explain(failure: Failure, write: bool, path: str) -> tuple[str, str]:
+def _explain(failure: DiskFailure, write: bool, path: str) -> tuple[str, str]:
     if failure.cause is Cause.SYSTEM:
         name = errno.errorcode.get(failure.code, str(failure.code))
         return f"{os.strerror(failure.code)} ({name})", hint(failure.code)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from wherry.tiers.buffers import HostPool
-    from wherry.tiers.disk import DiskStore, Record
+    from wherry.tiers.disk import DiskRecord, DiskStore
 
 
 class Storage(Protocol):
@@ -116,7 +116,7 @@ class DiskCache:
         """At least so many bytes may be kept."""
         self.keep = max(self.keep, nbytes)
 
-    def reserve(self, name: str, nbytes: int) -> Record:
+    def reserve(self, name: str, nbytes: int) -> DiskRecord:
         self.largest = max(self.largest, nbytes)
         return self.store.reserve(name, nbytes)
 

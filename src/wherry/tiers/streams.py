@@ -112,10 +112,10 @@ class CopiesDown:
         """Copy `source`, and call `give` once it may be written again."""
         copied = self.link.down(target, source)
         self._sources.append((copied, give))
-        self.rest(IN_FLIGHT)
+        self.wait(IN_FLIGHT)
         return copied
 
-    def rest(self, keep: int = 0) -> None:
+    def wait(self, keep: int = 0) -> None:
         """Until so many are left whose sources may not be written yet."""
         while len(self._sources) > keep:
             copied, give = self._sources.popleft()
@@ -123,10 +123,10 @@ class CopiesDown:
             give()
 
     def drop(self) -> None:
-        """As `rest`, whatever went wrong with the copies."""
+        """As `wait`, whatever went wrong with the copies."""
         while self._sources:
             with suppress(Exception):
-                self.rest(len(self._sources) - 1)
+                self.wait(len(self._sources) - 1)
 
 
 class Readers(Ticket):
@@ -183,7 +183,7 @@ class _Copy(Ticket):
         # Of the copy's own device: the thread that waits may have another as its current one.
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """After `order`, on the stream that the source is of: its memory may be another's now."""
         self._source = None
 
@@ -254,7 +254,7 @@ class CudaLink(Link):
     def order(self, ticket: Ticket) -> None:
         if isinstance(ticket, _Copy):
             ticket.order()
-            ticket.let_go()
+            ticket.release()
         else:
             ticket.wait()
 

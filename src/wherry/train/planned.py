@@ -30,10 +30,10 @@ def part_of(
     stage = Stage(model, grid.stage, grid.pipe)
     came = torch.zeros(micro_batch, sequence, shape.hidden, dtype=dtype, requires_grad=True)
     first = ids if stage.first else came
-    return (_WithLoss(stage, loss_of), (first, ids)) if stage.last else (stage, (first,))
+    return (_StageWithLoss(stage, loss_of), (first, ids)) if stage.last else (stage, (first,))
 
 
-class _WithLoss(nn.Module):
+class _StageWithLoss(nn.Module):
     """A pipeline's last stage, whose outputs meet the labels."""
 
     def __init__(self, stage: nn.Module, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:

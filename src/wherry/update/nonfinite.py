@@ -21,7 +21,7 @@ IN_A_ROW = 10
 
 
 @dataclass(frozen=True)
-class Finding:
+class NonfiniteStep:
     """What one rank knows of such a step."""
 
     # The place of its first gradient that is not finite, and the unit of that; where none is, it is the last.
@@ -60,7 +60,9 @@ class NonFinite:
         self._in_a_row = 0
         self._scaler.update(overflow=False)
 
-    def look(self, updater: Updater, groups: Groups, multiplier: float, loss: torch.Tensor | None) -> list[Finding]:
+    def look(
+        self, updater: Updater, groups: Groups, multiplier: float, loss: torch.Tensor | None
+    ) -> list[NonfiniteStep]:
         """What all ranks find, together; while there are the gradients. The step is skipped unless it is ignored."""
         if self._told:
             return []
@@ -71,7 +73,7 @@ class NonFinite:
         names = self._topology.tensor.gather_objects([bucket.name for bucket in made])
         parted = {name for mine in names for name in mine if any(name not in theirs for theirs in names)}
         unit_of = {flat: unit.name for unit in self._units for flat in unit.flats}
-        mine = Finding(
+        mine = NonfiniteStep(
             # The backward comes to the last stage of a pipeline first.
             (-self._topology.pipe.rank, order.index(unfit[0])) if unfit else (1, 0),
             unit_of[unfit[0].flat] if unfit else "",
@@ -83,7 +85,7 @@ class NonFinite:
         )
         return world_of(self._topology).gather_objects(mine)
 
-    def conclude(self, found: list[Finding], step: int, norm: float, rates: list[float]) -> None:
+    def conclude(self, found: list[NonfiniteStep], step: int, norm: float, rates: list[float]) -> None:
         """Say what became of the step, or raise it."""
         if self.ignores:
             if found:
@@ -127,13 +129,13 @@ class NonFinite:
             self._log.warning("%s", text)
 
 
-def _what(found: list[Finding], norm: float) -> str:
+def _what(found: list[NonfiniteStep], norm: float) -> str:
     first = min(found, key=lambda finding: finding.place)
     where = f", first in {first.unit}" if first.unit else ""
     return f"its gradients are not finite (norm {norm:g}){where}"
 
 
-def _loss(found: list[Finding]) -> str:
+def _loss(found: list[NonfiniteStep]) -> str:
     """The loss of the first rank whose own is not finite, or of the first rank."""
     known = [finding for finding in found if finding.loss is not None]
     if not known:
@@ -142,7 +144,7 @@ def _loss(found: list[Finding]) -> str:
     return f"; last loss {shown.loss:g}" + (f" on rank {shown.rank}" if len(found) > 1 else "")
 
 
-def _made(found: list[Finding]) -> str:
+def _made(found: list[NonfiniteStep]) -> str:
     made, parts = sum(finding.made for finding in found), sum(finding.parts for finding in found)
     if not made:
         return ""

@@ -65,7 +65,7 @@ class BucketPipeline:
         if self._prefetched is None and self.bucket.storage is not None:
             self._prefetched = self.bucket.storage.fetch()
 
-    def stop_reading(self) -> None:
+    def drop_reads(self) -> None:
         """The record was read for an update that does not come."""
         if self._prefetched is not None and self.bucket.storage is not None:
             self._prefetched = None

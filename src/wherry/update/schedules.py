@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Rates = float | Sequence[float]
 
 
-class _Schedule(LRScheduler):
+class _StepSchedule(LRScheduler):
     """A torch scheduler whose learning rates follow from the step alone."""
 
     def __init__(self, optimizer: Optimizer, last_batch_iteration: int) -> None:
@@ -34,7 +34,7 @@ class _Schedule(LRScheduler):
         return self.get_lr()
 
 
-class WarmupLR(_Schedule):
+class WarmupLR(_StepSchedule):
     """From `warmup_min_lr` to `warmup_max_lr` over `warmup_num_steps` steps, constant afterwards.
 
     `warmup_max_lr` unset is each group's own learning rate.
@@ -87,7 +87,7 @@ class WarmupDecayLR(WarmupLR):
         return 1.0 - _progress(step, self.warmup_num_steps, self.total_num_steps)
 
 
-class WarmupCosineLR(_Schedule):
+class WarmupCosineLR(_StepSchedule):
     """Shares of each group's own rate: from `warmup_min_ratio` to 1, then a half cosine to `cos_min_ratio`."""
 
     def __init__(
@@ -119,7 +119,7 @@ class WarmupCosineLR(_Schedule):
         return self.cos_min_ratio + (1.0 - self.cos_min_ratio) * (1.0 + math.cos(math.pi * progress)) / 2.0
 
 
-class OneCycle(_Schedule):
+class OneCycle(_StepSchedule):
     """One cycle of the learning rate, up and down, with the momentum against it; then an optional decay."""
 
     def __init__(
@@ -183,7 +183,7 @@ class OneCycle(_Schedule):
         return (step - self.first - self.second) / self.decay_step_size if self.decay_step_size else 0.0
 
 
-class LRRangeTest(_Schedule):
+class LRRangeTest(_StepSchedule):
     """A learning rate that grows from `lr_range_test_min_lr` on, to find the largest that trains."""
 
     def __init__(
@@ -207,7 +207,7 @@ class LRRangeTest(_Schedule):
         return [low * (1.0 + self.step_rate * intervals) for low in self.min_lrs]
 
 
-_SCHEDULES: dict[str, type[_Schedule]] = {
+_SCHEDULES: dict[str, type[_StepSchedule]] = {
     "LRRangeTest": LRRangeTest,
     "OneCycle": OneCycle,
     "WarmupLR": WarmupLR,

@@ -102,7 +102,7 @@ class Updater:
         self.pipelines: list[BucketPipeline] = []
         self._pipeline_of: dict[Flat, BucketPipeline] = {}
         # The window whose updates are made in its backward, from there to its step.
-        self._window: InBackward | None = None
+        self._in_backward: InBackward | None = None
         self._thread: UpdateThread | None = None
         # The thread is in this process alone, and not in one that is forked from it.
         self._process = os.getpid()
@@ -134,7 +134,7 @@ class Updater:
     def detach(self) -> None:
         """The gradients are about to be others. Updates under way read them to their ends first."""
         self.flush()
-        self.stop_reading()
+        self.drop_reads()
         self.forget()
         self._let_go()
 
@@ -152,17 +152,17 @@ class Updater:
         if self.policy.when in ("before_use", "in_backward"):
             self.settle()
         if boundary and self.in_backward:
-            if self._window is not None:
+            if self._in_backward is not None:
                 raise WherryError(
                     "backward: the weights of this accumulation window have been updated already, in the backward "
                     'before this one; for several backwards before a step set "wherry": {"update_policy": "before_use"}'
                 )
-            self._window = InBackward(groups, multiplier)
+            self._in_backward = InBackward(groups, multiplier)
 
     def cancel_backward(self) -> None:
         """It was none of weights."""
-        if self._window is not None and not self._window.landed:
-            self._window = None
+        if self._in_backward is not None and not self._in_backward.landed:
+            self._in_backward = None
 
     # The step.
 
@@ -222,12 +222,18 @@ class Updater:
                 pipeline.give_up(error)
 
     def give_up_for_load(self) -> None:
-        """An update of this rank or of another has failed, and all values are about to be loaded: nothing of it is
-        published any more. Every rank makes the call."""
+        """An update of this rank or of another has failed, and all values are about to be loaded.
+
+        Nothing of it is published any more. Every rank makes the call.
+        """
         self.broken = self.broken or WherryError("it is of another rank; go on from a checkpoint")
         for pipeline in self.pipelines:
             pipeline.job.wait_for_end()
             pipeline.give_up(self.broken)
+
+    def made_whole(self) -> None:
+        """Every value has been loaded: they are those of one step again."""
+        self.broken = None
 
     @torch.no_grad()
     def skip(
@@ -254,7 +260,7 @@ class Updater:
 
     def landed(self, gradient: FlatGradient) -> None:
         """In a backward: a flat's gradients are complete, reduced, and on their way to where the update finds them."""
-        window = self._window
+        window = self._in_backward
         if window is None:
             return
         pipeline = self._pipeline_of[gradient.flat]
@@ -276,13 +282,13 @@ class Updater:
 
     def drop(self) -> list[str]:
         """The window's gradients are dropped. What has been updated from them already, by name."""
-        window, self._window = self._window, None
+        window, self._in_backward = self._in_backward, None
         changed: list[str] = []
         if window is not None:
             for job in window.begun.values():
                 job.wait_for_end()  # it may read the gradients that are given back next, and what was read for it
             changed = [p.bucket.name for p in self.pipelines if p in window.begun and p.updated]
-        self.stop_reading()
+        self.drop_reads()
         return changed
 
     def _finite(self, pipeline: BucketPipeline) -> bool:
@@ -291,7 +297,7 @@ class Updater:
 
     def _end_window(self, groups: Groups, multiplier: float) -> InBackward | None:
         """The step has come. None if its updates have yet to be made: its boundary was decided after its backward."""
-        window, self._window = self._window, None
+        window, self._in_backward = self._in_backward, None
         if window is not None:
             window.check(groups, multiplier)
             assert len(window.begun) + len(window.deferred) == len(self.pipelines)
@@ -346,10 +352,10 @@ class Updater:
             self.comm.tell(error)  # before any hook takes part in another collective
             raise
 
-    def stop_reading(self) -> None:
+    def drop_reads(self) -> None:
         """Release what was read for updates that do not come."""
         for pipeline in self.pipelines:
-            pipeline.stop_reading()
+            pipeline.drop_reads()
 
     # Updates become weights.
 
@@ -466,6 +472,6 @@ class Updater:
     def _let_go(self) -> None:
         if self._thread is not None:
             self._thread.close()
-        self._window = self._gradients = self._thread = None
+        self._in_backward = self._gradients = self._thread = None
         self.pipelines.clear()
         self._pipeline_of.clear()

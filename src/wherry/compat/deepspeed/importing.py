@@ -135,8 +135,8 @@ class _Import:
             manifest.check_complete()
             return partial.commit(manifest, latest=True)
         except BaseException:
-            self.files.abandon()
-            partial.discard()
+            self.files.drop()
+            partial.drop()
             raise
 
     def _write_tensors(self) -> dict[str, Any] | None:
