@@ -86,7 +86,7 @@ def _attempt(
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    machine = ray.remote(_RayNode)
+    machine = ray.remote(_RayActor)
     actors: list[Any] = [
         machine.options(
             num_cpus=bundle["CPU"],
@@ -113,7 +113,7 @@ def _attempt(
     return follow(started, nodes * bundle["CPU"])
 
 
-class _RayNode:
+class _RayActor:
     """An actor: the `wherry run` of one machine, and its words."""
 
     def place(self) -> tuple[str, int]:

@@ -74,11 +74,10 @@ class Norm:
             # The squares sum to the square of the sum only if all ranks have the same.
             if values[2] ** 2 != values[3] * self.comm.size:
                 raise DivergenceError(
-                    "the ranks gathered different units in this step "
-                    f"(rank {self.comm.rank} has digest {gather_digest}), so their weights are mixed up and the step is "
-                    "not made. A rank may skip units that others run, but not run them in another order, or oftener, or "
-                    "after many steps in which all ranks ran the same: put what differs into a larger unit, by "
-                    '"wherry": {"unit_classes": [...]}'
+                    f"the ranks gathered different units in this step (rank {self.comm.rank} has digest "
+                    f"{gather_digest}), so their weights are mixed up and the step is not made. A rank may skip units "
+                    "that others run, but not run them in another order, or oftener, or after many steps in which all ranks "
+                    'ran the same: put what differs into a larger unit, by "wherry": {"unit_classes": [...]}'
                 )
             self.one_path = values[4] ** 2 == values[5] * self.comm.size
         self._any_absent = values[1] > 0
