@@ -76,8 +76,8 @@ class Norm:
                 raise DivergenceError(
                     f"the ranks gathered different units in this step (rank {self.comm.rank} has digest "
                     f"{gather_digest}), so their weights are mixed up and the step is not made. A rank may skip units "
-                    "that others run, but not run them in another order, or oftener, or after many steps in which all ranks "
-                    'ran the same: put what differs into a larger unit, by "wherry": {"unit_classes": [...]}'
+                    "that others run, but not run them in another order, or oftener, or after many steps in which all "
+                    'ranks ran the same: put what differs into a larger unit, by "wherry": {"unit_classes": [...]}'
                 )
             self.one_path = values[4] ** 2 == values[5] * self.comm.size
         self._any_absent = values[1] > 0
