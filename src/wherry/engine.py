@@ -525,7 +525,7 @@ class Engine(nn.Module):
         `tag` is `global_step<N>` unless given. `client_state` is kept beside it: numbers, strings, tensors, and lists
         and dicts of these. Whatever happens on the way, the checkpoint before stays whole.
         """
-        self._meet("save_checkpoint()")
+        self.meet("save_checkpoint()")
         self._roster.check()
         frozen = exclude_frozen_parameters
         self._checkpoints.save(save_dir, tag, client_state, latest=save_latest, exclude_frozen=frozen)
@@ -587,7 +587,7 @@ class Engine(nn.Module):
         Files are of 5 GB at most, with an index; a unit at a time is in memory. For a name that ends in .bin or .pt
         it is one file of torch.save's, for which rank 0 holds the whole model.
         """
-        self._meet("save_16bit_model()")
+        self.meet("save_16bit_model()")
         self._roster.check()
         self._checkpoints.save_model(Path(save_dir), save_filename, exclude_frozen=exclude_frozen_parameters)
         return True
@@ -599,7 +599,7 @@ class Engine(nn.Module):
 
         Weights are the working ones, or in `dtype`; torch.float32 gives the masters.
         """
-        self._meet("consolidated_state_dict()")
+        self.meet("consolidated_state_dict()")
         return self._checkpoints.consolidated(dtype, exclude_frozen=exclude_frozen_parameters)
 
     def _end_updates_for_load(self) -> None:
@@ -617,7 +617,8 @@ class Engine(nn.Module):
         if self._updater is not None:
             self._updater.check_whole()
 
-    def _meet(self, call: str) -> None:
+    def meet(self, call: str) -> None:
+        """What all ranks call together begins here: where all can, and have come to the same call."""
         self._check_whole()
         world_of(self.topology).meet(call)
         self._flush()

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from wherry.observe.memory import format_bytes, free_on_gpu, host_memory, out_of_memory
+from wherry.observe.memory import format_bytes, free_on_gpu, out_of_memory
 from wherry.offload import Offload
 from wherry.parallel.partition import local
 from wherry.placement import Tier, place_name
@@ -21,7 +21,7 @@ from wherry.sharding.grouping import UnitPlan
 from wherry.sharding.unit import Unit
 from wherry.tier_choice import TierChoice
 from wherry.tiers.disk import DiskStore
-from wherry.tiers.host import check_host
+from wherry.tiers.host import check_host, free_host_memory
 from wherry.update.optimizer_states import StateTier, record_fields
 from wherry.update.updater import Updater
 
@@ -58,7 +58,7 @@ def explain_shortage(
         return
     gpu = device.type == "cuda"
     place = "device" if gpu else "host"
-    free = free_on_gpu(device) if gpu else host_memory().available
+    free = free_on_gpu(device) if gpu else free_host_memory()
     asked = re.search(r"tried to allocate ([\d.]+) ?(\w+)", str(error), re.IGNORECASE)
     wanted = f"asked for {_size(*asked.groups())} more" if asked is not None else "needs more"
     states = ", ".join(

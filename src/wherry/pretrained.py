@@ -15,7 +15,6 @@ from torch import nn
 
 from wherry.engine import Engine
 from wherry.errors import WherryError
-from wherry.parallel.topology import world_of
 from wherry.sharding.layout import Place, tile_places
 from wherry.sharding.meta import Given, give, give_buffer, give_memory, pieces, write
 from wherry.sharding.model_checks import taken
@@ -49,7 +48,7 @@ def load_pretrained(engine_or_model: Engine | nn.Module, folder_or_file: str | P
     """
     engine = engine_or_model if isinstance(engine_or_model, Engine) else None
     if engine is not None:
-        world_of(engine.topology).meet("load_pretrained()")
+        engine.meet("load_pretrained()")
     model = engine.module if engine is not None else engine_or_model
     if engine is None:
         _refuse_held(model)
@@ -183,7 +182,6 @@ def _logical_shape(tensor: torch.Tensor, name: str, engine: Engine | None) -> tu
 @torch.no_grad()
 def _load_engine(engine: Engine, sources: Mapping[torch.Tensor, TensorSource]) -> None:
     access = engine.access
-    engine.settle()
     engine.zero_grad()
     access.gatherer.forget_near()
     pinned = [flat.name for unit in engine.units for flat in unit.flats if flat.pins]

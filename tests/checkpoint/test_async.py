@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.checkpoint.harness import MODEL, Shape, assert_same, load_into, on, state_of, train
+from tests.checkpoint.harness import MODEL, Shape, assert_same, load_into, on, save_from, state_of, train
 from tests.engine.harness import adamw, settings, token_batch
 
 import wherry
@@ -257,6 +257,19 @@ def test_a_program_that_ends_waits_for_its_last_save(tmp_path: Path, monkeypatch
     done = subprocess.run([sys.executable, "-c", ENDING, str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
     assert folders.newest_whole(tmp_path) == "global_step0"
+
+
+def test_a_checkpoint_that_goes_while_it_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another process keeps the last ones only."""
+    for tag in ("first", "second"):
+        save_from(Shape(), tmp_path, tag=tag)
+    listed = folders.newest_first(tmp_path)
+    (tmp_path / "second" / "manifest.json").unlink()
+    monkeypatch.setattr(folders, "newest_first", lambda folder: listed)
+    assert folders.newest_whole(tmp_path) == "first"
+    assert "second is passed over" in caplog.text
 
 
 @pytest.mark.parametrize("free", [0, 1 << 40])

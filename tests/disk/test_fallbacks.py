@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import textwrap
 
@@ -61,6 +62,32 @@ CASES = {
         ["no io_uring: WHERRY_DISK=buffered asks", "no threads: WHERRY_DISK=buffered asks for buffered"],
     ),
 }
+
+
+def often_busy(system):
+    busy = itertools.cycle([True, True, False])
+
+    def ask(*given):
+        if next(busy):
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return system(*given)
+
+    return ask
+
+
+def test_a_busy_system_is_asked_again(tmp_path, pool, monkeypatch):
+    without_library(monkeypatch)
+    for name in ("preadv", "pwritev"):
+        monkeypatch.setattr(os, name, often_busy(getattr(os, name)))
+    with DiskStore(tmp_path, block_size=BLOCK) as store:
+        buffer = pool.take(3 * BLOCK)
+        buffer.fill_(7)
+        record = store.reserve("weights", 3 * BLOCK)
+        store.write(record, buffer).wait()
+        buffer.zero_()
+        store.read(record, buffer).wait()
+        assert bool((buffer == 7).all())
+        pool.give(buffer)
 
 
 @needs_library

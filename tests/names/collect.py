@@ -54,7 +54,7 @@ FUNCTIONS = (
     "wherry.optim.CPULion",
 )
 # Public to Wherry's own rooms alone.
-_INNER = {"backward_begins", "backward_ends", "forward_begins", "update", "unwrap", "zero_grad_of_loop"}
+_INNER = {"backward_begins", "backward_ends", "forward_begins", "meet", "update", "unwrap", "zero_grad_of_loop"}
 
 _ALIAS = """
 import importlib, json, sys, types

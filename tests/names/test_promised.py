@@ -16,6 +16,7 @@ PROMISED = json.loads((Path(__file__).parent / "promised.json").read_text())
 
 GONE = {
     "wherry bench disk --peers": "python benchmarks/disk.py measures fio and DeepSpeed's aio beside the disk tier",
+    ".wherry.Engine(parts)": "wherry.initialize, which alone makes engines, gives the parts one by one",
 }
 """A name, as `missing` gives it, and what to use instead."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,19 @@ from tests.plan.measured import make, measure
 
 from wherry.errors import WherryError
 from wherry.observe.footprint import Footprint
+from wherry.parallel import comm
 from wherry.plan.dry_run import dry_run
 from wherry.sources import find, of_shape
 from wherry.train.presets import Shape
 
 # Every flat by itself: which small ones travel together depends on buffers that this compares.
 ALONE = {"reduce_bucket_size": 0, "allgather_bucket_size": 0}
+
+
+@pytest.fixture(autouse=True)
+def of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real engines' ranks are threads here, which sum in place of what gloo would send."""
+    monkeypatch.setattr(comm, "EXCHANGED", -1)
 
 
 def config(stage: int, accumulation: int = 1, precision: str = "bf16", **more: Any) -> dict[str, Any]:
@@ -152,6 +160,23 @@ def test_a_model_that_there_is_already_is_left_alone(device: str) -> None:
         same, dtype, where, values = before[name]
         assert p is same and (p.dtype, p.device) == (dtype, where)
         assert values is None or torch.equal(p, values)
+
+
+def test_inputs_in_a_mapping_that_torch_does_not_know() -> None:
+    """As what a tokenizer returns, with attributes, inside a tuple."""
+
+    class Tokens(UserDict):  # type: ignore[type-arg]
+        def __getattr__(self, name: str) -> Any:
+            return self.data[name]
+
+    class Reads(torch.nn.Linear):
+        def forward(self, batch: Any) -> torch.Tensor:
+            return super().forward(batch.rows[0]).sum()
+
+    given = Tokens(rows=[torch.ones(4, 4)])
+    told = dry_run(find(lambda: (Reads(4, 4), (given,))), config(0, precision="fp32"), ranks=2)
+    assert told.parameters == 20
+    assert torch.equal(given["rows"][0], torch.ones(4, 4))
 
 
 def test_the_footprint_follows_storages() -> None:

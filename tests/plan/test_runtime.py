@@ -17,12 +17,13 @@ from torch.utils.data import TensorDataset
 import wherry
 from wherry import config as configs
 from wherry.errors import WherryError
-from wherry.observe.memory import DeviceMemory, HostMemory
+from wherry.observe.memory import DeviceMemory
 from wherry.parallel.comm import Comm, SoloComm
 from wherry.plan import choose, machines, probe, rates, runtime
 from wherry.plan.forecaster import Forecaster
 from wherry.plan.imagined import FakeComm
 from wherry.testing import run_ranks
+from wherry.tiers.disk import DiskSpaceError
 
 AUTO = {"stage": "auto", "offload_optimizer": {"device": "auto"}, "stage3_param_persistence_threshold": 0}
 
@@ -45,8 +46,7 @@ def engine_config(ranks: int, config: dict[str, Any], model: Any = None, data: A
 
 
 def free_memory(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    seen = HostMemory(resident=0, peak=0, available=count, total=count)
-    monkeypatch.setattr(runtime, "host_memory", lambda: seen)
+    monkeypatch.setattr(runtime, "free_host_memory", lambda ranks: count)
     monkeypatch.setattr(machines, "PROCESS", 0)
 
 
@@ -316,6 +316,19 @@ def test_rates_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert 1e-8 < found.overhead < 1e-2
     assert not list(tmp_path.iterdir())
     assert machines.Machine(**json.loads(json.dumps(asdict(found)))) == found
+
+
+@pytest.mark.parametrize("error", [OSError("the disk is gone"), DiskSpaceError("it is full", 1, "there")])
+def test_a_disk_that_cannot_be_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(rates.DiskStore, "write", fails)
+    with caplog.at_level("WARNING", logger=rates.logger.name):
+        assert rates._disk(tmp_path) == rates.UNKNOWN_DISK
+    assert f"is not measured ({error})" in caplog.text
 
 
 def test_a_machine_that_gains_or_loses_gpus() -> None:

@@ -268,7 +268,7 @@ class Event:
         """What was recorded is over."""
 
 
-@pytest.mark.parametrize(("up", "how"), [(True, "wait"), (True, "finish"), (False, "wait"), (False, "let_go")])
+@pytest.mark.parametrize(("up", "how"), [(True, "wait"), (True, "finish"), (False, "wait"), (False, "release")])
 def test_a_copy_lets_go_of_the_devices_memory_as_soon_as_its_stream_waits(
     up: bool, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

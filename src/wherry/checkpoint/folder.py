@@ -229,8 +229,15 @@ def damage(folder: Path, manifest: Manifest, rank: int = 0, ranks: int = 1) -> l
 
 def newest_whole(folder: Path, but: str | None = None) -> str | None:
     """The tag of the newest checkpoint that can be loaded; every byte of it is read."""
-    tags = (tag for tag in newest_first(folder) if tag != but)
-    return next((tag for tag in tags if not damage(folder / tag, read_manifest(folder / tag))), None)
+    return next((tag for tag in newest_first(folder) if tag != but and _whole(folder / tag)), None)
+
+
+def _whole(folder: Path) -> bool:
+    try:
+        return not damage(folder, read_manifest(folder))
+    except CheckpointError as error:  # gone, or another's, since the folder was listed
+        logger.warning("%s is passed over: %s", folder, error)
+        return False
 
 
 def locate(folder: Path, tag: str | None, *, cleans: bool = True) -> str | None:

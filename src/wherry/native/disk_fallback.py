@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from wherry.native.disk import SECTOR, Cause, Counters, DiskFailure, DiskRecord, Fault
 
 _MAX_THREADS = 64
+_RETRIES = 1000  # of a transfer that the system answers with EAGAIN
 
 
 class PythonRequest:
@@ -171,7 +172,7 @@ class PythonEngine:
         return None
 
     def _transfer(self, chunk: _Chunk, memory: memoryview) -> DiskFailure | None:
-        file, moved = self._files[chunk.lane], 0
+        file, moved, retries = self._files[chunk.lane], 0, 0
         limit = -1 if chunk.fault is None else chunk.fault.limit
         system = os.pwritev if chunk.write else os.preadv
         while moved < chunk.length:
@@ -180,7 +181,13 @@ class PythonEngine:
                 part, result, limit = part[: limit - limit % SECTOR], limit, -1
                 if not part:
                     return chunk.failure(Cause.SHORT, moved=moved + result)
-            result = system(file, [part], chunk.offset + moved)
+            try:
+                result = system(file, [part], chunk.offset + moved)
+            except BlockingIOError:
+                retries += 1
+                if retries == _RETRIES:
+                    raise
+                continue
             whole = result - result % SECTOR
             moved += whole
             if whole == 0:

@@ -60,6 +60,12 @@ FEW = 4
 # A reduce-scatter over gloo of up to so many bytes is an exchange.
 EXCHANGED = 1 << 24
 
+
+def exchanges(whole: torch.Tensor) -> bool:
+    """Whether gloo's reduce-scatter of so much takes as much again, for what the other ranks send."""
+    return whole.nbytes <= EXCHANGED
+
+
 # A tensor of up to so many elements is small, and at most so many travel together.
 SMALL, TOGETHER = 1 << 19, 1 << 22
 
@@ -438,7 +444,7 @@ class ProcessGroupComm(Comm):
         if whole.device.type == "cpu" and self._over_gloo:
             # gloo has no reduce-scatter, and a wait for torch's stand-in, which copies the whole, has no end. Each rank
             # is sent what it sums; of much, which that would need a second time, all is summed in place.
-            if whole.nbytes <= EXCHANGED:
+            if exchanges(whole):
                 return self._exchange_and_sum(shard, whole)
             summed = self._all_reduce(whole, "sum")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections import Counter
+from collections import Counter, UserDict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -187,7 +187,7 @@ def count(
         recorder.label("resting", tensors_in(batch))
         others = FakeComm(0, tensor)
         topology = Topology(
-            FakeComm(rank, ranks),
+            FakeComm(rank, ranks, over_gloo=not gpu),
             torch.device("cpu"),
             rank,
             rank,
@@ -422,7 +422,15 @@ def faked(mode: FakeTensorMode, value: Any) -> Any:
         fake = tensor if is_fake(tensor) else mode.from_tensor(tensor)
         return torch.empty_like(fake, device="cpu") if fake.is_meta else fake
 
-    return tree_map_only(torch.Tensor, one, value)
+    def any_of(part: Any) -> Any:
+        if isinstance(part, torch.Tensor):
+            return one(part)
+        # A mapping that torch does not know as one; some have attributes too, as what tokenizers return.
+        same = copy.copy(part) if isinstance(part, UserDict) else dict(part)
+        same.update({key: faked(mode, each) for key, each in part.items()})
+        return same
+
+    return tree_map_only((torch.Tensor, Mapping), any_of, value)
 
 
 def loss_of(output: Any) -> torch.Tensor:

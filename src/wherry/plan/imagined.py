@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from wherry.observe.footprint import Footprint
-from wherry.parallel.comm import Comm
+from wherry.parallel.comm import Comm, exchanges
 from wherry.plan.counts import HOST
 from wherry.tickets import DONE, CallbackTicket, Ticket
 from wherry.tiers.buffers import HostPool
@@ -29,7 +29,14 @@ def held(*tensors: torch.Tensor, ticket: Ticket = DONE) -> Ticket:
 
 
 class FakeComm(Comm):
-    """One rank of a group whose other ranks do not exist: everything arrives at once, and means nothing."""
+    """One rank of a group whose other ranks do not exist: everything arrives at once, and means nothing.
+
+    `over_gloo`: what gloo needs for a collective besides its tensors is taken too.
+    """
+
+    def __init__(self, rank: int, size: int, *, over_gloo: bool = False) -> None:
+        super().__init__(rank, size)
+        self._over_gloo = over_gloo
 
     def read(self, tensor: torch.Tensor) -> list[float]:
         """Zeros: what no rank has a gradient for is what this one has none for."""
@@ -39,7 +46,8 @@ class FakeComm(Comm):
         return held(tensor)
 
     def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
-        return held(shard, whole)
+        received = [torch.empty_like(whole)] if self._over_gloo and exchanges(whole) else []
+        return held(shard, whole, *received)
 
     def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
         return held(whole, shard)
@@ -48,7 +56,7 @@ class FakeComm(Comm):
         return held(tensor)
 
     def _group(self, axis: str, members: list[int]) -> Comm:
-        return FakeComm(members.index(self.rank), len(members))
+        return FakeComm(members.index(self.rank), len(members), over_gloo=self._over_gloo)
 
     def _gather_objects(self, value: Any) -> list[Any]:
         return [value] * self.size

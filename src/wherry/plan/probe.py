@@ -15,10 +15,10 @@ import torch
 
 from wherry.config import Config
 from wherry.observe.log import logger
-from wherry.observe.memory import host_memory
 from wherry.plan import rates
 from wherry.plan.machines import Machine
 from wherry.plan.rates import cores, processor
+from wherry.tiers.host import free_host_memory
 
 VERSION = 9
 # Cores that others may keep busy while rates are measured that are to be kept, of eight; of fewer, as many.
@@ -61,6 +61,11 @@ def this_machine(
     except OSError as error:
         logger.warning("what was measured of this machine is not kept, and is measured again the next time: %s", error)
     return _now(machine, where, gpus, every_gpu)
+
+
+def this_computer() -> Machine:
+    """What this machine has free, and how fast it multiplies matrices: measured each time, in a moment."""
+    return _now(rates.products(), Path.cwd(), gpu_names(), every_gpu=False)
 
 
 def disk_folder(config: Config, path: str | None = None) -> Path | None:
@@ -117,7 +122,7 @@ def gpu_names() -> list[str]:
 
 def _now(machine: Machine, folder: Path, gpus: list[str], every_gpu: bool) -> Machine:
     """With what is free at this moment."""
-    changes: dict[str, int] = {"disk": shutil.disk_usage(folder).free, "host_memory": host_memory().available}
+    changes: dict[str, int] = {"disk": shutil.disk_usage(folder).free, "host_memory": free_host_memory()}
     if gpus:
         asked = range(len(gpus)) if every_gpu else [torch.cuda.current_device()]
         changes["gpu_memory"] = min(torch.cuda.mem_get_info(index)[0] for index in asked)

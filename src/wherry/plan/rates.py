@@ -11,16 +11,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from wherry.observe.log import logger
 from wherry.observe.memory import host_memory
-from wherry.plan.machines import GB, HOST_NETWORK, Machine
+from wherry.plan.machines import GB, HOST_NETWORK, Machine, known
 from wherry.tickets import Ticket
 from wherry.tiers.buffers import CudaPin, HostPool
 from wherry.tiers.disk import DiskStore
+from wherry.tiers.disk_errors import DiskSpaceError
 
 # What a disk that cannot be measured is taken to do: bytes a second read, and written.
 UNKNOWN_DISK = 1.0 * GB, 0.5 * GB
@@ -44,11 +46,10 @@ def _measure(folder: Path, gpus: int) -> Machine:
     memory = host_memory()
     stream = _stream(torch.device("cpu"))
     read, write = _disk(folder)
-    name = f"{gpus} x {torch.cuda.get_device_name(device)}" if gpus else f"{processor() or 'CPU'}, {cores()} cores"
-    half = torch.float16 if gpus and torch.cuda.get_device_capability(device) < (8, 0) else torch.bfloat16
+    half = _half(gpus)
     pcie = _pcie(device) if gpus else stream / 2
     return Machine(
-        name=name,
+        name=_name(gpus),
         gpus=gpus,
         gpu_memory=torch.cuda.get_device_properties(device).total_memory if gpus else 0,
         host_memory=memory.total,
@@ -67,6 +68,22 @@ def _measure(folder: Path, gpus: int) -> Machine:
         measured=True,
         half="fp16" if half is torch.float16 else "bf16",
     )
+
+
+def products() -> Machine:
+    """How fast this machine multiplies matrices, measured in a moment; its other rates are another's."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if gpus else []):
+        rate = _matrix(torch.device("cuda"), _half(gpus)) if gpus else _matrix(torch.device("cpu"), torch.float32)
+    return replace(known("a100"), name=_name(gpus), gpus=gpus, matrix=rate, matrix_fp32=rate)
+
+
+def _half(gpus: int) -> torch.dtype:
+    return torch.float16 if gpus and torch.cuda.get_device_capability() < (8, 0) else torch.bfloat16
+
+
+def _name(gpus: int) -> str:
+    return f"{gpus} x {torch.cuda.get_device_name()}" if gpus else f"{processor() or 'CPU'}, {cores()} cores"
 
 
 def processor() -> str:
@@ -170,13 +187,20 @@ def _overhead(device: torch.device) -> float:
 def _disk(folder: Path) -> tuple[float, float]:
     """Bytes a second by the disk tier's own store: read, and written. A quarter of a GB."""
     size = 64 << 20
-    if shutil.disk_usage(folder).free < 16 * size or not os.access(folder, os.W_OK):
+    try:
+        if shutil.disk_usage(folder).free < 16 * size:
+            raise OSError("it has no room")
+        return _disk_rates(folder, size)
+    except (OSError, DiskSpaceError) as error:
         logger.warning(
-            "the disk of %s is not measured, as it has no room, or may not be written: it is taken to read 1 GB a "
-            "second and to write half of that",
+            "the disk of %s is not measured (%s): it is taken to read 1 GB a second and to write half of that",
             folder,
+            error,
         )
         return UNKNOWN_DISK
+
+
+def _disk_rates(folder: Path, size: int) -> tuple[float, float]:
     count = 4
     with tempfile.TemporaryDirectory(dir=folder) as inside, HostPool() as pool, DiskStore(inside) as store:
         buffers = [pool.take(size) for _ in range(count)]

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, default_collate
 from wherry import config as configs
 from wherry.config import Config
 from wherry.errors import WherryError
-from wherry.observe.memory import device_memory, host_memory
+from wherry.observe.memory import device_memory
 from wherry.parallel.comm import Comm
 from wherry.parallel.partition import is_dtensor, local
 from wherry.plan.choose import ACCUMULATION, MICRO, OPTIMIZER, PARAM, RATIO, STAGE, TRAIN, Choice, choose
@@ -27,6 +27,7 @@ from wherry.plan.grid import Grid
 from wherry.plan.machines import Machine, known
 from wherry.plan.model_source import Inputs, ModelSource
 from wherry.plan.probe import disk_folder, state_folders, this_machine
+from wherry.tiers.host import free_host_memory
 
 PLACING = (STAGE, OPTIMIZER, PARAM)
 # What is chosen by the time of a step.
@@ -154,7 +155,7 @@ def _room(free_on_gpu: int | None, ranks_here: int, nodes: int, disk: int) -> Ma
         name="this machine",
         gpus=ranks_here if on_gpu else 0,
         gpu_memory=int(FOR_STATES * (free_on_gpu or 0)),
-        host_memory=int((1.0 if on_gpu else FOR_STATES) * host_memory().available),
+        host_memory=int((1.0 if on_gpu else FOR_STATES) * free_host_memory(ranks_here)),
         disk=disk,
         nodes=nodes,
     )

@@ -127,6 +127,19 @@ def has_reduce_scatter_tensor() -> bool:
     return True
 
 
+def reduce_scatter_fn(
+    output_tensor: torch.Tensor, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None,
+    async_op: bool = False, debug: str = "",
+) -> Any:  # fmt: skip
+    return dist.reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op)
+
+
+def allgather_fn(
+    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, async_op: bool = False, debug: str = ""
+) -> Any:
+    return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
 def all_gather_coalesced(
     output_tensors: Sequence[torch.Tensor], input_tensors: Sequence[torch.Tensor], group: Any = None,
     async_op: bool = False,

@@ -23,10 +23,10 @@ _LEAVES = (
     "z3_leaf_parameter"
 )
 _COMM = (
-    ".comm: all_gather_coalesced configure get_global_rank get_rank get_world_group get_world_size "
-    "has_all_gather_into_tensor has_reduce_scatter_tensor init_distributed is_initialized log_summary",
-    "torch.distributed: ReduceOp all_reduce_coalesced allgather_fn=all_gather_into_tensor "
-    "inference_all_reduce=all_reduce is_available reduce_scatter_fn=reduce_scatter_tensor",
+    ".comm: all_gather_coalesced allgather_fn configure get_global_rank get_rank get_world_group get_world_size "
+    "has_all_gather_into_tensor has_reduce_scatter_tensor init_distributed is_initialized log_summary "
+    "reduce_scatter_fn",
+    "torch.distributed: ReduceOp all_reduce_coalesced inference_all_reduce=all_reduce is_available",
     "wherry.parallel.topology: get_local_rank=local_rank",
 )
 _ACCELERATOR = ".accelerator: Accelerator get_accelerator is_current_accelerator_supported set_accelerator"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -64,16 +64,27 @@ _STAGE_3 = {"zero_optimization": {"stage": 3}}
 MiCS_Init = Init
 
 
-@contextmanager
-def GatheredParameters(
-    params: torch.Tensor | Iterable[torch.Tensor],
-    modifier_rank: int | None = None,
-    fwd_module: nn.Module | None = None,
-    enabled: bool = True,
-) -> Iterator[None]:
+class GatheredParameters:
     """`wherry.gathered`. Edits are kept on `modifier_rank`, or, where it is None, must be the same on every rank."""
-    with wherry.gathered(params, modifier_rank) if enabled else nullcontext():
-        yield
+
+    def __init__(
+        self,
+        params: torch.Tensor | Iterable[torch.Tensor],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self.enabled = enabled
+        self.params = [params] if isinstance(params, torch.Tensor) else list(params)
+        self._modifier_rank = modifier_rank
+        self._held = ExitStack()
+
+    def __enter__(self) -> None:
+        if self.enabled:
+            self._held.enter_context(wherry.gathered(self.params, self._modifier_rank))
+
+    def __exit__(self, *exception: Any) -> bool | None:
+        return self._held.__exit__(*exception)
 
 
 def register_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:
