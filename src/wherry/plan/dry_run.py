@@ -205,7 +205,8 @@ def count(
         )
         end.callback(engine.close)
         step = Step(engine, batch, config, recorder, moved, others, updates=updates)
-        step.make()
+        if updates:  # the order of units, and what an update makes of its own, a first step tells
+            step.make()
         step.begin_counting()
         step.make()
         return step.counts()
