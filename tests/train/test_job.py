@@ -205,7 +205,7 @@ def test_the_tutorials_file_trains_as_printed(tmp_path, text, capsys):
 @pytest.mark.parametrize("preset", [*presets.PRESETS, "auto"])
 def test_every_preset_by_its_name(tmp_path, text, capsys, monkeypatch, preset):
     large = replace(known("4090"), name="a large machine", gpus=0, host_memory=10**12, matrix_fp32=1e18)
-    monkeypatch.setattr(probe, "this_computer", lambda: large)
+    monkeypatch.setattr(probe, "this_machine_roughly", lambda: large)
     small = ("--num-layers", 1, "--hidden-size", 8, "--num-attention-heads", 1, "--seq-length", 8, "--batch-size", 1)
     more = ("--steps", 1, "--eval-iters", 1, "--run-dir", tmp_path / "run")
     assert _here("--preset", preset, *small, *text, *more) == 0
@@ -226,7 +226,7 @@ def test_auto_reckons_with_the_micro_batch_of_the_file(tmp_path, text, monkeypat
         return presets.PRESETS["gpt2-10m"], ""
 
     monkeypatch.setattr(presets, "choose", choose)
-    monkeypatch.setattr(probe, "this_computer", lambda: None)
+    monkeypatch.setattr(probe, "this_machine_roughly", lambda: None)
     config = tmp_path / "config.json"
     config.write_text('{"zero_optimization": {"stage": 1}}')
     small = (*TINY, *text, "--preset", "auto", "--steps", 1)

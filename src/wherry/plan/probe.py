@@ -63,7 +63,7 @@ def this_machine(
     return _now(machine, where, gpus, every_gpu)
 
 
-def this_computer() -> Machine:
+def this_machine_roughly() -> Machine:
     """What this machine has free, and how fast it multiplies matrices: measured each time, in a moment."""
     return _now(rates.products(), Path.cwd(), gpu_names(), every_gpu=False)
 

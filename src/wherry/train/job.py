@@ -184,12 +184,12 @@ def _choose(options: Options, ranks: int, given: Mapping[str, Any] | None) -> tu
     import torch
 
     from wherry.config import load
-    from wherry.plan.probe import this_computer
+    from wherry.plan.probe import this_machine_roughly
     from wherry.train.presets import choose
 
     if options.preset != "auto":
         return shape_of(options, PRESETS[options.preset]), ""
     config = load(build_config(options, PRESETS["gpt2-10m"].parameters, bf16=False, given=given))
     micro = config.batch(grid_of(options).data_ranks(ranks)).micro
-    shape, why = choose(this_computer(), ranks, micro, itemsize=2 if torch.cuda.is_available() else 4)
+    shape, why = choose(this_machine_roughly(), ranks, micro, itemsize=2 if torch.cuda.is_available() else 4)
     return shape_of(options, shape), why
