@@ -31,6 +31,7 @@ from wherry.sharding.grouping import plan_units
 from wherry.sharding.model_checks import check_model
 from wherry.sharding.unit import Flat
 from wherry.sharding.weights import Gatherer
+from wherry.tiers.streams import check_device
 from wherry.update import schedules
 from wherry.update.optimizer import OptimizerLike, OptimizerSpec, ShardedOptimizer, resolve_optimizer
 from wherry.update.updater import Updater
@@ -141,6 +142,9 @@ def _assemble(
     if not faking():  # a dry run is no run of the config
         _tell(resolved)
     check_model(model, resolved, topology.data)
+    check_device(topology.device)
+    for axis in (topology.data, topology.tensor, topology.pipe):
+        axis.check_reaches(topology.device)
     if resolved.placement().parameters.partitioned:
         live = resolved.zero_optimization.stage3_max_live_parameters
         if resolved.wherry.tile_linear:

@@ -128,7 +128,7 @@ def make_dataloader(
         "collate_fn": collate_fn,
         "drop_last": drop_last,
         "num_workers": workers,
-        "pin_memory": engine.device.type == "cuda",
+        "pin_memory": engine.device.type != "cpu",
     }
     if sampler is not None:
         return DataLoader(data, sampler=sampler, **options)

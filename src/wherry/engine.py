@@ -17,7 +17,6 @@ from wherry import memory_report
 from wherry.activations import build as activations
 from wherry.checkpoint.session import Checkpoints, Session, StepCounts
 from wherry.errors import DivergenceError, WherryError
-from wherry.fake import host_value
 from wherry.life import Life, Lifetime
 from wherry.memory_report import MemoryRow
 from wherry.observe.log import get_logger
@@ -281,7 +280,7 @@ class Engine(nn.Module):
         # One all-reduce gives the norm. Scale, clipping and overflow become one multiplier.
         norm, schedule = self._gradients.norm, self._gatherer.schedule
         try:
-            squares = host_value(norm.total(self._gradients.all, self._gatherer.gather_digest, schedule.digest))
+            squares = norm.total(self._gradients.all, self._gatherer.gather_digest, schedule.digest)
         except DivergenceError:
             schedule.differ()
             self._drop_window()

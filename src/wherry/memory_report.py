@@ -56,7 +56,7 @@ def explain_shortage(
     """
     if not out_of_memory(error):
         return
-    gpu = device.type == "cuda"
+    gpu = device.type != "cpu"
     place = "device" if gpu else "host"
     free = free_on_gpu(device) if gpu else free_host_memory()
     asked = re.search(r"tried to allocate ([\d.]+) ?(\w+)", str(error), re.IGNORECASE)

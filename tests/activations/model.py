@@ -32,7 +32,7 @@ class Block(nn.Module):
         self.calls += 1
         q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask["bias"])
-        x = x + self.dropout(self.out(mixed)) * self.scale
+        x = x + self.dropout(self.out(mixed)) * self.scale.type_as(x)
         return x + self.dropout(self.down(F.gelu(self.up(x))))
 
 
@@ -50,7 +50,7 @@ class Model(nn.Module):
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids) + self.position
-        mask = {"bias": self.bias(torch.eye(LENGTH))}
+        mask = {"bias": self.bias(torch.eye(LENGTH, device=ids.device, dtype=x.dtype))}
         if self.by_hand:
             for place in range(0, len(self.blocks), 2):
                 x = wherry.checkpoint(self._pair, x, place, mask=mask)

@@ -18,7 +18,7 @@ from torch import nn
 import wherry
 from wherry.activations import build
 from wherry.activations.saving import Saver
-from wherry.activations.stores import DiskActivations, HostStore, Returning
+from wherry.activations.stores import COPY_BYTES, DiskActivations, HostStore, Returning
 from wherry.sharding.saved import SavedWeights
 from wherry.testing.late import late_link
 from wherry.tickets import DONE, Ticket
@@ -206,7 +206,7 @@ def test_buffers_that_two_threads_give_back_at_once() -> None:
 
     class Meanwhile(Ticket):
         def done(self) -> bool:
-            returning.sweep(Returning.LIMIT)
+            returning.sweep(COPY_BYTES)
             return True
 
     link = late_link(torch.device("cpu"))
@@ -214,6 +214,6 @@ def test_buffers_that_two_threads_give_back_at_once() -> None:
     buffers = [link.host.take(1000) for _ in range(2)]
     for buffer, ticket in zip(buffers, (Meanwhile(), DONE), strict=True):
         returning._waiting.append((buffer, ticket))
-    returning.sweep(Returning.LIMIT)
+    returning.sweep(COPY_BYTES)
     assert link.host.counters.in_use == 0
     link.close()

@@ -120,6 +120,13 @@ def test_gpus_that_lack_something(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor._collectives("it").verdict == PROBLEM and "nccl" in doctor._collectives("it").advice
 
 
+def test_devices_that_are_not_cudas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wherry.plan.rates.gpus_here", lambda: [torch.device("xpu", index) for index in range(2)])
+    monkeypatch.setattr(torch.xpu, "get_device_name", lambda device: f"Card {device.index}")
+    monkeypatch.setattr(torch.xpu, "mem_get_info", lambda device: (0, device.index << 30))
+    assert doctor._gpu("it") == Finding("it", "Card 0, Card 1 with 1.0 GiB; torch for xpu")
+
+
 def test_a_machine_without_torch_is_looked_at_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     found = findings()

@@ -56,7 +56,7 @@ def test_one_machine_meets_on_a_free_port_of_its_own():
 )
 def test_devices_are_chosen_among_those_in_sight(monkeypatch, seen, flags, left):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen or "")
-    monkeypatch.setattr(run, "_device_count", lambda: 4)
+    monkeypatch.setattr(run, "device_count", lambda: 4)
     arguments = _parse(*flags)
     run._restrict_this_machine(arguments)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == left
@@ -105,11 +105,11 @@ def test_a_script_that_is_not_there_is_told_before_anything_starts(tmp_path):
 
 
 def test_more_gpus_than_there_are_is_a_mistake_only_where_there_are_some(monkeypatch):
-    monkeypatch.setattr("wherry.cli.run._device_count", lambda: 2)
+    monkeypatch.setattr("wherry.cli.run.device_count", lambda: 2)
     with pytest.raises(WherryError, match="this machine has 2"):
         number_of_processes(_parse("--num_gpus", 3))
     assert number_of_processes(_parse()) == "2"
-    monkeypatch.setattr("wherry.cli.run._device_count", lambda: 0)
+    monkeypatch.setattr("wherry.cli.run.device_count", lambda: 0)
     assert number_of_processes(_parse("--num_gpus", 3)) == "3"
     assert number_of_processes(_parse()) == "1"
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
+from wherry.compat.deepspeed import comm
 from wherry.compat.deepspeed.accelerator import Accelerator
 
 
@@ -22,3 +24,21 @@ def test_a_device_that_is_named_is_asked_and_else_the_current_one() -> None:
         accelerator.set_rng_state(accelerator.get_rng_state(index), index)
         assert accelerator.total_memory(index) == 7
     assert asked == [1] * 3 + [0] * 3 + [1] * 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "backend"),
+    [("cuda", "nccl", "cpu:gloo,cuda:nccl"), ("xpu", "xccl", "cpu:gloo,xpu:xccl"), ("privateuseone", "gloo", "gloo")],
+)
+def test_devices_of_a_kind_communicate_by_its_own_backend(
+    kind: str, own: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: SimpleNamespace())
+    accelerator = Accelerator(kind)
+    assert accelerator.communication_backend_name() == own
+    accelerator.range_push("a span")
+    accelerator.range_pop()
+    monkeypatch.setattr(comm, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(comm, "default_device", lambda: torch.device(kind, 0))
+    assert {comm._backend(asked) for asked in (None, "nccl", own)} == {backend}
+    assert comm._backend("mpi") == "mpi"

@@ -9,10 +9,10 @@ import re
 import pytest
 import torch
 
-from wherry.tiers.buffers import DevicePool, HostPool, PoolError, untouched, untouched_zeros
+from wherry.tiers.buffers import DevicePool, HostPool, Pinning, PoolError, untouched, untouched_zeros
 
 
-class Recorder:
+class Recorder(Pinning):
     """Stands for CUDA: knows what is pinned, and objects to what CUDA would object to."""
 
     def __init__(self) -> None:
@@ -203,7 +203,7 @@ def test_device_pool():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: `pytest -m gpu` where there is one")
 def test_cuda_pinned_memory():
-    from wherry.tiers.buffers import CudaPin
+    from wherry.tiers.streams import CudaPin
 
     with HostPool(pinning=CudaPin()) as pool:
         buffer = pool.take(4 << 20)
@@ -236,7 +236,7 @@ class PinsNothing:
 
 
 def test_what_cannot_be_pinned_is_no_error_of_the_next_kernel(monkeypatch):
-    from wherry.tiers.buffers import CudaPin
+    from wherry.tiers.streams import CudaPin
 
     runtime = PinsNothing()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)

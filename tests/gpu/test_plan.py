@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.gpu.warm import warm_up
+from tests.gpu.warm import DEVICE, warm_up
 from torch import nn
 
 import wherry
@@ -17,7 +17,7 @@ from wherry.train.model import GPT, GPTConfig
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: run `pytest tests/gpu` on one"),
+    pytest.mark.skipif(DEVICE is None, reason="needs an accelerator: run `pytest tests/gpu` where there is one"),
 ]
 
 # 110 million parameters.
@@ -69,20 +69,20 @@ def highest(config: dict[str, Any]) -> int:
     """The most bytes that the allocator has handed out in some steps, above what it had before the engine."""
     gc.collect()
     warm_up()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
+    torch.accelerator.empty_cache()
+    before = torch.accelerator.memory_allocated()
     torch.manual_seed(0)
     model, (ids, labels) = make()
     engine, *_ = wherry.initialize(
         model=model, config=config, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4)
     )
-    ids, labels = ids.cuda(), labels.cuda()
+    ids, labels = ids.to(DEVICE), labels.to(DEVICE)
     together = config.get("wherry", {}).get("accumulation") == "layer_major"
     for step in range(WARM + MEASURED):
         if step == WARM:
             engine.settle()
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
+            torch.accelerator.synchronize()
+            torch.accelerator.reset_peak_memory_stats()
         if together:
             engine.train_batch(iter([(ids, labels)] * engine.gradient_accumulation_steps()))
             continue
@@ -90,8 +90,8 @@ def highest(config: dict[str, Any]) -> int:
             engine.backward(engine(ids, labels))
             engine.step()
     engine.settle()
-    torch.cuda.synchronize()
-    found = torch.cuda.max_memory_allocated() - before
+    torch.accelerator.synchronize()
+    found = torch.accelerator.max_memory_allocated() - before
     engine.close()
     return found
 

@@ -1,14 +1,18 @@
-"""What torch's libraries keep from their first use on, so that it is there before anything is measured."""
+"""The device under test, and what torch's libraries keep from their first use of it on."""
 
 from __future__ import annotations
 
 import torch
 from torch.nn import functional as F
 
+from wherry.tiers.streams import accelerator
+
+DEVICE = accelerator()
+
 
 def warm_up() -> None:
     """Both threads that multiply, this one and autograd's, have workspaces for their products: tens of MB for each."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        x = torch.ones(128, 128, device="cuda", dtype=dtype, requires_grad=True)
+        x = torch.ones(128, 128, device=DEVICE, dtype=dtype, requires_grad=True)
         F.linear(x, x, x[0]).sum().backward()
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()

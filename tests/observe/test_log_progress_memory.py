@@ -3,6 +3,7 @@ import itertools
 import logging
 import mmap
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from rich.live import Live
 from wherry.config import load
 from wherry.observe import memory
 from wherry.observe.log import follow, get_logger, say, warn
-from wherry.observe.memory import control_groups, device_memory, format_bytes, free_on_gpu, host_memory
+from wherry.observe.memory import DeviceMemory, control_groups, device_memory, format_bytes, free_on_gpu, host_memory
 from wherry.observe.progress import Progress, is_terminal
 from wherry.tiers import host
 
@@ -200,10 +201,28 @@ def test_the_cpu_has_no_memory_of_its_own():
     assert device_memory(torch.device("cpu")) is None
 
 
+GPU = torch.device("privateuseone", 0)
+
+
+def _answer(monkeypatch, **module):
+    """Of a device of any kind: what its module answers, beside what torch does of its allocator."""
+    answers = {name: lambda device, figure=figure: figure for name, figure in module.items()}
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(**answers))
+    for name, figure in (("memory_allocated", 30), ("max_memory_allocated", 33), ("memory_reserved", 35)):
+        monkeypatch.setattr(torch.accelerator, name, lambda device, figure=figure: figure)
+
+
 @pytest.mark.parametrize(("part", "expected"), [(1.0, 45), (0.5, 20), (0.2, 0)])
 def test_memory_of_a_gpu_is_free_within_the_part_that_a_process_may_have(monkeypatch, part, expected):
-    figures = {"mem_get_info": (40, 100), "memory_allocated": 30, "memory_reserved": 35}
-    figures["get_per_process_memory_fraction"] = part
-    for name, figure in figures.items():
-        monkeypatch.setattr(torch.cuda, name, lambda device, figure=figure: figure)
-    assert free_on_gpu(torch.device("cuda", 0)) == expected
+    _answer(monkeypatch, mem_get_info=(40, 100), get_per_process_memory_fraction=part)
+    assert free_on_gpu(GPU) == expected
+
+
+def test_memory_of_a_device_is_as_much_as_it_tells(monkeypatch):
+    _answer(monkeypatch, mem_get_info=(40, 100))
+    assert free_on_gpu(GPU) == 45 and device_memory(GPU) == DeviceMemory(30, 33, free=40, total=100)
+    _answer(monkeypatch)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (50, 90), raising=False)
+    assert free_on_gpu(GPU) == 55 and device_memory(GPU) == DeviceMemory(30, 33, free=50, total=90)
+    monkeypatch.delattr(torch.accelerator, "get_memory_info")
+    assert free_on_gpu(GPU) == 5 and device_memory(GPU) == DeviceMemory(30, 33, free=0, total=0)

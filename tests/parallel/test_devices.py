@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,16 +14,19 @@ from tests.conftest import wants_gpu
 from wherry.parallel import topology
 from wherry.plan import probe, rates
 from wherry.plan.machines import known
+from wherry.tiers.buffers import HostPool, Pinning
+from wherry.tiers.streams import Link
 
 
 @pytest.fixture
 def three_gpus(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     """Of which the second is current; returns what is made current."""
     chosen: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
     return chosen
 
 
@@ -42,18 +46,35 @@ def test_a_launchers_rank_has_its_gpu_and_a_program_by_itself_the_one_it_has_cho
 def test_what_measuring_has_taken_of_a_gpu_is_free_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     done: list[object] = []
     fork = torch.random.fork_rng
-    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: fork(devices=[]))
-    monkeypatch.setattr(rates, "_measure", lambda folder, gpus: done.append(gpus))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
+    monkeypatch.setattr(torch.random, "fork_rng", lambda **asked: done.append(asked) or fork(devices=[]))
+    monkeypatch.setattr(rates, "_measure", lambda folder, device, gpus: done.append((device, gpus)))
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: done.append("emptied"))
     rates.measure(tmp_path)
-    assert done == [3, "emptied"]
+    assert done == [{"devices": [1], "device_type": "cuda"}, (torch.device("cuda", 1), 3), "emptied"]
+
+
+@pytest.mark.parametrize(
+    ("module", "half"),
+    [
+        ({}, torch.bfloat16),
+        ({"is_bf16_supported": lambda: True}, torch.bfloat16),
+        ({"is_bf16_supported": lambda: False}, torch.float16),
+        ({"is_bf16_supported": lambda including_emulation=True: including_emulation}, torch.float16),
+    ],
+)
+def test_a_device_is_measured_in_the_half_precision_that_is_its_own(
+    module: dict[str, object], half: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(**module))
+    device = torch.device("privateuseone", 1)
+    assert rates._half(device) is half and rates.device_name(device) == str(device)
 
 
 def test_what_measuring_the_bus_has_pinned_is_pinned_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned: dict[int, int] = {}
     seen: list[int] = []
 
-    class Pins:
+    class Pins(Pinning):
         def pin(self, address: int, nbytes: int) -> None:
             pinned[address] = nbytes
 
@@ -65,7 +86,9 @@ def test_what_measuring_the_bus_has_pinned_is_pinned_no_more(monkeypatch: pytest
         seen.append(sum(pinned.values()))
         return 0.5
 
-    monkeypatch.setattr(rates, "CudaPin", Pins)
+    link = Link(torch.device("cpu"))
+    link.host = HostPool(pinning=Pins())
+    monkeypatch.setattr(rates, "link_to", lambda device: link)
     monkeypatch.setattr(rates, "PIECE", 1 << 16)
     monkeypatch.setattr(rates, "_typical", typical)
     assert rates._pcie(torch.device("cpu")) == 2 * (1 << 16)

@@ -246,23 +246,18 @@ def test_after_a_backward_its_updates_are_made_in_the_order_of_the_forward(
 
 
 def test_a_copy_orders_the_stream_of_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Stream:
-        def wait_event(self, event: Any) -> None:
-            asked.append(event)
-
-    def current(device: Any = None) -> Stream:
-        asked.append(device)
-        return Stream()
-
     asked: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "current_stream", current)
-    second, event = torch.device("cuda", 1), object()
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: ("the stream of", device))
+    second, event = torch.device("xpu", 1), SimpleNamespace(wait=asked.append)
     _Copy(second, event, on_host=False).order()  # type: ignore[arg-type]
-    assert asked == [second, event]
+    assert asked == [("the stream of", second)]
 
 
 class Event:
     """Of a stream that a test has no need of."""
+
+    def wait(self, stream: object) -> None:
+        """The stream comes after it."""
 
     def synchronize(self) -> None:
         """What was recorded is over."""
@@ -273,9 +268,9 @@ def test_a_copy_lets_go_of_the_devices_memory_as_soon_as_its_stream_waits(
     up: bool, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What has come to the device is its user's alone: a ticket that lives longer does not keep it."""
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(wait_event=lambda event: None))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: None)
     target, source = torch.empty(4), torch.empty(4)
-    copy = _Copy(torch.device("cuda", 0), Event(), not up, target, source)  # type: ignore[arg-type]
+    copy = _Copy(torch.device("xpu", 0), Event(), not up, target, source)  # type: ignore[arg-type]
     there, here = weakref.ref(target), weakref.ref(source)
     del target, source
     assert there() is not None and here() is not None

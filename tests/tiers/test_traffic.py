@@ -18,7 +18,7 @@ from wherry.parallel.comm import Comm, SoloComm
 from wherry.parallel.topology import Topology
 from wherry.testing import run_ranks
 from wherry.testing.late import Chaos, ChaosLink, topology
-from wherry.tiers.buffers import PAGE
+from wherry.tiers.buffers import PAGE, HostPool, Pinning
 from wherry.tiers.storage import DiskCache
 from wherry.tiers.streams import Link
 
@@ -242,7 +242,7 @@ def test_weights_on_disk_are_in_no_more_buffers_than_there_may_be(
     assert cache.held == 0
 
 
-class Pins:
+class Pins(Pinning):
     """Counts what it is told to pin."""
 
     def __init__(self) -> None:
@@ -264,8 +264,8 @@ class PinningLink(Link):
         self.pins = Pins()
         super().__init__(torch.device("cpu"), pin=pin)
 
-    def _pinning(self, pin: bool) -> Any:
-        return self.pins if pin else None
+    def _make_pool(self, pin: bool) -> HostPool:
+        return HostPool(pinning=self.pins if pin else None)
 
 
 @pytest.mark.parametrize("pageable", [(), SECTIONS[:1], SECTIONS[1:], SECTIONS])

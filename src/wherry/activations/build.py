@@ -73,7 +73,7 @@ def _store(block: ActivationCheckpointing, topology: Topology, *, checksum: bool
 def free_bytes(topology: Topology) -> int:
     """What activations may still take on this rank's device."""
     device = topology.device
-    if device.type == "cuda":
+    if device.type != "cpu":
         return int(free_on_gpu(device) * SHARE_OF_FREE)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", topology.world_size))
     return int(free_host_memory(here) * SHARE_OF_FREE / here)

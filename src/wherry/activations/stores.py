@@ -17,8 +17,8 @@ from wherry.tiers.streams import Link
 if TYPE_CHECKING:
     from wherry.tiers.disk import DiskRecord, DiskStore
 
-# Copies to the host, and writes to the disk, that may be under way at once: each keeps its source.
-COPIES = 2
+# Bytes that may be on their way to the host, or to the disk, at once: they are kept at both ends. One tensor may.
+COPY_BYTES = 64 << 20
 
 
 class Held(Protocol):
@@ -59,26 +59,24 @@ class OnDevice:
 class Returning:
     """Host buffers on their way back to the pool: a copy or a write may still be reading or writing them."""
 
-    # Above so many it waits for the oldest.
-    LIMIT = 8
-
     def __init__(self, link: Link) -> None:
         self.link = link
         self._waiting: deque[tuple[torch.Tensor, Ticket]] = deque()
 
     def give(self, host: torch.Tensor, tickets: list[Ticket]) -> None:
         self._waiting.append((host, TicketGroup(tickets)))
-        self.sweep(self.LIMIT)
+        self.sweep(COPY_BYTES)
 
     def sweep(self, keep: int) -> None:
-        """Give back what nothing uses any more, and all but `keep` in any case."""
+        """Give back what nothing uses any more, and all but `keep` bytes in any case."""
         for _ in range(len(self._waiting)):
             try:
                 host, uses = self._waiting.popleft()
             except IndexError:
                 return  # of a graph that another thread lets go of meanwhile, as autograd's for a GPU does
             try:
-                if len(self._waiting) >= keep:
+                others = sum(other.nbytes for other, _ in tuple(self._waiting))
+                if not keep or (others and others + host.nbytes > keep):
                     uses.finish()
             finally:
                 if uses.done():
@@ -100,9 +98,8 @@ class _KeptOnHost:
 
     def start(self) -> None:
         if self._up is None:
-            self._down.wait()
             target = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
-            ticket = self.store.link.up(target, self._host)
+            ticket = self.store.link.up(target, self._host, after=self._down)
             self._up = target, ticket
             self._tickets.append(ticket)
 
@@ -120,22 +117,26 @@ class HostStore:
     def __init__(self, link: Link) -> None:
         self.link = link
         self.returning = Returning(link)
-        self._sending: deque[Ticket] = deque()
+        self._sending: deque[tuple[Ticket, int]] = deque()
+        self._bytes = 0
 
     def put(self, data: torch.Tensor) -> Held:
         return _KeptOnHost(self, data)
 
     def send(self, host: torch.Tensor, data: torch.Tensor) -> Ticket:
-        """Copy down. The ticket keeps the source until then: after the next few, the stream waits, not the host."""
-        while len(self._sending) >= COPIES:
-            self.link.order(self._sending.popleft())
+        """Copy down. The ticket keeps the source until then: of many under way the stream waits for the first."""
+        while self._sending and (self._bytes + data.nbytes > COPY_BYTES or self._sending[0][0].done()):
+            ticket, nbytes = self._sending.popleft()
+            self.link.order(ticket)
+            self._bytes -= nbytes
         ticket = self.link.down(host, data)
-        self._sending.append(ticket)
+        self._sending.append((ticket, data.nbytes))
+        self._bytes += data.nbytes
         return ticket
 
     def close(self) -> None:
         while self._sending:
-            self._sending.popleft().wait()
+            self._sending.popleft()[0].wait()
         self.returning.sweep(0)
         self.link.close()
 
@@ -198,7 +199,7 @@ class DiskActivations:
         self._idle.setdefault(record.nbytes, []).append(record)
 
     def write(self, record: DiskRecord, data: torch.Tensor) -> Ticket:
-        self.returning.sweep(COPIES)
+        self.returning.sweep(COPY_BYTES)
         host = self.link.host.take(data.numel())
         self.link.down(host, data).wait()
         ticket = self.disk.write(record, host)

@@ -77,6 +77,14 @@ def _gpu(name: str) -> Finding:
     """The GPUs, the toolkit that torch is built for, and what the GPUs can compute with."""
     import torch
 
+    from wherry.observe.memory import driver_memory
+    from wherry.plan.rates import device_name, gpus_here
+
+    others = [gpu for gpu in gpus_here() if gpu.type != "cuda"]
+    if others:
+        sizes = {gpu: driver_memory(gpu)[1] for gpu in others}
+        told = (device_name(gpu) + (f" with {format_bytes(size)}" if size else "") for gpu, size in sizes.items())
+        return Finding(name, f"{', '.join(told)}; torch for {others[0].type}")
     built = torch.version.cuda or torch.version.hip
     if built is None and not torch.cuda.is_available():
         return Finding(name, "none; this torch is built for the CPU", NOTE, "training runs on the CPU")
@@ -102,7 +110,7 @@ def _collectives(name: str) -> Finding:
 
     if not dist.is_available():
         return Finding(name, "torch.distributed is missing", PROBLEM, "install a torch that has it")
-    here = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    here = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "xccl": dist.is_xccl_available()}
     found = ", ".join(backend for backend, there in here.items() if there)
     if torch.cuda.is_available() and not here["nccl"]:
         return Finding(name, found, PROBLEM, "several GPUs need nccl; install a torch that has it")

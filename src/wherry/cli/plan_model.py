@@ -285,14 +285,13 @@ def _change_line(now: Estimate, change: Tried | None) -> str:
 
 def _dry_run(arguments: argparse.Namespace, source: ModelSource, config: Config, grid: Grid, ranks: int | None) -> int:
     """On the machine that is meant; where none is, on as few ranks as hold the model together."""
-    import torch
-
     from wherry.plan.dry_run import dry_run
+    from wherry.tiers.streams import accelerator
 
     gpus = arguments.gpus
     if gpus is None and arguments.machine is not None:
         gpus = known(arguments.machine).gpus
-    gpu = torch.cuda.is_available() if gpus is None else gpus > 0
+    gpu = accelerator() is not None if gpus is None else gpus > 0
     found = dry_run(
         source.share(grid, config.working_dtype()),
         config,

@@ -155,16 +155,18 @@ def given_processes(arguments: argparse.Namespace) -> str | None:
 
 def number_of_processes(arguments: argparse.Namespace) -> str:
     """How many ranks this machine gets; by default one for each GPU, or one."""
-    devices = _device_count()
+    devices = device_count()
     if arguments.num_gpus is not None and 0 < devices < arguments.num_gpus:
         raise WherryError(f"--num_gpus {arguments.num_gpus}: this machine has {devices}; give at most that many")
     return given_processes(arguments) or str(max(1, devices))
 
 
-def _device_count() -> int:
+def device_count() -> int:
     import torch
 
-    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    from wherry.tiers.streams import accelerator
+
+    return torch.accelerator.device_count() if accelerator() is not None else 0
 
 
 def resolve(arguments: argparse.Namespace, nodes: str) -> None:
@@ -213,11 +215,11 @@ def _restrict_this_machine(arguments: argparse.Namespace) -> None:
     """`--include localhost:0,2` without a hostfile: these devices of this machine."""
     from wherry.parallel.hostfile import Host, select
 
-    local = Host("localhost", tuple(range(max(1, _device_count(), arguments.num_gpus or 0, arguments.nproc or 0))))
+    local = Host("localhost", tuple(range(max(1, device_count(), arguments.num_gpus or 0, arguments.nproc or 0))))
     chosen = select([local], arguments.include, arguments.exclude)[0]
     arguments.num_gpus = arguments.nproc = None
     arguments.nproc_per_node = str(len(chosen.slots))
-    if _device_count():
+    if device_count():
         # Slots are counted among the devices in sight, which may be some of the machine's.
         names = dict(enumerate(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))))
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names.get(slot, str(slot)) for slot in chosen.slots)

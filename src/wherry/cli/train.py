@@ -17,14 +17,13 @@ def main(argv: list[str]) -> int:
     if "RANK" in os.environ:
         return job.main(argv)
     job.check(options)
-    import torch
+    from wherry.cli.run import build_parser, device_count, resolve
 
     # One rank for each GPU; without any two, so that what is partitioned can be seen; and in whole copies of the model.
     share = grid_of(options).size
-    ranks = options.nproc or max(share, (torch.cuda.device_count() or _RANKS_ON_CPU) // share * share)
+    ranks = options.nproc or max(share, (device_count() or _RANKS_ON_CPU) // share * share)
     if ranks == 1:
         return job.main(argv)
-    from wherry.cli.run import build_parser, resolve
     from wherry.cli.supervise import launch
 
     arguments = build_parser().parse_args(

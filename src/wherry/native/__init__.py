@@ -6,7 +6,7 @@ from wherry.native.formulas import SGD, Adagrad, Adam, Formula, Lion
 from wherry.native.loading import available_isas, isa, library, why_not
 from wherry.native.packed import PackedSegments
 from wherry.native.passes import accumulate, cast_copy, dequantize, join, quantize, split, sum_squares
-from wherry.native.pool import Pool, default_pool
+from wherry.native.pool import Pool, default_pool, nodes
 from wherry.native.segment import Blocks8, Segment
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "isa",
     "join",
     "library",
+    "nodes",
     "quantize",
     "split",
     "sum_squares",

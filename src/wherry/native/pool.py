@@ -14,6 +14,9 @@ from typing import Any
 from wherry.errors import WherryError
 from wherry.tickets import Ticket
 
+# Cores of a rank on which no update runs beside an accelerator, if it has eight or more.
+SPARE = 2
+
 
 def allowed_cpus() -> list[int]:
     """The CPUs that this process may run on."""
@@ -96,8 +99,13 @@ class Pool:
     @staticmethod
     def _part(local_ranks: int, rank: int) -> tuple[list[int], bool]:
         """This rank's cores, and whether to bind to them: under a time quota the scheduler chooses better."""
+        import torch
+
         cores = physical_cores(allowed_cpus())
         mine = cores[len(cores) * rank // local_ranks : len(cores) * (rank + 1) // local_ranks]
+        if torch.accelerator.is_available():
+            # For the threads that launch kernels: a GPU waits where they do. The first cores serve interrupts as well.
+            mine = mine[min(SPARE, len(mine) // 4) :]
         quota = cpu_quota()
         limit = max(1, int(quota / local_ranks)) if quota else len(mine)
         return (mine, True) if limit >= len(mine) else (mine[:limit], False)
@@ -168,6 +176,14 @@ class JobTicket(Ticket):
         if self._keeps and os.getpid() == self._pid:
             self._native.wherry_job_wait(self._job)
         self._native.wherry_job_free(self._job)
+
+
+@functools.cache
+def nodes() -> list[int]:
+    """The NUMA nodes on whose cores this process updates."""
+    cpus = default_pool().cores or allowed_cpus()
+    links = (Path("/sys/devices/system/cpu", f"cpu{cpu}").glob("node[0-9]*") for cpu in cpus)
+    return sorted({int(link.name.removeprefix("node")) for found in links for link in found})
 
 
 @functools.cache

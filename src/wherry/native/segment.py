@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -52,6 +53,10 @@ class Blocks8:
     def numel(self) -> int:
         return self.codes.numel()
 
+    def cut(self, start: int, stop: int) -> Blocks8:
+        """A part, from a block's start on."""
+        return Blocks8(self.codes[start:stop], self.scales[start // BLOCK : blocks_of(stop)])
+
 
 def blocks_of(numel: int) -> int:
     return -(-numel // BLOCK)
@@ -81,6 +86,13 @@ class Segment:
     def numel(self) -> int:
         weights = self.master if self.working is None else self.working
         return 0 if weights is None else weights.numel()
+
+    def cut(self, start: int, stop: int) -> Self:
+        """A part of it, from a block's start on."""
+        whole = (self.grad, self.working, self.master, self.low)
+        grad, working, master, low = [None if tensor is None else tensor[start:stop] for tensor in whole]
+        state = tuple(s.cut(start, stop) if isinstance(s, Blocks8) else s[start:stop] for s in self.state)
+        return replace(self, grad=grad, working=working, master=master, low=low, state=state, start=self.start + start)
 
     @property
     def weight_mode(self) -> int:

@@ -110,30 +110,42 @@ def peak_resident() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def driver_memory(device: torch.device) -> tuple[int, int]:
+    """Bytes that are free on an accelerator, and that it has; none, where torch cannot tell."""
+    import torch
+
+    try:
+        tell = getattr(torch.get_device_module(device), "mem_get_info", None) or torch.accelerator.get_memory_info
+        return tell(device)
+    except (AttributeError, NotImplementedError):
+        return 0, 0
+
+
 def free_on_gpu(device: torch.device) -> int:
     """Bytes that torch may still take there: of the driver's and of what it holds unused, within the part it may have.
 
-    That part is what `torch.cuda.set_per_process_memory_fraction` leaves this process.
+    That part is what `set_per_process_memory_fraction` leaves this process, on devices that have it.
     """
     import torch
 
-    free, total = torch.cuda.mem_get_info(device)
-    allocated = torch.cuda.memory_allocated(device)
-    unused = torch.cuda.memory_reserved(device) - allocated
-    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
-    return max(0, min(free + unused, allowed - allocated))
+    free, total = driver_memory(device)
+    allocated = torch.accelerator.memory_allocated(device)
+    unused = torch.accelerator.memory_reserved(device) - allocated
+    part = getattr(torch.get_device_module(device), "get_per_process_memory_fraction", None)
+    room = free + unused
+    return max(0, room if part is None else min(room, int(part(device) * total) - allocated))
 
 
 def device_memory(device: torch.device) -> DeviceMemory | None:
     """Memory of an accelerator; None for the CPU, whose memory is the host's."""
     import torch
 
-    if device.type != "cuda":
+    if device.type == "cpu":
         return None
-    free, total = torch.cuda.mem_get_info(device)
+    free, total = driver_memory(device)
     return DeviceMemory(
-        allocated=torch.cuda.memory_allocated(device),
-        peak=torch.cuda.max_memory_allocated(device),
+        allocated=torch.accelerator.memory_allocated(device),
+        peak=torch.accelerator.max_memory_allocated(device),
         free=free,
         total=total,
     )

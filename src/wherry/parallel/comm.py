@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from wherry.errors import DivergenceError, PeerError
+from wherry.errors import DivergenceError, PeerError, WherryError
 from wherry.fake import address_of
 from wherry.parallel.peers import Asked, Peers
 from wherry.tickets import DONE, CallbackTicket, Ticket, TicketGroup
@@ -216,6 +216,9 @@ class Comm:
             self.tell(error)
             raise
 
+    def check_reaches(self, device: torch.device) -> None:
+        """Raise where what is on that device cannot be communicated."""
+
     def read(self, tensor: torch.Tensor) -> list[float]:
         """The numbers in a small tensor, on the host. Where that waits for collectives, peers are watched."""
         return tensor.tolist()
@@ -318,7 +321,7 @@ class _DefaultGroup:
         """Start torch.distributed from the environment that a launcher has set."""
         # The backend gives up later than we do: its error names no rank.
         patience = timedelta(seconds=timeout + GRACE) if timeout else None
-        backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+        backend = "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:{backend_of(device_type)}"
         options: dict[str, Any] = {"timeout": patience} if patience else {}
         where = (os.getpid(), *(os.environ.get(name) for name in _PLACE))
         if self._store is None or self._store[0] != where:
@@ -370,6 +373,17 @@ class _DefaultGroup:
             dist.destroy_process_group()
 
 
+def backend_of(device_type: str) -> str:
+    """What communicates between devices of a kind."""
+    try:
+        return dist.get_default_backend_for_device(device_type)
+    except ValueError:
+        raise WherryError(
+            f"torch.distributed has no backend for several ranks on {device_type!r}: import the package that registers "
+            "one before the first group is made, or train on one device"
+        ) from None
+
+
 _default_group = _DefaultGroup()
 start_default_group = _default_group.start
 
@@ -395,7 +409,7 @@ def _ended_well(work: Any, tells: bool) -> bool:
 
 
 class ProcessGroupComm(Comm):
-    """A torch.distributed process group. On CUDA a ticket's `wait()` orders streams and does not stop the host."""
+    """A torch.distributed process group. On a device a ticket's `wait()` orders streams and does not stop the host."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: float = 600.0) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
@@ -506,6 +520,16 @@ class ProcessGroupComm(Comm):
         self.asked += 1
         self._all_gather(whole, part).wait()
 
+    def check_reaches(self, device: torch.device) -> None:
+        group = self.group or dist.distributed_c10d._get_default_group()
+        try:
+            group._get_backend(device)
+        except RuntimeError as error:
+            raise WherryError(
+                f"the process group of {self.size} ranks has no backend for what is on {device} ({error}); start it "
+                f'with one, as by init_process_group("cpu:gloo,{device.type}:NAME"), or leave that to Wherry'
+            ) from error
+
     def _object_device(self) -> torch.device:
         group = self.group or dist.distributed_c10d._get_default_group()
         kinds = {device.type for device in group._device_types}
@@ -517,13 +541,13 @@ class ProcessGroupComm(Comm):
         self.peers.meet(self.asked, what)
 
     def read(self, tensor: torch.Tensor) -> list[float]:
-        if tensor.device.type != "cuda":
+        if tensor.device.type == "cpu":
             return tensor.tolist()
         # A synchronisation would wait without end for a rank that is gone; an event can be asked.
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         host.copy_(tensor, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
+        event = torch.Event(tensor.device)
+        event.record(torch.accelerator.current_stream(tensor.device))
         self.peers.watch(event.query, self.recent[-1] if self.recent else (0, "read", 0, ""))
         return host.tolist()
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from wherry.errors import WherryError
 from wherry.parallel.comm import Comm, ProcessGroupComm, SoloComm, Traffic, start_default_group
 from wherry.tiers.disk import DiskStore
-from wherry.tiers.streams import Link
+from wherry.tiers.streams import Link, accelerator
 
 DATA_AXES = ("dp", "data", "data_parallel", "dp_shard")
 # Beside a data axis: along it ranks hold copies of what the ranks along the data axis share out.
@@ -110,13 +110,14 @@ def local_rank() -> int:
 
 
 def default_device() -> torch.device:
-    """The GPU of this rank, as launchers count them; without a launcher the one that the program has made current."""
-    if not torch.cuda.is_available():
+    """The device of this rank, as launchers count them; without a launcher the one that the program has chosen."""
+    kind = accelerator()
+    if kind is None:
         return torch.device("cpu")
     launched = "LOCAL_RANK" in os.environ
-    index = local_rank() % torch.cuda.device_count() if launched else torch.cuda.current_device()
-    device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
+    count, current = torch.accelerator.device_count(), torch.accelerator.current_device_index()
+    device = torch.device(kind.type, local_rank() % count if launched else current)
+    torch.accelerator.set_device_index(device)
     return device
 
 

@@ -90,7 +90,9 @@ class FakeLink(Link):
         self.shared = shared
         self._moved = moved
 
-    def up(self, target: torch.Tensor, source: torch.Tensor, *, after: Ticket = DONE) -> Ticket:
+    def up(
+        self, target: torch.Tensor, source: torch.Tensor, *, fence: Ticket | None = None, after: Ticket = DONE
+    ) -> Ticket:
         after.wait()
         self._moved["up"] += target.numel() * target.element_size()
         return DONE

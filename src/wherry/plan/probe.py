@@ -15,6 +15,7 @@ import torch
 
 from wherry.config import Config
 from wherry.observe.log import logger
+from wherry.observe.memory import driver_memory
 from wherry.plan import rates
 from wherry.plan.machines import Machine
 from wherry.plan.rates import cores, processor
@@ -116,14 +117,13 @@ def _fingerprint(folder: Path, gpus: list[str]) -> str:
 
 def gpu_names() -> list[str]:
     """The names of torch's GPUs."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return [torch.cuda.get_device_name(i) for i in range(count)]
+    return [rates.device_name(gpu) for gpu in rates.gpus_here()]
 
 
 def _now(machine: Machine, folder: Path, gpus: list[str], every_gpu: bool) -> Machine:
     """With what is free at this moment."""
     changes: dict[str, int] = {"disk": shutil.disk_usage(folder).free, "host_memory": free_host_memory()}
     if gpus:
-        asked = range(len(gpus)) if every_gpu else [torch.cuda.current_device()]
-        changes["gpu_memory"] = min(torch.cuda.mem_get_info(index)[0] for index in asked)
+        asked = rates.gpus_here() if every_gpu else [rates.this_device()]
+        changes["gpu_memory"] = min(driver_memory(gpu)[0] for gpu in asked)
     return replace(machine, **changes)  # type: ignore[arg-type]

@@ -11,18 +11,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from wherry.observe.log import logger
-from wherry.observe.memory import host_memory
+from wherry.observe.memory import driver_memory, host_memory
 from wherry.plan.machines import GB, HOST_NETWORK, Machine, known
 from wherry.tickets import Ticket
-from wherry.tiers.buffers import CudaPin, HostPool
+from wherry.tiers.buffers import HostPool
 from wherry.tiers.disk import DiskStore
 from wherry.tiers.disk_errors import DiskSpaceError
+from wherry.tiers.streams import accelerator, link_to
 
 # What a disk that cannot be measured is taken to do: bytes a second read, and written.
 UNKNOWN_DISK = 1.0 * GB, 0.5 * GB
@@ -30,28 +32,42 @@ UNKNOWN_DISK = 1.0 * GB, 0.5 * GB
 PIECE, LINK_SECONDS = 1 << 28, 120.0
 
 
+def gpus_here() -> list[torch.device]:
+    """Torch's GPUs, of whatever kind they are."""
+    kind = accelerator()
+    return [] if kind is None else [torch.device(kind.type, at) for at in range(torch.accelerator.device_count())]
+
+
+def this_device() -> torch.device:
+    """The GPU that this process computes on: memory that it takes on another, to use it at all, stays taken."""
+    there = gpus_here()
+    return there[torch.accelerator.current_device_index()] if there else torch.device("cpu")
+
+
+def device_name(device: torch.device) -> str:
+    return getattr(torch.get_device_module(device), "get_device_name", str)(device)
+
+
 def measure(folder: Path) -> Machine:
     """What of the machine is asked for takes some seconds. The caller's random numbers stay as they were."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if gpus else []):
-        machine = _measure(folder, gpus)
+    device, gpus = this_device(), len(gpus_here())
+    with torch.random.fork_rng(devices=[device.index] if gpus else [], device_type=device.type):
+        machine = _measure(folder, device, gpus)
     if gpus:
-        torch.cuda.empty_cache()  # gigabytes that nobody uses any more, and that would not count as free
+        torch.accelerator.empty_cache()  # gigabytes that nobody uses any more, and that would not count as free
     return machine
 
 
-def _measure(folder: Path, gpus: int) -> Machine:
-    # The GPU that this process computes on: memory that it takes on another, to use it at all, stays taken.
-    device = torch.device("cuda", torch.cuda.current_device()) if gpus else torch.device("cpu")
+def _measure(folder: Path, device: torch.device, gpus: int) -> Machine:
     memory = host_memory()
     stream = _stream(torch.device("cpu"))
     read, write = _disk(folder)
-    half = _half(gpus)
+    half = _half(device)
     pcie = _pcie(device) if gpus else stream / 2
     return Machine(
-        name=_name(gpus),
+        name=_name(device, gpus),
         gpus=gpus,
-        gpu_memory=torch.cuda.get_device_properties(device).total_memory if gpus else 0,
+        gpu_memory=driver_memory(device)[1] if gpus else 0,
         host_memory=memory.total,
         disk=shutil.disk_usage(folder).free,
         matrix=_matrix(device, half),
@@ -72,18 +88,23 @@ def _measure(folder: Path, gpus: int) -> Machine:
 
 def products() -> Machine:
     """How fast this machine multiplies matrices, measured in a moment; its other rates are another's."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if gpus else []):
-        rate = _matrix(torch.device("cuda"), _half(gpus)) if gpus else _matrix(torch.device("cpu"), torch.float32)
-    return replace(known("a100"), name=_name(gpus), gpus=gpus, matrix=rate, matrix_fp32=rate)
+    device, gpus = this_device(), len(gpus_here())
+    with torch.random.fork_rng(devices=[device.index] if gpus else [], device_type=device.type):
+        rate = _matrix(device, _half(device) if gpus else torch.float32)
+    return replace(known("a100"), name=_name(device, gpus), gpus=gpus, matrix=rate, matrix_fp32=rate)
 
 
-def _half(gpus: int) -> torch.dtype:
-    return torch.float16 if gpus and torch.cuda.get_device_capability() < (8, 0) else torch.bfloat16
+def _half(device: torch.device) -> torch.dtype:
+    """bf16; fp16 where the device has no bf16 of its own."""
+    supports = getattr(torch.get_device_module(device), "is_bf16_supported", lambda **_: True)
+    try:
+        return torch.bfloat16 if supports(including_emulation=False) else torch.float16
+    except TypeError:  # a device that emulates nothing
+        return torch.bfloat16 if supports() else torch.float16
 
 
-def _name(gpus: int) -> str:
-    return f"{gpus} x {torch.cuda.get_device_name()}" if gpus else f"{processor() or 'CPU'}, {cores()} cores"
+def _name(device: torch.device, gpus: int) -> str:
+    return f"{gpus} x {device_name(device)}" if gpus else f"{processor() or 'CPU'}, {cores()} cores"
 
 
 def processor() -> str:
@@ -106,15 +127,15 @@ def _typical(work: Callable[[], object], device: torch.device, seconds: float = 
     while len(times) < 3 or time.perf_counter() < end:
         start = time.perf_counter()
         work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
         times.append(time.perf_counter() - start)
     return statistics.median(times)
 
 
 def _matrix(device: torch.device, dtype: torch.dtype) -> float:
     """Products as a transformer has them: many rows, a width of 1024 (of 4096 on a GPU); forward and both backwards."""
-    rows, width = (8192, 4096) if device.type == "cuda" else (1024, 1024)
+    rows, width = (1024, 1024) if device.type == "cpu" else (8192, 4096)
     x, grad = torch.randn(2, rows, width, device=device, dtype=dtype)
     weight = torch.randn(width, width, device=device, dtype=dtype)
     forms = (lambda: torch.mm(x, weight.t()), lambda: torch.mm(grad, weight), lambda: torch.mm(grad.t(), x))
@@ -123,19 +144,19 @@ def _matrix(device: torch.device, dtype: torch.dtype) -> float:
 
 def _stream(device: torch.device) -> float:
     """Bytes read and written by a sum of two arrays, larger than caches."""
-    numel = 1 << 28 if device.type == "cuda" else 1 << 25
+    numel = 1 << 25 if device.type == "cpu" else 1 << 28
     a, b, out = (torch.ones(numel, device=device) for _ in range(3))
     return 12 * numel / _typical(lambda: torch.add(a, b, out=out), device)
 
 
 def _pcie(device: torch.device) -> float:
     """Bytes a second to or from host memory that is pinned as the engine's is, and not kept as torch keeps its own."""
-    with HostPool(pinning=CudaPin()) as pool:
-        host = pool.take(PIECE)
+    with closing(link_to(device)) as link:
+        host = link.host.take(PIECE)
         there = torch.empty_like(host, device=device)
         up = _typical(lambda: there.copy_(host, non_blocking=True), device)
         down = _typical(lambda: host.copy_(there, non_blocking=True), device)
-        pool.give(host)
+        link.host.give(host)
     return PIECE / max(up, down)
 
 
@@ -165,7 +186,7 @@ _LINK = "from wherry.plan.rates import between_gpus; print(between_gpus())"
 
 
 def between_gpus() -> float:
-    there, here = torch.device("cuda", 1), torch.device("cuda", 0)
+    here, there = gpus_here()[:2]
     source = torch.empty(PIECE, dtype=torch.uint8, device=here)
     target = torch.empty_like(source, device=there)
     return PIECE / _typical(lambda: target.copy_(source, non_blocking=True), here)

@@ -16,7 +16,7 @@ from wherry.errors import WherryError
 from wherry.parallel.partition import local_gradient
 from wherry.sharding.autograd import Backward, accumulates, backward_task
 from wherry.sharding.unit import Flat
-from wherry.tickets import DONE, CallbackTicket, Ticket
+from wherry.tickets import DONE, Ticket
 from wherry.tiers.buffers import untouched_zeros
 from wherry.tiers.streams import CopiesDown
 
@@ -126,7 +126,10 @@ class FlatGradient:
         self._give: Callable[[], None] | None = None
         if not self.stays and not self.brief:
             self._borrow()
-        self._aside: torch.Tensor | None = None
+        # On the host a second buffer takes turns with `owned`; elsewhere it is what the update has a copy in.
+        self._spare: tuple[torch.Tensor, Callable[[], None]] | None = None
+        # Whether an update may still read `owned` when the next window's gradients come.
+        self._lent = False
         # What still has to happen until `owned` is complete: a copy, and perhaps an addition.
         self.landing: Ticket = DONE
         # No micro-batch of the window has been added yet: the next one overwrites.
@@ -295,27 +298,28 @@ class FlatGradient:
         """`landing` says when it is added on the host; `give` is called when `shard` may be written."""
         if self._owned is None:
             self._borrow()
-        owned = self.owned
-        self.landing.wait()
+        before, owned = self.landing, self._writable()
         if fresh and owned.dtype == shard.dtype:
+            before.wait()
             self.landing = self._copies.begin(owned, shard, give)
             return
         staging = self._host.take(shard.nbytes)
         copied = self._copies.begin(staging.view(shard.dtype), shard, give)
 
         def land() -> None:
+            before.wait()
             copied.wait()
             (native.cast_copy if fresh else native.accumulate)(owned, staging.view(shard.dtype))
             self._host.give(staging)
 
-        self.landing = CallbackTicket(land, copied.done)
+        self.landing = self._copies.then(land)
 
     def land(self) -> None:
         """The window's sum over the ranks is there: measure it, and send it to where its update reads it."""
         if self.keeps:
             self.sum_squares = self._measure(self.own_sum)
             if self.way is Landing.COPIED:
-                self.landing = self._copies.link.down(self.owned, self.own_sum)
+                self.landing = self._copies.link.down(self._writable(), self.own_sum)
         elif self.stays:
             self.sum_squares = self._measure(self.owned)
 
@@ -368,12 +372,26 @@ class FlatGradient:
         self.part(index).copy_(value.flatten()[start:stop])
         self.sum_squares = None
 
-    def set_aside(self) -> torch.Tensor:
-        """A copy of `owned` for an update that still reads it while those of the next step come."""
-        self.landing.wait()
-        if self._aside is None:
-            self._aside = torch.empty_like(self.owned)
-        return self._aside.copy_(self.owned)
+    def lend(self) -> tuple[torch.Tensor, Ticket]:
+        """For an update that still reads it while those of the next step come: `owned`, and what completes it."""
+        if not self.stays:
+            self._lent = True
+            return self.owned, self.landing
+        if self._spare is None:
+            self._spare = torch.empty_like(self.owned), _keep
+        return self._spare[0].copy_(self.owned), DONE
+
+    def _writable(self) -> torch.Tensor:
+        """`owned`, for the next window: what an update has been lent stays as it is."""
+        if self._lent:
+            self._lent = False
+            spare, mine = self._spare, (self.owned, self._give or _keep)
+            if spare is None:
+                self._borrow()
+            else:
+                self._owned, self._give = spare
+            self._spare = mine
+        return self.owned
 
     def _borrow(self) -> None:
         memory = self._host.take(self.flat.layout.shard_numel * self.owned_dtype.itemsize)
@@ -420,11 +438,17 @@ class FlatGradient:
     def host_nbytes(self) -> int:
         """Bytes that rest on the host, apart from those."""
         apart = 0 if self._owned is None or self.stays else self._owned.nbytes
-        return apart + (0 if self._aside is None else self._aside.nbytes)
+        return apart + (0 if self._spare is None else self._spare[0].nbytes)
 
     def close(self) -> None:
         self.drop()
         self.release()
         self.accumulated = self.own_sum = torch.empty(0)
         self._sum_parts.clear()
-        self._aside = None
+        spare, self._spare, self._lent = self._spare, None, False
+        if spare is not None:
+            spare[1]()
+
+
+def _keep() -> None:
+    """What gives back memory that is nobody's else."""

@@ -269,14 +269,12 @@ class Gradients:
     def _collect_late(self) -> None:
         """A second collection for the flats that any rank got late gradients for."""
         assert self._nested, [gradient.flat for gradient in self.all if gradient.late]
-        late = torch.tensor([float(gradient.late) for gradient in self.all])
-        late = late.to(self.all[0].flat.whole.device)
+        late = torch.tensor([float(gradient.late) for gradient in self.all]).to(self.all[0].flat.whole.device)
         self.comm.all_reduce(late, "max").wait()
         # All were held back in the first of these backwards, which takes memory for all of them.
         self._trims = self._late_before is None and bool(self._held)
         self._late_before = self._late_before or set()
-        for index in torch.nonzero(late.cpu()).flatten().tolist():
-            gradient = self.all[index]
+        for gradient in (self.all[index] for index, flag in enumerate(self.comm.read(late)) if flag):
             if gradient in self._told:
                 raise WherryError(
                     f"{gradient.flat.name}: a gradient came after the backward had updated its weights already, from a "
@@ -354,4 +352,5 @@ class Gradients:
     def close(self) -> None:
         self.drop()
         self._forget()
+        self._copies.close()
         self.pool.close()

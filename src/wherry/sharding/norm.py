@@ -32,45 +32,44 @@ class Norm:
 
     def by_flat(self, gradients: Sequence[FlatGradient]) -> dict[Flat, float]:
         """The squared norm by flat, over the ranks that share it out. Every rank calls it."""
-        for comm in (*((self._shards,) if self._partitioned else ()), self._tensor):
+        sharing = (*((self._shards,) if self._partitioned else ()), self._tensor)
+        for comm in sharing:
             comm.meet("gradient_norms()")
-        squares = [float(gradient.squares()) for gradient in gradients]
-        values = torch.tensor(squares, dtype=torch.float64, device=self._device)
-        if self._partitioned:
-            self._shards.all_reduce(values).wait()
-        self._tensor.all_reduce(values).wait()
-        return {gradient.flat: value for gradient, value in zip(gradients, values.tolist(), strict=True)}
+        values = self._sent([gradient.squares() for gradient in gradients], torch.float64)
+        for comm in sharing:
+            comm.all_reduce(values).wait()
+        return {gradient.flat: value for gradient, value in zip(gradients, self._read(values), strict=True)}
 
-    def total(self, gradients: Sequence[FlatGradient], gather_digest: int = 0, path: int = 0) -> Squares:
+    def total(self, gradients: Sequence[FlatGradient], gather_digest: int = 0, path: int = 0) -> float:
         """The squared norm of the window's gradients as they are: not unscaled, not averaged.
 
         `gather_digest` is of what this rank has gathered; ranks whose digests differ have mixed up their weights.
         `path` is one of the units that it ran, which may differ: `one_path` says afterwards whether it did.
+
+        The sums are made on the device, and the host waits for it once: with the watch that finds peers who are gone.
         """
         self.one_path = True
         total = self._here(gradients)
+        if self.comm.size == self._tensor.size == self._pipe.size == 1:
+            return host_value(total)
         partitioned = self._partitioned and self.comm.size > 1
-        if self.comm.size > 1 and not partitioned:
-            missing = torch.tensor([float(self._any_absent)], device=self._device)
-            self.comm.all_reduce(missing, "max", "missing gradients").wait()
-            if not is_fake(missing):
-                self._any_absent = self.comm.read(missing)[0] > 0
-        if not partitioned and self._tensor.size == self._pipe.size == 1:
-            return total
-        digests = (gather_digest, path) if gather_digest else ()
+        digests = (gather_digest, path) if gather_digest and partitioned else ()
         powers = [power for value in digests for power in (float(value), float(value) ** 2)]
         # Replicas hold the same sums: those of the first of them count.
-        counted = host_value(total) if self._replicas.rank == 0 else 0.0
-        mine = [counted, float(self._any_absent), *powers]
-        sums = torch.tensor(mine, dtype=torch.float64, device=self._device)
+        counted = total if self._replicas.rank == 0 else 0.0
+        sums = self._sent([counted, float(self._any_absent), *powers], torch.float64)
         if partitioned:
             self.comm.all_reduce(sums, label="the gradients' norm").wait()
+        elif self.comm.size > 1:
+            missing = sums[1:2].float()
+            self.comm.all_reduce(missing, "max", "missing gradients").wait()
+            sums[1:2].copy_(missing)
         for axis in (self._tensor, self._pipe):
             axis.all_reduce(sums[:1], label="the gradients' norm").wait()
         if is_fake(sums):
-            return sums[0]
-        values = self.comm.read(sums)
-        if gather_digest and partitioned:
+            return host_value(sums[0])
+        values = self._read(sums)
+        if digests:
             # The squares sum to the square of the sum only if all ranks have the same.
             if values[2] ** 2 != values[3] * self.comm.size:
                 raise DivergenceError(
@@ -82,6 +81,20 @@ class Norm:
             self.one_path = values[4] ** 2 == values[5] * self.comm.size
         self._any_absent = values[1] > 0
         return values[0]
+
+    def _sent(self, values: Sequence[Squares], dtype: torch.dtype) -> torch.Tensor:
+        """On the device, some of them from there; the host does not wait for what it is doing."""
+        numbers = [0.0 if isinstance(value, torch.Tensor) else value for value in values]
+        apart = self._device.type != "cpu"
+        sent = torch.tensor(numbers, dtype=dtype, pin_memory=apart).to(self._device, non_blocking=True)
+        for place, value in enumerate(values):
+            if isinstance(value, torch.Tensor):
+                sent[place].copy_(value)
+        return sent
+
+    def _read(self, values: torch.Tensor) -> list[float]:
+        """On the host, watched by a group that has peers."""
+        return max(self.comm, self._tensor, self._pipe, key=lambda comm: comm.size).read(values)
 
     def _here(self, gradients: Sequence[FlatGradient]) -> Squares:
         """This rank's part of the squared norm; it is noted whether a gradient is missing."""
@@ -97,15 +110,15 @@ class Norm:
         """The parameters, by flat and place, that no rank has a gradient for in this window. After `total`."""
         if not self._any_absent:
             return {}
-        there = torch.ones(sum(len(gradient.flat.parameters) for gradient in gradients))
+        there = [1.0] * sum(len(gradient.flat.parameters) for gradient in gradients)
         first = 0
         for gradient in gradients:
             for index in gradient.absent:
-                there[first + index] = 0
+                there[first + index] = 0.0
             first += len(gradient.flat.parameters)
-        there = there.to(self._device)
-        self.comm.all_reduce(there, "max", "missing gradients").wait()
-        flags, first = self.comm.read(there), 0
+        found = self._sent(there, torch.float32)
+        self.comm.all_reduce(found, "max", "missing gradients").wait()
+        flags, first = self.comm.read(found), 0
         missing: dict[Flat, list[int]] = {}
         for gradient in gradients:
             gone = [index for index in gradient.absent if not flags[first + index]]

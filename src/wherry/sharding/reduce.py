@@ -58,9 +58,9 @@ class Lane:
         if waiting:
             self._launch(waiting)
 
-    def wait(self, keep: int = 0) -> None:
-        """Until so many are left under way."""
-        while len(self._under_way) > keep:
+    def wait(self, keep: int = 0, *, ended: bool = False) -> None:
+        """Until so many are left under way; with `ended` also for those that wait for nothing any more."""
+        while len(self._under_way) > keep or (ended and self._under_way and self._under_way[0][0].done()):
             ticket, finish = self._under_way.popleft()
             ticket.wait()
             finish()
@@ -155,7 +155,8 @@ class Reducer:
         self._across.drop()
 
     def _wait(self, keep: int) -> None:
-        self._lane.wait(keep)
+        # What crosses to replicas does so in one order on all ranks; else what is summed goes on its way at once.
+        self._lane.wait(keep, ended=self._replicas.size == 1)
         if self._replicas.size > 1:
             self._across.flush()
             if keep == 0:

@@ -390,13 +390,19 @@ class Gatherer:
         self.live -= flat.layout.numel
 
     def _start(self, *flats: Flat) -> None:
-        for flat in flats:
-            if flat.pending:
-                self.settle([flat])
-            if flat.storage is not None and not self._is_near(flat):
-                self._fetch(flat, flat.storage)
-            # The same storage grows again: views that autograd saved in forward become valid, at an unchanged version.
-            flat.elastic.grow()
+        try:
+            for flat in flats:
+                if flat.pending:
+                    self.settle([flat])
+                # The same storage grows again: views that autograd saved in forward become valid, at an unchanged
+                # version. Where there is no memory for it, nothing has been fetched yet that nobody would release.
+                flat.elastic.grow()
+                if flat.storage is not None and not self._is_near(flat):
+                    self._fetch(flat, flat.storage)
+        except BaseException:
+            for flat in flats:
+                flat.elastic.shrink()
+            raise
         wholes = tuple([flat.whole for flat in flats])
         with torch.autograd._unsafe_preserve_version_counter(wholes):
             ticket = self._bring(flats, wholes)

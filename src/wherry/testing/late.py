@@ -108,9 +108,12 @@ class ChaosLink(Link):
     def _make_pool(self, pin: bool) -> HostPool:
         return HostPool(poison=True)
 
-    def up(self, target: torch.Tensor, source: torch.Tensor, *, after: Ticket = DONE) -> Ticket:
+    def up(
+        self, target: torch.Tensor, source: torch.Tensor, *, fence: Ticket | None = None, after: Ticket = DONE
+    ) -> Ticket:
         assert target.dtype == source.dtype, "a copy between device and host does not cast"
         self.bytes_up += source.nbytes
+        after.wait()
         return self.chaos.copy_later(target, source)
 
     def down(self, target: torch.Tensor, source: torch.Tensor) -> Ticket:

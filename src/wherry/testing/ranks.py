@@ -150,8 +150,8 @@ class _Rendezvous:
 
 def _complete(value: Any) -> None:
     """Nothing is left to streams: those of a GPU on which ranks read and write may know nothing of each other."""
-    if isinstance(value, torch.Tensor) and value.device.type == "cuda":
-        torch.cuda.current_stream(value.device).synchronize()
+    if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
+        torch.accelerator.current_stream(value.device).synchronize()
 
 
 class ThreadComm(Comm):

@@ -6,14 +6,14 @@ import ctypes
 import errno
 import mmap
 import os
+import platform
 import sys
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from wherry.errors import WherryError
 from wherry.fake import faking
@@ -42,48 +42,18 @@ class PoolCounters:
     misses: int = 0
 
 
-class Pinning(Protocol):
-    """How a host pool keeps its memory in place: a seam, which `CudaPin` and tests fill."""
+class Pinning:
+    """How a host pool has its memory kept in place; the base class registers none of it."""
 
-    def pin(self, address: int, nbytes: int) -> None: ...
-
-    def unpin(self, address: int, nbytes: int) -> None: ...
-
-
-class CudaPin:
-    """Registers memory with CUDA, so that copies to and from the device need no staging and can be asynchronous."""
-
-    _PORTABLE = 1  # pinned for every CUDA context of the process
-    _UNLOADING = 4  # at interpreter exit the driver has let go of everything already
-
-    def __init__(self) -> None:
-        import torch
-
-        self._runtime = torch.cuda.cudart()
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Bytes from a page on, all zero."""
+        return _map(nbytes, shared_with_forks=False)
 
     def pin(self, address: int, nbytes: int) -> None:
-        code = int(self._runtime.cudaHostRegister(address, nbytes, self._PORTABLE))
-        if code:
-            _forget_cuda_error()
-            raise PoolError(
-                f"pinning a host buffer of {nbytes} bytes for CUDA failed with CUDA error {code}: lower the host "
-                "memory that is pinned, or do not pin host buffers"
-            )
+        return None
 
     def unpin(self, address: int, nbytes: int) -> None:
-        code = int(self._runtime.cudaHostUnregister(address))
-        if code not in (0, self._UNLOADING):
-            _forget_cuda_error()
-            raise RuntimeError(f"unpinning a host buffer failed with CUDA error {code}")
-
-
-def _forget_cuda_error() -> None:
-    """CUDA keeps for each thread what a call has failed with. torch, which does not know of this one, would raise it
-    where it launches its next kernel, whatever that is; here it does so at once, and has forgotten it."""
-    import torch
-
-    with suppress(RuntimeError):
-        torch.ones(1, device="cuda")
+        return None
 
 
 class _BufferPool:
@@ -155,7 +125,7 @@ class _BufferPool:
 class HostPool(_BufferPool):
     """Host buffers that begin at a page, in size classes; large ones on huge pages where the system allows.
 
-    `pinning` keeps them in place (`CudaPin`); `poison` fills what is given back with NaN patterns, so that a test sees
+    `pinning` keeps them in place; `poison` fills what is given back with NaN patterns, so that a test sees
     a late reader.
 
     >>> with HostPool() as pool:
@@ -218,7 +188,7 @@ class HostPool(_BufferPool):
         self.close()
 
     def _allocate(self, size: int) -> torch.Tensor:
-        buffer = _map(size, shared_with_forks=self._pinning is None)
+        buffer = _map(size) if self._pinning is None else self._pinning.allocate(size)
         address = buffer.data_ptr()
         if self._pinning is not None:
             self._pinning.pin(address, size)
@@ -328,6 +298,26 @@ def _map(nbytes: int, *, shared_with_forks: bool = True) -> torch.Tensor:
         area.madvise(mmap.MADV_DONTFORK, skip, nbytes)
     with torch.inference_mode(False):  # who uses it next may not be in an evaluation
         return torch.frombuffer(area, dtype=torch.uint8, count=nbytes, offset=skip)
+
+
+# mbind by number, which no C library has without libnuma; and its mode of taking pages from all nodes in turn.
+_MBIND = {"x86_64": 237, "aarch64": 235}
+_INTERLEAVE = 3
+
+
+def spread(memory: torch.Tensor, nodes: Collection[int]) -> bool:
+    """Let new memory come from these NUMA nodes in turn, whoever touches it first. False where the system cannot."""
+    number = _MBIND.get(platform.machine()) if sys.platform == "linux" else None
+    if number is None or not nodes:
+        return False
+    start = -(-memory.data_ptr() // PAGE) * PAGE
+    words = (ctypes.c_ulong * (max(nodes) // 64 + 1))()
+    for node in nodes:
+        words[node // 64] |= 1 << node % 64
+    length = memory.data_ptr() + memory.nbytes - start
+    asked = (ctypes.c_long(number), ctypes.c_void_p(start), ctypes.c_ulong(length), ctypes.c_int(_INTERLEAVE))
+    limit = ctypes.c_ulong(64 * len(words) + 1)
+    return ctypes.CDLL(None).syscall(*asked, ctypes.byref(words), limit, ctypes.c_uint(0)) == 0
 
 
 def _host_class(nbytes: int) -> int:

@@ -4,14 +4,75 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 
 import torch
 
-from wherry.fake import host_value
+from wherry import native
+from wherry.errors import WherryError
+from wherry.fake import faking, host_value
 from wherry.observe.memory import free_on_gpu
-from wherry.tickets import DONE, Ticket
-from wherry.tiers.buffers import CudaPin, HostPool
+from wherry.tickets import DONE, CallbackTicket, Ticket
+from wherry.tiers.buffers import PAGE, HostPool, Pinning, PoolError, spread
+
+
+def accelerator() -> torch.device | None:
+    """The kind of device that is here beside the host; None where it is the CPU that computes.
+
+    Apple's has no float64, in which norms are added up, and no streams: there it is the CPU.
+    """
+    if not torch.accelerator.is_available():
+        return None
+    found = torch.accelerator.current_accelerator()
+    return None if found is None or found.type == "mps" else found
+
+
+def check_device(device: torch.device) -> None:
+    """Raise where a device cannot do what the engine is built on."""
+    if device.type == "cpu":
+        return
+    try:
+        probe = torch.zeros(128, device=device)
+        storage = probe.untyped_storage()
+        storage.resize_(0)
+        storage.resize_(512)
+        event = torch.Event(device)
+        with torch.Stream(device):
+            event.record()
+        event.wait()
+        probe.zero_().to(torch.float64)
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise WherryError(
+            f"{device}: Wherry needs a device whose storages can be resized, with streams, events and float64, and "
+            f"this one refused ({reason}); compute on another, or on the CPU"
+        ) from error
+
+
+def use_device(device: torch.device) -> None:
+    """For a thread of the engine's own: what it launches goes there."""
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
+
+
+def new_event(device: torch.device) -> torch.Event:
+    """An event that a thread of the host waits for asleep: one that spins has a core that updates and launches want.
+
+    CUDA's are such where they are asked to be, which torch's own cannot ask.
+    """
+    return torch.cuda.Event(blocking=True) if device.type == "cuda" else torch.Event(device)
+
+
+def new_stream(device: torch.device) -> torch.Stream:
+    """A stream that takes part in what `new_event` makes."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else torch.Stream(device)
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    return torch.cuda.current_stream(device) if device.type == "cuda" else torch.accelerator.current_stream(device)
+
 
 # Copies down whose sources are kept: one travels while the next is filled.
 IN_FLIGHT = 2
@@ -38,7 +99,7 @@ class Link:
 
     def pool(self, pin: bool) -> HostPool:
         """Host memory that is pinned, or that is not; `host` where that is what it is, or where nothing is pinned."""
-        if pin == self._pins or self._pinning(True) is None:
+        if pin == self._pins or self.shared:
             return self.host
         if self._other is None:
             self._other = self._make_pool(pin)
@@ -52,12 +113,12 @@ class Link:
         return self._aside_pool
 
     def _make_pool(self, pin: bool) -> HostPool:
-        return HostPool(pinning=self._pinning(pin))
+        return HostPool()
 
-    def _pinning(self, pin: bool) -> CudaPin | None:
-        return None
-
-    def up(self, target: torch.Tensor, source: torch.Tensor, *, after: Ticket = DONE) -> Ticket:
+    def up(
+        self, target: torch.Tensor, source: torch.Tensor, *, fence: Ticket | None = None, after: Ticket = DONE
+    ) -> Ticket:
+        """`fence`, made where the target was, stands for the current stream; `after` is what brings the source."""
         after.wait()
         target.copy_(source)
         return DONE
@@ -102,11 +163,32 @@ class Link:
 
 
 class CopiesDown:
-    """Copies to the host that are under way: what they read on the device is given back when others have begun."""
+    """Copies to the host that are under way: what they read on the device is given back when others have begun.
+
+    What the host does with them it does in a thread of its own: the one that asks is launching a backward's kernels.
+    """
 
     def __init__(self, link: Link) -> None:
         self.link = link
         self._sources: deque[tuple[Ticket, Callable[[], None]]] = deque()
+        self._acts: deque[Ticket] = deque()
+        self._thread: ThreadPoolExecutor | None = None
+
+    def then(self, act: Callable[[], None]) -> Ticket:
+        """What is to be done once a copy has landed. They are done in order, and few wait, as each has a buffer."""
+        while len(self._acts) >= IN_FLIGHT:
+            with suppress(Exception):  # told to whoever waits for it
+                self._acts.popleft().wait()
+        if faking():  # fake tensors know one thread
+            ticket = CallbackTicket(act)
+        else:
+            if self._thread is None:
+                begin = partial(use_device, self.link.device)
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="wherry-landing", initializer=begin)
+            done = self._thread.submit(torch.no_grad()(act))
+            ticket = CallbackTicket(done.result, done.done)
+        self._acts.append(ticket)
+        return ticket
 
     def begin(self, target: torch.Tensor, source: torch.Tensor, give: Callable[[], None]) -> Ticket:
         """Copy `source`, and call `give` once it may be written again."""
@@ -127,6 +209,10 @@ class CopiesDown:
         while self._sources:
             with suppress(Exception):
                 self.wait(len(self._sources) - 1)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown()
 
 
 class Readers(Ticket):
@@ -161,7 +247,7 @@ class _Copy(Ticket):
     def __init__(
         self,
         device: torch.device,
-        event: torch.cuda.Event,
+        event: torch.Event,
         on_host: bool,
         target: torch.Tensor | None = None,
         source: torch.Tensor | None = None,
@@ -179,9 +265,9 @@ class _Copy(Ticket):
             # Freed from here on, its memory is another's on the stream that has just been told to wait.
             self._target = None
 
-    def order(self) -> None:
+    def order(self, stream: torch.Stream | None = None) -> None:
         # Of the copy's own device: the thread that waits may have another as its current one.
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        self._event.wait(stream or current_stream(self._device))
 
     def release(self) -> None:
         """After `order`, on the stream that the source is of: its memory may be another's now."""
@@ -195,57 +281,65 @@ class _Copy(Ticket):
         return self._event.query()
 
 
-class CudaLink(Link):
-    """Between a CUDA device and pinned host memory, with a stream for each direction."""
+class DeviceLink(Link):
+    """Between a device and pinned host memory, with a stream for each direction."""
 
     shared = False
 
     def __init__(self, device: torch.device, *, pin: bool = True) -> None:
         if device.index is None:  # other threads may have another as their current one
-            device = torch.device("cuda", torch.cuda.current_device())
+            device = torch.device(device.type, torch.accelerator.current_device_index())
         super().__init__(device, pin=pin)
-        self._up = torch.cuda.Stream(device)
-        self._down = torch.cuda.Stream(device)
-        self._aside: torch.cuda.Stream | None = None
-        self._reads: torch.cuda.Stream | None = None
+        self._up = new_stream(device)
+        self._down = new_stream(device)
+        self._aside: torch.Stream | None = None
+        self._reads: torch.Stream | None = None
 
-    def _pinning(self, pin: bool) -> CudaPin | None:
-        return CudaPin() if pin else None
+    def _make_pool(self, pin: bool) -> HostPool:
+        if not pin:
+            return HostPool()
+        return HostPool(pinning=CudaPin() if self.device.type == "cuda" else TorchPin())
 
-    def _record(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
+    def _record(self) -> torch.Event:
+        event = new_event(self.device)
+        event.record(current_stream(self.device))
         return event
 
-    def _copy(self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor, on_host: bool) -> Ticket:
-        with torch.cuda.stream(stream):
+    def _copy(self, stream: torch.Stream, target: torch.Tensor, source: torch.Tensor, on_host: bool) -> Ticket:
+        event = new_event(self.device)
+        with stream:
             target.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()
             event.record(stream)
         return _Copy(self.device, event, on_host, target, source)
 
-    def up(self, target: torch.Tensor, source: torch.Tensor, *, after: Ticket = DONE) -> Ticket:
+    def up(
+        self, target: torch.Tensor, source: torch.Tensor, *, fence: Ticket | None = None, after: Ticket = DONE
+    ) -> Ticket:
         # The target's memory may have belonged to work that the current stream, or the fence's, has not done yet.
-        if isinstance(after, _Copy):
-            self._up.wait_event(after._event)
+        if isinstance(fence, _Copy):
+            fence.order(self._up)
         else:
-            self._up.wait_event(self._record())
+            self._record().wait(self._up)
+        if isinstance(after, _Copy):
+            after.order(self._up)
+        else:
+            after.wait()
         return self._copy(self._up, target, source, on_host=False)
 
     def down(self, target: torch.Tensor, source: torch.Tensor) -> Ticket:
-        self._down.wait_event(self._record())
+        self._record().wait(self._down)
         return self._copy(self._down, target, source, on_host=True)
 
     def aside(self, target: torch.Tensor, source: torch.Tensor) -> Ticket:
         if self._aside is None:
-            self._aside = torch.cuda.Stream(self.device)
-        self._aside.wait_event(self._record())
+            self._aside = new_stream(self.device)
+        self._record().wait(self._aside)
         return self._copy(self._aside, target, source, on_host=True)
 
     def read(self, number: float | torch.Tensor) -> float:
         if self._reads is None:
-            self._reads = torch.cuda.Stream(self.device)
-        with torch.cuda.stream(self._reads):
+            self._reads = new_stream(self.device)
+        with self._reads:
             return host_value(number)
 
     def fence(self) -> Ticket:
@@ -260,20 +354,72 @@ class CudaLink(Link):
 
     @contextmanager
     def uploading(self) -> Iterator[None]:
-        with torch.cuda.stream(self._up):
+        with self._up:
             yield
 
     def free_bytes(self) -> int | None:
         return free_on_gpu(self.device)
 
     def return_unused(self) -> None:
-        torch.cuda.empty_cache()
+        torch.accelerator.empty_cache()
 
     def close(self) -> None:
-        torch.cuda.synchronize(self.device)
+        torch.accelerator.synchronize(self.device)
         super().close()
 
 
 def link_to(device: torch.device, *, pin: bool = True) -> Link:
     """The link for a device."""
-    return CudaLink(device, pin=pin) if device.type == "cuda" else Link(device, pin=pin)
+    return Link(device, pin=pin) if device.type == "cpu" else DeviceLink(device, pin=pin)
+
+
+# Host memory that stays where it is, so that a device copies from and to it without staging, and beside all else.
+
+
+class TorchPin(Pinning):
+    """Memory that torch allocates pinned."""
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        memory = torch.zeros(nbytes + PAGE, dtype=torch.uint8, pin_memory=True)
+        start = -memory.data_ptr() % PAGE
+        return memory[start : start + nbytes]
+
+
+class CudaPin(Pinning):
+    """Memory of the system's that is registered with CUDA; torch's own would be rounded up to a power of two."""
+
+    _PORTABLE = 1  # pinned for every CUDA context of the process
+    _UNLOADING = 4  # at interpreter exit the driver has let go of everything already
+
+    def __init__(self) -> None:
+        self._runtime = torch.cuda.cudart()
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        memory = super().allocate(nbytes)
+        nodes = native.nodes()
+        if len(nodes) > 1:
+            # Pinning touches all of it, in one thread and so on one node: half of the machine's bandwidth, or less.
+            spread(memory, nodes)
+        return memory
+
+    def pin(self, address: int, nbytes: int) -> None:
+        code = int(self._runtime.cudaHostRegister(address, nbytes, self._PORTABLE))
+        if code:
+            _forget_cuda_error()
+            raise PoolError(
+                f"pinning a host buffer of {nbytes} bytes for CUDA failed with CUDA error {code}: lower the host "
+                "memory that is pinned, or do not pin host buffers"
+            )
+
+    def unpin(self, address: int, nbytes: int) -> None:
+        code = int(self._runtime.cudaHostUnregister(address))
+        if code not in (0, self._UNLOADING):
+            _forget_cuda_error()
+            raise RuntimeError(f"unpinning a host buffer failed with CUDA error {code}")
+
+
+def _forget_cuda_error() -> None:
+    """CUDA keeps for each thread what a call has failed with. torch, which does not know of this one, would raise it
+    where it launches its next kernel, whatever that is; here it does so at once, and has forgotten it."""
+    with suppress(RuntimeError):
+        torch.ones(1, device="cuda")

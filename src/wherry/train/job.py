@@ -88,7 +88,8 @@ def train(options: Options) -> int:
     shape, why = comm.gather_objects(_choose(options, comm.size, given) if chief else None)[0]
     shape.check_grid(grid)
     start = choose_start(options, comm)
-    bf16 = bool(device.type == "cuda" and torch.cuda.is_bf16_supported())
+    has_bf16 = getattr(torch.get_device_module(device), "is_bf16_supported", None)
+    bf16 = bool(device.type != "cpu" and has_bf16 and has_bf16())
     config = build_config(options, shape.parameters, bf16=bf16, given=given, earlier=start.config)
     sized = any(size is not None for size in (options.batch_size, options.global_batch_size, options.accumulation))
     keep_batch(config, start, place.data.size, sized, place.pipe.size)
@@ -181,15 +182,15 @@ def train(options: Options) -> int:
 
 def _choose(options: Options, ranks: int, given: Mapping[str, Any] | None) -> tuple[Shape, str]:
     """The shape of the model, and why it is that one if this machine was measured for it."""
-    import torch
-
     from wherry.config import load
     from wherry.plan.probe import this_machine_roughly
+    from wherry.tiers.streams import accelerator
     from wherry.train.presets import choose
 
     if options.preset != "auto":
         return shape_of(options, PRESETS[options.preset]), ""
     config = load(build_config(options, PRESETS["gpt2-10m"].parameters, bf16=False, given=given))
     micro = config.batch(grid_of(options).data_ranks(ranks)).micro
-    shape, why = choose(this_machine_roughly(), ranks, micro, itemsize=2 if torch.cuda.is_available() else 4)
+    itemsize = 4 if accelerator() is None else 2
+    shape, why = choose(this_machine_roughly(), ranks, micro, itemsize=itemsize)
     return shape_of(options, shape), why

@@ -23,6 +23,7 @@ from wherry.observe.log import logger
 from wherry.observe.memory import device_memory, host_memory
 from wherry.observe.metrics import Monitor
 from wherry.observe.screen import Screen
+from wherry.plan.rates import device_name
 from wherry.train.data import Share, Text
 from wherry.train.display import Display
 from wherry.train.loop import Outcome, Plan, Record
@@ -135,8 +136,7 @@ def facts_of(engine: Any, shape: Shape, why: str, share: Share, text: Text, star
     if config["wherry"]["accumulation"] == "layer_major" and share.accumulation > 1:
         facts.append(("order", "layer_major: all micro-batches of a step go through a block before the next block"))
     threads = f"CPU, {count(torch.get_num_threads(), 'thread')} a rank"
-    gpu = engine.device.type == "cuda"
-    facts.append(("device", torch.cuda.get_device_name(engine.device) if gpu else threads))
+    facts.append(("device", threads if engine.device.type == "cpu" else device_name(engine.device)))
     if start.checkpoint is not None:
         facts.append(("resumed", f"{start.checkpoint}, step {start.step}"))
         facts += [("changed", line) for line in changes(start.config or {}, config)]

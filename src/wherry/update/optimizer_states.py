@@ -26,6 +26,8 @@ from wherry.update.rules import Group, Groups, UpdateRule, UpdateSegment
 
 # Flats together up to this many elements are updated in one call: below it, calling costs more than updating.
 BUCKET_NUMEL = 1 << 18
+# Weights that go elsewhere once they are updated do so in pieces of as many elements, while the next one is updated.
+PIECE_NUMEL = 1 << 24
 # What an update of an element reads besides its moments, by name.
 WEIGHTS = ("working", "low", "master")
 
@@ -67,6 +69,25 @@ def record_fields(kept: StateTier, rule: UpdateRule, group: Group, dtype: torch.
         split = kept.split and rule.splits and dtype is torch.bfloat16
         fields.append(Field("low", torch.int16, numel) if split else Field("master", torch.float32, numel))
     return fields + rule.fields(group, numel)
+
+
+@dataclass(frozen=True)
+class UpdatePiece:
+    """Segments that are updated in one call, and of which flat each is, and where."""
+
+    segments: list[UpdateSegment]
+    places: list[tuple[FlatState, SegmentSpan]]
+
+
+def _without(piece: UpdatePiece, absent: Absent) -> UpdatePiece:
+    """The piece, with no gradients of those that are absent."""
+    gone = [span.slot in absent.get(state.flat, ()) for state, span in piece.places]
+    if not any(gone):
+        return piece
+    found = [
+        replace(segment, grad=None) if left else segment for left, segment in zip(gone, piece.segments, strict=True)
+    ]
+    return UpdatePiece(found, piece.places)
 
 
 class FlatState:
@@ -133,7 +154,7 @@ class UpdateBucket:
         self.storage: Storage | None = None
         # New weights of a delayed update, of each segment, until they are published: the flats have those before it.
         self._fresh: list[torch.Tensor] | None = None
-        self._bound: list[UpdateSegment] | None = None
+        self._bound: list[UpdatePiece] | None = None
         # Where the flats' weights were then. Who sends a parameter to another process moves them to shared memory.
         self._places: list[int] = []
 
@@ -213,17 +234,15 @@ class UpdateBucket:
         """Of each segment the updates that its parameter has had."""
         return [state.steps[span.slot] for state, span in self.spans]
 
-    def update(
+    def begin_update(
         self,
         gradients: Sequence[FlatGradient],
-        groups: Groups,
-        multiplier: float,
         absent: Absent | None = None,
-        aside: Sequence[torch.Tensor] | None = None,
-    ) -> Ticket:
-        """Begin the update, with the gradients of its flats or copies set aside; `absent` ones are left alone.
+        lent: Sequence[torch.Tensor] | None = None,
+    ) -> list[UpdatePiece]:
+        """An update with the gradients of its flats, or what they have lent; `absent` ones are left alone.
 
-        Record and weights have been fetched, and gradients have arrived.
+        Record and weights have been fetched, and gradients have arrived. What is returned is for `update`.
         """
         for state in self.states:
             if state.flat.reader is not DONE:
@@ -232,22 +251,41 @@ class UpdateBucket:
             for slot in range(len(state.steps)):
                 state.steps[slot] += slot not in gone
         if not self.spans:
-            return DONE
+            return []
         places = [address_of(state.flat.whole) for state in self.states]
         if places != self._places:
             self._bound = None
             self._places = places
-        segments = self._bound
-        if segments is None or aside is not None:
-            segments = self._segments(self._views(), aside or [gradient.owned for gradient in gradients])
-            if aside is None and self.in_place and not any(gradient.brief for gradient in gradients):
-                self._bound = segments
-        if absent:
-            segments = [
-                replace(segment, grad=None) if span.slot in absent.get(state.flat, ()) else segment
-                for segment, (state, span) in zip(segments, self.spans, strict=True)
-            ]
-        return self.rule.update(segments, self.steps, groups, multiplier)
+        pieces = self._bound
+        if pieces is None or lent is not None:
+            self.rule.forget()
+            grads = [gradient.owned for gradient in gradients] if lent is None else lent
+            pieces = self._pieces(self._segments(self._views(), grads), whole=lent is not None)
+            if lent is None and self.in_place and not any(gradient.brief for gradient in gradients):
+                self._bound = pieces
+        return [_without(piece, absent) for piece in pieces] if absent else pieces
+
+    def update(self, piece: UpdatePiece, groups: Groups, multiplier: float) -> Ticket:
+        steps = [state.steps[span.slot] for state, span in piece.places]
+        return self.rule.update(piece.segments, steps, groups, multiplier)
+
+    def _pieces(self, segments: list[UpdateSegment], *, whole: bool) -> list[UpdatePiece]:
+        """A large bucket whose weights are sent elsewhere is cut, where its rule allows that."""
+        if whole or not (self.apart and self.rule.cuts and self.numel > PIECE_NUMEL):
+            return [UpdatePiece(segments, self.spans)]
+        pieces, room = [UpdatePiece([], [])], PIECE_NUMEL
+        for segment, (state, span) in zip(segments, self.spans, strict=True):
+            length = span.stop - span.start
+            for first in range(0, length, PIECE_NUMEL):
+                last = min(first + PIECE_NUMEL, length)
+                if last - first > room:
+                    pieces.append(UpdatePiece([], []))
+                    room = PIECE_NUMEL
+                part = replace(span, start=span.start + first, stop=span.start + last)
+                pieces[-1].segments.append(segment if last - first == length else segment.cut(first, last))
+                pieces[-1].places.append((state, part))
+                room -= last - first
+        return pieces
 
     @property
     def in_place(self) -> bool:
@@ -266,27 +304,37 @@ class UpdateBucket:
         """A delayed update is complete: keep its weights until they are published, whatever becomes of the record."""
         self._fresh = [weights.clone() if self.on_disk else weights for weights in self.working()]
 
-    def publish(self, fence: Ticket = DONE) -> list[Ticket]:
-        """Send working weights, those of the record or those that it holds, to where flats have theirs.
+    def publish(self) -> list[Ticket]:
+        """Send the working weights that it holds to where flats have theirs."""
+        assert self._fresh is not None, self.name
+        parts, self._fresh = self._fresh, None
+        with ExitStack() as opened:
+            for state in self.states:
+                if state.flat.storage is not None:
+                    opened.enter_context(state.flat.opened(write=True))
+            tickets = [self._send(*place, part) for place, part in zip(self.spans, parts, strict=True)]
+            for ticket in tickets if self.on_device else ():
+                ticket.finish()  # before it is stored
+            return tickets
 
-        A `fence` is for another thread than the one that computes.
+    def send(self, piece: UpdatePiece, fence: Ticket) -> list[Ticket]:
+        """The working weights of what was updated, to where flats have theirs: what rests elsewhere has been fetched.
+
+        The `fence` is for another thread than the one that computes.
         """
-        parts = iter(self.working() if self._fresh is None else self._fresh)
-        self._fresh = None
-        tickets = []
-        for state in self.states:
-            if state.flat.reader is not DONE:
-                state.flat.quiet()
-            if state.flat.storage is None:
-                shard = state.flat.shard_memory
-                tickets += [
-                    self.link.up(shard[span.start : span.stop], next(parts), after=fence) for span in state.segments
-                ]
-                continue
-            with state.flat.opened(write=True) as shard:
-                for span in state.segments:
-                    shard[span.start : span.stop].copy_(next(parts))
-        return tickets
+        found = zip(piece.places, piece.segments, strict=True)
+        return [self._send(*place, s.working, fence) for place, s in found if s.working is not None]
+
+    def _send(self, state: FlatState, span: SegmentSpan, part: torch.Tensor, fence: Ticket | None = None) -> Ticket:
+        if state.flat.reader is not DONE:
+            state.flat.quiet()
+        target = state.flat.shard_memory[span.start : span.stop]
+        if state.flat.storage is None:
+            return self.link.up(target, part, fence=fence)
+        if self.on_device:
+            return self.link.down(target, part)
+        target.copy_(part)
+        return DONE
 
     def forget(self) -> None:
         """Let go of memory that is only borrowed for an update: it is about to be given back, or to move."""

@@ -56,6 +56,8 @@ class BucketPipeline:
         # Whether the update has changed anything.
         self.updated = False
         self.gathers: list[Ticket] = []
+        # Copies of weights that were published late: they read what the next update writes.
+        self._sending: list[Ticket] = []
         # The record that is being read, or has been, for an update that has not begun.
         self._prefetched: Ticket | None = None
         self._comm = comm
@@ -74,21 +76,24 @@ class BucketPipeline:
     def begin(self, terms: UpdateTerms, *, late: bool = False, fit: Callable[[], bool] | None = None) -> UpdateJob:
         """An update with the gradients as they are, or will have landed; who asks for it runs the job.
 
-        A `late` one reads copies of them, and keeps new weights until they are published. `fit` is asked once they have
-        landed: unless they are, state and weights stay as they are.
+        A `late` one is lent them, and keeps new weights until they are published. `fit` is asked once they have landed:
+        unless they are, state and weights stay as they are.
         """
-        aside = [gradient.set_aside() for gradient in self.gradients] if late else None
-        self.job = UpdateJob(self.bucket.name, self._steps(terms, aside, fit))
+        lent = [gradient.lend() for gradient in self.gradients] if late else None
+        self.job = UpdateJob(self.bucket.name, self._steps(terms, lent, fit))
         self.phase = Phase.PENDING
         self.updated = False
         return self.job
 
-    def _steps(self, terms: UpdateTerms, aside: list[torch.Tensor] | None, fit: Callable[[], bool] | None) -> Steps:
+    def _steps(
+        self, terms: UpdateTerms, lent: list[tuple[torch.Tensor, Ticket]] | None, fit: Callable[[], bool] | None
+    ) -> Steps:
         """Its steps between waits."""
         bucket = self.bucket
-        weights = [] if bucket.apart else [flat.storage for flat in self.flats if flat.storage is not None]
+        late = bucket.apart and lent is not None
+        weights = [] if late else [flat.storage for flat in self.flats if flat.storage is not None]
         fetched: list[Storage] = []
-        uploads: list[Ticket] = []
+        sent: list[Ticket] = []
         try:
             # Fetch: the record, weights that the update reaches, and gradients.
             tickets: list[Ticket] = []
@@ -101,24 +106,30 @@ class BucketPipeline:
                 fetched.append(storage)
             for storage in weights:
                 tickets.append(storage.readers())  # what was begun before and still reads what is about to change
-            for gradient in self.gradients if aside is None else ():
-                tickets.append(gradient.landing)
+            tickets += self._sending
+            tickets += [gradient.landing for gradient in self.gradients] if lent is None else [last for _, last in lent]
             for ticket in tickets:
                 if ticket is not DONE:
                     yield FETCH, ticket
-            # Update.
+            self._sending = []
+            # Update, in pieces; and weights that are apart go to where they rest while the next piece is updated.
             if fit is None or fit():
                 self.updated = True
-                yield UPDATE, bucket.update(self.gradients, terms.groups, terms.multiplier, terms.absent, aside)
+                for piece in bucket.begin_update(
+                    self.gradients, terms.absent, None if lent is None else [gradient for gradient, _ in lent]
+                ):
+                    yield UPDATE, bucket.update(piece, terms.groups, terms.multiplier)
+                    if bucket.apart and not late:
+                        sent += [OnHost(ticket) for ticket in bucket.send(piece, terms.fence)]
             for gradient in self.gradients:
                 gradient.spent()
-            # Store; and weights that are apart go to where they rest.
-            if aside is not None:
+            if late:
                 bucket.hold_weights()
-            elif bucket.apart:
-                uploads = [OnHost(ticket) for ticket in bucket.publish(terms.fence)]
+            # Store. What comes down from the device is stored when it is there.
+            for ticket in sent if bucket.on_device else ():
+                yield STORE, ticket
             stores = [ticket for storage in fetched if (ticket := storage.store()) is not DONE]
-            for ticket in uploads:
+            for ticket in sent if not bucket.on_device else ():
                 yield STORE, ticket
             if stores:
                 yield READY, DONE
@@ -126,18 +137,24 @@ class BucketPipeline:
                 yield STORE, ticket
         finally:
             for storage in fetched:
-                storage.release(uploads[-1] if uploads and storage is bucket.storage else DONE)
+                storage.release(sent[-1] if sent and storage is bucket.storage else DONE)
 
     def publish(self) -> None:
         """The update has made its weights: gather what every rank holds whole."""
         if self.bucket.holds_weights:
             for ticket in self.bucket.publish():
-                ticket.finish()  # the next update writes the memory that is copied from
+                ticket.wait()
+                self._sending.append(OnHost(ticket))
         for flats in self.together:
             wholes, shards = [flat.whole for flat in flats], [flat.shard_memory for flat in flats]
             names = [flat.name for flat in flats]
             self.gathers.append(self._comm.all_gather_together(wholes, shards, names))
         self.phase = Phase.PUBLISHED
+
+    def finish_sending(self) -> None:
+        """Nothing reads the weights that were published late any more."""
+        while self._sending:
+            self._sending.pop().wait()
 
     def wait_for_gathers(self) -> None:
         """The weights that were published are whole everywhere, and shown."""

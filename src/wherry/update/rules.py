@@ -51,6 +51,8 @@ class UpdateRule:
 
     # Whether a bf16 working weight may be the upper half of its master.
     splits = False
+    # Whether a part of a segment may be updated by itself.
+    cuts = False
 
     def fields(self, group: Group, numel: int) -> list[Field]:
         """What it keeps for a segment, apart from weights; empty where it keeps its state itself."""
@@ -116,15 +118,14 @@ NATIVE_FAMILIES: dict[str, NativeFamily] = {
 class NativeRule(UpdateRule):
     """One pass on the library's own threads: unscale, clip, decay, update, cast."""
 
-    splits = True
+    splits = cuts = True
 
     def __init__(self, family: NativeFamily, state_dtype: str = "fp32", pool: native.Pool | None = None) -> None:
         self.family = family
         self.state_dtype = state_dtype
         self.pool = pool
-        # What was updated last: where weights and state stay in memory, every step brings the same segments.
-        self._bound: Sequence[UpdateSegment] | None = None
-        self._packed: native.PackedSegments | None = None
+        # Where weights and state stay in memory, every step brings the same lists of segments, until `forget`.
+        self._packed: dict[int, tuple[Sequence[UpdateSegment], native.PackedSegments]] = {}
 
     def fields(self, group: Group, numel: int) -> list[Field]:
         fields = []
@@ -161,13 +162,13 @@ class NativeRule(UpdateRule):
         if not present:
             return DONE
         if len(present) < len(segments):
-            segments = present
-        if self._packed is None or segments is not self._bound:
-            self._bound, self._packed = segments, native.PackedSegments(segments)
-        return self._packed.submit(chosen, multiplier, self.pool)
+            return native.PackedSegments(present).submit(chosen, multiplier, self.pool)
+        if id(segments) not in self._packed:
+            self._packed[id(segments)] = segments, native.PackedSegments(segments)
+        return self._packed[id(segments)][1].submit(chosen, multiplier, self.pool)
 
     def forget(self) -> None:
-        self._bound = self._packed = None
+        self._packed.clear()
 
 
 class TorchRule(UpdateRule):
@@ -199,7 +200,7 @@ class TorchRule(UpdateRule):
     def _fuses(self) -> bool:
         """Whether one kernel on the device can do it all, and the user has not chosen otherwise."""
         chosen = self.defaults.get("fused") is not None or self.defaults.get("foreach") is not None
-        on_device = all(p.device.type == "cuda" or is_fake(p) for p in self._parameters)
+        on_device = all(p.device.type != "cpu" or is_fake(p) for p in self._parameters)
         return "fused" in self.defaults and issubclass(self.optimizer_class, FUSED) and not chosen and on_device
 
     def update(
@@ -213,17 +214,14 @@ class TorchRule(UpdateRule):
                 options["fused"] = fused
         # Without a gradient, torch's optimizers leave a parameter alone too, and count no step.
         present = [one for one in zip(segments, self._parameters, strict=True) if one[0].grad is not None]
-        scaled = [torch.empty_like(parameter, requires_grad=False) for _, parameter in present]
-        if present:
-            torch._foreach_copy_(scaled, [segment.grad for segment, _ in present])  # type: ignore[misc]
-            torch._foreach_mul_(scaled, multiplier)
-        for (_, parameter), grad in zip(present, scaled, strict=True):
+        for (_, parameter), grad in zip(present, _scaled(present, multiplier), strict=True):
             parameter.grad = grad
         inner.step()
-        for segment, parameter in present:
+        for _, parameter in present:
             parameter.grad = None
-            if segment.working is not None and segment.master is not None:
-                segment.working.copy_(segment.master)
+        cast = [(s.working, s.master) for s, _ in present if s.working is not None and s.master is not None]
+        if cast:
+            torch._foreach_copy_([working for working, _ in cast], [master for _, master in cast])
         return DONE
 
     def kept(self) -> list[dict[str, torch.Tensor]]:
@@ -258,6 +256,16 @@ class TorchRule(UpdateRule):
             return 0
         states = (self._inner.state[p] for p in self._parameters)
         return sum(v.nbytes for state in states for v in state.values() if isinstance(v, torch.Tensor) and v.dim())
+
+
+def _scaled(present: Sequence[tuple[UpdateSegment, nn.Parameter]], multiplier: float) -> list[torch.Tensor]:
+    """Gradients times `multiplier` in the dtype of the master, by one pass over each; themselves if they are that."""
+    grads = [segment.grad for segment, _ in present if segment.grad is not None]
+    if all(grad.dtype == parameter.dtype for grad, (_, parameter) in zip(grads, present, strict=True)):
+        return grads if multiplier == 1.0 else list(torch._foreach_mul(grads, multiplier))
+    # Neither is a number beside tensors: the product is in the wider dtype of the two, and rounded once.
+    factor = torch.full((1,), multiplier, dtype=present[0][1].dtype, device=grads[0].device)
+    return [grad * factor for grad in grads]
 
 
 def _data(value: State) -> torch.Tensor:

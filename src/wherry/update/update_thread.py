@@ -13,6 +13,7 @@ import torch
 from wherry.errors import WherryError
 from wherry.fake import faking
 from wherry.tickets import Ticket
+from wherry.tiers.streams import use_device
 
 # What an update is waiting for, and which of them is worth waiting for first: the update itself keeps the cores busy,
 # a read feeds the next one, a write only gives its memory back.
@@ -65,6 +66,11 @@ class UpdateJob(Ticket):
             self._end()
         except BaseException as error:
             self._fail(error)
+
+    def launch(self) -> None:
+        """All steps that the device is given without a wait for what it does."""
+        while not (self.done() or self.stage == STORE):
+            self.go_on()
 
     def run(self) -> None:
         """All steps that are left."""
@@ -246,7 +252,6 @@ def _end(queue: _Queue, thread: threading.Thread) -> None:
 
 
 def _work(queue: _Queue, depth: int, device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    use_device(device)
     with torch.no_grad():
         drive(queue.take, depth)

@@ -318,11 +318,11 @@ class Updater:
             flat.begin_update()
         if pipeline.bucket.on_device:
             try:
-                job.run()  # its kernels go to the device's current stream, which the thread does not share
+                job.launch()  # its kernels go to the device's current stream, which the thread does not share
             except BaseException as error:  # Ctrl-C between two of its steps
                 job.give_up(error)
                 raise
-        else:
+        if not job.done():
             assert self._thread is not None
             self._thread.add(job)
         return job
@@ -394,6 +394,7 @@ class Updater:
             if pipeline.phase is Phase.STORING:
                 self._refuse_fork()
                 self._wait_for_store(pipeline)
+            pipeline.finish_sending()
 
     def _begin_gathers(self) -> None:
         """New weights that every rank holds whole are gathered from here on, and each unit waits for its own.

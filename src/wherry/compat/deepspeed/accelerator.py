@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from wherry.compat.deepspeed import not_part_of_wherry
 from wherry.observe.memory import host_memory
@@ -15,12 +16,12 @@ from wherry.parallel.topology import default_device
 
 
 class Accelerator:
-    """The device that this process computes on. What is not here is as in `torch.cuda`, or the module of its kind."""
+    """The device that this process computes on. What is not here is as in torch's module of its kind."""
 
     def __init__(self, kind: str) -> None:
         self._name = kind
-        self._communication_backend_name = "nccl" if kind == "cuda" else "gloo"
-        self._module: Any = getattr(torch, kind)
+        self._communication_backend_name = dist.Backend.default_device_backend_map.get(kind, "gloo")
+        self._module: Any = torch.get_device_module(kind)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -60,12 +61,12 @@ class Accelerator:
         return torch.amp
 
     def range_push(self, message: str) -> None:
-        if self._name == "cuda":
-            torch.cuda.nvtx.range_push(message)
+        if hasattr(self._module, "nvtx"):
+            self._module.nvtx.range_push(message)
 
     def range_pop(self) -> None:
-        if self._name == "cuda":
-            torch.cuda.nvtx.range_pop()
+        if hasattr(self._module, "nvtx"):
+            self._module.nvtx.range_pop()
 
     def lazy_call(self, callback: Any) -> None:
         callback()

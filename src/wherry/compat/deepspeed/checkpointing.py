@@ -101,7 +101,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     call = _tracked(function)
     alone = recompute.running.get() is None and not recompute.inside.get() and torch.is_grad_enabled()
     if alone and (_asked or {}).get("cpu_checkpointing"):
-        host = torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
+        kind = get_accelerator().device_name()
+        host = torch.autograd.graph.save_on_cpu(pin_memory=kind != "cpu", device_type=kind)
         return recompute.recomputed(call, args, kwargs, saving=host)
     return wherry.checkpoint(call, *args, **kwargs)
 

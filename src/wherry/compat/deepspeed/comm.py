@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from wherry.compat.deepspeed.accelerator import get_accelerator
 from wherry.compat.deepspeed.parameters import live_engines
 from wherry.observe.log import is_rank_zero, logger, say
 from wherry.parallel.topology import default_device
@@ -55,12 +56,12 @@ def init_distributed(
 
 
 def _backend(asked: str | None) -> str:
-    on_gpu = default_device().type == "cuda"
-    if asked not in (None, "nccl"):
+    kind, own = default_device().type, get_accelerator().communication_backend_name()
+    if asked not in (None, "nccl", own):
         return str(asked)
-    if asked == "nccl" and not on_gpu and is_rank_zero():
+    if asked == "nccl" and kind == "cpu" and is_rank_zero():
         logger.warning("init_distributed: nccl needs a GPU and there is none here, so gloo is used")
-    return "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    return own if own == "gloo" else f"cpu:gloo,{kind}:{own}"
 
 
 def _from_mpi(port: int) -> None:
