@@ -9,13 +9,17 @@ PEERS := $(VENV)/.peers
 INPUTS := pyproject.toml constraints.txt $(wildcard CMakeLists.txt src/wherry/native/src/*)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: help train test wheel-test bench lint asan tsan clean
+# The Python of the machine that `make gpu` collects for.
+FOR ?= 3.12
+
+.PHONY: help train test wheel-test bench gpu lint asan tsan clean
 
 help:
 	@echo "make train   train a small GPT-2 here, on two ranks; flags go in ARGS, as in make train ARGS='--steps 50'"
 	@echo "make test    run the tests; ARGS='tests/train -k loop' chooses among them"
 	@echo "make wheel-test   what users install: build it, and run the tests of the alias and of other libraries against it"
 	@echo "make bench   measure this machine, and Wherry beside DDP, FSDP2 and DeepSpeed: about ten minutes"
+	@echo "make gpu     collect what a GPU machine without a network lacks, and say what to run there; FOR=3.12 is its Python"
 	@echo "make lint    ruff, mypy and the floors of the house"
 	@echo "make asan    the native tests under the address and undefined behaviour sanitizers"
 	@echo "make tsan    the native tests under the thread sanitizer"
@@ -49,6 +53,9 @@ bench: $(PEERS)
 	measure benchmarks/import_time.py; \
 	exit $$ended
 
+gpu: $(INSTALLED)
+	@$(BIN)/python benchmarks/gpu_machine.py --python $(FOR) $(ARGS)
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/mypy
@@ -61,7 +68,7 @@ tsan: $(INSTALLED)
 	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHON="$(CURDIR)/$(BIN)/python" sh tests/native/sanitize.sh tsan
 
 clean:
-	rm -rf $(VENV) build src/wherry/native/libwherry.so
+	rm -rf $(VENV) .whl .native .site build src/wherry/native/libwherry.so
 
 # The build's own tools are installed first and pinned like the rest, so the build needs no isolation.
 $(INSTALLED): $(INPUTS)

@@ -19,29 +19,56 @@ ROUNDS = 7
 
 
 def work_of(system: str, recipe: Recipe, gpu: bool) -> dict[str, float]:
-    """A step's least work, by the rate that it needs: gradients down once, weights up once for each use."""
+    """Bytes that a step moves at the least: gradients down once, weights up once for each use."""
     place = systems.place_of(system)
     weight, update = (table[recipe.dtype] * recipe.parameters for table in (WEIGHT_BYTES, UPDATE_BYTES))
-    off, far = place.optimizer != "none", place.parameters != "none"
     disk = STATE_BYTES[recipe.dtype] * recipe.parameters * (place.optimizer == "nvme")
     on_disk = weight * (place.parameters == "nvme")
-    found = {"matrix": recipe.flops, "disk_read": disk + 2 * on_disk, "disk_write": disk + on_disk}
-    found["host_update" if off or not gpu else "device_memory"] = update
-    if gpu and off:
-        found |= {"up": 2 * weight if far else weight, "down": weight}
+    found = {"update": update, "disk_read": disk + 2 * on_disk, "disk_write": disk + on_disk}
+    if gpu and place.optimizer != "none":
+        # Behind the update weights go up for the forward; those that rest on the host go up for the backward again.
+        found |= {"down": weight, "up": weight, "up_again": weight * (place.parameters != "none")}
     return {name: float(amount) for name, amount in found.items() if amount}
 
 
-def bound(work: Mapping[str, float], rates: Mapping[str, float]) -> tuple[float, str]:
-    """Seconds of the longest term, and its name: all of them overlap, but what shares a processor adds up.
+def bound(
+    work: Mapping[str, float], rates: Mapping[str, float], forward: float, backward: float, *, waits: bool
+) -> tuple[float, str]:
+    """Seconds of the shortest step, and what it is that takes them, of a model whose forward and backward take as long.
 
-    >>> bound({"matrix": 2e12, "host_update": 26e9}, {"matrix": 1e12, "host_update": 52e9})
-    (2.5, 'matrix')
+    Updates and copies run beside computing, and the bus goes both ways at once. What bus and disk move is read from
+    host memory or written there, beside the update's own bytes. An update that `waits` for all gradients, as it must
+    under exact clipping, begins when the backward has ended: by then gradients are down, and the next forward alone can
+    hide it, with the weights that go up for that. One where the model computes needs no bus, and hides behind nothing.
+
+    >>> work = {"update": 26e9, "down": 2e9, "up": 2e9}
+    >>> rates = {"host_memory": 10e9, "down": 5e9, "up": 4e9}
+    >>> bound(work, rates, forward=1.0, backward=2.0, waits=True)
+    (4.8, 'update')
+    >>> bound(work, rates, forward=1.0, backward=2.5, waits=False)
+    (3.5, 'compute')
     """
-    terms = {name: amount / rates[name] for name, amount in work.items() if name in rates}
-    together = ("matrix", "device_memory") if "up" in rates else ("matrix", "host_update")
-    shared = sum(terms.get(name, 0.0) for name in together)
-    return max(shared, *terms.values()), max(terms, key=terms.__getitem__)
+    terms = {name: work[name] / rates[name] for name in ("disk_read", "disk_write") if name in work}
+    compute, update, up = forward + backward, work["update"], work.get("up", 0.0)
+    if not up:
+        compute += update / rates["device_memory" if "device_memory" in rates else "host_memory"]
+    else:
+        terms["update"] = sum(work.values()) / rates["host_memory"]
+        if waits:
+            terms["update"] = max(terms["update"], backward + (update + up) / rates["host_memory"])
+        terms |= {"down": work["down"] / rates["down"], "up": (up + work.get("up_again", 0.0)) / rates["up"]}
+    terms["compute"] = compute
+    longest = max(terms, key=terms.__getitem__)
+    return terms[longest], longest
+
+
+def computing(recipe: Recipe, matrix: float) -> tuple[float, float]:
+    """Seconds of a forward and a backward at a rate of products: where they could not be measured.
+
+    A backward takes two forwards' work, and a third where activations are computed again.
+    """
+    forward = recipe.flops / matrix / (4 if recipe.recompute else 3)
+    return forward, recipe.flops / matrix - forward
 
 
 # Measuring the rates. Each function returns the repeats.
@@ -50,12 +77,12 @@ def bound(work: Mapping[str, float], rates: Mapping[str, float]) -> tuple[float,
 def measure(device: str, dtype: str, folder: str | None, quick: bool) -> dict[str, list[float]]:
     """Operations a second, and bytes a second by way."""
     scale = 64 if quick else 1
-    gpu = device == "cuda"
+    gpu = device != "cpu"
     found = {"matrix": matrix(device, dtype, (8192 if gpu else 2048) // (8 if quick else 1))}
-    found["host_update"] = host_update((1 << 27 if gpu else 1 << 25) // scale)
+    found["host_memory"] = memory("cpu", (1 << 27 if gpu else 1 << 25) // scale)
     if gpu:
-        found |= copies((1 << 30) // scale)
-        found["device_memory"] = device_memory((1 << 29) // scale)
+        found |= copies(device, (1 << 30) // scale)
+        found["device_memory"] = memory(device, (1 << 27) // scale)
     if folder is not None:
         found |= disk(folder, (1 << 29) // scale)
     return found
@@ -72,11 +99,11 @@ def _repeats(work: Callable[[], object], gpu: bool = False) -> list[float]:
     found = []
     for turn in range(ROUNDS + 1):
         if gpu:
-            torch.cuda.synchronize()
+            torch.accelerator.synchronize()
         begun = time.perf_counter()
         work()
         if gpu:
-            torch.cuda.synchronize()
+            torch.accelerator.synchronize()
         if turn:
             found.append(time.perf_counter() - begun)
     return found
@@ -90,41 +117,33 @@ def matrix(device: str, dtype: str, size: int) -> list[float]:
     # Values as weights have them: zeros draw less power, and run faster.
     a, b = (torch.randn(size, size, device=device).to(kind) for _ in range(2))
     out = torch.empty(size, size, device=device, dtype=kind)
-    many = 8 if device == "cuda" else 1
+    many = 1 if device == "cpu" else 8
 
     def products() -> None:
         for _ in range(many):
             torch.mm(a, b, out=out)
 
-    return [many * 2 * size**3 / seconds for seconds in _repeats(products, device == "cuda")]
+    return [many * 2 * size**3 / seconds for seconds in _repeats(products, device != "cpu")]
 
 
-def host_update(numel: int) -> list[float]:
-    """Bytes a second of STREAM's triad in host memory, on all of torch's threads."""
+def memory(device: str, numel: int) -> list[float]:
+    """Bytes a second of a sum into one of its operands, as an update writes where it reads: no other byte is moved."""
     import torch
 
-    a, b, c = (torch.ones(numel) for _ in range(3))
-    return [12 * numel / value for value in _repeats(lambda: torch.add(a, b, alpha=3.0, out=c))]
+    a, b = (torch.ones(numel, device=device) for _ in range(2))
+    return [12 * numel / value for value in _repeats(lambda: a.add_(b, alpha=0.5), device != "cpu")]
 
 
-def copies(size: int) -> dict[str, list[float]]:
+def copies(device: str, size: int) -> dict[str, list[float]]:
     """Bytes a second between pinned host memory and the GPU, up and down."""
     import torch
 
     host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(size, dtype=torch.uint8, device="cuda")
+    there = torch.empty(size, dtype=torch.uint8, device=device)
     return {
         "up": [size / value for value in _repeats(lambda: there.copy_(host, non_blocking=True), gpu=True)],
         "down": [size / value for value in _repeats(lambda: host.copy_(there, non_blocking=True), gpu=True)],
     }
-
-
-def device_memory(numel: int) -> list[float]:
-    """Bytes a second of an in-place pass over the GPU's own memory."""
-    import torch
-
-    x = torch.ones(numel, device="cuda")
-    return [8 * numel / seconds for seconds in _repeats(lambda: x.mul_(1.0), gpu=True)]
 
 
 def disk(folder: str, size: int) -> dict[str, list[float]]:

@@ -72,6 +72,11 @@ def row(
     return made | facts
 
 
+def key(row: Row) -> str:
+    """What tells a row from others."""
+    return json.dumps([row["case"], row["system"]])
+
+
 def spread(values: Sequence[float]) -> float:
     """The range of the middle half, as a part of the median."""
     median = statistics.median(values)
@@ -209,19 +214,27 @@ class Results:
     """The file of one run. It is written anew as rows come, so that a run which is ended keeps what it has measured.
 
     Those of a quick run are kept only where `--json` says. An older file of the same measure on the same machine is
-    replaced when a run is complete.
+    replaced when a run is complete; one at a `path` at once.
     """
 
-    def __init__(self, name: str, options: argparse.Namespace, settings: Mapping[str, Any], part: str = "") -> None:
+    def __init__(
+        self,
+        name: str,
+        options: argparse.Namespace,
+        settings: Mapping[str, Any],
+        part: str = "",
+        path: Path | None = None,
+    ) -> None:
         self.rows: list[Row] = []
         self._begun = time.monotonic()
         self._load: machine.Load = options.load
         described = machine.describe()
         words = "-".join(filter(None, (name, part, machine.slug(described))))
-        self.path: Path | None = options.json or (None if options.quick else RESULTS / f"{words}.json")
+        self.path: Path | None = path or options.json or (None if options.quick else RESULTS / f"{words}.json")
+        self._at_once = path is not None
         if self.path is not None and not os.access(self.path.parent, os.W_OK | os.X_OK):
             raise WherryError(f"nothing can be written in {self.path.parent}; make the folder, or say --json PATH")
-        self._head = {
+        self.head = {
             "benchmark": name,
             "part": part,
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -234,26 +247,27 @@ class Results:
 
     def add(self, *rows: Row) -> None:
         """Keep rows, in the place of those of the same systems in the same cases, and write what there is so far."""
-        anew = [(one["case"], one["system"]) for one in rows]
-        self.rows = [one for one in self.rows if (one["case"], one["system"]) not in anew] + list(rows)
+        self.rows = list({key(one): one for one in (*self.rows, *rows)}.values())
         compare(self.rows)
-        self._write(".part", complete=False, load={"others_before": self._load.before, "idle": None})
+        self._write(complete=False, load={"others_before": self._load.before, "idle": None})
 
     def close(self) -> None:
         """Write the whole, and how busy others kept the machine."""
-        self._head["seconds"] = time.monotonic() - self._begun
+        self.head["seconds"] = time.monotonic() - self._begun
         load = self._load.end()
         if not load["idle"]:
             print("others were at work on this machine meanwhile: the file says so", file=sys.stderr)
-        self._write("", complete=True, load=load)
+        self._write(complete=True, load=load)
         if self.path is not None:
-            self.path.with_name(self.path.name + ".part").unlink(missing_ok=True)
             print(f"written: {self.path}")
 
-    def _write(self, suffix: str, **facts: Any) -> None:
+    def _write(self, *, complete: bool, load: Mapping[str, Any]) -> None:
         if self.path is not None:
-            text = json.dumps(_rounded(self._head | facts | {"rows": self.rows}), indent=1) + "\n"
-            self.path.with_name(self.path.name + suffix).write_text(text, encoding="utf-8")
+            text = json.dumps(_rounded(self.head | {"complete": complete, "load": load, "rows": self.rows}), indent=1)
+            part = self.path.with_name(self.path.name + ".part")
+            part.write_text(text + "\n", encoding="utf-8")
+            if complete or self._at_once:
+                part.replace(self.path)
 
 
 def _rounded(value: Any) -> Any:

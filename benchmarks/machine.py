@@ -14,6 +14,8 @@ from typing import Any
 
 import psutil
 
+from wherry.observe.memory import host_memory
+
 PACKAGES = ("wherry", "torch", "deepspeed", "numpy")
 # Cores that others may use before figures are worth little.
 QUIET = 0.1
@@ -77,6 +79,31 @@ def commit(root: Path) -> str:
         return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
     except FileNotFoundError:
         return "unknown"
+
+
+def facts(touched: int) -> dict[str, Any]:
+    """Processor, memory, disks and GPUs in the system's words, and what memory is free while so many bytes are used.
+
+    The memory of a virtual machine may grow as it is used; that of a container may end long before the machine's.
+    """
+    import torch
+
+    commands = ("lscpu -e", "lscpu", "cat /proc/meminfo", "df -hT", "nvidia-smi", "nvidia-smi topo -m")
+    found: dict[str, Any] = {command: _said(command) for command in commands}
+    before, begun = vars(host_memory()), time.monotonic()
+    block = torch.empty(touched, dtype=torch.uint8).fill_(1)
+    seconds, during = time.monotonic() - begun, vars(host_memory())
+    del block
+    used = {"touched_bytes": touched, "seconds": seconds, "before": before, "in use": during}
+    return found | {"memory": used | {"after": vars(host_memory())}}
+
+
+def _said(command: str) -> list[str]:
+    try:
+        done = subprocess.run(command.split(), capture_output=True, text=True, timeout=30)
+    except (FileNotFoundError, subprocess.TimeoutExpired) as error:
+        return [type(error).__name__]
+    return (done.stdout or done.stderr).splitlines()
 
 
 class Load:

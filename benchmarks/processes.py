@@ -29,6 +29,7 @@ from benchmarks.harness import ROOT, without_folders
 from wherry.errors import WherryError
 
 TIMEOUT = 600.0
+TOO_LATE = "no answer in time"
 # Letters of a reason.
 LONGEST = 300
 _WORKER = Path(__file__).parent / "worker.py"
@@ -105,6 +106,11 @@ class Processes:
 
     def ask(self, timeout: float = TIMEOUT, **request: Any) -> list[Any]:
         """Send all ranks a request, and return their answers in rank order."""
+        self.send(**request)
+        return self.answers(timeout)
+
+    def send(self, **request: Any) -> None:
+        """A request whose answers are read later: the ranks are at work meanwhile."""
         line = json.dumps(request, default=dataclasses.asdict).encode() + b"\n"
         for rank, process in enumerate(self._processes):
             assert process.stdin is not None
@@ -113,9 +119,10 @@ class Processes:
                 process.stdin.flush()
             except BrokenPipeError:
                 raise Failed(self._reason(rank)) from None
-        return self._answers(time.monotonic() + timeout)
 
-    def _answers(self, deadline: float) -> list[Any]:
+    def answers(self, timeout: float = TIMEOUT) -> list[Any]:
+        """Of the request that was sent last, in rank order."""
+        deadline = time.monotonic() + timeout
         answers: dict[int, Any] = {}
         with selectors.DefaultSelector() as selector:
             for rank, process in enumerate(self._processes):
@@ -124,7 +131,7 @@ class Processes:
             while len(answers) < self.ranks:
                 ready = selector.select(max(0.0, deadline - time.monotonic()))
                 if not ready:
-                    raise Failed("no answer in time")
+                    raise Failed(TOO_LATE)
                 for key, _ in ready:
                     data = os.read(key.fd, 1 << 16)
                     if not data:

@@ -95,7 +95,7 @@ systems. A cell is the median over all cases that were measured, and the range o
 
 All of it was measured on machines with two cores and no GPU: there the host is the device, and a figure says what an
 engine costs and what its way to the disk gives, not how it overlaps copies with computing. On a GPU nothing has been
-measured yet; `python benchmarks/gpu.py` does it in eight minutes.
+measured yet; `python benchmarks/gpu.py` does it in five parts of eight minutes.
 """
 _TAIL = """## Measure it yourself
 
@@ -113,9 +113,33 @@ Beside others, from a clone of the sources:
 | `python benchmarks/construction.py` | building and loading |
 | `python benchmarks/checkpoint.py` | saving and loading |
 | `python benchmarks/cpu_adam.py`, `disk.py`, `import_time.py` | optimizers, disk, imports beside others' |
-| `python benchmarks/gpu.py` | all that wants a GPU |
+| `python benchmarks/gpu.py` | all that wants a GPU, as below |
 
 `steps.py --before PYTHON` measures another Wherry beside this one, in the same turns.
+
+### On a GPU
+
+`python benchmarks/gpu.py PART --json FOLDER` keeps its deadline (`--deadline`, 450 seconds), writes `FOLDER/PART.json`
+as rows come, and names what time left out. Parts stand alone; in one folder, a part takes over what another has
+measured of the same sources within the hour. All of them, with 350 seconds each, take half an hour. It ends with 1
+where bits or tests are not right.
+
+| part | what it measures |
+|---|---|
+| `facts` | the machine and its rates; `tests/gpu`; the bits of 20 steps of each policy beside `at_step` |
+| `policies` | a model of 1B at 1k to 64k tokens a step: every policy, clipping on and off |
+| `peers` | the same beside the offload of FSDP2 and DeepSpeed |
+| `large` | 4B and 8B with the optimizer, and then weights too, on the host; with a trace |
+| `largest` | the largest model that takes a step in 8, 16, 24 and 32 GB of the GPU, and in all of it |
+
+Each step stands beside its bound. Forward and backward are those of the same model with nothing offloaded, measured in
+the same run, as are the rates of memory and bus. An update moves 26 bytes of host memory a parameter, and the bus reads
+or writes there what goes up or down. Without clipping the bound is the longest of computing, update, and the bus, up or
+down. Under exact clipping no update starts before the backward has ended: it is the backward, and then the longer of
+forward and update, whose gradients are down by then.
+
+A machine that has torch and no network is prepared by `make gpu` elsewhere: it collects in `.whl` and `.native` what is
+to be copied there with the sources, and says what to run. `make gpu FOR=3.13` is for another Python than 3.12.
 """
 
 

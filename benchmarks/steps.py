@@ -15,9 +15,8 @@ import argparse
 import os
 import statistics
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,17 +50,32 @@ def _recipe(shape: Shape, batch: int, length: int, **more: Any) -> Recipe:
 
 def _large(layers: int, hidden: int, batch: int) -> Recipe:
     shape = Shape(layers, hidden, hidden // 128 if hidden % 128 == 0 else 24, 1024, GPT2)
-    return _recipe(shape, batch, 1024, dtype="bf16", recompute=True, built_there=True)
+    return _recipe(shape, batch, 1024, dtype="bf16", recompute=True, built="device")
 
 
+# Billions of parameters: layers and width.
+LARGE = {
+    "1b": (20, 2048),
+    "2b": (40, 2048),
+    "3b": (38, 2560),
+    "4b": (64, 2304),
+    "5b": (24, 4096),
+    "6b": (29, 4096),
+    "7b": (34, 4096),
+    "8b": (38, 4096),
+    "9b": (43, 4096),
+    "10b": (50, 4096),
+    "12b": (58, 4096),
+    "14b": (68, 4096),
+    "17b": (84, 4096),
+    "20b": (98, 4096),
+}
 MODELS: dict[str, Recipe] = {
     "tiny": _recipe(Shape(layers=2, hidden=32, heads=2, sequence=16), batch=4, length=16),
     "10m": _recipe(PRESETS["gpt2-10m"], batch=4, length=128),
     "125m": _recipe(PRESETS["gpt2-124m"], batch=2, length=256),
-    # Of the published table of ZeRO-Offload, for a GPU.
-    "1b": _large(20, 2048, 8),
-    "4b": _large(64, 2304, 8),
-    "10b": _large(50, 4096, 8),
+    # For a GPU: those of 1, 4 and 10 billion are of the published table of ZeRO-Offload.
+    **{name: _large(layers, hidden, 8) for name, (layers, hidden) in LARGE.items()},
 }
 
 
@@ -81,6 +95,24 @@ class Turn:
     memory: list[dict[str, Any]]
     device_bytes: int | None
     trace: dict[str, Any] | None = None
+    # Of what has such: the forwards' and the backwards' parts of the steps.
+    phases: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, built: list[Any], timed: list[Any], trace: dict[str, Any] | None = None) -> Turn:
+        """What the ranks answered."""
+        losses = [b["losses"] + t["losses"] for b, t in zip(built, timed, strict=True)]
+        return cls(
+            steps=[max(step) for step in zip(*(t["seconds"] for t in timed), strict=True)],
+            peak_bytes=sum(t["peak_bytes"] for t in timed),
+            empty_bytes=sum(b["empty_bytes"] for b in built),
+            losses=[statistics.fmean(step) for step in zip(*losses, strict=True)],
+            built_s=max(b["seconds"] for b in built),
+            memory=timed[0]["memory"],
+            device_bytes=timed[0]["device_bytes"],
+            trace=trace,
+            phases={name: statistics.median(values) for name, values in timed[0]["phases"].items()},
+        )
 
 
 @dataclass
@@ -95,9 +127,6 @@ class Subject:
     steps: int
     gpu: bool = False
     python: str = sys.executable
-    trace: Path | None = None
-    # Seconds of time.monotonic() after which it is not measured any more.
-    deadline: float = float("inf")
     reason: str | None = None
 
     def __post_init__(self) -> None:
@@ -114,30 +143,14 @@ class Subject:
         """Measure once more; after a failure, nothing more."""
         if self.reason is not None:
             return None
-        if time.monotonic() > self.deadline:
-            self.reason = "no time was left"
-            return None
         try:
             with Processes(self.ranks, gpu=self.gpu, python=self.python) as processes:
                 built = processes.ask(do="build", system=self.system, recipe=self.recipe, warmup=WARMUP)
                 timed = processes.ask(do="time", system=self.system, steps=self.steps)
-                trace = None
-                if self.trace is not None:
-                    trace = processes.ask(do="trace", system=self.system, steps=2, path=str(self.trace))[0]
         except Failed as failure:
             self.reason = str(failure)
             return None
-        losses = [b["losses"] + t["losses"] for b, t in zip(built, timed, strict=True)]
-        return Turn(
-            steps=[max(step) for step in zip(*(t["seconds"] for t in timed), strict=True)],
-            peak_bytes=sum(t["peak_bytes"] for t in timed),
-            empty_bytes=sum(b["empty_bytes"] for b in built),
-            losses=[statistics.fmean(step) for step in zip(*losses, strict=True)],
-            built_s=max(b["seconds"] for b in built),
-            memory=timed[0]["memory"],
-            device_bytes=timed[0]["device_bytes"],
-            trace=trace,
-        )
+        return Turn.of(built, timed)
 
 
 def measure(subjects: Sequence[Subject], rounds: int, results: harness.Results) -> None:
@@ -155,7 +168,7 @@ def measure(subjects: Sequence[Subject], rounds: int, results: harness.Results) 
             if taken is not None:
                 turns[index].append(taken)
             results.add(
-                *(row for i, one in enumerate(subjects) if turns[i] or one.reason for row in _rows(one, turns[i]))
+                *(row for i, one in enumerate(subjects) if turns[i] or one.reason for row in rows_of(one, turns[i]))
             )
     oracles = {
         _same_training(subject): taken[0].losses
@@ -165,7 +178,7 @@ def measure(subjects: Sequence[Subject], rounds: int, results: harness.Results) 
     rows = []
     for subject, taken in zip(subjects, turns, strict=True):
         oracle = oracles.get(_same_training(subject))
-        for row in _rows(subject, taken):
+        for row in rows_of(subject, taken):
             if oracle and taken:
                 row["loss_difference"] = max(systems.loss_difference(turn.losses, oracle) for turn in taken)
             rows.append(row)
@@ -176,7 +189,8 @@ def _same_training(subject: Subject) -> Recipe:
     return replace(subject.recipe, order="", policy="auto", persistence=None)
 
 
-def _rows(subject: Subject, turns: Sequence[Turn]) -> list[harness.Row]:
+def rows_of(subject: Subject, turns: Sequence[Turn]) -> list[harness.Row]:
+    """Of its step's time and of its peak of memory; with the reason, where it took no turn."""
     step, peak = subject.case("step"), subject.case("peak memory")
     if not turns:
         reason = subject.reason or "not measured yet"
@@ -189,6 +203,7 @@ def _rows(subject: Subject, turns: Sequence[Turn]) -> list[harness.Row]:
     # Of the model's own operations, without those that recomputation repeats.
     times["tflops"] = recipe.flops / times["value"] / 1e12 * (3 / 4 if recipe.recompute else 1)
     times |= {"built_s": statistics.median(turn.built_s for turn in turns), "first_losses": turns[0].losses[:4]}
+    times |= last.phases
     if last.trace is not None:
         times["trace"] = last.trace
     peaks = harness.row(peak, subject.label, "B", [float(turn.peak_bytes) for turn in turns])
@@ -274,20 +289,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--window", type=harness.positive, default=8, help="micro-batches of a window (8)")
     parser.add_argument("--before", metavar="PYTHON", help="the interpreter of an environment with another Wherry")
     parser.add_argument("--gpu", action="store_true", help="on the GPU of this machine")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="keep a profiler's trace of the last system")
     parser.add_argument("--path", type=harness.folder, default=".", help="a folder on the disk for states (current)")
     parser.add_argument("--steps", type=harness.positive, help="steps in one measure")
-    parser.add_argument("--deadline", type=harness.positive, help="seconds after which nothing more is begun")
     options = harness.parse(parser, argv)
     options.places = options.places or list(PLACES[options.what])
     options.steps = options.steps or (3 if options.quick else 8)
     rounds = options.rounds or (1 if options.quick or options.gpu else 5)
     os.environ[systems.DISK_FOLDER] = os.path.abspath(options.path)
     subjects = subjects_of(options.what, options, options.window if options.what == "window" else 1)
-    if options.deadline:
-        for subject in subjects:
-            subject.deadline = time.monotonic() + options.deadline
-    subjects[-1].trace = options.trace
     part = "-".join([options.what, *options.models, *(["gpu"] if options.gpu else [])])
     settings = {"rounds": rounds, "steps": options.steps, "warmup": WARMUP}
     settings["models"] = {model: vars(MODELS[model]) for model in options.models}

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -73,8 +73,9 @@ class Recipe:
     policy: str = "auto"
     # Blocks are computed again in the backward instead of keeping their activations.
     recompute: bool = False
-    # Built where it trains, in the dtype of its working weights: a model that is too large to be built in fp32 first.
-    built_there: bool = False
+    # Where it is built: on the "host"; where it trains, on the "device", in the dtype of its working weights, if it is
+    # too large to be built in fp32 first; or "meta", nowhere, by an engine that gives units their values one by one.
+    built: str = "host"
 
     def model(self) -> nn.Module:
         import torch
@@ -90,7 +91,7 @@ class Recipe:
             vocabulary=self.vocabulary,
             checkpoint_activations=self.recompute,
         )
-        if not self.built_there:
+        if self.built == "host":
             return GPT(shape)
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.bfloat16 if self.dtype == "bf16" else torch.float32)
@@ -199,12 +200,40 @@ class Computing:
 
     def __init__(self, model: nn.Module, recipe: Recipe) -> None:
         self.model = model.bfloat16() if recipe.dtype == "bf16" else model
+        # Of each step its begin, the end of its forward, and that of its backward.
+        self.marks: list[list[Any]] = []
 
     def step(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        begin = _mark()
         loss = self.model(ids, labels)
+        between = _mark()
         loss.backward()
+        self.marks.append([begin, between, _mark()])
         self.model.zero_grad()
         return loss.detach()
+
+    def phases(self, steps: int) -> dict[str, list[float]]:
+        """Seconds of the forwards and of the backwards of the last steps, which are over."""
+        last = self.marks[-steps:]
+        return {
+            "forward_s": [_between(begin, middle) for begin, middle, _ in last],
+            "backward_s": [_between(middle, end) for _, middle, end in last],
+        }
+
+
+def _mark() -> Any:
+    """This moment on the device, or on the CPU."""
+    import torch
+
+    if device_type() == "cpu":
+        return time.perf_counter()
+    event = torch.Event(device_type(), enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(begin: Any, end: Any) -> float:
+    return end - begin if isinstance(begin, float) else float(begin.elapsed_time(end)) / 1e3
 
 
 class Engine:
@@ -262,7 +291,7 @@ def _fsdp2(offload: bool) -> Callable[[Recipe, int], Trainee]:
         if recipe.dtype == "bf16":
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         if offload:
-            options["offload_policy"] = CPUOffloadPolicy(pin_memory=device_type() == "cuda")
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=device_type() != "cpu")
         model: Any = recipe.model().float()
         for block in model.blocks:
             fully_shard(block, **options)
@@ -279,7 +308,7 @@ class Row:
     stage: int
     optimizer: str = "none"
     parameters: str = "none"
-    # DeepSpeed's overlapped update of states on the host: "super_offload".
+    # DeepSpeed's overlapped updates of states on the host, for releases that have them: "super_offload", "reflow".
     mode: str = ""
 
     @property
@@ -293,7 +322,7 @@ class Row:
         found: dict[str, Any] = {"stage": self.stage}
         for key, device in (("offload_optimizer", self.optimizer), ("offload_param", self.parameters)):
             if device != "none":
-                found[key] = {"device": device, "pin_memory": device_type() == "cuda"}
+                found[key] = {"device": device, "pin_memory": device_type() != "cpu"}
             if device == "nvme":
                 found[key]["nvme_path"] = disk_folder()
         if self.mode:
@@ -311,9 +340,12 @@ def _wherry(place: Row) -> Callable[[Recipe, int], Trainee]:
         if recipe.policy == "delayed":  # from the first step on, which warms up
             own["delayed_update_warmup"] = 1
         config = config_of(place, recipe, ranks) | {"wherry": own}
-        model = recipe.model()
-        optimizer = adamw(model.parameters())
-        return Engine(wherry.initialize(model=model, optimizer=optimizer, config=config)[0], recipe)
+        if recipe.built == "meta":
+            with wherry.Init(meta=True):
+                model = replace(recipe, built="host").model()
+        else:
+            model = recipe.model()
+        return Engine(wherry.initialize(model=model, optimizer=adamw, config=config)[0], recipe)
 
     return build
 
@@ -381,10 +413,11 @@ def config_of(place: Row, recipe: Recipe, ranks: int) -> dict[str, Any]:
 
 
 def device_type() -> str:
-    """Where the systems of this process train."""
+    """Where the systems of this process train. Apple's has no streams and no float64: there it is the CPU."""
     import torch
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if found is None or found.type == "mps" else str(found.type)
 
 
 def disk_folder() -> str:
@@ -392,8 +425,11 @@ def disk_folder() -> str:
 
 
 def _backend() -> str:
+    import torch.distributed as dist
+
     # Gradients that rest on the host are clipped there.
-    return "cpu:gloo,cuda:nccl" if device_type() == "cuda" else "gloo"
+    kind = device_type()
+    return "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
 
 
 def start_group() -> None:
@@ -405,8 +441,8 @@ def start_group() -> None:
 
 RESIDENT = tuple(Row(stage) for stage in (0, 1, 2, 3))
 OFFLOADED = (Row(2, "cpu"), Row(3, "cpu", "cpu"), Row(2, "nvme"), Row(3, "nvme", "nvme"))
-SUPER = Row(3, "cpu", mode="super_offload")
-PLACES = {place.name: place for place in (*RESIDENT, *OFFLOADED, SUPER)}
+OVERLAPPED = (Row(3, "cpu", mode="super_offload"), Row(3, "cpu", mode="reflow"))
+PLACES = {place.name: place for place in (*RESIDENT, *OFFLOADED, *OVERLAPPED)}
 # FSDP2 partitions everything, as stage 3 does.
 FSDP2 = {"fsdp2": "3", "fsdp2-cpu": "3-cpu"}
 SYSTEMS: dict[str, Callable[[Recipe, int], Trainee]] = {
@@ -449,10 +485,14 @@ def states_bytes(system: str, recipe: Recipe, ranks: int) -> float:
 def cannot_run(name: str) -> str | None:
     """Why a system cannot even be tried here."""
     if name.startswith("deepspeed"):
-        if importlib.util.find_spec("deepspeed") is None:
+        found = importlib.util.find_spec("deepspeed")
+        if found is None or found.origin is None:
             return "deepspeed is not installed (pip install '.[bench]')"
         if name == "deepspeed-2-nvme":
             return "DeepSpeed moves optimizer state to disk at stage 3 only"
+        mode = place_of(name).mode
+        if mode and mode not in Path(found.origin).with_name("runtime").joinpath("zero/offload_config.py").read_text():
+            return f"this release of DeepSpeed has no {mode}"
     return None
 
 

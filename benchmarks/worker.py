@@ -12,12 +12,17 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from benchmarks.systems import SYSTEMS, Recipe, Trainee, device_type
+
+if TYPE_CHECKING:
+    import torch
 
 # What systems import, at first use too.
 IMPORTS = {
@@ -36,12 +41,27 @@ class Worker:
         self.trainees: dict[str, Trainee] = {}
         self.recipes: dict[str, Recipe] = {}
         self.steps: Counter[str] = Counter()
+        # By place, dtype and clipping: the weights of a training that others are to equal.
+        self.weights: dict[str, dict[str, torch.Tensor]] = {}
 
-    def build(self, system: str, recipe: dict[str, Any], warmup: int) -> dict[str, Any]:
-        """Build a system and take its first steps; returns their losses, and the seconds and bytes it began with."""
+    def ready(self, system: str) -> None:
+        """All that needs no model is done, perhaps while another process still measures its own."""
+        import_all_of(system)
+
+    def build(
+        self, system: str, recipe: dict[str, Any], warmup: int, device_bytes: float | None = None
+    ) -> dict[str, Any]:
+        """Build a system and take its first steps; returns their losses, and the seconds and bytes it began with.
+
+        With `device_bytes` torch takes no more of a GPU's memory.
+        """
         import torch
 
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        with suppress(OSError):  # a system without memory ends this process before others
+            Path("/proc/self/oom_score_adj").write_text("1000")
+        if device_bytes is not None and torch.cuda.is_available():
+            torch.cuda.set_per_process_memory_fraction(min(1.0, device_bytes / torch.cuda.mem_get_info()[1]))
         import_all_of(system)
         empty = resident_bytes()
         begun = time.perf_counter()
@@ -54,30 +74,58 @@ class Worker:
         # What has been built stays: the collector need not look at it again for each system of this process.
         gc.collect()
         gc.freeze()
-        return {"seconds": built, "empty_bytes": empty, "losses": losses}
+        found = {"seconds": built, "empty_bytes": empty, "losses": losses, "peak_bytes": peak_bytes()}
+        return found | self._memory(system)
 
-    def time(self, system: str, steps: int) -> dict[str, Any]:
-        """Steps in their steady state, after one that is not counted. What that puts off is, what the last does not."""
-        used = begun = 0.0
+    def time(self, system: str, steps: int, batch: int | None = None, seconds: float = float("inf")) -> dict[str, Any]:
+        """Steps in their steady state, after one that is not counted. What that puts off is, what the last does not.
 
-        def begin() -> None:
-            nonlocal used, begun
-            self._synchronize()
-            used, begun = time.process_time(), time.perf_counter()
-
-        if device_type() == "cuda":
+        With another `batch` than the recipe's, the engine stays the same. Two steps, or as many as `seconds` have.
+        """
+        on_device = device_type() != "cpu"
+        if batch is not None:
+            self.recipes[system] = replace(self.recipes[system], batch=batch)
+        if on_device:
             import torch
 
-            torch.cuda.reset_peak_memory_stats()
-        seconds, losses = self._run(system, steps + 1, begin)
+            torch.accelerator.reset_peak_memory_stats()
+        begun = time.perf_counter()
+        losses = self._run(system, 1)[1]
         self._synchronize()
-        if device_type() == "cuda":
+        once = time.perf_counter() - begun
+        steps = min(steps, max(2, int(min(seconds / once, steps))))
+        used, begun = time.process_time(), time.perf_counter()
+        single, more = self._run(system, steps)
+        self._synchronize()
+        if on_device:
             # Its queue goes on across steps: they are timed together.
-            seconds = [0.0, (time.perf_counter() - begun) / steps]
+            single = [(time.perf_counter() - begun) / steps]
         used = time.process_time() - used
+        phases = getattr(self.trainees[system], "phases", lambda steps: {})(steps)
         self._settle(system)
-        found = {"seconds": seconds[1:], "cpu_seconds": used / steps, "losses": losses, "peak_bytes": peak_bytes()}
-        return found | self._memory(system)
+        found = {"seconds": single, "cpu_seconds": used / steps, "losses": losses + more, "peak_bytes": peak_bytes()}
+        return found | {"phases": phases} | self._memory(system)
+
+    def bits(self, system: str, recipe: dict[str, Any], steps: int) -> dict[str, Any]:
+        """Plain steps of a new engine: losses, and how many weights differ from those of the first of its kind."""
+        import torch
+
+        import wherry
+
+        # Attention's backward adds up in an order of its own otherwise. Memory that is not written yet stays as it is.
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        made = Recipe(**recipe)
+        trainee: Any = SYSTEMS[system](made, self.ranks)
+        losses = [trainee.step(*made.batch_of(step, 0, 1)) for step in range(steps)]
+        trainee.settle()
+        with wherry.gathered(trainee.engine.module):
+            weights = {name: p.detach().cpu().clone() for name, p in trainee.engine.module.named_parameters()}
+        trainee.engine.close()
+        first = self.weights.setdefault(f"{system} {made.dtype} {made.clip}", weights)
+        differ = sum(int((weights[name] != first[name]).sum()) for name in first)
+        return {"losses": [float(loss) for loss in losses], "differ": differ}
 
     def trace(self, system: str, steps: int, path: str) -> dict[str, Any]:
         """A profiler's trace of some steps, and which part of the copying ran beside kernels."""
@@ -124,9 +172,7 @@ class Worker:
             "functions": [[name, times / steps] for name, times in (python + native).most_common()],
         }
 
-    def _run(
-        self, system: str, steps: int, first_done: Callable[[], None] = lambda: None
-    ) -> tuple[list[float], list[float]]:
+    def _run(self, system: str, steps: int) -> tuple[list[float], list[float]]:
         """Take steps. The batches and the losses' values are outside of the time."""
         trainee, recipe = self.trainees[system], self.recipes[system]
         first = self.steps[system]
@@ -137,8 +183,6 @@ class Worker:
             begun = time.perf_counter()
             loss = trainee.step(ids, labels)
             seconds.append(time.perf_counter() - begun)
-            if not losses:
-                first_done()
             losses.append(loss)
         return seconds, [float(loss) for loss in losses]
 
@@ -150,21 +194,21 @@ class Worker:
         self._synchronize()
 
     def _synchronize(self) -> None:
-        if device_type() == "cuda":
+        if device_type() != "cpu":
             import torch
 
-            torch.cuda.synchronize()
+            torch.accelerator.synchronize()
 
     def _memory(self, system: str) -> dict[str, Any]:
         """What an engine says that it holds, and what the device held at most."""
         engine = getattr(self.trainees[system], "engine", None)
         rows = [row._asdict() for row in engine.memory()] if hasattr(engine, "memory") else []
         found: dict[str, Any] = {"memory": rows, "device_bytes": None, "reserved_bytes": None}
-        if device_type() == "cuda":
+        if device_type() != "cpu":
             import torch
 
-            found["device_bytes"] = torch.cuda.max_memory_allocated()
-            found["reserved_bytes"] = torch.cuda.max_memory_reserved()
+            found["device_bytes"] = torch.accelerator.max_memory_allocated()
+            found["reserved_bytes"] = torch.accelerator.max_memory_reserved()
         return found
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from wherry.parallel.comm import Comm
+from wherry.sharding.saved import unlinked
 
 
 class Policy(enum.Enum):
@@ -58,7 +59,7 @@ class SavedBytes:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in weights:
                     storages[storage._cdata] = storage.nbytes()
-            return above[0](tensor) if above is not None else tensor
+            return above[0](tensor) if above is not None else unlinked(tensor)
 
         def unpack(saved: Any) -> torch.Tensor:
             return above[1](saved) if above is not None else saved

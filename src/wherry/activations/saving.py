@@ -162,21 +162,21 @@ class Saver:
 
     def pack(self, tensor: torch.Tensor, checkpointed: str = "") -> Any:
         below = self.beneath.pack(tensor)
-        if below is not tensor:
+        if not isinstance(below, torch.Tensor):
             return below
         wrapper = None
         inner = tensor
         if is_dtensor(tensor):
             inner, wrapper = tensor._local_tensor, _wrapper(tensor)
         if not self._goes(inner):
-            return tensor
+            return below
         if checkpointed and self.partition is not None and self.partition.divides(inner, tensor):
             part = self.partition.part_of(inner.detach(), checkpointed)
             saved = Saved(self._park(part.view(torch.uint8)), inner, part=self.partition)
         elif self.store is not None:
             saved = self._pack_whole(inner)
         else:
-            return tensor
+            return below
         saved.wrapper = wrapper
         return saved
 

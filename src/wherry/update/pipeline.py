@@ -56,8 +56,6 @@ class BucketPipeline:
         # Whether the update has changed anything.
         self.updated = False
         self.gathers: list[Ticket] = []
-        # Copies of weights that were published late: they read what the next update writes.
-        self._sending: list[Ticket] = []
         # The record that is being read, or has been, for an update that has not begun.
         self._prefetched: Ticket | None = None
         self._comm = comm
@@ -106,12 +104,10 @@ class BucketPipeline:
                 fetched.append(storage)
             for storage in weights:
                 tickets.append(storage.readers())  # what was begun before and still reads what is about to change
-            tickets += self._sending
             tickets += [gradient.landing for gradient in self.gradients] if lent is None else [last for _, last in lent]
             for ticket in tickets:
                 if ticket is not DONE:
                     yield FETCH, ticket
-            self._sending = []
             # Update, in pieces; and weights that are apart go to where they rest while the next piece is updated.
             if fit is None or fit():
                 self.updated = True
@@ -143,18 +139,13 @@ class BucketPipeline:
         """The update has made its weights: gather what every rank holds whole."""
         if self.bucket.holds_weights:
             for ticket in self.bucket.publish():
+                # The next update writes what is read: of gradients that this stream makes with these weights.
                 ticket.wait()
-                self._sending.append(OnHost(ticket))
         for flats in self.together:
             wholes, shards = [flat.whole for flat in flats], [flat.shard_memory for flat in flats]
             names = [flat.name for flat in flats]
             self.gathers.append(self._comm.all_gather_together(wholes, shards, names))
         self.phase = Phase.PUBLISHED
-
-    def finish_sending(self) -> None:
-        """Nothing reads the weights that were published late any more."""
-        while self._sending:
-            self._sending.pop().wait()
 
     def wait_for_gathers(self) -> None:
         """The weights that were published are whole everywhere, and shown."""

@@ -394,7 +394,6 @@ class Updater:
             if pipeline.phase is Phase.STORING:
                 self._refuse_fork()
                 self._wait_for_store(pipeline)
-            pipeline.finish_sending()
 
     def _begin_gathers(self) -> None:
         """New weights that every rank holds whole are gathered from here on, and each unit waits for its own.
@@ -469,6 +468,9 @@ class Updater:
             end.callback(self._end_gathers)
             if self._thread is not None:
                 end.callback(self._thread.close)  # first of all: what it runs uses the buckets
+        # An error has the frames that it went through, these a loss, and that its graph, whose hooks are the engine's: a
+        # circle that no collector of garbage sees.
+        self.broken = None
 
     def _let_go(self) -> None:
         if self._thread is not None:
