@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,8 @@ def test_late_copies_change_nothing(row: str, policy: str, clip: float, accumula
 
 def _peak(config: dict[str, Any], stage: int) -> tuple[int, int]:
     """Device bytes at the peak of a step of a model of some millions of parameters, and those at rest, above before."""
+    for _ in range(2):  # of the engine before: graphs, and what their hooks hold
+        gc.collect()
     warm_up()
     torch.accelerator.empty_cache()
     torch.manual_seed(0)
@@ -141,7 +144,11 @@ def test_states_on_the_host_take_no_device_memory(tmp_path: Path) -> None:
     offloaded, _ = _peak(offload("offload-2", tmp_path, "before_use", "bf16"), 2)
     # Master and moments, twelve bytes of a parameter, have left the device.
     assert resident - offloaded >= 11 * parameters
-    everything, at_rest = _peak(offload("offload-3-parameters", tmp_path, "before_use", "bf16"), 3)
-    assert everything < offloaded
-    # A unit's weights and what waits to be sent, and nothing of the other seven.
-    assert at_rest <= parameters
+    config = offload("offload-3-parameters", tmp_path, "before_use", "bf16")
+    unit = parameters // 8
+    config["zero_optimization"] |= {"stage3_max_live_parameters": 2 * unit, "stage3_prefetch_bucket_size": unit}
+    everything, at_rest = _peak(config, 3)
+    # Two units' weights of eight, in two bytes.
+    assert everything <= offloaded - 5 * 2 * unit
+    # Buffers of three units' gradients, of which two may be on their way down, and little else.
+    assert at_rest <= 3.3 * 2 * unit
