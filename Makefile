@@ -12,11 +12,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 # The Python of the machine that `make gpu` collects for.
 FOR ?= 3.12
 
-.PHONY: help train test wheel-test bench gpu lint asan tsan clean
+.PHONY: help train test accelerator-test wheel-test bench gpu lint asan tsan clean
 
 help:
 	@echo "make train   train a small GPT-2 here, on two ranks; flags go in ARGS, as in make train ARGS='--steps 50'"
 	@echo "make test    run the tests; ARGS='tests/train -k loop' chooses among them"
+	@echo "make accelerator-test   run them on an accelerator that is emulated, which is compiled first"
 	@echo "make wheel-test   what users install: build it, and run the tests of the alias and of other libraries against it"
 	@echo "make bench   measure this machine, and Wherry beside DDP, FSDP2 and DeepSpeed: about ten minutes"
 	@echo "make gpu     collect what a GPU machine without a network lacks, and say what to run there; FOR=3.12 is its Python"
@@ -30,6 +31,10 @@ train: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# On a device that is not there: its memory apart from the host's, its copies and kernels late.
+accelerator-test: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 --dist worksteal --no-loadscope-reorder -p tests.accelerator.plugin tests/accelerator tests/gpu $(ARGS)
 
 # A wheel of the sdist, in an environment of its own beside the other packages of .venv, and no sources in reach.
 wheel-test: $(INSTALLED)

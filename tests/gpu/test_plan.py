@@ -22,7 +22,9 @@ pytestmark = [
 
 # 110 million parameters, and 7 million on a device that a CPU computes for.
 EMULATED = DEVICE is not None and DEVICE.type == "emulated"
-LAYERS, HIDDEN, HEADS, SEQUENCE, VOCABULARY, MICRO = (8, 256, 4, 64, 1024, 2) if EMULATED else (8, 1024, 16, 512, 8192, 8)
+LAYERS, HIDDEN, HEADS, SEQUENCE, VOCABULARY, MICRO = (
+    (8, 256, 4, 64, 1024, 2) if EMULATED else (8, 1024, 16, 512, 8192, 8)
+)
 BF16 = {"bf16": {"enabled": True}}
 WARM, MEASURED = 2, 2
 

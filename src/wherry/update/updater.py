@@ -468,8 +468,8 @@ class Updater:
             end.callback(self._end_gathers)
             if self._thread is not None:
                 end.callback(self._thread.close)  # first of all: what it runs uses the buckets
-        # An error has the frames that it went through, these a loss, and that its graph, whose hooks are the engine's: a
-        # circle that no collector of garbage sees.
+        # An error has the frames that it went through, these a loss, and that its graph, whose hooks are the engine's:
+        # a circle that no collector of garbage sees.
         self.broken = None
 
     def _let_go(self) -> None:
