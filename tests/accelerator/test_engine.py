@@ -158,7 +158,8 @@ def life(case: Case, folder: Path, rank: int | None = None) -> Run:
         engine.load_checkpoint(str(folder / "saved"))
         again = train(2, 3)
         assert [float(loss) for loss in again] == [float(loss) for loss in first], "as after the save"
-        run.losses += [float(loss) for loss in (*losses, *first)]
+        further = train(*range(4, 4 + case.get("further", 0)))
+        run.losses += [float(loss) for loss in (*losses, *first, *further)]
         engine.settle()
         with wherry.gathered(mine):
             run.weights = {name: p.detach().cpu().clone() for name, p in mine.named_parameters()}

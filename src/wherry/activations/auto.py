@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from wherry.parallel.comm import Comm
-from wherry.sharding.saved import unlinked
 
 
 class Policy(enum.Enum):
@@ -59,7 +58,9 @@ class SavedBytes:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in weights:
                     storages[storage._cdata] = storage.nbytes()
-            return above[0](tensor) if above is not None else unlinked(tensor)
+            if above is not None:
+                return above[0](tensor)
+            return tensor if tensor.grad_fn is None else tensor.detach()  # as `SavedWeights.pack`
 
         def unpack(saved: Any) -> torch.Tensor:
             return above[1](saved) if above is not None else saved

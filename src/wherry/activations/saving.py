@@ -167,7 +167,7 @@ class Saver:
         wrapper = None
         inner = tensor
         if is_dtensor(tensor):
-            inner, wrapper = tensor._local_tensor, _wrapper(tensor)
+            inner, wrapper = tensor._local_tensor, _wrapper(tensor)  # type: ignore[attr-defined]
         if not self._goes(inner):
             return below
         if checkpointed and self.partition is not None and self.partition.divides(inner, tensor):

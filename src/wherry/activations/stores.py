@@ -17,7 +17,7 @@ from wherry.tiers.streams import Link
 if TYPE_CHECKING:
     from wherry.tiers.disk import DiskRecord, DiskStore
 
-# Bytes that may be on their way to the host, or to the disk, at once: they are kept at both ends. One tensor may.
+# Bytes on their way to the host, or to the disk, at once: they are kept at both ends. One tensor always may be.
 COPY_BYTES = 64 << 20
 
 
@@ -69,17 +69,18 @@ class Returning:
 
     def sweep(self, keep: int) -> None:
         """Give back what nothing uses any more, and all but `keep` bytes in any case."""
+        left = sum(host.nbytes for host, _ in tuple(self._waiting))
         for _ in range(len(self._waiting)):
             try:
                 host, uses = self._waiting.popleft()
             except IndexError:
                 return  # of a graph that another thread lets go of meanwhile, as autograd's for a GPU does
             try:
-                others = sum(other.nbytes for other, _ in tuple(self._waiting))
-                if not keep or (others and others + host.nbytes > keep):
+                if not keep or (self._waiting and left > keep):
                     uses.finish()
             finally:
                 if uses.done():
+                    left -= host.nbytes
                     self.link.host.give(host)
                 else:
                     self._waiting.append((host, uses))
@@ -108,6 +109,7 @@ class _KeptOnHost:
         assert self._up is not None
         (target, ticket), self._up = self._up, None
         ticket.wait()
+        self.store.link.order(self._down)  # which is over, and keeps what it read no longer
         return target
 
 

@@ -103,7 +103,7 @@ class Pool:
 
         cores = physical_cores(allowed_cpus())
         mine = cores[len(cores) * rank // local_ranks : len(cores) * (rank + 1) // local_ranks]
-        if torch.accelerator.is_available():
+        if torch.accelerator.is_available() and not torch.backends.mps.is_available():
             # For the threads that launch kernels: a GPU waits where they do. The first cores serve interrupts as well.
             mine = mine[min(SPARE, len(mine) // 4) :]
         quota = cpu_quota()

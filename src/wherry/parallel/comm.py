@@ -521,18 +521,20 @@ class ProcessGroupComm(Comm):
         self._all_gather(whole, part).wait()
 
     def check_reaches(self, device: torch.device) -> None:
-        group = self.group or dist.distributed_c10d._get_default_group()
         try:
-            group._get_backend(device)
+            self._group_or_default._get_backend(device)
         except RuntimeError as error:
             raise WherryError(
                 f"the process group of {self.size} ranks has no backend for what is on {device} ({error}); start it "
                 f'with one, as by init_process_group("cpu:gloo,{device.type}:NAME"), or leave that to Wherry'
             ) from error
 
+    @property
+    def _group_or_default(self) -> dist.ProcessGroup:
+        return self.group or dist.distributed_c10d._get_default_group()
+
     def _object_device(self) -> torch.device:
-        group = self.group or dist.distributed_c10d._get_default_group()
-        kinds = {device.type for device in group._device_types}
+        kinds = {device.type for device in self._group_or_default._device_types}
         return torch.device("cpu" if "cpu" in kinds or not kinds else next(iter(kinds)))
 
     def _meet(self, what: str) -> None:
@@ -548,7 +550,14 @@ class ProcessGroupComm(Comm):
         host.copy_(tensor, non_blocking=True)
         event = torch.Event(tensor.device)
         event.record(torch.accelerator.current_stream(tensor.device))
-        self.peers.watch(event.query, self.recent[-1] if self.recent else (0, "read", 0, ""))
+        asked = self.recent[-1] if self.recent else (0, "read", 0, "")
+        try:
+            self.peers.watch(event.query, asked)
+            event.synchronize()  # it has passed: what failed before it is raised here
+        except PeerError:
+            raise
+        except RuntimeError as error:
+            raise self.peers.explain(error, asked) from error
         return host.tolist()
 
     def _group(self, axis: str, members: list[int]) -> Comm:

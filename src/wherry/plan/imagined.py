@@ -90,6 +90,9 @@ class FakeLink(Link):
         self.shared = shared
         self._moved = moved
 
+    def pool(self, pin: bool) -> HostPool:
+        return self.host
+
     def up(
         self, target: torch.Tensor, source: torch.Tensor, *, fence: Ticket | None = None, after: Ticket = DONE
     ) -> Ticket:

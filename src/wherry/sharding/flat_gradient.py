@@ -128,7 +128,7 @@ class FlatGradient:
             self._borrow()
         # On the host a second buffer takes turns with `owned`; elsewhere it is what the update has a copy in.
         self._spare: tuple[torch.Tensor, Callable[[], None]] | None = None
-        # Whether an update may still read `owned` when the next window's gradients come.
+        # Whether an update reads `owned` that may not have ended when the next window's gradients come.
         self._lent = False
         # What still has to happen until `owned` is complete: a copy, and perhaps an addition.
         self.landing: Ticket = DONE
@@ -307,10 +307,12 @@ class FlatGradient:
         copied = self._copies.begin(staging.view(shard.dtype), shard, give)
 
         def land() -> None:
-            before.wait()
-            copied.wait()
-            (native.cast_copy if fresh else native.accumulate)(owned, staging.view(shard.dtype))
-            self._host.give(staging)
+            try:
+                before.wait()
+                copied.wait()
+                (native.cast_copy if fresh else native.accumulate)(owned, staging.view(shard.dtype))
+            finally:
+                self._host.give(staging)
 
         self.landing = self._copies.then(land)
 
@@ -384,13 +386,12 @@ class FlatGradient:
     def _writable(self) -> torch.Tensor:
         """`owned`, for the next window: what an update has been lent stays as it is."""
         if self._lent:
-            self._lent = False
             spare, mine = self._spare, (self.owned, self._give or _keep)
             if spare is None:
                 self._borrow()
             else:
                 self._owned, self._give = spare
-            self._spare = mine
+            self._spare, self._lent = mine, False
         return self.owned
 
     def _borrow(self) -> None:
@@ -418,6 +419,8 @@ class FlatGradient:
         self.absent = self._every
 
     def drop(self) -> None:
+        """Its landing has been waited for."""
+        self.landing = DONE
         self.spent()
         self.forget()
         for parameter in self.flat.parameters:
@@ -451,4 +454,4 @@ class FlatGradient:
 
 
 def _keep() -> None:
-    """What gives back memory that is nobody's else."""
+    """What gives back memory that is nobody else's."""

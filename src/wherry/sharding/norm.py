@@ -61,7 +61,7 @@ class Norm:
         if partitioned:
             self.comm.all_reduce(sums, label="the gradients' norm").wait()
         elif self.comm.size > 1:
-            missing = sums[1:2].float()
+            missing = self._sent([float(self._any_absent)], torch.float32)
             self.comm.all_reduce(missing, "max", "missing gradients").wait()
             sums[1:2].copy_(missing)
         for axis in (self._tensor, self._pipe):

@@ -17,14 +17,6 @@ from wherry.sharding.weights import Gatherer
 Packed = tuple[torch.Tensor, Flat, tuple[torch.dtype, torch.Size, tuple[int, ...], int] | None]
 
 
-def unlinked(tensor: torch.Tensor) -> torch.Tensor:
-    """What a hook may give autograd to keep: an operation that keeps its own result as it is keeps its graph for ever.
-
-    Until its backward, that is; of a forward that gets none nobody could free it.
-    """
-    return tensor if tensor.grad_fn is None else tensor.detach()
-
-
 class SavedWeights:
     """Packs for autograd what it saves in the model's forwards; unpacked, weights are gathered again.
 
@@ -59,7 +51,8 @@ class SavedWeights:
                 if flat is not None:
                     shape = (tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
                     return leaf.data, flat, shape  # type: ignore[union-attr]
-        return unlinked(tensor)
+        # An operation that keeps its own result as it is keeps its graph, for ever if no backward comes to free it.
+        return tensor if tensor.grad_fn is None else tensor.detach()
 
     def unpack(self, saved: torch.Tensor | Packed) -> torch.Tensor:
         """The tensor again, its flat gathered."""

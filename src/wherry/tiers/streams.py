@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from wherry import native
 from wherry.errors import WherryError
 from wherry.fake import faking, host_value
+from wherry.observe.log import logger
 from wherry.observe.memory import free_on_gpu
 from wherry.tickets import DONE, CallbackTicket, Ticket
 from wherry.tiers.buffers import PAGE, HostPool, Pinning, PoolError, spread
@@ -43,8 +45,11 @@ def check_device(device: torch.device) -> None:
             event.record()
         event.wait()
         probe.zero_().to(torch.float64)
+        torch.accelerator.memory_allocated(device)
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, NotImplementedError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = str(error).strip().partition("\n")[0]
         raise WherryError(
             f"{device}: Wherry needs a device whose storages can be resized, with streams, events and float64, and "
             f"this one refused ({reason}); compute on another, or on the CPU"
@@ -70,10 +75,20 @@ def new_stream(device: torch.device) -> torch.Stream:
     return torch.cuda.Stream(device) if device.type == "cuda" else torch.Stream(device)
 
 
+def on(stream: torch.Stream) -> AbstractContextManager[object]:
+    """What is inside goes there. Threads share streams, and each use is to know what was current before it: torch keeps
+    that in the object that is entered."""
+    if isinstance(stream, torch.cuda.Stream):
+        return torch.cuda.stream(stream)
+    return torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
+
+
 def current_stream(device: torch.device) -> torch.Stream:
     return torch.cuda.current_stream(device) if device.type == "cuda" else torch.accelerator.current_stream(device)
 
 
+# Seconds that a link waits at its end for its copies.
+CLOSES = 30.0
 # Copies down whose sources are kept: one travels while the next is filled.
 IN_FLIGHT = 2
 
@@ -209,6 +224,7 @@ class CopiesDown:
         while self._sources:
             with suppress(Exception):
                 self.wait(len(self._sources) - 1)
+        self._acts.clear()
 
     def close(self) -> None:
         if self._thread is not None:
@@ -307,7 +323,7 @@ class DeviceLink(Link):
 
     def _copy(self, stream: torch.Stream, target: torch.Tensor, source: torch.Tensor, on_host: bool) -> Ticket:
         event = new_event(self.device)
-        with stream:
+        with on(stream):
             target.copy_(source, non_blocking=True)
             event.record(stream)
         return _Copy(self.device, event, on_host, target, source)
@@ -339,7 +355,7 @@ class DeviceLink(Link):
     def read(self, number: float | torch.Tensor) -> float:
         if self._reads is None:
             self._reads = new_stream(self.device)
-        with self._reads:
+        with on(self._reads):
             return host_value(number)
 
     def fence(self) -> Ticket:
@@ -354,7 +370,7 @@ class DeviceLink(Link):
 
     @contextmanager
     def uploading(self) -> Iterator[None]:
-        with self._up:
+        with on(self._up):
             yield
 
     def free_bytes(self) -> int | None:
@@ -364,8 +380,23 @@ class DeviceLink(Link):
         torch.accelerator.empty_cache()
 
     def close(self) -> None:
-        torch.accelerator.synchronize(self.device)
+        events = [new_event(self.device) for _ in self._streams()]
+        for event, stream in zip(events, self._streams(), strict=True):
+            event.record(stream)
+        ends = time.monotonic() + CLOSES
+        while not all(event.query() for event in events):
+            if time.monotonic() > ends:
+                # As behind a collective with a rank that is gone, which nobody can end.
+                logger.warning(
+                    "%s has not done in %.0f s what it was given: the host memory that it may still copy from and to "
+                    "stays with this process", self.device, CLOSES,
+                )  # fmt: skip
+                return
+            time.sleep(0.001)
         super().close()
+
+    def _streams(self) -> list[torch.Stream]:
+        return [stream for stream in (self._up, self._down, self._aside, self._reads) if stream is not None]
 
 
 def link_to(device: torch.device, *, pin: bool = True) -> Link:
@@ -380,7 +411,8 @@ class TorchPin(Pinning):
     """Memory that torch allocates pinned."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        memory = torch.zeros(nbytes + PAGE, dtype=torch.uint8, pin_memory=True)
+        with torch.inference_mode(False):  # who uses it next may not be in an evaluation
+            memory = torch.zeros(nbytes + PAGE, dtype=torch.uint8, pin_memory=True)
         start = -memory.data_ptr() % PAGE
         return memory[start : start + nbytes]
 

@@ -261,6 +261,8 @@ class UpdateBucket:
             self.rule.forget()
             grads = [gradient.owned for gradient in gradients] if lent is None else lent
             pieces = self._pieces(self._segments(self._views(), grads), whole=lent is not None)
+            # What is lent takes turns with another buffer.
+            self._bound = None
             if lent is None and self.in_place and not any(gradient.brief for gradient in gradients):
                 self._bound = pieces
         return [_without(piece, absent) for piece in pieces] if absent else pieces

@@ -56,6 +56,8 @@ class BucketPipeline:
         # Whether the update has changed anything.
         self.updated = False
         self.gathers: list[Ticket] = []
+        # Copies of weights that were published late: they read what the next update writes.
+        self._published: list[Ticket] = []
         # The record that is being read, or has been, for an update that has not begun.
         self._prefetched: Ticket | None = None
         self._comm = comm
@@ -77,7 +79,7 @@ class BucketPipeline:
         A `late` one is lent them, and keeps new weights until they are published. `fit` is asked once they have landed:
         unless they are, state and weights stay as they are.
         """
-        lent = [gradient.lend() for gradient in self.gradients] if late else None
+        lent = [gradient.lend() for gradient in self.gradients] if late and self.bucket.apart else None
         self.job = UpdateJob(self.bucket.name, self._steps(terms, lent, fit))
         self.phase = Phase.PENDING
         self.updated = False
@@ -88,7 +90,7 @@ class BucketPipeline:
     ) -> Steps:
         """Its steps between waits."""
         bucket = self.bucket
-        late = bucket.apart and lent is not None
+        late = lent is not None
         weights = [] if late else [flat.storage for flat in self.flats if flat.storage is not None]
         fetched: list[Storage] = []
         sent: list[Ticket] = []
@@ -104,6 +106,7 @@ class BucketPipeline:
                 fetched.append(storage)
             for storage in weights:
                 tickets.append(storage.readers())  # what was begun before and still reads what is about to change
+            tickets += map(OnHost, self._published)
             tickets += [gradient.landing for gradient in self.gradients] if lent is None else [last for _, last in lent]
             for ticket in tickets:
                 if ticket is not DONE:
@@ -133,13 +136,13 @@ class BucketPipeline:
                 yield STORE, ticket
         finally:
             for storage in fetched:
-                storage.release(sent[-1] if sent and storage is bucket.storage else DONE)
+                storage.release(sent[-1] if sent else DONE)
 
     def publish(self) -> None:
         """The update has made its weights: gather what every rank holds whole."""
         if self.bucket.holds_weights:
-            for ticket in self.bucket.publish():
-                # The next update writes what is read: of gradients that this stream makes with these weights.
+            self._published = self.bucket.publish()
+            for ticket in self._published:
                 ticket.wait()
         for flats in self.together:
             wholes, shards = [flat.whole for flat in flats], [flat.shard_memory for flat in flats]

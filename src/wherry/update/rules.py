@@ -262,7 +262,7 @@ def _scaled(present: Sequence[tuple[UpdateSegment, nn.Parameter]], multiplier: f
     """Gradients times `multiplier` in the dtype of the master, by one pass over each; themselves if they are that."""
     grads = [segment.grad for segment, _ in present if segment.grad is not None]
     if all(grad.dtype == parameter.dtype for grad, (_, parameter) in zip(grads, present, strict=True)):
-        return grads if multiplier == 1.0 else list(torch._foreach_mul(grads, multiplier))
+        return grads if multiplier == 1.0 or not grads else list(torch._foreach_mul(grads, multiplier))
     # Neither is a number beside tensors: the product is in the wider dtype of the two, and rounded once.
     factor = torch.full((1,), multiplier, dtype=present[0][1].dtype, device=grads[0].device)
     return [grad * factor for grad in grads]

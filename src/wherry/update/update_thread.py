@@ -68,7 +68,7 @@ class UpdateJob(Ticket):
             self._fail(error)
 
     def launch(self) -> None:
-        """All steps that the device is given without a wait for what it does."""
+        """All steps up to the first that waits for what the device does."""
         while not (self.done() or self.stage == STORE):
             self.go_on()
 

@@ -204,6 +204,9 @@ class Updater:
         terms = UpdateTerms(groups, multiplier, absent, self.link.fence())
         try:
             jobs = [pipeline.begin(terms) for pipeline in self.pipelines]
+            for pipeline in self.pipelines:
+                if pipeline.bucket.on_device and pipeline.bucket.in_place:
+                    pipeline.job.launch()  # before any copy down is waited for
             drive_all(jobs, len(jobs) if self._all_in_place else self.policy.depth)
             self._publish(self.pipelines)
             self._wait_for_gathers(self.pipelines)
@@ -316,15 +319,15 @@ class Updater:
         job = pipeline.begin(terms, late=late, fit=fit)
         for flat in pipeline.flats if not late else ():
             flat.begin_update()
-        if pipeline.bucket.on_device:
-            try:
+        assert self._thread is not None
+        try:
+            if pipeline.bucket.on_device:
                 job.launch()  # its kernels go to the device's current stream, which the thread does not share
-            except BaseException as error:  # Ctrl-C between two of its steps
-                job.give_up(error)
-                raise
-        if not job.done():
-            assert self._thread is not None
-            self._thread.add(job)
+            if not job.done():
+                self._thread.add(job)
+        except BaseException as error:  # Ctrl-C between two of its steps
+            job.give_up(error)
+            raise
         return job
 
     def _arrange(self) -> None:

@@ -1,0 +1,417 @@
+"""Ranks that are processes, each with a late device, whose collectives end on a stream: Wherry starts their group.
+
+A pair of processes is forked for each test from one that has imported everything, and runs a function of this module.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.accelerator import emulated, process_group
+from tests.accelerator.test_engine import BASE, DEVICE_ROWS, Case, batch, config_of, life, one_step, told
+from tests.accelerator.test_faults import gathered_before_the_copy_up
+from tests.cli.programs import environment, free_port
+from tests.engine.harness import Run, adamw, assert_equal, make_model
+from tests.forks import ENGINE, QUIET, ROOT, Child, Forks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import wherry
+from wherry.errors import PeerError, WherryError
+from wherry.parallel.comm import ProcessGroupComm, backend_of
+from wherry.sharding.norm import Norm
+from wherry.sharding.reduce import Lane
+from wherry.tickets import DONE, Ticket
+
+RANKS = 2
+NAME = "tests.accelerator.test_processes"
+PROGRAM = f"from {NAME} import main; main()"
+LOST = 7  # the status of a rank that is killed
+Patch = pytest.MonkeyPatch
+Process = Child | subprocess.Popen[bytes]
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    with Forks(*ENGINE, NAME, apart=True) as forks:
+        yield forks
+
+
+class Pair:
+    """Two processes that run a function of this module, each with its rank, the folder, and the arguments."""
+
+    def __init__(
+        self, forks: Forks | None, folder: Path, body: Callable[..., Any], *arguments: Any, **extra: str
+    ) -> None:
+        """Forks, or without `forks` interpreters of their own."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        (folder / "task").write_bytes(pickle.dumps((body.__name__, arguments)))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(RANKS)}
+        self.ranks: list[Process] = []
+        for rank in range(RANKS):
+            env = environment(**QUIET, **place, RANK=str(rank), LOCAL_RANK=str(rank), **extra)
+            command = ["-c", PROGRAM, str(folder)]
+            with open(folder / f"{rank}.err", "wb") as errors:
+                if forks is None:
+                    env["PYTHONPATH"] = os.pathsep.join((str(ROOT), env["PYTHONPATH"]))
+                    self.ranks.append(subprocess.Popen([sys.executable, *command], env=env, stderr=errors))
+                else:
+                    self.ranks.append(forks.start(command, stderr=errors, env=env, folder=ROOT))
+
+    def end(self, seconds: float = 60.0) -> list[int | None]:
+        """How they ended; None if one had not by then, or long after the other had failed."""
+        deadline, codes = time.monotonic() + seconds, [rank.poll() for rank in self.ranks]
+        while None in codes and time.monotonic() < deadline:
+            if any(codes):
+                deadline = min(deadline, time.monotonic() + 20.0)
+            time.sleep(0.01)
+            codes = [rank.poll() for rank in self.ranks]
+        for rank in self.ranks:
+            rank.kill()
+            rank.wait(10)
+        return codes
+
+    def results(self) -> list[Any]:
+        """What the function has returned on each rank."""
+        codes = self.end()
+        assert codes == [0] * RANKS, (codes, *map(self.errors, range(RANKS)))
+        return [self.result(rank) for rank in range(RANKS)]
+
+    def result(self, rank: int) -> Any:
+        return pickle.loads((self.folder / f"{rank}.result").read_bytes())
+
+    def errors(self, rank: int) -> str:
+        return (self.folder / f"{rank}.err").read_text(errors="replace")
+
+
+def main() -> None:
+    """Of a process of a pair."""
+    emulated.fill_module(os.getpid())
+    torch.set_num_threads(1)
+    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    emulated.seed(rank)
+    name, arguments = pickle.loads((folder / "task").read_bytes())
+    result = globals()[name](rank, folder, *arguments)
+    (folder / f"{rank}.result").write_bytes(pickle.dumps(result))
+
+
+# ---- The same bits
+
+TOGETHER = BASE | {"ranks": RANKS}
+CASES: list[Case] = [
+    TOGETHER | case
+    for case in (
+        {"row": "device-0", "policy": "at_step", "window": "three", "precision": "bf16", "clip": 0.5},
+        {"row": "device-0", "policy": "in_backward"},
+        {"row": "device-1", "policy": "before_use", "precision": "bf16", "save": "beside"},
+        {"row": "device-2", "policy": "at_step", "window": "three", "clip": 0.5, "save": "beside"},
+        {"row": "device-2", "policy": "in_backward", "precision": "bf16", "activations": "host"},
+        {"row": "device-3", "policy": "before_use", "window": "three", "precision": "bf16", "clip": 0.5},
+        {"row": "device-3", "policy": "in_backward", "window": "layer-major", "activations": "recompute"},
+        {"row": "offload-2", "policy": "before_use", "window": "three", "clip": 0.5},
+        {"row": "offload-2", "policy": "in_backward", "window": "three", "precision": "bf16", "sums": "host"},
+        {"row": "offload-3-parameters", "policy": "at_step", "precision": "bf16", "clip": 0.5, "save": "beside"},
+        {"row": "offload-3-parameters", "policy": "in_backward", "window": "three"},
+        {"row": "infinity", "policy": "before_use", "precision": "bf16", "clip": 0.5},
+        {"row": "infinity", "policy": "in_backward", "window": "three", "save": "beside"},
+    )
+]
+SEEDS = 2
+
+
+def lives(rank: int, folder: Path, case: Case, seeds: list[int | None], fault: str | None = None) -> list[Run]:
+    """One life after another, each with a group of its own: calm for None, or late."""
+    runs = []
+    with pytest.MonkeyPatch.context() as patch:
+        if fault is not None:
+            FAULTS[fault][0](patch)
+        for seed in seeds:
+            emulated.seed(100 * rank + (seed or 0))
+            emulated.lateness(0.0 if seed is None else 0.9)
+            policy = {"policy": "at_step"} if seed is None else {}
+            runs.append(life(case | policy, folder / str(seed), rank=rank))
+            assert not dist.is_initialized(), "who started the group ends it"
+    return runs
+
+
+@pytest.mark.parametrize("case", CASES, ids=told)
+def test_a_life_in_late_processes_has_the_bits_of_calm_ones_and_of_threads(
+    case: Case, forks: Forks, tmp_path: Path
+) -> None:
+    pair = Pair(forks, tmp_path / "pair", lives, case, [None, *range(SEEDS)])
+    emulated.lateness(0.0)
+    threads = life(case | {"policy": "at_step"}, tmp_path / "threads")
+    found = pair.results()
+    for calm, *late in found:
+        for run in late:
+            assert_equal(run, calm)
+    assert_equal(found[0][0], threads)
+    assert found[0][0].losses != found[1][0].losses, "each has its batches"
+    assert_equal(Run(weights=found[0][0].weights), Run(weights=found[1][0].weights))
+
+
+# ---- Planted faults
+
+
+def finished_before_it_is_over(patch: Patch) -> None:
+    """What is reduced is used, and its buffer given back, before the computing stream waits for the reduction."""
+
+    def wait(self: Lane, keep: int = 0, *, ended: bool = False) -> None:
+        while len(self._under_way) > keep or (ended and self._under_way and self._under_way[0][0].done()):
+            ticket, finish = self._under_way.popleft()
+            finish()
+            ticket.wait()
+
+    patch.setattr(Lane, "wait", wait)
+
+
+def gathered_and_not_waited_for(patch: Patch) -> None:
+    """Nothing waits for weights that are being gathered."""
+    gather = ProcessGroupComm._all_gather
+
+    def careless(self: ProcessGroupComm, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
+        ticket = gather(self, whole, shard)
+        return ticket if whole.device.type == "cpu" else DONE
+
+    patch.setattr(ProcessGroupComm, "_all_gather", careless)
+
+
+def reduced_before_it_is_computed(patch: Patch) -> None:
+    """A reduction does not wait for what computes the gradients."""
+    scatter = ProcessGroupComm._reduce_scatter
+
+    def careless(self: ProcessGroupComm, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
+        with torch.Stream(whole.device):
+            return scatter(self, shard, whole)
+
+    patch.setattr(ProcessGroupComm, "_reduce_scatter", careless)
+
+
+def read_before_it_is_there(patch: Patch) -> None:
+    """The host reads the norm without having waited for it."""
+
+    def read(self: ProcessGroupComm, tensor: torch.Tensor) -> list[float]:
+        if tensor.device.type == "cpu":
+            return tensor.tolist()
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True).tolist()
+
+    patch.setattr(ProcessGroupComm, "read", read)
+
+
+FAULTS: dict[str, tuple[Callable[[Patch], None], Case]] = {
+    fault.__name__: (fault, TOGETHER | case)
+    for fault, case in (
+        (finished_before_it_is_over, {"row": "device-2"}),
+        (gathered_and_not_waited_for, {"row": "device-3"}),
+        (reduced_before_it_is_computed, {"row": "device-2"}),
+        (read_before_it_is_there, {"row": "device-0", "clip": 0.5}),
+        (gathered_before_the_copy_up, {"row": "offload-3-parameters"}),
+    )
+}
+TRIES = 4
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault: str, forks: Forks, tmp_path: Path) -> None:
+    plant, case = FAULTS[fault]
+    calm, *late = Pair(forks, tmp_path / "mended", lives, case, [None, 0]).results()[0]
+    for run in late:
+        assert_equal(run, calm)
+
+    def differs(seed: int) -> bool:
+        pair = Pair(forks, tmp_path / str(seed), lives, case, [seed], fault)
+        if pair.end() != [0] * RANKS:  # an error that finds it before the numbers do
+            return True
+        try:
+            assert_equal(pair.result(0)[0], calm)
+        except AssertionError:
+            return True
+        return False
+
+    assert any(map(differs, range(TRIES))), plant.__doc__
+
+
+# ---- A rank that is gone
+
+PATIENCE = 2.0
+
+
+def killed(rank: int, folder: Path, row: str, victim: int, silent: bool) -> tuple[str, str, float]:
+    """A rank dies in its second step; what the other is told, and after how long.
+
+    `silent`: its connections stay open, as nothing says of a GPU that no process has it any more.
+    """
+    emulated.lateness(0.9)
+    config, model = config_of(TOGETHER | {"row": row}, folder), make_model()
+    config["wherry"]["timeout_s"] = PATIENCE
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+    one_step(engine, 0, rank)
+    total = Norm.total
+
+    def die(self: Norm, *arguments: Any) -> float:
+        if rank == victim:
+            if not silent or os.fork():
+                os._exit(LOST)
+            _hold(folder / "over")
+        return total(self, *arguments)
+
+    Norm.total = die  # type: ignore[method-assign]
+    begun = time.monotonic()
+    try:
+        one_step(engine, 1, rank)
+    except (PeerError, WherryError) as error:
+        return type(error).__name__, str(error), time.monotonic() - begun
+    raise AssertionError(f"a step without rank {victim}, of norm {engine.get_global_grad_norm()}")
+
+
+def _hold(over: Path) -> None:
+    """Be a process that has connections, and nothing else, until the test is over."""
+    deadline = time.monotonic() + 60
+    while not over.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os._exit(0)
+
+
+@pytest.mark.parametrize(
+    ("row", "victim", "silent", "forked"),
+    [
+        ("device-0", 1, False, True),
+        ("device-2", 0, False, True),
+        ("offload-3-parameters", 1, True, False),
+    ],
+)
+def test_a_rank_that_is_killed_is_missed_within_seconds(
+    row: str, victim: int, silent: bool, forked: bool, forks: Forks, tmp_path: Path
+) -> None:
+    pair = Pair(forks if forked else None, tmp_path, killed, row, victim, silent)
+    try:
+        codes = pair.end()
+    finally:
+        (tmp_path / "over").touch()
+    assert codes[victim] == LOST, pair.errors(victim)
+    assert codes[1 - victim] == 0, pair.errors(1 - victim)
+    kind, text, waited = pair.result(1 - victim)
+    assert kind == PeerError.__name__
+    assert f"rank {victim}" in text or "store is gone" in text, text
+    assert waited < PATIENCE + 10.0, text
+
+
+# ---- What the host waits for
+
+
+class Scalars(TorchDispatchMode):
+    """Counts what brings numbers of the device to the host, by operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inputs = [tensor for tensor in (*args, *(kwargs or {}).values()) if isinstance(tensor, torch.Tensor)]
+        name = func.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "equal", "is_nonzero", "nonzero") and _on_device(inputs):
+            self.found[name] += 1
+        result = func(*args, **(kwargs or {}))
+        awaited = name == "_to_copy" or (name == "copy_" and not (kwargs or {}).get("non_blocking", (*args, False)[2]))
+        if awaited and _on_device(inputs) and result.device.type == "cpu":
+            self.found[name] += 1
+        return result
+
+
+def _on_device(tensors: list[torch.Tensor]) -> bool:
+    return any(tensor.device.type == emulated.NAME for tensor in tensors)
+
+
+def counted(rank: int, folder: Path, row: str, spoilt: bool) -> tuple[int, dict[str, int], int, int]:
+    """Of a third step: reads, scalars, and copies down; and the reads of the forward and backward before it."""
+    config, model = config_of(TOGETHER | {"row": row, "policy": "at_step", "clip": 0.5}, folder), make_model()
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+    for step in range(2):
+        one_step(engine, step, rank)
+    reads: list[torch.Size] = []
+    with pytest.MonkeyPatch.context() as patch:
+        read, here = ProcessGroupComm.read, Norm._here
+
+        def noted(self: ProcessGroupComm, tensor: torch.Tensor) -> list[float]:
+            reads.append(tensor.shape)
+            return read(self, tensor)
+
+        patch.setattr(ProcessGroupComm, "read", noted)
+        if spoilt:
+            patch.setattr(Norm, "_here", lambda self, gradients: float(here(self, gradients)))
+        engine.backward(engine(*batch(2, 0, rank)))
+        before = len(reads)
+        with Scalars() as scalars, emulated.trace() as traced:
+            engine.step()
+    engine.close()
+    return len(reads) - before, dict(scalars.found), len(traced.of("down")), before
+
+
+@pytest.mark.parametrize("row", DEVICE_ROWS)
+def test_a_step_waits_for_the_device_once(row: str, forks: Forks, tmp_path: Path) -> None:
+    """The norm, which tells of inf and NaN, of missing gradients, and of mixed-up weights."""
+    for reads, scalars, copies, before in Pair(forks, tmp_path, counted, row, False).results():
+        assert (reads, scalars, copies, before) == (1, {}, 1, 0)
+
+
+def test_a_second_wait_would_be_counted(forks: Forks, tmp_path: Path) -> None:
+    for reads, scalars, *_ in Pair(forks, tmp_path, counted, "device-2", True).results():
+        assert (reads, scalars) == (1, {"_local_scalar_dense": 1})
+
+
+# ---- Groups that do not reach the device
+
+
+def without_the_device(rank: int, folder: Path, backend: str) -> tuple[str, list[float]]:
+    """What Wherry says of a group of the user's; and the losses once it may start its own."""
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    config, model = config_of(TOGETHER | {"row": "device-2"}, folder), make_model()
+    with pytest.raises(WherryError) as refused:
+        wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+    dist.destroy_process_group()
+    model = make_model()
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+    losses = [float(one_step(engine, step, rank)) for step in range(2)]
+    assert dist.get_backend_config() == f"cpu:gloo,{emulated.NAME}:{process_group.NAME}"
+    engine.close()
+    return str(refused.value), losses
+
+
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo"])
+def test_a_group_without_a_backend_for_the_device_is_refused(backend: str, forks: Forks, tmp_path: Path) -> None:
+    for refused, losses in Pair(forks, tmp_path, without_the_device, backend).results():
+        assert f"2 ranks has no backend for what is on {emulated.NAME}:0" in refused
+        assert f'init_process_group("cpu:gloo,{emulated.NAME}:NAME")' in refused and "leave that to Wherry" in refused
+        assert len(losses) == 2 and all(0 < loss < 100 for loss in losses)
+
+
+@contextmanager
+def nothing_started() -> Iterator[None]:
+    assert not dist.is_initialized()
+    yield
+    assert not dist.is_initialized()
+
+
+def test_a_device_that_nothing_communicates_between(monkeypatch: Patch) -> None:
+    assert backend_of(emulated.NAME) == process_group.NAME
+    with pytest.raises(WherryError, match="no backend for several ranks on 'vulkan'"):
+        backend_of("vulkan")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.delitem(dist.Backend.default_device_backend_map, emulated.NAME)
+    model = make_model()
+    with nothing_started(), pytest.raises(WherryError, match=f"no backend for several ranks on '{emulated.NAME}'"):
+        wherry.initialize(model=model, optimizer=adamw(model.parameters()), config={"train_batch_size": 2})
