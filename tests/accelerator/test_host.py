@@ -72,7 +72,7 @@ def test_a_device_that_cannot_resize_storages_is_refused_when_an_engine_is_built
 
     model = make_model()
     monkeypatch.setattr(torch.UntypedStorage, "resize_", refuse)
-    with pytest.raises(WherryError, match="emulated:0: Wherry needs .* cannot be resized"):
+    with pytest.raises(WherryError, match=r"emulated:0: Wherry needs .* cannot be resized"):
         wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(3))
     monkeypatch.undo()
     check_device(torch.device("emulated", 0))
