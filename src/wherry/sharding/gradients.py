@@ -84,6 +84,7 @@ class Gradients:
             scatters=scatters,
             predivide=policy.predivide,
             eager=updates is not None and updates.in_backward,
+            sets_out=not link.shared,
         )
         self.pool = self._reducer.pool
         self._cut = topology.tensor.rank > 0

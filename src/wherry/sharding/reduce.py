@@ -107,6 +107,7 @@ class Reducer:
         scatters: bool,
         predivide: float,
         eager: bool,
+        sets_out: bool,
     ) -> None:
         self.comm = topology.data
         # The ranks that share out one sum, and those that hold the same part of it.
@@ -116,6 +117,9 @@ class Reducer:
         self._predivide = predivide
         # Whether updates follow in the backward.
         self._eager = eager
+        # Whether a sum leaves the device: then it does so at once, and not when the next ones are reduced. What crosses
+        # to replicas does so in one order on all ranks.
+        self._sets_out = sets_out and self._replicas.size == 1
         self._merging = merging
         self._lane = Lane(self._shards if scatters else self.comm, merging, scatters=scatters)
         self._across = Lane(self._replicas, merging, scatters=False)
@@ -155,8 +159,7 @@ class Reducer:
         self._across.drop()
 
     def _wait(self, keep: int) -> None:
-        # What crosses to replicas does so in one order on all ranks; else what is summed goes on its way at once.
-        self._lane.wait(keep, ended=self._replicas.size == 1)
+        self._lane.wait(keep, ended=self._sets_out)
         if self._replicas.size > 1:
             self._across.flush()
             if keep == 0:
