@@ -10,6 +10,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from wherry.errors import printable
+
 if TYPE_CHECKING:
     from wherry.config import Config
 
@@ -53,8 +55,10 @@ def get_logger(rank: int | None = None) -> RankLogger:
     return RankLogger(int(os.environ.get("RANK", "0")) if rank is None else rank)
 
 
-def _name_rank(record: logging.LogRecord) -> bool:
-    """Put the rank before a line of a rank other than 0, and before a warning of any of several."""
+def _finish(record: logging.LogRecord) -> bool:
+    """Escape what files have said. Put the rank before a line of a rank other than 0, and before a warning of any of
+    several."""
+    record.msg, record.args = printable(record.getMessage(), longest=1 << 20), ()
     rank = getattr(record, "rank", None)
     if rank is None:
         rank = int(os.environ.get("RANK", "0"))
@@ -87,7 +91,7 @@ def _shown_elsewhere() -> bool:
 
 
 _FORMAT = logging.Formatter("%(name)s: %(message)s")
-logger.addFilter(_name_rank)
+logger.addFilter(_finish)
 logger.addHandler(_StandardError())
 
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from wherry.errors import printable
 from wherry.observe import stdout
 
 
 class Screen(Console):
-    """rich's own ends a program whose pipe is closed with status 1, which tells of other things here."""
+    """rich's own ends a program whose pipe is closed with status 1, which tells of other things here; and it prints
+    what moves a terminal's cursor as it is."""
+
+    def render_str(self, text: str, **how: Any) -> Text:
+        return super().render_str(printable(text), **how)
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
