@@ -17,8 +17,9 @@ from tests.checkpoint.harness import Shape, assert_same, load_into, on, save_fro
 from tests.engine.test_processes import forks
 
 from wherry.checkpoint import folder as folders
+from wherry.checkpoint.checks import read_manifest
 from wherry.checkpoint.errors import CheckpointError
-from wherry.checkpoint.format import RankFiles, read_manifest
+from wherry.checkpoint.format import RankFiles
 from wherry.parallel.comm import Comm
 
 # Instants at which a training process is killed; WHERRY_KILLS asks for more.
@@ -301,7 +302,7 @@ def test_tags_that_differ(tmp_path: Path, validation: str, caplog: pytest.LogCap
     assert ("different tags" in caplog.text) == (validation == "WARN")
 
 
-def test_keep_last(tmp_path: Path) -> None:
+def test_keep_last(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def body(engine: Any, comm: Comm) -> None:
         for step in range(6):
             train(engine, comm, 1, first=step)
@@ -313,7 +314,7 @@ def test_keep_last(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"best", "global_step5", "global_step6", "latest"}
 
     def back(engine: Any, comm: Comm) -> None:
-        """From an earlier step on: what counts is when they were written."""
+        """From an earlier step on: what counts are steps, but for what has just been saved."""
         engine.load_checkpoint(tmp_path, tag="best")
         for step in (2, 3):
             train(engine, comm, 1, first=step)
@@ -322,7 +323,9 @@ def test_keep_last(tmp_path: Path) -> None:
     (tmp_path / "global_step5" / "manifest.json").write_text("{}")
     on(Shape(1, 3, more={"wherry": {"checkpoint": {"keep_last": 2}}}), back)
     found = {path.name for path in tmp_path.iterdir()}
-    assert found == {"best", "global_step3", "global_step4", "global_step5", "latest"}
+    assert found == {"best", "global_step4", "global_step5", "global_step6", "latest"}
+    assert "global_step6: of a later step than global_step4, which is saved" in caplog.text
+    assert "global_step5 is passed over" in caplog.text
 
 
 def test_another_model_is_refused_before_anything_changes(tmp_path: Path) -> None:

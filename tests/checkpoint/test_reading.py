@@ -17,8 +17,8 @@ from tests.checkpoint.test_tensor import on as on_grid
 from tests.checkpoint.test_tensor import trained
 
 from wherry.checkpoint import files, reader
+from wherry.checkpoint.checks import read_manifest
 from wherry.checkpoint.export import find
-from wherry.checkpoint.format import read_manifest
 from wherry.parallel.comm import Comm
 from wherry.parallel.topology import Topology
 

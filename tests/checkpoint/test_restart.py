@@ -12,7 +12,7 @@ import psutil
 import pytest
 from tests.cli.programs import gone, start, wait_for
 
-from wherry.checkpoint.format import read_manifest
+from wherry.checkpoint.checks import read_manifest
 from wherry.train.job import main
 
 BATCH, SEQUENCE = 8, 8

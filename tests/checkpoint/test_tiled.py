@@ -11,9 +11,9 @@ import torch
 from tests.checkpoint.harness import MODEL, Shape, on, train
 
 import wherry
+from wherry.checkpoint.checks import read_manifest
 from wherry.checkpoint.errors import CheckpointError
 from wherry.checkpoint.export import find
-from wherry.checkpoint.format import read_manifest
 from wherry.checkpoint.reader import CheckpointReader
 from wherry.compat.deepspeed.export import load_state_dict_from_zero_checkpoint
 from wherry.nn import TiledLinear

@@ -30,7 +30,8 @@ def together(comm: Comm, what: str, work: Callable[[], T]) -> list[T]:
     told = "\n".join(text if comm.size == 1 else f"rank {rank}: {text}" for rank, text in failed)
     if len({text for _, text in failed}) == 1 and len(failed) == comm.size:
         told = failed[0][1]
-    raise CheckpointError(f"{what}: {told}") from failure
+    # What a program's own objects raise is shown where it came from; a disk's error says all in its message.
+    raise CheckpointError(f"{what}: {told}") from (None if isinstance(failure, OSError | WherryError) else failure)
 
 
 def on_first(comm: Comm, what: str, work: Callable[[], T]) -> T:

@@ -14,9 +14,10 @@ from types import TracebackType
 import torch
 
 from wherry.checkpoint import folder as folders
+from wherry.checkpoint.checks import read_manifest
 from wherry.checkpoint.errors import CheckpointError, together
 from wherry.checkpoint.files import TensorWriter, replacing, sync_folder, write_text
-from wherry.checkpoint.format import NAME, WEIGHT, Entry, Manifest, dtype_named, read_manifest
+from wherry.checkpoint.format import NAME, WEIGHT, Entry, Manifest, dtype_named
 from wherry.checkpoint.reader import CheckpointReader
 from wherry.checkpoint.session import Session, plain_tensors
 from wherry.checkpoint.session import aliases as tied_names

@@ -11,18 +11,21 @@ import json
 import math
 import mmap
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 
-from wherry.checkpoint.errors import CheckpointError
+from wherry.checkpoint.errors import CheckpointError, describe
+from wherry.errors import one_line
 from wherry.native.checksum import crc32
+from wherry.regular import open_regular
 
 # Bytes under one checksum: a rank that verifies its share of the blocks need not read whole files.
 BLOCK = 8 << 20
@@ -45,6 +48,9 @@ DTYPES = {
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
+# A number of bytes, elements or steps, as a file may say it.
+Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 53)]
+
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
 if _sync_file_range is not None:
     _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
@@ -55,10 +61,15 @@ _BEGIN_WRITING = 2
 class FileRecord:
     """A finished file: its size, where its data begin, and checksums of the header and of each block of data."""
 
-    bytes: int
-    data_start: int
-    header_crc32: int
-    blocks: list[int] = field(default_factory=list)
+    bytes: Count
+    data_start: Count
+    header_crc32: Count
+    blocks: list[Count] = field(default_factory=list)
+
+    @property
+    def fits(self) -> bool:
+        """Whether there are as many checksums as blocks."""
+        return 8 <= self.data_start <= self.bytes and len(self.blocks) == -(-(self.bytes - self.data_start) // BLOCK)
 
 
 class FilePool:
@@ -237,6 +248,56 @@ class Stored:
     start: int
     stop: int
 
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+def header_of(entries: Any, data: int, length: int) -> dict[str, Stored]:
+    """The tensors of a safetensors header, whose data are bytes `data` to `length` of a file. Raises ValueError for one
+    that is not of such a file: tensors follow each other in it, and leave nothing out."""
+    if not isinstance(entries, dict):
+        raise ValueError("it is no object")
+    found: dict[str, Stored] = {}
+    for name, entry in entries.items():
+        if name == "__metadata__":
+            continue
+        try:
+            dtype, shape, (start, stop) = TORCH_DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{name}: {type(error).__name__}: {error}") from error
+        if not all(type(number) is int and 0 <= number < 1 << 53 for number in (*shape, start, stop)):
+            raise ValueError(f"{name}: sizes and offsets are whole numbers, got {entry['shape']} and {start}, {stop}")
+        if stop - start != math.prod(shape) * dtype.itemsize or start % dtype.itemsize:
+            raise ValueError(f"{name}: bytes {start:,} to {stop:,} do not hold {list(shape)} of {entry['dtype']}")
+        found[name] = Stored(dtype, shape, data + start, data + stop)
+    at = data
+    for name, stored in sorted(found.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if stored.start != at:
+            raise ValueError(f"{name} begins at byte {stored.start:,}, expected {at:,}")
+        at = stored.stop
+    if at != length:
+        raise ValueError(f"its tensors end at byte {at:,}, and the file at {length:,}")
+    return found
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON's, in which no key stands twice: readers would differ about which of them counts."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"{twice!r} stands twice in one object")
+    return found
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The path of a checkpoint's file, which no link leads out of its folder."""
+    path = folder / name
+    real = os.path.realpath(path)
+    if os.path.dirname(real) != os.path.realpath(folder):
+        raise CheckpointError(f"{path} leads out of its folder, to {real}; a checkpoint has its files with it")
+    return path
+
 
 class TensorReader:
     """Reads parts of the tensors of one file; long ones by the threads of a pool."""
@@ -244,7 +305,10 @@ class TensorReader:
     def __init__(self, path: Path, pool: FilePool) -> None:
         self.path = path
         self._pool = pool
-        self._fd = os.open(path, os.O_RDONLY)
+        try:
+            self._fd = open_regular(inside(path.parent, path.name))
+        except OSError as error:
+            raise CheckpointError(describe(error)) from error
         try:
             self.tensors = self._read_header()
         except BaseException:
@@ -257,21 +321,11 @@ class TensorReader:
         length = os.fstat(self._fd).st_size
         if len(head) < 8 or size > length - 8:
             raise CheckpointError(f"{self.path}: this is not a whole safetensors file")
-        data = 8 + size
         try:
-            entries = json.loads(os.pread(self._fd, size, 8))
-            return {
-                name: Stored(
-                    TORCH_DTYPES[entry["dtype"]],
-                    tuple(entry["shape"]),
-                    data + entry["data_offsets"][0],
-                    data + entry["data_offsets"][1],
-                )
-                for name, entry in entries.items()
-                if name != "__metadata__"
-            }
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{self.path}: its header cannot be read ({error})") from error
+            text = os.pread(self._fd, size, 8)
+            return header_of(json.loads(text, object_pairs_hook=unique_keys), 8 + size, length)
+        except (OSError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{self.path}: its header cannot be read ({one_line(str(error), 500)})") from error
 
     def read(
         self, name: str, first: int = 0, count: int | None = None, out: torch.Tensor | None = None
@@ -301,7 +355,10 @@ class TensorReader:
         self._pool.wait()
 
     def _fill(self, target: memoryview, position: int) -> None:
-        done = _read_into(self._fd, target, position)
+        try:
+            done = _read_into(self._fd, target, position)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
         if done < len(target):
             raise CheckpointError(f"{self.path}: the file ends early, at byte {position + done}")
 
@@ -331,7 +388,7 @@ def check_blocks(path: Path, record: FileRecord, blocks: range, pool: FilePool) 
             found[number] = f"{path.name}: {told}"
 
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open(open_regular(inside(path.parent, path.name)), "rb", buffering=0) as file:
             fd = file.fileno()
             size = os.fstat(fd).st_size
             if size != record.bytes:
@@ -349,6 +406,8 @@ def check_blocks(path: Path, record: FileRecord, blocks: range, pool: FilePool) 
         return [f"{path.name} is missing"]
     except OSError as error:
         return [f"{path.name} cannot be read: {error.strerror}"]
+    except CheckpointError as error:
+        return [str(error)]
     return [found[number] for number in sorted(found)]
 
 

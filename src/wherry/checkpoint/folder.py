@@ -19,15 +19,18 @@ import time
 import uuid
 from pathlib import Path
 
-from wherry.checkpoint.errors import CheckpointError
-from wherry.checkpoint.files import FilePool, check_blocks, sync_folder, write_text
-from wherry.checkpoint.format import NAME, Manifest, read_manifest
+from wherry.checkpoint.checks import Expected, check, expected_tensors, read_manifest, unlike
+from wherry.checkpoint.errors import CheckpointError, describe
+from wherry.checkpoint.files import FilePool, TensorReader, check_blocks, sync_folder, write_text
+from wherry.checkpoint.format import NAME, Manifest
+from wherry.errors import one_line
 from wherry.observe.log import logger
+from wherry.regular import read_regular
 
 LATEST = "latest"
 LOCK = "lock"
 _STEP_TAG = re.compile(r"global_step(\d+)")
-_ASIDE = re.compile(r"\.(?P<tag>.+)\.(?P<kind>partial|replaced|removed)\.(?P<writer>.+)")
+_ASIDE = re.compile(r"\.(?P<tag>.+)\.(?P<kind>partial|replaced|removed)\.([0-9a-f]{12}|.+~.+)")
 # What has no lock, as on a disk that knows of none, is left by a writer that is gone once nothing of it has changed so
 # long.
 ABANDONED_S = 24 * 3600.0
@@ -63,17 +66,22 @@ class Partial:
         for path in new:
             sync_folder(path.parent)
         clean(folder)
+        final = folder / tag
+        if final.exists() and not (final / NAME).exists() and not (final.is_dir() and not any(final.iterdir())):
+            raise CheckpointError(f"{final} is there and is no checkpoint; give another tag, or move it away")
         self.tag = tag
         self.path = _aside(folder, tag, "partial")
         self.path.mkdir()
-        self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT)
+        # A file, which closes with this object, also where Ctrl-C lets nobody have it.
+        self._lock = open(self.path / LOCK, "w+b")  # noqa: SIM115
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX)
         except OSError:  # a disk that knows of no locks
             (self.path / LOCK).unlink()
 
     def commit(self, manifest: Manifest, *, latest: bool) -> Path:
-        """Make a complete checkpoint of what has been written."""
+        """Make a complete checkpoint of what has been written. Once it has its name nothing is an error any more."""
+        check(manifest)
         for name, record in manifest.files.items():
             found = self.path / name
             if not found.is_file() or found.stat().st_size != record.bytes:
@@ -88,10 +96,13 @@ class Partial:
         os.rename(self.path, final)
         sync_folder(folder)
         _remove(before)
-        (final / LOCK).unlink(missing_ok=True)
+        try:
+            (final / LOCK).unlink(missing_ok=True)
+            if latest:
+                write_text(folder / LATEST, self.tag)
+        except OSError as error:
+            logger.warning("%s is whole, and %s cannot be written (%s): load it by its tag", final, LATEST, error)
         self._unlock()
-        if latest:
-            write_text(folder / LATEST, self.tag)
         return final
 
     def drop(self) -> None:
@@ -105,9 +116,7 @@ class Partial:
         self._unlock()
 
     def _unlock(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        self._lock.close()
 
 
 def _aside(folder: Path, tag: str, kind: str) -> Path:
@@ -116,8 +125,14 @@ def _aside(folder: Path, tag: str, kind: str) -> Path:
 
 def _remove(path: Path) -> bool:
     """Delete a folder aside. What is left of it, whoever next saves or loads here tries to delete again."""
-    shutil.rmtree(path, ignore_errors=True)
-    return not path.exists()
+    try:
+        if path.is_symlink():
+            path.unlink()
+        shutil.rmtree(path, ignore_errors=True)
+        return not path.exists()
+    except (OSError, RecursionError) as error:  # of folders in folders without end
+        logger.warning("%s cannot be deleted, and stays (%s)", path, error)
+        return False
 
 
 def clean(folder: Path) -> list[Path]:
@@ -130,9 +145,9 @@ def clean(folder: Path) -> list[Path]:
     written = {found["tag"]: path for path, found in left if found["kind"] == "partial" and not _is_abandoned(path)}
     for path, found in left:
         final = folder / found["tag"]
-        if path in written.values() or not path.is_dir():
+        if path in written.values() or path.is_symlink() or not path.is_dir():
             continue
-        if found["kind"] == "replaced" and not final.exists() and (path / NAME).exists():
+        if found["kind"] == "replaced" and not final.exists() and _has_manifest(path):
             if found["tag"] not in written:
                 _put_back(path, final)
             continue
@@ -168,15 +183,19 @@ def _put_back(replaced: Path, final: Path) -> None:
         logger.warning("%s: a checkpoint whose replacement was interrupted is back in its place", final)
 
 
-def prune(folder: Path, keep: int) -> list[str]:
-    """Delete checkpoints named after a step, all but the `keep` written last; tags of a user's choice stay.
-
-    A run that was taken back to an earlier step writes lower numbers than those that it left. What has a manifest
-    that cannot be read, as one of a newer version, is not touched.
+def prune(folder: Path, keep: int, saved: str) -> list[str]:
+    """Delete checkpoints named after a step, all but the `keep` of the highest steps, that just `saved` and `latest`;
+    tags of a user's choice stay. What has a manifest that cannot be read, as one of a newer version, is not touched.
     """
     named = [tag for tag in newest_first(folder) if _STEP_TAG.fullmatch(tag)]
-    latest = read_latest(folder)
-    gone = [tag for tag in reversed(named[keep:]) if tag != latest]
+    kept = {*named[:keep], saved, read_latest(folder)}
+    later = named[: named.index(saved)] if saved in named else []
+    if later:
+        logger.warning(
+            "%s: of a later step than %s, which is saved: a run was taken back. They count among the last %d, by their "
+            "steps; delete them if nobody goes on from them", ", ".join(later), saved, keep,
+        )  # fmt: skip
+    gone = [tag for tag in reversed(named) if tag not in kept]
     for tag in gone:
         # No moment shows a part of it under a name that is looked at.
         hidden = _aside(folder, tag, "removed")
@@ -190,41 +209,63 @@ def prune(folder: Path, keep: int) -> list[str]:
 
 def read_latest(folder: Path) -> str | None:
     try:
-        return (folder / LATEST).read_text(encoding="utf-8").strip() or None
+        return read_regular(folder / LATEST, 4096).decode().strip() or None
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{folder / LATEST} cannot be read: {error}") from error
+        raise CheckpointError(f"{folder / LATEST} cannot be read: {describe(error)}") from error
 
 
 def _tags(folder: Path) -> list[str]:
     if not folder.is_dir():
         return []
-    return [path.name for path in folder.iterdir() if (path / NAME).is_file() and not path.name.startswith(".")]
+    return [path.name for path in folder.iterdir() if not path.name.startswith(".") and _has_manifest(path)]
+
+
+def _has_manifest(path: Path) -> bool:
+    try:
+        return (path / NAME).is_file()
+    except OSError:  # of another user's, or of a disk that has a fault
+        return False
 
 
 def newest_first(folder: Path) -> list[str]:
-    """The tags of all checkpoints that have a sound manifest, the newest first."""
+    """The tags of all checkpoints that have a sound manifest, that of the highest step first."""
     found = []
     for tag in _tags(folder):
         try:
             manifest = read_manifest(folder / tag)
-        except CheckpointError:
+        except CheckpointError as error:
+            logger.warning("%s is passed over: %s", folder / tag, error)
             continue
-        found.append((manifest.created, manifest.step, tag))
+        found.append((manifest.step, manifest.created, tag))
     return [tag for _, _, tag in sorted(found, reverse=True)]
 
 
 def damage(folder: Path, manifest: Manifest, rank: int = 0, ranks: int = 1) -> list[str]:
-    """What is wrong with a rank's share of a checkpoint's files, by their checksums; nothing if they are whole."""
+    """What is wrong with a rank's share of a checkpoint's files, by their checksums and by what the manifest says of
+    their tensors; nothing if they are whole."""
     blocks = [(name, index) for name, file in manifest.files.items() for index in range(max(1, len(file.blocks)))]
     mine = blocks[len(blocks) * rank // ranks : len(blocks) * (rank + 1) // ranks]
     problems: list[str] = []
+    expected = expected_tensors(manifest)
     with contextlib.closing(FilePool()) as pool:
         for name, found in itertools.groupby(mine, key=lambda block: block[0]):
             own = [index for _, index in found]
-            problems += check_blocks(folder / name, manifest.files[name], range(own[0], own[-1] + 1), pool)
+            wrong = check_blocks(folder / name, manifest.files[name], range(own[0], own[-1] + 1), pool)
+            if not wrong and own[0] == 0:
+                wrong = _unlike(folder / name, expected[name], pool)
+            problems += wrong
     return list(dict.fromkeys(problems))
+
+
+def _unlike(path: Path, expected: dict[str, Expected], pool: FilePool) -> list[str]:
+    try:
+        with contextlib.closing(TensorReader(path, pool)) as reader:
+            found = unlike(reader.tensors, expected)
+    except CheckpointError as error:
+        found = str(error)
+    return [] if found is None else [one_line(f"{path.name}: {found}", 1000)]
 
 
 def newest_whole(folder: Path, but: str | None = None) -> str | None:
@@ -256,7 +297,7 @@ def locate(folder: Path, tag: str | None, *, cleans: bool = True) -> str | None:
         there = ", ".join(newest_first(folder)) or "none"
         logger.warning("%s holds no checkpoint %s; those that are there: %s", folder, tag, there)
         return None
-    if (folder / NAME).is_file():
+    if os.path.lexists(folder / NAME):
         return "."
     try:
         latest = read_latest(folder)

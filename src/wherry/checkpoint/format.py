@@ -16,14 +16,18 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from pydantic import ConfigDict, Field, GetPydanticSchema, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from wherry.checkpoint.errors import CheckpointError
-from wherry.checkpoint.files import DTYPES, FileRecord, TensorWriter
+from wherry.checkpoint.files import DTYPES, Count, FileRecord, TensorWriter, unique_keys
 from wherry.checkpoint.reshard import Box, Run
+from wherry.errors import one_line
+from wherry.native.segment import BLOCK
 from wherry.parallel.partition import is_dtensor
 
 NAME = "manifest.json"
@@ -32,8 +36,10 @@ VERSION = 1
 WEIGHT = "weight"
 # States that earlier versions wrote, and nobody reads: sums of an open accumulation window, and working weights that a
 # delayed update had yet to change.
-_UNREAD = {"gradient", "behind"}
+UNREAD = {"gradient", "behind"}
 _NO_DIGEST = "0" * 64
+
+Shape = Annotated[tuple[Count, ...], Field(max_length=64)]
 
 
 @dataclass(frozen=True)
@@ -45,15 +51,17 @@ class Slice:
     `addend`: of a buffer that differs between ranks, whose it is.
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     file: str
     tensor: str
-    start: int
-    stop: int
-    offsets: tuple[int, ...] | None = None
-    shape: tuple[int, ...] | None = None
+    start: Count
+    stop: Count
+    offsets: Shape | None = None
+    shape: Shape | None = None
     scales: str | None = None
-    phase: int = 0
-    addend: int | None = None
+    phase: Annotated[Count, Field(lt=BLOCK)] = 0
+    addend: Count | None = None
 
     def run(self, whole: tuple[int, ...]) -> Run:
         box = Box.whole(whole) if self.offsets is None or self.shape is None else Box(self.offsets, self.shape)
@@ -65,19 +73,14 @@ class Slice:
             del values["phase"]
         return values
 
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Slice:
-        boxes: dict[str, Any] = {key: tuple(value[key]) for key in ("offsets", "shape") if key in value}
-        return cls(**(value | boxes))
-
 
 @dataclass
 class Entry:
     """One parameter or buffer: its logical shape, the dtype it is computed with, and the other names it goes by."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: str
-    kind: str = "parameter"
+    kind: Annotated[str, Field(pattern="^(parameter|frozen|buffer)$")] = "parameter"
     aliases: tuple[str, ...] = ()
     # State name -> where its slices are.
     states: dict[str, list[Slice]] = field(default_factory=dict)
@@ -93,10 +96,35 @@ class Entry:
             del values["aliases"]
         return values
 
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Entry:
-        states = {name: [Slice.from_json(piece) for piece in slices] for name, slices in value["states"].items()}
-        return cls(tuple(value["shape"]), value["dtype"], value["kind"], tuple(value.get("aliases", ())), states)
+
+# What `engine` holds for certain, beside what `encode` makes of anything.
+
+
+class GroupValues(TypedDict):
+    options: dict[str, Any]
+    parameters: list[str]
+
+
+class OptimizerValues(TypedDict, total=False):
+    type: str
+    steps: Count
+    parameter_steps: dict[str, Count]
+    groups: list[GroupValues]
+    # By parameter; by the number of the group in checkpoints that count steps for all parameters together.
+    scalars: dict[str, dict[str, float]]
+
+
+class EngineValues(TypedDict, total=False):
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+
+    global_steps: Count
+    micro_steps: Count
+    skipped_steps: Count
+    samples: Count
+    frozen_excluded: bool
+    optimizer: OptimizerValues
+    model_config: str
+    generation_config: str
 
 
 @functools.cache
@@ -115,11 +143,11 @@ class Manifest:
     tag: str
     created: str
     versions: dict[str, str]
-    world_size: int
+    world_size: Annotated[Count, Field(ge=1)]
     entries: dict[str, Entry]
     config: dict[str, Any] = field(default_factory=dict)
-    placement: list[list[str]] = field(default_factory=list)
-    engine: dict[str, Any] = field(default_factory=dict)
+    placement: list[Annotated[list[str], Field(min_length=3, max_length=3)]] = field(default_factory=list)
+    engine: Annotated[dict[str, Any], GetPydanticSchema(lambda _, of: of(EngineValues))] = field(default_factory=dict)
     ranks: list[dict[str, Any]] = field(default_factory=list)
     # Tensors of values, and the scales of 8-bit states, by name -> their files.
     tensors: dict[str, str] = field(default_factory=dict)
@@ -133,7 +161,8 @@ class Manifest:
 
     @property
     def step(self) -> int:
-        return int(self.engine.get("global_steps", 0))
+        found: int = self.engine.get("global_steps", 0)
+        return found
 
     @property
     def bytes(self) -> int:
@@ -145,10 +174,17 @@ class Manifest:
     def buffers(self) -> Iterator[tuple[str, Entry]]:
         return ((name, entry) for name, entry in self.entries.items() if entry.kind == "buffer")
 
+    def slices(self) -> Iterator[tuple[Entry, str, Slice]]:
+        """All that anybody reads, with what they are of."""
+        for entry in self.entries.values():
+            for state in entry.states.keys() - UNREAD:
+                for piece in entry.states[state]:
+                    yield entry, state, piece
+
     def state_names(self) -> list[str]:
         """The optimizer's states that are inside."""
         names = {state for _, entry in self.parameters() for state in entry.states}
-        return sorted(names - {WEIGHT} - _UNREAD)
+        return sorted(names - {WEIGHT} - UNREAD)
 
     def merge(self, part: Manifest) -> None:
         """Take over what another rank has written."""
@@ -162,20 +198,6 @@ class Manifest:
         for name, scalars in part.engine.get("optimizer", {}).get("scalars", {}).items():
             self.engine["optimizer"]["scalars"].setdefault(name, {}).update(scalars)
 
-    def check_complete(self) -> None:
-        """Every element of every state is in a slice: what the ranks wrote fits together."""
-        for name, entry in self.entries.items():
-            for state, slices in entry.states.items():
-                for addend in {piece.addend for piece in slices}:
-                    held = sum(piece.stop - piece.start for piece in slices if piece.addend == addend)
-                    if held != entry.numel:
-                        raise CheckpointError(
-                            f"{name}, {state}: the ranks wrote {held:,} elements, expected {entry.numel:,}; do all "
-                            "of them hold the same model?"
-                        )
-            if WEIGHT not in entry.states and entry.numel:
-                raise CheckpointError(f"{name}: no rank wrote it")
-
     def to_text(self) -> str:
         value = {"format": FORMAT, "version": VERSION, "sha256": _NO_DIGEST} | vars(self)
         value["files"] = {name: vars(record) for name, record in self.files.items()}
@@ -187,11 +209,14 @@ class Manifest:
 
     @classmethod
     def from_text(cls, text: str, where: Path) -> Manifest:
-        """Raises `CheckpointError` for a manifest that is damaged, or that another version has to read."""
+        """Raises `CheckpointError` for a manifest that is damaged, or that another version has to read.
+
+        What it says is of the right types; whether it fits together, and fits its files, is not looked at.
+        """
         damaged = f"{where} is damaged"
         try:
-            value = json.loads(text)
-        except ValueError as error:
+            value = json.loads(text, object_pairs_hook=unique_keys)
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{damaged}: {error}") from error
         if not isinstance(value, dict) or value.get("format") != FORMAT:
             raise CheckpointError(f"{where} is not the manifest of a Wherry checkpoint")
@@ -201,32 +226,24 @@ class Manifest:
                 "use the Wherry that wrote it, or a newer one"
             )
         digest = str(value.get("sha256"))
-        if hashlib.sha256(text.replace(digest, _NO_DIGEST, 1).encode()).hexdigest() != digest:
+        if hashlib.sha256(text.replace(digest, _NO_DIGEST, 1).encode(errors="replace")).hexdigest() != digest:
             raise CheckpointError(f"{damaged}: its checksum does not match")
-        outside = [name for name in (*value["files"], *value["tensors"].values()) if Path(name).name != name]
-        if outside:
-            raise CheckpointError(f"{damaged}: {outside[0]!r} is no file of its own folder")
-        own = {key: value[key] for key in cls.__dataclass_fields__}
-        own["files"] = {name: FileRecord(**record) for name, record in value["files"].items()}
-        own["entries"] = {name: Entry.from_json(entry) for name, entry in value["entries"].items()}
-        return cls(**own)
+        try:
+            return _reading().validate_python(value)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            told = f"{place}: {first['msg']}, got {str(first['input'])[:80]!r}"
+            raise CheckpointError(f"{damaged}: {one_line(told, 500)}") from error
+
+
+@functools.cache
+def _reading() -> TypeAdapter[Manifest]:
+    return TypeAdapter(Manifest)
 
 
 def _compact(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
-
-
-def read_manifest(folder: Path) -> Manifest:
-    path = folder / NAME
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        if not folder.is_dir():
-            raise CheckpointError(f"{folder}: there is no such folder") from None
-        raise CheckpointError(f"{folder} holds no {NAME}: it is no Wherry checkpoint, or not a whole one") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    return Manifest.from_text(text, path)
 
 
 # What a rank writes.
@@ -408,7 +425,7 @@ def decode(value: Any, get: GetTensor) -> Any:
     if kind == "float":
         return float(inner)
     if kind == "bytes":
-        return base64.b64decode(inner)
+        return base64.b64decode(inner, validate=True)
     if kind == "dtype":
         return dtype_named(inner)
     if kind == "tuple":

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from wherry.checkpoint import folder as folders
-from wherry.checkpoint.contents import is_scalar, restore_random_state, spread_random_state
-from wherry.checkpoint.errors import CheckpointError, on_first, together
-from wherry.checkpoint.format import WEIGHT, Manifest, read_manifest
+from wherry.checkpoint.checks import read_manifest
+from wherry.checkpoint.contents import is_scalar, random_state, restore_random_state, spread_random_state
+from wherry.checkpoint.errors import CheckpointError, describe, on_first, together
+from wherry.checkpoint.format import WEIGHT, Manifest
 from wherry.checkpoint.reader import CheckpointReader
 from wherry.checkpoint.session import Session, StepCounts, aliases, extra_states, plain_tensors
+from wherry.errors import one_line
 from wherry.native import Blocks8, quantize
 from wherry.observe.progress import Progress
 from wherry.sharding.layout import SegmentSpan, Slot
@@ -61,21 +66,30 @@ def load(session: Session, folder: Path, tag: str | None, options: LoadOptions) 
     _compare(session, path, manifest, fits, options)
     with CheckpointReader(path, manifest) as reader:
         loader = _Loader(session, reader, options, fits[comm.rank])
-        together(comm, what, loader.run)
-        loader.refresh()
-        counts = loader.counts() if options.counts else None
-        client_state = reader.value(manifest.engine.get("client_state", {}))
+        # What a program's own objects may refuse comes first, and is taken back if any rank's do.
+        with ExitStack() as undo:
+            together(comm, what, lambda: loader.load_values(undo))
+            undo.pop_all()
+        try:
+            together(comm, what, loader.run)
+            loader.refresh()
+        except BaseException as error:  # of a disk, or Ctrl-C: all of it has been checked
+            if session.updater is not None:
+                session.updater.broken = CheckpointError(f"{what} was broken off ({describe(error)}); load one whole")
+            raise
     session.log.info("loaded %s: step %d, written by %d ranks", path, manifest.step, manifest.world_size)
-    return LoadedCheckpoint(path, client_state, counts)
+    return LoadedCheckpoint(path, loader.client_state, loader.counts if options.counts else None)
 
 
 def _verified(session: Session, path: Path) -> Manifest:
     """The manifest, once every byte of the checkpoint has been checked; the ranks divide the bytes."""
     comm = session.comm
 
+    read: list[Manifest] = []
+
     def check() -> list[str]:
-        manifest = read_manifest(path)
-        return folders.damage(path, manifest, comm.rank, comm.size)
+        read.append(read_manifest(path))
+        return folders.damage(path, read[0], comm.rank, comm.size)
 
     try:
         problems = [problem for found in together(comm, f"loading {path}", check) for problem in found]
@@ -84,12 +98,12 @@ def _verified(session: Session, path: Path) -> Manifest:
     except CheckpointError as error:
         other = on_first(comm, "looking for a whole checkpoint", lambda: folders.offer(path.parent, path.name))
         raise CheckpointError(f"{error}. Nothing was loaded; {other}") from error
-    return read_manifest(path)
+    return read[0]
 
 
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more
+    return ", ".join(map(one_line, names[:_LISTED])) + more
 
 
 def _check_fits(session: Session, manifest: Manifest, options: LoadOptions) -> dict[str, str]:
@@ -162,6 +176,9 @@ def _check_optimizer(session: Session, manifest: Manifest) -> None:
             with state.opened() as segments:
                 wanted |= {name for values in segments for name, value in values.items() if not is_scalar(value)}
             break
+    scalars = {key for found in saved["scalars"].values() for key in found} & (wanted | set(manifest.state_names()))
+    if scalars:
+        raise CheckpointError(f"its {saved['type']} has one number for each parameter as {_listed(sorted(scalars))}")
     wanted -= {"master"}
     there = set(manifest.state_names())
     if wanted and there and wanted != there:
@@ -181,14 +198,15 @@ class _Loader:
         self.manifest = reader.manifest
         self.options = options
         self.optimizer = options.optimizer and session.optimizer is not None
-        self.steps = int(self.manifest.engine["optimizer"]["steps"]) if self.optimizer else 0
+        self.steps = self.manifest.engine["optimizer"]["steps"] if self.optimizer else 0
+        self.client_state: dict[str, Any] = {}
+        self.counts = StepCounts()
 
     @torch.no_grad()
     def run(self) -> None:
-        """Everything that this rank reads by itself."""
+        """Weights and states, which have been checked."""
         session = self.session
         if self.optimizer:
-            self._load_groups()
             self._load_steps()  # before the states, which are of so many
         for unit in session.units:
             session.gatherer.release(unit)
@@ -198,7 +216,6 @@ class _Loader:
                 self._load_flat(flat)
                 progress.advance()
         self._load_plain()
-        self._load_values()
 
     def _has(self, slot: Slot) -> bool:
         return self.session.whole_name(slot.name) in self.names
@@ -280,7 +297,53 @@ class _Loader:
                 if self._has(slot):
                     state.steps[index] = int(fewer.get(self._there(slot), self.steps))
 
-    def _load_groups(self) -> None:
+    # Everything else.
+
+    def _load_plain(self) -> None:
+        """Buffers; one that differed between the ranks goes back to the rank that wrote it, if there are as many."""
+        rank = self.session.comm.rank
+        same_ranks = self.manifest.world_size == self.session.comm.size
+        for name, tensor in plain_tensors(self.session).items():
+            if name in self.names and tensor.layout is torch.strided:
+                there = self.names[name]
+                own = same_ranks and rank in self.reader.addends(there, WEIGHT)
+                tensor.copy_(self.reader.tensor(there, WEIGHT, addend=rank if own else None))
+
+    def load_values(self, undo: ExitStack) -> None:
+        """Everything but weights and states; `undo` gets how each is taken back."""
+        session, engine, value = self.session, self.manifest.engine, self.reader.value
+        self.client_state = value(engine.get("client_state", {}), "client_state")
+        if not isinstance(self.client_state, dict):
+            raise CheckpointError(f"client_state is a {type(self.client_state).__name__}, expected a dict")
+        self._load_counts()
+        if self.optimizer:
+            self._load_groups(undo)
+        extra = value(engine.get("extra_state", {}), "extra state of the model")
+        for key, module in extra_states(session.module).items():
+            if key in extra:
+                undo.callback(module.set_extra_state, copy.deepcopy(module.get_extra_state()))
+                module.set_extra_state(extra[key])
+        if self.optimizer and session.scaler.dynamic:
+            _take(session.scaler, engine.get("loss_scale"), "loss scale", undo)
+        schedule = session.lr_scheduler
+        if self.options.lr_scheduler and schedule is not None:
+            if "lr_scheduler" in engine:
+                found, what = value(engine["lr_scheduler"], "lr_scheduler"), "the state of the learning rate schedule"
+                before = schedule.state_dict()
+                # A schedule of torch's takes over whatever it is given, in the place of its own methods too.
+                hidden = [key for key in found if key not in before and hasattr(schedule, key)]
+                if hidden:
+                    raise CheckpointError(f"{what} has {hidden[0]!r}, which is none of its own")
+                _check_alike(before, found, what)
+                _take(schedule, found, what, undo)
+            else:
+                session.log.warning(
+                    "%s holds no learning rate schedule: the engine's stays as it is", self.reader.folder
+                )
+        if self.options.optimizer:
+            self._load_rank_values(undo)
+
+    def _load_groups(self, undo: ExitStack) -> None:
         """The groups' options, where the groups are the same; else the engine's own stay."""
         assert self.session.optimizer is not None
         saved = self.manifest.engine["optimizer"]["groups"]
@@ -294,65 +357,77 @@ class _Loader:
                 self.reader.folder,
             )
             return
-        for group, given in zip(groups, saved, strict=True):
-            group.update(self.reader.value(given["options"]))
+        for index, (group, given) in enumerate(zip(groups, saved, strict=True)):
+            what = f"param_groups[{index}]"
+            found = self.reader.value(given["options"], what)
+            if "params" in found:
+                raise CheckpointError(f"{what}: params are no option")
+            _check_alike(group, found, what)
+            undo.callback(group.update, dict(group))
+            undo.callback(group.clear)
+            group.update(found)
 
-    # Everything else.
-
-    def _load_plain(self) -> None:
-        """Buffers; one that differed between the ranks goes back to the rank that wrote it, if there are as many."""
-        rank = self.session.comm.rank
-        same_ranks = self.manifest.world_size == self.session.comm.size
-        for name, tensor in plain_tensors(self.session).items():
-            if name in self.names and tensor.layout is torch.strided:
-                there = self.names[name]
-                own = same_ranks and rank in self.reader.addends(there, WEIGHT)
-                tensor.copy_(self.reader.tensor(there, WEIGHT, addend=rank if own else None))
-
-    def _load_values(self) -> None:
-        session, engine = self.session, self.manifest.engine
-        extra = self.reader.value(engine["extra_state"])
-        for key, module in extra_states(session.module).items():
-            if key in extra:
-                module.set_extra_state(extra[key])
-        if self.optimizer and session.scaler.dynamic:
-            session.scaler.load_state_dict(engine["loss_scale"])
-        if self.options.lr_scheduler and session.lr_scheduler is not None:
-            if "lr_scheduler" in engine:
-                session.lr_scheduler.load_state_dict(self.reader.value(engine["lr_scheduler"]))
-            else:
-                session.log.warning(
-                    "%s holds no learning rate schedule: the engine's stays as it is", self.reader.folder
-                )
-        if self.options.optimizer:
-            self._load_rank_values()
-
-    def _load_rank_values(self) -> None:
-        session, ranks = self.session, self.manifest.ranks
+    def _load_rank_values(self, undo: ExitStack) -> None:
+        session, ranks, value = self.session, self.manifest.ranks, self.reader.value
         if not ranks:
             return
         rank = session.comm.rank
         mine = ranks[rank] if rank < len(ranks) else None
-        if mine is not None:
-            restore_random_state(self.reader.value(mine["rng"]), session.device)
+        undo.callback(restore_random_state, random_state(session.device), session.device)
+        data = ranks[min(rank, len(ranks) - 1)].get("data")
+        if data is not None and hasattr(session.dataloader, "load_state_dict"):
+            _take(session.dataloader, value(data, "data"), "the state of the training dataloader", undo)
+        if mine is not None and "rng" in mine:
+            restore_random_state(value(mine["rng"], "random state"), session.device)
         else:
             spread_random_state(hash((self.manifest.step, rank)) % 2**63, session.device)
-        take = getattr(session.dataloader, "load_state_dict", None)
-        if take is not None and "data" in ranks[min(rank, len(ranks) - 1)]:
-            take(self.reader.value(ranks[min(rank, len(ranks) - 1)]["data"]))
 
-    def counts(self) -> StepCounts:
+    def _load_counts(self) -> None:
         """Those of the last update: an older checkpoint may have been saved within an accumulation window."""
-        engine = self.manifest.engine
-        counts = StepCounts(
-            **{key: self.reader.value(engine[key]) for key in StepCounts.__dataclass_fields__ if key in engine}
-        )
-        window = self.reader.value(engine.get("window", {}))
+        engine, value = self.manifest.engine, self.reader.value
+        found = {key: value(engine[key], key) for key in StepCounts.__dataclass_fields__ if key in engine}
+        window = value(engine.get("window", {}), "window")
+        _check_alike(vars(StepCounts(norm=0.0)), found, "counts")
+        _check_alike({"backwards": 0, "accumulation": 0, "steps": 0}, window, "window")
+        self.counts = StepCounts(**found)
         if window.get("backwards") and self.session.comm.rank == 0:
             self.session.log.warning(
                 "%s was saved after %d of the %d micro-batches of an accumulation window: it is loaded as of the last "
                 "update before them, and the next window begins anew",
                 self.reader.folder, window["backwards"], window["accumulation"],
             )  # fmt: skip
-        counts.micro_steps -= window.get("steps", 0)
-        return counts
+        self.counts.micro_steps -= window.get("steps", 0)
+
+
+def _take(into: Any, state: Any, what: str, undo: ExitStack) -> None:
+    """Let an object of a program's own take over a state."""
+    undo.callback(into.load_state_dict, copy.deepcopy(into.state_dict()))
+    try:
+        into.load_state_dict(state)
+    except Exception as error:
+        raise CheckpointError(f"{what} is not taken: {describe(error)}") from error
+
+
+def _check_alike(own: Mapping[str, Any], found: Any, what: str) -> None:
+    """Raise where a value is of another kind than the one whose place it takes."""
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{what} is a {type(found).__name__}, expected a dict")
+    for key, value in found.items():
+        if key in own and not _alike(own[key], value):
+            raise CheckpointError(f"{what}: {key} is {str(value)[:80]!r}, expected the like of {str(own[key])[:80]}")
+
+
+def _alike(own: Any, value: Any) -> bool:
+    if own is None or value is None:
+        return True
+    if isinstance(own, list | tuple) and isinstance(value, list | tuple):
+        return len(own) == len(value) and all(map(_alike, own, value))
+    if isinstance(own, dict) and isinstance(value, dict):
+        return all(_alike(own[key], value[key]) for key in own.keys() & value.keys())
+    return _kind(value) == _kind(own)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, int | float | np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        return "number"
+    return type(value).__name__

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from wherry.checkpoint.errors import CheckpointError
+from wherry.checkpoint.checks import read_manifest
+from wherry.checkpoint.errors import CheckpointError, describe
 from wherry.checkpoint.files import FilePool, TensorReader
-from wherry.checkpoint.format import Manifest, Slice, decode, dtype_named, read_manifest
+from wherry.checkpoint.format import Manifest, Slice, decode, dtype_named
 from wherry.checkpoint.reshard import Box, Overlap, Run, overlaps
 from wherry.native import Blocks8, dequantize
 from wherry.native.segment import BLOCK, blocks_of
@@ -57,14 +58,19 @@ class CheckpointReader:
         self._readers[file] = reader  # the last one used comes last
         return reader
 
-    def value(self, encoded: Any) -> Any:
-        """What `encode` was given."""
+    def value(self, encoded: Any, what: str = "a value") -> Any:
+        """What `encode` was given; `what` names it in errors."""
 
         def tensor(name: str) -> torch.Tensor:
             reader = self._reader(self.manifest.tensors[name])
             return reader.read(name).view(reader.tensors[name].shape)
 
-        return decode(encoded, tensor)
+        try:
+            return decode(encoded, tensor)
+        except CheckpointError:
+            raise
+        except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+            raise CheckpointError(f"{what} cannot be read: {describe(error)}") from error
 
     def tensor(
         self, name: str, state: str, dtype: torch.dtype | None = None, *, addend: int | None = None

@@ -41,11 +41,12 @@ def save(
     folder: Path,
     tag: str | None,
     client_state: dict[str, Any],
+    keep: Callable[[Save], None],
     *,
     latest: bool = True,
     exclude_frozen: bool = False,
-) -> Save | None:
-    """Write a checkpoint of everything; every rank calls it. What is returned is yet to be written, behind training."""
+) -> None:
+    """Write a checkpoint of everything; every rank calls it. `keep` gets what goes on to be written behind training."""
     begin = time.perf_counter()
     comm = session.comm
     tag = folders.step_tag(session.counts.global_steps) if tag is None else tag
@@ -66,9 +67,9 @@ def save(
     job = Save(session, config, plan, encoded[0], folder / tag, latest, begin)
     if not behind:
         job.run(session, plan)
-        return None
+        return
+    keep(job)  # before it begins: Ctrl-C may come as soon as it has
     job.run_behind(session, plan)
-    return job
 
 
 def _tell_of_window(session: Session, what: str) -> None:
@@ -224,8 +225,8 @@ class Save:
 
     def wait(self) -> None:
         """Return when this rank's part is on the disk; on rank 0, when the checkpoint is complete."""
-        assert self._thread is not None
-        self._thread.join()
+        if self._thread is not None and self._thread.ident is not None:  # else Ctrl-C came before it began
+            self._thread.join()
         if self._failure is not None:
             raise CheckpointError(f"{self._what} in the background: {describe(self._failure)}") from self._failure
 
@@ -296,11 +297,13 @@ class Save:
         manifest = parts[0]
         for part in parts[1:]:
             manifest.merge(part)
-        manifest.check_complete()
         self._partial.commit(manifest, latest=self._latest)
         if self._keep_last is not None:
-            for gone in folders.prune(self.path.parent, self._keep_last):
-                self._log.info("%s: deleted, as the last %d are kept", self.path.parent / gone, self._keep_last)
+            try:
+                for gone in folders.prune(self.path.parent, self._keep_last, self.path.name):
+                    self._log.info("%s: deleted, as the last %d are kept", self.path.parent / gone, self._keep_last)
+            except (OSError, CheckpointError) as error:  # the checkpoint itself is there
+                self._log.warning("%s: earlier checkpoints stay (%s)", self.path, describe(error))
         seconds = time.perf_counter() - self._begin
         self._log.info("saved %s: %s in %.2f s%s", self.path, format_bytes(manifest.bytes), seconds, self._stall)
 

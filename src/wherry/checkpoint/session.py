@@ -201,8 +201,12 @@ class Checkpoints:
         self.wait()
         state = {} if client_state is None else client_state
         tag = None if tag is None else str(tag)
-        self._last = save(
-            self._session(), self._config, Path(folder), tag, state, latest=latest, exclude_frozen=exclude_frozen
+
+        def keep(job: Save) -> None:
+            self._last = job
+
+        save(
+            self._session(), self._config, Path(folder), tag, state, keep, latest=latest, exclude_frozen=exclude_frozen
         )
 
     def load(self, folder: str | os.PathLike[str], tag: Any, options: LoadOptions) -> LoadedCheckpoint | None:

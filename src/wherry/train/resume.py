@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from wherry.checkpoint import folder as folders
+from wherry.checkpoint.checks import read_manifest
 from wherry.checkpoint.errors import on_first
 from wherry.checkpoint.export import find
-from wherry.checkpoint.format import read_manifest
 from wherry.errors import WherryError
 from wherry.observe.log import logger
 from wherry.parallel.comm import Comm
@@ -51,8 +51,8 @@ def _start(options: Options) -> Start:
         tag = folders.newest_whole(folder)
         if tag is None:
             return Start()
-        chosen = read_manifest(folder / tag).created
-        newer = [other for other in folders.newest_first(folder) if read_manifest(folder / other).created > chosen]
+        listed = folders.newest_first(folder)
+        newer = listed[: listed.index(tag)] if tag in listed else []
         if newer:
             logger.warning("%s: damaged, so %s is resumed", ", ".join(newer), tag)
         path = folder / tag
