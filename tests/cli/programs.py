@@ -25,7 +25,7 @@ def environment(**extra):
     ours = {
         k: v for k, v in os.environ.items() if not k.startswith(("PET_", "TORCHELASTIC")) and k != "OMP_NUM_THREADS"
     }
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOGLEVEL"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOGLEVEL", "HF_TOKEN"):
         ours.pop(name, None)
     return {**ours, "PYTHONPATH": WHERE, **extra}
 
@@ -149,6 +149,17 @@ def _ports():
 def free_port():
     """A port for ranks to meet at."""
     return _ports().next()
+
+
+def fleet(folder):
+    """Flags for two hosts of one slot each, both of them this machine behind a false ssh."""
+    ssh = folder / "ssh"
+    ssh.write_text(f'#!/bin/sh\necho "$1" >> {folder}/reached\nshift\nexec sh -c "$*"\n')
+    ssh.chmod(0o700)
+    hostfile = folder / "hosts"
+    hostfile.write_text("# two machines\nalpha slots=1\n\nbeta slots=2  # one is left out below\n")
+    port = free_port()
+    return ("--hostfile", hostfile, "--ssh", ssh, "--num_gpus", 1, "--master_addr", "127.0.0.1", "--master_port", port)
 
 
 WRITE_PID = "(HERE / f'pid.{os.getpid()}').touch()\n"

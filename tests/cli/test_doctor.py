@@ -149,3 +149,13 @@ def test_what_makes_states_on_the_host_and_the_disk_slower(monkeypatch: pytest.M
     assert found["NUMA"].verdict == NOTE and "--numa-binding node" in found["NUMA"].advice
     assert found["locked memory"].found == "limit 8.0 MiB" and "ulimit -l" in found["locked memory"].advice
     assert found["huge pages"].found == "never" and "madvise" in found["huge pages"].advice
+
+
+def test_a_wherry_that_nobody_installed_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def requires(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", requires)
+    assert findings()["Wherry"] == Finding(
+        "Wherry", "run from its sources", NOTE, "its extras are not looked at: `pip install wherry`"
+    )

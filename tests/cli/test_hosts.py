@@ -9,21 +9,14 @@ import pytest
 from wherry.errors import WherryError
 from wherry.parallel.hostfile import Host, read_hostfile, select
 
-from .programs import WRITE_PID, environment, free_port, gone, pids_in, script, start, wait_for, wherry
+from .programs import WRITE_PID, environment, fleet, gone, pids_in, script, start, wait_for, wherry
 
 HOSTS = [Host("a", (0, 1)), Host("b", (0, 1, 2, 3))]
 
 
-@pytest.fixture
-def fleet(tmp_path):
-    """Flags for two hosts of one slot each, both of them this machine behind a false ssh."""
-    ssh = tmp_path / "ssh"
-    ssh.write_text(f'#!/bin/sh\necho "$1" >> {tmp_path}/reached\nshift\nexec sh -c "$*"\n')
-    ssh.chmod(0o700)
-    hostfile = tmp_path / "hosts"
-    hostfile.write_text("# two machines\nalpha slots=1\n\nbeta slots=2  # one is left out below\n")
-    port = free_port()
-    return ("--hostfile", hostfile, "--ssh", ssh, "--num_gpus", 1, "--master_addr", "127.0.0.1", "--master_port", port)
+@pytest.fixture(name="fleet")
+def _fleet(tmp_path):
+    return fleet(tmp_path)
 
 
 def test_ranks_follow_the_order_of_the_hosts(tmp_path, fleet):
@@ -38,6 +31,22 @@ def test_ranks_follow_the_order_of_the_hosts(tmp_path, fleet):
         "[beta] seen 1 2 0 1 0 kept a b",
     ]
     assert sorted((tmp_path / "reached").read_text().split()) == ["alpha", "beta"]
+
+
+def test_ranks_that_start_again_meet_in_a_store_of_their_own(tmp_path, fleet):
+    body = (
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.barrier()\n"
+        "attempt = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "if attempt == '0': raise ValueError('unwell')\n"
+        "print('attempt', attempt, flush=True)\n"
+        "dist.barrier()\n"
+        "dist.destroy_process_group()\n"
+    )
+    done = wherry("run", *fleet, "--max-restarts", 1, script(tmp_path, body), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("] attempt 1\n") == 2
 
 
 def test_a_failure_on_one_host_ends_the_others_and_comes_last(tmp_path, fleet):

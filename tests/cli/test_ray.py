@@ -47,6 +47,10 @@ def test_ranks_of_two_machines_talk_and_say_who_they_are(tmp_path: Path, ray_add
         "names = 'RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK NCCL_TEST CUDA_VISIBLE_DEVICES'.split()\n"
         "print('sum', total.item(), *(os.environ[name] for name in names), *sys.argv[1:])\n"
         "assert os.environ['MASTER_ADDR'] and os.environ['MASTER_PORT']\n"
+        # What is handed on stands on no command line.
+        "import psutil\n"
+        "lines = [' '.join(found.info['cmdline'] or ()) for found in psutil.process_iter(['cmdline'])]\n"
+        "assert not [line for line in lines if 'NCCL_TEST' in line]\n"
         "dist.destroy_process_group()\n"
     )
     done = wherry("run", "--on", "ray", script(tmp_path, body), "a b", cwd=tmp_path, NCCL_TEST="kept", **ray_address)

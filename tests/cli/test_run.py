@@ -2,7 +2,9 @@
 
 import os
 import subprocess
+from dataclasses import replace
 
+import psutil
 import pytest
 import yaml
 
@@ -14,11 +16,10 @@ from wherry.errors import WherryError
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
-    for name in ("OMP_NUM_THREADS", "PET_NNODES", "PET_NPROC_PER_NODE"):
-        monkeypatch.delenv(name, raising=False)
-    # So that what a test sets is taken back, though the variable was absent.
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.delenv("OMP_NUM_THREADS")
+    for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "PET_NNODES", "PET_NPROC_PER_NODE"):
+        # So that what a test sets is taken back, though the variable was absent.
+        monkeypatch.setenv(name, "1")
+        monkeypatch.delenv(name)
 
 
 def _parse(*flags):
@@ -42,8 +43,18 @@ def test_every_flag_of_torchrun_is_accepted():
 
 def test_one_machine_meets_on_a_free_port_of_its_own():
     arguments = _resolved("--num_gpus", 1)
-    assert (arguments.rdzv_backend, arguments.rdzv_endpoint) == ("c10d", "localhost:0")
+    assert (arguments.rdzv_backend, arguments.rdzv_endpoint, arguments.rdzv_conf) == ("wherry", "127.0.0.1:0", "rank=0")
     assert arguments.nproc_per_node == "1" and arguments.training_script_args == ["--lr", "1"]
+
+
+def test_ranks_of_one_machine_talk_over_the_loopback_unless_told_otherwise(monkeypatch):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    _resolved("--nproc", 1, "--num_nodes", 2, "--master_addr", "head", nodes="2")
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    _resolved("--nproc", 1)
+    places = psutil.net_if_addrs()[os.environ["GLOO_SOCKET_IFNAME"]]
+    assert "127.0.0.1" in [place.address for place in places]
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "eth7"
 
 
 @pytest.mark.parametrize(
@@ -65,9 +76,9 @@ def test_devices_are_chosen_among_those_in_sight(monkeypatch, seen, flags, left)
 
 def test_several_machines_meet_at_the_master():
     arguments = _resolved("--num_nodes", 2, "--master_addr", "head", "--nproc", 1, nodes="2")
-    assert (arguments.rdzv_backend, arguments.rdzv_endpoint) == ("c10d", "head:29500")
+    assert (arguments.rdzv_backend, arguments.rdzv_endpoint, arguments.rdzv_conf) == ("wherry", "head:29500", "")
     ordered = _resolved("--master_addr", "head", "--master_port", 4, "--node_rank", 1, "--nproc", 1, nodes="2")
-    assert (ordered.rdzv_backend, ordered.rdzv_endpoint, ordered.node_rank) == ("static", "head:4", 1)
+    assert (ordered.rdzv_backend, ordered.rdzv_endpoint, ordered.rdzv_conf) == ("wherry", "head:4", "rank=1")
     with pytest.raises(WherryError, match="need a place to meet"):
         _resolved("--nproc", 1, nodes="2")
 
@@ -87,7 +98,7 @@ def test_the_environment_of_torchrun_is_heard(monkeypatch):
     "flags,message",
     [
         (("--num_gpus", 2, "--nproc", 3), "--num_gpus 2 and --nproc 3 differ"),
-        (("--nproc", 0), "--nproc: expected at least 1, got 0"),
+        (("--nproc", 0), "--nproc: expected a number from 1 to 1024, got '0'"),
         (("--num_nodes", 2, "--nnodes", 3), "--num_nodes 2 and --nnodes 3 differ"),
         (("--nnodes", "1:2:3"), "expected a number of machines"),
     ],
@@ -121,7 +132,10 @@ def test_the_root_cause_is_neither_a_lost_peer_nor_an_ordered_end():
     later = RankFailure(3, 1, "E: cause", "Traceback ...", time_ns=9)
     assert root_cause([lost, ended, later, cause]) is cause
     assert root_cause([lost, ended]) is lost
+    stopped = replace(ended, unanswering="was stopped")
+    assert root_cause([lost, stopped]) is stopped and root_cause([lost, stopped, cause]) is cause
     assert RankFailure.from_line(cause.to_line()) == cause
+    assert RankFailure.from_line("wherry-failure {") is RankFailure.from_line('wherry-failure {"a": 1}') is None
     told = cause.describe([lost, ended, later, cause], 4)
     assert told == (
         "wherry: the same error on ranks 2, 3, and all ranks have ended. The traceback of rank 2:\n\nTraceback ..."
@@ -149,7 +163,10 @@ def test_slurm_job(capsys):
     text = _emit(capsys, "slurm", "--num_nodes", 3, "--num_gpus", 8)
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
     assert "#SBATCH --nodes=3" in text and "#SBATCH --gpus-per-node=8" in text and "--job-name=my-train" in text
-    assert "srun --kill-on-bad-exit=1 torchrun" in text and "my_train.py --name 'two words'" in text
+    assert (
+        "srun --kill-on-bad-exit=1 bash -c 'exec torchrun --node-rank" in text
+        and "my_train.py --name 'two words'" in text
+    )
 
 
 def test_kubernetes_job(capsys):
@@ -198,7 +215,9 @@ def test_a_job_for_a_script_written_for_deepspeed(capsys):
     slurm = _emit(capsys, "slurm", "--as-deepspeed", "--num_gpus", 8)
     assert slurm.index(alias) < slurm.index("srun")
     k8s = yaml.safe_load(_emit(capsys, "k8s", "--as-deepspeed"))["spec"]["trainer"]["command"]
-    assert k8s[:2] == ["bash", "-c"] and alias in k8s[2] and k8s[4:6] == ["torchrun", "my_train.py"]
+    assert (
+        k8s[:2] == ["bash", "-c"] and alias in k8s[2].replace("$$(", "$(") and k8s[4:6] == ["torchrun", "my_train.py"]
+    )
     sky = yaml.safe_load(_emit(capsys, "sky", *SOMEWHERE, "--as-deepspeed"))
     assert alias in sky["run"].splitlines()[0]
     for scheduler in ("slurm", "k8s", "sky"):

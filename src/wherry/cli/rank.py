@@ -30,7 +30,8 @@ _SECONDS_TO_UNWIND = 5.0
 # How long a failed rank waits for the others to write down theirs, and one that has lost a peer for that peer.
 _SECONDS_FOR_THE_OTHERS = 2.0
 _SECONDS_FOR_THE_PEER = 5.0
-# What a rank says whose peer has died. It is a consequence, so any other failure is nearer to the cause.
+# What a rank says whose peer has died or does not answer. It is a consequence, so any other failure is nearer to the
+# cause.
 _OF_A_PEER = (
     "PeerError: ",
     "Connection closed by peer",
@@ -41,6 +42,9 @@ _OF_A_PEER = (
     "recvValue failed",
     "failed to recv",
     "ncclRemoteError",
+    "ms for recv operation",
+    "ms for send operation",
+    "wait timeout after",
 )
 _PACKAGE = Path(__file__).parents[1]
 _SET_PARENT_DEATH_SIGNAL = 1
@@ -67,8 +71,8 @@ def main() -> None:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
             _run_script(target)
-    except KeyboardInterrupt:
-        status = INTERRUPTED
+    except KeyboardInterrupt as interrupt:
+        status, sys.last_value = INTERRUPTED, interrupt  # as the interpreter has it: the other ranks are told of it
     except SystemExit as ended:
         if ended.code is not None and not isinstance(ended.code, int):
             print(ended.code, file=sys.stderr)
@@ -76,6 +80,7 @@ def main() -> None:
         else:
             status = ended.code or 0
     except Exception as error:
+        sys.last_value = error
         status = _fail(error, error_file, alone=target == "wherry.train")
         # A thread that nobody ends, or a communicator that waits for its peers, must not keep a failed rank alive.
         ender = threading.Timer(_SECONDS_TO_UNWIND, os._exit, [status])

@@ -25,6 +25,7 @@ def run_on_ray(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     for name in _REFUSED:
         if getattr(arguments, name) not in (None, ""):
             raise WherryError(f"--on ray: --{name} has no place here, Ray chooses the machines; leave it out")
+    settings = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": _PREFIX} | passed_on(arguments.forward)
     try:
         import ray
     except ImportError as error:
@@ -47,7 +48,7 @@ def run_on_ray(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
                 print(f"wherry: waiting until Ray has {nodes} machines with {_in_words(bundle)} free", file=sys.stderr)
                 while not group.wait(_SECONDS_BEFORE_A_WORD):
                     continue
-            status = _attempt(arguments, flags, group, nodes, bundle)
+            status = _attempt(arguments, flags, settings, group, nodes, bundle)
             if status in (0, INTERRUPTED):
                 break
         return status
@@ -81,7 +82,12 @@ def _in_words(bundle: dict[str, int]) -> str:
 
 
 def _attempt(
-    arguments: argparse.Namespace, flags: Sequence[str], group: Any, nodes: int, bundle: dict[str, int]
+    arguments: argparse.Namespace,
+    flags: Sequence[str],
+    settings: dict[str, str],
+    group: Any,
+    nodes: int,
+    bundle: dict[str, int],
 ) -> int:
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -107,7 +113,7 @@ def _attempt(
     told = [] if arguments.tee != "0" or arguments.redirects != "0" else ["--tee", "3"]
     own = [*flags, *told, "--max-restarts", "0", "--master_addr", address, "--master_port", str(port)]
     started = [
-        _RayNode(actor, name, forwarded(own, arguments, index, nodes, bundle["CPU"]))
+        _RayNode(actor, name, forwarded(own, arguments, index, nodes, bundle["CPU"]), settings)
         for index, (actor, (name, _)) in enumerate(zip(actors, places, strict=True))
     ]
     return follow(started, nodes * bundle["CPU"])
@@ -146,10 +152,9 @@ class _RayActor:
 class _RayNode:
     """The driver's end of a machine."""
 
-    def __init__(self, actor: Any, name: str, words: Sequence[str]) -> None:
+    def __init__(self, actor: Any, name: str, words: Sequence[str], settings: dict[str, str]) -> None:
         self.name, self.prefix = name, ""
         self._actor = actor
-        settings = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": _PREFIX} | passed_on()
         self._said = actor.run.options(num_returns="streaming").remote(words, settings, os.getcwd())
         self._status = 1
 

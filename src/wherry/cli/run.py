@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
 import threading
@@ -15,8 +16,10 @@ from collections.abc import Sequence
 
 from wherry.cli.supervise import launch
 from wherry.errors import WherryError
+from wherry.parallel.hostfile import MOST_SLOTS, whole_number
 
 DEFAULT_PORT = 29500
+_MOST_MACHINES = 65_536
 _OURS_TO_DEFAULT = ("nproc_per_node", "nnodes", "rdzv_backend", "node_rank", "master_addr")
 _EPILOG = """
 on this machine:         wherry run --num_gpus 2 train.py --my-flag 1      (without a GPU: two processes)
@@ -49,6 +52,14 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("-e", "--exclude", default="", help="use all but these: host3@host2:3")
     group.add_argument("--ssh", help="the command that reaches a host (default: ssh -o BatchMode=yes)")
     group.add_argument("--ssh_port", "--ssh-port", type=int, help="ssh's port")
+    group.add_argument(
+        "--forward",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="hand this environment variable to the other machines too; may be repeated. Settings such as NCCL_* and "
+        "HF_* are handed on without it, but nothing that is named like a secret, such as HF_TOKEN",
+    )
     group.add_argument("--on", choices=("ray",), help="start it on the Ray cluster of this machine, or of RAY_ADDRESS")
     group.add_argument("--emit", choices=("slurm", "k8s", "sky"), help="print the scheduler's job file, start nothing")
     group.add_argument("--install", metavar="PATH_OR_URL", help="with --emit: where pip finds Wherry on those machines")
@@ -84,6 +95,10 @@ def main(argv: list[str]) -> int:
     arguments.training_script_args = words
     flags = [word for word in argv[: len(argv) - len(words) - 1] if word != "--"]
     nodes = _number_of_nodes(arguments)
+    given_processes(arguments)
+    for flag, port, least in (("--ssh_port", arguments.ssh_port, 1), ("--master_port", arguments.master_port, 0)):
+        if port is not None and not least <= port < 1 << 16:
+            raise WherryError(f"{flag}: expected a port from {least} to {(1 << 16) - 1}, got {port}")
     if arguments.emit:
         from wherry.cli.emit import Job, emit
 
@@ -133,8 +148,10 @@ def _number_of_nodes(arguments: argparse.Namespace) -> str:
         raise WherryError(f"--num_nodes {given[0]} and --nnodes {given[1]} differ; give one of them")
     found = given[0] if given else "1"
     parts = found.split(":")
-    if len(parts) > 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise WherryError(f"--nnodes: expected a number of machines, or MIN:MAX, got {found!r}")
+    if len(parts) > 2 or not all(whole_number(part, _MOST_MACHINES) for part in parts):
+        raise WherryError(
+            f"--nnodes: expected a number of machines up to {_MOST_MACHINES:,}, or MIN:MAX, got {found!r}"
+        )
     return found
 
 
@@ -148,8 +165,9 @@ def given_processes(arguments: argparse.Namespace) -> str | None:
     if not given:
         return None
     flag, value = next(iter(given.items()))
-    if value.lstrip("-").isdigit() and int(value) < 1:
-        raise WherryError(f"{flag}: expected at least 1, got {value}")
+    # torchrun knows some words as well.
+    if not re.fullmatch("[a-z]+", value) and whole_number(value, MOST_SLOTS) is None:
+        raise WherryError(f"{flag}: expected a number from 1 to {MOST_SLOTS}, got {value!r}")
     return value
 
 
@@ -171,27 +189,34 @@ def device_count() -> int:
 
 def resolve(arguments: argparse.Namespace, nodes: str) -> None:
     """Turn our flags into torchrun's: how many ranks, and where they meet."""
+    from wherry.cli.rendezvous import BACKEND
+
     arguments.nproc_per_node = number_of_processes(arguments)
     arguments.nnodes = nodes
-    alone = nodes in ("1", "1:1")
-    if alone and arguments.rdzv_backend is None and not arguments.rdzv_endpoint:
-        arguments.rdzv_backend, arguments.rdzv_endpoint = "c10d", "localhost:0"
-        arguments.rdzv_id = uuid.uuid4().hex
-        # The machine's own name may not resolve; one machine needs none.
-        arguments.local_addr = arguments.local_addr or "127.0.0.1"
-    elif arguments.rdzv_backend is None:
-        if not arguments.rdzv_endpoint and not arguments.master_addr:
+    most = int(nodes.split(":")[-1])
+    number = arguments.node_rank
+    if number is not None and not 0 <= number < most:
+        raise WherryError(f"--node_rank: expected 0 to {most - 1} of --num_nodes {nodes}, got {number}")
+    if most == 1:
+        _stay_on_loopback()
+    if arguments.rdzv_backend is None:
+        arguments.rdzv_backend = BACKEND
+        if most == 1:
+            # The machine's own name may not resolve; one machine needs none.
+            arguments.rdzv_endpoint = arguments.rdzv_endpoint or "127.0.0.1:0"
+            number = 0
+        elif not arguments.rdzv_endpoint and not arguments.master_addr:
             raise WherryError(
                 f"--num_nodes {nodes}: the machines need a place to meet; give --master_addr NAME on each of them, or "
                 "--hostfile FILE to start them all from here"
             )
-        # Only the static rendezvous keeps the order of nodes that --node_rank asks for; c10d hands ranks out as they
-        # come.
-        arguments.rdzv_backend = "c10d" if arguments.node_rank is None else "static"
-        if not arguments.rdzv_endpoint:
+        elif not arguments.rdzv_endpoint:
             arguments.rdzv_endpoint = f"{arguments.master_addr}:{arguments.master_port or DEFAULT_PORT}"
         if arguments.rdzv_id == "none":
-            arguments.rdzv_id = "wherry"
+            arguments.rdzv_id = uuid.uuid4().hex if most == 1 else "wherry"
+        if number is not None:
+            # Where torch puts it for its own rendezvous of machines that know their numbers.
+            arguments.rdzv_conf = ",".join(filter(None, (arguments.rdzv_conf, f"rank={number}")))
     arguments.master_addr = arguments.master_addr or "127.0.0.1"
     arguments.master_port = arguments.master_port or DEFAULT_PORT
     arguments.node_rank = arguments.node_rank or 0
@@ -199,6 +224,17 @@ def resolve(arguments: argparse.Namespace, nodes: str) -> None:
     if arguments.nproc_per_node.isdigit():
         share = max(1, usable_cores() // int(arguments.nproc_per_node))
         os.environ.setdefault("OMP_NUM_THREADS", str(share))
+
+
+def _stay_on_loopback() -> None:
+    """What ranks of one machine send each other stays inside it, and they listen nowhere else."""
+    import psutil
+
+    interfaces = psutil.net_if_addrs().items()
+    name = next((name for name, places in interfaces if any(place.address == "127.0.0.1" for place in places)), None)
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # NCCL takes what begins so, unless told so
 
 
 def usable_cores() -> int:

@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -32,6 +33,8 @@ from wherry.observe.stdout import CUT_OFF
 # Begins the line that tells a failure to the launcher of several machines rather than to a person.
 FAILURE_LINE = "wherry-failure "
 _PASSED_ON = ("NCCL_", "GLOO_", "PYTHON", "WHERRY_", "UCX_", "HF_", "TORCH_", "LD_LIBRARY_PATH", "OMP_", "CUDA_HOME")
+# What is named so may be a secret, and leaves this machine only if asked for.
+_SECRET = re.compile(r"TOKEN$|(^|_)KEY$|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
 # How long the ranks of other machines may take to end, which may be finishing a step, or cleaning up.
 _SECONDS_TO_END = 40.0
 _SECONDS_FOR_THE_PEER = 3.0
@@ -52,10 +55,14 @@ def launch(arguments: argparse.Namespace, *, report: bool = False) -> int:
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args
 
+    from wherry.cli import rendezvous
+
+    rendezvous.register()
     _quiet_agent()
     children_before = _children()
     os.environ["WHERRY_LAUNCHER_PID"] = str(os.getpid())
-    # The ranks meet in a store; a shared one still has the addresses of those that died, after a restart.
+    # The ranks meet in a store; one of torch's own rendezvous still has the addresses of those that died, after a
+    # restart, where it is shared.
     if arguments.max_restarts:
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     folder = None
@@ -67,10 +74,12 @@ def launch(arguments: argparse.Namespace, *, report: bool = False) -> int:
         except (ValueError, AssertionError) as error:
             raise WherryError(f"run: {error}") from error
         ranks = config.max_nodes * config.nproc_per_node
-        elastic_launch(config, command)(*command_arguments)
+        with _unanswering() as unanswering:
+            elastic_launch(config, command)(*command_arguments)
         return 0
     except ChildFailedError as error:
-        failures = [RankFailure.of(rank, found, Path(arguments.log_dir)) for rank, found in error.failures.items()]
+        logs = Path(arguments.log_dir)
+        failures = [RankFailure.of(rank, found, logs, unanswering) for rank, found in error.failures.items()]
         cause = root_cause(failures)
         _end_children_since(children_before)
         if cause.exit_status == CUT_OFF and not cause.text:
@@ -81,10 +90,16 @@ def launch(arguments: argparse.Namespace, *, report: bool = False) -> int:
         return cause.exit_status
     except (RendezvousError, DistError) as error:
         raise WherryError(
-            f"the launchers could not meet at {arguments.rdzv_endpoint or arguments.master_addr}: {error}; check that "
-            "the name is right, that the port is free and reachable, and that every machine has been started"
+            f"the launchers could not meet at {arguments.rdzv_endpoint or arguments.master_addr}: "
+            f"{str(error) or 'not all of them came in time'}; check that the name is right, that the port is free and "
+            "reachable, and that every machine has been started"
         ) from error
     except SignalException as error:
+        if report and error.sigval != signal.SIGINT:
+            # The launcher on the machine whose rank has lost one of these does not know why.
+            for rank, why in unanswering.values():
+                failure = RankFailure(rank, -error.sigval, "", "", time.time_ns(), recorded=False, unanswering=why)
+                print(failure.to_line(), file=sys.stderr, flush=True)
         return INTERRUPTED if error.sigval == signal.SIGINT else 128 + error.sigval
     finally:
         _end_children_since(children_before)
@@ -114,6 +129,38 @@ def _through_rank_module(arguments: argparse.Namespace) -> argparse.Namespace:
     through.training_script = "wherry.cli.rank"
     through.training_script_args = [*flags, "--", arguments.training_script, *arguments.training_script_args]
     return through
+
+
+@contextlib.contextmanager
+def _unanswering() -> Iterator[dict[int, tuple[int, str]]]:
+    """By process, the ranks that could not answer when the agent ended them, and why.
+
+    A process that is stopped hears of its end when it goes on. The agent would wait half a minute, and kill it.
+    """
+    import psutil
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    found: dict[int, tuple[int, str]] = {}
+    end = SubprocessHandler.close
+
+    def close(handler: SubprocessHandler, death_sig: signal.Signals | None = None) -> None:
+        pid = handler.proc.pid
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            process = psutil.Process(pid)
+            rank = int(process.environ().get("RANK", handler.local_rank_id))
+            if process.status() == psutil.STATUS_STOPPED:
+                found[pid] = rank, "was stopped, as SIGSTOP does"
+            elif death_sig == signal.SIGKILL:
+                found.setdefault(pid, (rank, "did not end when it was told to"))
+        end(handler, death_sig)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGCONT)
+
+    SubprocessHandler.close = close  # type: ignore[assignment, method-assign]
+    try:
+        yield found
+    finally:
+        SubprocessHandler.close = end  # type: ignore[method-assign]
 
 
 def _children() -> set[Any]:
@@ -158,9 +205,12 @@ class Node(Protocol):
 
 
 class ForwardedRun:
-    """A node whose `wherry run` is a child of this process, or is reached by one, as by ssh."""
+    """A node whose `wherry run` is a child of this process, or is reached by one, as by ssh.
 
-    def __init__(self, name: str, prefix: str, command: Sequence[str], **how: Any) -> None:
+    `first`: what its standard input begins with, which no list of processes shows.
+    """
+
+    def __init__(self, name: str, prefix: str, command: Sequence[str], *, first: str = "", **how: Any) -> None:
         self.name, self.prefix = name, prefix
         # A session of its own: Ctrl-C reaches this process alone, which then closes what the others read.
         self._process = subprocess.Popen(
@@ -173,6 +223,10 @@ class ForwardedRun:
             start_new_session=True,
             **how,
         )
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and its output says why
+            self._process.stdin.write(first)
+            self._process.stdin.flush()
 
     @property
     def output(self) -> Iterable[str]:
@@ -204,9 +258,18 @@ def forwarded(flags: Sequence[str], arguments: argparse.Namespace, index: int, n
     return [*flags, *map(str, own), *script]
 
 
-def passed_on() -> dict[str, str]:
-    """The settings of this environment that are to hold on every machine."""
-    return {key: value for key, value in os.environ.items() if key.startswith(_PASSED_ON)}
+def passed_on(named: Sequence[str]) -> dict[str, str]:
+    """The settings of this environment that are to hold on every machine, and the variables that were asked for."""
+    missing = next((name for name in named if name not in os.environ), None)
+    if missing is not None:
+        raise WherryError(
+            f"--forward {missing}: there is no such variable in this environment; set it, or leave it out"
+        )
+    settings = {key: value for key, value in os.environ.items() if key.startswith(_PASSED_ON)}
+    secrets = [key for key in settings if _SECRET.search(key) and key not in named]
+    for key in secrets:
+        print(f"wherry: {key} stays on this machine; `--forward {key}` hands it to the others", file=sys.stderr)
+    return {key: settings[key] for key in settings.keys() - set(secrets)} | {name: os.environ[name] for name in named}
 
 
 def follow(nodes: Sequence[Node], ranks: int) -> int:
@@ -217,8 +280,9 @@ def follow(nodes: Sequence[Node], ranks: int) -> int:
     def pass_on(node: Node) -> None:
         try:
             for line in node.output:
-                if line.startswith(FAILURE_LINE):
-                    failures.append((node, RankFailure.from_line(line)))
+                failure = RankFailure.from_line(line)
+                if failure is not None:
+                    failures.append((node, failure))
                 else:
                     sys.stdout.write(node.prefix + line)
                     sys.stdout.flush()
@@ -281,9 +345,11 @@ class RankFailure:
     text: str
     time_ns: int
     recorded: bool = True
+    # Why it did not answer the others, where it is the launcher that has ended it.
+    unanswering: str = ""
 
     @classmethod
-    def of(cls, rank: int, found: Any, logs: Path) -> RankFailure:
+    def of(cls, rank: int, found: Any, logs: Path, unanswering: dict[int, tuple[int, str]]) -> RankFailure:
         """What torch's agent has `found`: as the rank has recorded it, or with the stack of a crash in native code."""
         record = found.error_file_data.get("message")
         if isinstance(record, dict):
@@ -295,14 +361,22 @@ class RankFailure:
         attempts = logs.glob(f"*/attempt_*/{found.local_rank}/error.json{FAULT_SUFFIX}")
         stacks = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(attempts, key=os.path.getmtime)]
         text = stacks[-1] if stacks else ""
-        return cls(rank, found.exitcode, "", text, found.timestamp * 10**9, recorded=False)
+        when, (_, why) = found.timestamp * 10**9, unanswering.get(found.pid, (rank, ""))
+        return cls(rank, found.exitcode, "", text, when, recorded=False, unanswering=why)
 
     @property
     def of_a_peer(self) -> bool:
         return self.recorded and of_a_peer(self.text)
 
     @property
+    def ordered(self) -> bool:
+        """Whether it only ended as it was told to."""
+        return self.status == -signal.SIGTERM and not self.unanswering
+
+    @property
     def exit_status(self) -> int:
+        if self.unanswering:
+            return 1  # the signal was the launcher's
         return 128 - self.status if self.status < 0 else self.status
 
     def describe(self, failures: Sequence[RankFailure], ranks: int) -> str:
@@ -316,6 +390,8 @@ class RankFailure:
             else:
                 who = f"on all {ranks} ranks" if len(same) == ranks else f"on ranks {', '.join(map(str, same))}"
                 head = f"the same error {who}, and all ranks have ended. The traceback of rank {self.rank}:"
+        elif self.unanswering:
+            head = f"rank {self.rank} {self.unanswering}: it did not answer the others, and the launcher has ended it."
         elif self.status < 0:
             name = signal.Signals(-self.status).name
             advice = " (SIGKILL often means that the machine ran out of memory: see dmesg)" if name == "SIGKILL" else ""
@@ -325,21 +401,38 @@ class RankFailure:
         if self.text and not self.recorded:
             head += " Its stack:"
         # The loss of a peer follows from its failure. Whatever else there is may not.
+        others = sorted((failure for failure in failures if failure is not self), key=lambda failure: failure.rank)
         besides = [
             f"wherry: rank {other.rank} failed as well: {other.message.splitlines()[0]}\n"
-            for other in sorted(failures, key=lambda failure: failure.rank)
+            for other in others
             if other.recorded and not other.of_a_peer and other.message != self.message
         ]
-        return f"{''.join(besides)}wherry: {head}\n\n{self.text}".rstrip()
+        besides += [
+            f"wherry: rank {other.rank} {other.unanswering}, and the launcher has ended it\n"
+            for other in others
+            if not other.recorded and other.unanswering
+        ]
+        text = self.text
+        lost = min((other for other in others if other.of_a_peer), key=lambda other: other.time_ns, default=None)
+        if self.unanswering and lost is not None:
+            text += f"rank {lost.rank} waited for it: {lost.message.splitlines()[0]}"
+        return f"{''.join(besides)}wherry: {head}\n\n{text}".rstrip()
 
     def to_line(self) -> str:
         return FAILURE_LINE + json.dumps(asdict(self))
 
     @classmethod
-    def from_line(cls, line: str) -> RankFailure:
-        return cls(**json.loads(line.removeprefix(FAILURE_LINE)))
+    def from_line(cls, line: str) -> RankFailure | None:
+        """None of a line that is a rank's own, whatever it begins with."""
+        try:
+            return cls(**json.loads(line.removeprefix(FAILURE_LINE))) if line.startswith(FAILURE_LINE) else None
+        except (ValueError, TypeError):
+            return None
 
 
 def root_cause(failures: Iterable[RankFailure]) -> RankFailure:
-    """The failure that brought the others about: the earliest that is not the loss of a peer or the end we ordered."""
-    return min(failures, key=lambda f: (f.status == -signal.SIGTERM, f.of_a_peer, f.time_ns))
+    """The failure that brought the others about: the earliest that is not the loss of a peer or the end we ordered.
+
+    A rank that did not answer is the cause where the others have only lost it.
+    """
+    return min(failures, key=lambda f: (f.ordered, f.of_a_peer, bool(f.unanswering), f.time_ns))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 from wherry.errors import WherryError
+from wherry.regular import read_regular
 
-_LINE = re.compile(r"^(?P<name>\S+)\s+slots\s*=\s*(?P<slots>\d+)\s*$")
+MOST_SLOTS = 1024
+_MOST_BYTES = 1 << 20
+_LINE = re.compile(r"(?P<name>\S+)\s+slots\s*=\s*(?P<slots>\S+)")
+# As ssh takes it: user@name, name or address. What begins with - would be an option of ssh's.
+_NAME = re.compile(r"[A-Za-z0-9_\[:][A-Za-z0-9_.:%@\[\]-]{0,254}")
 
 
 @dataclass(frozen=True)
@@ -19,25 +24,64 @@ class Host:
     slots: tuple[int, ...]
 
 
+def whole_number(text: str, most: int) -> int | None:
+    """A number from 1 to `most` in plain digits, or None.
+
+    >>> whole_number("8", 8), whole_number("0", 8), whole_number("9", 8), whole_number("eight", 8)
+    (8, None, None, None)
+    """
+    # Python reads other scripts' digits too, and refuses to read thousands of them.
+    if not re.fullmatch("[0-9]{1,9}", text):
+        return None
+    return int(text) if 1 <= int(text) <= most else None
+
+
+@functools.cache
+def _slots(count: int) -> tuple[int, ...]:
+    return tuple(range(count))
+
+
 def read_hostfile(path: str) -> list[Host]:
     """Lines of `name slots=N`; empty lines and comments are skipped."""
-    file = Path(path)
-    if not file.is_file():
-        raise WherryError(f"--hostfile {path}: there is no such file")
-    hosts: list[Host] = []
-    for number, line in enumerate(file.read_text().splitlines(), 1):
-        text = line.split("#")[0].strip()
-        if not text:
+    try:
+        text = read_regular(path, _MOST_BYTES).decode()
+    except FileNotFoundError:
+        raise WherryError(f"--hostfile {path}: there is no such file") from None
+    except UnicodeDecodeError as error:
+        number = error.object.count(b"\n", 0, error.start) + 1
+        raise WherryError(
+            f"{path}:{number}: expected text in UTF-8, got the byte {error.object[error.start]:#04x}"
+        ) from None
+    except OSError as error:
+        raise WherryError(f"--hostfile {path}: {error.strerror}") from error
+    hosts: dict[str, Host] = {}
+    for number, line in enumerate(text.split("\n"), 1):
+        words = line.split("#")[0].strip()
+        if not words:
             continue
-        found = _LINE.match(text)
+        found = _LINE.fullmatch(words)
         if found is None:
-            raise WherryError(f"{path}:{number}: expected `name slots=N`, got {text!r}")
-        if any(host.name == found["name"] for host in hosts):
-            raise WherryError(f"{path}:{number}: {found['name']} stands in the file twice; keep one line of it")
-        hosts.append(Host(found["name"], tuple(range(int(found["slots"])))))
+            raise WherryError(f"{path}:{number}: expected `name slots=N`, got {_short(words)}")
+        name, slots = found["name"], whole_number(found["slots"], MOST_SLOTS)
+        if not _NAME.fullmatch(name):
+            raise WherryError(
+                f"{path}:{number}: expected a host's name or address (letters, digits and . - _ : @, a letter or digit "
+                f"first), got {_short(name)}"
+            )
+        if slots is None:
+            raise WherryError(
+                f"{path}:{number}: slots: expected a number from 1 to {MOST_SLOTS}, got {_short(found['slots'])}"
+            )
+        if name in hosts:
+            raise WherryError(f"{path}:{number}: {name} stands in the file twice; keep one line of it")
+        hosts[name] = Host(name, _slots(slots))
     if not hosts:
         raise WherryError(f"{path}: the file names no host; expected lines of `name slots=N`")
-    return hosts
+    return list(hosts.values())
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 80 else text[:80] + "...")
 
 
 def select(hosts: list[Host], include: str, exclude: str) -> list[Host]:
@@ -67,13 +111,13 @@ def _parse_filter(flag: str, text: str, hosts: dict[str, Host]) -> dict[str, tup
     for part in text.split("@"):
         name, colon, slots = part.partition(":")
         if name not in hosts:
-            raise WherryError(f"{flag} {text}: unknown host {name!r}; the hosts are {', '.join(hosts)}")
-        if colon and not all(slot.strip().isdigit() for slot in slots.split(",")):
-            raise WherryError(f"{flag} {text}: expected host:0,1 with numbers of slots, got {part!r}")
+            raise WherryError(f"{flag} {_short(text)}: unknown host {_short(name)}; the hosts are {', '.join(hosts)}")
+        if colon and not all(re.fullmatch("[0-9]{1,9}", slot.strip()) for slot in slots.split(",")):
+            raise WherryError(f"{flag} {_short(text)}: expected host:0,1 with numbers of slots, got {_short(part)}")
         chosen = tuple(int(slot) for slot in slots.split(",")) if colon else hosts[name].slots
         missing = [slot for slot in chosen if slot not in hosts[name].slots]
         if missing:
             have = ", ".join(map(str, hosts[name].slots))
-            raise WherryError(f"{flag} {text}: {name} has no slot {missing[0]}; it has {have}")
+            raise WherryError(f"{flag} {_short(text)}: {name} has no slot {missing[0]}; it has {have}")
         named[name] = tuple(sorted({*named.get(name, ()), *chosen}))
     return named

@@ -1,0 +1,95 @@
+"""What ranks that run show of themselves, and what is told of one that does not answer."""
+
+import json
+
+from tests.cli.programs import WRITE_PID, fleet, gone, launched, pids_in, script, wherry
+
+# The second attempt trains, and each rank says where it, and the launcher that has started it, listen.
+LISTENS = """
+import json, psutil, torch, wherry
+config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+engine, *_ = wherry.initialize(model=torch.nn.Linear(4, 1), config=config)
+engine.backward(engine(torch.ones(2, 4)).sum())
+engine.step()
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    sys.exit(1)
+mine = psutil.Process()
+seen = {
+    name: [place.laddr.ip for place in process.net_connections("inet") if place.status == psutil.CONN_LISTEN]
+    for name, process in (("launcher", mine.parent()), ("rank", mine))
+}
+(HERE / f"{engine.global_rank}.seen").write_text(json.dumps(seen))
+torch.distributed.barrier()
+"""
+
+
+def test_a_job_of_one_machine_listens_on_the_loopback_alone(tmp_path):
+    done = launched("run", "--nproc", 2, "--max-restarts", 1, script(tmp_path, LISTENS))
+    assert done.returncode == 0, done.stderr
+    seen = [json.loads(path.read_text()) for path in tmp_path.glob("*.seen")]
+    assert len(seen) == 2
+    for places in seen:
+        # The store is the launcher's, and gloo's sockets are the ranks'.
+        assert set(places["launcher"]) == set(places["rank"]) == {"127.0.0.1"}
+
+
+PROCESSES = """
+import json
+lines = []
+for path in Path("/proc").glob("[0-9]*/cmdline"):
+    try:
+        lines.append(path.read_bytes())
+    except OSError:
+        pass
+assert any(b"wherry" in line for line in lines)
+shown = [name for name in ("hidden-setting", "hidden-secret") if any(name.encode() in line for line in lines)]
+told = [os.environ.get(name) for name in ("NCCL_TEST", "MY_TOKEN", "HF_TOKEN", "WHERRY_KEY")]
+print(json.dumps([shown, told]))
+"""
+
+
+def test_no_setting_stands_on_a_command_line_and_secrets_go_only_where_asked(tmp_path):
+    setting = "hidden-setting\n'$(x)'"
+    # What stands in for ssh hands nothing of this environment on.
+    flags = fleet(tmp_path)
+    (tmp_path / "ssh").write_text('#!/bin/sh\nshift\nexec env -i PATH="$PATH" sh -c "$*"\n')
+    secrets = dict.fromkeys(("MY_TOKEN", "HF_TOKEN", "WHERRY_KEY"), "hidden-secret")
+    words = ("run", *flags, "--forward", "MY_TOKEN", script(tmp_path, PROCESSES))
+    done = wherry(*words, cwd=tmp_path, NCCL_TEST=setting, **secrets)
+    assert done.returncode == 0, done.stdout + done.stderr
+    seen = json.dumps([[], [setting, "hidden-secret", None, None]])
+    assert sorted(done.stdout.splitlines()) == [f"[alpha] {seen}", f"[beta] {seen}"]
+    assert done.stderr.splitlines() == [
+        f"wherry: {name} stays on this machine; `--forward {name}` hands it to the others"
+        for name in ("HF_TOKEN", "WHERRY_KEY")
+    ]
+
+
+STOPS = (
+    WRITE_PID
+    + """
+import datetime, signal, torch, torch.distributed as dist
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=1))
+dist.all_reduce(torch.ones(1))
+if dist.get_rank() == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+dist.all_reduce(torch.ones(1))
+"""
+)
+STOPPED = "wherry: rank 1 was stopped, as SIGSTOP does: it did not answer the others, and the launcher has ended it."
+
+
+def test_a_stopped_rank_is_ended_and_blamed_for_what_the_others_lost(tmp_path):
+    done = launched("run", "--nproc", 2, script(tmp_path, STOPS))
+    assert done.returncode == 1
+    head, empty, waited = done.stderr.splitlines()
+    assert (head, empty) == (STOPPED, "")
+    assert waited.startswith("rank 0 waited for it: RuntimeError: ") and "Timed out waiting 1000ms for recv" in waited
+    assert gone(pids_in(tmp_path))
+
+
+def test_a_stopped_rank_of_another_machine_is_told_of(tmp_path):
+    done = wherry("run", *fleet(tmp_path), script(tmp_path, STOPS), cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"wherry: on host beta:\n{STOPPED}\n\nrank 0 waited for it: RuntimeError: ")
+    assert len(pids_in(tmp_path)) == 2 and gone(pids_in(tmp_path))
