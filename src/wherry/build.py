@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from wherry import __version__
 from wherry import config as configs
 from wherry.dataloader import make_dataloader
 from wherry.engine import Engine
@@ -24,16 +25,25 @@ from wherry.nn.tiled import tell_of_large_layers, tile_large_layers
 from wherry.observe.log import follow, say, warn
 from wherry.offload import Offload
 from wherry.parallel import topology as topologies
+from wherry.parallel.agreement import agree
 from wherry.parallel.comm import Merging
 from wherry.sharding.construct import Builder, move_buffers
 from wherry.sharding.gradients import Gradients
 from wherry.sharding.grouping import plan_units
 from wherry.sharding.model_checks import check_model
+from wherry.sharding.model_checks import described as model_described
 from wherry.sharding.unit import Flat
 from wherry.sharding.weights import Gatherer
 from wherry.tiers.streams import check_device
 from wherry.update import schedules
-from wherry.update.optimizer import OptimizerLike, OptimizerSpec, ShardedOptimizer, resolve_optimizer
+from wherry.update.optimizer import (
+    OptimizerLike,
+    OptimizerSpec,
+    ShardedOptimizer,
+    groups_described,
+    resolve_optimizer,
+)
+from wherry.update.optimizer import described as optimizer_described
 from wherry.update.updater import Updater
 
 if TYPE_CHECKING:
@@ -76,6 +86,8 @@ def initialize(
     resolved = resolve_config(config, config_params, args)
     topology = topologies.find(mesh, timeout=resolved.wherry.timeout_s)
     try:
+        # First of all, as ranks that differ may hang in any collective after this.
+        agree(topology, everywhere=_described(resolved, topology, training_data), part=model_described(model))
         topology = _divided(topology, resolved)
         resolved = _settled(resolved, topology, model, training_data, collate_fn)
         if topology.pipe.size > 1:
@@ -87,6 +99,7 @@ def initialize(
         raise
     try:
         engine.lr_scheduler = schedules.resolve(lr_scheduler, resolved.scheduler, engine.optimizer)
+        agree(topology, stage=schedules.described(engine.lr_scheduler))
         if training_data is not None:
             engine.training_dataloader = make_dataloader(
                 training_data, engine, collate_fn=collate_fn, drop_last=resolved.dataloader_drop_last
@@ -102,13 +115,26 @@ def gathered_for_generation(engine: Engine) -> AbstractContextManager[None]:
     """Gather every unit once, for as many forwards as run inside, and release them at the end.
 
     Every rank must enter. The forwards communicate nothing, so ranks may make different numbers of them. Weights are
-    for reading here: edits are lost, and there are no backwards or steps inside. It takes the memory of a whole model
-    in the working type.
+    for reading here: edits are lost, and there are no backwards or steps inside. Threads that read take turns. It takes
+    the memory of a whole model in the working type.
 
         with wherry.gathered_for_generation(engine):
             tokens = engine.module.generate(prompt, max_new_tokens=200)
     """
     return engine.gathered_for_generation()
+
+
+def _described(config: Config, topology: topologies.Topology, data: Dataset[Any] | None) -> Iterator[tuple[str, str]]:
+    """What every rank must have been given alike, beside the model and what trains it."""
+    yield from (("Wherry's version", __version__), ("torch's version", torch.__version__))
+    yield "the kind of device", topology.device.type
+    yield "the number of data-parallel ranks", str(topology.data.size)
+    yield "the number of ranks that share out one copy", str(topology.shards.size)
+    yield "the number of tensor-parallel ranks", str(topology.tensor.size)
+    yield "the number of pipeline stages", str(topology.pipe.size)
+    yield from config.described()
+    if config.auto and topology.pipe.size == 1:  # all ranks plan by it together
+        yield "training_data", "missing" if data is None else "given"
 
 
 def _settled(
@@ -152,6 +178,7 @@ def _assemble(
         else:
             tell_of_large_layers(model, live)
     spec = resolve_optimizer(model, resolved, optimizer, model_parameters)
+    agree(topology, stage=optimizer_described(spec), part=groups_described(spec, model))
     return _build(engine_class, resolved, topology, model, spec)
 
 

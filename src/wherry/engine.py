@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial, update_wrapper
 from pathlib import Path
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from wherry import memory_report
 from wherry.activations import build as activations
 from wherry.checkpoint.session import Checkpoints, Session, StepCounts
 from wherry.errors import DivergenceError, WherryError
+from wherry.fake import faking
 from wherry.life import Life, Lifetime
 from wherry.memory_report import MemoryRow
 from wherry.observe.log import get_logger
@@ -25,10 +27,11 @@ from wherry.observe.reporter import Reporter, Update
 from wherry.offload_states import OffloadedStates
 from wherry.parallel.topology import world_of
 from wherry.sharding.access import Access
-from wherry.sharding.autograd import tensors_in, with_tensors
+from wherry.sharding.autograd import NO_TASK, backward_task, tensors_in, with_tensors
 from wherry.sharding.hooks import Hooks
 from wherry.sharding.layer_major import sums_in_fp32
 from wherry.sharding.model_checks import refuse_engine, refuse_whole
+from wherry.sharding.replicas import compare_replicas
 from wherry.sharding.roster import Roster
 from wherry.update.loss_scale import LossScaler, norm_and_multiplier
 from wherry.update.nonfinite import NonFinite
@@ -78,6 +81,7 @@ class Engine(nn.Module):
         # Whether the last call of `step` has updated the weights.
         self._applied = False
         self._life = Lifetime(self.CLOSED)
+        self._compare_every = config.wherry.compare_replicas
         self._config = config
         self._gatherer = gatherer
         self._gradients = gradients
@@ -120,30 +124,46 @@ class Engine(nn.Module):
             refuse_engine()
         if model._compiled_call_impl is not None:
             refuse_whole(model)
-        if self._hooks.running[0]:
-            self._hooks.break_off()  # by Ctrl-C, in a call of the model itself
-        if self._halves_inputs:
-            args, kwargs = with_tensors((args, kwargs), lambda t: t.half() if t.is_floating_point() else t)
-        try:
-            # Of forwards that run together no single one has a time.
-            together = self._hooks.interleaver is not None
-            phase = nullcontext() if together else self._reporter.phase("forward", self.global_steps + 1)
-            with phase, self._autocast(), self._hooks.saved.around(), self._activations.forward():
-                return model(*args, **kwargs)
-        except BaseException as error:
-            self._explain_shortage(error, "forward")
-            self._hooks.break_off()
-            interleaver = self._hooks.interleaver
-            if interleaver is None or not interleaver.stopping:  # else it is stopped because of another's error
-                self.comm.tell(error)
-            raise
+        hooks = self._hooks
+        with hooks.turns.taken("forward"):
+            if hooks.running[0] or hooks.backward.running:
+                self._check_turn("forward")
+            if self._halves_inputs:
+                args, kwargs = with_tensors((args, kwargs), lambda t: t.half() if t.is_floating_point() else t)
+            try:
+                # Of forwards that run together no single one has a time.
+                together = hooks.interleaver is not None
+                phase = nullcontext() if together else self._reporter.phase("forward", self.global_steps + 1)
+                with phase, self._autocast(), hooks.saved.around(), self._activations.forward():
+                    return model(*args, **kwargs)
+            except BaseException as error:
+                self._explain_shortage(error, "forward")
+                hooks.break_off()
+                interleaver = hooks.interleaver
+                if interleaver is None or not interleaver.stopping:  # else it is stopped because of another's error
+                    self.comm.tell(error)
+                raise
+
+    def _check_turn(self, call: str) -> None:
+        """A call comes to what has not ended: another thread is inside of it, or it has failed without a word.
+
+        What an exception has left behind is cleared here, and what is left of it for good is told.
+        """
+        hooks = self._hooks
+        hooks.turns.check(call, forward=hooks.running[0] > 0, backward=hooks.backward.running)
+        if hooks.running[0] and not hooks.turns.is_nested():
+            hooks.break_off()  # by Ctrl-C, in a call of the model itself
+        if hooks.backward.running and (call == "backward" or backward_task() == NO_TASK):
+            self._drop_window()
+        if self._updater is not None:
+            self._updater.check_whole()
 
     def forward_begins(self) -> None:
         """Called by the model's hook. What an exception left behind is cleared here, so that this step is healthy."""
-        if self._updater is not None and self._updater.broken is not None:
-            self._updater.check_whole()
         if self._hooks.backward.running:
             self._drop_window()
+        if self._updater is not None and self._updater.broken is not None:
+            self._updater.check_whole()
         self._activations.begin()
 
     # Backward.
@@ -162,19 +182,20 @@ class Engine(nn.Module):
 
     def _backward(self, losses: Sequence[torch.Tensor], *, retain_graph: bool = False, averaged: bool = True) -> None:
         """One backward of the sum of so many micro-batches' losses."""
-        self._begin_backward(micro_batches=len(losses), averaged=averaged)
-        scaled = losses
-        if self._scaler.scale != 1.0:
-            scaled = [loss * self._scaler.scale for loss in losses]
-        try:
-            with self._reporter.phase("backward", self.global_steps + 1):
-                torch.autograd.backward(scaled, retain_graph=retain_graph)
-            self._end_backward(makes_gradients=True)
-        except BaseException as error:
-            self._explain_shortage(error, "backward")
-            self.comm.tell(error)
-            self._drop_window()
-            raise
+        with self._hooks.turns.taken("backward"):
+            self._begin_backward(micro_batches=len(losses), averaged=averaged)
+            scaled = losses
+            if self._scaler.scale != 1.0:
+                scaled = [loss * self._scaler.scale for loss in losses]
+            try:
+                with self._reporter.phase("backward", self.global_steps + 1):
+                    torch.autograd.backward(scaled, retain_graph=retain_graph)
+                self._end_backward(makes_gradients=True)
+            except BaseException as error:
+                self._explain_shortage(error, "backward")
+                self.comm.tell(error)
+                self._drop_window()
+                raise
         for loss in losses:
             self._reporter.loss(loss)
 
@@ -209,8 +230,9 @@ class Engine(nn.Module):
         if not self._life.free:
             self._life.check_process("backward")
             self._life.check_not_generating("backward")
-        if self._hooks.backward.running:
-            self._drop_window()
+        hooks = self._hooks
+        if hooks.running[0] or hooks.backward.running or hooks.turns.holder not in (0, get_ident()):
+            self._check_turn("backward")
         try:
             boundary = self._window.begin_backward(
                 micro_batches, averaged=averaged, scaled=scaled, loss_scale=self._scaler.scale, counts=makes_gradients
@@ -220,7 +242,7 @@ class Engine(nn.Module):
             raise
         if self._updater is not None:
             self._updater.begin_backward(self._groups(), self._gradient_scale(), boundary=boundary)
-        self._hooks.begin_backward(boundary=boundary, micro_batches=micro_batches)
+        hooks.begin_backward(boundary=boundary, micro_batches=micro_batches)
 
     def _end_backward(self, *, makes_gradients: bool) -> None:
         """Finish the reductions, release the weights. One for inputs only is no micro-batch of the window."""
@@ -244,29 +266,38 @@ class Engine(nn.Module):
         """
         if not self._life.free:
             self._check_open()
-        self.micro_steps += 1
-        if not self._window.begin_step():
-            self._applied = False
-            return
-        if self.optimizer is None:
-            raise WherryError(
-                "step: this engine has no optimizer; give wherry.initialize an optimizer, or the config a block "
-                '"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}'
-            )
-        try:
-            with self._reporter.spans("wherry::step"):
-                self.optimizer.step()
-        except BaseException as error:
-            self.comm.tell(error)
-            raise
-        needs_metric = isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-        if self._applied and self.lr_scheduler is not None and (lr_kwargs or not needs_metric):
-            self.lr_scheduler.step(**(lr_kwargs or {}))
+        hooks = self._hooks
+        with hooks.turns.taken("step"):
+            updater = self._updater
+            if hooks.running[0] or hooks.backward.running or (updater is not None and updater.broken is not None):
+                self._check_turn("step")
+            self.micro_steps += 1
+            if not self._window.begin_step():
+                self._applied = False
+                return
+            if self.optimizer is None:
+                raise WherryError(
+                    "step: this engine has no optimizer; give wherry.initialize an optimizer, or the config a block "
+                    '"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}'
+                )
+            try:
+                with self._reporter.spans("wherry::step"):
+                    self.optimizer.step()
+            except BaseException as error:
+                self.comm.tell(error)
+                raise
+            needs_metric = isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+            if self._applied and self.lr_scheduler is not None and (lr_kwargs or not needs_metric):
+                self.lr_scheduler.step(**(lr_kwargs or {}))
 
     def update(self) -> bool:
         """One update of all weights from the window's gradients. False if it was skipped for non-finite gradients."""
-        updater, optimizer, window = self._updater, self.optimizer, self._window
+        updater, optimizer, window, turns = self._updater, self.optimizer, self._window, self._hooks.turns
         assert updater is not None and optimizer is not None
+        if turns.holder != get_ident():  # this is `optimizer.step()`
+            with turns.taken("step"):
+                self._check_turn("step")
+                return self.update()
         if not window.backwards:
             self._applied = False
             self._log.warning("step %d: no backward came before it, so nothing is updated", self.global_steps + 1)
@@ -276,6 +307,11 @@ class Engine(nn.Module):
             self._life.check_process("step")
             self._life.check_not_generating("step")
         self._roster.check_once()
+        compares = self._compare_every and (self.global_steps + 1) % self._compare_every == 0 and not faking()
+        if compares and not updater.in_backward:  # else updates are under way until the step
+            if updater.policy.when != "delayed":  # whose weights stay as they are until then
+                updater.flush()
+            compare_replicas(self.units, self.topology, f"step {self.global_steps + 1}")
         self._gradients.complete_window()
         # One all-reduce gives the norm. Scale, clipping and overflow become one multiplier.
         norm, schedule = self._gradients.norm, self._gatherer.schedule
@@ -291,15 +327,20 @@ class Engine(nn.Module):
         if not math.isfinite(self._norm):
             found = self._nonfinite.look(updater, groups, multiplier, self._reporter.last_loss)
         self._applied = found is None or self._nonfinite.ignores
-        if self._applied:
-            updater.step(groups, multiplier, norm.absent(self._gradients.all))
-        else:
-            self.skipped_steps += 1
-        if self._applied or any(finding.made for finding in found or ()):
-            self._hooks.weights_changed()
-        self.global_steps += 1
-        self.global_samples += window.batch.train
-        self._end_window()
+        try:
+            if self._applied:
+                updater.step(groups, multiplier, norm.absent(self._gradients.all))
+            else:
+                self.skipped_steps += 1
+            if self._applied or any(finding.made for finding in found or ()):
+                self._hooks.weights_changed()
+            self.global_steps += 1
+            self.global_samples += window.batch.train
+            self._end_window()
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                updater.interrupted(error)
+            raise
         if found is None:
             self._nonfinite.end()
         else:
@@ -307,6 +348,9 @@ class Engine(nn.Module):
         if self._reporter.tells_of(self.global_steps):
             scale = self._scaler.scale if self._scaler.dynamic else None
             self._reporter.updated(Update(self.global_steps, self.global_samples, self.get_lr(), self._norm, scale))
+        if compares and updater.in_backward:
+            updater.flush()
+            compare_replicas(self.units, self.topology, f"step {self.global_steps}")
         return self._applied
 
     # The accumulation window.
@@ -329,11 +373,11 @@ class Engine(nn.Module):
             self._window.force(before)
 
     def _end_window(self) -> None:
-        self._window.reset()
         self._reporter.end_window()
         self._gradients.end_window()
         self._hooks.end_window()
         self._gatherer.end_window()
+        self._window.reset()  # last: who is interrupted before has a window to drop
 
     def _drop_gradients(self) -> list[str]:
         """Drop the window's gradients. What has been updated from them already, by name."""
@@ -345,17 +389,13 @@ class Engine(nn.Module):
 
     def _drop_window(self) -> None:
         """As `_drop_gradients`, after an exception, or at the end."""
-        changed = self._drop_gradients()
-        if changed and self._updater is not None:
-            self._log.warning(
-                "gradients are dropped that no step has ended, and the update policy in_backward has updated %d of %d "
-                "parts of the model from them already: %s ...; to lose nothing go back to a checkpoint",
-                len(changed), len(self._updater.buckets), changed[0],
-            )  # fmt: skip
+        if self._drop_gradients() and self._updater is not None:
+            self._log.warning("%s", self._updater.broken)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the window so far; its micro-batches are counted from the start again."""
-        if not (self._window.so_far or self._hooks.backward.running):
+        self._check_turn("zero_grad")
+        if not self._window.so_far:
             return
         changed = self._drop_gradients()
         if changed:
@@ -363,13 +403,41 @@ class Engine(nn.Module):
                 f"zero_grad: the update policy in_backward has updated {len(changed)} parts of the model from these "
                 f"gradients already ({changed[0]} first), which is not taken back; set "
                 '"wherry": {"update_policy": "before_use"}, or let no gradient come that is not wanted: '
-                "engine.requires_grad_(False) around a loss that is for another model"
+                "engine.requires_grad_(False) around a loss that is for another model. To train on with the weights as "
+                "they are now, call engine.accept_partial_update()"
             )
+
+    def accept_partial_update(self) -> list[str]:
+        """Train on with the weights as they are, though a step that did not end has updated parts of the model.
+
+        Only the update policy in_backward leaves such; until this call, or `load_checkpoint`, nothing goes on. Every
+        rank makes it. Returns the names of the parts.
+        """
+        self._check_open()
+        with self._hooks.turns.taken("accept_partial_update()"):
+            if self._hooks.backward.running:
+                self._drop_window()
+            world = world_of(self.topology)
+            world.meet("accept_partial_update()")
+            updater = self._updater
+            left = world.gather_objects(updater.left() if updater is not None else ([], [], None))
+            for _, _, failed in left:
+                if failed is not None:
+                    raise WherryError(failed)
+            if updater is not None:
+                updater.publish_left({name for _, pending, _ in left for name in pending})
+                # Where each rank updates a copy by itself, one may have come further than another.
+                compare_replicas(self.units, self.topology, "accept_partial_update()")
+                updater.made_whole()
+            self._hooks.weights_changed()
+            return list(dict.fromkeys(name for changed, _, _ in left for name in changed))
 
     def zero_grad_of_loop(self) -> None:
         """A training loop's `optimizer.zero_grad()`. Loops call it for every micro-batch: within a window it waits."""
-        if self._window.complete:
+        if self._window.complete or self._hooks.backward.running:
             self.zero_grad()
+        elif self._updater is not None:
+            self._updater.check_whole()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Train on with more or fewer micro-batches in a window, as a schedule of growing batches does.
@@ -402,16 +470,17 @@ class Engine(nn.Module):
     def train_batch(self, data: Iterator[Any]) -> torch.Tensor:
         """One whole accumulation window from an iterator of micro-batches; returns the mean loss, detached."""
         self._check_open()
-        batches = self._window.take(data)
-        if self._window.layer_major:
-            losses = self._train_layer_major(batches)
-        else:
-            losses = []
-            for batch in batches:
-                loss = self._loss_of(self._to_device(batch))
-                self.backward(loss)
-                self.step()
-                losses.append(loss.detach())
+        with self._hooks.turns.taken("train_batch"):
+            batches = self._window.take(data)
+            if self._window.layer_major:
+                losses = self._train_layer_major(batches)
+            else:
+                losses = []
+                for batch in batches:
+                    loss = self._loss_of(self._to_device(batch))
+                    self.backward(loss)
+                    self.step()
+                    losses.append(loss.detach())
         return sum(losses[1:], losses[0]) / len(losses)
 
     def _train_layer_major(self, batches: Sequence[Any]) -> list[torch.Tensor]:
@@ -443,7 +512,7 @@ class Engine(nn.Module):
         Calls that read weights or state do so by themselves. With delayed updates it is how training ends: the weights
         take the last update, which they otherwise do in the next step.
         """
-        self._check_whole()
+        self._check_whole("settle()")
         self._flush()
 
     def _flush(self) -> None:
@@ -490,8 +559,7 @@ class Engine(nn.Module):
             self._check_open()
             self._life.check_not_generating("offload_states")
         chosen = self._offloaded.chosen(include, device)
-        if self._hooks.backward.running:
-            self._drop_window()
+        self._check_turn("offload_states()")
         self._flush()
         try:
             return self._offloaded.offload(chosen)
@@ -524,10 +592,12 @@ class Engine(nn.Module):
         `tag` is `global_step<N>` unless given. `client_state` is kept beside it: numbers, strings, tensors, and lists
         and dicts of these. Whatever happens on the way, the checkpoint before stays whole.
         """
-        self.meet("save_checkpoint()")
-        self._roster.check()
-        frozen = exclude_frozen_parameters
-        self._checkpoints.save(save_dir, tag, client_state, latest=save_latest, exclude_frozen=frozen)
+        call, frozen = "save_checkpoint()", exclude_frozen_parameters
+        with self._hooks.turns.taken(call):
+            self.meet(call)
+            self._roster.check()
+            compare_replicas(self.units, self.topology, call)
+            self._checkpoints.save(save_dir, tag, client_state, latest=save_latest, exclude_frozen=frozen)
         return True
 
     def load_checkpoint(
@@ -547,15 +617,18 @@ class Engine(nn.Module):
         """
         from wherry.checkpoint.load import LoadOptions
 
-        self._check_open()
-        world_of(self.topology).meet("load_checkpoint()")
-        self._end_updates_for_load()
         states = load_optimizer_states and not load_module_only
         schedule = load_lr_scheduler_states and not load_module_only
         options = LoadOptions(load_module_strict, states, schedule, counts=not load_module_only)
-        if self._hooks.backward.running or (states and self._window.so_far):
-            self._drop_window()
-        loaded = self._checkpoints.load(load_dir, tag, options)
+        self._check_open()
+        with self._hooks.turns.taken("load_checkpoint()"):
+            world_of(self.topology).meet("load_checkpoint()")
+            if self._hooks.backward.running:
+                self._drop_window()  # of updates that it has made, the next line is to know
+            self._end_updates_for_load()
+            if states and self._window.so_far:
+                self._drop_window()  # whose gradients no update reads any more
+            loaded = self._checkpoints.load(load_dir, tag, options)
         self._gatherer.forget_near()
         if loaded is None:
             return None, None
@@ -588,6 +661,7 @@ class Engine(nn.Module):
         """
         self.meet("save_16bit_model()")
         self._roster.check()
+        compare_replicas(self.units, self.topology, "save_16bit_model()")
         self._checkpoints.save_model(Path(save_dir), save_filename, exclude_frozen=exclude_frozen_parameters)
         return True
 
@@ -610,15 +684,18 @@ class Engine(nn.Module):
         else:
             self._flush()
 
-    def _check_whole(self) -> None:
+    def _check_whole(self, call: str) -> None:
         """What is read or written is of one step."""
         self._check_open()
-        if self._updater is not None:
-            self._updater.check_whole()
+        self._check_turn(call)
 
     def meet(self, call: str) -> None:
         """What all ranks call together begins here: where all can, and have come to the same call."""
-        self._check_whole()
+        try:
+            self._check_whole(call)
+        except WherryError as error:
+            self.comm.tell(error)  # the others wait there
+            raise
         world_of(self.topology).meet(call)
         self._flush()
 
@@ -659,8 +736,9 @@ class Engine(nn.Module):
     def module(self) -> nn.Module:
         """The model. Whoever takes it may read its weights, so updates that are changing them end first."""
         # A delayed one has not begun to.
-        if self._updater is not None and self._updater.policy.when != "delayed" and not self._hooks.busy:
-            self._updater.flush()
+        updater = self._updater
+        if updater is not None and updater.policy.when != "delayed" and not (self._hooks.busy or updater.broken):
+            updater.flush()
         return self._model
 
     @property
@@ -848,11 +926,12 @@ class Engine(nn.Module):
     def _call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """A method of the model, called through the engine, as in `engine.encode(x)`."""
         self._check_open()
-        try:
-            return self._hooks.call(method, args, kwargs)
-        except BaseException as error:
-            self.comm.tell(error)
-            raise
+        with self._hooks.turns.taken(method.__name__):
+            try:
+                return self._hooks.call(method, args, kwargs)
+            except BaseException as error:
+                self.comm.tell(error)
+                raise
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Engine:
         self._model._apply(fn, recurse)

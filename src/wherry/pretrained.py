@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from wherry.engine import Engine
-from wherry.errors import WherryError
+from wherry.errors import WherryError, one_line
 from wherry.sharding.layout import Place, tile_places
 from wherry.sharding.meta import Given, give, give_buffer, give_memory, pieces, write
 from wherry.sharding.model_checks import taken
@@ -112,7 +112,9 @@ def _matched(
             unexpected=sorted(set(sources) - set(names)),
         )
         problem = _problem(path, result if strict else Loaded(), wrong, names)
-    except (OSError, WherryError) as error:
+    except OSError as error:
+        problem, by_tensor, result = f"load_pretrained: {error.filename or path}: {error.strerror}", {}, Loaded()
+    except WherryError as error:
         problem, by_tensor, result = str(error), {}, Loaded()
     problems = [problem] if engine is None else engine.comm.gather_objects(problem)
     for rank, found in enumerate(problems):
@@ -146,7 +148,7 @@ def _problem(path: str | Path, result: Loaded, wrong: Mapping[str, str], names: 
     if result.missing:
         parts.append(f"{len(result.missing)} missing from the files: {_shown(result.missing)}")
     if result.unexpected:
-        close = difflib.get_close_matches(result.unexpected[0], list(names), n=1)
+        close = difflib.get_close_matches(one_line(result.unexpected[0]), list(names), n=1)
         hint = f" (the model has {close[0]})" if close else ""
         parts.append(f"{len(result.unexpected)} that the model does not have: {_shown(result.unexpected)}{hint}")
     if wrong:
@@ -158,7 +160,7 @@ def _problem(path: str | Path, result: Loaded, wrong: Mapping[str, str], names: 
 
 def _shown(names: list[str]) -> str:
     more = f", and {len(names) - 20} more" if len(names) > 20 else ""
-    return ", ".join(names[:20]) + more
+    return ", ".join(map(one_line, names[:20])) + more
 
 
 def _logical_shape(tensor: torch.Tensor, name: str, engine: Engine | None) -> tuple[int, ...]:
@@ -182,11 +184,11 @@ def _logical_shape(tensor: torch.Tensor, name: str, engine: Engine | None) -> tu
 @torch.no_grad()
 def _load_engine(engine: Engine, sources: Mapping[torch.Tensor, TensorSource]) -> None:
     access = engine.access
-    engine.zero_grad()
-    access.gatherer.forget_near()
     pinned = [flat.name for unit in engine.units for flat in unit.flats if flat.pins]
     if pinned:
         raise WherryError(f"load_pretrained: {pinned[0]} is inside wherry.gathered; leave that context first")
+    engine.zero_grad()
+    access.gatherer.forget_near()
     for unit in engine.units:
         access.gatherer.release(unit)
         for flat in unit.flats:

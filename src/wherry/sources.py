@@ -7,16 +7,20 @@ import difflib
 import importlib
 import inspect
 import json
+import re
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wherry.errors import WherryError
+from wherry.errors import WherryError, one_line, printable
 from wherry.plan.grid import ALONE, Grid
 from wherry.plan.model_source import Inputs, ModelSource, told_by
+from wherry.regular import read_regular
 from wherry.train.presets import GPT2, PRESETS, Shape
 
 if TYPE_CHECKING:
@@ -53,6 +57,15 @@ def find(model: str | nn.Module | Callable[..., Any]) -> ModelSource:
     )
 
 
+def around(model: Any, *, online: bool = False) -> AbstractContextManager[None]:
+    """Where a plan of `model` is made: what a file describes is built without a network, unless that is asked for."""
+    if online or not isinstance(model, str) or not Path(model).exists() or _release() is None:
+        return nullcontext()
+    from wherry.plan.network import off_the_network
+
+    return off_the_network(model)
+
+
 def _of_object(model: nn.Module | Callable[..., Any]) -> ModelSource:
     from torch import nn
 
@@ -82,18 +95,70 @@ def of_shape(name: str, shape: Shape) -> ModelSource:
 # Hugging Face.
 
 
+# Characters of a config's file; those of models with a name for each of thousands of labels have a tenth of it.
+_LONGEST = 16 << 20
+_DEEPEST = 32
+# Whole numbers are sizes, counts, or ids of tokens. Those of these names are counted to, before a model is built.
+_LARGEST = 10**12
+_COUNTED = re.compile(r"(layers?|blocks|experts|groups|stages|depths?|heads|(labels))$")
+_MOST_COUNTED, _MOST_LABELS = 10_000, 100_000
+_MOST_MODULES = 200_000
+_MOST_PARAMETERS = 10**15
+# Kept in some files from the tokenizer's, where it may be any number.
+_UNREAD = "model_max_length"
+
+
+def _release() -> str | None:
+    try:
+        return metadata.version("transformers")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(read_regular(file, _LONGEST))
+    except OSError as error:
+        raise WherryError(f"MODEL: {file} cannot be read as a Hugging Face config: {error.strerror}") from None
+    except RecursionError:
+        raise WherryError(f"MODEL: {file} is nested too deeply to be a Hugging Face config") from None
+    except ValueError as error:
+        raise WherryError(f"MODEL: {file} cannot be read as a Hugging Face config: {error}") from None
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        raise WherryError(f'MODEL: {file} has no "model_type", so it is not the config of a Hugging Face model')
+    checked: dict[str, Any] = _checked(values, file, ())
+    return checked
+
+
+def _checked(value: Any, file: Path, path: tuple[str, ...]) -> Any:
+    """A part of a config, with strings that can be printed, and no number that a model cannot be built with."""
+    where = f"MODEL: {file}: {one_line('.'.join(path))}"
+    if len(path) > _DEEPEST:
+        raise WherryError(f"MODEL: {file} is nested too deeply to be a Hugging Face config")
+    if isinstance(value, dict):
+        return {printable(name): _checked(part, file, (*path, name)) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_checked(part, file, path) for part in value]
+    if isinstance(value, str):
+        return printable(value)
+    name = path[-1] if path else ""
+    if not isinstance(value, int) or isinstance(value, bool) or name == _UNREAD:
+        return value
+    if abs(value) > _LARGEST:
+        raise WherryError(f"{where}: expected a number of at most {_LARGEST:,}, got {one_line(str(value), 80)}")
+    if counted := _COUNTED.search(name):
+        most = _MOST_LABELS if counted[2] else _MOST_COUNTED
+        if not 0 <= value <= most:
+            raise WherryError(f"{where}: expected a number from 0 to {most:,}, got {value:,}")
+    return value
+
+
 def _of_hugging_face(path: Path) -> ModelSource:
     file = path / "config.json" if path.is_dir() else path
-    try:
-        values = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise WherryError(f"MODEL: {file} cannot be read as a Hugging Face config: {error}") from error
-    if not isinstance(values, dict) or "model_type" not in values:
-        raise WherryError(f'MODEL: {file} has no "model_type", so it is not the config of a Hugging Face model')
-    try:
-        release = metadata.version("transformers")
-    except metadata.PackageNotFoundError as error:
-        raise WherryError(f"MODEL: the model of {file} needs transformers: pip install transformers") from error
+    values = _read_config(file)
+    release = _release()
+    if release is None:
+        raise WherryError(f"MODEL: the model of {file} needs transformers: pip install transformers")
     import transformers
 
     kind = values.pop("model_type")
@@ -102,14 +167,15 @@ def _of_hugging_face(path: Path) -> ModelSource:
     except ImportError as error:  # transformers imports the code of each kind when it is asked for
         raise WherryError(f"MODEL: transformers {release} cannot import what {file} needs: {error}") from error
     except Exception as error:  # each kind of model checks its config in its own way
-        why = str(error).partition(". Should contain one of")[0]  # of hundreds of names
+        why = " ".join(str(error).partition(". Should contain one of")[0].split())  # of hundreds of names
         raise WherryError(f"MODEL: transformers {release} does not take {file}: {why}") from error
     of_text = config.get_text_config() if hasattr(config, "get_text_config") else config
 
     def make(micro_batch: int, sequence: int) -> tuple[nn.Module, Inputs | None]:
-        with told_by(f"MODEL: {file} fails"):
-            cls = _class_of(config)
-            model = cls.from_config(config) if hasattr(cls, "from_config") else cls(config)
+        with told_by(f"MODEL: {file} fails"), _few_modules(file):
+            model = _class_of(config)(config)
+        if (count := sum(parameter.numel() for parameter in model.parameters())) > _MOST_PARAMETERS:
+            raise WherryError(f"MODEL: {file} describes a model of {count:,} parameters; none is as large")
         if hasattr(model.config, "use_cache"):
             model.config.use_cache = False
         model.train()
@@ -131,19 +197,43 @@ def _of_hugging_face(path: Path) -> ModelSource:
 
         return dataclasses.replace(source, make=make_part, part=None)
 
-    name = f"{file.parent.resolve().name} ({kind})"
+    name = one_line(f"{file.parent.resolve().name} ({kind})")
     longest = getattr(of_text, "max_position_embeddings", None) or getattr(of_text, "n_positions", None) or 2048
+    if not isinstance(longest, int) or longest < 1:
+        raise WherryError(f"MODEL: {file}: max_position_embeddings: expected 1 or more, got {longest}")
     source = ModelSource(name, make, sequence=min(longest, 2048), part=part)
     return source
 
 
-def _class_of(config: Any) -> Any:
+def _class_of(config: Any) -> Callable[[Any], Any]:
+    """The first model among what a config names."""
     import transformers
 
     for name in config.architectures or ():
-        if hasattr(transformers, name):
-            return getattr(transformers, name)
-    return transformers.AutoModelForCausalLM
+        found = getattr(transformers, str(name), None)
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+            return found
+    return partial(transformers.AutoModelForCausalLM.from_config, trust_remote_code=False)
+
+
+@contextmanager
+def _few_modules(file: Path) -> Iterator[None]:
+    """A model that is built here has no more modules than a machine can step through."""
+    from torch.nn.modules.module import register_module_module_registration_hook
+
+    thread, count = threading.get_ident(), 0
+
+    def counted(*_: Any) -> None:
+        nonlocal count
+        count += threading.get_ident() == thread
+        if count > _MOST_MODULES:
+            raise WherryError(f"MODEL: {file} describes a model of more than {_MOST_MODULES:,} modules")
+
+    hook = register_module_module_registration_hook(counted)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _text_batch(model: nn.Module, micro_batch: int, sequence: int) -> Inputs | None:

@@ -6,10 +6,12 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wherry.errors import WherryError
+from wherry.errors import WherryError, one_line, printable
 
 if TYPE_CHECKING:
     from wherry.checkpoint.format import Manifest
+
+_LONGEST_PATH = 4096
 
 
 def export(argv: list[str]) -> int:
@@ -34,7 +36,7 @@ def export(argv: list[str]) -> int:
         done = exporting.export(arguments.checkpoint, arguments.out, dtype=dtype, max_shard_size=size)
     except OSError as error:
         raise WherryError(f"export: {error.filename or arguments.out}: {error.strerror}") from error
-    print(f"{done.folder}: {done.tensors} tensors, {format_bytes(done.bytes)}")
+    print(printable(f"{done.folder}: {done.tensors} tensors, {format_bytes(done.bytes)}"))
     if not done.with_config:
         print("the model was none of transformers', so there is no config.json; add the model's own to load it there")
     return 0
@@ -50,8 +52,8 @@ def inspect(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print as JSON")
     arguments = parser.parse_args(argv)
     from wherry.checkpoint import folder as folders
+    from wherry.checkpoint.checks import read_manifest
     from wherry.checkpoint.export import find
-    from wherry.checkpoint.format import read_manifest
 
     path = find(arguments.checkpoint)
     manifest = read_manifest(path)
@@ -77,9 +79,9 @@ def _facts(path: Path, manifest: Manifest) -> dict[str, Any]:
     frozen = sum(entry.numel for _, entry in parameters if entry.kind == "frozen")
     facts = {
         "step": f"{manifest.step:,}",
-        "written": f"{manifest.created[:19]}Z by Wherry {manifest.versions['wherry']}",
+        "written": f"{manifest.created[:19]}Z by Wherry {manifest.versions.get('wherry', '?')}",
         "ranks": str(manifest.world_size),
-        "placement": ", ".join(f"{state} {how} on {tier}" for state, how, tier in manifest.placement),
+        "placement": ", ".join(f"{row[0]} {row[1]} on {row[2]}" for row in manifest.placement if len(row) == 3),
         "parameters": f"{trained:,} trained" + (f", {frozen:,} frozen" if frozen else ""),
         "buffers": str(sum(1 for _ in manifest.buffers())),
         "dtypes": ", ".join(sorted({entry.dtype for _, entry in parameters})),
@@ -87,14 +89,15 @@ def _facts(path: Path, manifest: Manifest) -> dict[str, Any]:
     }
     if optimizer is not None:
         states = ", ".join(manifest.state_names()) or "no state"
-        facts["optimizer"] = f"{optimizer['type']} after {optimizer['steps']:,} updates: {states}"
-    if manifest.engine.get("client_state"):
-        facts["client state"] = ", ".join(manifest.engine["client_state"])
+        facts["optimizer"] = f"{optimizer.get('type', '?')} after {optimizer.get('steps', 0):,} updates: {states}"
+    client = manifest.engine.get("client_state")
+    if isinstance(client, dict) and client:
+        facts["client state"] = ", ".join(client)
     return facts
 
 
 def _print(path: Path, manifest: Manifest, problems: list[str], *, verified: bool, tensors: bool) -> None:
-    print(path)
+    print(one_line(str(path), _LONGEST_PATH))
     for name, value in _facts(path, manifest).items():
         _line(f"  {name + ':':<14}{value}", 16)
     whole = "not checked" if not verified else "DAMAGED" if problems else "every byte checked"
@@ -103,18 +106,19 @@ def _print(path: Path, manifest: Manifest, problems: list[str], *, verified: boo
         _line(f"    {problem}", 6)
     if tensors:
         for name, entry in manifest.entries.items():
-            also = f" (also {', '.join(entry.aliases)})" if entry.aliases else ""
-            _line(f"  {name}  {tuple(entry.shape)} {entry.dtype} {entry.kind}: {', '.join(entry.states)}{also}", 6)
+            also = f" (also {', '.join(map(one_line, entry.aliases))})" if entry.aliases else ""
+            states = ", ".join(map(one_line, entry.states))
+            _line(f"  {one_line(name)}  {tuple(entry.shape)} {entry.dtype} {entry.kind}: {states}{also}", 6)
 
 
 def _line(text: str, indent: int) -> None:
-    """Print a line, and what goes beyond the terminal below it."""
+    """Print a line that may hold what a file says, and what goes beyond the terminal below it."""
     import shutil
     import textwrap
 
     width = shutil.get_terminal_size().columns
     rest = " " * indent
-    print(textwrap.fill(text, width, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False))
+    print(textwrap.fill(printable(text), width, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False))
 
 
 def _as_json(path: Path, manifest: Manifest, problems: list[str]) -> dict[str, Any]:
@@ -142,5 +146,5 @@ def import_deepspeed(argv: list[str]) -> int:
         path = import_checkpoint(arguments.source, arguments.out, arguments.tag)
     except OSError as error:
         raise WherryError(f"import-deepspeed: {error.filename or ''}: {error.strerror}") from error
-    print(path)
+    print(one_line(str(path), _LONGEST_PATH))
     return 0

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from wherry.cli import USER_ERROR
+from wherry.errors import printable
 
 
 def main(argv: list[str]) -> int:
@@ -34,8 +35,9 @@ def _load(arguments: argparse.Namespace) -> Any:
     from pathlib import Path
 
     from wherry.config import load, parse_overrides
+    from wherry.config.source import LONGEST
 
-    source = sys.stdin.read() + "\n" if arguments.file == "-" else Path(arguments.file)
+    source = sys.stdin.read(LONGEST + 1) + "\n" if arguments.file == "-" else Path(arguments.file)
     return load(source, overrides=parse_overrides(arguments.set))
 
 
@@ -51,7 +53,7 @@ def _deepspeed(arguments: argparse.Namespace) -> int:
     tree, notes = for_deepspeed(config)
     print(json.dumps(tree, indent=2))
     for note in notes:
-        print(f"note: {note}", file=sys.stderr)
+        print(f"note: {printable(note)}", file=sys.stderr)
     return 0
 
 
@@ -70,7 +72,7 @@ def _check(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(config.to_dict(), indent=2))
         return 0
-    print(f"{arguments.file}: good")
+    print(f"{printable(arguments.file)}: good")
     if config.planned:
         print("  placement   chosen for the model and the machine when training begins")
     else:
@@ -80,7 +82,7 @@ def _check(arguments: argparse.Namespace) -> int:
         factors = f"micro-batch {batch.micro} x accumulation {batch.accumulation} x {arguments.ranks} ranks"
         print(f"  batch       {batch.train} = {factors}")
     for note in config.notes:
-        print(f"note: {note}")
+        print(f"note: {printable(note)}")
     return 0
 
 
@@ -89,7 +91,7 @@ def _explain(arguments: argparse.Namespace) -> int:
 
     text = explain(arguments.key)
     if text is None:
-        print(f'there is no key "{arguments.key}"{suggestion(arguments.key)}', file=sys.stderr)
+        print(f'there is no key "{printable(arguments.key)}"{suggestion(arguments.key)}', file=sys.stderr)
         return USER_ERROR
     print(text)
     return 0

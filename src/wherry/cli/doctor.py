@@ -213,7 +213,12 @@ CHECKS: dict[str, Callable[[str], Finding]] = {
 def _integrations() -> Iterator[Finding]:
     """What is installed of the programs that the extras name, and whether it is as new as they ask; none is needed."""
     absent = []
-    for requirement in metadata.requires("wherry") or ():
+    try:
+        requirements = metadata.requires("wherry") or ()
+    except metadata.PackageNotFoundError:
+        yield Finding("Wherry", "run from its sources", NOTE, "its extras are not looked at: `pip install wherry`")
+        return
+    for requirement in requirements:
         asked = re.match(r"([\w-]+)>=(\S+?); extra == ['\"](transformers|lightning|tensorboard|wandb|ray)", requirement)
         if asked is None:
             continue

@@ -12,8 +12,8 @@ from wherry.sources import SHAPES
 # What goes with each kind of plan, besides --json.
 _FLAGS = {
     "no MODEL": "params infinity",
-    "MODEL": "config set recompute dry_run auto html tensor_parallel pipeline_parallel ranks nodes sequence machine "
-    "again gpu_memory host_memory disk gpus pcie stream disk_bandwidth",
+    "MODEL": "online config set recompute dry_run auto html tensor_parallel pipeline_parallel ranks nodes sequence "
+    "machine again gpu_memory host_memory disk gpus pcie stream disk_bandwidth",
     "--auto": "output disk_path",
     "--dry-run": "rank stage",
     "--params": "params ranks device_memory precision optimizer",
@@ -99,6 +99,9 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--tensor-parallel", type=int, metavar="N", help="ranks that cut each matrix of the model among them"
     )
     model.add_argument("--pipeline-parallel", type=int, metavar="N", help="stages that the model's layers are cut into")
+    model.add_argument(
+        "--online", action="store_true", default=None, help="fetch from the hub what a Hugging Face config names"
+    )
     model.add_argument("--recompute", action="store_true", default=None, help="units recompute their activations")
     model.add_argument("--auto", action="store_true", default=None, help="choose stage, tiers and batch sizes")
     model.add_argument("-o", "--output", metavar="FILE", help="with --auto: write the config here, with reasons")

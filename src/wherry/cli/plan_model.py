@@ -42,10 +42,17 @@ COLOURS = {
 
 
 def main(arguments: argparse.Namespace) -> int:
+    from wherry.sources import around
+
+    _check_flags(arguments)
+    with around(arguments.model, online=bool(arguments.online)):
+        return _plan(arguments)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
     from wherry.plan.grid import Grid
     from wherry.sources import find
 
-    _check_flags(arguments)
     overrides = configs.parse_overrides(arguments.set or ())
     if arguments.recompute:
         overrides["activation_checkpointing.policy"] = "recompute"

@@ -139,7 +139,7 @@ def _shapes(arguments: argparse.Namespace) -> Sequence[gpt.GptShape]:
         raise WherryError(f"plan: a shape needs --layers, --hidden and --heads; {' and '.join(missing)} not given")
     hidden = arguments.hidden.strip().upper()
     digits = hidden.removesuffix("K")
-    if not digits.isdecimal():
+    if not digits.isdecimal() or len(digits) > 30:
         raise WherryError(f"--hidden: expected a number like 10240 or 10K (K = 1024), got {arguments.hidden!r}")
     return [gpt.GptShape(arguments.layers, int(digits) * (gpt.K if hidden != digits else 1), arguments.heads)]
 

@@ -300,7 +300,9 @@ class Own(ConfigBlock):
         "auto",
         "When a unit is updated: inside step(), before its next use, or as soon as its gradients land; these give "
         "the same results, bit for bit, but that in_backward counts a missing gradient as zero: it updates before it "
-        "is known that nobody has one, and zero_grad() cannot drop what has been updated from already. "
+        "is known that nobody has one, and zero_grad() cannot drop what has been updated from already. A backward that "
+        "an exception or Ctrl-C ends has updated a part of the model then: what was updated stays, and every later "
+        "call says so until load_checkpoint() has gone back, or engine.accept_partial_update() goes on with it. "
         "`delayed` updates one step late, which changes the result; a call that reads weights or state makes the "
         "update first, and so does engine.settle() when training ends. "
         "With before_use and in_backward, parameters kept by reference (a list, an optimizer's param_groups) read as "
@@ -341,6 +343,12 @@ class Own(ConfigBlock):
         "fp32", "The type of the optimizer's moments. bf16 and int8 lose precision."
     )
     timeout_s: Number = key(600.0, "Seconds after which a rank that did not arrive at a collective is an error.", gt=0)
+    compare_replicas: Integer | None = key(
+        None,
+        "Compare what several ranks hold of the same weights every so many steps, which reads all of it once; where it "
+        "differs, the step is an error. Unset: only saves do.",
+        ge=1,
+    )
     host_memory: Memory | None = key(
         None,
         'Host memory that training states may take on this machine, all its ranks together: bytes, or like "3GB". Not '

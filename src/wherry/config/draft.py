@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wherry.config.fields import to_flag
-from wherry.config.problems import Problem
+from wherry.config.problems import MOST, Problem, config_error
 from wherry.config.source import ConfigSource, KeyPath
 from wherry.config.without_effect import IdleKey, idle_keys
 
@@ -23,6 +23,7 @@ class Draft:
         self.overrides = list(overrides)
         self.tree: dict[str, Any] = copy.deepcopy(source.given)
         self.problems: list[Problem] = list(source.lines.problems)
+        self._stop_at_many()
         self.notes: list[str] = []
         # Of the notes, those of keys without effect, and how to name the key to whoever is told in one line of all.
         self.idle: dict[str, str] = {}
@@ -48,6 +49,11 @@ class Draft:
             line = self.source.lines.of(written)
         self.problems.append(Problem(".".join(path), line, message))
         self.bad.add(path)
+        self._stop_at_many()
+
+    def _stop_at_many(self) -> None:
+        if len(self.problems) >= MOST:
+            raise config_error(self.problems, self.source.name)
 
     def problem_once(self, path: KeyPath, message: str) -> None:
         """The same, but that one mistake brings no second one with it."""

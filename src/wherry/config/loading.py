@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -90,6 +91,8 @@ def _override_value(text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError:
         return text
+    except ValueError:
+        raise config_error([Problem("", None, "a number has thousands of digits")], None) from None
 
 
 # --- the types that are "auto" ---
@@ -182,7 +185,13 @@ class _Reader:
 
     def _checked(self, adapter: TypeAdapter[Any], path: KeyPath, value: Any) -> Any:
         try:
-            return adapter.validate_python(value)
+            found = adapter.validate_python(value)
+            if isinstance(found, int) and abs(found) > sys.maxsize:
+                raise OverflowError
+            return found
+        except OverflowError:
+            self._draft.problem_once(path, f"nothing that can be set here is as large as {shown(value)}")
+            return _INVALID
         except ValidationError as error:
             for item in error.errors(include_url=False):
                 self._draft.problem_once((*path, *map(str, item["loc"])), _message(item))

@@ -6,10 +6,13 @@ import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from wherry.errors import ConfigError
+from wherry.errors import ConfigError, one_line
 
 # No memory, disk or file is as small; what is asked for in GB or MB is mostly a smaller number.
 _FEW_BYTES = 100_000
+# More are no mistakes but another kind of file.
+MOST = 100
+_LONGEST_WORD = 100
 
 
 @dataclass(frozen=True)
@@ -24,19 +27,20 @@ class Problem:
         place = source or ""
         if source and self.line is not None:
             place = f"{source}:{self.line}"
-        return ": ".join(part for part in (place, self.path, self.message) if part)
+        return ": ".join(part for part in (place, one_line(self.path), one_line(self.message, 2000)) if part)
 
 
 def config_error(problems: Sequence[Problem], source: str | None) -> ConfigError:
-    """The one error that lists all problems, in the order of the file."""
+    """The one error that lists all problems, in the order of the file; of very many the first."""
     assert problems, "an error without a problem"
-    ordered = sorted(problems, key=lambda problem: (problem.line is None, problem.line or 0))
-    return ConfigError("\n".join(problem.text(source) for problem in ordered), ordered)
+    ordered = sorted(problems, key=lambda problem: (problem.line is None, problem.line or 0))[:MOST]
+    more = ["and more; this does not look like a config"] if len(problems) >= MOST else []
+    return ConfigError("\n".join([*(problem.text(source) for problem in ordered), *more]), ordered)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`, did you mean "stage"?` when a known word is near, else an empty string."""
-    known = list(known)
+    known = list(known) if len(word) <= _LONGEST_WORD else []
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     if not near:
         lowered = {name.lower(): name for name in known}

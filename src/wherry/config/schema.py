@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr
@@ -42,6 +44,15 @@ _PLACING = (
     "zero_optimization.offload_optimizer.device",
     "zero_optimization.offload_param.device",
 )
+# What ranks may have each for themselves, as it changes neither numbers nor what is sent nor where it lies in memory:
+# what is written down and where, how a node's disk is asked, what a node may hold, and when somebody gives up.
+MAY_DIFFER = (
+    *("steps_per_print", "wall_clock_breakdown", "log_level", "comms_logger", "flops_profiler"),
+    *("tensorboard", "csv_monitor", "wandb", "activation_checkpointing.profile", "wherry.run_dir"),
+    *("aio", "wherry.host_memory", "wherry.timeout_s"),
+)
+# Folders may have other names on another node, but not be given on one and left out on another.
+_FOLDERS = "nvme_path"
 TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 
@@ -258,6 +269,22 @@ class Config(ConfigBlock):
         if self.wherry.nonfinite != "auto":
             return self.wherry.nonfinite
         return "ignore" if self.bf16.enabled and not self.bf16.check_grad_overflow else "skip"
+
+    def described(self) -> Iterator[tuple[str, str]]:
+        """What every rank must have alike: keys by their paths, with their values as JSON has them."""
+
+        def keys(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+            for name, value in tree.items():
+                path = prefix + name
+                if path in MAY_DIFFER or value is None:
+                    continue
+                if isinstance(value, dict) and value:
+                    yield from keys(value, path + ".")
+                else:
+                    yield path, "given" if name == _FOLDERS else json.dumps(value)
+
+        yield from keys(self.to_dict())
+        yield 'the keys left to "auto"', ", ".join(self.auto) or "none"
 
     def to_dict(self) -> dict[str, Any]:
         """The resolved config, every default written out, as JSON holds it. `load` takes it back unchanged."""

@@ -7,21 +7,30 @@ import binascii
 import bisect
 import json
 import json.scanner
+import math
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from wherry.config.problems import Problem, config_error, shown
+from wherry.regular import read_regular
 
 KeyPath = tuple[str, ...]
 
 _BASE64 = re.compile(r"[A-Za-z0-9+/_-]{8,}={0,2}")
+# Far more than any config has, and still read in a moment: characters of a text, and blocks within each other.
+LONGEST = 1 << 20
+_DEEPEST = 64
+# NUL, which no path may hold, and halves of characters; but for those that stand for the bytes of paths of no encoding.
+_NO_TEXT = re.compile(r"[\x00\ud800-\udc7f\udd00-\udfff]")
 _BEFORE_KEY = re.compile(r"(?:[\s,]+|#[^\n]*|//[^\n]*|/\*.*?\*/)*", re.DOTALL)
 _QUOTED = r"'''.*?'''|\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'"
-_BRACKETS = re.compile(rf"{_QUOTED}|#[^\n]*|//[^\n]*|/\*.*?\*/|[{{}}\[\]]", re.DOTALL)
+_BRACKETS = re.compile(rf"{_QUOTED}|#[^\n]*|//[^\n]*|/\*.*?(?:\*/|\Z)|[{{}}\[\]]", re.DOTALL)
+_INDENT = re.compile(r"^[^\S\n]*", re.MULTILINE)
 
 
 class TextError(Exception):
@@ -134,23 +143,43 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any] | None) -> ConfigSou
     raise config_error([Problem("", None, f"{expected}, got {type(source).__name__}")], None)
 
 
-def copied(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A tree of dicts and lists that shares nothing with what was given. One that holds itself is an error."""
+class _UnfitError(Exception):
+    """What no key of a config can have as its value."""
+
+    def __init__(self, path: KeyPath, message: str) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+def copied(given: Mapping[str, Any], lines: Lines | None = None, name: str | None = None) -> dict[str, Any]:
+    """A tree of dicts and lists that shares nothing with what was given. What no key can mean is an error."""
     try:
         return _copy(given)
-    except RecursionError:
-        raise config_error([Problem("", None, "nested too deeply to be a config")], None) from None
+    except _UnfitError as error:
+        line = lines.of(error.path) if lines is not None else None
+        raise config_error([Problem(".".join(error.path), line, str(error))], name) from None
 
 
 def _copy(value: Any, path: KeyPath = (), around: tuple[Any, ...] = ()) -> Any:
+    if len(path) + sum(name.count(".") for name in path[-1:]) > _DEEPEST:
+        raise _UnfitError((), "nested too deeply to be a config")
     if not isinstance(value, Mapping | list | tuple):
+        _check_leaf(value, path)
         return value
     if any(value is outer for outer in around):
-        raise config_error([Problem(".".join(path), None, "is the same object as one around it: it has no end")], None)
+        raise _UnfitError(path, "is the same object as one around it: it has no end")
     around = (*around, value)
     if isinstance(value, Mapping):
         return {str(name): _copy(inner, (*path, str(name)), around) for name, inner in value.items()}
     return [_copy(inner, (*path, str(index)), around) for index, inner in enumerate(value)]
+
+
+def _check_leaf(value: Any, path: KeyPath) -> None:
+    if isinstance(value, int) and abs(value) > sys.maxsize:
+        digits = math.ceil(value.bit_length() * math.log10(2))
+        raise _UnfitError(path, f"is a number of {digits:,} digits; nothing that can be set here is as large")
+    if isinstance(value, str) and _NO_TEXT.search(value):
+        raise _UnfitError(path, "holds a NUL or half of a character, which no text does")
 
 
 def _from_string(source: str) -> ConfigSource:
@@ -181,7 +210,7 @@ def _from_base64(text: str) -> str | None:
 def _from_file(path: Path) -> ConfigSource:
     name = str(path)
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_regular(path, LONGEST).decode("utf-8-sig")
     except OSError as error:
         raise config_error([Problem("", None, f"cannot be read: {error.strerror}")], name) from None
     except UnicodeDecodeError as error:
@@ -191,6 +220,8 @@ def _from_file(path: Path) -> ConfigSource:
 
 
 def _from_text(text: str, name: str) -> ConfigSource:
+    if len(text) > LONGEST:
+        raise config_error([Problem("", None, f"is longer than the {LONGEST:,} characters of a config")], name)
     if not text.strip():
         raise config_error([Problem("", None, "is empty; write {} to take every default")], name)
     try:
@@ -200,7 +231,7 @@ def _from_text(text: str, name: str) -> ConfigSource:
     if not isinstance(value, dict):
         message = f"expected an object with config keys, got {shown(value)}"
         raise config_error([Problem("", None, message)], name)
-    return ConfigSource(value, name, lines)
+    return ConfigSource(copied(value, lines, name), name, lines)
 
 
 # --- text ---
@@ -217,6 +248,8 @@ def parse(text: str) -> tuple[Any, Lines]:
             return lines.take(_parse_hjson(text)), lines
     except RecursionError:
         raise TextError("nested too deeply to be a config", None) from None
+    except ValueError:  # of Python, which makes no numbers of so many digits
+        raise TextError("a number in it has thousands of digits", None) from None
 
 
 def _parse_hjson(text: str) -> Any:
@@ -250,17 +283,19 @@ def _unclosed(text: str) -> dict[str, int]:
     opened: list[tuple[str, int, int]] = []
     left: list[tuple[str, int, int]] = []
     counts = dict.fromkeys("{}[]", 0)
+    indents = [found.span() for found in _INDENT.finditer(text)]
     for found in _BRACKETS.finditer(text):
         mark = found.group()
         if mark not in counts:
             continue
         counts[mark] += 1
-        before = text[text.rfind("\n", 0, found.start()) + 1 : found.start()]
-        indent = len(before) - len(before.lstrip())
+        line = bisect.bisect_right(indents, (found.start(), sys.maxsize))
+        start, end = indents[line - 1]
+        indent = end - start
         if mark in "{[":
-            opened.append((mark, text.count("\n", 0, found.start()) + 1, indent))
+            opened.append((mark, line, indent))
             continue
-        begins_line = not before.strip()
+        begins_line = found.start() == end
         while opened and (opened[-1][0] + mark not in ("{}", "[]") or (begins_line and opened[-1][2] > indent)):
             left.append(opened.pop())
         if opened:

@@ -247,7 +247,7 @@ class Comm:
     def tell(self, error: BaseException) -> None:
         """`fail` with an error of this rank's own; one that a peer has told is known already."""
         if self.size > 1 and not isinstance(error, PeerError):
-            self.fail(f"{type(error).__name__}: {error}")
+            self.fail(f"{type(error).__name__}: {error}".removesuffix(": "))
 
     def close(self) -> None:
         """Give back what this object itself made."""

@@ -439,11 +439,11 @@ def _last_words(owner: int, store: dist.Store | None, name: str, rank: int, size
     # A child that was forked is not the rank.
     if store is None or os.getpid() != owner or isinstance(error, PeerError):
         return
-    if error is None or isinstance(error, KeyboardInterrupt | SystemExit):
+    if error is None or isinstance(error, SystemExit):
         _leave(store, name, rank, recent)
         return
     try:
-        _publish(store, PeerFailure(rank, MANY, 0, "", f"{type(error).__name__}: {error}"))
+        _publish(store, PeerFailure(rank, MANY, 0, "", f"{type(error).__name__}: {error}".removesuffix(": ")))
         holds_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         begun = time.monotonic()
         while holds_store and time.monotonic() - begun < ROLL_CALL:

@@ -10,6 +10,8 @@ from wherry.config.problems import unit_missing
 from wherry.errors import WherryError
 
 GB = 10**9
+# Far more than anything that is counted here.
+_MOST = 10**30
 _COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _BYTES = {
     "": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
@@ -44,7 +46,7 @@ def _parse(text: str, flag: str, units: dict[str, int], suffix: str, expected: s
     match = re.fullmatch(rf"\s*({_NUMBER})\s*{suffix}\s*", text, re.IGNORECASE)
     if match and match[2].upper() in units:
         value = Decimal(match[1]) * units[match[2].upper()]
-        if value >= 1 and value == int(value):
+        if 1 <= value <= _MOST and value == int(value):
             return int(value)
     raise WherryError(f"{flag}: expected {expected}, got {text.strip()!r}")
 

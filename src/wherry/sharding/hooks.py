@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from threading import get_ident
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from wherry.sharding.flat_gradient import FlatGradient
 from wherry.sharding.gradients import Gradients
 from wherry.sharding.layer_major import Interleaver
 from wherry.sharding.saved import FrozenCalls, SavedWeights
+from wherry.sharding.turns import Turns
 from wherry.sharding.unit import Unit
 from wherry.sharding.watched_params import Hook, WatchedParameters
 from wherry.sharding.weights import Gatherer, Pass
@@ -74,6 +76,9 @@ class Hooks:
             self._places.setdefault(self._home[gradient.flat], []).append(place)
         # The units that each forward has run whose backward may still come, the oldest first.
         self._awaited: list[set[Unit]] = []
+        self.turns = Turns(model, gatherer.link.device)
+        # Threads whose forward was refused: torch tells the hooks behind it nevertheless.
+        self._refused: set[int] = set()
         # How many other methods of the model are running that were called through the engine.
         self._calling = 0
         # How often the weights have been updated. A backward needs them as they were in its forward.
@@ -147,15 +152,34 @@ class Hooks:
 
     def _root_pre_forward(self, module: nn.Module, args: Any) -> None:
         root = self.root
-        if self.interleaver is None and self.running[root.index] == 0 and backward_task() == NO_TASK:
-            self.running = [0] * len(self.units)
-            self._begin_forward()
+        if self.interleaver is None and backward_task() == NO_TASK:
+            turns, me = self.turns, get_ident()
+            inside = self.running[root.index] and turns.forward != me
+            if inside or self.backward.running or turns.holder not in (0, me):
+                self._check_turn()
+            if self.running[root.index] == 0:
+                self._begin_forward()
+                self.running = [0] * len(self.units)
+                turns.forward = me
         self.running[root.index] += 1
         if root.travelling or self.updates_beside:
             self.gatherer.gather(root)
 
+    def _check_turn(self) -> None:
+        """A forward begins where another has not ended, or a backward: a thread is inside, or they have failed."""
+        try:
+            self.turns.check("forward", forward=self.running[self.root.index] > 0, backward=self.backward.running)
+        except WherryError:
+            self._refused.add(get_ident())
+            raise
+        if self.turns.forward != get_ident():
+            self.break_off()
+
     def _root_post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         root = self.root
+        if self._refused and get_ident() in self._refused:
+            self._refused.remove(get_ident())  # it has not begun
+            return
         self.running[root.index] = max(0, self.running[root.index] - 1)
         if self.running[root.index] or backward_task() != NO_TASK:
             return
@@ -365,6 +389,7 @@ class Hooks:
 
     def begin_backward(self, *, boundary: bool, micro_batches: int) -> None:
         """Prepare the units for a backward that is about to run, or has just begun to."""
+        self.turns.backward = get_ident()
         self.gradients.begin()
         self.backward.begin(boundary=boundary, micro_batches=micro_batches)
         self.schedule.begin(Pass.BACKWARD)

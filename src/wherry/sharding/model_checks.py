@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from itertools import zip_longest
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,7 +41,6 @@ def check_model(model: nn.Module, config: Config, comm: Comm) -> None:
     _refuse_wrapped(model)
     _refuse_lazy(model)
     _check_layer_major(model, config)
-    _check_same_model(model, comm)
     if comm.size > 1 and comm.rank == 0:
         _warn_of_max_norm(model)
     if config.placement().parameters.partitioned:
@@ -123,28 +121,18 @@ def _check_layer_major(model: nn.Module, config: Config) -> None:
         )
 
 
-def _check_same_model(model: nn.Module, comm: Comm) -> None:
-    """Ranks with different models would hang or sum unlike gradients; say which parameter differs."""
-    if comm.size == 1:
-        return
-    mine = [
-        f"{name} {tuple(local(p).shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
-        f"{'' if source_of(p) is None else ', to be read from a file'}"
-        for name, p in model.named_parameters()
-    ]
-    digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
-    if len(set(comm.gather_objects(digest))) == 1:
-        return
-    everybody = comm.gather_objects(mine)
-    first = everybody[0]
-    for rank, theirs in enumerate(everybody[1:], 1):
-        for here, there in zip_longest(first, theirs, fillvalue="nothing"):
-            if here != there:
-                raise WherryError(
-                    f"the ranks hold different models: [{here}] on rank 0 and [{there}] on "
-                    f"rank {rank}; build the same model on every rank, whatever its weights (rank 0's are used)"
-                )
-    raise AssertionError("digests differ and parameters do not")
+def described(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """What of a model every data-parallel rank must have alike, or they would hang, or sum unlike gradients."""
+    for name, parameter in model.named_parameters():
+        frozen = "" if parameter.requires_grad else " frozen"
+        in_file = "" if source_of(parameter) is None else ", to be read from a file"
+        yield f"parameter {name}", _kind(parameter) + frozen + in_file
+    for name, buffer in model.named_buffers():
+        yield f"buffer {name}", _kind(buffer)
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return "lazy" if is_lazy(tensor) else f"{tuple(local(tensor).shape)} {tensor.dtype}"
 
 
 def _warn_of_max_norm(model: nn.Module) -> None:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
-from functools import partial
-from pathlib import Path
+from functools import partial, reduce
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 from torch import nn
 
-from wherry.errors import WherryError
+from wherry.errors import WherryError, one_line
+from wherry.regular import open_regular, read_regular
+
+# Bytes: that of a trillion parameters in small tensors has a quarter of it.
+LONGEST_INDEX = 128 << 20
 
 
 class TensorSource:
@@ -40,10 +45,20 @@ class TensorSource:
 
 
 class InFile(TensorSource):
-    def __init__(self, handle: Any, name: str) -> None:
+    def __init__(self, handle: Any, name: str, file: Path, dtypes: dict[str, torch.dtype]) -> None:
+        """`dtypes`: those of the file that torch has, which are found as they come."""
         self._slice = handle.get_slice(name)
         self._whole = lambda: handle.get_tensor(name)
         self.shape = tuple(self._slice.get_shape())
+        kind = self._slice.get_dtype()
+        if kind not in dtypes:
+            try:
+                dtypes[kind] = self.rows(0, 0).dtype
+            except Exception as error:  # safetensors' own, or torch's: it depends on the dtype
+                raise WherryError(
+                    f"load_pretrained: {file}: {one_line(name)} is of dtype {kind}, which cannot be read here: {error}"
+                ) from None
+        self.dtype = dtypes[kind]
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
         return self._slice[start:stop] if self.shape else self._whole()
@@ -75,75 +90,123 @@ class Converted(TensorSource):
 
 def open_folder(path: str | Path, model: nn.Module, names: Mapping[str, torch.Tensor]) -> dict[str, TensorSource]:
     """The tensors of a file, or of a folder, by the names that `model` has for them."""
-    sources: dict[str, TensorSource] = {}
+    sources: dict[str, InFile] = {}
     files = _files(Path(path))
     owners = {name: file for file, expected in files.items() for name in expected}
     for file, expected in files.items():
         handle = _open(file)
-        found = set(handle.keys())
-        absent = sorted(set(expected) - found)
+        found = handle.keys()
+        absent = sorted(set(expected) - set(found))
         if absent:
-            raise WherryError(f"load_pretrained: the index says that {file} has {absent[0]}, and it does not")
+            raise WherryError(f"load_pretrained: the index says that {file} has {one_line(absent[0])}, and it does not")
+        dtypes: dict[str, torch.dtype] = {}
         for name in found:
-            if owners.get(name, file) == file:  # an index says which of several files counts
-                sources[name] = InFile(handle, name)
-    if getattr(type(model), "from_pretrained", None) is not None and hasattr(model, "config"):
+            if owners.setdefault(name, file) == file:  # an index says which of several files counts
+                sources[name] = InFile(handle, name, file, dtypes)
+            elif name not in files[owners[name]]:
+                raise WherryError(
+                    f"load_pretrained: {owners[name]} and {file} both have {one_line(name)}, and no index says which "
+                    "counts; give the path of one of them"
+                )
+    if getattr(type(model), "from_pretrained", None) is None or not hasattr(model, "config"):
+        return dict(sources)
+    try:
         return _converted(sources, model, names)
-    return sources
+    except Exception as error:  # of transformers' own, about names and shapes that it does not expect
+        told = f"{type(error).__name__}: {error}"
+        raise WherryError(f"load_pretrained: transformers cannot convert what {path} holds: {told}") from None
 
 
 def _open(file: Path) -> Any:
     from safetensors import SafetensorError, safe_open
 
     try:
+        os.close(open_regular(file))
         return safe_open(str(file), framework="pt", device="cpu").__enter__()
+    except OSError as error:
+        raise WherryError(f"load_pretrained: {file} {error.strerror or error}") from None
     except SafetensorError as error:
-        raise WherryError(f"load_pretrained: {file} is not a whole safetensors file: {error}") from error
+        raise WherryError(f"load_pretrained: {file} is not a whole safetensors file: {error}") from None
 
 
-def _files(path: Path) -> dict[Path, Iterable[str]]:
+def _files(path: Path) -> dict[Path, Collection[str]]:
     """The files to read, and what an index says that they have."""
-    if path.is_file() and path.suffix == ".json":
-        return _indexed(path)
-    if path.is_file():
-        return {path: ()}
-    if not path.is_dir():
+    if not os.path.exists(path):
         raise WherryError(f"load_pretrained: there is no file or folder {path}")
+    if not path.is_dir():
+        return _indexed(path) if path.suffix == ".json" else {path: ()}
     indexes = sorted(path.glob("*.safetensors.index.json"))
     if len(indexes) > 1:
         shown = ", ".join(index.name for index in indexes)
         raise WherryError(f"load_pretrained: {path} has {len(indexes)} indexes, {shown}; give the path of one of them")
     if indexes:
-        return _indexed(indexes[0])
+        return _indexed(_inside(path, indexes[0]))
     files = sorted(path.glob("*.safetensors"))
     if not files:
         seen = ", ".join(sorted(entry.name for entry in path.iterdir())[:10]) or "nothing"
         raise WherryError(f"load_pretrained: {path} has no *.safetensors file; it has {seen}")
     if len(files) > 1 and (path / "model.safetensors") in files:
         files = [path / "model.safetensors"]
-    return {file: () for file in files}
+    return {_inside(path, file): () for file in files}
 
 
-def _indexed(index: Path) -> dict[Path, Iterable[str]]:
+def _inside(folder: Path, file: Path) -> Path:
+    """A file of a folder, which is there. A link leads inside the folder, or, in the hub's cache, to its blobs."""
+    real, root = Path(os.path.realpath(file)), Path(os.path.realpath(folder))
+    blobs = [parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots"]
+    if not any(real.is_relative_to(place) for place in (root, *blobs)):
+        raise WherryError(
+            f"load_pretrained: {file} is a link that leads out of its folder, to {real}; give the path of the folder "
+            "that has the files"
+        )
+    return file
+
+
+def _indexed(index: Path) -> dict[Path, Collection[str]]:
     try:
-        weight_map = json.loads(index.read_text())["weight_map"]
-        files: dict[Path, list[str]] = {}
-        for name, file in weight_map.items():
-            files.setdefault(index.parent / file, []).append(name)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WherryError(f"load_pretrained: {index} is not an index of safetensors files: {error!r}") from error
-    lacking = [file.name for file in files if not file.is_file()]
+        told = json.loads(read_regular(index, LONGEST_INDEX), object_pairs_hook=_without_contradiction)
+    except OSError as error:
+        raise WherryError(f"load_pretrained: {index} {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise WherryError(f"load_pretrained: {index} is not an index of safetensors files: {error}") from None
+    weight_map = told.get("weight_map") if isinstance(told, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise WherryError(
+            f"load_pretrained: {index} is not an index of safetensors files: it has no weight_map of names and files"
+        )
+    files: dict[Path, list[str]] = {}
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or "\0" in file or not _stays_inside(PurePath(file)):
+            raise WherryError(
+                f"load_pretrained: {index} is not an index of safetensors files: {one_line(name)} is in "
+                f"{one_line(repr(file))}; expected the name of a file in its folder"
+            )
+        files.setdefault(index.parent / file, []).append(name)
+    lacking = sorted(str(file.relative_to(index.parent)) for file in files if not os.path.exists(file))
     if lacking:
-        raise WherryError(f"load_pretrained: {index} names files that are not there: {', '.join(sorted(lacking))}")
-    return dict(files)
+        more = f", and {len(lacking) - 20} more" if len(lacking) > 20 else ""
+        names = ", ".join(map(one_line, lacking[:20]))
+        raise WherryError(f"load_pretrained: {index} names files that are not there: {names}{more}")
+    return {_inside(index.parent, file): expected for file, expected in files.items()}
+
+
+def _stays_inside(file: PurePath) -> bool:
+    return bool(file.parts) and not file.is_absolute() and ".." not in file.parts
+
+
+def _without_contradiction(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        for name, value in pairs:
+            if made[name] != value:
+                raise ValueError(f"{one_line(name)} is there twice, and not the same")
+    return made
 
 
 # Models of transformers: names and layouts on disk may be older than those in memory.
 
 
-def _converted(
-    sources: dict[str, TensorSource], model: Any, names: Mapping[str, torch.Tensor]
-) -> dict[str, TensorSource]:
+def _converted(sources: Mapping[str, InFile], model: Any, names: Mapping[str, torch.Tensor]) -> dict[str, TensorSource]:
     """The sources under the names in memory, by the conversions that transformers itself has for the model."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -166,9 +229,11 @@ def _converted(
             groups.setdefault(renamed, []).append((pattern, name))
     for first, members in groups.items():
         converter = converter_of[members[0][0]]
+        # What cannot be put together raises here: on the meta device it would not.
+        reduce(torch.promote_types, (sources[name].dtype for _, name in members))
 
         def convert(
-            read: Callable[[TensorSource], torch.Tensor],
+            read: Callable[[InFile], torch.Tensor],
             first: str = first,
             members: list[tuple[str, str]] = members,
             converter: Any = converter,
@@ -179,7 +244,7 @@ def _converted(
             made = mapping.convert(first, model=model, config=model.config)
             return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
-        outline = convert(lambda source: torch.empty(source.shape, device="meta"))
+        outline = convert(lambda source: torch.empty(source.shape, dtype=source.dtype, device="meta"))
         for name, tensor in outline.items():
             result[name] = Converted(tuple(tensor.shape), partial(_made, convert, name))
     return result
@@ -193,13 +258,11 @@ def _whole(source: TensorSource) -> torch.Tensor:
     return source.elements(0, math.prod(source.shape)).view(source.shape)
 
 
-def _prefixed(
-    sources: dict[str, TensorSource], model: Any, names: Mapping[str, torch.Tensor]
-) -> dict[str, TensorSource]:
+def _prefixed(sources: Mapping[str, InFile], model: Any, names: Mapping[str, torch.Tensor]) -> dict[str, TensorSource]:
     """A base model's file for a model with a head, or the other way round."""
     prefix = getattr(model, "base_model_prefix", "")
     if not prefix or set(sources) & set(names):
-        return sources
+        return dict(sources)
     dotted = prefix + "."
     return {
         name.removeprefix(dotted) if name.removeprefix(dotted) in names else dotted + name: source

@@ -137,9 +137,9 @@ class Flat:
     def end_update(self) -> None:
         """Its weights are those after the update, everywhere."""
         if self.pending:
-            self.pending = False
             if self.resident:
                 self.show_whole()
+            self.pending = False  # last: who is interrupted before it shows them again
 
     # Where ranks of one node share the weights among themselves as well.
 

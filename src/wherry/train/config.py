@@ -6,8 +6,8 @@ import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from wherry.config import parse_overrides
-from wherry.errors import WherryError
+from wherry.config import load, parse_overrides
+from wherry.errors import ConfigError, WherryError
 from wherry.placement import Tier
 from wherry.train.options import Options, keys_of
 from wherry.train.presets import Shape
@@ -123,9 +123,15 @@ def _keep(config: dict[str, Any], earlier: Mapping[str, Any], given: Mapping[str
     kept = ["optimizer"]
     kept += ["scheduler"] if written.get("scheduler") in _OPEN else []
     kept += ["gradient_clipping"] if given is None else []
-    config.update({name: copy.deepcopy(earlier[name]) for name in kept if name in earlier})
-    schedule = (config.get("scheduler") or {}).get("params", {})
-    if schedule.get("total_num_steps") is not None:
+    found = {name: copy.deepcopy(earlier[name]) for name in kept if name in earlier}
+    try:
+        load(found)
+    except ConfigError as error:
+        raise WherryError(f"--resume: the config of the earlier run is none:\n{error}") from None
+    config.update(found)
+    block = config.get("scheduler")
+    schedule = (block.get("params") or {}) if isinstance(block, dict) else {}
+    if isinstance(schedule.get("total_num_steps"), int):
         schedule["total_num_steps"] = max(schedule["total_num_steps"], steps)
 
 
@@ -167,7 +173,6 @@ def layer_major_pays(config: Mapping[str, Any], place: Topology, shape: Shape, c
     import torch
 
     from wherry.activations.build import free_bytes
-    from wherry.config import load
 
     resolved = load(config)
     placement, batch = resolved.placement(), resolved.batch(place.data.size)

@@ -16,6 +16,7 @@ from torch import nn
 from wherry import native
 from wherry.errors import WherryError
 from wherry.observe.log import warn
+from wherry.parallel.agreement import plain
 from wherry.update.rules import NATIVE_FAMILIES, NativeFamily, NativeRule, TorchRule, UpdateRule
 
 if TYPE_CHECKING:
@@ -78,6 +79,28 @@ class OptimizerSpec:
         if not all(group.get("bias_correction", True) for group in self.groups):
             raise WherryError(f"{known_as}: bias_correction=False is offered for state on the host only")
         return TorchRule(optimizer_class, instance.defaults, self.groups)
+
+
+def described(spec: OptimizerSpec | None) -> Iterator[tuple[str, str]]:
+    """What of an optimizer every rank of a stage must have alike: what it is, and the options of its groups."""
+    if spec is None:
+        yield "optimizer", "missing"
+        return
+    kind = type(spec.instance)
+    yield "optimizer", f"{kind.__module__}.{kind.__qualname__}"
+    yield "the number of param_groups", str(len(spec.groups))
+    for number, group in enumerate(spec.groups):
+        for name, value in group.items():
+            if name not in ("params", "param_names") and (text := plain(value)) is not None:
+                yield f"param_groups[{number}].{name}", text
+
+
+def groups_described(spec: OptimizerSpec | None, model: nn.Module) -> Iterator[tuple[str, str]]:
+    """And the group of each parameter, which every rank that holds the same ones must have alike."""
+    groups = spec.groups if spec is not None else []
+    group_of = {parameter: str(number) for number, group in enumerate(groups) for parameter in group["params"]}
+    for name, parameter in model.named_parameters():
+        yield f"the param_group of {name}", group_of.get(parameter, "none")
 
 
 def resolve_optimizer(

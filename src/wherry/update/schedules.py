@@ -6,7 +6,7 @@ Step 0 is the first update. Each class takes its parameters under the names that
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from wherry.errors import WherryError
 from wherry.observe.log import warn
+from wherry.parallel.agreement import plain
 
 if TYPE_CHECKING:
     from wherry.config.scheduler import Scheduler
@@ -253,6 +254,16 @@ def resolve(given: Any, named: Scheduler | None, optimizer: Optimizer | None) ->
                 "optimizer and makes it"
             )
     return given
+
+
+def described(schedule: Any) -> Iterator[tuple[str, str]]:
+    """What of a schedule every rank must have alike. Of one that is the user's own, only what it is."""
+    kind = type(schedule)
+    yield "lr_scheduler", "missing" if schedule is None else f"{kind.__module__}.{kind.__qualname__}"
+    if kind.__module__.startswith(("torch.", "wherry.")):
+        for name, value in vars(schedule).items():
+            if not name.startswith("_") and (text := plain(value)) is not None:
+                yield f"lr_scheduler.{name}", text
 
 
 def _per_group(name: str, value: Rates, optimizer: Optimizer) -> list[float]:

@@ -40,6 +40,20 @@ class UpdatePolicy:
         return self.when != "at_step"
 
 
+class PartialUpdate(WherryError):
+    """A step that did not end has updated parts of the model, in its backward: what is left is of no step."""
+
+    def __init__(self, changed: Sequence[str], parts: int) -> None:
+        self.changed, self.parts = list(changed), parts
+        names = ", ".join(changed[:3]) + ", ..." * (len(changed) > 3)
+        super().__init__(
+            f"gradients were dropped that no step has ended, and the update policy in_backward has updated "
+            f"{len(changed)} of {parts} parts of the model from them already ({names}). Go back to a checkpoint with "
+            "load_checkpoint(), which loses nothing; or train on with the weights as they are, after "
+            "engine.accept_partial_update() on every rank"
+        )
+
+
 class InBackward:
     """One window's updates in its boundary's backward, from there to its step.
 
@@ -149,6 +163,8 @@ class Updater:
 
     def begin_backward(self, groups: Groups, multiplier: float, *, boundary: bool) -> None:
         """No update is under way while gradients come, but those that the policy makes of these very gradients."""
+        if self.broken is not None:
+            self.check_whole()
         if self.policy.when in ("before_use", "in_backward"):
             self.settle()
         if boundary and self.in_backward:
@@ -168,6 +184,8 @@ class Updater:
 
     def check_whole(self) -> None:
         """Raise if an update has failed: weights and optimizer state are not those of one step any more."""
+        if isinstance(self.broken, PartialUpdate):
+            raise PartialUpdate(self.broken.changed, self.broken.parts)  # anew, as it keeps the frames it goes through
         if self.broken is not None:
             what = str(self.broken) or (
                 f"{type(self.broken).__name__} left it unfinished, and weights and optimizer state are not those of "
@@ -187,14 +205,16 @@ class Updater:
             if not (late or self.policy.when in ("before_use", "in_backward")):
                 self._update_now(groups, multiplier, absent)
                 return
-            pipelines, window = self.pipelines, self._end_window(groups, multiplier)
+            window = self._end_window(groups, multiplier)
             if window is None:
                 self.settle()
-            else:
-                pipelines = window.deferred
-            terms = UpdateTerms(snapshot(groups), multiplier, absent, self.link.fence())
-            for pipeline in pipelines:
-                self._send(pipeline, terms, late=late)
+            try:
+                terms = UpdateTerms(snapshot(groups), multiplier, absent, self.link.fence())
+                for pipeline in self.pipelines if window is None else window.deferred:
+                    self._send(pipeline, terms, late=late)
+            except BaseException as error:  # some updates go on, and the others never will
+                self.broken = self.broken or error
+                raise
             self._arrange()
             if not late:
                 self._begin_gathers()
@@ -224,6 +244,10 @@ class Updater:
             for pipeline in self.pipelines:
                 pipeline.give_up(error)
 
+    def interrupted(self, error: BaseException) -> None:
+        """Ctrl-C in a step: what of it was made, and of what is kept beside it, nobody knows."""
+        self.broken = self.broken or error
+
     def give_up_for_load(self) -> None:
         """An update of this rank or of another has failed, and all values are about to be loaded.
 
@@ -235,7 +259,7 @@ class Updater:
             pipeline.give_up(self.broken)
 
     def made_whole(self) -> None:
-        """Every value has been loaded: they are those of one step again."""
+        """Every value has been loaded, and they are those of one step again; or what they are has been accepted."""
         self.broken = None
 
     @torch.no_grad()
@@ -291,8 +315,35 @@ class Updater:
             for job in window.begun.values():
                 job.wait_for_end()  # it may read the gradients that are given back next, and what was read for it
             changed = [p.bucket.name for p in self.pipelines if p in window.begun and p.updated]
+        if changed:
+            self.broken = self.broken or PartialUpdate(changed, len(self.pipelines))
         self.drop_reads()
         return changed
+
+    def left(self) -> tuple[list[str], list[str], str | None]:
+        """What a step that did not end has updated, and those of the updates that are not published, by name.
+
+        Or what has gone wrong otherwise, with which nothing can go on.
+        """
+        pending = [pipeline.bucket.name for pipeline in self.pipelines if pipeline.phase is Phase.PENDING]
+        if self.broken is None or isinstance(self.broken, PartialUpdate):
+            return self.broken.changed if self.broken is not None else [], pending, None
+        try:
+            self.check_whole()
+        except WherryError as error:
+            return [], pending, str(error)
+        raise AssertionError("an update that is broken is whole")
+
+    @torch.no_grad()
+    def publish_left(self, pending: Collection[str]) -> None:
+        """A step that did not end has made these updates, on any rank; all ranks take part in what one has begun."""
+        under_way = [pipeline for pipeline in self.pipelines if pipeline.bucket.name in pending]
+        for pipeline in under_way:
+            self._wait_for_store(pipeline)
+            for flat in pipeline.flats:
+                flat.begin_update()
+        self._publish(under_way)
+        self._wait_for_gathers(under_way)
 
     def _finite(self, pipeline: BucketPipeline) -> bool:
         assert self._gradients is not None
@@ -316,11 +367,11 @@ class Updater:
     ) -> UpdateJob:
         """Set an update going beside what comes next."""
         self._wait_for_store(pipeline)
-        job = pipeline.begin(terms, late=late, fit=fit)
-        for flat in pipeline.flats if not late else ():
-            flat.begin_update()
         assert self._thread is not None
+        job = pipeline.begin(terms, late=late, fit=fit)
         try:
+            for flat in pipeline.flats if not late else ():
+                flat.begin_update()
             if pipeline.bucket.on_device:
                 job.launch()  # its kernels go to the device's current stream, which the thread does not share
             if not job.done():
@@ -381,6 +432,7 @@ class Updater:
         under_way = [pipeline for pipeline in under_way if pipeline.phase in (Phase.PENDING, Phase.PUBLISHED)]
         if under_way:
             self._refuse_fork()
+            self.check_whole()
             self._publish([pipeline for pipeline in under_way if pipeline.phase is Phase.PENDING])
             self._wait_for_gathers(under_way)
 
@@ -389,6 +441,7 @@ class Updater:
         under_way = [pipeline for pipeline in self.pipelines if pipeline.phase is not Phase.SETTLED]
         if not under_way:
             return
+        self.check_whole()
         # Delayed updates have made new weights that every rank holds whole: to publish them takes all ranks.
         if any(pipeline.phase is Phase.PENDING and pipeline.together for pipeline in under_way):
             self.comm.meet("settle()")

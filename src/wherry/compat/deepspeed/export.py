@@ -21,9 +21,10 @@ from torch import nn
 
 from wherry.checkpoint import export as exporting
 from wherry.checkpoint import folder as folders
+from wherry.checkpoint.checks import read_manifest
 from wherry.checkpoint.errors import CheckpointError
 from wherry.checkpoint.files import write_text
-from wherry.checkpoint.format import WEIGHT, Entry, Manifest, read_manifest
+from wherry.checkpoint.format import WEIGHT, Entry, Manifest
 from wherry.checkpoint.reader import CheckpointReader
 from wherry.compat.deepspeed import VERSION
 from wherry.errors import WherryError

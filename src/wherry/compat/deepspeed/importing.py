@@ -1,13 +1,11 @@
-"""Checkpoints of DeepSpeed's, turned into Wherry's: its partitions of fp32 weights and moments, as named slices.
-
-Its files are pickles. They are read with torch's `weights_only`, and the few classes of DeepSpeed's that stand in them
-are replaced by inert ones, so that nothing in a file is run.
-"""
+"""Checkpoints of DeepSpeed's, turned into Wherry's: its partitions of fp32 weights and moments, as named slices."""
 
 from __future__ import annotations
 
 import math
+import os
 import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,63 +16,30 @@ from wherry.checkpoint import folder as folders
 from wherry.checkpoint.errors import CheckpointError
 from wherry.checkpoint.format import WEIGHT, Entry, Manifest, Piece, RankFiles, encode
 from wherry.checkpoint.reshard import Run
+from wherry.compat.deepspeed.files import ModelFile, States, read_model, read_optimizer
+from wherry.errors import one_line
 from wherry.observe.progress import Progress
+from wherry.regular import read_regular
 
-_KNOWN = {
-    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
-    "shared_params", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps",
-    "global_steps", "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config",
-    "ds_version", "loss_scaler", "universal_checkpoint_info", "autotp_info", "moe",
+# What DeepSpeed itself puts beside the client state, and nothing here needs.
+_UNREAD = {
+    "optimizer", "data_sampler", "random_ltd", "sparse_tensor_module_names", "mp_world_size",
+    "checkpoint_parallel_dimensions", "ds_config", "loss_scaler", "universal_checkpoint_info", "autotp_info", "moe",
 }  # fmt: skip
-
-
-class _Inert:
-    """Takes whatever a pickle gives it, and does nothing."""
-
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
-def _stand_in(name: str) -> type:
-    return type(name.rpartition(".")[2], (_Inert,), {"__module__": name.rpartition(".")[0]})
-
-
-# Classes that DeepSpeed pickles beside tensors.
-_STAND_INS = {
-    name: _stand_in(name)
-    for name in (
-        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-        "deepspeed.runtime.zero.config.ZeroStageEnum",
-        "deepspeed.utils.tensor_fragment.fragment_address",
-    )
-}
-
-
-def read(path: Path) -> Any:
-    """A file of DeepSpeed's, without running anything in it."""
-    safe: list[Any] = [(stand_in, name) for name, stand_in in _STAND_INS.items()]
-    try:
-        with torch.serialization.safe_globals(safe):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing") from error
-    except Exception as error:
-        told = str(error).splitlines()[0] if str(error) else type(error).__name__
-        foreign = re.search(r"GLOBAL (\S+)", str(error))
-        if foreign:
-            told = f"it holds an object of {foreign[1]}, which is not loaded: nothing in a checkpoint is run"
-        raise CheckpointError(f"{path} cannot be read: {told}") from error
+_LONGEST_TAG = 4096
 
 
 def _find(source: Path, tag: str | None) -> Path:
     """The folder of a checkpoint, which must be one that can be read."""
-    if tag is None and (source / "latest").is_file():
-        tag = (source / "latest").read_text(encoding="utf-8").strip()
-    folder = source / tag if tag is not None else source
+    latest = source / "latest"
+    if tag is None and os.path.lexists(latest):
+        try:
+            tag = read_regular(latest, _LONGEST_TAG).decode("utf-8").strip()
+        except OSError as error:
+            raise CheckpointError(f"{latest} cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise CheckpointError(f"{latest} cannot be read: it is no text") from None
+    folder = source / folders.check_tag(tag) if tag is not None else source
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: there is no such folder")
     if any(next(folder.glob(pattern), None) for pattern in ("mp_rank_01_*", "*_mp_rank_01_*", "layer_*")):
@@ -86,11 +51,18 @@ def _find(source: Path, tag: str | None) -> Path:
 
 
 def _by_rank(folder: Path, pattern: str) -> list[Path]:
-    def rank(path: Path) -> int:
-        found = re.search(r"zero_pp_rank_(\d+)_", path.name)
-        return int(found[1]) if found else 0
-
-    return sorted(folder.glob(pattern), key=rank)
+    """The files of all ranks, one each."""
+    found: dict[int, Path] = {}
+    for path in folder.glob(pattern):
+        number = re.search(r"zero_pp_rank_(\d+)_", path.name)
+        rank = int(number[1]) if number else 0
+        if rank in found:
+            raise CheckpointError(f"{found[rank]} and {path.name} are both of rank {rank}; move one of them away")
+        found[rank] = path
+    lacking = next((rank for rank in range(len(found)) if rank not in found), None)
+    if lacking is not None:
+        raise CheckpointError(f"{folder} has {pattern} of {len(found)} ranks, and none of rank {lacking}")
+    return [found[rank] for rank in range(len(found))]
 
 
 def _cut(flats: list[torch.Tensor], start: int, stop: int) -> torch.Tensor:
@@ -110,57 +82,83 @@ class _Import:
         models = _by_rank(folder, "*model_states.pt")
         if not models:
             raise CheckpointError(f"{folder} holds no *_model_states.pt: it is no checkpoint of DeepSpeed's")
-        self.models: list[dict[str, Any]] = [read(path) for path in models]
+        self.models: list[ModelFile] = [read_model(path) for path in models]
         self.model = self.models[0]
-        if "module" not in self.model:
-            raise CheckpointError(f"{models[0]} holds no module")
         self.optimizers = _by_rank(folder, "*zero_pp_rank_*optim_states.pt")
-        # The groups of trained parameters: name -> shape.
-        self.groups: list[dict[str, Any]] = [dict(shapes) for shapes in self.model.get("param_shapes") or []]
+        # The groups of trained parameters: name -> shape. Without optimizers' files all weights are in the module.
+        self.groups = self.model.param_shapes if self.optimizers else []
+        if self.optimizers and not self.groups:
+            raise CheckpointError(
+                f"{models[0]} has no param_shapes, and there are weights of optimizers in other files"
+            )
+        self.frozen = self.model.frozen_param_shapes if self.groups else {}
         self.aliases: dict[str, list[str]] = {}
-        for other, first in dict(self.model.get("shared_params") or {}).items():
+        for other, first in self.model.shared_params.items():
             self.aliases.setdefault(first, []).append(other)
+        names = [*(name for shapes in self.groups for name in shapes), *self.frozen, *self.model.shared_params]
+        twice = [name for name, count in Counter(names).items() if count > 1]
+        if twice:
+            raise CheckpointError(f"{models[0]}: {twice[0]} is in two groups, or trained and frozen or tied at once")
         self.entries: dict[str, Entry] = {}
 
     def write(self, out: Path, tag: str | None) -> Path:
-        step = int(self.model.get("global_steps", 0))
-        name = folders.check_tag(tag or folders.step_tag(step))
+        name = folders.check_tag(tag or folders.step_tag(self.model.global_steps))
+        ranks = self._ranks() if self.groups else []
         partial = folders.Partial(out, name)
-        manifest = Manifest.of_now(name, int(self.model.get("dp_world_size", 1)), self.entries)
-        manifest.versions["deepspeed"] = str(self.model.get("ds_version"))
+        manifest = Manifest.of_now(name, self.model.dp_world_size, self.entries)
+        manifest.versions["deepspeed"] = str(self.model.ds_version)
         self.files = RankFiles(partial.path, 0, 1 << 20, manifest)
         try:
-            manifest.engine = self._engine_values(self._write_tensors())
+            manifest.engine = self._engine_values(self._write_tensors(ranks))
             self.files.finish()
-            manifest.check_complete()
             return partial.commit(manifest, latest=True)
         except BaseException:
             self.files.drop()
             partial.drop()
             raise
 
-    def _write_tensors(self) -> dict[str, Any] | None:
+    def _ranks(self) -> list[_RankStates]:
+        """The states of all ranks, which fit each other and the groups of parameters."""
+        ranks = [_RankStates.of(path) for path in self.optimizers]
+        first, count = ranks[0], len(self.groups)
+        for path, rank in zip(self.optimizers, ranks, strict=True):
+            if rank.stage_3 != first.stage_3:
+                raise CheckpointError(f"{path} is of another ZeRO stage than {self.optimizers[0]}")
+            if (len(rank.flats) < 1) if rank.stage_3 else (len(rank.flats) != count):
+                raise CheckpointError(f"{path} has weights of {len(rank.flats)} groups, and the model has {count}")
+            held = sum(flat.numel() for flat in rank.all_of(WEIGHT))
+            shapes = (shape for group in self.groups for shape in group.values())
+            wanted = sum(-(-math.prod(shape) // len(ranks)) for shape in shapes)
+            if rank.stage_3 and held != wanted:
+                raise CheckpointError(f"{path} has {held:,} weights, and of {len(ranks)} ranks each has {wanted:,}")
+        return ranks
+
+    def _write_tensors(self, ranks: list[_RankStates]) -> dict[str, Any] | None:
         """Every tensor; returns what is known of the optimizer."""
-        partitioned = bool(self.optimizers and self.groups)
-        optimizer = self._write_trained() if partitioned else None
-        trained = {name for shapes in self.groups for name in shapes} if partitioned else set()
-        frozen = dict(self.model.get("frozen_param_shapes") or {}) if partitioned else {}
-        for name, shape in frozen.items():
-            parts = [dict(model.get("frozen_param_fragments") or {}).get(name) for model in self.models]
-            whole = torch.cat([part.reshape(-1) for part in parts if part is not None])[: math.prod(shape)]
-            self._write_plain(name, whole.view(tuple(shape)), "frozen")
-        known = {*trained, *frozen, *(other for others in self.aliases.values() for other in others)}
-        buffers = set(self.model.get("buffer_names") or ())
-        for name, tensor in self.model["module"].items():
+        optimizer = self._write_trained(ranks) if ranks else None
+        for name, shape in self.frozen.items():
+            self._write_frozen(name, shape)
+        known = {*self.entries, *(other for others in self.aliases.values() for other in others)}
+        buffers = set(self.model.buffer_names)
+        for name, tensor in self.model.module.items():
             if name in known:
                 continue
             if name in buffers:
                 self._write_plain(name, tensor, "buffer")
-            elif not partitioned:
+            elif not ranks:
                 self._write_plain(name, tensor, "parameter")
             elif tensor.numel():  # at stage 3 other names of trained weights are there too, empty
                 self._write_plain(name, tensor, "frozen")
         return optimizer
+
+    def _write_frozen(self, name: str, shape: tuple[int, ...]) -> None:
+        """Ranks have a part each, the last one with padding."""
+        fragments = (model.frozen_param_fragments.get(name) for model in self.models)
+        parts = [fragment.reshape(-1) for fragment in fragments if fragment is not None]
+        there, numel = sum(part.numel() for part in parts), math.prod(shape)
+        if not parts or there < numel or len({part.dtype for part in parts}) > 1:
+            raise CheckpointError(f"{self.folder}: {name}: of one dtype {there:,} of {numel:,} elements are there")
+        self._write_plain(name, torch.cat(parts)[:numel].view(shape), "frozen")
 
     def _entry(self, name: str, shape: Any, dtype: torch.dtype, kind: str) -> None:
         spelled = str(dtype).removeprefix("torch.")
@@ -175,16 +173,18 @@ class _Import:
         self._entry(name, tensor.shape, tensor.dtype, kind)
         self._put(name, WEIGHT, tensor)
 
-    def _write_trained(self) -> dict[str, Any]:
+    def _write_trained(self, ranks: list[_RankStates]) -> dict[str, Any]:
         """Masters and moments; the files of all ranks are open, and one state of one parameter is in memory."""
-        ranks = [_RankStates.of(path) for path in self.optimizers]
-        module: dict[str, torch.Tensor] = self.model["module"]
+        module = self.model.module
         part_at = 0  # of stage 3: where the parameter's parts begin in what each rank has
         with Progress(f"importing {self.folder}", sum(map(len, self.groups)), unit="parameters") as progress:
             for index, shapes in enumerate(self.groups):
                 at = 0  # of stages 1 and 2: where the parameter begins in its group
                 for name, shape in shapes.items():
-                    self._entry(name, shape, module[name].dtype if name in module else torch.float32, "parameter")
+                    dtype = module[name].dtype if name in module else torch.float32
+                    if not dtype.is_floating_point:
+                        raise CheckpointError(f"{self.folder}: {name} is trained, and its weight is of {dtype}")
+                    self._entry(name, shape, dtype, "parameter")
                     numel, part = math.prod(shape), -(-math.prod(shape) // len(ranks))
                     for state in ranks[0].flats[0 if ranks[0].stage_3 else index]:
                         if ranks[0].stage_3:
@@ -225,14 +225,14 @@ class _Import:
             self.files.part.tensors[name] = self.files.put(name, tensor.detach().contiguous())
             return name
 
-        steps = int(self.model.get("global_steps", 0))
-        client = {key: value for key, value in self.model.items() if key not in _KNOWN}
+        steps = self.model.global_steps
+        client = {key: value for key, value in (self.model.model_extra or {}).items() if key not in _UNREAD}
         scale = (optimizer or {}).pop("loss_scale", 1.0)
         values = {
             "global_steps": steps,
             "micro_steps": steps,
-            "skipped_steps": int(self.model.get("skipped_steps", 0)),
-            "samples": int(self.model.get("global_samples", 0)),
+            "skipped_steps": self.model.skipped_steps,
+            "samples": self.model.global_samples,
             "norm": None,
             "applied": True,
             "window": {},
@@ -241,11 +241,11 @@ class _Import:
             "extra_state": {},
             "frozen_excluded": False,
         }
-        schedule = self.model.get("lr_scheduler")
+        schedule = self.model.lr_scheduler
         if isinstance(schedule, dict):
-            if set(schedule) == {"last_batch_iteration"}:
+            last = schedule.get("last_batch_iteration")
+            if len(schedule) == 1 and isinstance(last, int):
                 # DeepSpeed's schedules know their step alone; torch's count the same from it.
-                last = int(schedule["last_batch_iteration"])
                 schedule = {"last_epoch": last, "_step_count": last + 1}
             values["lr_scheduler"] = encode(schedule, "lr_scheduler", put)
         if optimizer is not None:
@@ -269,28 +269,26 @@ class _RankStates:
 
     @classmethod
     def of(cls, path: Path) -> _RankStates:
-        saved = read(path)["optimizer_state_dict"]
-        stage_3 = "fp32_flat_groups" in saved
-        key = "fp32_flat_groups" if stage_3 else "single_partition_of_fp32_groups"
-        if key not in saved:
-            raise CheckpointError(f"{path} holds no {key}; ZeRO stages 1, 2 and 3 are read")
-        weights: list[torch.Tensor] = list(saved[key])
-        base = saved["optimizer_state_dict" if stage_3 else "base_optimizer_state"]
+        saved = read_optimizer(path)
+        stage_3 = saved.fp32_flat_groups is not None
+        weights = saved.fp32_flat_groups if stage_3 else saved.single_partition_of_fp32_groups
+        base = saved.optimizer_state_dict if stage_3 else saved.base_optimizer_state
+        if weights is None or base is None:
+            raise CheckpointError(f"{path} holds no fp32 weights with their states; ZeRO stages 1, 2 and 3 are read")
         options: list[Any] = []
         if isinstance(base, list):  # an elastic checkpoint: states alone
             states = base
-        elif isinstance(base, dict) and "state" in base:
-            states = [base["state"].get(index, {}) for index in range(len(weights))]
-            options = [{k: v for k, v in group.items() if k != "params"} for group in base.get("param_groups", [])]
         else:
-            raise CheckpointError(f"{path}: the optimizer's state is not in a form that is known")
-        flats = [
-            {WEIGHT: weight}
-            | {name: value for name, value in state.items() if isinstance(value, torch.Tensor) and value.dim()}
-            for weight, state in zip(weights, states, strict=True)
-        ]
-        scale = float(getattr(saved.get("loss_scaler"), "state", {}).get("cur_scale", 1.0))
-        return cls(flats, options, max((int(state.get("step", 0)) for state in states), default=0), scale, stage_3)
+            states = [base.state.get(index, States()) for index in range(len(weights))]
+            options = [{k: v for k, v in group.items() if k != "params"} for group in base.param_groups]
+        if len(states) != len(weights):
+            raise CheckpointError(f"{path} has {len(weights)} flat weights, and states of {len(states)}")
+        flats = [{**state.tensors(), WEIGHT: weight} for weight, state in zip(weights, states, strict=True)]
+        scaler = getattr(saved.loss_scaler, "state", None)
+        scale = scaler.get("cur_scale", 1.0) if isinstance(scaler, dict) else 1.0
+        if not isinstance(scale, int | float) or not 0 < scale < math.inf:
+            raise CheckpointError(f"{path}: loss_scaler: expected a scale above 0, got {one_line(str(scale))}")
+        return cls(flats, options, max((state.step for state in states), default=0), float(scale), stage_3)
 
     def all_of(self, state: str) -> list[torch.Tensor]:
         return [flat[state] for flat in self.flats if state in flat]

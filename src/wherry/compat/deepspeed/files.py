@@ -1,0 +1,230 @@
+"""The files of a DeepSpeed checkpoint: read without running anything in them, and of the form that they should have.
+
+They are pickles. torch reads them as `weights_only`, and the few classes of DeepSpeed's that stand in them are replaced
+by inert ones. What is read is a `ModelFile` or an `OptimizerStates` before anything is done with it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zipfile
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import torch
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from wherry.checkpoint.errors import CheckpointError
+from wherry.checkpoint.files import DTYPES, Count
+from wherry.checkpoint.format import Shape
+from wherry.errors import one_line
+from wherry.regular import open_regular
+
+# Of what stands beside tensors: far more than anyone keeps there.
+_MOST_VALUES, _DEEPEST = 1_000_000, 64
+# Tied weights stand in a file once, and under several names.
+_MOST_NAMES_OF_A_BYTE = 8
+
+
+class _Inert:
+    """Takes whatever a pickle gives it, and does nothing."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def _stand_in(name: str) -> type:
+    return type(name.rpartition(".")[2], (_Inert,), {"__module__": name.rpartition(".")[0]})
+
+
+# Classes that DeepSpeed pickles beside tensors.
+_STAND_INS = {
+    name: _stand_in(name)
+    for name in (
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+        "deepspeed.runtime.zero.config.ZeroStageEnum",
+        "deepspeed.utils.tensor_fragment.fragment_address",
+    )
+}
+
+
+def read(path: Path) -> Any:
+    """A file, without running anything in it."""
+    safe: list[Any] = [(stand_in, name) for name, stand_in in _STAND_INS.items()]
+    try:
+        _check_archive(path)
+        with torch.serialization.safe_globals(safe):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+    except Exception as error:
+        told = str(error).splitlines()[0] if str(error) else type(error).__name__
+        foreign = re.search(r"GLOBAL (\S+)", str(error))
+        if foreign:
+            told = f"it holds an object of {foreign[1]}, which is not loaded: nothing in a checkpoint is run"
+        raise CheckpointError(f"{path} cannot be read: {one_line(told)}") from None
+
+
+def _check_archive(path: Path) -> None:
+    """torch takes as much memory for a record as the archive says that it has, and writes records as they are."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        length = os.fstat(file.fileno()).st_size
+        for record in zipfile.ZipFile(file).infolist():
+            if record.compress_type != zipfile.ZIP_STORED or record.file_size > length:
+                raise ValueError(f"its record {record.filename} is not as torch stores one")
+
+
+# What the files hold.
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    kind = f"{type(tensor).__name__} of {tensor.dtype}, {tensor.layout} on {tensor.device}"
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.dtype not in DTYPES:
+        raise ValueError(f"expected a plain tensor, got a {kind}")
+    if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
+        raise ValueError(f"expected a plain tensor, got a {kind}")
+    stored = tensor.untyped_storage().nbytes()
+    if tensor.nbytes > stored:
+        raise ValueError(f"expected {tensor.nbytes:,} bytes in the file, got {stored:,}")
+    return tensor.detach()
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dim() != 1 or not tensor.is_floating_point():
+        raise ValueError(f"expected floating-point numbers in one dim, got {tensor.dtype} of {list(tensor.shape)}")
+    return tensor
+
+
+def _state(value: Any) -> Any:
+    """Of an optimizer's states those with an element for each of the weight's are tensors in one dim."""
+    return _flat(_plain(value)) if isinstance(value, torch.Tensor) and value.dim() else value
+
+
+def _number(value: Any) -> Any:
+    """A count as whoever wrote it had it: as a float, or as a tensor with one element."""
+    if isinstance(value, torch.Tensor) and value.dim() == 0:
+        value = _plain(value).item()
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _small(value: Any) -> Any:
+    """Values that end, however often they stand in each other."""
+    waiting, seen = [(value, 0)], 0
+    while waiting:
+        inner, depth = waiting.pop()
+        seen += 1
+        if seen > _MOST_VALUES or depth > _DEEPEST:
+            raise ValueError(f"expected at most {_MOST_VALUES:,} values, at most {_DEEPEST} deep")
+        if isinstance(inner, dict):
+            waiting += ((part, depth + 1) for pair in inner.items() for part in pair)
+        elif isinstance(inner, list | tuple | set | frozenset):
+            waiting += ((part, depth + 1) for part in inner)
+        elif isinstance(inner, torch.Tensor):
+            _plain(inner)
+    return value
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("expected a name that can be printed")
+    return text
+
+
+Item = TypeVar("Item")
+Name = Annotated[str, Field(strict=True, min_length=1, max_length=1000), AfterValidator(_printable)]
+StateName = Annotated[str, Field(strict=True, pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$")]
+Plain = Annotated[torch.Tensor, AfterValidator(_plain)]
+Flat = Annotated[Plain, AfterValidator(_flat)]
+Small = Annotated[Any, AfterValidator(_small)]
+# What some versions leave out, others have as None.
+_NoneIsEmpty = BeforeValidator(lambda value: () if value is None else value)
+Named = Annotated[dict[Name, Item], BeforeValidator(lambda value: {} if value is None else value)]
+
+
+class _Form(BaseModel):
+    model_config = ConfigDict(arbitrary_types_allowed=True, extra="allow")
+
+
+class ModelFile(_Form):
+    """`*_model_states.pt`. What is in it besides is the client state, or nothing that is needed."""
+
+    __pydantic_extra__: dict[str, Small] = Field(init=False)
+
+    module: dict[Name, Plain]
+    buffer_names: Annotated[list[Name], _NoneIsEmpty] = Field(default_factory=list)
+    # Of each group of trained parameters.
+    param_shapes: Annotated[list[dict[Name, Shape]], _NoneIsEmpty] = Field(default_factory=list)
+    frozen_param_shapes: Named[Shape] = Field(default_factory=dict)
+    frozen_param_fragments: Named[Plain] = Field(default_factory=dict)
+    shared_params: Named[Name] = Field(default_factory=dict)
+    lr_scheduler: Small = None
+    global_steps: Count = 0
+    skipped_steps: Count = 0
+    global_samples: Count = 0
+    dp_world_size: Annotated[Count, Field(ge=1)] = 1
+    ds_version: Annotated[str | None, Field(max_length=100)] = None
+
+
+class States(_Form):
+    """What an optimizer keeps of one flat."""
+
+    __pydantic_extra__: dict[StateName, Annotated[Any, AfterValidator(_state)]] = Field(init=False)
+
+    step: Annotated[Count, BeforeValidator(_number)] = 0
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {name: value for name, value in (self.model_extra or {}).items() if _is_flat(value)}
+
+
+def _is_flat(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 1
+
+
+class BaseState(BaseModel):
+    """An optimizer's state in torch's form."""
+
+    state: dict[int, States]
+    param_groups: list[dict[str, Small]] = Field(default_factory=list)
+
+
+class OptimizerStates(_Form):
+    """The states of a rank in `*_optim_states.pt`: at stage 3 under other names than at stages 1 and 2."""
+
+    fp32_flat_groups: list[Flat] | None = None
+    single_partition_of_fp32_groups: list[Flat] | None = None
+    optimizer_state_dict: BaseState | list[States] | None = None
+    base_optimizer_state: BaseState | list[States] | None = None
+    loss_scaler: Any = None
+
+
+class OptimizerFile(_Form):
+    optimizer_state_dict: OptimizerStates
+
+
+def read_model(path: Path) -> ModelFile:
+    found = _formed(ModelFile, path)
+    if sum(tensor.nbytes for tensor in found.module.values()) > _MOST_NAMES_OF_A_BYTE * path.stat().st_size:
+        raise CheckpointError(f"{path}: module: many of its tensors are the same bytes of the file")
+    return found
+
+
+def read_optimizer(path: Path) -> OptimizerStates:
+    return _formed(OptimizerFile, path).optimizer_state_dict
+
+
+Form = TypeVar("Form", bound=BaseModel)
+
+
+def _formed(form: type[Form], path: Path) -> Form:
+    try:
+        return form.model_validate(read(path))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        where = "".join(f"{one_line(str(part))}: " for part in first["loc"] if part != "[key]")
+        told = first["msg"].removeprefix("Value error, ")
+        raise CheckpointError(f"{path}: {where}{told[:1].lower()}{told[1:]}") from None
