@@ -115,8 +115,8 @@ def gathered_for_generation(engine: Engine) -> AbstractContextManager[None]:
     """Gather every unit once, for as many forwards as run inside, and release them at the end.
 
     Every rank must enter. The forwards communicate nothing, so ranks may make different numbers of them. Weights are
-    for reading here: edits are lost, and there are no backwards or steps inside. Threads that read take turns. It takes
-    the memory of a whole model in the working type.
+    for reading here: edits are lost, and there are no backwards or steps inside. One thread at a
+    time reads; another is told. It takes the memory of a whole model in the working type.
 
         with wherry.gathered_for_generation(engine):
             tokens = engine.module.generate(prompt, max_new_tokens=200)

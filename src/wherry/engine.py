@@ -25,6 +25,7 @@ from wherry.observe.log import get_logger
 from wherry.observe.metrics import Monitor
 from wherry.observe.reporter import Reporter, Update
 from wherry.offload_states import OffloadedStates
+from wherry.parallel.agreement import agree
 from wherry.parallel.topology import world_of
 from wherry.sharding.access import Access
 from wherry.sharding.autograd import NO_TASK, backward_task, tensors_in, with_tensors
@@ -35,7 +36,7 @@ from wherry.sharding.replicas import compare_replicas
 from wherry.sharding.roster import Roster
 from wherry.update.loss_scale import LossScaler, norm_and_multiplier
 from wherry.update.nonfinite import NonFinite
-from wherry.update.optimizer import ShardedOptimizer
+from wherry.update.optimizer import ShardedOptimizer, options_described
 from wherry.update.parameter_states import ParameterStates
 from wherry.window import Window
 
@@ -311,7 +312,7 @@ class Engine(nn.Module):
         if compares and not updater.in_backward:  # else updates are under way until the step
             if updater.policy.when != "delayed":  # whose weights stay as they are until then
                 updater.flush()
-            compare_replicas(self.units, self.topology, f"step {self.global_steps + 1}")
+            self._compare_ranks(f"step {self.global_steps + 1}")
         self._gradients.complete_window()
         # One all-reduce gives the norm. Scale, clipping and overflow become one multiplier.
         norm, schedule = self._gradients.norm, self._gatherer.schedule
@@ -350,7 +351,7 @@ class Engine(nn.Module):
             self._reporter.updated(Update(self.global_steps, self.global_samples, self.get_lr(), self._norm, scale))
         if compares and updater.in_backward:
             updater.flush()
-            compare_replicas(self.units, self.topology, f"step {self.global_steps}")
+            self._compare_ranks(f"step {self.global_steps}")
         return self._applied
 
     # The accumulation window.
@@ -596,7 +597,7 @@ class Engine(nn.Module):
         with self._hooks.turns.taken(call):
             self.meet(call)
             self._roster.check()
-            compare_replicas(self.units, self.topology, call)
+            self._compare_ranks(call)
             self._checkpoints.save(save_dir, tag, client_state, latest=save_latest, exclude_frozen=frozen)
         return True
 
@@ -628,18 +629,23 @@ class Engine(nn.Module):
             self._end_updates_for_load()
             if states and self._window.so_far:
                 self._drop_window()  # whose gradients no update reads any more
-            loaded = self._checkpoints.load(load_dir, tag, options)
-        self._gatherer.forget_near()
-        if loaded is None:
-            return None, None
+            try:
+                loaded = self._checkpoints.load(load_dir, tag, options)
+                self._gatherer.forget_near()
+                if loaded is None:
+                    return None, None
+                if (counts := loaded.counts) is not None:
+                    self.global_steps, self.micro_steps = counts.global_steps, counts.micro_steps
+                    self.global_samples, self.skipped_steps = counts.samples, counts.skipped_steps
+                    self._norm, self._applied = counts.norm, counts.applied
+                    if self._updater is not None:
+                        self._updater.go_on_from(self.global_steps - self.skipped_steps)
+            except BaseException as error:
+                if self._updater is not None and not isinstance(error, Exception):
+                    self._updater.interrupted(error)  # it may have changed some of all that it changes
+                raise
         if self._updater is not None and states and load_module_strict:
             self._updater.made_whole()
-        if (counts := loaded.counts) is not None:
-            self.global_steps, self.micro_steps = counts.global_steps, counts.micro_steps
-            self.global_samples, self.skipped_steps = counts.samples, counts.skipped_steps
-            self._norm, self._applied = counts.norm, counts.applied
-            if self._updater is not None:
-                self._updater.go_on_from(self.global_steps - self.skipped_steps)
         return str(loaded.path), loaded.client_state
 
     def wait_for_checkpoint(self) -> None:
@@ -683,6 +689,11 @@ class Engine(nn.Module):
             self._updater.give_up_for_load()
         else:
             self._flush()
+
+    def _compare_ranks(self, call: str) -> None:
+        """Raise where ranks hold other weights than they should, or have come to other options of their updates."""
+        compare_replicas(self.units, self.topology, call)
+        agree(self.topology, call, stage=options_described(self._groups()))
 
     def _check_whole(self, call: str) -> None:
         """What is read or written is of one step."""

@@ -35,6 +35,13 @@ def open_regular(path: str | Path) -> int:
     return descriptor
 
 
+def leads_out(folder: str | Path, file: str | Path) -> str | None:
+    """Where a file's links lead, if that is neither in its folder nor, in the cache of a hub, among the blobs of it."""
+    real, root = Path(os.path.realpath(file)), Path(os.path.realpath(folder))
+    blobs = [parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots"]
+    return None if any(real.is_relative_to(place) for place in (root, *blobs)) else str(real)
+
+
 def _refuse_others(mode: int, path: str | Path) -> None:
     if not stat.S_ISREG(mode):
         kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "something else")

@@ -130,15 +130,15 @@ def _read_config(file: Path) -> dict[str, Any]:
     return checked
 
 
-def _checked(value: Any, file: Path, path: tuple[str, ...]) -> Any:
+def _checked(value: Any, file: Path, path: tuple[str, ...], depth: int = 0) -> Any:
     """A part of a config, with strings that can be printed, and no number that a model cannot be built with."""
     where = f"MODEL: {file}: {one_line('.'.join(path))}"
-    if len(path) > _DEEPEST:
+    if depth > _DEEPEST:
         raise WherryError(f"MODEL: {file} is nested too deeply to be a Hugging Face config")
     if isinstance(value, dict):
-        return {printable(name): _checked(part, file, (*path, name)) for name, part in value.items()}
+        return {printable(name): _checked(part, file, (*path, name), depth + 1) for name, part in value.items()}
     if isinstance(value, list):
-        return [_checked(part, file, path) for part in value]
+        return [_checked(part, file, path, depth + 1) for part in value]
     if isinstance(value, str):
         return printable(value)
     name = path[-1] if path else ""
@@ -148,8 +148,9 @@ def _checked(value: Any, file: Path, path: tuple[str, ...]) -> Any:
         raise WherryError(f"{where}: expected a number of at most {_LARGEST:,}, got {one_line(str(value), 80)}")
     if counted := _COUNTED.search(name):
         most = _MOST_LABELS if counted[2] else _MOST_COUNTED
-        if not 0 <= value <= most:
-            raise WherryError(f"{where}: expected a number from 0 to {most:,}, got {value:,}")
+        least = 0 if name.startswith(("n_", "num_")) else -most  # others may be which one is meant, from the end
+        if not least <= value <= most:
+            raise WherryError(f"{where}: expected a number from {least:,} to {most:,}, got {value:,}")
     return value
 
 

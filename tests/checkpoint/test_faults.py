@@ -323,7 +323,7 @@ def test_keep_last(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "global_step5" / "manifest.json").write_text("{}")
     on(Shape(1, 3, more={"wherry": {"checkpoint": {"keep_last": 2}}}), back)
     found = {path.name for path in tmp_path.iterdir()}
-    assert found == {"best", "global_step4", "global_step5", "global_step6", "latest"}
+    assert found == {"best", "global_step3", "global_step4", "global_step5", "global_step6", "latest"}
     assert "global_step6: of a later step than global_step4, which is saved" in caplog.text
     assert "global_step5 is passed over" in caplog.text
 

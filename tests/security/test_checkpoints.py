@@ -536,6 +536,50 @@ def test_the_newest_is_that_of_the_highest_step_whatever_the_clock_says(engine: 
         forged.manifest["created"] = created
         forged.write(tmp_path / f"global_step{step}")
     assert folders.newest_first(tmp_path) == ["global_step30", "global_step20", "global_step10"]
+    assert folders.newest_whole(tmp_path) == "global_step20"  # which `latest` says, after a run was taken back
+    (tmp_path / "latest").unlink()
+    assert folders.newest_whole(tmp_path) == "global_step30"
+
+
+def test_a_hub_s_cache_of_a_checkpoint_loads(engine: Any, whole: Path, tmp_path: Path) -> None:
+    folder, blobs = tmp_path / "models--a--b" / "snapshots" / "0123", tmp_path / "models--a--b" / "blobs"
+    blobs.mkdir(parents=True)
+    Forgery(whole).write(folder)
+    for path in list(folder.iterdir()):
+        _behind_a_link(path, blobs / path.name)
+    engine.load_checkpoint(folder)
+    assert engine.global_steps == 3
+
+
+class Own(torch.optim.lr_scheduler.LambdaLR):
+    """A user's: its state grows, and changes its kinds."""
+
+    best = None
+
+    def __init__(self, optimizer: Any) -> None:
+        self.history: list[float] = []
+        self.phase: Any = 0
+        super().__init__(optimizer, lambda step: 0.5)
+
+    def step(self, *more: Any) -> None:
+        super().step(*more)
+        self.history.append(1.0)
+        self.best, self.phase = 0.1, "warm"
+
+
+def test_a_schedule_of_the_users_takes_over_what_it_has_saved(tmp_path: Path) -> None:
+    engines = [engine_of(0, more={"scheduler": None}) for _ in range(2)]
+    for engine in engines:
+        engine.lr_scheduler = Own(engine.optimizer)
+    for _ in range(2):
+        engines[0].backward(engines[0](torch.ones(3, 4)))
+        engines[0].step()
+    engines[0].save_checkpoint(tmp_path)
+    engines[1].load_checkpoint(tmp_path)
+    schedule = engines[1].lr_scheduler
+    assert (len(schedule.history), schedule.best, schedule.phase) == (3, 0.1, "warm")
+    for engine in engines:
+        engine.close()
 
 
 @pytest.mark.parametrize("kind", ["lr_scheduler", "dataloader", "extra state"])

@@ -25,7 +25,7 @@ from pydantic import Field
 from wherry.checkpoint.errors import CheckpointError, describe
 from wherry.errors import one_line
 from wherry.native.checksum import crc32
-from wherry.regular import open_regular
+from wherry.regular import leads_out, open_regular
 
 # Bytes under one checksum: a rank that verifies its share of the blocks need not read whole files.
 BLOCK = 8 << 20
@@ -293,8 +293,8 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def inside(folder: Path, name: str) -> Path:
     """The path of a checkpoint's file, which no link leads out of its folder."""
     path = folder / name
-    real = os.path.realpath(path)
-    if os.path.dirname(real) != os.path.realpath(folder):
+    real = leads_out(folder, path)
+    if real is not None:
         raise CheckpointError(f"{path} leads out of its folder, to {real}; a checkpoint has its files with it")
     return path
 

@@ -184,18 +184,19 @@ def _put_back(replaced: Path, final: Path) -> None:
 
 
 def prune(folder: Path, keep: int, saved: str) -> list[str]:
-    """Delete checkpoints named after a step, all but the `keep` of the highest steps, that just `saved` and `latest`;
-    tags of a user's choice stay. What has a manifest that cannot be read, as one of a newer version, is not touched.
+    """Delete checkpoints named after a step, all but the `keep` highest steps up to that of the one just `saved`; tags
+    of a user's choice stay. So do those of later steps, which a run that was taken back has left, and what has a
+    manifest that cannot be read, as one of a newer version.
     """
     named = [tag for tag in newest_first(folder) if _STEP_TAG.fullmatch(tag)]
-    kept = {*named[:keep], saved, read_latest(folder)}
-    later = named[: named.index(saved)] if saved in named else []
-    if later:
+    at = named.index(saved) if saved in named else 0
+    if at:
         logger.warning(
-            "%s: of a later step than %s, which is saved: a run was taken back. They count among the last %d, by their "
-            "steps; delete them if nobody goes on from them", ", ".join(later), saved, keep,
+            "%s: of a later step than %s, which is saved: a run was taken back. They stay beside the last %d; delete "
+            "them if nobody goes on from them", ", ".join(named[:at]), saved, keep,
         )  # fmt: skip
-    gone = [tag for tag in reversed(named) if tag not in kept]
+    latest = read_latest(folder)
+    gone = [tag for tag in reversed(named[at + keep :]) if tag != latest]
     for tag in gone:
         # No moment shows a part of it under a name that is looked at.
         hidden = _aside(folder, tag, "removed")
@@ -269,8 +270,15 @@ def _unlike(path: Path, expected: dict[str, Expected], pool: FilePool) -> list[s
 
 
 def newest_whole(folder: Path, but: str | None = None) -> str | None:
-    """The tag of the newest checkpoint that can be loaded; every byte of it is read."""
-    return next((tag for tag in newest_first(folder) if tag != but and _whole(folder / tag)), None)
+    """The tag of the newest checkpoint that can be loaded, that of `latest` before all; every byte of it is read."""
+    found = newest_first(folder)
+    try:
+        latest = read_latest(folder)
+    except CheckpointError as error:  # any other that is whole will do
+        logger.warning("%s", error)
+    else:
+        found.sort(key=lambda tag: tag != latest)
+    return next((tag for tag in found if tag != but and _whole(folder / tag)), None)
 
 
 def _whole(folder: Path) -> bool:

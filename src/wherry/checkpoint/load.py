@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from wherry.checkpoint import folder as folders
 from wherry.checkpoint.checks import read_manifest
@@ -329,12 +330,14 @@ class _Loader:
         if self.options.lr_scheduler and schedule is not None:
             if "lr_scheduler" in engine:
                 found, what = value(engine["lr_scheduler"], "lr_scheduler"), "the state of the learning rate schedule"
-                before = schedule.state_dict()
-                # A schedule of torch's takes over whatever it is given, in the place of its own methods too.
-                hidden = [key for key in found if key not in before and hasattr(schedule, key)]
-                if hidden:
-                    raise CheckpointError(f"{what} has {hidden[0]!r}, which is none of its own")
-                _check_alike(before, found, what)
+                if isinstance(schedule, LRScheduler):
+                    # It takes over whatever it is given, in the place of its own methods too.
+                    own = schedule.state_dict() if type(schedule).__module__.startswith(("torch.", "wherry.")) else {}
+                    _check_alike(own, found, what)
+                    methods = {key for key in found if callable(getattr(type(schedule), key, None))}
+                    hidden = sorted(methods | (found.keys() & {"optimizer"}))
+                    if hidden:
+                        raise CheckpointError(f"{what} has {hidden[0]!r}, which is none of its own")
                 _take(schedule, found, what, undo)
             else:
                 session.log.warning(
@@ -362,7 +365,7 @@ class _Loader:
             found = self.reader.value(given["options"], what)
             if "params" in found:
                 raise CheckpointError(f"{what}: params are no option")
-            _check_alike(group, found, what)
+            _check_alike({key: group[key] for key in self.session.optimizer.defaults}, found, what)
             undo.callback(group.update, dict(group))
             undo.callback(group.clear)
             group.update(found)
@@ -428,6 +431,8 @@ def _alike(own: Any, value: Any) -> bool:
 
 
 def _kind(value: Any) -> str:
-    if isinstance(value, int | float | np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+    if isinstance(value, int | float | np.number | np.bool_) or (
+        isinstance(value, torch.Tensor) and value.numel() == 1
+    ):
         return "number"
     return type(value).__name__

@@ -18,6 +18,8 @@ def plain(value: object) -> str | None:
     """A value in words that are the same wherever it is the same; None where it has none, as an address is another."""
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
+    if isinstance(value, dict):
+        return plain([item for pair in value.items() for item in pair])
     if hasattr(value, "tolist"):  # a learning rate in a tensor
         return plain(value.tolist())
     if isinstance(value, list | tuple):
@@ -26,7 +28,14 @@ def plain(value: object) -> str | None:
     return None
 
 
-def agree(topology: Topology, *, everywhere: Described = (), stage: Described = (), part: Described = ()) -> None:
+def agree(
+    topology: Topology,
+    call: str = "initialize",
+    *,
+    everywhere: Described = (),
+    stage: Described = (),
+    part: Described = (),
+) -> None:
     """Raise on every rank, in the same words, where ranks of a job differ.
 
     `everywhere` is alike on all ranks, `stage` on those of one stage of a pipeline, and `part` on those that hold the
@@ -45,7 +54,7 @@ def agree(topology: Topology, *, everywhere: Described = (), stage: Described = 
             (first, here), *others = [(rank, items) for rank, items in found if items is not None]
             other, there = next((rank, items) for rank, items in others if items != here)
             raise DivergenceError(
-                f"initialize: the ranks differ: {_difference(here, first, there, other)}; give every rank the same "
+                f"{call}: the ranks differ: {_difference(here, first, there, other)}; give every rank the same "
                 "config, model (whatever its weights: rank 0's are used), optimizer and schedule, and the same versions"
             )
 

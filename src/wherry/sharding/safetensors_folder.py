@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from wherry.errors import WherryError, one_line
-from wherry.regular import open_regular, read_regular
+from wherry.regular import leads_out, open_regular, read_regular
 
 # Bytes: that of a trillion parameters in small tensors has a quarter of it.
 LONGEST_INDEX = 128 << 20
@@ -152,9 +152,8 @@ def _files(path: Path) -> dict[Path, Collection[str]]:
 
 def _inside(folder: Path, file: Path) -> Path:
     """A file of a folder, which is there. A link leads inside the folder, or, in the hub's cache, to its blobs."""
-    real, root = Path(os.path.realpath(file)), Path(os.path.realpath(folder))
-    blobs = [parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots"]
-    if not any(real.is_relative_to(place) for place in (root, *blobs)):
+    real = leads_out(folder, file)
+    if real is not None:
         raise WherryError(
             f"load_pretrained: {file} is a link that leads out of its folder, to {real}; give the path of the folder "
             "that has the files"

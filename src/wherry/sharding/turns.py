@@ -21,20 +21,23 @@ _AUTOGRAD = ("torch.autograd", "torch.autograd.graph")
 class Taken:
     """The engine's place is this thread's, from here on to the end of its call."""
 
-    __slots__ = ("_call", "_outer", "_turns")
+    __slots__ = ("_call", "_outer", "_takes", "_turns")
 
     def __init__(self, turns: Turns, call: str) -> None:
         self._turns, self._call = turns, call
 
     def __enter__(self) -> None:
         turns = self._turns
-        if not turns.lock.acquire(blocking=False):
+        self._takes = turns.lock.acquire(blocking=False)
+        if self._takes:
+            self._outer, turns.holder = turns.holder, get_ident()
+        elif not isinstance(threading.current_thread(), threading._DummyThread):  # autograd's own, for who is inside
             turns.refuse(self._call)
-        self._outer, turns.holder = turns.holder, get_ident()
 
     def __exit__(self, *exception: object) -> None:
-        self._turns.holder = self._outer
-        self._turns.lock.release()
+        if self._takes:
+            self._turns.holder = self._outer
+            self._turns.lock.release()
 
 
 class Turns:

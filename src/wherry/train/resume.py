@@ -52,7 +52,7 @@ def _start(options: Options) -> Start:
         if tag is None:
             return Start()
         listed = folders.newest_first(folder)
-        newer = listed[: listed.index(tag)] if tag in listed else []
+        newer = listed[: listed.index(tag)] if tag in listed and tag != folders.read_latest(folder) else []
         if newer:
             logger.warning("%s: damaged, so %s is resumed", ", ".join(newer), tag)
         path = folder / tag

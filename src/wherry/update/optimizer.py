@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -88,11 +88,18 @@ def described(spec: OptimizerSpec | None) -> Iterator[tuple[str, str]]:
         return
     kind = type(spec.instance)
     yield "optimizer", f"{kind.__module__}.{kind.__qualname__}"
-    yield "the number of param_groups", str(len(spec.groups))
-    for number, group in enumerate(spec.groups):
+    yield from options_described(spec.groups)
+
+
+def options_described(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """The numbers of groups: words in them may be a program's own labels."""
+    yield "the number of param_groups", str(len(groups))
+    for number, group in enumerate(groups):
         for name, value in group.items():
-            if name not in ("params", "param_names") and (text := plain(value)) is not None:
-                yield f"param_groups[{number}].{name}", text
+            if name not in ("params", "param_names") and not isinstance(value, str):
+                text = plain(value)
+                if text is not None:
+                    yield f"param_groups[{number}].{name}", text
 
 
 def groups_described(spec: OptimizerSpec | None, model: nn.Module) -> Iterator[tuple[str, str]]:

@@ -256,14 +256,16 @@ def resolve(given: Any, named: Scheduler | None, optimizer: Optimizer | None) ->
     return given
 
 
-def described(schedule: Any) -> Iterator[tuple[str, str]]:
-    """What of a schedule every rank must have alike. Of one that is the user's own, only what it is."""
+def described(schedule: Any, name: str = "lr_scheduler") -> Iterator[tuple[str, str]]:
+    """What of a schedule every rank must have alike. Of one that is none of torch's kind, only what it is."""
     kind = type(schedule)
-    yield "lr_scheduler", "missing" if schedule is None else f"{kind.__module__}.{kind.__qualname__}"
-    if kind.__module__.startswith(("torch.", "wherry.")):
-        for name, value in vars(schedule).items():
-            if not name.startswith("_") and (text := plain(value)) is not None:
-                yield f"lr_scheduler.{name}", text
+    yield name, "missing" if schedule is None else f"{kind.__module__}.{kind.__qualname__}"
+    if isinstance(schedule, LRScheduler):
+        for key, value in vars(schedule).items():
+            if not key.startswith("_") and (text := plain(value)) is not None:
+                yield f"{name}.{key}", text
+        for number, inner in enumerate(getattr(schedule, "_schedulers", ())):
+            yield from described(inner, f"{name}._schedulers[{number}]")
 
 
 def _per_group(name: str, value: Rates, optimizer: Optimizer) -> list[float]:

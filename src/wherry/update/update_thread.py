@@ -22,7 +22,33 @@ UPDATE, FETCH, STORE = range(3)
 READY = -1
 # Seconds after which a write is looked at again, while another update may come.
 PAUSE = 0.001
+# Seconds after which who waits for an update looks whether it has missed its end.
+LOOKS_AGAIN = 0.1
 Steps = Generator[tuple[int, Ticket], None, None]
+
+
+class Latch:
+    """Set once, and waited for. Ctrl-C inside of it leaves nothing locked for others, as in threading.Event it can."""
+
+    __slots__ = ("_lock", "_set")
+
+    def __init__(self) -> None:
+        self._set = False
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        if not self._set:
+            self._set = True
+            self._lock.release()
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def wait(self) -> None:
+        while not self._set:
+            if self._lock.acquire(timeout=LOOKS_AGAIN):
+                self._lock.release()
 
 
 class UpdateJob(Ticket):
@@ -40,8 +66,8 @@ class UpdateJob(Ticket):
         self._waits_for: Ticket | None = None
         self._steps = steps
         self._error: BaseException | None = None
-        self._usable = threading.Event()
-        self._ended = threading.Event()
+        self._usable = Latch()
+        self._ended = Latch()
 
     def ready(self) -> bool:
         """Whether it can go on without a wait."""
@@ -79,8 +105,8 @@ class UpdateJob(Ticket):
 
     def give_up(self, error: BaseException) -> None:
         """Who runs it has left it, for this: it ends where it is, unless it has ended. It may not be running."""
-        if not self.done():
-            self._fail(error)
+        if not self.done():  # who was interrupted knows; who waits for this later is told, and not interrupted again
+            self._fail(error if isinstance(error, Exception) else RuntimeError(f"it ended with {type(error).__name__}"))
 
     @property
     def ended_well(self) -> bool:

@@ -168,7 +168,7 @@ class Updater:
         if self.policy.when in ("before_use", "in_backward"):
             self.settle()
         if boundary and self.in_backward:
-            if self._in_backward is not None:
+            if self._in_backward is not None and self._in_backward.landed:
                 raise WherryError(
                     "backward: the weights of this accumulation window have been updated already, in the backward "
                     'before this one; for several backwards before a step set "wherry": {"update_policy": "before_use"}'
