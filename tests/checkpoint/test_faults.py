@@ -23,7 +23,7 @@ from wherry.checkpoint.format import RankFiles
 from wherry.parallel.comm import Comm
 
 # Instants at which a training process is killed; WHERRY_KILLS asks for more.
-KILLS = int(os.environ.get("WHERRY_KILLS", "25"))
+KILLS = int(os.environ.get("WHERRY_KILLS", "12"))
 
 
 def child(body: Callable[..., None], *arguments: Any) -> Any:
