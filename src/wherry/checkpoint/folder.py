@@ -71,13 +71,17 @@ class Partial:
             raise CheckpointError(f"{final} is there and is no checkpoint; give another tag, or move it away")
         self.tag = tag
         self.path = _aside(folder, tag, "partial")
-        self.path.mkdir()
-        # A file, which closes with this object, also where Ctrl-C lets nobody have it.
-        self._lock = open(self.path / LOCK, "w+b")  # noqa: SIM115
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-        except OSError:  # a disk that knows of no locks
-            (self.path / LOCK).unlink()
+            self.path.mkdir()
+            # A file, which closes with this object, also where Ctrl-C lets nobody have it.
+            self._lock = open(self.path / LOCK, "w+b")  # noqa: SIM115
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+            except OSError:  # a disk that knows of no locks
+                (self.path / LOCK).unlink()
+        except BaseException:
+            _remove(self.path)
+            raise
 
     def commit(self, manifest: Manifest, *, latest: bool) -> Path:
         """Make a complete checkpoint of what has been written. Once it has its name nothing is an error any more."""

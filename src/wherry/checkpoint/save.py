@@ -209,7 +209,12 @@ class Save:
             self._partial = folders.Partial(path.parent, path.name)
             return self._partial.path
 
-        partial = on_first(session.comm, self._what, begun)
+        try:
+            partial = on_first(session.comm, self._what, begun)
+        except BaseException:
+            if self._partial is not None:
+                self._partial.drop()
+            raise
         # This rank's part; on rank 0 it becomes that of all.
         self._manifest = Manifest.of_now(
             path.name,
