@@ -12,8 +12,8 @@ from collections.abc import Mapping
 _ZERO = ".zero: GatheredParameters Init MiCS_Init register_external_parameter unregister_external_parameter"
 _STATUS = ".parameters: ZeroParamStatus"
 _SAFE = (
-    ".parameters: safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_get_local_fp32_param "
-    "safe_get_local_grad safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_grad "
+    ".tensor_fragment: safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state "
+    "safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_grad "
     "safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "
     "safe_update_full_grad_vectorized"
 )
@@ -60,7 +60,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "constants": (".utils: INFERENCE_GENERIC_MODE TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout",),
     "env_report": (".utils: cli_main=env_report main=env_report",),
     "git_version_info": (
-        ".utils: compatible_ops git_branch git_hash installed_ops",
+        ".utils: compatible_ops git_branch git_hash installed_ops torch_info",
         "wherry.compat.deepspeed: version=VERSION",
     ),
     "launcher": (),
