@@ -13,8 +13,8 @@ _ZERO = ".zero: GatheredParameters Init MiCS_Init register_external_parameter un
 _STATUS = ".parameters: ZeroParamStatus"
 _SAFE = (
     ".tensor_fragment: safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state "
-    "safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_grad "
-    "safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "
+    "safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state safe_set_full_fp32_param "
+    "safe_set_full_grad safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "
     "safe_update_full_grad_vectorized"
 )
 _LEAVES = (

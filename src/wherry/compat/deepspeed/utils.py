@@ -34,12 +34,6 @@ installed_ops: dict[str, bool] = {}
 compatible_ops: dict[str, bool] = {}
 # With which torch the operations were compiled: none is, before it is used.
 torch_info = dict.fromkeys(("version", "cuda_version", "nccl_version", "hip_version"), "0.0") | {"bf16_support": False}
-    "version": "0.0",
-    "bf16_support": False,
-    "cuda_version": "0.0",
-    "nccl_version": "0.0",
-    "hip_version": "0.0",
-}
 
 
 def env_report(hide_operator_status: bool = False, hide_errors_and_warnings: bool = False) -> None:
