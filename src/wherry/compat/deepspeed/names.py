@@ -14,8 +14,8 @@ _STATUS = ".parameters: ZeroParamStatus"
 _SAFE = (
     ".tensor_fragment: safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state "
     "safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state safe_set_full_fp32_param "
-    "safe_set_full_grad safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "
-    "safe_update_full_grad_vectorized"
+    "safe_set_full_grad safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad "
+    "safe_set_local_optimizer_state safe_update_full_grad_vectorized"
 )
 _LEAVES = (
     ".utils: get_z3_leaf_modules set_z3_leaf_modules set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix "
