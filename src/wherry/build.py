@@ -36,13 +36,7 @@ from wherry.sharding.unit import Flat
 from wherry.sharding.weights import Gatherer
 from wherry.tiers.streams import check_device
 from wherry.update import schedules
-from wherry.update.optimizer import (
-    OptimizerLike,
-    OptimizerSpec,
-    ShardedOptimizer,
-    groups_described,
-    resolve_optimizer,
-)
+from wherry.update.optimizer import OptimizerLike, OptimizerSpec, ShardedOptimizer, groups_described
 from wherry.update.optimizer import described as optimizer_described
 from wherry.update.updater import Updater
 
@@ -98,7 +92,9 @@ def initialize(
         topology.data.tell(error)
         raise
     try:
-        engine.lr_scheduler = schedules.resolve(lr_scheduler, resolved.scheduler, engine.optimizer)
+        engine.lr_scheduler = schedules.resolve(
+            lr_scheduler, resolved.scheduler, engine.optimizer, engine.build_schedule
+        )
         agree(topology, stage=schedules.described(engine.lr_scheduler))
         if training_data is not None:
             engine.training_dataloader = make_dataloader(
@@ -177,7 +173,7 @@ def _assemble(
             model_parameters = tile_large_layers(model, live, optimizer, model_parameters)
         else:
             tell_of_large_layers(model, live)
-    spec = resolve_optimizer(model, resolved, optimizer, model_parameters)
+    spec = engine_class.resolve_optimizer(model, resolved, optimizer, model_parameters)
     agree(topology, stage=optimizer_described(spec), part=groups_described(spec, model))
     return _build(engine_class, resolved, topology, model, spec)
 

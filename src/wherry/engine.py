@@ -34,9 +34,10 @@ from wherry.sharding.layer_major import sums_in_fp32
 from wherry.sharding.model_checks import refuse_engine, refuse_whole
 from wherry.sharding.replicas import compare_replicas
 from wherry.sharding.roster import Roster
+from wherry.update import schedules
 from wherry.update.loss_scale import LossScaler, norm_and_multiplier
 from wherry.update.nonfinite import NonFinite
-from wherry.update.optimizer import ShardedOptimizer, options_described
+from wherry.update.optimizer import OptimizerSpec, ShardedOptimizer, options_described, resolve_optimizer
 from wherry.update.parameter_states import ParameterStates
 from wherry.window import Window
 
@@ -59,6 +60,10 @@ class Engine(nn.Module):
     """
 
     CLOSED = "this engine has been closed; call wherry.initialize again for a new one"
+    # What finds the optimizer of `initialize`, makes the schedule that a config names, and the loss scale.
+    resolve_optimizer: Callable[..., OptimizerSpec | None] = staticmethod(resolve_optimizer)
+    build_schedule: Callable[..., Any] = staticmethod(schedules.build)
+    make_scaler: Callable[..., LossScaler] = staticmethod(lambda config: _scaler(config))
 
     def __init__(
         self, module: nn.Module, offload: Offload, gatherer: Gatherer, gradients: Gradients, updater: Updater | None
@@ -89,9 +94,15 @@ class Engine(nn.Module):
         self._updater = updater
         self._offload = offload
         self._offloaded = OffloadedStates(units, gatherer, gradients, updater, offload.link)
-        self._scaler = _scaler(config)
+        self._scaler = self.make_scaler(config)
         major = config.wherry.accumulation == "layer_major"
-        self._window = Window(config.batch(self.comm.size), self.comm.size, layer_major=major)
+        self._window = Window(
+            config.batch(self.comm.size),
+            self.comm.size,
+            layer_major=major,
+            managed=config.managed_gradient_accumulation,
+            summed=config.gradient_allreduce_op == "sum",
+        )
         dtype = config.autocast_dtype()
         # What is entered around each forward, and whether its inputs become fp16.
         self._autocast = nullcontext if dtype is None else partial(torch.autocast, self.device.type, dtype)
@@ -105,13 +116,15 @@ class Engine(nn.Module):
         self._roster = Roster(module, units)
         self._activations = activations.build(config, units, self._hooks.saved, topology, gatherer.gather)
         if offload.spec is not None:
-            self.optimizer = ShardedOptimizer(
-                offload.spec.instance, self.update, self.zero_grad_of_loop, lambda: self.states
-            )
+            self.optimizer = self.make_optimizer(offload.spec.instance)
         self._checkpoints = Checkpoints(self._session, config)
         state_of = updater.states.state_of if updater is not None else {}
         self.access = Access(module, units, gatherer, self.comm, state_of, self.settle)
         self._states = ParameterStates(self.access, state_of, self._groups(), gradients, topology)
+
+    def make_optimizer(self, instance: torch.optim.Optimizer) -> ShardedOptimizer:
+        """What a training loop is given for the user's optimizer."""
+        return ShardedOptimizer(instance, self.update, self.zero_grad_of_loop, lambda: self.states)
 
     # Forward.
 
@@ -252,7 +265,7 @@ class Engine(nn.Module):
             if self._updater is not None:
                 self._updater.cancel_backward()
             return
-        self._gradients.finish(self._gradient_scale())
+        self._gradients.finish(self._gradient_scale(), self._window.own_scale_of(self._scaler.scale))
         self._window.end_backward()
 
     def _gradient_scale(self) -> float:
@@ -336,7 +349,7 @@ class Engine(nn.Module):
             if self._applied or any(finding.made for finding in found or ()):
                 self._hooks.weights_changed()
             self.global_steps += 1
-            self.global_samples += window.batch.train
+            self.global_samples += window.samples
             self._end_window()
         except BaseException as error:
             if not isinstance(error, Exception):

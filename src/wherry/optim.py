@@ -60,6 +60,8 @@ class _CPUOptimizer(torch.optim.Optimizer):
     # The state tensors that the rule updates, in its order.
     moments: ClassVar[tuple[str, ...]] = ()
     counts_steps: ClassVar[bool] = True
+    # Whether moments are of the type of the weights, and not in fp32.
+    moments_as_weights = False
 
     def __init__(self, params: Iterable[Any], pool: native.Pool | None, **defaults: Any) -> None:
         name = type(self).__name__
@@ -164,7 +166,7 @@ class _CPUOptimizer(torch.optim.Optimizer):
                     state.pop(name, None)
             for name in names:
                 if name in found:
-                    dtype = torch.int16 if name == "low" else torch.float32
+                    dtype = {"low": torch.int16, "master": torch.float32}.get(name) or self._moment_dtype(p)
                     state[name] = found[name].detach().to(p.device, dtype)
 
     def _names(self, p: Tensor) -> tuple[str, ...]:
@@ -172,13 +174,21 @@ class _CPUOptimizer(torch.optim.Optimizer):
         master = _MASTERS.get(p.dtype)
         return self.moments if master is None else (*self.moments, master)
 
+    def _moment_dtype(self, p: Tensor) -> torch.dtype:
+        if self.moments_as_weights and p.dtype is torch.float16:
+            raise WherryError(
+                f"{self._where(p)}: fp32_optimizer_states=False would keep moments in fp16, which is not offered; make "
+                "the weights bf16, or leave it out"
+            )
+        return p.dtype if self.moments_as_weights else torch.float32
+
     def _begin_state(self, p: Tensor, group: Group) -> dict[str, Any]:
         state = self.state[p]
         if self.counts_steps and not isinstance(state.get("step"), Tensor):
             state["step"] = torch.tensor(float(state.get("step", 0)))  # saved as a number by older versions of torch
         for name in self.moments:
             if name not in state:
-                state[name] = _room_beside(p, torch.float32).fill_(self._first_value(group))
+                state[name] = _room_beside(p, self._moment_dtype(p)).fill_(self._first_value(group))
         if p.dtype is torch.bfloat16 and "low" not in state:
             state["low"] = _room_beside(p, torch.int16).zero_()
         if p.dtype is torch.float16 and "master" not in state:

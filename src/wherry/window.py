@@ -20,9 +20,15 @@ class Window:
     micro-batch.
     """
 
-    def __init__(self, batch: BatchSizes, ranks: int, *, layer_major: bool = False) -> None:
+    def __init__(
+        self, batch: BatchSizes, ranks: int, *, layer_major: bool = False, managed: bool = True, summed: bool = False
+    ) -> None:
         self.batch = batch
         self.ranks = ranks
+        # Whether micro-batches are counted, to `batch.accumulation`; else every step ends the window.
+        self.managed = managed
+        # Whether gradients are summed over ranks, and not averaged.
+        self._summed = summed
         self._layer_major = layer_major
         # Whether the next backward is the window's last, decided by hand; None to count micro-batches.
         self._forced: bool | None = None
@@ -92,8 +98,14 @@ class Window:
 
     def scale_of(self, loss_scale: float, predivide: float) -> float:
         """What turns sums over ranks and micro-batches, of a scaled loss, into the mean gradient of the loss."""
-        micro_batches = self.batch.accumulation if self.averaged else 1
-        return predivide / ((loss_scale if self.scaled else 1.0) * self.ranks * micro_batches)
+        return predivide / (self._divisor(loss_scale) * (1 if self._summed else self.ranks))
+
+    def own_scale_of(self, loss_scale: float) -> float:
+        """The same of one rank's sums over micro-batches."""
+        return 1.0 / self._divisor(loss_scale)
+
+    def _divisor(self, loss_scale: float) -> float:
+        return (loss_scale if self.scaled else 1.0) * (self.batch.accumulation if self.averaged else 1)
 
     def force(self, boundary: bool | None) -> bool | None:
         """Decide by hand whether the next backward is its last; None goes back to counting. Returns what was so."""
@@ -103,7 +115,7 @@ class Window:
     def begin_step(self) -> bool:
         """`step` was called. Returns whether it is to update."""
         self.steps += 1
-        return self._is_boundary(self.so_far)
+        return self._is_boundary(self.so_far) or not self.managed
 
     def ends_next(self) -> bool:
         """Whether the micro-batch at hand is the last, so that `step` will update."""
@@ -112,12 +124,17 @@ class Window:
     @property
     def complete(self) -> bool:
         """Whether all its backwards have run."""
-        return self.backwards >= self.batch.accumulation
+        return self.backwards >= self.batch.accumulation or not self.managed
 
     def _is_boundary(self, micro_batch: int) -> bool:
         if self._forced is not None:
             return self._forced
-        return micro_batch >= self.batch.accumulation
+        return self.managed and micro_batch >= self.batch.accumulation
+
+    @property
+    def samples(self) -> int:
+        """How many samples, over all ranks, its update counts for."""
+        return self.batch.train if self.managed else self.batch.micro * self.ranks * self.backwards
 
     # Whole windows.
 
@@ -134,6 +151,11 @@ class Window:
                 "data = iter(loader), so that each call goes on where the last one ended"
             )
         count = self.batch.accumulation
+        if not self.managed:
+            raise WherryError(
+                "train_batch: runs a window of gradient_accumulation_steps micro-batches, and "
+                "managed_gradient_accumulation is false; call backward() and step(), or set it to true"
+            )
         if self.layer_major:
             self._check_whole()
         batches = list(islice(data, count))

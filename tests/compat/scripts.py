@@ -109,7 +109,7 @@ if args.checkpoint_activations:
     for block in model.blocks:
         block.__class__ = Checkpointed
 optimizer = deepspeed.ops.adam.FusedAdam(model.parameters(), lr=1e-2, weight_decay=0.01)
-schedule = WarmupDecayLR(optimizer, total_num_steps=20, warmup_num_steps=2)
+schedule = WarmupDecayLR(optimizer, total_num_steps=20, warmup_max_lr=1e-2, warmup_num_steps=2)
 engine, optimizer, _, schedule = deepspeed.initialize(
     model=model, optimizer=optimizer, args=args, lr_scheduler=schedule, mpu=mpu, dist_init_required=False
 )
@@ -166,7 +166,8 @@ assert len(engine.deepspeed_io(list(range(12)), batch_size=3, route="eval")) == 
 assert engine.get_batch_info() == (8, 4, 1) and engine.get_global_grad_norm() is None
 
 weight = model.blocks[0].up.weight
-assert weight.ds_shape == twin.blocks[0].up.weight.shape and weight.ds_numel == weight.numel()
+assert weight.ds_shape == twin.blocks[0].up.weight.shape and weight.ds_numel == weight.ds_shape.numel()
+assert weight.shape == torch.Size([0])
 assert weight.ds_status == ZeroParamStatus.NOT_AVAILABLE and weight.ds_status != ZeroParamStatus.AVAILABLE
 with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
     assert weight.ds_status == ZeroParamStatus.AVAILABLE
@@ -240,12 +241,13 @@ pieces = [None, None]
 dist.all_gather_object(pieces, safe_get_local_fp32_param(weight))
 torch.testing.assert_close(torch.cat(pieces), safe_get_full_fp32_param(weight).flatten())
 whole, consolidated = engine.module_state_dict(), engine._zero3_consolidated_16bit_state_dict()
-assert whole[name].shape == weight.shape and (consolidated is None) == (dist.get_rank() > 0)
+assert whole[name].shape == weight.ds_shape and (consolidated is None) == (dist.get_rank() > 0)
 if consolidated is not None:
     assert set(consolidated) == set(whole) and all(torch.equal(whole[n], t) for n, t in consolidated.items())
 
-table = dist.log_summary(return_dict=True)
-assert table["all_gather"]["calls"] > 0 and table["reduce_scatter"]["bytes"] > 0
+sent = dist.log_summary(return_dict=True)["summary"]
+assert all(row["count"] and size for operation in ("all_gather", "reduce_scatter")
+           for size, row in sent[f"engine: {operation}"].items())
 tensor = torch.ones(2)
 dist.all_reduce(tensor)
 assert tensor.tolist() == [2.0, 2.0]
@@ -263,7 +265,7 @@ with tempfile.TemporaryDirectory() as folder:
     dist.barrier()
 with engine.coalesce_grad_reduction():
     engine.backward(engine(data[0][0]))
-assert not engine.optimizer.parameter_offload.forward_hooks
+assert engine.optimizer.parameter_offload.forward_hooks
 engine.destroy()
 assert not hasattr(weight, "ds_id")
 try:
@@ -283,8 +285,8 @@ assert deepspeed.zero.MiCS_Init is MiCS_Init and model.head.weight.isnan().all()
 engine, *_ = deepspeed.initialize(model=model, config=config)
 engine.backward(engine(data[dist.get_rank()][0]))
 engine.step()
-calls = dist.log_summary(return_dict=True)
-assert calls["all_reduce"]["calls"] > 1 and "all_gather" not in calls
+sent = dist.log_summary(return_dict=True)["summary"]
+assert next(iter(sent["engine: all_reduce"].values()))["count"] > 1 and "engine: all_gather" not in sent
 weights = [None, None]
 dist.all_gather_object(weights, model.head.weight.detach())
 assert torch.equal(*weights) and not weights[0].isnan().any()

@@ -29,6 +29,7 @@ CHECKPOINT = BATCH * LENGTH * WIDTH * 4
 def links(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ChaosLink]]:
     monkeypatch.setattr(checkpointing, "_asked", None)
     monkeypatch.setattr(checkpointing, "mpu", None)
+    monkeypatch.setattr(checkpointing, "deepspeed_checkpointing_enabled", False)
     monkeypatch.setattr(build, "SMALLEST_PARTITIONED", 1)
     yield late_links(monkeypatch)
     checkpointing.get_cuda_rng_tracker().reset()
@@ -101,6 +102,51 @@ def test_the_config_that_configure_is_given_counts() -> None:
     assert (block.cpu_checkpointing, block.profile, block.resolved_policy()) == (True, False, "none")
     own = {"activation_checkpointing": {"policy": "recompute"}}
     assert checkpointing.laid_over(checkpointing.configs.load(own)).activation_checkpointing.policy == "recompute"
+
+
+def test_what_scripts_set_themselves_counts_until_configure() -> None:
+    with pytest.raises(AssertionError, match="number of layers"):
+        checkpointing.configure(partition_activations=True, contiguous_checkpointing=True)
+    assert not checkpointing.is_configured() and not checkpointing.PARTITION_ACTIVATIONS
+    saved = {name: getattr(checkpointing, name) for name in checkpointing._KEYS.values()}
+    assert saved["num_layers"] is None and not checkpointing.deepspeed_checkpointing_enabled
+    try:
+        checkpointing.CPU_CHECKPOINT = True
+        block = checkpointing.laid_over(checkpointing.configs.load({})).activation_checkpointing
+        assert block.cpu_checkpointing and block.resolved_policy() == "none"
+        checkpointing.configure(contiguous_checkpointing=True, partition_activations=True, num_checkpoints=3)
+        assert checkpointing.num_layers == 3 and not checkpointing.CPU_CHECKPOINT
+        assert checkpointing.deepspeed_checkpointing_enabled
+        checkpointing.configure(contiguous_checkpointing=True, partition_activations=True, checkpoint_in_cpu=True)
+    finally:
+        for name in checkpointing._KEYS.values():
+            vars(checkpointing).pop(name, None)
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_checkpoint_takes_and_gives_every_kind_of_value(on_host: bool) -> None:
+    """Tensors without gradients, none at all, other values and containers, by position and by name."""
+    checkpointing.configure(checkpoint_in_cpu=on_host)
+
+    def part(x: torch.Tensor, mask: Any, *, scale: torch.Tensor, rest: Any) -> tuple[Any, ...]:
+        kept = x if mask is None else x * mask
+        return kept * scale + rest["offset"][0], mask, (None, True, rest)
+
+    scale = torch.linspace(1, 2, 4).requires_grad_()
+    rest = {"offset": [torch.ones(4, requires_grad=True), 2.5]}
+    for mask in (None, torch.tensor([True, False, True, True]), torch.tensor([0.0, 1, 1, 0])):
+        for call in (checkpointing.checkpoint, checkpointing.non_reentrant_checkpoint):
+            found, expected = [], []
+            for results, run in ((found, lambda *a, call=call, **k: call(part, *a, **k)), (expected, part)):
+                x = torch.linspace(-1, 1, 4).requires_grad_()
+                y, given, others = run(x, mask, scale=scale, rest=rest)
+                assert given is mask and others[:2] == (None, True) and others[2]["offset"][1] == 2.5
+                results += [y.detach(), *torch.autograd.grad(y.sum(), [x, scale, rest["offset"][0]])]
+            assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    outputs: list[Any] = []
+    x = torch.ones(4, requires_grad=True)
+    y, flag = checkpointing.CheckpointFunction.apply(lambda x, flag: (x * 2, flag), outputs, x, True)
+    assert flag is True and outputs[0] is y and torch.autograd.grad(y.sum(), x)[0].tolist() == [2.0] * 4
 
 
 @pytest.mark.parametrize("on_host", [False, True])

@@ -111,6 +111,16 @@ def test_files_of_a_checkpoint(saved: tuple[Path, dict[str, torch.Tensor]], tmp_
     assert sorted(path.name for path in place.iterdir()) == before
 
 
+def test_files_of_deepspeed_s_checkpoint(tmp_path: Path) -> None:
+    """They are its own, by the number of the rank; a checkpoint of Wherry's that has one beside is still Wherry's."""
+    names = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(12)]
+    for name in (*names, "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
+        (tmp_path / name).touch()
+    assert get_optim_files(tmp_path) == [str(tmp_path / name) for name in names]
+    assert get_model_state_file(tmp_path, 2) == str(tmp_path / "mp_rank_00_model_states.pt")
+    assert get_model_state_file(tmp_path, 3) == str(tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+
+
 def test_into_a_model(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
     folder, masters = saved
     model = copy.deepcopy(MODEL)

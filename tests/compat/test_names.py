@@ -104,7 +104,7 @@ def test_every_name_is_there_and_absent_parts_refuse(tmp_path):
 def test_a_leaf_is_not_cut_where_it_would_be_and_cuts_no_block():
     from torch import nn
 
-    from wherry.compat.deepspeed.utils import set_z3_leaf_modules, unset_z3_leaf_modules
+    from wherry.compat.deepspeed.leaf_modules import set_z3_leaf_modules, unset_z3_leaf_modules
     from wherry.sharding.grouping import plan_units
 
     class Experts(nn.Module):

@@ -453,3 +453,120 @@ def test_a_file_that_was_changed_anywhere_is_told_or_read(tmp_path: Path, capsys
         assert (status, said) == (0, "") or (status == 2 and said.startswith("wherry: ") and said.count("\n") == 1), (
             said
         )
+
+
+# Stage 0 keeps the optimizer in the model's file, and universal checkpoints have a folder for each parameter.
+
+
+def whole(**values: Any) -> dict[str, Any]:
+    state = {0: {"step": 5, "exp_avg": torch.ones(4, 3)}, 1: {"step": 5, "exp_avg": torch.ones(3)}}
+    return {"state": state, "param_groups": [{"lr": 0.5, "params": [0, 1]}], **values}
+
+
+def ended(**values: Any) -> dict[str, Any]:
+    base = {"state": {0: {"step": 5, "exp_avg": torch.ones(15)}}, "param_groups": [{"lr": 0.5, "params": [0]}]}
+    return {"optimizer_state_dict": base, "fp32_groups_flat": [torch.ones(15)], **values}
+
+
+WHOLE: dict[str, tuple[dict[str, Any], str]] = {
+    "state: list": (whole(state=[1]), "state: input should be a valid dictionary"),
+    "state: number": (whole(state={0: 1}), "state: 0: input should be a valid dictionary"),
+    "state: sparse": (whole(state={0: {"exp_avg": ODD}}), "exp_avg: expected a plain tensor"),
+    "state: vast": (whole(state={0: {"exp_avg": VAST}}), "bytes in the file, got"),
+    "state: whole numbers": (whole(state={0: {"exp_avg": torch.ones(4, 3).int()}}), "expected floating-point"),
+    "state: a name that acts": (whole(state={0: {"x\x1b[2J": torch.ones(3)}}), "string should match pattern"),
+    "state: steps below 0": (whole(state={0: {"step": -5}}), "step: input should be greater than or equal to 0"),
+    "groups: none": (whole(param_groups=None), "param_groups: input should be a valid list"),
+    "flats: two dims": (ended(fp32_groups_flat=[torch.ones(5, 3)]), "expected floating-point numbers in one dim"),
+    "flats: vast": (ended(fp32_groups_flat=[torch.ones(1).expand(10**12)]), "bytes in the file, got"),
+    "flats: no states": (ended(optimizer_state_dict=None), "optimizer_state_dict: input should be"),
+    "scale: below 0": (ended(cur_scale=-1.0), "cur_scale: input should be greater than 0"),
+    "scale: without end": (ended(cur_scale=math.inf), "cur_scale: input should be a finite number"),
+    "scale: no window": (ended(scale_window=0), "scale_window: input should be greater than or equal to 1"),
+    "scale: iterations of 25 digits": (ended(cur_iter=HUGE), "cur_iter: "),
+    "moments: short": (
+        ended(optimizer_state_dict={"state": {0: {"exp_avg": torch.ones(1)}}, "param_groups": [{"params": [0]}]}),
+        "of exp_avg",
+    ),
+}
+
+
+@pytest.mark.parametrize(("saved", "told"), WHOLE.values(), ids=WHOLE)
+def test_a_whole_optimizer_that_does_not_fit_is_told(
+    saved: dict[str, Any], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tag := tmp_path / "in" / "step").mkdir(parents=True)
+    module = {"a": torch.randn(4, 3), "b": torch.randn(3)}
+    for optimizer_of, fits in ((saved, False), (ended() if "fp32_groups_flat" in saved else whole(), True)):
+        torch.save({"module": module, "optimizer": optimizer_of}, tag / "mp_rank_00_model_states.pt")
+        if fits:
+            assert main(["import-deepspeed", str(tag), str(tmp_path / "out")]) == 0
+        else:
+            refused(tag, tmp_path / "out", told, capsys)
+
+
+def universal(folder: Path) -> Path:
+    tag = folder / "step"
+    for name, shapes in {"a": (4, 3), "b": (3,)}.items():
+        (tag / "zero" / name).mkdir(parents=True)
+        for state_name in ("fp32", "exp_avg"):
+            torch.save({"param": torch.ones(shapes), "cat_dim": 0}, tag / "zero" / name / f"{state_name}.pt")
+        torch.save(5, tag / "zero" / name / "step.pt")
+    torch.save({"param_groups": [{"lr": 0.5, "params": [0]}]}, tag / "zero" / "optimizer_state.pt")
+    model_file = {"module": {}, "param_shapes": [{"a": (4, 3), "b": (3,)}]}
+    torch.save(model_file, tag / "mp_rank_00_model_states.pt")
+    return tag
+
+
+def put(name: str, value: Any) -> Callable[[Path], Any]:
+    return lambda tag: torch.save(value, tag / "zero" / name)
+
+
+def named(name: str) -> Callable[[Path], Any]:
+    return lambda tag: (tag / "zero" / "a").rename(tag / "zero" / name)
+
+
+UNIVERSAL: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "optimizer: runs": (put("optimizer_state.pt", {"param_groups": Evil()}), "system, which is not loaded"),
+    "optimizer: list": (put("optimizer_state.pt", [1]), "optimizer_state.pt: "),
+    "optimizer: no groups": (put("optimizer_state.pt", {}), "param_groups: field required"),
+    "optimizer: scale": (
+        put("optimizer_state.pt", {"param_groups": [], "loss_scale": {"scale": 0.0, "patience": 1, "good_steps": 0}}),
+        "loss_scale: scale: input should be greater than 0",
+    ),
+    "state: runs": (put("a/fp32.pt", {"param": Evil()}), "system, which is not loaded"),
+    "state: no tensor": (put("a/fp32.pt", {"param": 1}), "param: input should be an instance of Tensor"),
+    "state: nothing": (put("a/exp_avg.pt", {}), "param: field required"),
+    "state: sparse": (put("a/exp_avg.pt", ODD), "param: expected a plain tensor"),
+    "state: vast": (put("a/exp_avg.pt", VAST), "bytes in the file, got"),
+    "state: short": (put("a/exp_avg.pt", torch.ones(1)), "of exp_avg 1 of 12 elements"),
+    "state: whole numbers": (put("a/exp_avg.pt", torch.ones(12).int()), "expected floating-point numbers"),
+    "state: a name that acts": (put("a/x\x1b[2J.pt", torch.ones(12)), "expected the name of a state"),
+    "state: no weight": (lambda tag: (tag / "zero/a/fp32.pt").unlink(), "no rank wrote it"),
+    "state: FIFO": (replaced("zero/a/fp32.pt", os.mkfifo), "fp32.pt cannot be read: is a FIFO"),
+    "state: device": (replaced("zero/a/fp32.pt", lambda path: path.symlink_to("/dev/zero")), "is a device"),
+    "steps: words": (put("a/step.pt", "5"), "step: input should be a valid integer"),
+    "steps: below 0": (put("a/step.pt", torch.tensor(-1.0)), "step: input should be greater than or equal to 0"),
+    "parameter: gone": (named("c"), "has no folder of a, which is trained"),
+    "parameter: a name that acts": (
+        lambda tag: (tag / "zero" / "x\x1b[2J").mkdir(),
+        "expected a name that can be printed",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "told"), UNIVERSAL.values(), ids=UNIVERSAL)
+def test_a_universal_checkpoint_that_does_not_fit_is_told(
+    change: Callable[[Path], Any],
+    told: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tag = universal(tmp_path / "in")
+    assert main(["import-deepspeed", str(tag), str(tmp_path / "fits")]) == 0
+    capsys.readouterr()
+    change(tag)
+    refused(tag, tmp_path / "out", told, capsys)
+    assert not (tmp_path / "was-here").exists()

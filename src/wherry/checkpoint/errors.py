@@ -15,6 +15,10 @@ class CheckpointError(WherryError):
     """A checkpoint that cannot be written, found or read."""
 
 
+class TagsDiffer(CheckpointError, AssertionError):
+    """The ranks gave different tags, and the config does not let that pass."""
+
+
 def together(comm: Comm, what: str, work: Callable[[], T]) -> list[T]:
     """Do `work` on every rank; the results by rank. If any rank fails, every rank raises, and names it."""
     value: T | None = None

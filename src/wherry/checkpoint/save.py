@@ -14,7 +14,7 @@ import torch
 
 from wherry.checkpoint import folder as folders
 from wherry.checkpoint.contents import Values, encode_values, state_pieces, weight_pieces
-from wherry.checkpoint.errors import CheckpointError, describe, on_first, together
+from wherry.checkpoint.errors import CheckpointError, TagsDiffer, describe, on_first, together
 from wherry.checkpoint.files import byte_view, write_text
 from wherry.checkpoint.format import WEIGHT, Entry, Manifest, Piece, RankFiles, Scalar
 from wherry.checkpoint.reshard import Run
@@ -94,7 +94,7 @@ def _agree_on_tag(session: Session, tag: str, validation: str) -> str:
     if len(set(tags)) > 1 and validation != "IGNORE":
         told = ", ".join(f"rank {rank}: {each}" for rank, each in enumerate(tags))
         if validation == "FAIL":
-            raise CheckpointError(f"save_checkpoint: the ranks gave different tags ({told}); give one on every rank")
+            raise TagsDiffer(f"save_checkpoint: the ranks gave different tags ({told}); give one on every rank")
         if session.comm.rank == 0:
             session.log.warning("save_checkpoint: the ranks gave different tags (%s); rank 0's is used", told)
     return tags[0]

@@ -240,6 +240,9 @@ class Checkpoint(ConfigBlock):
     tag_validation: Annotated[Literal["WARN", "IGNORE", "FAIL"], BeforeValidator(uppered)] = key(
         "WARN", "What to do when ranks disagree about the tag of a checkpoint; rank 0's is used, unless it is FAIL."
     )
+    load_universal: Flag = key(
+        False, "Under DeepSpeed's names: load what latest_universal names. Every checkpoint suits any number of ranks."
+    )
     use_node_local_storage: Flag = key(
         False, "Every node writes to its own disk. true is refused: a checkpoint is one folder that all ranks see."
     )
@@ -338,6 +341,11 @@ class Own(ConfigBlock):
         "auto",
         "How fp32 master weights rest: whole, or split into the bf16 working weight and the lower 16 bits, "
         "which needs bf16. auto: split on the host, whole on a GPU.",
+    )
+    round_masters: Flag = key(
+        False,
+        "Let fp32 masters begin at the weights as the working type rounds them, as DeepSpeed's do. false: at the "
+        "weights as the model or its files have them.",
     )
     state_dtype: Annotated[Literal["fp32", "bf16", "int8"], BeforeValidator(lowered)] = key(
         "fp32", "The type of the optimizer's moments. bf16 and int8 lose precision."

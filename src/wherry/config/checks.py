@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from wherry.config.draft import Draft
 from wherry.config.scheduler import NEEDS_TOTAL
@@ -98,14 +99,6 @@ _HALF_MASTERS = (
 )
 # Values that would change results, memory or speed, or lose something, and are not to be had.
 _REFUSED: dict[str, tuple[object, str]] = {
-    "gradient_allreduce_op": (
-        "sum",
-        ": gradients are averaged over ranks; multiply the loss by the number of ranks",
-    ),
-    "managed_gradient_accumulation": (
-        False,
-        "; call engine.set_gradient_accumulation_boundary(True) before the backward that ends a window",
-    ),
     "fp16.fp16_master_weights_and_grads": (True, _HALF_MASTERS),
     "bf16.bf16_master_weights_and_grads": (True, _HALF_MASTERS),
     "aio.use_gds": (
@@ -140,6 +133,13 @@ def _own(config: Config, draft: Draft) -> Iterator[Finding]:
     if policy == "in_backward" and config.gradient_clipping > 0:
         message = "in_backward updates before the norm of all gradients is known, so it excludes gradient_clipping"
         yield own, f'{message} {config.gradient_clipping:g}; set gradient_clipping to 0, or use "before_use"'
+    if not config.managed_gradient_accumulation:
+        if policy == "in_backward":
+            message = "in_backward needs to know the last backward of a window"
+            yield own, f"{message}; set managed_gradient_accumulation to true"
+        if config.wherry.accumulation == "layer_major":
+            message = "layer_major runs a window as a whole; set managed_gradient_accumulation to true"
+            yield ("wherry", "accumulation"), message
     if policy == "in_backward" and config.scales_loss():
         yield own, 'in_backward excludes fp16, whose steps are skipped on overflow; use bf16, or "before_use"'
     nonfinite = config.wherry.nonfinite
@@ -166,8 +166,16 @@ def _schedule(config: Config, draft: Draft) -> Iterator[Finding]:
         yield (*path, "total_num_steps"), f"{config.scheduler.type} needs the number of steps of the whole training"
     if config.scheduler.type == "OneCycle":
         for low, high in (("cycle_min_lr", "cycle_max_lr"), ("cycle_min_mom", "cycle_max_mom")):
-            if params[low] > params[high] and not draft.is_bad((*path, high)):
+            if _any_above(params[low], params[high]) and not draft.is_bad((*path, high)):
                 yield (*path, low), f"{params[low]} is above {high} {params[high]}; exchange them"
+
+
+def _any_above(low: Any, high: Any) -> bool:
+    """Of numbers, or lists with one for each group."""
+    lows, highs = ([value] if not isinstance(value, list) else value for value in (low, high))
+    many = max(len(lows), len(highs))
+    pairs = zip(lows * many if len(lows) == 1 else lows, highs * many if len(highs) == 1 else highs, strict=False)
+    return any(one > other for one, other in pairs)
 
 
 def _idle(config: Config, draft: Draft) -> Iterator[Finding]:

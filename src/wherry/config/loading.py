@@ -18,7 +18,7 @@ from wherry.config.problems import Problem, config_error, did_you_mean, shown
 from wherry.config.reference import paths_ending_in
 from wherry.config.scheduler import with_parameters
 from wherry.config.schema import Config
-from wherry.config.source import KeyPath, TextError, copied, parse, read
+from wherry.config.source import ConfigSource, KeyPath, TextError, copied, parse, read
 from wherry.config.without_effect import IdleKey, idle_keys_in
 
 # What a block looks like, by the key that it is mostly about.
@@ -32,7 +32,7 @@ _BOUNDS = {
 
 
 def load(
-    source: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None,
+    source: str | os.PathLike[str] | Mapping[str, Any] | Config | ConfigSource | None = None,
     *,
     overrides: Mapping[str, Any] | None = None,
 ) -> Config:

@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
 
 from wherry.config.fields import ConfigBlock, Constructed, Flag, Integer, Number, Numbers, Text, key, lowered
 from wherry.config.problems import did_you_mean, named, shown
 
 _RESUME = "The step that a resumed schedule continues after; -1 for a new one."
 WarmupType = Annotated[Literal["log", "linear"], BeforeValidator(lowered)]
+
+
+def _bounded(below: float = math.inf) -> AfterValidator:
+    """Of a number, or of a list of them."""
+
+    def check(value: float | list[float]) -> float | list[float]:
+        for number in value if isinstance(value, list) else [value]:
+            if number < 0:
+                raise ValueError(f"expected at least 0, got {shown(number)}")
+            if number >= below:
+                raise ValueError(f"expected less than {below:g}, got {shown(number)}")
+        return value
+
+    return AfterValidator(check)
+
+
+Rates = Annotated[Numbers, _bounded()]
+Momenta = Annotated[Numbers, _bounded(below=1)]
 
 
 class _ScheduleBlock(ConfigBlock):
@@ -40,8 +59,8 @@ class WarmupCosineParams(_ScheduleBlock):
 
 
 class OneCycleParams(_ScheduleBlock):
-    cycle_min_lr: Number = key(..., "Lowest learning rate of the cycle.", ge=0)
-    cycle_max_lr: Number = key(..., "Highest learning rate of the cycle.", ge=0)
+    cycle_min_lr: Rates = key(..., "Lowest learning rate of the cycle; a list gives one for each group.")
+    cycle_max_lr: Rates = key(..., "Highest learning rate of the cycle; a list gives one for each group.")
     decay_lr_rate: Number = key(0.0, "After the cycle, the rate at which the learning rate decays.", ge=0)
     cycle_first_step_size: Integer = key(2000, "Steps of the rising half.", ge=1)
     cycle_second_step_size: Integer | None = key(None, "Steps of the falling half. Unset: as the rising half.", ge=1)
@@ -51,8 +70,8 @@ class OneCycleParams(_ScheduleBlock):
     )
     decay_step_size: Integer = key(0, "Steps over which one decay_lr_rate applies; 0 for no decay.", ge=0)
     cycle_momentum: Flag = key(True, "Cycle the momentum against the learning rate.")
-    cycle_min_mom: Number = key(0.8, "Lowest momentum of the cycle.", ge=0, lt=1)
-    cycle_max_mom: Number = key(0.9, "Highest momentum of the cycle.", ge=0, lt=1)
+    cycle_min_mom: Momenta = key(0.8, "Lowest momentum of the cycle; a list gives one for each group.")
+    cycle_max_mom: Momenta = key(0.9, "Highest momentum of the cycle; a list gives one for each group.")
     decay_mom_rate: Number = key(0.0, "After the cycle, the rate at which the momentum changes.")
 
 

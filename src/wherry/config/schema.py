@@ -91,7 +91,9 @@ class Config(ConfigBlock):
         None, "Micro-batches in one update. auto: as train_micro_batch_size_per_gpu.", ge=1
     )
     managed_gradient_accumulation: Flag = key(
-        True, "Let the engine find the boundary. false is refused: set the boundary yourself instead."
+        True,
+        "Let the engine find the boundary, after gradient_accumulation_steps micro-batches. false: every step() is "
+        "one, and updates from the backwards before it.",
     )
 
     optimizer: Optimizer | None = key(None, "The optimizer, where initialize() is given none.")
@@ -115,7 +117,7 @@ class Config(ConfigBlock):
         None, "The type in which gradients are reduced. Unset: that of the gradients."
     )
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(lowered)] = key(
-        "mean", "Average gradients over ranks. sum is refused: multiply the loss by the number of ranks instead."
+        "mean", "Average gradients over ranks, or sum them. Over the micro-batches of a window they are averaged."
     )
     zero_allow_untested_optimizer: Flag = key(
         False, "Vouch that an optimizer Wherry does not know treats every element by itself."

@@ -129,10 +129,12 @@ class ConfigSource:
     lines: Lines = field(default_factory=Lines)
 
 
-def read(source: str | os.PathLike[str] | Mapping[str, Any] | None) -> ConfigSource:
-    """Read a config from whatever holds it. The result shares nothing with `source`."""
+def read(source: str | os.PathLike[str] | Mapping[str, Any] | ConfigSource | None) -> ConfigSource:
+    """Read a config from whatever holds it. The result shares nothing with `source`, but with one that is read."""
     if source is None:
         return ConfigSource({})
+    if isinstance(source, ConfigSource):
+        return source
     if isinstance(source, Mapping):
         return ConfigSource(copied(source))
     if isinstance(source, os.PathLike):

@@ -132,8 +132,8 @@ class Access:
 
     @contextmanager
     def _whole(self, flat: Flat, *, releases: bool = False) -> Iterator[None]:
-        """One flat kept whole; released at the end if it was before, or if that is asked for."""
-        releases = releases or flat.weights is Weights.RELEASED
+        """One flat kept whole; released by the last reader if it was before the first, or if that is asked for."""
+        releases = releases or flat.weights is Weights.RELEASED or flat.lent
         self.gatherer.gather_for_readers(flat)
         try:
             with flat.pinned():

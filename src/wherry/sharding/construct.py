@@ -47,6 +47,8 @@ class Builder:
         # Where the shard of a partitioned flat rests, by its name and size; None for the device.
         self.storage_of = storage_of
         self.working_dtype = config.working_dtype()
+        # Whether masters begin at what the working type makes of the weights.
+        self.rounds = config.wherry.round_masters
         # The optimizer's groups hold the very parameters, in the order that the user gave them.
         self.group_of: dict[nn.Parameter, int] = {p: i for i, group in enumerate(groups) for p in group["params"]}
         # Flats up to the threshold stay whole, as long as all of them together keep within the limit.
@@ -146,7 +148,8 @@ class Builder:
             storage=storage,
         )
         drawn = any(parameter not in sources for parameter in parameters)
-        if drawn and _needs_master(flat) and any(p.dtype.itemsize > dtype.itemsize for p in parameters):
+        exact = drawn and not self.rounds and _needs_master(flat)
+        if exact and any(p.dtype.itemsize > dtype.itemsize for p in parameters):
             return flat, torch.zeros(layout.numel, dtype=torch.float32, device=self.device)
         return flat, flat.whole
 
@@ -195,8 +198,10 @@ class Builder:
             shard.copy_(flat.whole[own])
         for start, piece in pieces(flat.layout, flat.rank, in_files):
             write(start, piece, shard)
-            if master is not None:  # as precise as the files are
+            if master is not None and not self.rounds:  # as precise as the files are
                 write(start, piece, master)
+        if master is not None and self.rounds and in_files:
+            master.copy_(shard)
         if in_files and flat.resident and flat.layout.ranks > 1:
             self.shards.all_gather(flat.whole, shard).wait()
         if flat.storage is not None:

@@ -367,6 +367,18 @@ class FlatGradient:
         start, stop, place = layout.overlap(layout.slots[index], self.flat.rank) or (0, 0, 0)
         return self.owned[place : place + stop - start]
 
+    @property
+    def own_so_far(self) -> torch.Tensor:
+        """This rank's part of the sum, before it has landed where the update reads it."""
+        return self.own_sum if self.keeps else self.owned
+
+    def part_so_far(self, index: int) -> torch.Tensor:
+        """As `part`, of that."""
+        self.landing.wait()
+        layout = self.flat.layout
+        start, stop, place = layout.overlap(layout.slots[index], self.flat.rank) or (0, 0, 0)
+        return self.own_so_far[place : place + stop - start]
+
     def replace(self, index: int, value: torch.Tensor) -> None:
         """Put what this rank has of `value` in the place of one parameter's gradient."""
         layout = self.flat.layout

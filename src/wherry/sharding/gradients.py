@@ -94,7 +94,7 @@ class Gradients:
         # Whether the sums of the last window are complete, and there: from its boundary until something drops them.
         self.complete = False
         # What makes mean gradients of the sums, over ranks and micro-batches, of a loss that may be scaled.
-        self.scale = 1.0
+        self.scale = self.own_scale = 1.0
         # Who is told of arrivals, and the hooks that tell.
         self._arrivals: weakref.ref[Arrivals] | None = None
         self._handles: list[RemovableHandle] = []
@@ -179,12 +179,12 @@ class Gradients:
             self._reducer.reduce(following)
             self._next += 1
 
-    def finish(self, scale: float) -> None:
+    def finish(self, scale: float, own_scale: float = 1.0) -> None:
         """The backward is over: collect what is incomplete, and wait for every reduction.
 
-        Times `scale` the sums of the window are its mean gradients.
+        Times `scale` the sums of the window are its mean gradients; `own_scale` is for what ranks have not summed yet.
         """
-        self.scale = scale
+        self.scale, self.own_scale = scale, own_scale
         for index in self._order[self._next :]:
             gradient = self.all[index]
             if not gradient.collected:

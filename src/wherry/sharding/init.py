@@ -20,7 +20,7 @@ from wherry.observe.log import say
 from wherry.parallel import topology as topologies
 from wherry.parallel.comm import Comm
 from wherry.placement import Tier
-from wherry.sharding.param_shard import ParamShard, Sharing, made_of, shard_of
+from wherry.sharding.param_shard import ParamShard, Sharing, is_plain, made_of, shard_of
 from wherry.tiers.elastic import Heap
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ class Init:
             model = MyModel()
         engine, *_ = wherry.initialize(model=model, config="config.json")
 
+    With `dtype`, floating-point parameters are of that from the moment when a module gets them.
+
     Where the config keeps whole parameters on every rank (stages 0 to 2), or with `enabled=False`, nothing changes.
 
     With `meta=True` models have no values before `wherry.initialize`, at any stage: it lets modules draw their own, a
@@ -78,6 +80,7 @@ class Init:
         mesh: Any = None,
         enabled: bool = True,
         meta: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.enabled = enabled and not meta
         self._shapes = _Shapes() if enabled and meta else None
@@ -89,6 +92,7 @@ class Init:
                 stage = self._config.zero_optimization.stage
                 say("Init: at stage %d every rank keeps whole parameters, so models are built as usual", stage)
         self._mesh = mesh
+        self._dtype = dtype
         self._touch = _Touch(self)
         # Whole parameters, in the order in which they became so.
         self._whole: dict[nn.Parameter, None] = {}
@@ -109,7 +113,7 @@ class Init:
         if tier is Tier.DISK and (folders := config.zero_optimization.offload_param.nvme_path):
             folder = str(folders[0] if isinstance(folders, list | tuple) else folders)
         rests_on = topology.device if tier is Tier.DEVICE else torch.device("cpu")
-        self._sharing = Sharing(topology.data, topology.device, rests_on, folder)
+        self._sharing = Sharing(topology.data, topology.device, rests_on, folder, self._dtype)
         # The process group is needed as long as there are shards.
         if not isinstance(self._mesh, Comm | topologies.Topology):
             weakref.finalize(self._sharing, self.comm.close)
@@ -144,6 +148,9 @@ class Init:
             self._module = module
         self.fill(parameter)
         if shard_of(parameter) is None:
+            if self._dtype is not None:
+                with torch._C.DisableTorchFunction():
+                    parameter.data = parameter.data.to(self._dtype)
             self._whole[parameter] = None
 
     def attached(self, module: nn.Module) -> None:
@@ -202,7 +209,7 @@ class Init:
 
 
 def _is_shared_out(parameter: nn.Parameter) -> bool:
-    return type(parameter) is nn.Parameter and not parameter.is_meta and parameter.is_floating_point()
+    return is_plain(parameter) and not parameter.is_meta and parameter.is_floating_point()
 
 
 class _Touch(TorchFunctionMode):
@@ -268,7 +275,8 @@ def _enter(init: Init) -> None:
 
 def _leave(init: Init) -> None:
     global _users
-    _active.stack.remove(init)
+    if init in _active.stack:  # else it was stepped out of
+        _active.stack.remove(init)
     with _lock:
         _users -= 1
         if _users == 0:
@@ -279,6 +287,20 @@ def _leave(init: Init) -> None:
 def entered() -> list[Init]:
     """The contexts that this thread is inside of, the outermost first."""
     return list(getattr(_active, "stack", ()))
+
+
+def step_out() -> list[Init]:
+    """Until `step_in` models are built as usual in this thread, whatever contexts it is inside of; returns those."""
+    inside = entered()
+    for init in inside:
+        init.finish()
+    _active.stack = []
+    return inside
+
+
+def step_in(inside: list[Init]) -> None:
+    """The counterpart of `step_out`. What was entered meanwhile stays the innermost."""
+    _active.stack = inside + entered()
 
 
 def _parameter_registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

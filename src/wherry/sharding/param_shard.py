@@ -7,7 +7,7 @@ import tempfile
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,9 @@ class Sharing:
     device: torch.device
     rests_on: torch.device
     folder: str | None
+    # What floating-point parameters are cast to; None leaves them as they are built.
+    dtype: torch.dtype | None = None
+    shards: weakref.WeakSet[ParamShard] = field(default_factory=weakref.WeakSet)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory for a shard, of undefined contents; a file is gone with the tensor."""
@@ -61,6 +64,8 @@ class ParamShard:
         self.sharing = sharing
         self.comm = sharing.comm
         self.whole = True
+        # Whether it is seen without elements while it is released, instead of as NaN of its shape.
+        self.empty = False
         self.shape, self.dtype, self.whole_on = parameter.shape, parameter.dtype, parameter.device
         # There is one as soon as the parameter has been released.
         self.shard = torch.empty(0, dtype=self.dtype, device=sharing.rests_on)
@@ -69,6 +74,7 @@ class ParamShard:
         self._blank_storage: torch.UntypedStorage | None = None
         parameter.__dict__[SHARD] = self
         parameter.__dict__["__deepcopy__"] = partial(_copied, parameter)
+        sharing.shards.add(self)
 
     @torch.no_grad()
     def release(self, source: int = 0) -> int:
@@ -77,6 +83,8 @@ class ParamShard:
             return 0
         alone = self.comm.size == 1 and self.sharing.folder is None and not self.aliased()
         with torch._C.DisableTorchFunction():
+            if self.sharing.dtype is not None:
+                self.parameter.data = self.parameter.data.to(self.sharing.dtype)
             value = self.parameter.data
             self.shape, self.dtype, self.whole_on = value.shape, value.dtype, value.device
             own = value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes
@@ -109,8 +117,19 @@ class ParamShard:
                 self._blank = blank = torch.full((), float("nan"), dtype=self.dtype, device=self.whole_on)
                 self._blank_storage = blank.untyped_storage()
                 setattr(self._blank_storage, OWNER, weakref.ref(self))
-            self.parameter.data = blank.expand(self.shape)
+            self.parameter.data = blank.expand(self.seen)
         self.whole = False
+
+    @property
+    def seen(self) -> torch.Size:
+        """The shape of the placeholder."""
+        return torch.Size([0]) if self.empty else self.shape
+
+    def show(self, *, empty: bool) -> None:
+        """While it is released, the parameter is seen without elements, or as NaN of its shape."""
+        self.empty = empty
+        if not self.whole:
+            self._show_placeholder()
 
     @torch.no_grad()
     def copy_to(self, parameter: nn.Parameter) -> None:
@@ -120,6 +139,7 @@ class ParamShard:
                 parameter.data = self.parameter.data.clone()
                 return
             other = ParamShard(parameter, self.sharing)
+            other.shape = self.shape
             other.shard = self.sharing.allocate(self.shard.numel(), self.dtype).copy_(self.shard)
             other._show_placeholder()
 
@@ -175,6 +195,11 @@ def _copied(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
     return copy
 
 
+def is_plain(parameter: torch.Tensor) -> bool:
+    """Whether it is torch's own kind of parameter; a class that adds nothing but names to that says so."""
+    return type(parameter) is nn.Parameter or getattr(type(parameter), "plain_parameter", False)
+
+
 def shard_of(parameter: torch.Tensor) -> ParamShard | None:
     """The shard of a parameter that is shared out by itself; None for any other."""
     shard = parameter.__dict__.get(SHARD) if isinstance(parameter, nn.Parameter) else None
@@ -183,12 +208,12 @@ def shard_of(parameter: torch.Tensor) -> ParamShard | None:
 
 def made_of(parameter: torch.Tensor) -> ParamShard | None:
     """The shard of another parameter whose placeholder this one was made of, as by `nn.Parameter(other.weight)`."""
-    if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
+    if not is_plain(parameter) or parameter.layout is not torch.strided:
         return None
     with torch._C.DisableTorchFunction():
         owner = getattr(parameter.untyped_storage(), OWNER, None)
         source: ParamShard | None = owner() if owner is not None else None
-        if source is None or source.parameter is parameter or source.shape != parameter.shape:
+        if source is None or source.parameter is parameter or source.seen != parameter.shape:
             return None
         return source
 

@@ -22,7 +22,8 @@ class LossScaler:
 
     A dynamic scale doubles after `window` steps in a row without overflow. It halves on an overflow, but only once
     `hysteresis - 1` overflows have been let pass; doubling gives that patience back, and with
-    `consecutive_hysteresis` so does every step without overflow.
+    `consecutive_hysteresis` so does every step without overflow. The first `grace` good steps after the start and after
+    an overflow are not counted. An overflow at the minimum is an error, unless it `stops_at_min` is False.
 
     >>> scaler = LossScaler(8.0, dynamic=True, hysteresis=1)
     >>> scaler.update(overflow=True)
@@ -39,6 +40,8 @@ class LossScaler:
         hysteresis: int = 2,
         consecutive_hysteresis: bool = False,
         min_scale: float = 1.0,
+        grace: int = 0,
+        stops_at_min: bool = True,
     ) -> None:
         if scale <= 0 or (dynamic and scale < min_scale):
             raise WherryError(f"loss scale: expected more than 0 and at least the minimum {min_scale:g}, got {scale:g}")
@@ -50,24 +53,28 @@ class LossScaler:
         self.hysteresis = hysteresis
         self.consecutive_hysteresis = consecutive_hysteresis
         self.min_scale = float(min_scale)
+        self.grace = grace
+        self.stops_at_min = stops_at_min
         self._patience = hysteresis
-        self._good_steps = 0
+        self._good_steps = -grace
 
     @classmethod
-    def from_config(cls, settings: FP16) -> LossScaler:
-        """The scaler that a config's block `fp16` asks for; a scale fixed at 1 when fp16 is off."""
+    def from_config(cls, settings: FP16, **timing: Any) -> LossScaler:
+        """The scaler that a config's block `fp16` asks for; a scale fixed at 1 when fp16 is off.
+
+        `timing` is of a dynamic one, and stands above what the block says.
+        """
         if not settings.enabled:
             return cls(1.0)
         if settings.loss_scale > 0:
             return cls(settings.loss_scale)
-        return cls(
-            2.0**settings.initial_scale_power,
-            dynamic=True,
-            window=settings.loss_scale_window,
-            hysteresis=settings.hysteresis,
-            consecutive_hysteresis=settings.consecutive_hysteresis,
-            min_scale=settings.min_loss_scale,
-        )
+        said = {
+            "window": settings.loss_scale_window,
+            "hysteresis": settings.hysteresis,
+            "consecutive_hysteresis": settings.consecutive_hysteresis,
+            "min_scale": settings.min_loss_scale,
+        }
+        return cls(2.0**settings.initial_scale_power, dynamic=True, **{**said, **timing})
 
     def update(self, overflow: bool) -> None:
         """Take in how a step went. Raises `LossScaleError` when the scale should fall below its minimum."""
@@ -82,11 +89,11 @@ class LossScaler:
                 self._patience = self.hysteresis
                 self.scale *= _FACTOR
             return
-        self._good_steps = 0
+        self._good_steps = -self.grace
         if self._patience > 1:
             self._patience -= 1
             return
-        if self.scale <= self.min_scale:
+        if self.scale <= self.min_scale and self.stops_at_min:
             raise LossScaleError(
                 f"gradients overflow although the loss scale is at its minimum, {self.min_scale:g}: the model itself "
                 "gives inf or NaN. Look at the loss of the last steps; lower the learning rate, clip gradients "

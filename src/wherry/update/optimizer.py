@@ -47,7 +47,11 @@ WHY_NOT = {
 }
 
 # As it is without the decorator that keeps torch's compiler out of it, and loads that compiler, which takes a second.
-_ADD_GROUP = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+ADD_GROUP = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+
+
+class UntestedOptimizerError(WherryError, AssertionError):
+    """An optimizer that nobody has vouched for. Scripts written for DeepSpeed catch it as an assertion."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +115,16 @@ def groups_described(spec: OptimizerSpec | None, model: nn.Module) -> Iterator[t
 
 
 def resolve_optimizer(
-    model: nn.Module, config: Config, optimizer: OptimizerLike | None, model_parameters: Iterable[Any] | None
+    model: nn.Module,
+    config: Config,
+    optimizer: OptimizerLike | None,
+    model_parameters: Iterable[Any] | None,
+    make: Callable[[Config, list[Any]], torch.optim.Optimizer] | None = None,
 ) -> OptimizerSpec | None:
-    """The optimizer that `initialize` was given, or that the config names; None for an engine that only evaluates."""
+    """The optimizer that `initialize` was given, or that the config names; None for an engine that only evaluates.
+
+    `make` makes another than torch's own from what the config says.
+    """
     given = _listed(model_parameters)
     parameters = given or [p for p in model.parameters() if p.requires_grad]
     if not parameters and not isinstance(optimizer, torch.optim.Optimizer) and (optimizer or config.optimizer):
@@ -126,8 +137,7 @@ def resolve_optimizer(
     if optimizer is None:
         if config.optimizer is None:
             return None
-        name, options = config.optimizer.build_args()
-        instance = from_config(name, options, parameters)
+        instance = make(config, parameters) if make else from_config(*config.optimizer.build_args(), parameters)
     elif isinstance(optimizer, torch.optim.Optimizer):
         instance = optimizer
         _tell_of_left_out(given, instance)
@@ -199,7 +209,7 @@ def describe(
     known = (module.startswith("torch.optim") and name in ELEMENT_WISE) or (ours and name in NATIVE_FAMILIES)
     if not known and not allow_untested:
         reason = WHY_NOT.get(name, "Wherry does not know whether it treats every element by itself")
-        raise WherryError(
+        raise UntestedOptimizerError(
             f"optimizer: {module}.{name} cannot be sharded: {reason}. Element-wise optimizers work "
             f"({', '.join(ELEMENT_WISE)}, Lion); if yours is one, set zero_allow_untested_optimizer to true"
         )
@@ -222,12 +232,17 @@ def _native_can(group: dict[str, Any]) -> bool:
     return not (group.get("amsgrad") or group.get("differentiable") or group.get("capturable"))
 
 
-def from_config(name: str, options: dict[str, Any], parameters: Iterable[Any]) -> torch.optim.Optimizer:
-    """The optimizer that a config's `optimizer` block names, with its arguments as torch.optim has them."""
-    cls: Any = Lion if name == "Lion" else getattr(torch.optim, name)
+def from_config(
+    name: str, options: dict[str, Any], parameters: Iterable[Any], cls: Any = None
+) -> torch.optim.Optimizer:
+    """The optimizer that a config's `optimizer` block names, with its arguments as torch.optim has them.
+
+    `cls` is another class that takes the same.
+    """
+    cls = cls or (Lion if name == "Lion" else getattr(torch.optim, name))
     instance = cls.__new__(cls)
     if cls.add_param_group is torch.optim.Optimizer.add_param_group:
-        instance.add_param_group = partial(_ADD_GROUP, instance)
+        instance.add_param_group = partial(ADD_GROUP, instance)
     try:
         instance.__init__(parameters, **options)
     except (TypeError, ValueError) as error:
@@ -363,7 +378,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "optimizer: a group cannot be added after wherry.initialize, as flats are laid out by group; "
                 "give every parameter to the optimizer first"
             )
-        _ADD_GROUP(self, param_group)
+        ADD_GROUP(self, param_group)
 
 
 def _refuse_step(optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:

@@ -131,13 +131,13 @@ class ParameterStates:
 
     # What this rank has of all of them, as `optimizer.state_dict()` has it.
 
-    def parts(self, names: Sequence[str]) -> list[dict[str, torch.Tensor]]:
+    def parts(self, names: Sequence[str], *, copy: bool = True) -> list[dict[str, torch.Tensor]]:
         """Of each parameter the step count, the moments, and an fp32 master where the weights are not in fp32.
 
-        Frozen ones have nothing.
+        Frozen ones have nothing. Without `copy` moments are the memory where they rest, and there are no masters.
         """
         found: dict[str, dict[str, torch.Tensor]] = {}
-        places = [self._place(name) for name in names if self._updates(name)]
+        places = [self._place(name) for name in names if self.updates(name)]
         for state, slot in places:
             if state.bucket.on_disk:
                 raise WherryError(
@@ -156,9 +156,11 @@ class ParameterStates:
                                 f"optimizer.state_dict: {slot.name} keeps {kind} in 8-bit blocks, which is no form of "
                                 "torch.optim's; engine.save_checkpoint(folder) writes them"
                             )
-                        if kind != MASTER or state.flat.dtype != torch.float32:
-                            copy = value.detach().clone()
-                            found[slot.name][kind] = copy.view(shape) if copy.dim() else copy
+                        if kind == MASTER and (state.flat.dtype == torch.float32 or not copy):
+                            continue
+                        if slot.name in found:
+                            shown = value.detach().clone() if copy else value.detach()
+                            found[slot.name][kind] = shown.view(shape) if shown.dim() else shown
         return [found.get(name, {}) for name in names]
 
     def load_parts(self, given: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
@@ -166,7 +168,7 @@ class ParameterStates:
         self._everybody.meet("optimizer.load_state_dict()")
         if not any(given.values()) and any(any(state.steps) for state in self._state_of.values()):
             warn("optimizer.load_state_dict: it holds no state: moments and step counts begin anew")
-        given = {name: part for name, part in given.items() if part or self._updates(name)}
+        given = {name: part for name, part in given.items() if part or self.updates(name)}
         wrong = [problem for name, part in given.items() for problem in self._problems(name, part)]
         for rank, problem in enumerate(self._everybody.gather_objects(wrong[0] if wrong else None)):
             if problem is not None:
@@ -235,6 +237,58 @@ class ParameterStates:
         local = local.view(slot.shape)
         return (self._join(local, slot) if cut else local).float() * self._gradients.scale
 
+    # And of the micro-batches that have run, before the boundary too. Where gradients are replicated, what is summed
+    # until then is of this rank's own.
+
+    def gradient_so_far(self, name: str) -> torch.Tensor | None:
+        """As `gradient`; None before the window's first micro-batch."""
+        gradient, index = self._so_far(name)
+        if gradient is None or self._gradients.complete:
+            return self.gradient(name) if gradient is not None else None
+        layout, device = gradient.flat.layout, gradient.flat.whole.device
+        slot = layout.slots[index]
+        if not (gradient.partitioned or gradient.reduced):
+            whole = gradient.accumulated
+        else:
+            gradient.landing.wait()
+            whole = gradient.own_so_far.to(device)
+            if layout.ranks > 1:
+                self._comm.meet("gradients()")
+                own, whole = whole, torch.empty(layout.numel, dtype=whole.dtype, device=device)
+                self._comm.all_gather(whole, own.contiguous()).wait()
+        return whole[slot.start : slot.stop].view(slot.shape).float() * self._scale_so_far(gradient)
+
+    def local_gradient_so_far(self, name: str) -> torch.Tensor | None:
+        """As `local_gradient`; None before the window's first micro-batch."""
+        gradient, index = self._so_far(name)
+        if gradient is None or self._gradients.complete:
+            return self.local_gradient(name) if gradient is not None else None
+        return gradient.part_so_far(index).to(torch.float32, copy=True) * self._scale_so_far(gradient)
+
+    def set_gradient_so_far(self, name: str, value: torch.Tensor) -> None:
+        """As `set_gradient`; what comes after is added."""
+        gradient, index = self._so_far(name)
+        if gradient is None or self._gradients.complete:
+            self.set_gradient(name, value)
+            return
+        slot, value = gradient.flat.layout.slots[index], value.flatten().float() / self._scale_so_far(gradient)
+        if gradient.partitioned or gradient.reduced:
+            start, stop = self.local_range(name)
+            gradient.part_so_far(index).copy_(value[start:stop])
+        else:
+            gradient.accumulated[slot.start : slot.stop].copy_(value)
+        gradient.sum_squares = None
+
+    def _scale_so_far(self, gradient: FlatGradient) -> float:
+        summed = gradient.partitioned or gradient.reduced
+        return self._gradients.scale if summed else self._gradients.own_scale
+
+    def _so_far(self, name: str) -> tuple[FlatGradient | None, int]:
+        """The gradient that a window under way has of a parameter; None where it has none."""
+        flat, index = self._places.get(name, (None, 0))
+        gradient = self._gradients.of(flat) if flat is not None else None
+        return (None if gradient is None or gradient.fresh or gradient.brief else gradient), index
+
     def _join(self, local: torch.Tensor, slot: Slot) -> torch.Tensor:
         """The logical gradient, from the parts of all tensor-parallel ranks."""
         assert slot.part is not None and slot.part.global_shape is not None
@@ -279,12 +333,12 @@ class ParameterStates:
             raise gradient.gone()
         return gradient, index
 
-    def _updates(self, name: str) -> bool:
+    def updates(self, name: str) -> bool:
         """Whether the optimizer has state for a parameter."""
         return name in self._places and self._places[name][0] in self._state_of
 
     def _place(self, name: str) -> tuple[FlatState, Slot]:
-        if not self._updates(name):
+        if not self.updates(name):
             raise WherryError(f"{name}: the optimizer does not update a parameter of this name")
         flat, index = self._places[name]
         return self._state_of[flat], flat.layout.slots[index]

@@ -41,6 +41,8 @@ def _waits_for_all(config: Config) -> str | None:
         return f"gradient_clipping {config.gradient_clipping:g} needs their norm; set it to 0, or use before_use"
     if config.scales_loss():
         return "with fp16 a step may have to be skipped; use bf16, or before_use"
+    if not config.managed_gradient_accumulation:
+        return "the step ends a window, whose last backward nobody has named; use before_use"
     bf16 = config.bf16
     if bf16.enabled and bf16.check_grad_overflow and "check_grad_overflow" in bf16.model_fields_set:
         return "bf16.check_grad_overflow may skip a step; leave it out, or use before_use"

@@ -201,7 +201,7 @@ class TorchRule(UpdateRule):
         """Whether one kernel on the device can do it all, and the user has not chosen otherwise."""
         chosen = self.defaults.get("fused") is not None or self.defaults.get("foreach") is not None
         on_device = all(p.device.type != "cpu" or is_fake(p) for p in self._parameters)
-        return "fused" in self.defaults and issubclass(self.optimizer_class, FUSED) and not chosen and on_device
+        return issubclass(self.optimizer_class, FUSED) and not chosen and on_device
 
     def update(
         self, segments: Sequence[UpdateSegment], steps: Sequence[int], groups: Groups, multiplier: float

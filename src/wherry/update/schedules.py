@@ -6,7 +6,7 @@ Step 0 is the first update. Each class takes its parameters under the names that
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
@@ -18,6 +18,11 @@ from wherry.parallel.agreement import plain
 
 if TYPE_CHECKING:
     from wherry.config.scheduler import Scheduler
+
+
+class AnotherOptimizerError(WherryError, AssertionError):
+    """A schedule that moves another optimizer than the engine's. Scripts written for DeepSpeed catch an assertion."""
+
 
 Rates = float | Sequence[float]
 
@@ -126,8 +131,8 @@ class OneCycle(_StepSchedule):
     def __init__(
         self,
         optimizer: Optimizer,
-        cycle_min_lr: float,
-        cycle_max_lr: float,
+        cycle_min_lr: Rates,
+        cycle_max_lr: Rates,
         decay_lr_rate: float = 0.0,
         cycle_first_step_size: int = 2000,
         cycle_second_step_size: int | None = None,
@@ -135,42 +140,46 @@ class OneCycle(_StepSchedule):
         cycle_second_stair_count: int | None = None,
         decay_step_size: int = 0,
         cycle_momentum: bool = True,
-        cycle_min_mom: float = 0.8,
-        cycle_max_mom: float = 0.9,
+        cycle_min_mom: Rates = 0.8,
+        cycle_max_mom: Rates = 0.9,
         decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ) -> None:
-        self.cycle_min_lr, self.cycle_max_lr = float(cycle_min_lr), float(cycle_max_lr)
+        self.min_lrs = _per_group("cycle_min_lr", cycle_min_lr, optimizer)
+        self.max_lrs = _per_group("cycle_max_lr", cycle_max_lr, optimizer)
         self.first = max(1, _count("cycle_first_step_size", cycle_first_step_size))
         self.second = self.first if cycle_second_step_size is None else max(1, cycle_second_step_size)
         self.first_stairs = _count("cycle_first_stair_count", cycle_first_stair_count)
         self.second_stairs = self.first_stairs if cycle_second_stair_count is None else cycle_second_stair_count
         self.decay_lr_rate, self.decay_mom_rate = decay_lr_rate, decay_mom_rate
         self.decay_step_size = _count("decay_step_size", decay_step_size)
-        self.cycle_min_mom, self.cycle_max_mom = float(cycle_min_mom), float(cycle_max_mom)
+        self.min_moms = _per_group("cycle_min_mom", cycle_min_mom, optimizer)
+        self.max_moms = _per_group("cycle_max_mom", cycle_max_mom, optimizer)
         self.cycle_momentum = cycle_momentum and _cycles_momentum(optimizer)
         super().__init__(optimizer, last_batch_iteration)
 
-    def momentum(self, step: int) -> float:
-        """The momentum (for Adam and its like the first beta) at a step."""
+    def momentum(self, step: int) -> list[float]:
+        """The momentum of each group (for Adam and its like the first beta) at a step."""
         if step <= self.first + self.second:
-            return self.cycle_max_mom - (self.cycle_max_mom - self.cycle_min_mom) * self._height(step)
-        return self.cycle_max_mom * (1.0 + self.decay_mom_rate * self._decay_intervals(step))
+            height, pairs = self._height(step), zip(self.min_moms, self.max_moms, strict=True)
+            return [high - (high - low) * height for low, high in pairs]
+        return [high * (1.0 + self.decay_mom_rate * self._decay_intervals(step)) for high in self.max_moms]
 
     def get_lr(self) -> list[float | Any]:
         step = self.last_epoch
         if step <= self.first + self.second:
-            rate = self.cycle_min_lr + (self.cycle_max_lr - self.cycle_min_lr) * self._height(step)
+            height, pairs = self._height(step), zip(self.min_lrs, self.max_lrs, strict=True)
+            rates = [low + (high - low) * height for low, high in pairs]
         else:
-            rate = self.cycle_min_lr / (1.0 + self.decay_lr_rate * self._decay_intervals(step))
+            rates = [low / (1.0 + self.decay_lr_rate * self._decay_intervals(step)) for low in self.min_lrs]
         # torch asks for the rates exactly when they are about to be set, which is the moment for the momentum too.
-        for group in self.optimizer.param_groups if self.cycle_momentum else ():
-            momentum = self.momentum(step)
+        groups = self.optimizer.param_groups if self.cycle_momentum else ()
+        for group, momentum in zip(groups, self.momentum(step), strict=False):
             if "betas" in group:
                 group["betas"] = (momentum, group["betas"][1])
             elif group.get("momentum"):
                 group["momentum"] = momentum
-        return [rate] * len(self.optimizer.param_groups)
+        return rates
 
     def _height(self, step: int) -> float:
         """How high in the cycle, 0 to 1; with stairs, the stair that has been reached."""
@@ -223,7 +232,12 @@ def build(config: Scheduler, optimizer: Optimizer) -> LRScheduler:
     return _SCHEDULES[config.type](optimizer, **config.params)
 
 
-def resolve(given: Any, named: Scheduler | None, optimizer: Optimizer | None) -> Any:
+def resolve(
+    given: Any,
+    named: Scheduler | None,
+    optimizer: Optimizer | None,
+    build: Callable[[Scheduler, Optimizer], Any] = build,
+) -> Any:
     """The schedule that `initialize` was given, or that the config names, on the optimizer that it made."""
     if given is None:
         if named is None:
@@ -248,7 +262,7 @@ def resolve(given: Any, named: Scheduler | None, optimizer: Optimizer | None) ->
     if isinstance(built_on, Optimizer):
         ours = {id(group) for group in optimizer.param_groups}
         if not any(id(group) in ours for group in built_on.param_groups):
-            raise WherryError(
+            raise AnotherOptimizerError(
                 f"lr_scheduler: {type(given).__name__} was built on another optimizer ({type(built_on).__name__}) and "
                 "would move nothing here; build it on the one given to initialize, or give a callable that takes the "
                 "optimizer and makes it"

@@ -44,8 +44,16 @@ class NotPartOfWherry(WherryError, NotImplementedError):
     """A name of DeepSpeed's that has no counterpart here was used."""
 
 
+class NotThere(NotPartOfWherry, AttributeError):
+    """An attribute of such a name was read: to `hasattr` it is not there, and else it is an error that says why."""
+
+
 def not_part_of_wherry(name: str, instead: str) -> NotPartOfWherry:
-    return NotPartOfWherry(f"{name} is not part of Wherry; {instead}")
+    return NotPartOfWherry(_says(name, instead))
+
+
+def _says(name: str, instead: str) -> str:
+    return f"{name} is not part of Wherry; {instead}"
 
 
 class _Refuses(type):
@@ -60,7 +68,7 @@ class _Refuses(type):
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise not_part_of_wherry(f"{cls._path}.{name}", cls._instead)
+        raise NotThere(_says(f"{cls._path}.{name}", cls._instead))
 
 
 def absent(path: str, instead: str) -> Any:
@@ -89,7 +97,9 @@ class AliasModule(ModuleType):
             return absent(full, names.ABSENT_NAMES[path])
         if not name.startswith("__"):
             if module and names.why_absent(module):
-                return absent(full, names.why_absent(module))
+                builders = importlib.import_module("wherry.compat.deepspeed.builders")
+                is_builder = name in builders.OPERATIONS
+                return getattr(builders, name) if is_builder else absent(full, names.why_absent(module))
             if _is_module(path):
                 return importlib.import_module(full)
             if module in names.OPEN:
@@ -118,7 +128,11 @@ class AliasFinder(DistributionFinder, Loader):
         if module == fullname or not _is_module(module):
             return None
         has_modules = any(each.startswith(module + ".") for each in names.MODULES)
-        return ModuleSpec(fullname, self, is_package=has_modules or bool(names.why_absent(module)))
+        spec = ModuleSpec(fullname, self, is_package=has_modules or bool(names.why_absent(module)))
+        if spec.submodule_search_locations is not None:
+            # Programs list the folder of a package: here is one, with nothing in it.
+            spec.submodule_search_locations.append(str(FOLDER / NAME))
+        return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         why = names.why_absent(_below(spec.name))

@@ -15,6 +15,7 @@ from wherry.compat.deepspeed import not_part_of_wherry
 from wherry.compat.deepspeed.accelerator import get_accelerator
 from wherry.compat.deepspeed.parameters import live_engines
 from wherry.config import Config
+from wherry.errors import WherryError
 from wherry.observe.log import warn
 
 # Keys of the config's block, in the order of the arguments of `configure`, and the names that scripts read.
@@ -26,9 +27,20 @@ _KEYS = {
     "profile": "PROFILE_TIME",
     "number_checkpoints": "num_layers",
 }
-# What `configure` was given; None before.
+# What `configure` was given; None before. Scripts also set the names of `_KEYS` themselves, as globals of this module.
 _asked: dict[str, Any] | None = None
 mpu: Any = None
+deepspeed_checkpointing_enabled = False
+
+
+class NoNumberOfLayers(WherryError, AssertionError):
+    """Room for checkpoints was asked for, and not for how many."""
+
+
+def _settings() -> dict[str, Any]:
+    """What `configure` was given, and what a script has set itself."""
+    names = globals()
+    return {**(_asked or {}), **{key: names[constant] for key, constant in _KEYS.items() if names.get(constant)}}
 
 
 def configure(
@@ -45,13 +57,22 @@ def configure(
 
     It is laid over the block `activation_checkpointing` of their configs. What is checkpointed the model's code says.
     """
-    global _asked, mpu
+    global _asked, mpu, deepspeed_checkpointing_enabled
     config = configs.load(deepspeed_config)
     block, written = config.activation_checkpointing, config.given.get("activation_checkpointing") or {}
     asked = {key: value for key in _KEYS if (value := getattr(block, key, written.get(key)))}
     arguments = (partition_activations, contiguous_checkpointing, checkpoint_in_cpu, synchronize, profile,
                  num_checkpoints)  # fmt: skip
-    _asked = asked | {key: value for key, value in zip(_KEYS, arguments, strict=True) if value is not None}
+    asked |= {key: value for key, value in zip(_KEYS, arguments, strict=True) if value is not None}
+    on_device = asked.get("contiguous_memory_optimization") and not asked.get("cpu_checkpointing")
+    if on_device and not asked.get("number_checkpoints"):
+        raise NoNumberOfLayers(
+            "checkpointing.configure: contiguous checkpointing needs the number of layers; give num_checkpoints, or "
+            "activation_checkpointing.number_checkpoints in the config"
+        )
+    for constant in _KEYS.values():
+        globals().pop(constant, None)
+    _asked, deepspeed_checkpointing_enabled = asked, True
     if mpu_ is not None:
         mpu = mpu_
     _tell_if_late()
@@ -60,16 +81,16 @@ def configure(
 def _tell_if_late() -> None:
     for engine in live_engines():
         block = engine.config["activation_checkpointing"]
-        late = [key for key, value in (_asked or {}).items() if block.get(key, value) != value]
+        late = [key for key, value in _settings().items() if block.get(key, value) != value]
         if late:
             warn("checkpointing: the engine keeps its own %s; configure before initialize", ", ".join(late))
 
 
 def laid_over(config: Config) -> Config:
     """An engine's config, with what `configure` was given."""
-    if _asked is None:
+    block = _settings()
+    if _asked is None and not block:
         return config
-    block: dict[str, Any] = dict(_asked)
     if config.activation_checkpointing.policy is None:
         block["policy"] = "none"  # the script makes its checkpoints itself
     return configs.load(config, overrides={"activation_checkpointing": block})
@@ -100,7 +121,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """
     call = _tracked(function)
     alone = recompute.running.get() is None and not recompute.inside.get() and torch.is_grad_enabled()
-    if alone and (_asked or {}).get("cpu_checkpointing"):
+    if alone and _settings().get("cpu_checkpointing"):
         kind = get_accelerator().device_name()
         host = torch.autograd.graph.save_on_cpu(pin_memory=kind != "cpu", device_type=kind)
         return recompute.recomputed(call, args, kwargs, saving=host)
@@ -205,7 +226,7 @@ model_parallel_reconfigure_tp_seed = model_parallel_cuda_manual_seed
 def __getattr__(name: str) -> Any:
     for key, constant in _KEYS.items():
         if name == constant:
-            return (_asked or {}).get(key, None if key == "number_checkpoints" else False)
+            return _settings().get(key, None if key == "number_checkpoints" else False)
     if name in ("gather_partitioned_activations", "merge_tensors", "extract_tensors"):
         raise not_part_of_wherry(f"deepspeed.checkpointing.{name}", "the engine cuts and joins checkpoints itself")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,19 +12,22 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
 from wherry.build import initialize as wherry_initialize
-from wherry.build import resolve_config
-from wherry.compat.deepspeed import checkpointing, not_part_of_wherry, parameters
+from wherry.checkpoint.errors import CheckpointError, on_first
+from wherry.compat.deepspeed import checkpointing, leaf_modules, not_part_of_wherry, parameters, schedules
 from wherry.compat.deepspeed.comm import init_distributed
+from wherry.compat.deepspeed.config import DeepSpeedConfigError, check_batch, given_to, load, loss_scaler
+from wherry.compat.deepspeed.optimizer import BF16_Optimizer, face, resolve
+from wherry.compat.deepspeed.profiling import EngineProfile
 from wherry.dataloader import make_dataloader
 from wherry.engine import Engine
-from wherry.errors import WherryError
+from wherry.errors import ConfigError, WherryError
 from wherry.observe.log import say
+from wherry.parallel.topology import world_of
 from wherry.sharding.access import gathered
-
-# Those of `load_checkpoint` before `custom_load_fn`.
-LOAD_ARGUMENTS = 6
+from wherry.update.optimizer import ShardedOptimizer
 
 # Beside every checkpoint.
 EXPORTER = """# Whole fp32 weights of the checkpoint beside this file: python zero_to_fp32.py FOLDER OUTPUT
@@ -31,6 +35,22 @@ from wherry.compat.deepspeed.export import main
 
 raise SystemExit(main())
 """
+
+
+class NoFolder(WherryError, ValueError):
+    """A checkpoint is to be saved to nowhere."""
+
+
+class Misuse(WherryError, AssertionError):
+    """A call that DeepSpeed asserts against."""
+
+
+class Unscaled(WherryError, RuntimeError):
+    """The backward of a loss without the scale that its gradients are divided by."""
+
+
+class NotCoalesced(WherryError, NotImplementedError):
+    """Gradients that are not reduced for several backwards together."""
 
 
 class DeepSpeedEngine(Engine):
@@ -41,14 +61,24 @@ class DeepSpeedEngine(Engine):
         "destroys its engine when it is to train once more: save the model, and give what was saved to another Trainer"
     )
 
+    resolve_optimizer = staticmethod(resolve)
+    build_schedule = staticmethod(schedules.build)
+    make_scaler = staticmethod(loss_scaler)
     mpu: Any = None
+    pipeline_parallelism = False
+    inside_no_sync_ctxt = False
+    # The embeddings whose gradients are sparse: none, gradients are dense here.
+    sparse_tensor_module_names: frozenset[str] = frozenset()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._shown = ExitStack()
         parameters.mark(self)
-        if self.optimizer is not None:
+        if self.zero_optimization_stage() == 3 and self.optimizer is not None:
             self.optimizer.parameter_offload = Hooked(self.module)  # type: ignore[attr-defined]
+
+    def make_optimizer(self, instance: torch.optim.Optimizer) -> ShardedOptimizer:
+        return face(instance, self)
 
     def backward(
         self,
@@ -59,14 +89,114 @@ class DeepSpeedEngine(Engine):
         allreduce_gradients: bool = True,
         release_loss: bool = False,
     ) -> torch.Tensor:
+        """Run the backward of `loss`; returns the loss as it counts in the window's mean."""
         if not allreduce_gradients:
             raise not_part_of_wherry(
                 "backward(allreduce_gradients=False)", "use engine.no_sync() around the micro-batches to accumulate"
             )
-        return super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+        self._check_loss("backward", loss)
+        super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+        return loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
 
-    # Several backwards whose gradients are reduced together, by the step that follows.
-    coalesce_grad_reduction = Engine.no_sync
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        self._check_loss("scale", loss)
+        return super().scale(loss)
+
+    def _check_loss(self, call: str, loss: Any) -> None:
+        if self.closed:
+            return  # of which the call itself tells
+        if self.optimizer is None:
+            raise Misuse(f"{call}: this engine has no optimizer; must provide optimizer during init in order to use it")
+        if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad):
+            shape = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise Misuse(
+                f"{call}: loss must be a scalar tensor with grad_fn, got {shape}; reduce it, as with loss.mean(), or "
+                "call backward(gradient) of the output itself"
+            )
+
+    def backward_begins(self) -> None:
+        dynamic, backward = self._scaler.dynamic, self._hooks.backward
+        if dynamic and not backward.scaled and self._hooks.reaches_weights():
+            self._drop_window()
+            raise Unscaled(
+                "Loss scaling is required: gradients in fp16 are of a loss times its scale; call "
+                "engine.backward(loss), or engine.scale(loss).backward()"
+            )
+        super().backward_begins()
+
+    def update(self) -> bool:
+        """As the engine's own; the norm stays that of the last update, where this one is skipped."""
+        parameters.check_all_used(self)
+        before = self._norm
+        applied = super().update()
+        if not applied:
+            self._norm = before or 0.0
+        return applied
+
+    # When gradients are reduced.
+
+    @property
+    def _is_gradient_accumulation_boundary(self) -> bool | None:
+        """What was decided by hand; None where micro-batches are counted."""
+        return self._window._forced
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """At the boundary gradients are reduced when this returns; mostly they have been, in the backward."""
+        self._check_open()
+        if self._window.backwards and self.is_gradient_accumulation_boundary():
+            self._gradients.complete_window()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside accumulate only, without `step`; at stages 0 and 1."""
+        if self.zero_optimization_partition_gradients():
+            raise Misuse(
+                "no_sync: gradients that are partitioned are reduced with every micro-batch, as with ZeRO stage "
+                f"{self.zero_optimization_stage()}; leave it out, and set gradient_accumulation_steps"
+            )
+        with self._accumulating("no_sync"):
+            yield
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Several backwards inside, of one step outside; their gradients are reduced together, at the end."""
+        if self.pipeline_parallelism:
+            raise NotCoalesced("coalesce_grad_reduction is not supported under pipeline parallelism; use no_sync()")
+        if self.zero_optimization_stage() == 0:
+            raise NotCoalesced("coalesce_grad_reduction requires ZeRO stage 1/2/3, got stage 0; use no_sync()")
+        if isinstance(self.optimizer, BF16_Optimizer):
+            raise NotCoalesced(
+                "coalesce_grad_reduction does not support the optimizer wrapper BF16_Optimizer, which sums in fp32 at "
+                "stage 1; use no_sync(), or stage 2"
+            )
+        with self._accumulating("coalesce_grad_reduction"):
+            yield
+        if self._window.backwards:
+            self._gradients.complete_window()
+
+    @contextmanager
+    def _accumulating(self, call: str) -> Iterator[None]:
+        if self.inside_no_sync_ctxt:
+            raise Misuse(f"{call} cannot be nested in another no_sync or coalesce_grad_reduction; end that before")
+        self.inside_no_sync_ctxt = True
+        try:
+            with super().no_sync():
+                yield
+        finally:
+            self.inside_no_sync_ctxt = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop what autograd would hold in `.grad`: this rank's own sum of micro-batches, that is not reduced yet.
+
+        Gradients that have been reduced wait for their step, and the count of micro-batches goes on.
+        """
+        reduced = self._gradients.complete and self.zero_optimization()
+        if reduced or self.zero_optimization_partition_gradients():
+            self._check_turn("zero_grad")
+            return
+        steps = 0 if self._gradients.complete else self._window.steps
+        super().zero_grad(set_to_none)
+        self._window.steps = steps
 
     def close(self) -> None:
         self._shown.close()
@@ -86,8 +216,32 @@ class DeepSpeedEngine(Engine):
     def zero_optimization_partition_gradients(self) -> bool:
         return self.placement.gradients.partitioned
 
+    @property
+    def flops_profiler(self) -> EngineProfile:
+        """What was counted of the step that the config names."""
+        if not self._config.flops_profiler.enabled:
+            raise AttributeError("flops_profiler: the config does not enable it")
+        return EngineProfile(self, self._reporter.counted)
+
     def zero_optimization_partition_weights(self) -> bool:
         return self.placement.parameters.partitioned
+
+    def _backward_epilogue(self) -> None:
+        """What a script calls after a backward of one loss for several engines: each has ended its own part by then."""
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        if not self.managed_gradient_accumulation():
+            raise Misuse(
+                "set_gradient_accumulation_boundary: managed_gradient_accumulation is false, so every step() is the "
+                "boundary; leave the call out"
+            )
+        super().set_gradient_accumulation_boundary(is_boundary)
+
+    def managed_gradient_accumulation(self) -> bool:
+        return self._config.managed_gradient_accumulation
+
+    def log_level(self) -> str | None:
+        return self._config.log_level and self._config.log_level.upper()
 
     def get_type(self) -> list[str]:
         return [type(self.optimizer.instance).__name__] if self.optimizer is not None else []
@@ -168,6 +322,8 @@ class DeepSpeedEngine(Engine):
         super().forward_begins()
 
     def step(self, *given: Any, **named: Any) -> None:
+        if self.inside_no_sync_ctxt:
+            raise Misuse("step: it is illegal inside no_sync or coalesce_grad_reduction; call it when that has ended")
         self._shown.close()
         super().step(*given, **named)
 
@@ -179,18 +335,82 @@ class DeepSpeedEngine(Engine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """As the engine's own; beside it lies the script that people take whole weights out with."""
+        """As the engine's own; beside it lies the script that people take whole weights out with.
+
+        Where every rank holds the whole model, that is in the checkpoint once more, in the file that scripts load.
+        """
+        if not save_dir:
+            raise NoFolder(f"save_checkpoint: save_dir: expected the path of a folder, got {save_dir!r}")
         saved = super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
-        if self.global_rank == 0:
+        module: dict[str, Any] | None = None
+        if self.mp_world_size == 1 and not self.placement.parameters.partitioned and not self._checkpoints.behind:
+            module = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+
+        def write() -> None:
             Path(save_dir, "zero_to_fp32.py").write_text(EXPORTER, encoding="utf-8")
+            if module is not None:
+                from wherry.compat.deepspeed import universal
+
+                name = f"global_step{self.global_steps}" if tag is None else str(tag)
+                universal.write_model_file(self, Path(save_dir, name), module, client_state or {})
+
+        on_first(world_of(self.topology), f"writing beside {save_dir}", write)
         return saved
 
-    def load_checkpoint(self, *where: Any, custom_load_fn: Any = None, **how: Any) -> tuple[str | None, Any]:
-        """As the engine's own, which has all arguments but DeepSpeed's last."""
-        if custom_load_fn is not None or any(given is not None for given in where[LOAD_ARGUMENTS:]):
-            raise not_part_of_wherry("load_checkpoint(custom_load_fn=...)", "load the weights with engine.module")
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, Any]:
+        """As the engine's own, of checkpoints that DeepSpeed has written too; those have to be named by `latest`.
+
+        `custom_load_fn(src=, dst=)` gets the checkpoint's whole weights and the module, whole, after all that has a
+        place in the engine has been loaded.
+        """
+        from wherry.compat.deepspeed import importing
+
+        self._check_open()
         self._shown.close()
-        return super().load_checkpoint(*where[:LOAD_ARGUMENTS], **how)
+        folder, world, what = Path(load_dir), world_of(self.topology), f"loading from {load_dir}"
+        world.meet("load_checkpoint()")
+        universal = self._config.checkpoint.load_universal
+        found = on_first(world, what, lambda: importing.locate(folder, tag, universal=universal))
+        if found is None:
+            return None, None
+        if isinstance(found, CheckpointError):
+            raise found
+        own, theirs = found
+        strict = load_module_strict and custom_load_fn is None
+        how = (strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        ours: list[importing.AsOurs] = []  # on rank 0
+
+        def turn() -> Path:
+            if not theirs:
+                return folder
+            names = {parameter: name for name, parameter in self.module.named_parameters()}
+            groups = [[names[each] for each in group["params"] if each in names] for group in self._groups()]
+            ours.append(importing.AsOurs(folder, own, groups))
+            return ours[0].folder
+
+        try:
+            source = on_first(world, what, turn)
+            _, client_state = super().load_checkpoint(source, None if own == "." else own, *how)
+            if custom_load_fn is not None:
+                with gathered(self.module):
+                    custom_load_fn(src=importing.weights_of(source / own), dst=self.module)
+        finally:
+            for each in ours:
+                each.close()
+        return str(folder / own), client_state
+
+    def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, expp_rank: int) -> str:
+        """Where an optimizer of stage 0 would be, were it not in the checkpoint's own files."""
+        return os.path.join(checkpoints_path, str(tag), f"expp_rank_{expp_rank}_mp_rank_00_optim_states.pt")
 
     def empty_partition_cache(self) -> None:
         """Let go of weights that are gathered and not in use: none are, between steps."""
@@ -199,18 +419,27 @@ class DeepSpeedEngine(Engine):
 class Hooked:
     """What libraries take the hooks off for generation, and put them on again, reach for.
 
-    Here hooks stay: on weights that are gathered anyway they do nothing.
+    Here hooks stay: on weights that are gathered anyway they do nothing. What is listed stands for them.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.forward_hooks: list[Any] = []
-        self.backward_hooks: list[Any] = []
+        self._register_deepspeed_module(module)
 
     def _register_deepspeed_module(self, module: nn.Module) -> None:
-        return None
+        self.forward_hooks: list[Any] = [RemovableHandle(OrderedDict())]
+        self.backward_hooks: list[Any] = [RemovableHandle(OrderedDict())]
 
-    _register_hooks_recursively = _register_deepspeed_module
+    _register_hooks_recursively = setup_zero_stage3_hooks = _register_deepspeed_module
+
+    @contextmanager
+    def removed(self) -> Iterator[None]:
+        """Inside, none are listed."""
+        self.forward_hooks, self.backward_hooks = [], []
+        try:
+            yield
+        finally:
+            self._register_deepspeed_module(self.module)
 
 
 def initialize(
@@ -230,26 +459,28 @@ def initialize(
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """Build an engine; returns `(engine, optimizer, dataloader, lr_scheduler)`."""
     if model is None:
-        raise WherryError("deepspeed.initialize requires a model; give model=...")
-    named = [value for value in (config, config_params, getattr(args, "deepspeed_config", None)) if value is not None]
-    if not named:
-        raise WherryError(
-            "deepspeed.initialize requires a config: give config= (a dict or a path), or --deepspeed_config FILE"
-        )
-    if dist_init_required is not False:
-        init_distributed(distributed_port=distributed_port)
+        raise DeepSpeedConfigError("deepspeed.initialize requires a model; give model=...")
+    config = load(given_to(args, config, config_params))
+    check_batch(config)
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     give_back(model)
-    engine, optimizer, loader, scheduler = wherry_initialize(
-        model=model,
-        optimizer=optimizer,
-        model_parameters=model_parameters,
-        training_data=training_data,
-        lr_scheduler=lr_scheduler,
-        collate_fn=collate_fn,
-        config=checkpointing.laid_over(resolve_config(config, config_params, args)),
-        mesh=_mesh_of(mpu, mesh_param),
-        engine_class=DeepSpeedEngine,
-    )
+    parameters.show_shapes(model)
+    zero = config.written.get("zero_optimization")
+    leaf_modules.apply_zero_leaf_module_config(model, zero.get("leaf_module") if isinstance(zero, dict) else None)
+    try:
+        engine, optimizer, loader, scheduler = wherry_initialize(
+            model=model,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            training_data=training_data,
+            lr_scheduler=lr_scheduler,
+            collate_fn=collate_fn,
+            config=checkpointing.laid_over(config),
+            mesh=_mesh_of(mpu, mesh_param),
+            engine_class=DeepSpeedEngine,
+        )
+    except ConfigError as error:
+        raise DeepSpeedConfigError(str(error), error.problems) from None
     assert isinstance(engine, DeepSpeedEngine)
     engine.mpu = mpu
     return engine, optimizer, loader, scheduler

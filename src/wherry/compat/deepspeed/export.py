@@ -9,6 +9,7 @@ import argparse
 import atexit
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -24,7 +25,7 @@ from wherry.checkpoint import folder as folders
 from wherry.checkpoint.checks import read_manifest
 from wherry.checkpoint.errors import CheckpointError
 from wherry.checkpoint.files import write_text
-from wherry.checkpoint.format import WEIGHT, Entry, Manifest
+from wherry.checkpoint.format import NAME, WEIGHT, Entry, Manifest
 from wherry.checkpoint.reader import CheckpointReader
 from wherry.compat.deepspeed import VERSION
 from wherry.errors import WherryError
@@ -198,8 +199,11 @@ def _shards(entries: dict[str, Entry], size: int) -> Iterator[list[str]]:
 def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int = 0) -> str:
     """A file for `torch.load` with the client state and the counts of a checkpoint; it lasts as long as the process.
 
-    Weights are not in it: see `get_fp32_state_dict_from_zero_checkpoint`.
+    Weights are not in it: see `get_fp32_state_dict_from_zero_checkpoint`. Of DeepSpeed's it is its own file.
     """
+    theirs = _theirs(checkpoint_dir, ("zero_pp_rank_0_" if zero_stage == 3 else "") + "mp_rank_00_model_states.pt")
+    if theirs:
+        return theirs[0]
     folder, manifest, entries = _open(checkpoint_dir, None, check=False)
     with CheckpointReader(folder, manifest) as source:
         client_state = source.value(manifest.engine.get("client_state", {}))
@@ -221,11 +225,27 @@ def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int
 
 
 def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
-    """A file for `torch.load` that says at which stage a checkpoint was saved and by how many ranks."""
+    """A file for `torch.load` that says at which stage a checkpoint was saved and by how many ranks.
+
+    Of DeepSpeed's they are its own files, in the order of their ranks.
+    """
+    theirs = _theirs(checkpoint_dir, "*_optim_states.pt")
+    if theirs:
+        return theirs
     folder, manifest, _ = _open(checkpoint_dir, None, check=False)
     stage = int(manifest.config.get("zero_optimization", {}).get("stage", 0))
     state = {"zero_stage": stage, "partition_count": manifest.world_size}
     return [_made_for(folder, "zero_pp_rank_0_mp_rank_00_optim_states.pt", {"optimizer_state_dict": state})]
+
+
+def _theirs(checkpoint_dir: str | os.PathLike[str], pattern: str) -> list[str]:
+    def order(path: str) -> list[Any]:
+        return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path)]
+
+    folder = Path(checkpoint_dir)
+    if (folder / NAME).exists():
+        return []
+    return sorted(map(str, folder.glob(pattern)), key=order)
 
 
 def _made_for(folder: Path, name: str, value: dict[str, Any]) -> str:

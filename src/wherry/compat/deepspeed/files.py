@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar
 
 import torch
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from typing_extensions import TypedDict
 
 from wherry.checkpoint.errors import CheckpointError
 from wherry.checkpoint.files import DTYPES, Count
@@ -105,6 +106,13 @@ def _state(value: Any) -> Any:
     return _flat(_plain(value)) if isinstance(value, torch.Tensor) and value.dim() else value
 
 
+def _whole_state(value: Any) -> Any:
+    value = _plain(value) if isinstance(value, torch.Tensor) else value
+    if isinstance(value, torch.Tensor) and value.dim() and not value.is_floating_point():
+        raise ValueError(f"expected floating-point numbers, got {value.dtype}")
+    return value
+
+
 def _number(value: Any) -> Any:
     """A count as whoever wrote it had it: as a float, or as a tensor with one element."""
     if isinstance(value, torch.Tensor) and value.dim() == 0:
@@ -163,6 +171,8 @@ class ModelFile(_Form):
     frozen_param_fragments: Named[Plain] = Field(default_factory=dict)
     shared_params: Named[Name] = Field(default_factory=dict)
     lr_scheduler: Small = None
+    # At stage 0 the optimizer is in this file; read with `read_whole_optimizer`.
+    optimizer: Any = None
     global_steps: Count = 0
     skipped_steps: Count = 0
     global_samples: Count = 0
@@ -206,6 +216,60 @@ class OptimizerFile(_Form):
     optimizer_state_dict: OptimizerStates
 
 
+# At stage 0 whole tensors are kept: of each parameter, or of each group with its parameters end to end.
+
+
+class WholeStates(_Form):
+    """What an optimizer keeps of one parameter, in its shape."""
+
+    __pydantic_extra__: dict[StateName, Annotated[Any, AfterValidator(_whole_state)]] = Field(init=False)
+
+    step: Annotated[Count, BeforeValidator(_number)] = 0
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {name: v for name, v in (self.model_extra or {}).items() if isinstance(v, torch.Tensor)}
+
+
+class WholeState(BaseModel):
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    state: dict[int, WholeStates]
+    param_groups: list[dict[str, Small]]
+
+
+class WholeOptimizer(_Form):
+    """`FP16_Optimizer`'s, which other 16-bit dtypes have as well."""
+
+    fp32_groups_flat: list[Flat]
+    optimizer_state_dict: BaseState
+    cur_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    cur_iter: Count = 0
+    last_overflow_iter: Annotated[int, Field(strict=True, ge=-1)] = -1
+    scale_window: Annotated[Count, Field(ge=1)] = 1
+
+
+# A universal checkpoint has a folder for each parameter, with a file for each of its states.
+
+
+class Scale(TypedDict):
+    scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    patience: Count
+    good_steps: Annotated[int, Field(strict=True, ge=-1)]
+
+
+class UniversalOptimizer(_Form):
+    """`zero/optimizer_state.pt`."""
+
+    param_groups: list[dict[str, Small]]
+    optimizer_state_dict: BaseState | None = None
+    loss_scaler: Any = None
+    loss_scale: Scale | None = None  # what Wherry has written
+
+
+class _UniversalTensor(_Form):
+    param: Plain
+
+
 def read_model(path: Path) -> ModelFile:
     found = _formed(ModelFile, path)
     if sum(tensor.nbytes for tensor in found.module.values()) > _MOST_NAMES_OF_A_BYTE * path.stat().st_size:
@@ -217,12 +281,39 @@ def read_optimizer(path: Path) -> OptimizerStates:
     return _formed(OptimizerFile, path).optimizer_state_dict
 
 
+def read_whole_optimizer(model: ModelFile, path: Path) -> WholeOptimizer | WholeState | None:
+    """The optimizer of stage 0; None where there is none."""
+    if not model.optimizer:
+        return None
+    form: type[WholeOptimizer | WholeState] = WholeOptimizer if "fp32_groups_flat" in model.optimizer else WholeState
+    return _checked(form, model.optimizer, path)
+
+
+def read_universal_optimizer(path: Path) -> UniversalOptimizer:
+    return _formed(UniversalOptimizer, path)
+
+
+def read_universal_state(path: Path) -> torch.Tensor:
+    """A state of one parameter: in its shape, or flat as stage 3 has it."""
+    found = read(path)
+    value = found if isinstance(found, torch.Tensor) else None
+    return _checked(_UniversalTensor, {"param": value} if value is not None else found, path).param
+
+
+def read_universal_step(path: Path) -> int:
+    return _checked(States, {"step": read(path)}, path).step
+
+
 Form = TypeVar("Form", bound=BaseModel)
 
 
 def _formed(form: type[Form], path: Path) -> Form:
+    return _checked(form, read(path), path)
+
+
+def _checked(form: type[Form], value: Any, path: Path) -> Form:
     try:
-        return form.model_validate(read(path))
+        return form.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         where = "".join(f"{one_line(str(part))}: " for part in first["loc"] if part != "[key]")

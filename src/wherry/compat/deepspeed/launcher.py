@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import base64
+import json
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from wherry.errors import WherryError
-from wherry.parallel.hostfile import read_hostfile, select
+from wherry.observe.log import logger
+from wherry.parallel.hostfile import Host, filtered, read_hostfile, select
 
 ENVIRONMENT_FILE = ".deepspeed_env"
 
@@ -56,8 +60,64 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+class BadArguments(WherryError, ValueError):
+    """Arguments of the launcher, or lines of a hostfile, that contradict themselves or say nothing."""
+
+
+def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
+    return build_parser().parse_args(args)
+
+
+def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
+    """Hosts and their numbers of slots; None, and a line, where there is no such file."""
+    if not os.path.isfile(hostfile_path):
+        logger.warning("there is no hostfile %s, so this machine is used", hostfile_path)
+        return None
+    with open(hostfile_path, encoding="utf-8") as file:
+        return _parse_hostfile(file)
+
+
+def _parse_hostfile(hostfile_lines: Iterable[str]) -> dict[str, int]:
+    """Of a hostfile in memory; a command reads files by `wherry.parallel.hostfile`, which is stricter."""
+    found: dict[str, int] = {}
+    for line in map(str.strip, hostfile_lines):
+        if not line or line.startswith("#"):
+            continue
+        words = re.match(r"(\S+)\s+slots=(\d+)", line)
+        if words is None:
+            raise BadArguments(f"hostfile: expected `name slots=N`, got {line!r}")
+        if words[1] in found:
+            raise BadArguments(f"hostfile: {words[1]} stands in it twice; keep one line of it")
+        found[words[1]] = int(words[2])
+    if not found:
+        raise BadArguments("hostfile: it names no host; expected lines of `name slots=N`")
+    return found
+
+
+def parse_resource_filter(
+    host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = ""
+) -> dict[str, list[int]]:
+    """The hosts and slots that are left after one of the two."""
+    hosts = [Host(name, tuple(slots)) for name, slots in host_info.items()]
+    try:
+        left = filtered(hosts, include_str, exclude_str)
+    except WherryError as error:
+        raise BadArguments(str(error)) from None
+    return {host.name: list(host.slots) for host in left}
+
+
+def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, exclusion: str) -> dict[str, list[int]]:
+    return parse_resource_filter({name: range(slots) for name, slots in resource_pool.items()}, inclusion, exclusion)
+
+
+def encode_world_info(world_info: Mapping[str, object]) -> str:
+    return base64.urlsafe_b64encode(json.dumps(world_info).encode()).decode()
+
+
 def to_run(arguments: argparse.Namespace) -> list[str]:
     """The arguments of `wherry run` that mean the same."""
+    if max(arguments.num_nodes, arguments.num_gpus) >= 0 and (arguments.include or arguments.exclude):
+        raise BadArguments("--num_nodes and --num_gpus cannot be given with --include or --exclude; leave one pair out")
     for name, instead in _REFUSED.items():
         if getattr(arguments, name):
             raise WherryError(f"--{name} is not part of Wherry; {instead}")
@@ -105,16 +165,21 @@ def _become_one_of_the_hosts(arguments: argparse.Namespace) -> None:
     arguments.hostfile = None
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(args: Sequence[str] | None = None) -> int:
     """Become the `wherry run` that means the same."""
-    try:
-        words = to_run(build_parser().parse_args(argv))
-    except WherryError as error:
-        print(f"deepspeed: {error}", file=sys.stderr)
-        return 2
+    words = to_run(parse_args(args))
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, "-m", "wherry", "run", *words])
 
 
+def command() -> int:
+    """The `deepspeed` command."""
+    try:
+        return main()
+    except WherryError as error:
+        print(f"deepspeed: {error}", file=sys.stderr)
+        return 2
+
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(command())

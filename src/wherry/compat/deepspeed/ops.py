@@ -1,36 +1,35 @@
-"""`deepspeed.ops`: the host optimizers with DeepSpeed's arguments, and the builders that say which there are.
+"""`deepspeed.ops`: the host optimizers with DeepSpeed's arguments.
 
-Inside an engine an optimizer runs where its state rests. Nothing is built at first use.
+Inside an engine an optimizer runs where its state rests.
 """
 
 from __future__ import annotations
 
-import functools
-import re
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from wherry import optim
-from wherry.compat.deepspeed import not_part_of_wherry
 from wherry.errors import WherryError
-from wherry.update.optimizer import Lion
+from wherry.update.optimizer import ADD_GROUP, Lion
 
-COMPATIBLE_OPS = {"cpu_adam": True, "cpu_adagrad": True, "cpu_lion": True, "fused_adam": True, "fused_lion": True}
+
+class WrongDevice(WherryError, AssertionError):
+    """A parameter is not where an optimizer updates it."""
 
 
 class _Anywhere(torch.optim.Optimizer):
     """Takes parameters of any device, as for an engine; on its own it updates those of the CPU."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        torch.optim.Optimizer.add_param_group(self, param_group)
+        ADD_GROUP(self, param_group)
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.device.type != "cpu":
-                    raise WherryError(
+                    raise WrongDevice(
                         f"{type(self).__name__}.step: a parameter of shape {tuple(parameter.shape)} is on "
                         f"{parameter.device}, and this optimizer by itself updates whole parameters on the CPU; give "
                         "it to initialize(optimizer=...), or use torch.optim"
@@ -38,9 +37,17 @@ class _Anywhere(torch.optim.Optimizer):
         return super().step(closure)
 
 
+class NoAmsgrad(WherryError, RuntimeError):
+    """DeepSpeed's FusedAdam raises a RuntimeError for it, its others ignore it."""
+
+
 def _no_amsgrad(name: str, amsgrad: bool) -> None:
     if amsgrad:
-        raise WherryError(f"{name}: amsgrad needs a third state and is not offered; use torch.optim.AdamW")
+        raise NoAmsgrad(f"{name}: amsgrad needs a third state and is not offered; use torch.optim.AdamW")
+
+
+class NoRollback(WherryError, RuntimeError):
+    """An update is to be taken back that has not been made."""
 
 
 class DeepSpeedCPUAdam(_Anywhere, optim.CPUAdam):
@@ -58,13 +65,60 @@ class DeepSpeedCPUAdam(_Anywhere, optim.CPUAdam):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        _no_amsgrad(type(self).__name__, amsgrad)
+        _no_amsgrad("DeepSpeedCPUAdam", amsgrad)
         optim.CPUAdam.__init__(
             self, model_params, lr, betas, eps, weight_decay, adamw_mode, bias_correction=bias_correction
         )
+        self.adam_w_mode = adamw_mode
+        self.fp32_optimizer_states = fp32_optimizer_states
+        self.moments_as_weights = not fp32_optimizer_states
+
+    def step_subgroup(self, subgroup_id: int, closure: Any = None) -> Any:
+        """A step with the state of so many a part of a model, which is kept under its number."""
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if len(parameters) != 1:
+            raise WherryError(f"step_subgroup: expected one parameter with a gradient, got {len(parameters)}")
+        own = self.state.pop(parameters[0], {})
+        self.state[parameters[0]] = self.state.pop(subgroup_id, {})  # type: ignore[call-overload]
+        try:
+            return self.step(closure)
+        finally:
+            self.state[subgroup_id] = self.state.pop(parameters[0])  # type: ignore[index]
+            if own:
+                self.state[parameters[0]] = own
+
+    @torch.no_grad()
+    def rollback_subgroup(self, sub_group_id: int, closure: Any = None) -> Any:
+        """Take the last step of a part back, whose gradient is still there."""
+        state = self.state.get(sub_group_id)  # type: ignore[call-overload]
+        if not state:
+            raise NoRollback(
+                f"Cannot rollback optimizer state for sub_group_id {sub_group_id}, which has none; call step_subgroup"
+            )
+        step = int(state["step"])
+        if step <= 0:
+            raise NoRollback(f"Cannot rollback sub_group_id {sub_group_id}: step count is {step}")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
+            corrected = (1 - beta1**step, 1 - beta2**step) if group["bias_correction"] else (1.0, 1.0)
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                mean, square, grad = state["exp_avg"], state["exp_avg_sq"], parameter.grad.float()
+                update = mean.float() / corrected[0] / ((square.float() / corrected[1]).sqrt() + group["eps"])
+                before = parameter.float() + lr * update
+                if self.adam_w_mode:
+                    before /= 1 - lr * decay
+                mean.copy_((mean.float() - (1 - beta1) * grad) / beta1)
+                square.copy_((square.float() - (1 - beta2) * grad * grad) / beta2)
+                parameter.copy_(before)
+        state["step"] = state["step"] - 1
+        return loss
 
 
-class FusedAdam(DeepSpeedCPUAdam):
+class FusedAdam(_Anywhere, optim.CPUAdam):
     """Adam on the parameters' own device, as any Adam that is given to an engine."""
 
     def __init__(
@@ -79,7 +133,9 @@ class FusedAdam(DeepSpeedCPUAdam):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        super().__init__(params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode)
+        _no_amsgrad("FusedAdam", amsgrad)
+        optim.CPUAdam.__init__(self, params, lr, betas, eps, weight_decay, adam_w_mode, bias_correction=bias_correction)
+        self.adam_w_mode = int(adam_w_mode)
 
 
 class DeepSpeedCPUAdagrad(_Anywhere, optim.CPUAdagrad):
@@ -97,6 +153,13 @@ class DeepSpeedCPUAdagrad(_Anywhere, optim.CPUAdagrad):
     ) -> None:
         _no_amsgrad("DeepSpeedCPUAdagrad", amsgrad)
         optim.CPUAdagrad.__init__(self, model_params, lr, weight_decay=weight_decay, eps=eps)
+        self.moments_as_weights = not fp32_optimizer_states
+
+    def _gradient(self, p: torch.Tensor) -> torch.Tensor:
+        """Of a sparse one the rest is zeros, which change nothing."""
+        if p.grad is not None and p.grad.is_sparse:
+            p.grad = p.grad.to_dense()
+        return super()._gradient(p)
 
 
 class DeepSpeedCPULion(_Anywhere, optim.CPULion):
@@ -112,10 +175,14 @@ class DeepSpeedCPULion(_Anywhere, optim.CPULion):
         adamw_mode: bool = False,
     ) -> None:
         optim.CPULion.__init__(self, model_params, lr, betas, weight_decay)
+        self.moments_as_weights = not fp32_optimizer_states
 
 
 class FusedLion(Lion):
     """Lion on the parameters' own device."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        ADD_GROUP(self, param_group)
 
     def __init__(
         self,
@@ -126,31 +193,3 @@ class FusedLion(Lion):
         set_grad_none: bool = True,
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay)
-
-
-class OpBuilder:
-    """An operation that DeepSpeed compiles. Wherry has those of `COMPATIBLE_OPS`, compiled at install."""
-
-    NAME = ""
-
-    def is_compatible(self, verbose: bool = False) -> bool:
-        return COMPATIBLE_OPS.get(self.NAME, False)
-
-    builder_available = is_compatible
-
-    def absolute_name(self) -> str:
-        return f"deepspeed.ops.{self.NAME}"
-
-    def load(self, verbose: bool = False) -> Any:
-        raise not_part_of_wherry(
-            f"{type(self).__name__}().load()", "kernels are compiled at install and called by the optimizers themselves"
-        )
-
-
-@functools.cache
-def __getattr__(name: str) -> Any:
-    """The builder of any operation; `CPUAdamBuilder` is that of `cpu_adam`."""
-    operation = name.removesuffix("Builder")
-    if operation == name:
-        raise AttributeError(f"module 'deepspeed.ops.op_builder' has no attribute {name!r}")
-    return type(name, (OpBuilder,), {"NAME": re.sub(r"(?<=[a-zU])(?=[A-Z][a-z])", "_", operation).lower()})

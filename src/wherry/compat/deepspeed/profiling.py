@@ -25,12 +25,16 @@ class FlopsProfiler:
 
     def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
         self.model = model
+        self.ds_engine = ds_engine
+        self.recompute_fwd_factor = recompute_fwd_factor
+        self.started = False
         self._count = FlopCount()
         self._running = ExitStack()
 
     def start_profile(self, ignore_list: Any = None) -> None:
         self._count = FlopCount()
         self._running.enter_context(self._count.phase("forward"))
+        self.started = True
 
     def stop_profile(self) -> None:
         self._running.close()
@@ -38,34 +42,91 @@ class FlopsProfiler:
     def reset_profile(self) -> None:
         self._count = FlopCount()
 
-    end_profile = reset_profile
+    def end_profile(self) -> None:
+        self.stop_profile()
+        self.reset_profile()
+        self.started = False
 
     def get_total_flops(self, as_string: bool = False) -> Any:
         total = self._count.total
-        return f"{total / 1e9:.2f} G" if as_string else total
+        return number_to_string(total) if as_string else total
 
     def get_total_macs(self, as_string: bool = False) -> Any:
         total = self._count.total // 2
-        return f"{total / 1e9:.2f} GMACs" if as_string else total
+        return macs_to_string(total) if as_string else total
 
     def get_total_params(self, as_string: bool = False) -> Any:
-        total = sum(p.numel() for p in self.model.parameters())
-        return f"{total / 1e6:.2f} M" if as_string else total
+        total = sum(getattr(p, "ds_numel", p.numel()) for p in self.model.parameters())
+        return params_to_string(total) if as_string else total
 
     def get_total_duration(self, as_string: bool = False) -> Any:
         seconds = self._count.seconds
-        return f"{seconds * 1e3:.2f} ms" if as_string else seconds
+        return duration_to_string(seconds) if as_string else seconds
 
     def print_model_profile(
         self, profile_step: int = 1, module_depth: int = -1, top_modules: int = 1, detailed: bool = True,
         output_file: str | None = None,
     ) -> None:  # fmt: skip
-        text = self._count.table(depth=module_depth)
+        self.stop_profile()  # what is under way is counted to here
+        text = "\n".join(filter(None, [self._ranks(), self._count.table(depth=module_depth)]))
         if output_file:
             with open(output_file, "w", encoding="utf-8") as file:
                 file.write(text + "\n")
         else:
             print(text)
+
+    def _ranks(self) -> str:
+        """What the engine, if there is one, says of the ranks."""
+        engine = self.ds_engine
+        if engine is None:
+            return ""
+        replicas = engine.dp_world_size or getattr(engine, "seq_dp_world_size", None)
+        return (
+            f"world size: {engine.world_size}\ndata parallel size: {replicas}\n"
+            f"model parallel size: {engine.mp_world_size}"
+        )
+
+
+class EngineProfile(FlopsProfiler):
+    """What an engine has counted of the step that its config's `flops_profiler` names: the forward, as there."""
+
+    def __init__(self, engine: Any, count: FlopCount | None) -> None:
+        super().__init__(engine.module, engine)
+        self._count = count or FlopCount()
+        self.flops = self._count.phases["forward"]
+        self.macs = self.flops // 2
+        self.params = self.get_total_params()
+
+
+def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
+    """
+    >>> number_to_string(2097152)
+    '2.1 M'
+    """
+    sizes = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
+    if units is None:
+        units = next((unit for unit, size in sizes.items() if num >= size), "u") if num else ""
+    return f"{round(num / sizes.get(units, 1.0), precision):g} {units}"
+
+
+def flops_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
+    return number_to_string(flops, units, precision) + "FLOPS"
+
+
+def macs_to_string(macs: float, units: str | None = None, precision: int = 2) -> str:
+    return number_to_string(macs, units, precision) + "MACs"
+
+
+def bytes_to_string(b: float, units: str | None = None, precision: int = 2) -> str:
+    return number_to_string(b, units, precision) + "B"
+
+
+def duration_to_string(duration: float, units: str | None = None, precision: int = 2) -> str:
+    return number_to_string(duration, units, precision) + "s"
+
+
+def params_to_string(params_num: float, units: str | None = None, precision: int = 2) -> str:
+    return number_to_string(params_num, "G" if units == "B" else units, precision).replace("G", "B").strip()
 
 
 def get_model_profile(
@@ -183,8 +244,9 @@ def _all_live(
     additional_buffer_factor: float = 1.5,
 ) -> None:
     """Print the table of a model that is there."""
-    total = sum({p: p.numel() for p in model.parameters()}.values())
-    largest = max((sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules()), default=0)
+    total = sum({p: getattr(p, "ds_numel", p.numel()) for p in model.parameters()}.values())
+    layers = ([getattr(p, "ds_numel", p.numel()) for p in m.parameters(recurse=False)] for m in model.modules())
+    largest = max(map(sum, layers), default=0)
     _print_table(stage, total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor)
 
 

@@ -10,41 +10,54 @@ import torch
 
 from wherry.compat.deepspeed.parameters import engine_of
 from wherry.errors import WherryError
+from wherry.observe.log import say
 
 if TYPE_CHECKING:
     from wherry.engine import Engine
 
-# `safe_get_...` answers None for a parameter of no engine, `safe_set_...` refuses it. The fp32 parameter is the state
-# "master". Of a whole state every rank must make the call; a local one is this rank's part, flat.
+# `safe_get_...` answers None for a parameter of no engine and for a frozen one; `safe_set_...` refuses the first, and
+# leaves the second as it is. The fp32 parameter is the state "master". Of a whole state every rank must make the call;
+# a local one is this rank's part, flat, as `ds_tensor` is of the weights.
 
 
-def _engine_and_name(parameter: torch.Tensor) -> tuple[Engine, str]:
+def _trained(parameter: torch.Tensor) -> tuple[Engine, str] | None:
+    """The engine of a parameter and its name there; None where the engine does not train it, or there is none."""
     engine = engine_of(parameter)
     if engine is None:
+        return None
+    name = engine.states.name_of(parameter)
+    return (engine, name) if parameter.requires_grad and engine.states.updates(name) else None
+
+
+def _to_set(call: str, parameter: torch.Tensor) -> tuple[Engine, str] | None:
+    if engine_of(parameter) is None:
         raise WherryError(
             f"a parameter of shape {tuple(parameter.shape)} belongs to no engine; call deepspeed.initialize first"
         )
-    return engine, engine.states.name_of(parameter)
+    found = _trained(parameter)
+    if found is None:
+        say("%s: a parameter that is not trained stays as it is, of shape %s", call, tuple(parameter.shape))
+    return found
 
 
 def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
-    engine = engine_of(param)
-    return engine.states.full(engine.states.name_of(param), optim_state_key) if engine is not None else None
+    found = _trained(param)
+    return found[0].states.full(found[1], optim_state_key) if found is not None else None
 
 
 def safe_get_local_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
-    engine = engine_of(param)
-    return engine.states.local(engine.states.name_of(param), optim_state_key) if engine is not None else None
+    found = _trained(param)
+    return found[0].states.local(found[1], optim_state_key) if found is not None else None
 
 
 def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
-    engine, name = _engine_and_name(param)
-    engine.states.set_full(name, optim_state_key, value)
+    if (found := _to_set("safe_set_full_optimizer_state", param)) is not None:
+        found[0].states.set_full(found[1], optim_state_key, value)
 
 
 def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
-    engine, name = _engine_and_name(param)
-    engine.states.set_local(name, optim_state_key, value)
+    if (found := _to_set("safe_set_local_optimizer_state", param)) is not None:
+        found[0].states.set_local(found[1], optim_state_key, value)
 
 
 safe_get_full_fp32_param = partial(safe_get_full_optimizer_state, optim_state_key="master")
@@ -53,29 +66,28 @@ safe_set_full_fp32_param = partial(safe_set_full_optimizer_state, optim_state_ke
 safe_set_local_fp32_param = partial(safe_set_local_optimizer_state, optim_state_key="master")
 
 
-def _has_gradient(param: torch.Tensor) -> bool:
-    engine = engine_of(param)
-    return engine is not None and param.requires_grad and engine.has_gradients()
+# Gradients are of the micro-batches so far, times the loss scale, as they are until the step.
 
 
 def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
-    """The whole mean gradient, from the boundary's backward until the next window; None outside."""
-    if not _has_gradient(param):
-        return None
-    engine, name = _engine_and_name(param)
-    return engine.gradients(name)
+    """The whole gradient from the first micro-batch until the next window; None outside.
+
+    At stages 0 and 1 it is of this rank's own micro-batches until the boundary.
+    """
+    found = _trained(param)
+    gradient = found[0].states.gradient_so_far(found[1]) if found is not None else None
+    return gradient * found[0].loss_scale if found is not None and gradient is not None else None
 
 
 def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
-    if not _has_gradient(param):
-        return None
-    engine, name = _engine_and_name(param)
-    return engine.states.local_gradient(name)
+    found = _trained(param)
+    gradient = found[0].states.local_gradient_so_far(found[1]) if found is not None else None
+    return gradient * found[0].loss_scale if found is not None and gradient is not None else None
 
 
 def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
-    engine, name = _engine_and_name(param)
-    engine.states.set_gradient(name, value)
+    if (found := _to_set("safe_set_full_grad", param)) is not None:
+        found[0].states.set_gradient_so_far(found[1], value.float() / found[0].loss_scale)
 
 
 def safe_update_full_grad_vectorized(
@@ -89,13 +101,17 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
-    engine, name = _engine_and_name(param)
+    found = _to_set("safe_set_local_grad", param)
+    if found is None:
+        return
+    engine, name = found
     start, stop = engine.states.local_range(name)
     if value.numel() != stop - start:
         raise WherryError(
             f"safe_set_local_grad: {name}: expected {stop - start} elements, those that this rank updates, got "
             f"{tuple(value.shape)}"
         )
-    whole = value.new_zeros(param.numel())  # of which this rank keeps its own part
-    whole[start:stop] = value.flatten()
+    flat, index = engine.access.place_of[param]  # type: ignore[index]
+    whole = torch.zeros(flat.layout.slots[index].numel, device=value.device)  # of which this rank keeps its own part
+    whole[start:stop] = value.flatten().float() / engine.loss_scale
     engine.states.set_gradient_here(name, whole)

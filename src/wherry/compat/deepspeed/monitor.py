@@ -1,0 +1,224 @@
+"""`deepspeed.monitor`: `(name, value, step)` events, to where a config's blocks say."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import Field
+
+from wherry.compat.deepspeed.comm import get_rank
+from wherry.config.fields import ConfigBlock
+from wherry.errors import WherryError
+
+Event = tuple[str, float, int]
+
+
+class _Block(ConfigBlock, frozen=False, validate_assignment=True):
+    enabled: bool = False
+
+
+class TensorBoardConfig(_Block):
+    """`tensorboard`."""
+
+    output_path: str | None = ""
+    job_name: str = "DeepSpeedJobName"
+
+
+class WandbConfig(_Block):
+    """`wandb`."""
+
+    group: str | None = None
+    team: str | None = None
+    project: str = "deepspeed"
+
+
+class CSVConfig(_Block):
+    """`csv_monitor`."""
+
+    output_path: str | None = ""
+    job_name: str = "DeepSpeedJobName"
+
+
+class CometConfig(_Block):
+    """`comet`."""
+
+    samples_log_interval: int = 100
+    project: str | None = None
+    workspace: str | None = None
+    api_key: str | None = None
+    experiment_name: str | None = None
+    experiment_key: str | None = None
+    online: bool | None = None
+    mode: str | None = None
+
+
+class DeepSpeedMonitorConfig(ConfigBlock, frozen=False, validate_assignment=True):
+    """The blocks of all monitors."""
+
+    tensorboard: TensorBoardConfig = Field(default_factory=TensorBoardConfig)
+    comet: CometConfig = Field(default_factory=CometConfig)
+    wandb: WandbConfig = Field(default_factory=WandbConfig)
+    csv_monitor: CSVConfig = Field(default_factory=CSVConfig)
+
+    @property
+    def enabled(self) -> bool:
+        return any(block.enabled for block in (self.tensorboard, self.comet, self.wandb, self.csv_monitor))
+
+
+def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
+    """The blocks in a config; what they do not say is as in DeepSpeed."""
+    blocks = DeepSpeedMonitorConfig.model_fields
+    return DeepSpeedMonitorConfig(**{name: param_dict[name] for name in blocks if name in param_dict})
+
+
+class Monitor(ABC):
+    """What a script's own monitor derives from."""
+
+    @abstractmethod
+    def __init__(self, monitor_config: Any) -> None:
+        self.monitor_config = monitor_config
+
+    @abstractmethod
+    def write_events(self, event_list: Sequence[Event]) -> None: ...
+
+
+class _One(Monitor):
+    """A monitor of one block: the block's keys are its attributes, and rank 0 opens it."""
+
+    def __init__(self, monitor_config: Any) -> None:
+        self.monitor_config = monitor_config
+        for name in type(monitor_config).model_fields:
+            setattr(self, name, getattr(monitor_config, name))
+        if self._writes():
+            self._open()
+
+    def _writes(self) -> bool:
+        return bool(self.monitor_config.enabled) and get_rank() == 0
+
+    def _open(self) -> None:
+        """What the first event needs."""
+
+    def _folder(self) -> str:
+        folder = os.path.join(self.monitor_config.output_path or "", self.monitor_config.job_name)
+        os.makedirs(folder, exist_ok=True)
+        return folder
+
+
+class TensorBoardMonitor(_One):
+    """Event files in `output_path/job_name`."""
+
+    summary_writer: Any = None
+
+    def _open(self) -> None:
+        module = _package("torch.utils.tensorboard", "tensorboard")
+        self.summary_writer = module.SummaryWriter(log_dir=self._folder())
+
+    def get_summary_writer(self) -> Any:
+        return self.summary_writer
+
+    def write_events(self, event_list: Sequence[Event], flush: bool = True) -> None:
+        if self.summary_writer is not None:
+            for event in event_list:
+                self.summary_writer.add_scalar(*event)
+            if flush:
+                self.flush()
+
+    def flush(self) -> None:
+        if self.summary_writer is not None:
+            self.summary_writer.flush()
+
+
+class WandbMonitor(_One):
+    """A run of Weights & Biases."""
+
+    def _open(self) -> None:
+        block = self.monitor_config
+        _package("wandb", "wandb").init(project=block.project, group=block.group, entity=block.team)
+
+    def log(self, data: Mapping[str, Any], step: int | None = None, commit: bool | None = None) -> Any:
+        return _package("wandb", "wandb").log(data, step=step, commit=commit) if self._writes() else None
+
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        for name, value, step in event_list:
+            self.log({name: value}, step=step)
+
+
+class csvMonitor(_One):
+    """A file of each event's own, by its name, in `output_path/job_name`."""
+
+    log_dir: str | None = None
+
+    def _open(self) -> None:
+        self.log_dir = self._folder()
+        self.filenames: list[str] = []
+
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        if self.log_dir is None:
+            return
+        for name, value, step in event_list:
+            file_name = name.replace("/", "_").replace(" ", "_")
+            with open(os.path.join(self.log_dir, file_name + ".csv"), "a", encoding="utf-8", newline="") as file:
+                writer = csv.writer(file)
+                if file_name not in self.filenames:
+                    self.filenames.append(file_name)
+                    writer.writerow(["step", name.rpartition("/")[2]])
+                writer.writerow([step, value])
+
+
+class CometMonitor(_One):
+    """An experiment of Comet's, told of each event once in `samples_log_interval` samples."""
+
+    experiment: Any = None
+
+    def _open(self) -> None:
+        block = self.monitor_config
+        names = ("api_key", "project", "workspace", "experiment_key", "mode", "online")
+        self.experiment = _package("comet_ml", "comet").start(**{name: getattr(block, name) for name in names})
+        if block.experiment_name is not None:
+            self.experiment.set_name(block.experiment_name)
+        self._told: dict[str, int] = {}
+
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        if self.experiment is None:
+            return
+        for name, value, step in event_list:
+            if name not in self._told or step - self._told[name] >= self.monitor_config.samples_log_interval:
+                self._told[name] = step
+                self.experiment.log_metric(name, value, step=step)
+
+
+class MonitorMaster(Monitor):
+    """The monitors that a config asks for, as one."""
+
+    def __init__(self, monitor_config: Any) -> None:
+        if isinstance(monitor_config, Mapping):
+            monitor_config = get_monitor_config(monitor_config)
+        super().__init__(monitor_config)
+        self.enabled = monitor_config.enabled
+
+        def made(kind: Any, block: Any) -> Any:
+            return kind(block) if block.enabled and get_rank() == 0 else None
+
+        self.tb_monitor = made(TensorBoardMonitor, monitor_config.tensorboard)
+        self.wandb_monitor = made(WandbMonitor, monitor_config.wandb)
+        self.csv_monitor = made(csvMonitor, monitor_config.csv_monitor)
+        self.comet_monitor = made(CometMonitor, monitor_config.comet)
+
+    def write_events(self, event_list: Sequence[Event], flush: bool = True) -> None:
+        for monitor in (self.tb_monitor, self.wandb_monitor, self.csv_monitor, self.comet_monitor):
+            if monitor is not None:
+                monitor.write_events(event_list)
+
+
+def _package(name: str, block: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise WherryError(
+            f"{block}.enabled: its package cannot be imported ({error}); install it, or set {block}.enabled to false"
+        ) from error

@@ -1,0 +1,437 @@
+"""Learning rate schedules with DeepSpeed's names and timing, and the flags that set them.
+
+A schedule knows `last_batch_iteration`, -1 before its first step. The warm-ups take their rates from it, and begin at
+step 0: so the first two updates both have the rate of step 0. `OneCycle` and `LRRangeTest` count one step further.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from wherry.errors import WherryError
+from wherry.observe.log import warn
+
+if TYPE_CHECKING:
+    from wherry.config.scheduler import Scheduler
+
+LR_SCHEDULE = "lr_schedule"
+LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR = "LRRangeTest", "OneCycle", "WarmupLR"
+WARMUP_DECAY_LR, WARMUP_COSINE_LR = "WarmupDecayLR", "WarmupCosineLR"
+VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
+
+# The names of parameters, as variables that scripts import.
+LR_RANGE_TEST_MIN_LR, LR_RANGE_TEST_STEP_RATE = "lr_range_test_min_lr", "lr_range_test_step_rate"
+LR_RANGE_TEST_STEP_SIZE, LR_RANGE_TEST_STAIRCASE = "lr_range_test_step_size", "lr_range_test_staircase"
+EDGE_VALUE, MID_VALUE = "edge_value", "mid_value"
+CYCLE_FIRST_STEP_SIZE, CYCLE_FIRST_STAIR_COUNT = "cycle_first_step_size", "cycle_first_stair_count"
+CYCLE_SECOND_STEP_SIZE, CYCLE_SECOND_STAIR_COUNT = "cycle_second_step_size", "cycle_second_stair_count"
+DECAY_STEP_SIZE = "decay_step_size"
+CYCLE_MIN_LR, CYCLE_MAX_LR, DECAY_LR_RATE = "cycle_min_lr", "cycle_max_lr", "decay_lr_rate"
+CYCLE_MIN_MOM, CYCLE_MAX_MOM, DECAY_MOM_RATE = "cycle_min_mom", "cycle_max_mom", "decay_mom_rate"
+WARMUP_MIN_LR, WARMUP_MAX_LR = "warmup_min_lr", "warmup_max_lr"
+WARMUP_NUM_STEPS, WARMUP_TYPE = "warmup_num_steps", "warmup_type"
+WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = "log", "linear"
+WARMUP_MIN_RATIO, COS_MIN_RATIO, TOTAL_NUM_STEPS = "warmup_min_ratio", "cos_min_ratio", "total_num_steps"
+
+Rate = Any  # a number, or a tensor where the optimizer's rate is one
+
+
+class _Schedule:
+    """What a rate is follows from `last_batch_iteration` alone."""
+
+    def __init__(self, optimizer: Any, last_batch_iteration: int) -> None:
+        self.optimizer = _torch_optimizer(optimizer)
+        self.last_batch_iteration = last_batch_iteration
+
+    def _set(self, rates: Sequence[Rate]) -> None:
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            if isinstance(group["lr"], torch.Tensor):  # which others may hold: it stays the same one
+                group["lr"].fill_(rate.squeeze() if isinstance(rate, torch.Tensor) else rate)
+            else:
+                group["lr"] = rate
+        self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+
+    def get_lr(self) -> list[Rate]:
+        raise NotImplementedError
+
+    def get_last_lr(self) -> list[Rate]:
+        """The rates that were set last."""
+        if not hasattr(self, "_last_lr"):
+            raise _NotYet("get_last_lr: no rate has been set since this schedule was resumed; call step() first")
+        return self._last_lr
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        following = self.last_batch_iteration + 1
+        self.last_batch_iteration = following if last_batch_iteration is None else last_batch_iteration
+        self._set(self.get_lr())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, sd: Mapping[str, Any]) -> None:
+        """As `state_dict` gave it; or as a schedule of `import wherry` did, whose next rate is that of this step."""
+        last = "last_batch_iteration" if "last_batch_iteration" in sd else "last_epoch"
+        self.last_batch_iteration = sd[last]
+
+
+class _NotYet(WherryError, AssertionError):
+    """There is nothing to give."""
+
+
+class LRRangeTest(_Schedule):
+    """Rates that grow from `lr_range_test_min_lr`, to find the largest that trains."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        lr_range_test_min_lr: float | Sequence[float] = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, last_batch_iteration)
+        self.min_lr = _per_group(self.optimizer, lr_range_test_min_lr, "lr_range_test_min_lr")
+        self.step_size = _positive("lr_range_test_step_size", lr_range_test_step_size)
+        self.step_rate = lr_range_test_step_rate
+        self.staircase = lr_range_test_staircase
+        if last_batch_iteration == -1:
+            self._set(self.min_lr)
+
+    def get_lr(self) -> list[Rate]:
+        intervals = (self.last_batch_iteration + 1) / self.step_size
+        increase = 1 + self.step_rate * (math.floor(intervals) if self.staircase else intervals)
+        return [low * increase for low in self.min_lr]
+
+
+class OneCycle(_Schedule):
+    """One cycle of the rate, up and down, with the momentum against it; then an optional decay.
+
+    Momentum is the first beta, and the second is 0.99 as long as it cycles.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        cycle_min_lr: float | Sequence[float],
+        cycle_max_lr: float | Sequence[float],
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000,
+        cycle_second_step_size: int | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: int = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: float | Sequence[float] = 0.8,
+        cycle_max_mom: float | Sequence[float] = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, last_batch_iteration)
+        self.first_step_size = float(cycle_first_step_size)
+        second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
+        self.second_step_size = float(second)
+        if self.first_step_size <= 0 or self.second_step_size < 0:
+            raise WherryError(
+                "OneCycle: cycle_first_step_size must be positive and cycle_second_step_size non-negative, got "
+                f"{cycle_first_step_size} and {cycle_second_step_size}"
+            )
+        self.total_size = self.first_step_size + self.second_step_size
+        self.step_ratio = self.first_step_size / self.total_size
+        self.first_stair_count = cycle_first_stair_count
+        stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+        self.second_stair_count = stairs
+        self.decay_step_size = decay_step_size
+        self.decay_lr_rate, self.decay_mom_rate = decay_lr_rate, decay_mom_rate
+        self.min_lrs = _per_group(self.optimizer, cycle_min_lr, "cycle_min_lr")
+        self.max_lrs = _per_group(self.optimizer, cycle_max_lr, "cycle_max_lr")
+        self.min_moms = [(mom, 0.99) for mom in _per_group(self.optimizer, cycle_min_mom, "cycle_min_mom")]
+        self.max_moms = [(mom, 0.99) for mom in _per_group(self.optimizer, cycle_max_mom, "cycle_max_mom")]
+        self.cycle_momentum = cycle_momentum and "betas" in self.optimizer.defaults
+        if cycle_momentum and not self.cycle_momentum:
+            kind = type(self.optimizer).__name__
+            warn("OneCycle: cycle_momentum is left out, as %s has no betas; only the rate cycles", kind)
+        if last_batch_iteration == -1:
+            self._set(self.min_lrs)
+            if self.cycle_momentum:
+                self._set_moms(self.min_moms)
+
+    def get_lr(self) -> list[Rate]:
+        if self.last_batch_iteration < self.total_size:
+            height = self._height()
+            return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+        return [low / self._decay(self.decay_lr_rate) for low in self.min_lrs]
+
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """The betas of each group at this step; None where they do not cycle."""
+        if not self.cycle_momentum:
+            return None
+        if self.last_batch_iteration < self.total_size:
+            height = self._height()
+            pairs = zip(self.min_moms, self.max_moms, strict=True)
+            return [(high - (high - low) * height, second) for (low, second), (high, _) in pairs]
+        return [(mom * self._decay(self.decay_mom_rate), second) for mom, second in self.max_moms]
+
+    def step(self, batch_iteration: int | None = None) -> None:
+        super().step(batch_iteration)
+        moms = self.get_mom()
+        if moms is not None:
+            self._set_moms(moms)
+
+    def _set_moms(self, moms: Sequence[tuple[float, float]]) -> None:
+        for group, betas in zip(self.optimizer.param_groups, moms, strict=True):
+            group["betas"] = betas
+
+    def _height(self) -> float:
+        """How high in the cycle, 0 to 1; with stairs, the stair that has been reached."""
+        at = (self.last_batch_iteration + 1) % self.total_size
+        climbed, size, stairs = at, self.first_step_size, self.first_stair_count
+        if at > self.first_step_size:
+            climbed, size, stairs = self.total_size - at, self.second_step_size, self.second_stair_count
+        return math.floor(climbed * stairs / size) / stairs if stairs > 0 else climbed / size
+
+    def _decay(self, rate: float) -> float:
+        if math.isclose(self.decay_step_size, 0):
+            return 1.0
+        return 1 + rate * (self.last_batch_iteration - self.total_size + 1) / self.decay_step_size
+
+
+class _Warmup(_Schedule):
+    """Schedules that begin with a warm-up."""
+
+    def __init__(
+        self, optimizer: Optimizer, warmup_num_steps: int, warmup_type: str, last_batch_iteration: int
+    ) -> None:
+        super().__init__(optimizer, last_batch_iteration)
+        self.warmup_num_steps = max(2, _positive("warmup_num_steps", warmup_num_steps))
+        if warmup_type not in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
+            warn("warmup_type: %r is neither log nor linear, so it is log", warmup_type)
+            warmup_type = WARMUP_LOG_RATE
+        self.warmup_type = warmup_type
+
+    def _warmed(self) -> float:
+        """How far the warm-up is, 0 to 1."""
+        if self.warmup_type == WARMUP_LINEAR_RATE:
+            return self.last_batch_iteration / self.warmup_num_steps
+        return math.log(self.last_batch_iteration + 1) / math.log(self.warmup_num_steps)
+
+    def _tell_of_total(self, total: int) -> None:
+        if total < self.warmup_num_steps:
+            warn("total_num_steps: %d is less than warmup_num_steps, %d", total, self.warmup_num_steps)
+
+
+class WarmupLR(_Warmup):
+    """From `warmup_min_lr` to `warmup_max_lr` over `warmup_num_steps` steps, constant afterwards.
+
+    `warmup_max_lr` left out is each group's own rate.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        warmup_min_lr: float | Sequence[float] = 0.0,
+        warmup_max_lr: float | Sequence[float] | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = WARMUP_LOG_RATE,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
+        own = [_kept(group["lr"]) for group in self.optimizer.param_groups]
+        self.min_lrs = _per_group(self.optimizer, warmup_min_lr, "min_lr")
+        self.max_lrs = _per_group(self.optimizer, own if warmup_max_lr is None else warmup_max_lr, "max_lr")
+        self.delta_lrs = [high - low for high, low in zip(self.max_lrs, self.min_lrs, strict=True)]
+        if last_batch_iteration == -1:
+            self._set(self.get_lr())
+
+    def get_lr(self) -> list[Rate]:
+        if self.last_batch_iteration < 0:
+            return self.min_lrs
+        share = self._share()
+        return [low + delta * share for low, delta in zip(self.min_lrs, self.delta_lrs, strict=True)]
+
+    def _share(self) -> float:
+        return self._warmed() if self.last_batch_iteration < self.warmup_num_steps else 1.0
+
+
+class WarmupDecayLR(WarmupLR):
+    """As `WarmupLR`, then back to `warmup_min_lr` in a straight line that ends at step `total_num_steps`."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_num_steps: int,
+        warmup_min_lr: float | Sequence[float] = 0.0,
+        warmup_max_lr: float | Sequence[float] | None = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = WARMUP_LOG_RATE,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.total_num_steps = _total(total_num_steps)
+        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
+        self._tell_of_total(self.total_num_steps)
+
+    def _share(self) -> float:
+        if self.last_batch_iteration < self.warmup_num_steps:
+            return self._warmed()
+        left = self.total_num_steps - self.last_batch_iteration
+        return max(0.0, left / max(1.0, self.total_num_steps - self.warmup_num_steps))
+
+
+class WarmupCosineLR(_Warmup):
+    """Shares of each group's own rate: from `warmup_min_ratio` to 1, then a half cosine to `cos_min_ratio`.
+
+    Before its first step the rate is 0.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = WARMUP_LOG_RATE,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
+        self.total_num_steps = _total(total_num_steps)
+        self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
+        self._tell_of_total(self.total_num_steps)
+        self.org_lrs = [_kept(group["lr"]) for group in self.optimizer.param_groups]
+        if last_batch_iteration == -1:
+            self._set(self.get_lr())
+
+    def get_lr(self) -> list[Rate]:
+        ratio = self.get_lr_ratio()
+        return [own * ratio for own in self.org_lrs]
+
+    def get_lr_ratio(self) -> float:
+        if self.last_batch_iteration < 0:
+            return 0.0
+        if self.last_batch_iteration < self.warmup_num_steps:
+            return self.warmup_min_ratio + self._warmed() * (1.0 - self.warmup_min_ratio)
+        steps = max(1, self.total_num_steps - self.warmup_num_steps)
+        progress = min(1.0, (self.last_batch_iteration - self.warmup_num_steps + 1) / steps)
+        return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2)
+
+
+SCHEDULES: Mapping[str, type[_Schedule]] = {
+    LR_RANGE_TEST: LRRangeTest,
+    ONE_CYCLE: OneCycle,
+    WARMUP_LR: WarmupLR,
+    WARMUP_DECAY_LR: WarmupDecayLR,
+    WARMUP_COSINE_LR: WarmupCosineLR,
+}
+
+
+def build(config: Scheduler, optimizer: Optimizer) -> _Schedule:
+    """The schedule that a config's block `scheduler` names. What is unset has its default here."""
+    params = {name: value for name, value in config.params.items() if value is not None}
+    if params.get("warmup_num_steps") == 0:  # what a Trainer fills in, whose own default it is
+        params["warmup_num_steps"] = 1
+    return SCHEDULES[config.type](optimizer, **params)
+
+
+def _torch_optimizer(optimizer: Any) -> Optimizer:
+    # An engine's optimizer has the one inside whose learning rates it uses.
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if not isinstance(inner, Optimizer):
+        raise TypeError(f"{type(optimizer).__name__} is not a subclass of torch.optim.Optimizer")
+    return inner
+
+
+def _kept(rate: Rate) -> Rate:
+    """A rate that is a tensor is set in place: what it was is kept apart."""
+    return rate.clone() if isinstance(rate, torch.Tensor) else rate
+
+
+def _per_group(optimizer: Optimizer, value: Any, name: str) -> list[Any]:
+    groups = len(optimizer.param_groups)
+    if not isinstance(value, list | tuple):
+        return [value] * groups
+    if len(value) != groups:
+        raise WherryError(f"expected {groups} value for {name}, one for each parameter group, got {len(value)}")
+    return list(value)
+
+
+def _positive(name: str, value: Any) -> int:
+    if not isinstance(value, int) or value <= 0:
+        raise WherryError(f"{name} must be a positive integer, got {value!r}")
+    return value
+
+
+def _total(value: Any) -> int:
+    if value == "auto":
+        raise WherryError(
+            'total_num_steps is "auto", and nothing has said how many updates the training makes; write the number'
+        )
+    return int(value)
+
+
+# Flags of a script that sets a schedule by them.
+
+_FLAGS: Mapping[str, tuple[type, Any, str]] = {
+    LR_SCHEDULE: (str, None, "schedule of the learning rate"),
+    LR_RANGE_TEST_MIN_LR: (float, 0.001, "rate at the start"),
+    LR_RANGE_TEST_STEP_RATE: (float, 1.0, "share of the start that is added at each increase"),
+    LR_RANGE_TEST_STEP_SIZE: (int, 1000, "steps for one increase"),
+    LR_RANGE_TEST_STAIRCASE: (bool, False, "increase in stairs"),
+    CYCLE_FIRST_STEP_SIZE: (int, 1000, "steps of the rising half"),
+    CYCLE_FIRST_STAIR_COUNT: (int, -1, "stairs of the rising half"),
+    CYCLE_SECOND_STEP_SIZE: (int, -1, "steps of the falling half"),
+    CYCLE_SECOND_STAIR_COUNT: (int, -1, "stairs of the falling half"),
+    DECAY_STEP_SIZE: (int, 1000, "steps over which one decay applies"),
+    CYCLE_MIN_LR: (float, 0.01, "lowest rate of the cycle"),
+    CYCLE_MAX_LR: (float, 0.1, "highest rate of the cycle"),
+    DECAY_LR_RATE: (float, 0.0, "decay of the rate after the cycle"),
+    CYCLE_MIN_MOM: (float, 0.8, "lowest momentum of the cycle"),
+    CYCLE_MAX_MOM: (float, 0.9, "highest momentum of the cycle"),
+    DECAY_MOM_RATE: (float, 0.0, "change of the momentum after the cycle"),
+    WARMUP_MIN_LR: (float, 0, "first rate of the warm-up"),
+    WARMUP_MAX_LR: (float, 0.001, "rate after the warm-up"),
+    WARMUP_NUM_STEPS: (int, 1000, "steps of the warm-up"),
+    WARMUP_TYPE: (str, WARMUP_LOG_RATE, "shape of the warm-up: log or linear"),
+    WARMUP_MIN_RATIO: (float, 0.01, "first rate, as a share"),
+    COS_MIN_RATIO: (float, 0.01, "last rate, as a share"),
+}
+# Of each schedule the flags that are its parameters, by how their names begin; of the others those of the warm-up.
+_PARAMETERS = {LR_RANGE_TEST: ("lr_range_test_",), ONE_CYCLE: ("cycle_", "decay_")}
+_WARMUP = (WARMUP_MIN_LR, WARMUP_MAX_LR, WARMUP_NUM_STEPS, WARMUP_TYPE)
+
+
+def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """`--lr_schedule` and the parameters of schedules on a script's own parser."""
+    group = parser.add_argument_group("Convergence Tuning", "schedules of the learning rate")
+    for name, (kind, default, text) in _FLAGS.items():
+        group.add_argument(f"--{name}", type=kind, default=default, help=text)
+    group.add_argument("--cycle_momentum", default=False, action="store_true", help="cycle the momentum too")
+    return parser
+
+
+def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
+    """The block `scheduler` that such flags say, or why there is none."""
+    schedule = getattr(args, LR_SCHEDULE, None)
+    if schedule is None:
+        return None, f"--{LR_SCHEDULE} not specified on command line"
+    if schedule not in VALID_LR_SCHEDULES:
+        return None, f"{schedule} is not supported LR schedule"
+    names = [name for name in _FLAGS if name.startswith(_PARAMETERS.get(schedule, _WARMUP))]
+    params = {name: value for name in names if (value := getattr(args, name, None)) is not None}
+    return {"type": schedule, "params": params}, None
+
+
+def get_lr_from_config(config: Mapping[str, Any]) -> tuple[Any, str]:
+    """The rate that a block `scheduler` begins or peaks with; None, and why, where it has none."""
+    for name in ("type", "params"):
+        if name not in config:
+            return None, f"LR schedule {name} not defined in config"
+    if config["type"] not in VALID_LR_SCHEDULES:
+        return None, f"{config['type']} is not a valid LR schedule"
+    rate = {LR_RANGE_TEST: LR_RANGE_TEST_MIN_LR, ONE_CYCLE: CYCLE_MAX_LR}.get(config["type"], WARMUP_MAX_LR)
+    return config["params"][rate], ""

@@ -1,0 +1,333 @@
+"""`save_checkpoint` and `load_checkpoint` of the alias's engine: DeepSpeed's own files, and their arguments."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.checkpoint.harness import Shape, assert_same, on, state_of, train
+from tests.compat.test_importing import MODEL, adamw, write
+
+import wherry
+from wherry.checkpoint.checks import read_manifest
+from wherry.cli import main
+from wherry.compat.deepspeed.engine import DeepSpeedEngine
+from wherry.compat.deepspeed.universal import get_model_ckpt_name_for_rank
+from wherry.parallel.comm import Comm
+from wherry.testing import run_ranks
+
+Body = Callable[[DeepSpeedEngine, Comm], Any]
+PLAIN = torch.nn.Sequential(OrderedDict(a=torch.nn.Linear(3, 2), b=torch.nn.Linear(2, 2)))
+
+
+def alias(
+    body: Body, *, ranks: int = 1, stage: int = 0, model: Any = MODEL, optimizer: Any = adamw, **more: Any
+) -> list[Any]:
+    """Run `body(engine, comm)` on every rank of an engine of the alias."""
+
+    def rank(comm: Comm) -> Any:
+        mine = copy.deepcopy(model)
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}, **copy.deepcopy(more)}
+        made = optimizer(mine.parameters()) if optimizer is not None else None
+        engine, *_ = wherry.initialize(
+            model=mine, optimizer=made, mesh=comm, config=config, engine_class=DeepSpeedEngine
+        )
+        assert isinstance(engine, DeepSpeedEngine)
+        try:
+            return body(engine, comm)
+        finally:
+            engine.close()
+
+    return run_ranks(ranks, rank)
+
+
+@pytest.fixture(scope="module")
+def states() -> dict[str, torch.Tensor]:
+    def begin(engine: Any, comm: Comm) -> Any:
+        train(engine, comm, 5)
+        return state_of(engine)
+
+    return on(Shape(), begin, model=MODEL, optimizer=adamw)[0]  # type: ignore[no-any-return]
+
+
+def write_stage_0(folder: Path, states: dict[str, torch.Tensor], flat: bool, **more: Any) -> None:
+    """The one file of stage 0: states of each parameter by number, or (16 bits) end to end of each group."""
+    groups = [list(group["params"]) for group in adamw(MODEL.parameters()).param_groups]
+    names = {p: n for n, p in MODEL.named_parameters()}
+    moments = ("exp_avg", "exp_avg_sq")
+    module: dict[str, torch.Tensor] = OrderedDict(
+        (n, states[f"{n}:master"].view(t.shape) if f"{n}:master" in states else t)
+        for n, t in MODEL.state_dict().items()
+    )
+    module["head.weight"] = module["embed.weight"]
+    if flat:
+        module = OrderedDict((n, t.bfloat16() if f"{n}:master" in states else t) for n, t in module.items())
+        module["head.weight"] = module["embed.weight"]
+        flats = {s: [torch.cat([states[f"{names[p]}:{s}"] for p in g]) for g in groups] for s in ("master", *moments)}
+        state = {i: {"step": 6, **{m: flats[m][i] for m in moments}} for i in range(2)}
+        inner = {
+            "state": state,
+            "param_groups": [{"lr": 0.5, "weight_decay": w, "params": [i]} for i, w in enumerate((0.1, 0.0))],
+        }
+        optimizer: dict[str, Any] = {
+            "optimizer_state_dict": inner, "fp32_groups_flat": flats["master"], "clip_grad": 1.0, "cur_scale": 512.0,
+            "cur_iter": 9, "last_overflow_iter": 2, "scale_window": 3, "dynamic_loss_scale": True,
+        }  # fmt: skip
+    else:
+        state, listed = {}, []
+        for group, decay in zip(groups, (0.1, 0.0), strict=True):
+            first = len(state)
+            for parameter in group:
+                own = {m: states[f"{names[parameter]}:{m}"].view(parameter.shape) for m in moments}
+                # Of some of DeepSpeed's optimizers the last parameter has the count of its group.
+                state[len(state)] = {"step": 5 if parameter is group[-1] else 0, **own}
+            listed.append({"lr": 0.5, "weight_decay": decay, "step": 0, "params": list(range(first, len(state)))})
+        optimizer = {"state": state, "param_groups": listed}
+    tag = folder / "global_step5"
+    tag.mkdir(parents=True)
+    (folder / "latest").write_text("global_step5")
+    saved = {
+        "module": module, "buffer_names": ["seen"], "optimizer": optimizer, "param_shapes": None, "shared_params": None,
+        "global_steps": 5, "skipped_steps": 0, "global_samples": 20, "dp_world_size": 2, "epoch": 7,
+        "lr_scheduler": {"last_batch_iteration": 4}, **more,
+    }  # fmt: skip
+    torch.save(saved, tag / "mp_rank_00_model_states.pt")
+
+
+def steps_of(engine: DeepSpeedEngine, folder: Path) -> tuple[int, dict[str, int]]:
+    """The updates that a checkpoint of it counts, and of parameters that have had fewer."""
+    engine.save_checkpoint(folder, "counts")
+    engine.comm.barrier()
+    saved = read_manifest(folder / "counts").engine["optimizer"]
+    return saved["steps"], saved["parameter_steps"]
+
+
+def loaded(folder: Path) -> Body:
+    def body(engine: DeepSpeedEngine, comm: Comm) -> Any:
+        path, client_state = engine.load_checkpoint(folder)
+        assert path == str(folder / "global_step5") and client_state == {"epoch": 7} and engine.global_steps == 5
+        assert [group["weight_decay"] for group in engine.optimizer.param_groups] == [0.1, 0.0]
+        assert engine.get_lr() == [0.5, 0.5] and "step" not in engine.optimizer.param_groups[0]
+        comm.barrier()
+        assert not [each for each in folder.iterdir() if each.name.startswith(".")]
+        return state_of(engine), steps_of(engine, folder / "again")
+
+    return body
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_theirs_load_as_they_are(states: dict[str, torch.Tensor], stage: int, tmp_path: Path) -> None:
+    """By any number of ranks at any stage; nothing is left beside them."""
+    write(tmp_path, states, stage, 2)
+    for found, steps in alias(loaded(tmp_path), ranks=2, stage=3 - stage):
+        assert_same(states, found)
+        assert steps == (5, {})
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_theirs_of_stage_0(states: dict[str, torch.Tensor], flat: bool, tmp_path: Path) -> None:
+    """Its optimizer numbers parameters: the engine knows their names."""
+    write_stage_0(tmp_path, states, flat)
+    for found, steps in alias(loaded(tmp_path), ranks=2, stage=2):
+        assert_same(states, found)
+        assert steps == ((6 if flat else 5), {})
+
+
+def test_a_loss_scale_goes_on(states: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    """Of the 6 good steps after the overflow the first does not count, and every third doubles: 2 are left over."""
+    write_stage_0(tmp_path, states, flat=True)
+
+    def body(engine: DeepSpeedEngine, comm: Comm) -> Any:
+        engine.load_checkpoint(tmp_path)
+        engine.save_checkpoint(tmp_path / "again")
+        return read_manifest(tmp_path / "again" / "global_step5").engine["loss_scale"]
+
+    (found,) = alias(body, fp16={"enabled": True, "loss_scale_window": 3})
+    assert found["scale"] == 512.0 and found["good_steps"] == (9 - 2 - 2) % 3
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_stage_0_by_the_command(
+    states: dict[str, torch.Tensor], flat: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody knows its groups there, so it says what it leaves."""
+    write_stage_0(tmp_path / "theirs", states, flat)
+    assert main(["import-deepspeed", str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 0
+
+    def body(engine: Any, comm: Comm) -> Any:
+        with pytest.raises(wherry.WherryError, match="it holds no optimizer"):
+            engine.load_checkpoint(tmp_path / "ours")
+        engine.load_checkpoint(tmp_path / "ours", load_optimizer_states=False)
+        return state_of(engine)
+
+    found = on(Shape(), body, model=MODEL, optimizer=adamw)[0]
+    assert torch.allclose(found["embed.weight:master"], states["embed.weight:master"], rtol=1e-2)
+
+
+def test_one_group_of_stage_0_by_the_command(tmp_path: Path) -> None:
+    tag = tmp_path / "step"
+    tag.mkdir()
+    state = {i: {"step": 3, "exp_avg": torch.full_like(p, i)} for i, p in enumerate(PLAIN.parameters())}
+    optimizer = {"state": state, "param_groups": [{"lr": 0.5, "params": [0, 1, 2, 3]}]}
+    torch.save({"module": PLAIN.state_dict(), "optimizer": optimizer}, tag / "mp_rank_00_model_states.pt")
+    assert main(["import-deepspeed", str(tag), str(tmp_path / "ours")]) == 0
+
+    manifest = read_manifest(tmp_path / "ours" / "global_step0")
+    assert manifest.engine["optimizer"]["steps"] == 3
+    assert all("exp_avg" in entry.states for entry in manifest.entries.values())
+
+
+def test_sub_groups_of_stage_3_are_parts_of_their_groups(tmp_path: Path) -> None:
+    """The optimizer's groups name the numbers of theirs."""
+    names = [name for name, _ in PLAIN.named_parameters()]
+    order = ["a.weight", "b.weight", "a.bias", "b.bias"]
+    shapes = [OrderedDict({n: PLAIN.get_parameter(n).shape}) for n in order]
+    flats = [PLAIN.get_parameter(n).detach().flatten() for n in order]
+    inner = {
+        "state": {i: {"step": 2, "exp_avg": torch.ones_like(f)} for i, f in enumerate(flats)},
+        "param_groups": [{"lr": 0.1, "params": [0, 1]}, {"lr": 0.2, "params": [2, 3]}],
+    }
+    tag = tmp_path / "step"
+    tag.mkdir()
+    model = {"module": {n: torch.empty(0) for n in names}, "param_shapes": shapes}
+    torch.save(model, tag / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    saved = {"optimizer_state_dict": {"fp32_flat_groups": flats, "optimizer_state_dict": inner}}
+    torch.save(saved, tag / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    assert main(["import-deepspeed", str(tag), str(tmp_path / "ours")]) == 0
+    groups = read_manifest(tmp_path / "ours" / "global_step0").engine["optimizer"]["groups"]
+    assert groups == [
+        {"options": {"lr": 0.1}, "parameters": ["a.weight", "b.weight"]},
+        {"options": {"lr": 0.2}, "parameters": ["a.bias", "b.bias"]},
+    ]
+
+
+# Arguments.
+
+
+def test_where_nothing_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def body(engine: DeepSpeedEngine, comm: Comm) -> None:
+        assert engine.load_checkpoint(tmp_path) == (None, None)
+        assert engine.load_checkpoint(tmp_path / "nowhere") == (None, None)
+        with pytest.raises(AssertionError, match="holds no checkpoint other; those that are there: none"):
+            engine.load_checkpoint(tmp_path, "other")
+        engine.save_checkpoint(tmp_path, tag=7, save_latest=False)
+        # Without `latest` a tag has to be given, which may be a number.
+        assert engine.load_checkpoint(tmp_path) == (None, None)
+        assert engine.load_checkpoint(tmp_path, 7) == (str(tmp_path / "7"), {})
+        with pytest.raises(AssertionError, match="those that are there: 7") as raised:
+            engine.load_checkpoint(tmp_path, "other")
+        assert isinstance(raised.value, wherry.WherryError)
+
+    alias(body, ranks=2, stage=1, model=PLAIN)
+
+
+@pytest.mark.parametrize("folder", [None, ""])
+def test_saved_to_nowhere(folder: Any) -> None:
+    def body(engine: DeepSpeedEngine, comm: Comm) -> None:
+        with pytest.raises(ValueError, match="expected the path of a folder") as raised:
+            engine.save_checkpoint(folder)
+        assert isinstance(raised.value, wherry.WherryError)
+
+    alias(body, ranks=2, model=PLAIN)
+
+
+def test_tags_that_differ(tmp_path: Path) -> None:
+    def body(engine: DeepSpeedEngine, comm: Comm) -> None:
+        with pytest.raises(AssertionError, match="the ranks gave different tags"):
+            engine.save_checkpoint(tmp_path, tag=f"tag-{comm.rank}")
+
+    alias(body, ranks=2, model=PLAIN, checkpoint={"tag_validation": "Fail"})
+
+
+def test_a_function_that_loads(tmp_path: Path) -> None:
+    """It gets whole weights and the whole module, which keeps what it writes."""
+
+    def body(engine: DeepSpeedEngine, comm: Comm) -> Any:
+        engine.save_checkpoint(tmp_path, client_state={"epoch": 3})
+
+        def load(src: dict[str, torch.Tensor], dst: torch.nn.Module) -> None:
+            assert set(src) == set(dict(PLAIN.named_parameters()))
+            dst.load_state_dict({name: tensor + 1 for name, tensor in src.items()})
+
+        assert engine.load_checkpoint(tmp_path, custom_load_fn=load)[1] == {"epoch": 3}
+        return state_of(engine)
+
+    for found in alias(body, ranks=2, stage=3, model=PLAIN):
+        for name, parameter in PLAIN.named_parameters():
+            for kind in ("working", "master"):
+                assert torch.equal(found[f"{name}:{kind}"], parameter.detach().flatten() + 1)
+
+
+def test_a_universal_checkpoint_that_is_not_there(tmp_path: Path) -> None:
+    def body(engine: DeepSpeedEngine, comm: Comm) -> Any:
+        with pytest.raises(ValueError, match="holds no latest_universal"):
+            engine.load_checkpoint(tmp_path)
+        engine.save_checkpoint(tmp_path)
+        assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "global_step0")
+
+    alias(body, ranks=2, model=PLAIN, checkpoint={"load_universal": True})
+
+
+def test_a_folder_that_cannot_be_written_to_says_what_to_do(
+    states: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, states, 1, 1)
+
+    def refuse(self: Any, *_: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("wherry.checkpoint.folder.Partial.__init__", refuse)
+
+    def body(engine: DeepSpeedEngine, comm: Comm) -> None:
+        with pytest.raises(wherry.WherryError, match="wherry import-deepspeed"):
+            engine.load_checkpoint(tmp_path)
+
+    alias(body)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_file_that_scripts_load(stage: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where ranks hold the whole model it is in the file of DeepSpeed's name too, and the checkpoint stays Wherry's."""
+
+    def body(engine: DeepSpeedEngine, comm: Comm) -> Any:
+        for name, frozen_too in (("all", True), ("trained", False)):
+            engine.save_checkpoint(tmp_path / name, client_state={"epoch": 7}, exclude_frozen_parameters=not frozen_too)
+        comm.barrier()
+        assert engine.load_checkpoint(tmp_path / "all")[1] == {"epoch": 7}
+        return state_of(engine)
+
+    states = alias(body, ranks=2, stage=stage)[0]
+    paths = [get_model_ckpt_name_for_rank(tmp_path / name / "global_step0", "00") for name in ("all", "trained")]
+    if stage == 3:
+        assert not any(map(os.path.exists, paths))
+        return
+    full, part = (torch.load(path, weights_only=True) for path in paths)
+    assert list(full["module"]) == list(MODEL.state_dict()) and (full["epoch"], full["global_steps"]) == (7, 0)
+    for name, tensor in full["module"].items():
+        if name not in ("seen", "head.weight"):
+            assert torch.equal(tensor.flatten(), states[f"{name}:working"])
+    assert full["module"]["head.weight"].data_ptr() == full["module"]["embed.weight"].data_ptr()
+    assert set(full["module"]) - set(part["module"]) == {"blocks.1.up.bias"}
+    assert os.path.getsize(paths[1]) < os.path.getsize(paths[0])
+    assert main(["import-deepspeed", str(tmp_path / "all"), str(tmp_path / "out")]) == 2
+    assert "is one of Wherry's already" in capsys.readouterr().err
+
+
+def test_modules_without_experts() -> None:
+    """A script that splits groups for experts gets them back; there are no experts of DeepSpeed's."""
+    from wherry.compat.deepspeed import moe
+
+    group = {"params": list(PLAIN.parameters()), "name": "all"}
+    assert moe.split_params_into_different_moe_groups_for_optimizer(group) == [group]
+    assert moe.split_params_into_different_moe_groups_for_optimizer([group]) == [group]
+    assert moe.has_moe_layers(PLAIN) == (False, 0)
+    expert = torch.nn.Parameter(torch.ones(1))
+    expert.allreduce = False  # type: ignore[attr-defined]
+    with pytest.raises(NotImplementedError, match="experts"):
+        moe.split_params_into_different_moe_groups_for_optimizer({"params": [expert]})

@@ -1,0 +1,188 @@
+"""Numbers through the alias: defaults, masters, loss scales, norms and sums are DeepSpeed's."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import wherry
+from wherry.compat.deepspeed import constants
+from wherry.compat.deepspeed import engine as engines
+from wherry.compat.deepspeed.config import DeepSpeedConfig, get_gradient_clipping, load, loss_scaler
+from wherry.compat.deepspeed.engine import initialize
+from wherry.parallel.comm import Comm
+from wherry.testing import run_ranks
+from wherry.update.loss_scale import LossScaleError
+
+
+@pytest.fixture(autouse=True)
+def no_group_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks here are threads, or one; what starts torch.distributed is tested elsewhere."""
+    monkeypatch.setattr(engines, "init_distributed", lambda **_: None)
+
+
+def made(model: nn.Module, config: dict[str, Any], **given: Any) -> Any:
+    given.setdefault("model_parameters", model.parameters())
+    settings = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, **config}
+    return initialize(model=model, config=settings, **given)[0]
+
+
+def line(weight: float = 1.0) -> nn.Module:
+    model = nn.Linear(4, 1, bias=False)
+    nn.init.constant_(model.weight, weight)
+    return model
+
+
+def step(engine: Any, size: float, backwards: int = 1) -> None:
+    for _ in range(backwards):
+        engine.backward(engine(torch.full((1, 4), size)).sum())
+    engine.step()
+
+
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
+
+
+@pytest.mark.parametrize(
+    ("given", "norm"), [({}, 1.0), ({"gradient_clipping": 0.0}, 6.0), ({"gradient_clipping": 3}, 3.0)]
+)
+def test_gradients_are_clipped_to_1_unless_it_is_said(given: dict[str, Any], norm: float) -> None:
+    model = line()
+    engine = made(model, {**SGD, **given})
+    step(engine, 3.0)  # a gradient of norm 6
+    assert engine.gradient_clipping() == given.get("gradient_clipping", 1.0)
+    assert torch.linalg.vector_norm(model.weight.detach() - 1).item() == pytest.approx(norm, rel=1e-5)
+    assert engine.get_global_grad_norm() == pytest.approx(6.0)
+    engine.destroy()
+    assert wherry.config.load({}).gradient_clipping == 0.0
+    assert get_gradient_clipping({}) == constants.GRADIENT_CLIPPING_DEFAULT == 1.0
+    assert DeepSpeedConfig({"train_batch_size": 1, **given}).gradient_clipping == given.get("gradient_clipping", 1.0)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_masters_begin_at_the_rounded_weights(stage: int, kind: str) -> None:
+    value = 1.0 + 2**-12  # between two numbers of either type
+    config = {**SGD, kind: {"enabled": True}, "zero_optimization": {"stage": stage}}
+    engine = made(line(value), config)
+    assert engine.states.full("weight", "master").unique().tolist() == [1.0]
+    engine.destroy()
+    mine, *_ = wherry.initialize(model=line(value), config=config)
+    assert mine.states.full("weight", "master").unique().tolist() == [value]
+    mine.close()
+
+
+def scales(config: dict[str, Any], overflows: str) -> list[float]:
+    scaler, found = loss_scaler(load({"fp16": {"enabled": True, **config.pop("fp16")}, **config})), []
+    for mark in overflows:
+        scaler.update(mark == "x")
+        found.append(scaler.scale)
+    return found
+
+
+def test_a_loss_scale_doubles_a_step_later_after_the_start_and_after_an_overflow() -> None:
+    fp16 = {"initial_scale_power": 4, "loss_scale_window": 2, "hysteresis": 1}
+    zero = {"zero_optimization": {"stage": 2}}
+    assert scales({"fp16": dict(fp16), **zero}, ".....x....") == [16, 16, 32, 32, 64, 32, 32, 32, 64, 64]
+
+
+def test_hysteresis_is_for_stages_with_partitions() -> None:
+    fp16 = {"initial_scale_power": 4, "loss_scale_window": 2, "hysteresis": 2}
+    partitioned = {"zero_optimization": {"stage": 1}}
+    assert scales({"fp16": dict(fp16), **partitioned}, "x.xx") == [16, 16, 8, 4]
+    refilled = {**fp16, "consecutive_hysteresis": True}
+    assert scales({"fp16": refilled, **partitioned}, "x.xx") == [16, 16, 16, 8]
+    assert scales({"fp16": dict(fp16)}, "x.xx") == [8, 8, 4, 2]
+
+
+def test_at_the_minimum_stages_with_partitions_stop() -> None:
+    fp16 = {"initial_scale_power": 2, "min_loss_scale": 2, "hysteresis": 1}
+    assert scales({"fp16": dict(fp16)}, "xxx") == [2, 2, 2]
+    with pytest.raises(LossScaleError):
+        scales({"fp16": dict(fp16), "zero_optimization": {"stage": 1}}, "xx")
+
+
+def test_the_norm_after_an_overflow_is_that_of_the_last_update() -> None:
+    engine = made(line(), {**SGD, "fp16": {"enabled": True, "auto_cast": True, "initial_scale_power": 4}})
+    step(engine, 60_000.0)
+    assert (engine.get_global_grad_norm(), engine.skipped_steps, engine.loss_scale) == (0.0, 1, 8.0)
+    step(engine, 1.0)
+    assert engine.get_global_grad_norm() == pytest.approx(2.0, rel=1e-3)
+    step(engine, 60_000.0)
+    assert engine.get_global_grad_norm() == pytest.approx(2.0, rel=1e-3) and engine.skipped_steps == 2
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("block", "plain"),
+    [
+        ({"type": "Adam", "params": {"weight_decay": 0.5}}, torch.optim.AdamW),
+        ({"type": "Adam", "params": {"weight_decay": 0.5, "adam_w_mode": False}}, torch.optim.Adam),
+        ({"type": "AdamW", "params": {"weight_decay": 0.5, "adam_w_mode": False}}, torch.optim.AdamW),
+        ({"type": "Adam", "params": {"weight_decay": 0.5, "adam_w_mode": False, "torch_adam": True}}, torch.optim.Adam),
+    ],
+)
+def test_adam_decouples_its_decay_unless_it_is_said(block: dict[str, Any], plain: type[torch.optim.Optimizer]) -> None:
+    model, other = line(), line()
+    block["params"]["lr"] = 0.1
+    engine = made(model, {"optimizer": block, "gradient_clipping": 0.0})
+    optimizer = plain(other.parameters(), lr=0.1, weight_decay=0.5)
+    for size in (1.0, 0.1, 2.0):
+        step(engine, size)
+        other(torch.full((1, 4), size)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(model.weight, other.weight)
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("params", "decay"), [({}, 0.0), ({"torch_adam": True}, 0.01), ({"torch_adam": True, "weight_decay": 0}, 0.0)]
+)
+def test_the_decay_of_torchs_own_adamw_is_its_default(params: dict[str, Any], decay: float) -> None:
+    engine = made(line(), {"optimizer": {"type": "AdamW", "params": params}})
+    assert engine.optimizer.param_groups[0]["weight_decay"] == decay
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(("op", "change"), [("mean", 1.5), ("SUM", 3.0)])
+def test_gradients_may_be_summed_over_ranks(stage: int, op: str, change: float) -> None:
+    source = line()
+
+    def train(comm: Comm) -> float:
+        model = copy.deepcopy(source)
+        config = {**SGD, "gradient_allreduce_op": op, "zero_optimization": {"stage": stage}}
+        engine, *_ = wherry.initialize(model=model, config=config, mesh=comm)
+        step(engine, 1.0 + comm.rank)
+        moved = float(1 - engine.states.full("weight", "master")[0, 0])
+        engine.close()
+        return moved
+
+    assert run_ranks(2, train) == pytest.approx([change, change])
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_without_managed_accumulation_every_step_is_a_boundary(stage: int, accumulation: int) -> None:
+    config = {
+        **SGD,
+        "managed_gradient_accumulation": False,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage},
+    }
+    engine = made(line(), config)
+    assert not engine.managed_gradient_accumulation()
+    expected, samples = 1.0, 0
+    for number in (3, 1, 5):
+        assert not engine.is_gradient_accumulation_boundary()
+        step(engine, 1.0, backwards=number)
+        expected, samples = expected - number / accumulation, samples + number
+        assert engine.states.full("weight", "master").unique().tolist() == pytest.approx([expected])
+        assert engine.was_step_applied() and engine.global_samples == samples
+    assert engine.global_steps == 3
+    engine.destroy()
