@@ -166,6 +166,15 @@ class DeepSpeedOptimizer(ShardedOptimizer):
     def _global_grad_norm(self) -> float | None:
         return self._engine.get_global_grad_norm()
 
+    def _masters(self) -> list[torch.Tensor]:
+        """Of each group this rank's part of the fp32 weights, in one piece: a copy, for looking at."""
+        states = self._engine.states
+        parts = (
+            [states.local(states.name_of(p), "master") for p in group["params"] if p.requires_grad]
+            for group in self.param_groups
+        )
+        return [torch.cat([part for part in group if part is not None]) for group in parts]
+
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, **_: Any) -> None:
         """As `engine.backward` of a loss that was divided by the number of micro-batches."""
         self._engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
@@ -220,9 +229,17 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 class DeepSpeedZeroOptimizer(ZeROOptimizer):
     """Stages 1 and 2."""
 
+    single_partition_of_fp32_groups = property(ZeROOptimizer._masters)
+
 
 class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
     """Stage 3."""
+
+    fp32_partitioned_groups_flat = property(ZeROOptimizer._masters)
+
+    @property
+    def averaged_gradients(self) -> dict[int, list[torch.Tensor]]:
+        return {number: [*parts.values()] for number, parts in self.get_fp32_grad_partitions().items()}
 
     @property
     def leaf_parameters(self) -> dict[nn.Module, set[nn.Parameter]]:
@@ -251,6 +268,8 @@ class BF16_Optimizer(ZeROOptimizer):
 
 class FP16_Optimizer(DeepSpeedOptimizer):
     """Stage 0 in fp16 or bf16, with a fused Adam."""
+
+    fp32_groups_flat = property(DeepSpeedOptimizer._masters)
 
 
 class FP16_UnfusedOptimizer(DeepSpeedOptimizer):
