@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from wherry.build import initialize as wherry_initialize
 from wherry.checkpoint.errors import CheckpointError, on_first
-from wherry.compat.deepspeed import checkpointing, leaf_modules, not_part_of_wherry, parameters, schedules
+from wherry.compat.deepspeed import VERSION, checkpointing, leaf_modules, not_part_of_wherry, parameters, schedules
 from wherry.compat.deepspeed.comm import init_distributed
 from wherry.compat.deepspeed.config import DeepSpeedConfigError, check_batch, given_to, load, loss_scaler
 from wherry.compat.deepspeed.optimizer import BF16_Optimizer, face, resolve
@@ -460,6 +460,7 @@ def initialize(
     """Build an engine; returns `(engine, optimizer, dataloader, lr_scheduler)`."""
     if model is None:
         raise DeepSpeedConfigError("deepspeed.initialize requires a model; give model=...")
+    say("DeepSpeed info: version=%s, git-hash=None, git-branch=None", VERSION)  # which people and tests look for
     config = load(given_to(args, config, config_params))
     check_batch(config)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
