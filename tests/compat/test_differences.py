@@ -102,7 +102,7 @@ def _() -> Pair:
     return both(rates, scheduler={"type": "WarmupLR", "params": params})
 
 
-@row("`warmup_max_lr` left out, of an optimizer with 0.5")
+@row("`WarmupDecayLR` without `warmup_max_lr`, of an optimizer with 0.5")
 def _() -> Pair:
     params = {"warmup_num_steps": 2, "total_num_steps": 1000, "warmup_type": "linear"}
 

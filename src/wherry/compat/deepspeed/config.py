@@ -108,7 +108,8 @@ def load(config: Any, *, refuses: bool = True) -> Config:
         for unread in (_unknown, _offload_of_whole_parameters, _mode_of_adamw, _unused_scale, _same_anyway):
             for path, why in unread(written):
                 _remove(written, path)
-                say("config: %s is left aside: %s", ".".join(path), why)
+                tell = warn if unread is _unknown else say  # it may be misspelt
+                tell("config: %s is left aside: %s", ".".join(path), why)
         _list_leaves(written)
         _of_stage_3(written)
     overrides = {key: value for key, value in _defaults(written) if _at(written, key) is None}

@@ -403,6 +403,7 @@ class DeepSpeedEngine(Engine):
             if custom_load_fn is not None:
                 with gathered(self.module):
                     custom_load_fn(src=importing.weights_of(source / own), dst=self.module)
+                world.meet("load_checkpoint()")  # all have read, before the first takes its folder away
         finally:
             for each in ours:
                 each.close()

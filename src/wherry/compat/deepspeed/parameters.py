@@ -320,6 +320,8 @@ def _unmark(parameter: nn.Parameter) -> None:
 
 def unmark(engine: Engine) -> None:
     _engines.discard(engine)
+    if "ds_status" in torch.Tensor.__dict__ and not any(each.placement.parameters.partitioned for each in _engines):
+        del torch.Tensor.ds_status  # type: ignore[attr-defined]
     for parameter in engine.module.parameters():
         parameter.__dict__.pop(ENGINE, None)
         _unmark(parameter)
