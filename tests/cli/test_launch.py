@@ -195,8 +195,12 @@ def test_an_attempt_that_is_not_the_last_says_at_once_why_it_failed(tmp_path):
     first = done.stderr[: done.stderr.index("ValueError: attempt 0")]
     assert "[rank 1] Traceback" in first
     assert done.stderr.count("wherry: a rank failed; all start again (restart 1 of 1)\n") == 1
-    # Of those that fail for all ranks, one says it; a lost peer takes a line.
-    body = "raise ValueError('every rank of attempt ' + os.environ['TORCHELASTIC_RESTART_COUNT'])"
+    # Of those that fail for all ranks, one says it, also where the other has long ended before it is written.
+    body = (
+        "write = sys.stderr.write\n"
+        "if os.environ['RANK'] == '0': sys.stderr.write = lambda text: (time.sleep(2.0), write(text))[1]\n"
+        "raise ValueError('every rank of attempt ' + os.environ['TORCHELASTIC_RESTART_COUNT'])"
+    )
     done = launched("run", "--nproc", 2, "--max-restarts", 1, script(tmp_path, body))
     assert done.stderr.count("ValueError: every rank of attempt 0") == 1
     assert done.stderr.count("ValueError: every rank of attempt 1") == 1

@@ -141,6 +141,8 @@ def _fail(error: Exception, error_file: str | None, *, alone: bool) -> int:
     text = f"wherry: {error}\n" if told else _traceback(error)
     lost = int(os.environ.get("WORLD_SIZE", "1")) > 1 and of_a_peer(text)
     silent, logged = False, False
+    ended: list[int] = []  # the launcher ends all ranks once one has ended: not before this one has said its word
+    before = signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
     if error_file:
         path = Path(error_file)
         extra = {"py_callstack": text, "timestamp": str(int(time.time())), "time_ns": time.time_ns(), "status": status}
@@ -155,7 +157,8 @@ def _fail(error: Exception, error_file: str | None, *, alone: bool) -> int:
         shown = f"lost a peer: {message.splitlines()[0]}\n" if error_file and lost else text
         who = "" if logged else f"[rank {os.environ.get('RANK', '?')}] "
         print(who + shown, file=sys.stderr, end="", flush=True)
-    if lost:
+    signal.signal(signal.SIGTERM, before)
+    if lost and not ended:
         # Let the peer end first, which may be cleaning up still.
         time.sleep(_SECONDS_FOR_THE_PEER)
     return status
