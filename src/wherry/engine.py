@@ -626,14 +626,16 @@ class Engine(nn.Module):
         """Go on from `load_dir/tag`, or from the latest; returns its path and its client state.
 
         It may have been written by any number of ranks, at any stage and tier. (None, None) where there is none.
-        Without its optimizer's states counts are the checkpoint's all the same, and masters are its weights;
-        `load_module_only` leaves the counts as they are.
+        Without its optimizer's states counts are the checkpoint's all the same, and masters are its weights, rounded
+        if `wherry.round_masters` is set; `load_module_only` leaves the counts as they are.
         """
         from wherry.checkpoint.load import LoadOptions
 
         states = load_optimizer_states and not load_module_only
         schedule = load_lr_scheduler_states and not load_module_only
-        options = LoadOptions(load_module_strict, states, schedule, counts=not load_module_only)
+        # The masters of a universal checkpoint are loaded as they are, as DeepSpeed does.
+        rounded = self._config.wherry.round_masters and not (states or self._config.checkpoint.load_universal)
+        options = LoadOptions(load_module_strict, states, schedule, not load_module_only, rounded)
         self._check_open()
         with self._hooks.turns.taken("load_checkpoint()"):
             world_of(self.topology).meet("load_checkpoint()")

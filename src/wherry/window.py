@@ -115,7 +115,7 @@ class Window:
     def begin_step(self) -> bool:
         """`step` was called. Returns whether it is to update."""
         self.steps += 1
-        return self._is_boundary(self.so_far) or not self.managed
+        return self._is_boundary(self.so_far) or (not self.managed and self._forced is None)
 
     def ends_next(self) -> bool:
         """Whether the micro-batch at hand is the last, so that `step` will update."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,28 @@ def _() -> Pair:
 @row("the fp32 master of a weight of 1.001 in bf16")
 def _() -> Pair:
     return both(lambda engine: f"{float(engine.states.full('weight', 'master')):.3f}", 1.001, bf16={"enabled": True})
+
+
+@row("the master of a weight of 1.001 in bf16 after a load with `load_module_only`")
+def _() -> Pair:
+    def loaded(engine: Any) -> str:
+        with torch.no_grad():
+            engine.states.set_full("weight", "master", torch.full((1, 1), 1.001))
+        with tempfile.TemporaryDirectory() as folder:
+            engine.save_checkpoint(folder)
+            engine.load_checkpoint(folder, load_module_only=True)
+        return f"{float(engine.states.full('weight', 'master')):.3f}"
+
+    return both(loaded, bf16={"enabled": True})
+
+
+@row("the steps that an Adam in bf16 at stage 0 begins with")
+def _() -> Pair:
+    def steps(engine: Any) -> str:
+        step(engine)
+        return f"{float(next(iter(engine.optimizer.state_dict()['state'].values()))['step']) - 1:g}"
+
+    return both(steps, bf16={"enabled": True}, optimizer={"type": "AdamW", "params": {"lr": 0.1}})
 
 
 def rates(engine: Any) -> str:

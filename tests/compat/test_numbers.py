@@ -39,7 +39,7 @@ def line(weight: float = 1.0) -> nn.Module:
 
 def step(engine: Any, size: float, backwards: int = 1) -> None:
     for _ in range(backwards):
-        engine.backward(engine(torch.full((1, 4), size)).sum())
+        engine.backward(engine(torch.full((1, 4), size, dtype=engine.working_dtype)).sum())
     engine.step()
 
 
@@ -185,4 +185,86 @@ def test_without_managed_accumulation_every_step_is_a_boundary(stage: int, accum
         assert engine.states.full("weight", "master").unique().tolist() == pytest.approx([expected])
         assert engine.was_step_applied() and engine.global_samples == samples
     assert engine.global_steps == 3
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "plain"),
+    [
+        ({"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}, torch.optim.AdamW),
+        ({"type": "Adam", "params": {"lr": 0.01, "weight_decay": 0.1, "adam_w_mode": False}}, torch.optim.Adam),
+        ({"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1}}, torch.optim.SGD),
+    ],
+)
+@pytest.mark.parametrize("policy", ["at_step", "in_backward"])
+def test_stage_0_in_16_bits_begins_with_an_update_on_zeros(
+    optimizer: dict[str, Any], plain: type[torch.optim.Optimizer], policy: str
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+    other = copy.deepcopy(model).bfloat16()
+    masters = [weight.detach().float() for weight in other.parameters()]
+    options = {key: value for key, value in optimizer["params"].items() if key != "adam_w_mode"}
+    oracle = plain(masters, **options)
+
+    def update() -> None:
+        for master, weight in zip(masters, other.parameters(), strict=True):
+            master.grad = torch.zeros_like(master) if weight.grad is None else weight.grad.float()
+        oracle.step()
+        for master, weight in zip(masters, other.parameters(), strict=True):
+            weight.data.copy_(master)
+
+    more = {"bf16": {"enabled": True}, "gradient_clipping": 0.0, "gradient_accumulation_steps": 2}
+    engine = made(model, {"optimizer": optimizer, "wherry": {"update_policy": policy}, **more})
+    update()
+    given = torch.randn(5, 4).bfloat16()
+    for _ in range(2):
+        engine.backward(engine(given).float().pow(2).mean())
+        engine.step()
+        (other(given).float().pow(2).mean() / 2).backward()
+    update()
+    for (name, _), master in zip(model.named_parameters(), masters, strict=True):
+        torch.testing.assert_close(engine.states.full(name, "master"), master, rtol=0, atol=1e-8)
+    assert (engine.global_steps, engine.micro_steps) == (1, 2)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("how", [{"load_module_only": True}, {"load_optimizer_states": False}])
+def test_masters_are_rounded_by_a_load_without_their_optimizer(stage: int, how: dict[str, bool], tmp_path: Any) -> None:
+    half = {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
+    optimizer = {"optimizer": {"type": "SGD", "params": {"lr": 1e-4}}}
+    engine = made(line(), {**half, **optimizer})
+    step(engine, 3.0)
+    trained = engine.states.full("weight", "master").clone()
+    assert not torch.equal(trained, trained.bfloat16().float())
+    engine.save_checkpoint(tmp_path)
+    step(engine, 1.0)
+    engine.load_checkpoint(tmp_path)
+    assert torch.equal(engine.states.full("weight", "master"), trained)
+    step(engine, 1.0)
+    engine.load_checkpoint(tmp_path, **how)
+    assert torch.equal(engine.states.full("weight", "master"), trained.bfloat16().float())
+    engine.destroy()
+
+
+def test_without_managed_accumulation_no_sync_holds_a_step_back() -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "managed_gradient_accumulation": False, **SGD}
+    model = line()
+    engine, *_ = wherry.initialize(model=model, model_parameters=model.parameters(), config=config)
+    with engine.no_sync():
+        step(engine, 1.0)
+    assert torch.equal(model.weight, torch.ones(1, 4)) and engine.global_steps == 0
+    step(engine, 1.0)
+    assert torch.equal(model.weight, torch.full((1, 4), -1.0)) and engine.global_steps == 1
+    engine.close()
+
+
+def test_what_does_not_go_with_accumulation_by_hand_asserts_as_there() -> None:
+    by_hand = {"managed_gradient_accumulation": False, **SGD}
+    with pytest.raises(AssertionError, match="overlap_comm: true at stage 1"):
+        made(line(), {**by_hand, "zero_optimization": {"stage": 1, "overlap_comm": True}})
+    engine = made(line(), {**by_hand, "zero_optimization": {"stage": 2, "overlap_comm": True}})
+    with pytest.raises(AssertionError, match="managed_gradient_accumulation"), engine.coalesce_grad_reduction():
+        pass
     engine.destroy()

@@ -39,6 +39,8 @@ class LoadOptions:
     optimizer: bool = True
     lr_scheduler: bool = True
     counts: bool = True
+    # Masters are what the working type makes of the weights.
+    rounded: bool = False
 
 
 @dataclass
@@ -212,7 +214,7 @@ class _Loader:
         for unit in session.units:
             session.gatherer.release(unit)
         flats = list(session.flats)
-        with Progress(f"loading {self.reader.folder}", len(flats), unit="flats", rank=session.comm.rank) as progress:
+        with Progress(f"loading {self.manifest.tag}", len(flats), unit="flats", rank=session.comm.rank) as progress:
             for flat in flats:
                 self._load_flat(flat)
                 progress.advance()
@@ -241,10 +243,11 @@ class _Loader:
 
     def _load_segment(self, flat: Flat, span: SegmentSpan, values: dict[str, Any]) -> None:
         slot = flat.layout.slots[span.slot]
-        if not self._has(slot):
-            return
-        self._read(flat, slot, WEIGHT, values["master"], span.start, span.stop)
-        if not self.optimizer:
+        if self._has(slot):
+            self._read(flat, slot, WEIGHT, values["master"], span.start, span.stop)
+        if self.options.rounded:
+            values["master"].copy_(values["master"].to(flat.dtype))
+        if not (self._has(slot) and self.optimizer):
             return
         assert self.session.optimizer is not None
         group = self.session.optimizer.param_groups[span.group]

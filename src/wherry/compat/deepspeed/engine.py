@@ -19,8 +19,15 @@ from wherry.checkpoint.errors import CheckpointError, on_first
 from wherry.compat.deepspeed import VERSION, checkpointing, leaf_modules, not_part_of_wherry, parameters, schedules
 from wherry.compat.deepspeed.comm import init_distributed
 from wherry.compat.deepspeed.config import DeepSpeedConfigError, check_batch, given_to, load, loss_scaler
-from wherry.compat.deepspeed.optimizer import BF16_Optimizer, face, resolve
+from wherry.compat.deepspeed.optimizer import (
+    BF16_Optimizer,
+    FP16_Optimizer,
+    FP16_UnfusedOptimizer,
+    face,
+    resolve,
+)
 from wherry.compat.deepspeed.profiling import EngineProfile
+from wherry.config import Config
 from wherry.dataloader import make_dataloader
 from wherry.engine import Engine
 from wherry.errors import ConfigError, WherryError
@@ -73,12 +80,27 @@ class DeepSpeedEngine(Engine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._shown = ExitStack()
+        if isinstance(self.optimizer, FP16_Optimizer | FP16_UnfusedOptimizer):
+            self._update_on_zeros()
         parameters.mark(self)
         if self.zero_optimization_stage() == 3 and self.optimizer is not None:
             self.optimizer.parameter_offload = Hooked(self.module)  # type: ignore[attr-defined]
 
     def make_optimizer(self, instance: torch.optim.Optimizer) -> ShardedOptimizer:
         return face(instance, self)
+
+    def _update_on_zeros(self) -> None:
+        """How DeepSpeed makes the states of these optimizers: it decays weights, and counts as Adam's first update."""
+        weights = [weight for group in self._groups() for weight in group["params"]]
+        before = self._window.force(True)
+        self._begin_backward()
+        torch.autograd.backward(weights, [torch.zeros_like(weight) for weight in weights])
+        self._end_backward(makes_gradients=True)
+        self._updater.step(self._groups(), self._gradient_scale())
+        self._updater.flush()
+        self._updater.go_on_from(0)
+        self._end_window()
+        self._window.force(before)
 
     def backward(
         self,
@@ -162,6 +184,11 @@ class DeepSpeedEngine(Engine):
         """Several backwards inside, of one step outside; their gradients are reduced together, at the end."""
         if self.pipeline_parallelism:
             raise NotCoalesced("coalesce_grad_reduction is not supported under pipeline parallelism; use no_sync()")
+        if not self.managed_gradient_accumulation():
+            raise Misuse(
+                "coalesce_grad_reduction: managed_gradient_accumulation is false, so gradients wait for step() as it "
+                "is; leave the call out"
+            )
         if self.zero_optimization_stage() == 0:
             raise NotCoalesced("coalesce_grad_reduction requires ZeRO stage 1/2/3, got stage 0; use no_sync()")
         if isinstance(self.optimizer, BF16_Optimizer):
@@ -387,26 +414,16 @@ class DeepSpeedEngine(Engine):
         own, theirs = found
         strict = load_module_strict and custom_load_fn is None
         how = (strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
-        ours: list[importing.AsOurs] = []  # on rank 0
-
-        def turn() -> Path:
-            if not theirs:
-                return folder
-            names = {parameter: name for name, parameter in self.module.named_parameters()}
-            groups = [[names[each] for each in group["params"] if each in names] for group in self._groups()]
-            ours.append(importing.AsOurs(folder, own, groups))
-            return ours[0].folder
-
-        try:
-            source = on_first(world, what, turn)
+        with ExitStack() as stack:
+            source = folder
+            if theirs:
+                names = {parameter: name for name, parameter in self.module.named_parameters()}
+                groups = [[names[each] for each in group["params"] if each in names] for group in self._groups()]
+                source = stack.enter_context(importing.as_ours(world, folder, own, groups))
             _, client_state = super().load_checkpoint(source, None if own == "." else own, *how)
             if custom_load_fn is not None:
                 with gathered(self.module):
                     custom_load_fn(src=importing.weights_of(source / own), dst=self.module)
-                world.meet("load_checkpoint()")  # all have read, before the first takes its folder away
-        finally:
-            for each in ours:
-                each.close()
         return str(folder / own), client_state
 
     def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, expp_rank: int) -> str:
@@ -464,6 +481,7 @@ def initialize(
     say("DeepSpeed info: version=%s, git-hash=None, git-branch=None", VERSION)  # which people and tests look for
     config = load(given_to(args, config, config_params))
     check_batch(config)
+    _check_unmanaged(config)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     give_back(model)
     parameters.show_shapes(model)
@@ -486,6 +504,16 @@ def initialize(
     assert isinstance(engine, DeepSpeedEngine)
     engine.mpu = mpu
     return engine, optimizer, loader, scheduler
+
+
+def _check_unmanaged(config: Config) -> None:
+    zero = config.written.get("zero_optimization")
+    overlaps = isinstance(zero, dict) and zero.get("overlap_comm") is True and config.zero_optimization.stage < 2
+    if overlaps and not config.managed_gradient_accumulation:
+        raise Misuse(
+            f"zero_optimization.overlap_comm: true at stage {config.zero_optimization.stage} does not go with "
+            "managed_gradient_accumulation: false; leave overlap_comm out, or use stage 2 or 3"
+        )
 
 
 def give_back(model: nn.Module) -> None:
