@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial, update_wrapper
 from pathlib import Path
 from threading import get_ident
@@ -105,7 +105,9 @@ class Engine(nn.Module):
         )
         dtype = config.autocast_dtype()
         # What is entered around each forward, and whether its inputs become fp16.
-        self._autocast = nullcontext if dtype is None else partial(torch.autocast, self.device.type, dtype)
+        self._autocast: Callable[[], AbstractContextManager[Any]] = (
+            nullcontext if dtype is None else partial(torch.autocast, self.device.type, dtype)
+        )
         self._halves_inputs = config.fp16.enabled and config.fp16.auto_cast
         self._log = get_logger(topology.global_rank)
         synchronise = None if self.device.type == "cpu" else partial(torch.accelerator.synchronize, self.device)
@@ -358,7 +360,7 @@ class Engine(nn.Module):
         if found is None:
             self._nonfinite.end()
         else:
-            self._nonfinite.conclude(found, self.global_steps, self._norm, self.get_lr())
+            self._nonfinite.conclude(found, self.global_steps, self.get_lr())
         if self._reporter.tells_of(self.global_steps):
             scale = self._scaler.scale if self._scaler.dynamic else None
             self._reporter.updated(Update(self.global_steps, self.global_samples, self.get_lr(), self._norm, scale))

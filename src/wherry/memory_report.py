@@ -244,7 +244,7 @@ def _record_size(offload: Offload, kept: StateTier, dtype: torch.dtype, numel: i
     rule = offload.make_rule(kept)
     fields = record_fields(kept, rule, offload.spec.groups[0], dtype, numel)
     # What torch's optimizers keep themselves is a guess.
-    itself = 0 if rule.splits else 2 * numel * max(dtype.itemsize, torch.float32.itemsize)
+    itself = 0 if rule.splits else 2 * numel * max(dtype.itemsize, torch.float32.itemsize if kept.masters else 0)
     nbytes = sum(field.payload for field in fields) + itself
     return RecordSize(kept.tier, nbytes, nbytes)
 

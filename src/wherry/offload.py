@@ -120,7 +120,8 @@ class Offload:
 
     def make_rule(self, kept: StateTier) -> UpdateRule:
         assert self.spec is not None
-        return self.spec.make_rule(on_host=kept.on_host, on_disk=kept.tier is Tier.DISK, pool=self._threads())
+        on_disk = kept.tier is Tier.DISK
+        return self.spec.make_rule(on_host=kept.on_host, on_disk=on_disk, pool=self._threads(), masters=kept.masters)
 
     def _threads(self) -> native.Pool | None:
         """A pool of the engine's own, where updates run beside something else and are to leave cores to it."""

@@ -63,7 +63,9 @@ class TierChoice:
         apart = beyond_reach or (self.policy.when == "delayed" and on_host)
         # The native kernels know no float64.
         on_host = on_host and dtype.itemsize <= torch.float32.itemsize
-        return StateTier(tier=tier, on_host=on_host, apart=apart, split=self.config.wherry.master != "whole")
+        masters = self.config.keeps_masters()
+        split = masters and self.config.wherry.master != "whole"
+        return StateTier(tier=tier, on_host=on_host, apart=apart, split=split, masters=masters)
 
     # Gradients.
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import errno
 import os
+import tempfile
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +19,10 @@ from tests.compat.test_importing import MODEL, adamw, write
 
 import wherry
 from wherry.checkpoint.checks import read_manifest
+from wherry.checkpoint.format import RankFiles
 from wherry.cli import main
 from wherry.compat.deepspeed.engine import DeepSpeedEngine
-from wherry.compat.deepspeed.universal import get_model_ckpt_name_for_rank
+from wherry.compat.deepspeed.export import get_fp32_state_dict_from_zero_checkpoint, get_optim_files
 from wherry.parallel.comm import Comm
 from wherry.testing import run_ranks
 
@@ -128,6 +132,25 @@ def test_theirs_load_as_they_are(states: dict[str, torch.Tensor], stage: int, tm
     for found, steps in alias(loaded(tmp_path), ranks=2, stage=3 - stage):
         assert_same(states, found)
         assert steps == (5, {})
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_another_number_of_ranks(stage: int, tmp_path: Path) -> None:
+    """DeepSpeed refuses these; here the optimizer's states come along."""
+
+    def save(engine: DeepSpeedEngine, comm: Comm) -> Any:
+        train(engine, comm, 2)
+        engine.save_checkpoint(tmp_path, "step")
+        return state_of(engine)
+
+    def load(engine: DeepSpeedEngine, comm: Comm) -> Any:
+        assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "step") and engine.global_steps == 2
+        return state_of(engine)
+
+    states = alias(save, ranks=2, stage=stage)[0]
+    for ranks in (1, 3):
+        for found in alias(load, ranks=ranks, stage=stage):
+            assert_same(states, found)
 
 
 @pytest.mark.parametrize("flat", [False, True])
@@ -274,21 +297,141 @@ def test_a_universal_checkpoint_that_is_not_there(tmp_path: Path) -> None:
     alias(body, ranks=2, model=PLAIN, checkpoint={"load_universal": True})
 
 
-def test_a_folder_that_cannot_be_written_to_says_what_to_do(
-    states: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+# Where theirs are turned into ours.
+
+
+class Disks:
+    """Theirs in a folder, read-only if asked for, and another for temporary files; both as they were at the end."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.theirs, self.temporary = folder / "theirs", folder / "temporary"
+        self.temporary.mkdir()
+        self.patch = patch
+        patch.setattr(tempfile, "tempdir", str(self.temporary))
+
+    def make_read_only(self, *folders: Path) -> None:
+        mkdir = Path.mkdir
+
+        def refuse(path: Path, *given: Any, **named: Any) -> None:
+            if path.parent in folders:
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+            mkdir(path, *given, **named)
+
+        self.patch.setattr(Path, "mkdir", refuse)
+
+    def fill(self, code: int) -> None:
+        """No tensor of more than some bytes can be written any more."""
+        put = RankFiles.put
+
+        def write(files: RankFiles, name: str, tensor: torch.Tensor) -> str:
+            if tensor.nbytes > 1000:
+                raise OSError(code, os.strerror(code), str(files.partial / "rank"))
+            return put(files, name, tensor)
+
+        self.patch.setattr(RankFiles, "put", write)
+
+    def check_left(self, *beside: str) -> None:
+        assert not [*self.temporary.iterdir()]
+        assert {path.name for path in self.theirs.iterdir()} == {"global_step5", "latest", *beside}
+
+
+@pytest.fixture
+def disks(states: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disks:
+    made = Disks(tmp_path, monkeypatch)
+    write(made.theirs, states, 2, 2)
+    return made
+
+
+def test_theirs_in_a_folder_that_is_only_read(
+    states: dict[str, torch.Tensor], disks: Disks, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write(tmp_path, states, 1, 1)
+    """They load by way of a temporary folder, of which one line tells."""
+    caplog.set_level("INFO", "wherry")
+    disks.make_read_only(disks.theirs)
 
-    def refuse(self: Any, *_: Any) -> None:
-        raise PermissionError(13, "Permission denied")
+    def body(engine: DeepSpeedEngine, comm: Comm) -> Any:
+        path, client_state = engine.load_checkpoint(disks.theirs)
+        assert path == str(disks.theirs / "global_step5") and client_state == {"epoch": 7}
+        return state_of(engine)
 
-    monkeypatch.setattr("wherry.checkpoint.folder.Partial.__init__", refuse)
+    for found in alias(body, ranks=2, stage=3):
+        assert_same(states, found)
+    disks.check_left()
+    lines = [record.getMessage() for record in caplog.records]
+    assert any(
+        "turned into one of Wherry's" in line and line.endswith("beside it (Read-only file system)") for line in lines
+    )
+    assert any(line.startswith(f"loaded {disks.theirs / 'global_step5'}: step 5") for line in lines)
+    assert not any("wherry-" in line for line in lines)
+
+
+@pytest.mark.parametrize("only_read", [False, True])
+def test_errors_name_theirs(disks: Disks, only_read: bool) -> None:
+    if only_read:
+        disks.make_read_only(disks.theirs)
 
     def body(engine: DeepSpeedEngine, comm: Comm) -> None:
-        with pytest.raises(wherry.WherryError, match="wherry import-deepspeed"):
-            engine.load_checkpoint(tmp_path)
+        with pytest.raises(wherry.WherryError, match=r"it lacks a\.weight") as raised:
+            engine.load_checkpoint(disks.theirs)
+        assert str(disks.theirs / "global_step5") in str(raised.value)
+        assert "imported" not in str(raised.value) and "wherry-" not in str(raised.value)
+
+    alias(body, ranks=2, stage=2, model=PLAIN)
+    disks.check_left()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("only_read", [False, True])
+def test_a_disk_that_is_full(disks: Disks, only_read: bool, code: int) -> None:
+    if only_read:
+        disks.make_read_only(disks.theirs)
+    disks.fill(code)
+    place = disks.temporary if only_read else disks.theirs
+
+    def body(engine: DeepSpeedEngine, comm: Comm) -> None:
+        before = state_of(engine)
+        with pytest.raises(wherry.WherryError) as raised:
+            engine.load_checkpoint(disks.theirs)
+        told = str(raised.value)
+        assert f"{disks.theirs / 'global_step5'} is DeepSpeed's" in told and "\n" not in told
+        assert f"no room for it in {place}, up to 0." in told and os.strerror(code) in told
+        assert "Nothing was loaded" in told and "wherry import-deepspeed" in told
+        assert engine.global_steps == 0
+        assert_same(before, state_of(engine))
+
+    alias(body, ranks=2, stage=1)
+    disks.check_left()
+
+
+def test_no_folder_to_turn_theirs_in(disks: Disks) -> None:
+    disks.make_read_only(disks.theirs)
+    disks.patch.setattr(tempfile, "tempdir", str(disks.temporary / "gone"))
+
+    def body(engine: DeepSpeedEngine, comm: Comm) -> None:
+        with pytest.raises(wherry.WherryError, match=r"Read-only .*, nor in a temporary folder \(No such file.*TMPDIR"):
+            engine.load_checkpoint(disks.theirs)
 
     alias(body)
+
+
+def test_a_temporary_folder_that_another_node_does_not_see(disks: Disks) -> None:
+    disks.make_read_only(disks.theirs)
+    here, is_dir = threading.local(), Path.is_dir
+
+    def seen(path: Path, **named: Any) -> bool:
+        return is_dir(path, **named) and not (path.parent == disks.temporary and here.rank)
+
+    def body(engine: DeepSpeedEngine, comm: Comm) -> None:
+        here.rank = comm.rank
+        with pytest.raises(
+            wherry.WherryError, match=r"rank 1: what rank 0 makes .* which this rank does not see; let all nodes"
+        ):
+            engine.load_checkpoint(disks.theirs)
+        assert engine.global_steps == 0
+
+    disks.patch.setattr(Path, "is_dir", seen)
+    alias(body, ranks=2)
+    disks.check_left()
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -303,20 +446,58 @@ def test_the_file_that_scripts_load(stage: int, tmp_path: Path, capsys: pytest.C
         return state_of(engine)
 
     states = alias(body, ranks=2, stage=stage)[0]
-    paths = [get_model_ckpt_name_for_rank(tmp_path / name / "global_step0", "00") for name in ("all", "trained")]
-    if stage == 3:
-        assert not any(map(os.path.exists, paths))
-        return
+    file = "zero_pp_rank_0_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
+    paths = [tmp_path / name / "global_step0" / file for name in ("all", "trained")]
     full, part = (torch.load(path, weights_only=True) for path in paths)
     assert list(full["module"]) == list(MODEL.state_dict()) and (full["epoch"], full["global_steps"]) == (7, 0)
+    assert torch.equal(full["module"]["seen"], MODEL.state_dict()["seen"]) and full["buffer_names"] == ["seen"]
     for name, tensor in full["module"].items():
         if name not in ("seen", "head.weight"):
-            assert torch.equal(tensor.flatten(), states[f"{name}:working"])
-    assert full["module"]["head.weight"].data_ptr() == full["module"]["embed.weight"].data_ptr()
+            assert torch.equal(tensor.flatten(), states[f"{name}:working"][: 0 if stage == 3 else None])
+    shapes = {name: shape for group in full["param_shapes"] for name, shape in group.items()}
+    assert len(full["param_shapes"]) == 2 and "blocks.1.up.bias" not in shapes
+    assert all(shape == MODEL.get_parameter(name).shape for name, shape in shapes.items())
     assert set(full["module"]) - set(part["module"]) == {"blocks.1.up.bias"}
-    assert os.path.getsize(paths[1]) < os.path.getsize(paths[0])
+    if stage == 3:  # whose weights are in the checkpoint's own files alone
+        assert os.path.getsize(paths[0]) < 16384
+    else:
+        assert full["module"]["head.weight"].data_ptr() == full["module"]["embed.weight"].data_ptr()
+        assert os.path.getsize(paths[1]) < os.path.getsize(paths[0])
     assert main(["import-deepspeed", str(tmp_path / "all"), str(tmp_path / "out")]) == 2
     assert "is one of Wherry's already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_files_of_the_optimizer_that_scripts_look_for(stage: int, bf16: bool, tmp_path: Path) -> None:
+    """One of each rank where DeepSpeed has them; they say what they are, and hold no states."""
+
+    def body(engine: DeepSpeedEngine, comm: Comm) -> None:
+        engine.save_checkpoint(tmp_path, "step")
+
+    alias(body, ranks=2, stage=stage, model=PLAIN, bf16={"enabled": bf16})
+    found = sorted((tmp_path / "step").glob("*_optim_states.pt"))
+    prefix = "bf16_" if bf16 else ""
+    names = [f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2 if stage else 0)]
+    assert [path.name for path in found] == names
+    for path in found:
+        saved = torch.load(path, weights_only=True)
+        assert saved["optimizer_state_dict"] == {"zero_stage": stage, "partition_count": 2}
+        assert saved["ds_config"]["zero_optimization"]["stage"] == stage and "safetensors" in saved["states"]
+        assert path.stat().st_size < 8192
+    assert get_optim_files(tmp_path / "step") == list(map(str, found)) or not stage
+    # Nobody takes it for one of DeepSpeed's because of them.
+    weights = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    assert set(weights) == set(dict(PLAIN.named_parameters()))
+
+
+def test_without_an_optimizer_no_file_of_one(tmp_path: Path) -> None:
+    def body(engine: DeepSpeedEngine, comm: Comm) -> None:
+        engine.save_checkpoint(tmp_path, "step")
+
+    alias(body, ranks=2, stage=3, model=PLAIN, optimizer=None)
+    found = [path.name for path in (tmp_path / "step").glob("*.pt")]
+    assert found == ["zero_pp_rank_0_mp_rank_00_model_states.pt"]
 
 
 def test_modules_without_experts() -> None:

@@ -21,6 +21,7 @@ from wherry.compat.deepspeed.zero import (
     why_group_is_too_small,
 )
 from wherry.parallel.comm import Comm
+from wherry.sharding.init import entered
 from wherry.testing import run_ranks
 
 STAGE_3 = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
@@ -63,7 +64,6 @@ def test_parameters_answer_as_partitioned_ones_from_the_context_on() -> None:
         assert weight.ds_active_sub_modules == set() and not weight.is_external_param
         assert weight.ds_summary()["status"] == "NOT_AVAILABLE" and weight.ds_summary()["ds_shape"] == (3, 5)
         assert "Parameter containing" in repr(weight)
-        assert (weight.aligned_size(), weight.padding_size()) == (share * comm.size, share * comm.size - 15)
         with GatheredParameters(weight):
             assert weight.ds_status == ZeroParamStatus.AVAILABLE and weight.shape == (3, 5)
             assert torch.equal(weight, expected)
@@ -121,6 +121,22 @@ def test_a_context_can_be_left_for_a_while() -> None:
     assert type(plain.weight) is nn.Parameter and plain.weight.numel() == 4
     assert is_zero_param(last.weight) and last.weight.numel() == 0
     restore_init_context()  # as often as one likes
+
+
+def test_a_context_that_has_ended_does_not_come_back() -> None:
+    with _init() as outer:
+        with _init():
+            shutdown_init_context()
+        shutdown_init_context()
+        restore_init_context()
+        restore_init_context()
+        assert entered() == [outer]
+        shutdown_init_context()
+    restore_init_context()
+    assert entered() == []
+    with _init():
+        layer = nn.Linear(2, 2)
+    assert is_zero_param(layer.weight) and layer.weight.numel() == 0
 
 
 @pytest.mark.parametrize(

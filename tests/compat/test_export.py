@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -106,19 +107,31 @@ def test_files_of_a_checkpoint(saved: tuple[Path, dict[str, torch.Tensor]], tmp_
     state = torch.load(optimizer, weights_only=True)["optimizer_state_dict"]
     assert state == {"zero_stage": 3, "partition_count": 3}
     found = torch.load(get_model_state_file(place, state["zero_stage"]), weights_only=True)
-    assert (found["global_steps"], found["dp_world_size"]) == (2, 3)
+    assert (found["global_steps"], found["global_samples"], found["dp_world_size"]) == (2, 12, 3)
     assert set(found["param_shapes"][0]) == {n for n, _ in MODEL.named_parameters() if not n.startswith(FROZEN)}
     assert sorted(path.name for path in place.iterdir()) == before
 
 
 def test_files_of_deepspeed_s_checkpoint(tmp_path: Path) -> None:
-    """They are its own, by the number of the rank; a checkpoint of Wherry's that has one beside is still Wherry's."""
+    """They are its own, by the number of the rank."""
     names = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(12)]
     for name in (*names, "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
         (tmp_path / name).touch()
     assert get_optim_files(tmp_path) == [str(tmp_path / name) for name in names]
     assert get_model_state_file(tmp_path, 2) == str(tmp_path / "mp_rank_00_model_states.pt")
     assert get_model_state_file(tmp_path, 3) == str(tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+
+
+def test_ours_beside_one_of_deepspeed_s(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    """A run that went on from theirs: `latest` says which is meant."""
+    folder, masters = saved
+    shutil.copytree(folder, tmp_path / "run")
+    (tmp_path / "run" / "global_step1").mkdir()
+    (tmp_path / "run" / "global_step1" / "mp_rank_00_model_states.pt").touch()
+    (tmp_path / "run" / "global_step1" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
+    same(get_fp32_state_dict_from_zero_checkpoint(tmp_path / "run"), masters)
+    with pytest.raises(wherry.WherryError, match="wherry import-deepspeed"):
+        get_fp32_state_dict_from_zero_checkpoint(tmp_path / "run", tag="global_step1")
 
 
 def test_into_a_model(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
@@ -158,12 +171,14 @@ def test_mistakes(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, c
     folder, _ = saved
     theirs = tmp_path / "theirs" / "global_step1"
     theirs.mkdir(parents=True)
-    (theirs / "zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
+    (theirs / "mp_rank_00_model_states.pt").touch()
+    (tmp_path / "theirs" / "latest").write_text("global_step1")
     for argv, said in (
         ([folder, tmp_path / "o", "-t", "global_step9"], "no checkpoint global_step9; those that are there: global_st"),
         ([tmp_path / "nowhere", tmp_path / "o"], "nowhere: there is no such folder"),
         ([folder, tmp_path / "o", "--max_shard_size", "much"], "max_shard_size: expected bytes"),
         ([tmp_path / "theirs", tmp_path / "o"], "wherry import-deepspeed"),
+        ([theirs, tmp_path / "o"], "wherry import-deepspeed"),
     ):
         assert main(list(map(str, argv))) == 2
         told = capsys.readouterr().err

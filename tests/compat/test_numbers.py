@@ -268,3 +268,18 @@ def test_what_does_not_go_with_accumulation_by_hand_asserts_as_there() -> None:
     with pytest.raises(AssertionError, match="managed_gradient_accumulation"), engine.coalesce_grad_reduction():
         pass
     engine.destroy()
+
+
+@pytest.mark.parametrize("half", [{}, {"bf16": {"enabled": True}}])
+def test_gradients_that_a_script_has_set_are_taken_at_stage_0(half: dict[str, Any]) -> None:
+    model = line()
+    engine = made(model, {**SGD, **half, "gradient_clipping": 0.0})
+    for moved in (0.5, 0.75):
+        model.weight.grad = torch.full_like(model.weight, 0.5 if moved == 0.5 else 0.25)
+        engine.step()
+        assert model.weight.grad is None
+        assert torch.equal(engine.states.full("weight", "master"), torch.full((1, 4), 1 - moved))
+    assert engine.global_steps == 2
+    engine.step()  # without any, nothing is updated
+    assert engine.global_steps == 2
+    engine.destroy()

@@ -6,6 +6,7 @@ import csv
 import inspect
 import itertools
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +33,7 @@ from wherry.compat.deepspeed import (
 )
 from wherry.compat.deepspeed.accelerator import Accelerator, Host
 from wherry.compat.deepspeed.comms_logging import CommsLogger, convert_size
+from wherry.compat.deepspeed.config import DeepSpeedConfig
 from wherry.compat.deepspeed.names import ABSENT_MODULES, why_absent
 from wherry.compat.deepspeed.profiling import FlopsProfiler, get_model_profile
 
@@ -205,10 +207,37 @@ def test_monitors_write_as_their_blocks_say(tmp_path: Path) -> None:
     with open(tmp_path / "run" / "Train_Samples_lr.csv", newline="", encoding="utf-8") as file:
         assert list(csv.reader(file)) == [["step", "lr"], ["1", "0.5"], ["2", "0.25"]]
     idle = monitor.TensorBoardMonitor(monitor.TensorBoardConfig())
-    assert not idle.enabled and idle.summary_writer is None
+    assert not idle.enabled and idle.get_summary_writer() is None
     idle.write_events([("a", 1.0, 1)])
     with pytest.raises(errors.WherryError, match=r"comet.enabled: its package cannot be imported"):
         monitor.CometMonitor(monitor.CometConfig(enabled=True))
+
+
+def test_monitors_are_made_of_a_whole_config(tmp_path: Path) -> None:
+    block = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
+    config = DeepSpeedConfig({"train_batch_size": 1, "csv_monitor": block, "comet": {"samples_log_interval": 7}})
+    assert not config.monitor_config.wandb.enabled
+    config.monitor_config.tensorboard.job_name = "mine"
+    master = monitor.MonitorMaster(config.monitor_config)
+    master.write_events([("loss", 0.5, 1)])
+    assert master.enabled and (tmp_path / "run" / "loss.csv").read_text().split() == ["step,loss", "1,0.5"]
+    assert config.monitor_config.comet.samples_log_interval == 7
+
+
+def test_comet_is_told_of_an_event_once_in_so_many_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    experiment = SimpleNamespace(
+        set_name=told.append, log_metric=lambda name, value, step: told.append((name, value, step))
+    )
+    monkeypatch.setitem(
+        sys.modules, "comet_ml", SimpleNamespace(start=lambda **given: told.append(given) or experiment)
+    )
+    block = monitor.CometConfig(enabled=True, samples_log_interval=10, experiment_name="mine", mode="get")
+    comet = monitor.CometMonitor(block)
+    for step in (1, 5, 11):
+        comet.write_events([("loss", 0.5, step)])
+    given = dict.fromkeys(("api_key", "project", "workspace", "experiment_key", "online")) | {"mode": "get"}
+    assert told == [given, "mine", ("loss", 0.5, 1), ("loss", 0.5, 11)] and comet.experiment is experiment
 
 
 def test_tensorboard_events_are_in_its_folder(tmp_path: Path) -> None:
@@ -369,9 +398,6 @@ def test_values_are_moved_and_named() -> None:
     same = runtime_utils.move_to_device([inner], "cpu", torch.is_tensor)
     assert same[0] is inner
     assert runtime_utils.call_to_str("f", 1, "a", b=2) == "f(1, 'a', b=2)" and runtime_utils.call_to_str("f") == "f()"
-    assert runtime_utils.get_tensor_bytes({"a": [inner, inner]}) == 16
-    with pytest.raises(RuntimeError, match="expected one item"):
-        runtime_utils.get_only_unique_item([1, 2])
 
 
 def test_parameters_of_a_backward_are_counted() -> None:

@@ -173,11 +173,9 @@ def test_momentum_of_the_engine_and_lists_in_the_config() -> None:
 
 def test_names_and_flags() -> None:
     assert names.ITSELF["runtime.lr_schedules"] == schedules.__name__
+    assert names.of_module("")["add_tuning_arguments"] == (schedules.__name__, "add_tuning_arguments")
     assert (schedules.WARMUP_MIN_LR, schedules.DECAY_LR_RATE) == ("warmup_min_lr", "decay_lr_rate")
     parser = schedules.add_tuning_arguments(argparse.ArgumentParser())
     args = parser.parse_args(["--lr_schedule", "OneCycle", "--cycle_max_lr", "0.7"])
-    config, _ = schedules.get_config_from_args(args)
-    assert config is not None and config["type"] == "OneCycle" and config["params"]["cycle_max_lr"] == 0.7
-    assert not [name for name in config["params"] if name.startswith(("warmup", "lr_range"))]
-    assert schedules.get_lr_from_config(config) == (0.7, "")
-    assert schedules.get_config_from_args(argparse.Namespace())[0] is None
+    assert (args.lr_schedule, args.cycle_max_lr, args.warmup_type) == ("OneCycle", 0.7, "log")
+    assert (args.lr_range_test_step_size, args.lr_range_test_staircase, args.cycle_momentum) == (1000, False, False)

@@ -135,8 +135,10 @@ def test_of_deepspeed_s_own_and_by_the_command(tmp_path: Path) -> None:
     inner = {"state": {0: {"step": 4, "exp_avg": torch.arange(6.0)}}, "param_groups": [{"lr": 0.5, "params": [0]}]}
     rank = {"single_partition_of_fp32_groups": [weight.flatten()], "base_optimizer_state": inner}
     torch.save({"optimizer_state_dict": rank}, get_zero_ckpt_name_for_rank(tag, 0, 0))
+    before = sorted(path.name for path in tag.iterdir())
     out = convert(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest_universal", "step", "step_universal"]
+    assert sorted(path.name for path in tag.iterdir()) == before
     found = torch.load(out / "zero" / name / "exp_avg.pt", weights_only=True)["param"]
     assert torch.equal(found, torch.arange(6.0).view(2, 3))
     assert wherry_main(["import-deepspeed", str(tmp_path), str(tmp_path / "ours")]) == 0

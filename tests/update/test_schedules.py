@@ -137,6 +137,29 @@ def test_one_cycle_moves_the_momentum_the_other_way():
     close(seen, [0.9, 0.8, 0.7, 0.8, 0.9, 0.9 * 1.01, 0.9 * 1.02])
 
 
+def test_one_cycle_of_one_number_and_of_one_for_each_group():
+    one = OneCycle(adam(0.5, 0.5), 0.0, 1.0, cycle_first_step_size=2)
+    assert (one.cycle_min_lr, one.cycle_max_lr, one.cycle_min_mom, one.cycle_max_mom) == (0.0, 1.0, 0.8, 0.9)
+    close([one.momentum(step) for step in range(4)], [0.9, 0.85, 0.8, 0.85])
+    each = OneCycle(adam(0.5, 0.5), [0.0, 1.0], 2.0, cycle_first_step_size=2, cycle_max_mom=[0.9, 0.8])
+    assert (each.cycle_min_lr, each.cycle_max_mom) == ([0.0, 1.0], [0.9, 0.8])
+    close(each.momentum(0), [0.9, 0.8]), close(each.momentum(2), [0.8, 0.8])
+    close(each.get_last_lr(), [0.0, 1.0])
+
+
+def test_one_cycle_goes_on_with_groups_that_came_later_and_with_its_saved_rates():
+    optimizer = adam()
+    schedule = OneCycle(optimizer, 0.0, 1.0, cycle_first_step_size=2)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+    optimizer.step(), schedule.step()
+    close(schedule.get_last_lr(), [0.5, 0.5])
+    resumed = OneCycle(adam(), 0.0, 8.0, cycle_first_step_size=2, cycle_max_mom=0.8)
+    resumed.load_state_dict(schedule.state_dict())
+    resumed.optimizer.step(), resumed.step()
+    close(resumed.get_last_lr(), [1.0])
+    close([resumed.momentum(1)], [0.85])
+
+
 def test_one_cycle_and_optimizers_with_other_momentum_or_none(caplog):
     with_momentum = sgd(momentum=0.5)
     schedule = OneCycle(with_momentum, 0.0, 1.0, cycle_first_step_size=1)

@@ -145,7 +145,9 @@ class FP16(ConfigBlock):
     hysteresis: Integer = key(2, "Overflows before the loss scale is halved.", ge=1)
     consecutive_hysteresis: Flag = key(False, "A step without overflow restores the full hysteresis.")
     min_loss_scale: Number = key(1.0, "The dynamic loss scale does not fall below this.", gt=0)
-    fp16_master_weights_and_grads: Flag = key(False, "Master weights in fp16. true is refused: they are fp32.")
+    fp16_master_weights_and_grads: Flag = key(
+        False, "No masters: fp16 weights are updated in fp32, by fp16 gradients, and rounded; small updates are lost."
+    )
 
 
 class BF16(ConfigBlock):
@@ -154,9 +156,15 @@ class BF16(ConfigBlock):
         True, "Skip a step whose gradients hold inf or NaN; false is the same as `wherry.nonfinite: ignore`."
     )
     bf16_master_weights_and_grads: Flag = key(
-        False, "Master weights in bf16. true is refused: they are fp32, or wherry.master split."
+        False,
+        "No masters: bf16 weights are updated in fp32, by bf16 gradients, and rounded; small updates are lost. "
+        "wherry.master split takes 2 bytes more and loses none.",
     )
-    bf16_optimizer_states: Flag = key(False, 'Moments in bf16; the same as "wherry": {"state_dtype": "bf16"}.')
+    bf16_optimizer_states: Flag = key(
+        False,
+        'Moments in bf16; the same as "wherry": {"state_dtype": "bf16"}. They are rounded to the nearest where there '
+        "are no masters, and else up or down by chance.",
+    )
 
 
 class TorchAutocast(ConfigBlock):

@@ -92,15 +92,8 @@ def _activations(config: Config, draft: Draft) -> Iterator[Finding]:
         yield (*path, "policy"), 'offload needs to know where to: add "cpu_checkpointing": true, or an nvme_path'
 
 
-_HALF_MASTERS = (
-    ": it would keep master weights and their gradients in half precision, and here they are fp32; to save memory, "
-    'with bf16 weights "wherry": {"master": "split"} stores each master as the working weight and 16 more bits, and '
-    '"state_dtype": "bf16" halves the moments'
-)
 # Values that would change results, memory or speed, or lose something, and are not to be had.
 _REFUSED: dict[str, tuple[object, str]] = {
-    "fp16.fp16_master_weights_and_grads": (True, _HALF_MASTERS),
-    "bf16.bf16_master_weights_and_grads": (True, _HALF_MASTERS),
     "aio.use_gds": (
         True,
         ": GPUDirect Storage would read from disk to GPU past the host's memory, which the disk tier reads into; set "
@@ -148,6 +141,10 @@ def _own(config: Config, draft: Draft) -> Iterator[Finding]:
     working_is_bf16 = config.bf16.enabled or config.data_types.param_dtype == "bf16"
     if config.wherry.master == "split" and not working_is_bf16:
         yield ("wherry", "master"), 'split needs bf16 working weights; add "bf16": {"enabled": true}, or use "whole"'
+    if config.wherry.master != "auto" and not config.keeps_masters():
+        key = "fp16.fp16" if config.fp16.enabled else "bf16.bf16"
+        message = f"is {config.wherry.master}, but {key}_master_weights_and_grads asks for none; remove one of the two"
+        yield ("wherry", "master"), message
 
 
 def _optimizer(config: Config, draft: Draft) -> Iterator[Finding]:

@@ -44,9 +44,7 @@ class _Params(ConfigBlock):
 class AdamParams(_Params):
     betas: Betas = key([0.9, 0.999], "Decay rates of the two moments.")
     eps: Number = key(1e-8, "Added to the denominator.", ge=0)
-    bias_correction: Annotated[Flag, _only(True, "the moments are always corrected for their start at zero")] = key(
-        True, "Correct the moments for their start at zero."
-    )
+    bias_correction: Flag = key(True, "Correct the moments for their start at zero.")
     adam_w_mode: Flag = key(
         True, "Decoupled weight decay (AdamW), also when the type says Adam; false for decay inside the gradient (L2)."
     )
@@ -147,9 +145,11 @@ class Optimizer(Constructed):
 
     @classmethod
     def resolve(cls, type_name: str, params: ConfigBlock) -> tuple[str, dict[str, Any]]:
-        resolved = params.model_dump(exclude={"amsgrad", "bias_correction", "fp32_optimizer_states"})
+        resolved = params.model_dump(exclude={"amsgrad", "fp32_optimizer_states"})
         if not isinstance(params, AdamParams):
             return type_name, resolved
+        if params.bias_correction:
+            del resolved["bias_correction"]
         if params.adam_w_mode:
             del resolved["adam_w_mode"]
         return "AdamW" if params.adam_w_mode else "Adam", resolved

@@ -258,6 +258,14 @@ class Config(ConfigBlock):
         """The type in which gradients are reduced; None for that of the gradients."""
         return _torch_dtype(self.communication_data_type)
 
+    def keeps_masters(self) -> bool:
+        """Whether weights of 16 bits have fp32 masters."""
+        halves = (
+            self.bf16.enabled and self.bf16.bf16_master_weights_and_grads,
+            self.fp16.enabled and self.fp16.fp16_master_weights_and_grads,
+        )
+        return not any(halves)
+
     def state_dtype(self) -> str:
         """How the optimizer's moments are stored: fp32, bf16 or int8."""
         if "state_dtype" not in self.wherry.model_fields_set and self.bf16.bf16_optimizer_states:

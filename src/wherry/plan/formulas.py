@@ -50,6 +50,7 @@ def states_between_steps(count: int, config: Config, ranks: int, *, gpu: bool) -
                 config.data_types.grad_accum_dtype,
                 state_dtype=config.state_dtype(),
                 split=split and optimizer in (None, *STATE_WORDS),
+                masters=config.keeps_masters(),
             )
             held = states(numel, placement, shards, cost)
             found["parameters", str(effective(placement.parameters.tier, shared=not gpu))] += held.parameters

@@ -42,16 +42,17 @@ class Cost:
         *,
         state_dtype: str = "fp32",
         split: bool = False,
+        masters: bool = True,
     ) -> Cost:
         """By precision and optimizer; `gradients` is the precision they are accumulated in, if it is another.
 
-        A split master is the working weight and two bytes more.
+        A split master is the working weight and two bytes more; without `masters` there is none.
         """
         working = _look_up(WORKING_BYTES, "precision", precision)
         accumulated = _look_up(WORKING_BYTES, "gradients", gradients or precision)
         words = _look_up(STATE_WORDS, "optimizer", optimizer.lower())
         moment = _look_up(STATE_BYTES, "state_dtype", state_dtype)
-        master = 0 if working == WORD else WORD - working if split else WORD
+        master = 0 if working == WORD or not masters else WORD - working if split else WORD
         return cls(working, accumulated, master, words * moment)
 
     @property

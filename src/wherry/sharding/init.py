@@ -47,7 +47,16 @@ _DRAWS = frozenset(
     for name in ("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_")
 )
 
-_active = threading.local()
+
+class _Active(threading.local):
+    """The contexts that a thread is inside of, and those that it has stepped out of, the last ones at the end."""
+
+    def __init__(self) -> None:
+        self.stack: list[Init] = []
+        self.aside: list[list[Init]] = []
+
+
+_active = _Active()
 _lock = threading.Lock()
 _users = 0
 _handles: list[RemovableHandle] = []
@@ -263,8 +272,6 @@ class _Shapes(TorchFunctionMode):
 
 def _enter(init: Init) -> None:
     global _users
-    if not hasattr(_active, "stack"):
-        _active.stack = []
     _active.stack.append(init)
     with _lock:
         _users += 1
@@ -275,8 +282,9 @@ def _enter(init: Init) -> None:
 
 def _leave(init: Init) -> None:
     global _users
-    if init in _active.stack:  # else it was stepped out of
-        _active.stack.remove(init)
+    for inside in (_active.stack, *_active.aside):
+        if init in inside:
+            inside.remove(init)
     with _lock:
         _users -= 1
         if _users == 0:
@@ -286,21 +294,21 @@ def _leave(init: Init) -> None:
 
 def entered() -> list[Init]:
     """The contexts that this thread is inside of, the outermost first."""
-    return list(getattr(_active, "stack", ()))
+    return list(_active.stack)
 
 
-def step_out() -> list[Init]:
-    """Until `step_in` models are built as usual in this thread, whatever contexts it is inside of; returns those."""
-    inside = entered()
-    for init in inside:
+def step_out() -> None:
+    """Until `step_in` models are built as usual in this thread, whatever contexts it is inside of."""
+    for init in _active.stack:
         init.finish()
+    _active.aside.append(_active.stack)
     _active.stack = []
-    return inside
 
 
-def step_in(inside: list[Init]) -> None:
-    """The counterpart of `step_out`. What was entered meanwhile stays the innermost."""
-    _active.stack = inside + entered()
+def step_in() -> None:
+    """The counterpart of `step_out`. What was entered meanwhile stays the innermost, and what has ended stays out."""
+    if _active.aside:
+        _active.stack = _active.aside.pop() + _active.stack
 
 
 def _parameter_registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

@@ -85,13 +85,13 @@ class NonFinite:
         )
         return world_of(self._topology).gather_objects(mine)
 
-    def conclude(self, found: list[NonfiniteStep], step: int, norm: float, rates: list[float]) -> None:
+    def conclude(self, found: list[NonfiniteStep], step: int, rates: list[float]) -> None:
         """Say what became of the step, or raise it."""
         if self.ignores:
             if found:
                 self._told = True
                 self._warn(
-                    f"step {step}: {_what(found, norm)}{_loss(found)}; the update is made all the same, as the config "
+                    f"step {step}: {_what(found)}{_loss(found)}; the update is made all the same, as the config "
                     "has it (wherry.nonfinite, bf16.check_grad_overflow), so that weights are not numbers from here "
                     "on. Of such steps only this one is told"
                 )
@@ -102,7 +102,7 @@ class NonFinite:
         finally:
             scaled = self._scaler.dynamic or before != 1.0
             scale = f"loss scale {before:g} -> {self._scaler.scale:g}" if scaled else "no loss scale"
-            said = f"step {step} skipped: {_what(found, norm)}; {scale}{_loss(found)}{_made(found)}"
+            said = f"step {step} skipped: {_what(found)}; {scale}{_loss(found)}{_made(found)}"
             self._in_a_row += 1
             last = self._in_a_row >= self._limit
             spoilt = [name for finding in found for name in finding.spoilt]
@@ -129,10 +129,10 @@ class NonFinite:
             self._log.warning("%s", text)
 
 
-def _what(found: list[NonfiniteStep], norm: float) -> str:
+def _what(found: list[NonfiniteStep]) -> str:
     first = min(found, key=lambda finding: finding.place)
     where = f", first in {first.unit}" if first.unit else ""
-    return f"its gradients are not finite (norm {norm:g}){where}"
+    return f"its gradients are not finite{where}"
 
 
 def _loss(found: list[NonfiniteStep]) -> str:

@@ -67,21 +67,25 @@ class OptimizerSpec:
     def groups(self) -> list[dict[str, Any]]:
         return self.instance.param_groups
 
-    def make_rule(self, *, on_host: bool, on_disk: bool = False, pool: native.Pool | None = None) -> UpdateRule:
-        """The rule for state that the host's kernels can reach, or not; with state on disk there is no other."""
+    def make_rule(
+        self, *, on_host: bool, on_disk: bool = False, pool: native.Pool | None = None, masters: bool = True
+    ) -> UpdateRule:
+        """The rule for state that the host's kernels can reach, or not; with state on disk there is no other.
+
+        Without `masters` torch's moments are of the type of the weights.
+        """
         if self.native_family is not None and on_host:
             return NativeRule(self.native_family, self.state_dtype, pool)
         instance = self.instance
         known_as = _known_as(instance)
         needs = "optimizer state on disk" if on_disk else f"wherry.state_dtype: {self.state_dtype}"
-        if on_disk or self.state_dtype != "fp32":
+        if on_disk or self.state_dtype != ("fp32" if masters else "bf16"):
             where = "" if on_host else " on the host"
-            raise WherryError(f"{needs} needs Adam, AdamW, Adagrad, Lion or SGD{where}, got {known_as}")
+            hint = "" if masters else "; without masters (bf16_master_weights_and_grads) it is bf16 elsewhere"
+            raise WherryError(f"{needs} needs Adam, AdamW, Adagrad, Lion or SGD{where}, got {known_as}{hint}")
         optimizer_class = {"CPUAdam": torch.optim.AdamW, "CPUAdagrad": torch.optim.Adagrad, "CPULion": Lion}.get(
             known_as, type(instance)
         )
-        if not all(group.get("bias_correction", True) for group in self.groups):
-            raise WherryError(f"{known_as}: bias_correction=False is offered for state on the host only")
         return TorchRule(optimizer_class, instance.defaults, self.groups)
 
 
@@ -237,8 +241,11 @@ def from_config(
 ) -> torch.optim.Optimizer:
     """The optimizer that a config's `optimizer` block names, with its arguments as torch.optim has them.
 
-    `cls` is another class that takes the same.
+    `cls` is another class that takes the same. `bias_correction` is no argument of torch's Adam, but an option of its
+    groups that is followed here.
     """
+    beside = {} if cls else {key: options[key] for key in ("bias_correction",) if key in options}
+    options = {key: value for key, value in options.items() if key not in beside}
     cls = cls or (Lion if name == "Lion" else getattr(torch.optim, name))
     instance = cls.__new__(cls)
     if cls.add_param_group is torch.optim.Optimizer.add_param_group:
@@ -248,6 +255,9 @@ def from_config(
     except (TypeError, ValueError) as error:
         raise WherryError(f"optimizer.params: {name} does not take these: {error}") from error
     vars(instance).pop("add_param_group", None)
+    instance.defaults.update(beside)
+    for group in instance.param_groups:
+        group.update({**beside, **group})
     return instance
 
 

@@ -40,13 +40,15 @@ class StateTier:
     """How the state of a flat is kept: on which tier, updated by the host's kernels or the device's.
 
     `apart` says that its record has a copy of the working weights, because the flat's own are out of the update's reach
-    (on the device), or must not change yet (a delayed update). `split` asks for masters whose upper half these are.
+    (on the device), or must not change yet (a delayed update). `split` asks for masters whose upper half these are;
+    without `masters` weights of 16 bits are what is updated.
     """
 
     tier: Tier
     on_host: bool
     apart: bool
     split: bool
+    masters: bool = True
 
 
 class StateStorages(Protocol):
@@ -65,7 +67,7 @@ class StateStorages(Protocol):
 def record_fields(kept: StateTier, rule: UpdateRule, group: Group, dtype: torch.dtype, numel: int) -> list[Field]:
     """What the record has of a segment of so many elements: weights, and moments unless the rule keeps them itself."""
     fields = [Field("working", dtype, numel)] if kept.apart else []
-    if dtype.itemsize < torch.float32.itemsize:
+    if kept.masters and dtype.itemsize < torch.float32.itemsize:
         split = kept.split and rule.splits and dtype is torch.bfloat16
         fields.append(Field("low", torch.int16, numel) if split else Field("master", torch.float32, numel))
     return fields + rule.fields(group, numel)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,10 @@ from wherry.update.record import Field, State
 
 Group = Mapping[str, Any]
 Groups = Sequence[Group]
+# Elements that are in fp32 at once, where weights of 16 bits have no masters: some megabytes, which caches hold.
+IN_FP32 = 1 << 18
+# A count of steps that is one after itself, as fp32 has it, and at which Adam's corrections are 1.
+UNCORRECTED = 1e12
 # Moments that have no sign.
 UNSIGNED = ("exp_avg_sq", "sum")
 # Whose fused kernels all releases of torch have on a GPU: Adagrad's is on the CPU alone before 2.12, and refuses GPUs.
@@ -34,6 +38,11 @@ class UpdateSegment(native.Segment):
         weights = self.working if self.master is None else self.master
         assert weights is not None
         return weights
+
+    @property
+    def is_half(self) -> bool:
+        """Whether weights of 16 bits have no master."""
+        return self.low is None and self.whole_master.dtype.itemsize < torch.float32.itemsize
 
 
 def snapshot(groups: Groups) -> list[dict[str, Any]]:
@@ -161,11 +170,29 @@ class NativeRule(UpdateRule):
             chosen.append(rule)
         if not present:
             return DONE
+        if present[0].is_half:
+            for segment, formula in zip(present, chosen, strict=True):
+                self._update_half(segment, formula, multiplier)
+            return DONE
         if len(present) < len(segments):
             return native.PackedSegments(present).submit(chosen, multiplier, self.pool)
         if id(segments) not in self._packed:
             self._packed[id(segments)] = segments, native.PackedSegments(segments)
         return self._packed[id(segments)][1].submit(chosen, multiplier, self.pool)
+
+    def _update_half(self, segment: UpdateSegment, formula: native.Formula, multiplier: float) -> None:
+        """In fp32, by gradients of the type of the weights, and rounded to the nearest."""
+        for first in range(0, segment.numel, IN_FP32):
+            part = segment.cut(first, min(first + IN_FP32, segment.numel))
+            assert part.grad is not None and part.working is not None
+            grad = part.grad.to(part.working.dtype) * multiplier
+            state = tuple(kept.float() if isinstance(kept, torch.Tensor) else kept for kept in part.state)
+            wide = replace(part, grad=grad, working=part.working.float(), state=state)
+            native.PackedSegments([wide]).run(formula, pool=self.pool)
+            part.working.copy_(wide.whole_master)
+            for kept, new in zip(part.state, state, strict=True):
+                if isinstance(kept, torch.Tensor) and kept is not new:
+                    kept.copy_(new)  # type: ignore[arg-type]
 
     def forget(self) -> None:
         self._packed.clear()
@@ -195,7 +222,28 @@ class TorchRule(UpdateRule):
                 **self.defaults,
             )
             self._used = list(members)
+            for parameter, corrected in zip(self._parameters, self._corrected(segments), strict=True):
+                self._begin_again(parameter, corrected)
         return self._inner
+
+    def _corrected(self, segments: Sequence[UpdateSegment]) -> list[bool]:
+        """Of each segment, whether its moments are corrected for their start at zero: torch's Adam always does that."""
+        can = self.optimizer_class in (torch.optim.Adam, torch.optim.AdamW)
+        return [not can or self.groups[segment.group].get("bias_correction", True) for segment in segments]
+
+    def _begin_again(self, parameter: nn.Parameter, corrected: bool) -> None:
+        """Let a parameter have had no update."""
+        assert self._inner is not None
+        self._inner.state.pop(parameter, None)
+        if not corrected:
+            moments = {name: torch.zeros_like(parameter) for name in _ADAM.state_names}
+            self._inner.state[parameter].update({**moments, "step": self._step(parameter, UNCORRECTED)})
+
+    def _step(self, parameter: nn.Parameter, count: float) -> torch.Tensor:
+        assert self._inner is not None
+        # The fused and capturable kernels read it on the device.
+        on_device = any(options.get("fused") or options.get("capturable") for options in self._inner.param_groups)
+        return torch.tensor(count, dtype=torch.float32, device=parameter.device if on_device else None)
 
     def _fuses(self) -> bool:
         """Whether one kernel on the device can do it all, and the user has not chosen otherwise."""
@@ -241,15 +289,15 @@ class TorchRule(UpdateRule):
         self, segments: Sequence[UpdateSegment], steps: Sequence[int], kept: Sequence[Mapping[str, State]]
     ) -> None:
         inner = self._bind(segments)
-        # The fused and capturable kernels read the count on the device.
-        on_device = any(options.get("fused") or options.get("capturable") for options in inner.param_groups)
-        for parameter, count, values in zip(self._parameters, steps, kept, strict=True):
+        for parameter, count, corrected, values in zip(
+            self._parameters, steps, self._corrected(segments), kept, strict=True
+        ):
             # Zeros before the first update are none: SGD's first has no dampening, which a buffer would bring.
             if values and (count or any(bool(_data(value).any()) for value in values.values())):
-                step = torch.tensor(float(count), device=parameter.device if on_device else None)
+                step = self._step(parameter, count if corrected else UNCORRECTED)
                 inner.state[parameter].update({**values, "step": step})
             else:
-                inner.state.pop(parameter, None)
+                self._begin_again(parameter, corrected)
 
     def nbytes(self) -> int:
         if self._inner is None:
@@ -260,7 +308,9 @@ class TorchRule(UpdateRule):
 
 def _scaled(present: Sequence[tuple[UpdateSegment, nn.Parameter]], multiplier: float) -> list[torch.Tensor]:
     """Gradients times `multiplier` in the dtype of the master, by one pass over each; themselves if they are that."""
-    grads = [segment.grad for segment, _ in present if segment.grad is not None]
+    # Without masters gradients, too, are of the type of the weights.
+    half = bool(present) and present[0][0].is_half
+    grads = [s.grad.to(p.dtype) if half else s.grad for s, p in present if s.grad is not None]
     if all(grad.dtype == parameter.dtype for grad, (_, parameter) in zip(grads, present, strict=True)):
         return grads if multiplier == 1.0 or not grads else list(torch._foreach_mul(grads, multiplier))
     # Neither is a number beside tensors: the product is in the wider dtype of the two, and rounded once.

@@ -68,7 +68,7 @@ class WarmupLR(_StepSchedule):
 
     def _share(self, step: int) -> float:
         """How far from the lowest to the highest rate, 0 to 1."""
-        return _warmup(step, self.warmup_num_steps, self.warmup_type)
+        return warmed(step, self.warmup_num_steps, self.warmup_type)
 
 
 class WarmupDecayLR(WarmupLR):
@@ -119,13 +119,48 @@ class WarmupCosineLR(_StepSchedule):
 
     def _ratio(self, step: int) -> float:
         if step < self.warmup_num_steps:
-            share = _warmup(step, self.warmup_num_steps, self.warmup_type)
+            share = warmed(step, self.warmup_num_steps, self.warmup_type)
             return self.warmup_min_ratio + (1.0 - self.warmup_min_ratio) * share
         progress = _progress(step, self.warmup_num_steps, self.total_num_steps)
         return self.cos_min_ratio + (1.0 - self.cos_min_ratio) * (1.0 + math.cos(math.pi * progress)) / 2.0
 
 
-class OneCycle(_StepSchedule):
+class Cycle:
+    """The closed form of `OneCycle`, between the lowest and the highest values of each group."""
+
+    # Steps up and down, and into how many stairs each half is cut.
+    first: float
+    second: float
+    first_stairs: int
+    second_stairs: int
+    decay_lr_rate: float
+    decay_mom_rate: float
+    decay_step_size: float
+
+    def _rates(self, step: int, lows: Sequence[Any], highs: Sequence[Any]) -> list[Any]:
+        if step > self.first + self.second:
+            return [low / (1.0 + self.decay_lr_rate * self._decay_intervals(step)) for low in lows]
+        height = self._height(step)
+        return [low + (high - low) * height for low, high in zip(lows, highs, strict=True)]
+
+    def _momenta(self, step: int, lows: Sequence[float], highs: Sequence[float]) -> list[float]:
+        if step > self.first + self.second:
+            return [high * (1.0 + self.decay_mom_rate * self._decay_intervals(step)) for high in highs]
+        height = self._height(step)
+        return [high - (high - low) * height for low, high in zip(lows, highs, strict=True)]
+
+    def _height(self, step: int) -> float:
+        """How high in the cycle, 0 to 1; with stairs, the stair that has been reached."""
+        climbed, size, stairs = step % (self.first + self.second), self.first, self.first_stairs
+        if climbed > self.first:
+            climbed, size, stairs = self.first + self.second - climbed, self.second, self.second_stairs
+        return (climbed * stairs // size) / stairs if stairs > 0 else climbed / size
+
+    def _decay_intervals(self, step: int) -> float:
+        return (step - self.first - self.second) / self.decay_step_size if self.decay_step_size else 0.0
+
+
+class OneCycle(Cycle, _StepSchedule):
     """One cycle of the learning rate, up and down, with the momentum against it; then an optional decay."""
 
     def __init__(
@@ -145,52 +180,40 @@ class OneCycle(_StepSchedule):
         decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ) -> None:
-        self.min_lrs = _per_group("cycle_min_lr", cycle_min_lr, optimizer)
-        self.max_lrs = _per_group("cycle_max_lr", cycle_max_lr, optimizer)
+        # As given: each is one number, or one for each group.
+        self.cycle_min_lr, self.cycle_max_lr = cycle_min_lr, cycle_max_lr
+        self.cycle_min_mom, self.cycle_max_mom = cycle_min_mom, cycle_max_mom
+        for name in ("cycle_min_lr", "cycle_max_lr", "cycle_min_mom", "cycle_max_mom"):
+            _per_group(name, getattr(self, name), optimizer)
         self.first = max(1, _count("cycle_first_step_size", cycle_first_step_size))
         self.second = self.first if cycle_second_step_size is None else max(1, cycle_second_step_size)
         self.first_stairs = _count("cycle_first_stair_count", cycle_first_stair_count)
         self.second_stairs = self.first_stairs if cycle_second_stair_count is None else cycle_second_stair_count
         self.decay_lr_rate, self.decay_mom_rate = decay_lr_rate, decay_mom_rate
         self.decay_step_size = _count("decay_step_size", decay_step_size)
-        self.min_moms = _per_group("cycle_min_mom", cycle_min_mom, optimizer)
-        self.max_moms = _per_group("cycle_max_mom", cycle_max_mom, optimizer)
         self.cycle_momentum = cycle_momentum and _cycles_momentum(optimizer)
         super().__init__(optimizer, last_batch_iteration)
 
-    def momentum(self, step: int) -> list[float]:
-        """The momentum of each group (for Adam and its like the first beta) at a step."""
-        if step <= self.first + self.second:
-            height, pairs = self._height(step), zip(self.min_moms, self.max_moms, strict=True)
-            return [high - (high - low) * height for low, high in pairs]
-        return [high * (1.0 + self.decay_mom_rate * self._decay_intervals(step)) for high in self.max_moms]
+    def momentum(self, step: int) -> float | list[float]:
+        """The momentum (for Adam and its like the first beta) at a step; of each group, if it was given for each."""
+        momenta = self._momenta(step, *self._each("cycle_min_mom", "cycle_max_mom"))
+        one_of_all = not any(isinstance(given, list | tuple) for given in (self.cycle_min_mom, self.cycle_max_mom))
+        return momenta[0] if one_of_all else momenta
 
     def get_lr(self) -> list[float | Any]:
         step = self.last_epoch
-        if step <= self.first + self.second:
-            height, pairs = self._height(step), zip(self.min_lrs, self.max_lrs, strict=True)
-            rates = [low + (high - low) * height for low, high in pairs]
-        else:
-            rates = [low / (1.0 + self.decay_lr_rate * self._decay_intervals(step)) for low in self.min_lrs]
         # torch asks for the rates exactly when they are about to be set, which is the moment for the momentum too.
-        groups = self.optimizer.param_groups if self.cycle_momentum else ()
-        for group, momentum in zip(groups, self.momentum(step), strict=False):
+        momenta = self._momenta(step, *self._each("cycle_min_mom", "cycle_max_mom")) if self.cycle_momentum else ()
+        for group, momentum in zip(self.optimizer.param_groups, momenta, strict=False):
             if "betas" in group:
                 group["betas"] = (momentum, group["betas"][1])
             elif group.get("momentum"):
                 group["momentum"] = momentum
-        return rates
+        return self._rates(step, *self._each("cycle_min_lr", "cycle_max_lr"))
 
-    def _height(self, step: int) -> float:
-        """How high in the cycle, 0 to 1; with stairs, the stair that has been reached."""
-        if step <= self.first:
-            climbed, size, stairs = step, self.first, self.first_stairs
-        else:
-            climbed, size, stairs = self.first + self.second - step, self.second, self.second_stairs
-        return (climbed * stairs // size) / stairs if stairs else climbed / size
-
-    def _decay_intervals(self, step: int) -> float:
-        return (step - self.first - self.second) / self.decay_step_size if self.decay_step_size else 0.0
+    def _each(self, *names: str) -> list[list[float]]:
+        """What was given under these names, for each group that there is now."""
+        return [_per_group(name, getattr(self, name), self.optimizer) for name in names]
 
 
 class LRRangeTest(_StepSchedule):
@@ -315,7 +338,8 @@ def _warmup_type(value: str) -> str:
     return value
 
 
-def _warmup(step: int, steps: int, kind: str) -> float:
+def warmed(step: int, steps: int, kind: str) -> float:
+    """How far a warm-up is, 0 to 1."""
     if step >= steps:
         return 1.0
     return math.log(step + 1) / math.log(max(2, steps)) if kind == "log" else step / steps

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable
 from datetime import datetime
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from wherry.compat.deepspeed.accelerator import get_accelerator
+from wherry.compat.deepspeed.comm import get_rank, get_world_size
 from wherry.compat.deepspeed.timer import trim_mean
 from wherry.compat.deepspeed.utils import log_dist
 
@@ -33,7 +33,7 @@ def convert_size(size_bytes: float) -> str:
 
 def calc_bw_log(comm_op: str, size: float, duration: float) -> tuple[float, float]:
     """Gbit/s of a collective of so many bytes in so many milliseconds: what it moves, and what a wire carries."""
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    ranks = get_world_size()
     per_ms = size / max(duration, 1e-6) * 8 / 1e6
     others = (ranks - 1) / ranks
     if comm_op in _GATHERED:
@@ -66,12 +66,6 @@ class CommsLogger:
 
     def stop_profiling_comms(self) -> None:
         self.prof_all = False
-
-    def start_profiling_op(self, op_name_list: Iterable[str]) -> None:
-        self.prof_ops = list({*self.prof_ops, *op_name_list})
-
-    def stop_profiling_op(self, op_name_list: Iterable[str]) -> None:
-        self.prof_ops = [name for name in self.prof_ops if name not in set(op_name_list)]
 
     def wants(self, operation: str) -> bool:
         return self.enabled and (self.prof_all or operation in self.prof_ops)
@@ -109,56 +103,40 @@ class CommsLogger:
     ) -> dict[str, Any] | None:
         """Print the table of this rank, and what each collective took longer here than on the fastest rank."""
         told = {name: self.get_operation_summary(name) or {} for name in list(self.comms_dict)}
-        if print_log:
-            _print(told)
         waited = None
         if show_straggler:
             waited = {
                 name: {size: _straggling(size, row) for size, row in sorted(sizes.items())}
                 for name, sizes in self.comms_dict.items()
             }
-            if print_log:
-                _print(waited)
+        if print_log:
+            _print(told)
+            _print(waited or {})
         if not return_dict:
             return None
-        known = dist.is_initialized()
-        return {
-            "summary": told,
-            "straggler_analysis": waited,
-            "metadata": {
-                "world_size": dist.get_world_size() if known else 1,
-                "rank": dist.get_rank() if known else 0,
-                "timestamp": datetime.now().isoformat(),
-            },
-        }
+        ranks = {"world_size": get_world_size(), "rank": get_rank(), "timestamp": datetime.now().isoformat()}
+        return {"summary": told, "straggler_analysis": waited, "metadata": ranks}
+
+
+def _row(size: int, row: list[Any], **values: float) -> dict[str, Any]:
+    return {"count": row[0], **values, "msg_size_bytes": size, "msg_size_str": convert_size(size)}
 
 
 def _summary(size: int, row: list[Any]) -> dict[str, Any]:
-    count, latencies, moved, carried = row
-    return {
-        "count": count,
-        "total_latency_ms": sum(latencies),
-        "avg_latency_ms": trim_mean(latencies, 0.1),
-        "tput_avg_gbps": trim_mean(moved, 0.1),
-        "busbw_avg_gbps": trim_mean(carried, 0.1),
-        "msg_size_bytes": size,
-        "msg_size_str": convert_size(size),
-    }
+    latency, moved, carried = (trim_mean(values, 0.1) for values in row[1:])
+    return _row(
+        size, row, total_latency_ms=sum(row[1]), avg_latency_ms=latency, tput_avg_gbps=moved, busbw_avg_gbps=carried
+    )
 
 
 def _straggling(size: int, row: list[Any]) -> dict[str, Any]:
     own = torch.tensor(row[1], device=get_accelerator().current_device_name())
     fastest = own.clone()
     dist.all_reduce(fastest, op=dist.ReduceOp.MIN)
-    return {
-        "count": row[0],
-        "total_comm_lat_ms": fastest.sum().item(),
-        "total_straggler_ms": (own - fastest).sum().item(),
-        "avg_comm_lat_ms": trim_mean(fastest.tolist(), 0.1),
-        "avg_straggler_ms": trim_mean((own - fastest).tolist(), 0.1),
-        "msg_size_bytes": size,
-        "msg_size_str": convert_size(size),
-    }
+    values: dict[str, float] = {}
+    for name, times in (("comm_lat", fastest.tolist()), ("straggler", (own - fastest).tolist())):
+        values |= {f"total_{name}_ms": sum(times), f"avg_{name}_ms": trim_mean(times, 0.1)}
+    return _row(size, row, **values)
 
 
 def _print(told: dict[str, dict[int, dict[str, Any]]]) -> None:

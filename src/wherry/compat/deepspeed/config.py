@@ -38,6 +38,8 @@ DEEPSPEED_OPTIMIZERS = [
     *(ZERO_ONE_ADAM_OPTIMIZER, MUADAM_OPTIMIZER, MUADAMW_OPTIMIZER, MUSGD_OPTIMIZER, LION_OPTIMIZER, MUON_OPTIMIZER),
 ]
 TORCH_ADAM_PARAM, ADAM_W_MODE, ADAM_W_MODE_DEFAULT = "torch_adam", "adam_w_mode", True
+BF16_MASTERS, FP16_MASTERS = "bf16_master_weights_and_grads", "fp16_master_weights_and_grads"
+FP32_STATES = "fp32_optimizer_states"
 
 # Blocks that DeepSpeed reads key by key, so that it does not notice others; "" is the config itself.
 _LENIENT = (
@@ -105,6 +107,7 @@ def load(config: Any, *, refuses: bool = True) -> Config:
         for name, row in idle_keys_in("").items():
             if row.effect == "refused" and not refuses:
                 written.pop(name, None)
+        _moments_of_bf16(written)
         for unread in (_unknown, _offload_of_whole_parameters, _mode_of_adamw, _unused_scale, _same_anyway):
             for path, why in unread(written):
                 _remove(written, path)
@@ -114,9 +117,11 @@ def load(config: Any, *, refuses: bool = True) -> Config:
         _of_stage_3(written)
     overrides = {key: value for key, value in _defaults(written) if _at(written, key) is None}
     try:
-        return configs.load(source, overrides=overrides)
+        loaded = configs.load(source, overrides=overrides)
     except ConfigError as error:
         raise DeepSpeedConfigError(str(error), error.problems) from None
+    _check_masters(loaded)
+    return loaded
 
 
 def _defaults(written: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -163,10 +168,10 @@ def _same_anyway(written: Mapping[str, Any]) -> Unread:
     for name in ("disable_allgather", "vocabulary_size"):
         if written.get(name):
             yield (name,), "DeepSpeed reads it and does nothing with it"
-    if _at(written, "optimizer.params.fp32_optimizer_states") is False and not _at(
-        written, "bf16.bf16_optimizer_states"
-    ):
-        yield ("optimizer", "params", "fp32_optimizer_states"), "moments are of the type of the masters, which is fp32"
+    # fp16 ones are not offered.
+    if _at(written, f"optimizer.params.{FP32_STATES}") is False and not _at(written, f"fp16.{FP16_MASTERS}"):
+        kept = "bf16" if _at(written, f"bf16.{BF16_MASTERS}") is True else "fp32"
+        yield ("optimizer", "params", FP32_STATES), f"moments are of the type of the masters, which is {kept}"
 
 
 def _unused_scale(written: Mapping[str, Any]) -> Unread:
@@ -194,6 +199,11 @@ def _of_stage_3(written: Mapping[str, Any]) -> None:
     for name in _SHORT:
         if name in zero:
             zero[f"stage3_{name}"] = zero.pop(name)
+
+
+def _moments_of_bf16(written: dict[str, Any]) -> None:
+    if _at(written, f"bf16.{BF16_MASTERS}") is True and _at(written, f"optimizer.params.{FP32_STATES}") is False:
+        written["wherry"] = {"state_dtype": "bf16", **written.get("wherry", {})}
 
 
 def _list_leaves(written: Mapping[str, Any]) -> None:
@@ -460,6 +470,8 @@ class DeepSpeedConfig:
         self._configure_train_batch_size()
 
     def _read(self, loaded: Config, given: Mapping[str, Any]) -> None:
+        from wherry.compat.deepspeed.monitor import get_monitor_config
+
         self.zero_config = get_zero_config(loaded.written)
         self.zero_optimization_stage = loaded.zero_optimization.stage
         self.zero_enabled = self.zero_optimization_stage > 0
@@ -494,7 +506,8 @@ class DeepSpeedConfig:
         self.dataloader_drop_last = loaded.dataloader_drop_last
         self.activation_checkpointing_config = loaded.activation_checkpointing
         self.flops_profiler_config, self.comms_config, self.aio_config = loaded.flops_profiler, loaded, loaded.aio
-        self.monitor_config, self.checkpoint_config = loaded, loaded.checkpoint
+        monitors = loaded.model_dump(include={"tensorboard", "wandb", "csv_monitor"})
+        self.monitor_config, self.checkpoint_config = get_monitor_config({**given, **monitors}), loaded.checkpoint
         self.checkpoint_tag_validation_enabled = loaded.checkpoint.tag_validation != ValidationMode.IGNORE
         self.checkpoint_tag_validation_fail = loaded.checkpoint.tag_validation == ValidationMode.FAIL
         self.load_universal_checkpoint = (given.get("checkpoint") or {}).get("load_universal", False)
@@ -567,6 +580,18 @@ def _check_reduction(given: Mapping[str, Any]) -> None:
     for name, asked in excluded.items():
         if op == "sum" and asked:
             raise DeepSpeedConfigError(f"gradient_allreduce_op 'sum' is not supported with {name}; use mean")
+
+
+def _check_masters(config: Config) -> None:
+    """Where DeepSpeed can do without fp32 masters, or states."""
+    asked = {f"fp16.{FP16_MASTERS}": config.fp16.fp16_master_weights_and_grads}
+    asked[f"bf16.{BF16_MASTERS}"] = masters = config.bf16.bf16_master_weights_and_grads
+    asked["bf16.bf16_optimizer_states"] = states = config.bf16.bf16_optimizer_states
+    for path, given in asked.items():
+        if given and config.zero_optimization.stage == 0:
+            raise DeepSpeedConfigError(f"{path} is only supported with ZeRO Stage 1, 2, or 3")
+    if states and not masters:
+        raise DeepSpeedConfigError(f"bf16.bf16_optimizer_states requires bf16.{BF16_MASTERS} to be enabled")
 
 
 # What DeepSpeed does not have, or refuses, and what becomes of it there.

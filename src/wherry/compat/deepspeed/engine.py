@@ -6,6 +6,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,16 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from wherry.build import initialize as wherry_initialize
-from wherry.checkpoint.errors import CheckpointError, on_first
-from wherry.compat.deepspeed import VERSION, checkpointing, leaf_modules, not_part_of_wherry, parameters, schedules
+from wherry.checkpoint.errors import CheckpointError, on_first, together
+from wherry.compat.deepspeed import (
+    VERSION,
+    autocast,
+    checkpointing,
+    leaf_modules,
+    not_part_of_wherry,
+    parameters,
+    schedules,
+)
 from wherry.compat.deepspeed.comm import init_distributed
 from wherry.compat.deepspeed.config import DeepSpeedConfigError, check_batch, given_to, load, loss_scaler
 from wherry.compat.deepspeed.optimizer import (
@@ -82,6 +91,10 @@ class DeepSpeedEngine(Engine):
         self._shown = ExitStack()
         if isinstance(self.optimizer, FP16_Optimizer | FP16_UnfusedOptimizer):
             self._update_on_zeros()
+        if self._config.torch_autocast.enabled:
+            autocast.mark(self.module, self._config)
+        else:
+            self._autocast = partial(autocast.not_autocast, self.device.type)
         parameters.mark(self)
         if self.zero_optimization_stage() == 3 and self.optimizer is not None:
             self.optimizer.parameter_offload = Hooked(self.module)  # type: ignore[attr-defined]
@@ -93,14 +106,20 @@ class DeepSpeedEngine(Engine):
         """How DeepSpeed makes the states of these optimizers: it decays weights, and counts as Adam's first update."""
         weights = [weight for group in self._groups() for weight in group["params"]]
         before = self._window.force(True)
-        self._begin_backward()
-        torch.autograd.backward(weights, [torch.zeros_like(weight) for weight in weights])
-        self._end_backward(makes_gradients=True)
-        self._updater.step(self._groups(), self._gradient_scale())
-        self._updater.flush()
-        self._updater.go_on_from(0)
+        self._take({weight: torch.zeros_like(weight) for weight in weights})
+        updater = self._updater
+        assert updater is not None
+        updater.step(self._groups(), self._gradient_scale())
+        updater.flush()
+        updater.go_on_from(0)
         self._end_window()
         self._window.force(before)
+
+    def _take(self, gradients: dict[torch.Tensor, torch.Tensor]) -> None:
+        """As a backward that makes these."""
+        self._begin_backward(averaged=False)
+        torch.autograd.backward(list(gradients), list(gradients.values()))
+        self._end_backward(makes_gradients=True)
 
     def backward(
         self,
@@ -149,6 +168,12 @@ class DeepSpeedEngine(Engine):
     def update(self) -> bool:
         """As the engine's own; the norm stays that of the last update, where this one is skipped."""
         parameters.check_all_used(self)
+        if not (self._window.backwards or self.zero_optimization()):
+            given = {w: w.grad for group in self._groups() for w in group["params"] if w.grad is not None}
+            for weight in given:
+                weight.grad = None
+            if given:  # the script has put them there
+                self._take(given)
         before = self._norm
         applied = super().update()
         if not applied:
@@ -364,24 +389,29 @@ class DeepSpeedEngine(Engine):
     ) -> bool:
         """As the engine's own; beside it lies the script that people take whole weights out with.
 
-        Where every rank holds the whole model, that is in the checkpoint once more, in the file that scripts load.
+        In the checkpoint are files under DeepSpeed's names too. Where every rank holds the whole model, that is in them
+        once more.
         """
         if not save_dir:
             raise NoFolder(f"save_checkpoint: save_dir: expected the path of a folder, got {save_dir!r}")
         saved = super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
         module: dict[str, Any] | None = None
-        if self.mp_world_size == 1 and not self.placement.parameters.partitioned and not self._checkpoints.behind:
+        if self.mp_world_size == 1 and not self._checkpoints.behind:
             module = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        world = world_of(self.topology)
 
         def write() -> None:
-            Path(save_dir, "zero_to_fp32.py").write_text(EXPORTER, encoding="utf-8")
-            if module is not None:
-                from wherry.compat.deepspeed import universal
+            from wherry.compat.deepspeed import universal
 
-                name = f"global_step{self.global_steps}" if tag is None else str(tag)
-                universal.write_model_file(self, Path(save_dir, name), module, client_state or {})
+            folder = Path(save_dir, f"global_step{self.global_steps}" if tag is None else str(tag))
+            if world.rank == 0:
+                Path(save_dir, "zero_to_fp32.py").write_text(EXPORTER, encoding="utf-8")
+                if module is not None:
+                    universal.write_model_file(self, folder, module)
+            if module is not None and self.optimizer is not None and self.zero_optimization():
+                universal.write_optimizer_file(self, folder, world.rank)
 
-        on_first(world_of(self.topology), f"writing beside {save_dir}", write)
+        together(world, f"writing beside {save_dir}", write)
         return saved
 
     def load_checkpoint(

@@ -25,9 +25,10 @@ from wherry.checkpoint import folder as folders
 from wherry.checkpoint.checks import read_manifest
 from wherry.checkpoint.errors import CheckpointError
 from wherry.checkpoint.files import write_text
-from wherry.checkpoint.format import NAME, WEIGHT, Entry, Manifest
+from wherry.checkpoint.format import WEIGHT, Entry, Manifest
 from wherry.checkpoint.reader import CheckpointReader
-from wherry.compat.deepspeed import VERSION
+from wherry.compat.deepspeed import universal
+from wherry.compat.deepspeed.importing import is_theirs
 from wherry.errors import WherryError
 from wherry.observe.log import say
 from wherry.plan.quantities import parse_bytes
@@ -82,7 +83,10 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
     No more than one tensor of a safetensors file, or one of torch.save's files, is in memory.
     """
-    size = _bytes(max_shard_size)
+    size = sys.maxsize
+    if max_shard_size is not None:
+        given = f"{max_shard_size}B" if isinstance(max_shard_size, int) else max_shard_size
+        size = parse_bytes(given, "max_shard_size")
     out = Path(output_dir)
     folder, manifest, entries = _open(checkpoint_dir, tag, exclude_frozen_parameters, check=not safe_serialization)
     if safe_serialization:
@@ -161,7 +165,7 @@ def _open(
         there = ", ".join(folders.newest_first(given)) or "none"
         raise CheckpointError(f"{given} holds no checkpoint {tag}; those that are there: {there}")
     place = given if tag is None else given / folders.check_tag(tag)
-    if next(place.glob("*_optim_states.pt"), None) or next(place.glob("*/*_optim_states.pt"), None):
+    if is_theirs(place) or is_theirs(place / (folders.read_latest(place) or ".")):
         raise CheckpointError(
             f"{place} holds a checkpoint that DeepSpeed has written; turn it into one of Wherry's first: "
             f"wherry import-deepspeed {given} OUT"
@@ -170,12 +174,6 @@ def _open(
     manifest = exporting.verified(folder) if check else read_manifest(folder)
     left_out = partial and bool(manifest.engine.get("frozen_excluded"))
     return folder, manifest, exporting.exported_entries(folder, manifest, exclude_frozen=exclude_frozen or left_out)
-
-
-def _bytes(size: str | int | None) -> int:
-    if size is None:
-        return sys.maxsize
-    return parse_bytes(f"{size}B" if isinstance(size, int) else size, "max_shard_size")
 
 
 def _shards(entries: dict[str, Entry], size: int) -> Iterator[list[str]]:
@@ -197,55 +195,38 @@ def _shards(entries: dict[str, Entry], size: int) -> Iterator[list[str]]:
 
 
 def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int = 0) -> str:
-    """A file for `torch.load` with the client state and the counts of a checkpoint; it lasts as long as the process.
+    """A file for `torch.load` with the client state and the counts of a checkpoint.
 
-    Weights are not in it: see `get_fp32_state_dict_from_zero_checkpoint`. Of DeepSpeed's it is its own file.
+    It is the one in its folder. Where `import wherry` has saved there is none: then one is made, without weights, which
+    lasts as long as the process.
     """
-    theirs = _theirs(checkpoint_dir, ("zero_pp_rank_0_" if zero_stage == 3 else "") + "mp_rank_00_model_states.pt")
-    if theirs:
-        return theirs[0]
-    folder, manifest, entries = _open(checkpoint_dir, None, check=False)
+    there = _there(checkpoint_dir, ("zero_pp_rank_0_" if zero_stage == 3 else "") + "mp_rank_00_model_states.pt")
+    if there:
+        return there[0]
+    folder, manifest, _ = _open(checkpoint_dir, None, check=False)
     with CheckpointReader(folder, manifest) as source:
-        client_state = source.value(manifest.engine.get("client_state", {}))
-    counts = {name: manifest.engine.get(name, 0) for name in ("global_steps", "global_samples", "skipped_steps")}
-    return _made_for(
-        folder,
-        "mp_rank_00_model_states.pt",
-        {
-            **client_state,
-            **counts,
-            "param_shapes": [{n: torch.Size(e.shape) for n, e in entries.items() if e.kind == "parameter"}],
-            "buffer_names": [name for name, entry in entries.items() if entry.kind == "buffer"],
-            "dp_world_size": manifest.world_size,
-            "mp_world_size": 1,
-            "ds_config": manifest.config,
-            "ds_version": VERSION,
-        },
-    )
+        return _made_for(folder, "mp_rank_00_model_states.pt", universal.model_states(manifest, source))
 
 
 def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
-    """A file for `torch.load` that says at which stage a checkpoint was saved and by how many ranks.
+    """Files for `torch.load` that say at which stage a checkpoint was saved and by how many ranks, in their order.
 
-    Of DeepSpeed's they are its own files, in the order of their ranks.
+    They are those in its folder; where `import wherry` has saved, one that is made as above.
     """
-    theirs = _theirs(checkpoint_dir, "*_optim_states.pt")
-    if theirs:
-        return theirs
+    there = _there(checkpoint_dir, "*_optim_states.pt")
+    if there:
+        return there
     folder, manifest, _ = _open(checkpoint_dir, None, check=False)
     stage = int(manifest.config.get("zero_optimization", {}).get("stage", 0))
-    state = {"zero_stage": stage, "partition_count": manifest.world_size}
-    return [_made_for(folder, "zero_pp_rank_0_mp_rank_00_optim_states.pt", {"optimizer_state_dict": state})]
+    states = universal.optimizer_states(stage, manifest.world_size, manifest.config)
+    return [_made_for(folder, "zero_pp_rank_0_mp_rank_00_optim_states.pt", states)]
 
 
-def _theirs(checkpoint_dir: str | os.PathLike[str], pattern: str) -> list[str]:
+def _there(checkpoint_dir: str | os.PathLike[str], pattern: str) -> list[str]:
     def order(path: str) -> list[Any]:
         return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path)]
 
-    folder = Path(checkpoint_dir)
-    if (folder / NAME).exists():
-        return []
-    return sorted(map(str, folder.glob(pattern)), key=order)
+    return sorted(map(str, Path(checkpoint_dir).glob(pattern)), key=order)
 
 
 def _made_for(folder: Path, name: str, value: dict[str, Any]) -> str:

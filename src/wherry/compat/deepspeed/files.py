@@ -38,13 +38,9 @@ class _Inert:
         self.state = state
 
 
-def _stand_in(name: str) -> type:
-    return type(name.rpartition(".")[2], (_Inert,), {"__module__": name.rpartition(".")[0]})
-
-
 # Classes that DeepSpeed pickles beside tensors.
 _STAND_INS = {
-    name: _stand_in(name)
+    name: type(name.rpartition(".")[2], (_Inert,), {"__module__": name.rpartition(".")[0]})
     for name in (
         "deepspeed.runtime.fp16.loss_scaler.LossScaler",
         "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
@@ -180,19 +176,20 @@ class ModelFile(_Form):
     ds_version: Annotated[str | None, Field(max_length=100)] = None
 
 
-class States(_Form):
-    """What an optimizer keeps of one flat."""
-
-    __pydantic_extra__: dict[StateName, Annotated[Any, AfterValidator(_state)]] = Field(init=False)
+class _Kept(_Form):
+    """What an optimizer keeps: the count of updates, numbers, and tensors with an element for each of the weight's."""
 
     step: Annotated[Count, BeforeValidator(_number)] = 0
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return {name: value for name, value in (self.model_extra or {}).items() if _is_flat(value)}
+        kept = self.model_extra or {}
+        return {name: value for name, value in kept.items() if isinstance(value, torch.Tensor) and value.dim()}
 
 
-def _is_flat(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 1
+class States(_Kept):
+    """Of one flat."""
+
+    __pydantic_extra__: dict[StateName, Annotated[Any, AfterValidator(_state)]] = Field(init=False)
 
 
 class BaseState(BaseModel):
@@ -219,15 +216,10 @@ class OptimizerFile(_Form):
 # At stage 0 whole tensors are kept: of each parameter, or of each group with its parameters end to end.
 
 
-class WholeStates(_Form):
-    """What an optimizer keeps of one parameter, in its shape."""
+class WholeStates(_Kept):
+    """Of one parameter, in its shape."""
 
     __pydantic_extra__: dict[StateName, Annotated[Any, AfterValidator(_whole_state)]] = Field(init=False)
-
-    step: Annotated[Count, BeforeValidator(_number)] = 0
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {name: v for name, v in (self.model_extra or {}).items() if isinstance(v, torch.Tensor)}
 
 
 class WholeState(BaseModel):

@@ -6,20 +6,24 @@ model's own file (stage 0), and a folder for each parameter (universal checkpoin
 
 from __future__ import annotations
 
+import errno
+import logging
 import math
 import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import torch
 
 from wherry.checkpoint import folder as folders
 from wherry.checkpoint.checks import read_manifest
-from wherry.checkpoint.errors import CheckpointError
+from wherry.checkpoint.errors import CheckpointError, on_first, together
 from wherry.checkpoint.format import NAME, WEIGHT, Entry, Manifest, Piece, RankFiles, dtype_named, encode
 from wherry.checkpoint.reader import CheckpointReader
 from wherry.checkpoint.reshard import Run
@@ -36,8 +40,10 @@ from wherry.compat.deepspeed.files import (
     read_whole_optimizer,
 )
 from wherry.errors import one_line
-from wherry.observe.log import say
+from wherry.observe.log import logger, say
 from wherry.observe.progress import Progress
+from wherry.parallel.comm import Comm
+from wherry.plan.quantities import size
 from wherry.regular import read_regular
 
 # What DeepSpeed itself puts beside the client state, and nothing here needs.
@@ -419,18 +425,18 @@ class _RankStates:
 # Stage 0.
 
 
+@dataclass
 class _Whole:
     """Whole tensors, each of one parameter."""
 
-    def __init__(self, held: dict[str, dict[str, torch.Tensor]], shapes: dict[str, tuple[int, ...]]) -> None:
-        self._held = held
-        self.shapes = shapes
-        self.steps: dict[str, int] = {}
-        self.groups: list[tuple[dict[str, Any], list[str]]] = []
-        self.loss_scale = _SCALE_1
+    held: dict[str, dict[str, torch.Tensor]]
+    shapes: dict[str, tuple[int, ...]]
+    steps: dict[str, int]
+    groups: list[tuple[dict[str, Any], list[str]]]
+    loss_scale: dict[str, Any]
 
     def states(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._held[name].items()
+        yield from self.held[name].items()
 
 
 def _whole(model: ModelFile, path: Path, groups: Sequence[Sequence[str]] | None) -> _Whole | None:
@@ -465,7 +471,7 @@ def _guessed_groups(model: ModelFile, saved: WholeOptimizer | WholeState) -> lis
     if isinstance(saved, WholeState):
         shapes = [tuple(model.module[name].shape) for name in names]
         there = [
-            next((tuple(v.shape) for v in states.tensors().values() if v.dim()), None)
+            next((tuple(value.shape) for value in states.tensors().values()), None)
             for _, states in sorted(saved.state.items())
         ]
         return [names] if len(saved.param_groups) == 1 and there == shapes else None
@@ -495,12 +501,11 @@ def _from_states(saved: WholeState, model: ModelFile, path: Path, groups: Sequen
             own = dict.fromkeys(own, max(own.values(), default=0))
         steps |= own
         for name, states in found.items():
-            tensors = {} if states is None else {key: v for key, v in states.tensors().items() if v.dim()}
+            tensors = {} if states is None else states.tensors()
             held[name] = {**tensors, WEIGHT: model.module[name]} if name in model.module else tensors
         named.append((options, list(names)))
-    whole = _Whole(held, {name: _shape_of(model, name, path) for name in held})
-    whole.steps, whole.groups = {name: steps.get(name, 0) for name in held}, named
-    return whole
+    shapes = {name: _shape_of(model, name, path) for name in held}
+    return _Whole(held, shapes, {name: steps.get(name, 0) for name in held}, named, _SCALE_1)
 
 
 def _from_flats(saved: WholeOptimizer, model: ModelFile, path: Path, groups: Sequence[Sequence[str]]) -> _Whole:
@@ -523,12 +528,9 @@ def _from_flats(saved: WholeOptimizer, model: ModelFile, path: Path, groups: Seq
             raise CheckpointError(
                 f"{path}: group {index} of its optimizer has {flat.numel():,} elements, the engine's {at:,}"
             )
-    whole = _Whole(held, shapes)
-    whole.steps = steps
-    whole.groups = [(options, list(names)) for options, names in zip(base.param_groups, groups, strict=True)]
+    named = [(options, list(names)) for options, names in zip(base.param_groups, groups, strict=True)]
     good = _good_steps(saved.cur_iter, saved.last_overflow_iter, saved.scale_window)
-    whole.loss_scale = {**_SCALE_1, "scale": saved.cur_scale, "good_steps": good}
-    return whole
+    return _Whole(held, shapes, steps, named, {**_SCALE_1, "scale": saved.cur_scale, "good_steps": good})
 
 
 # Universal checkpoints.
@@ -632,26 +634,101 @@ def locate(folder: Path, tag: object, *, universal: bool) -> tuple[str, bool] | 
     return tag, is_theirs(folder / folders.check_tag(tag))
 
 
-class AsOurs:
-    """A checkpoint of DeepSpeed's as one of Wherry's, in a folder beside it until `close`."""
+@contextmanager
+def as_ours(world: Comm, folder: Path, tag: str, groups: Sequence[Sequence[str]]) -> Iterator[Path]:
+    """A checkpoint of DeepSpeed's as one of Wherry's until the block ends, which every rank enters; gives its folder.
 
-    def __init__(self, folder: Path, tag: str, groups: Sequence[Sequence[str]] | None = None) -> None:
-        try:
-            self._partial = folders.Partial(folder, f"{tag}.imported")
-        except OSError as error:
-            raise CheckpointError(
-                f"{folder / tag} is DeepSpeed's, which is turned into one of Wherry's beside it, and nothing can be "
-                f"written there ({error.strerror}); run `wherry import-deepspeed {folder} OUT`, and load OUT"
-            ) from None
-        self.folder = self._partial.path
-        try:
-            import_checkpoint(folder, self.folder, tag, groups)
-        except BaseException:
-            self.close()
+    It lies beside the original, or in a temporary folder where nothing can be written there. Inside, the log and
+    errors name the original's folder.
+    """
+    what = f"loading from {folder}"
+    with ExitStack() as made:  # on rank 0
+        ours = on_first(world, what, lambda: _room_for(folder, tag, made))
+        with _spoken_of_as(folder, ours):
+            together(world, what, lambda: _check_seen(folder, ours))
+            on_first(world, what, lambda: _turn(folder, ours, tag, groups))
+            yield ours
+            world.meet("load_checkpoint()")  # all have read, before the first takes the folder away
+
+
+def _room_for(folder: Path, tag: str, made: ExitStack) -> Path:
+    """An empty folder for it, which goes with `made`."""
+    try:
+        partial = folders.Partial(folder, f"{tag}.imported")
+        made.callback(partial.drop)
+        return partial.path
+    except OSError as error:
+        if error.errno in _FULL:
+            raise _no_room(folder, tag, folder, error) from None
+        told = f"nothing can be written beside it ({error.strerror})"
+    try:
+        aside = Path(made.enter_context(TemporaryDirectory(prefix="wherry-")))
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder / tag} is DeepSpeed's, which is turned into one of Wherry's to be loaded; {told}, nor in a "
+            f"temporary folder ({error.strerror}); set TMPDIR to a folder with room for {_bytes_of(folder / tag)}, or "
+            f"run `wherry import-deepspeed {folder} OUT` and load OUT"
+        ) from None
+    say("%s is DeepSpeed's: turned into one of Wherry's in %s, as %s", folder / tag, aside.parent, told)
+    return aside
+
+
+def _check_seen(folder: Path, ours: Path) -> None:
+    if not ours.is_dir():
+        raise CheckpointError(
+            f"what rank 0 makes of DeepSpeed's checkpoint lies in {ours.parent}, which this rank does not see; let all "
+            f"nodes share that folder (TMPDIR names a temporary one), or run `wherry import-deepspeed {folder} OUT` "
+            "with an OUT that they share, and load OUT"
+        )
+
+
+def _turn(folder: Path, ours: Path, tag: str, groups: Sequence[Sequence[str]]) -> None:
+    try:
+        import_checkpoint(folder, ours, tag, groups)
+    except OSError as error:
+        if error.errno not in _FULL:
             raise
+        raise _no_room(folder, tag, ours.parent, error) from None
 
-    def close(self) -> None:
-        self._partial.drop()
+
+# Of a disk that is full, or as full as its user may have it.
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def _no_room(folder: Path, tag: str, place: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{folder / tag} is DeepSpeed's, which is turned into one of Wherry's to be loaded; there is no room for it in "
+        f"{place}, up to {_bytes_of(folder / tag)} ({error.strerror}). Nothing was loaded; make room there, or run "
+        f"`wherry import-deepspeed {folder} OUT` with an OUT on another disk, and load OUT"
+    )
+
+
+def _bytes_of(checkpoint: Path) -> str:
+    return size(sum(path.stat().st_size for path in checkpoint.rglob("*.pt")))
+
+
+@contextmanager
+def _spoken_of_as(folder: Path, ours: Path) -> Iterator[None]:
+    """What the log and errors would say of `ours`, they say of `folder`."""
+
+    def named(text: str) -> str:
+        return text.replace(str(ours), str(folder))
+
+    def rename(record: logging.LogRecord) -> bool:
+        record.msg, record.args = named(record.getMessage()), ()
+        return True
+
+    logger.addFilter(rename)
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            cause.args = tuple(named(each) if isinstance(each, str) else each for each in cause.args)
+            cause = cause.__cause__ or cause.__context__
+        raise
+    finally:
+        logger.removeFilter(rename)
 
 
 def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:

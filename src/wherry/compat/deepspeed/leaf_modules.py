@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from pydantic import BaseModel, Field, field_validator
@@ -38,26 +38,28 @@ def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Have the modules of these classes gathered whole, when the model is given to `initialize`."""
-    return _by_class(model, list(leaf_module_classes), True, raise_if_not_found)
+    return _by_class(model, leaf_module_classes, True, raise_if_not_found)
 
 
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    return _by_class(model, list(leaf_module_classes), False, raise_if_not_found)
+    return _by_class(model, leaf_module_classes, False, raise_if_not_found)
 
 
-def _by_class(model: nn.Module, classes: list[type[nn.Module] | str], leaf: bool, required: bool) -> list[nn.Module]:
-    kinds = tuple(cls for cls in classes if isinstance(cls, type))
-    names = {cls for cls in classes if isinstance(cls, str)}
+def _by_class(
+    model: nn.Module, classes: Iterable[type[nn.Module] | str], leaf: bool, required: bool
+) -> list[nn.Module]:
+    asked = list(classes)
+    kinds = tuple(cls for cls in asked if isinstance(cls, type))
 
     def matches(module: nn.Module) -> bool:
         cls = type(module)
-        return isinstance(module, kinds) or not names.isdisjoint((cls.__name__, f"{cls.__module__}.{cls.__qualname__}"))
+        return isinstance(module, kinds) or cls.__name__ in asked or f"{cls.__module__}.{cls.__qualname__}" in asked
 
     found = [module for module in model.modules() if matches(module)]
     if not found and required:
-        listed = [cls if isinstance(cls, str) else cls.__name__ for cls in classes]
+        listed = [cls if isinstance(cls, str) else cls.__name__ for cls in asked]
         raise ValueError(f"No modules of type {listed} found in model {type(model).__name__}")
     return _mark(found, leaf)
 
@@ -118,10 +120,7 @@ def z3_leaf_parameter(parameter: nn.Parameter) -> bool:
 
 def apply_zero_leaf_module_config(model: nn.Module, leaf_cfg: Any) -> list[nn.Module]:
     """Mark what a config's `zero_optimization.leaf_module` names, and mixtures of experts that are known."""
-    given = leaf_cfg if isinstance(leaf_cfg, Mapping) else {}
-    block = (
-        DeepSpeedZeroLeafModuleConfig(**given) if not isinstance(leaf_cfg, DeepSpeedZeroLeafModuleConfig) else leaf_cfg
-    )
+    block = DeepSpeedZeroLeafModuleConfig.model_validate(leaf_cfg or {})
     found = set_z3_leaf_modules(model, block.classes, raise_if_not_found=False)
     by_name, missing = set_z3_leaf_modules_by_name(model, block.names, raise_if_not_found=False)
     by_suffix, lacking = set_z3_leaf_modules_by_suffix(model, block.name_suffixes, raise_if_not_found=False)

@@ -12,41 +12,29 @@ from typing import Any
 from pydantic import Field
 
 from wherry.compat.deepspeed.comm import get_rank
+from wherry.config import blocks
 from wherry.config.fields import ConfigBlock
 from wherry.errors import WherryError
 
 Event = tuple[str, float, int]
 
 
-class _Block(ConfigBlock, frozen=False, validate_assignment=True):
-    enabled: bool = False
-
-
-class TensorBoardConfig(_Block):
+class TensorBoardConfig(blocks.TensorBoard, frozen=False, validate_assignment=True):
     """`tensorboard`."""
 
-    output_path: str | None = ""
-    job_name: str = "DeepSpeedJobName"
 
-
-class WandbConfig(_Block):
+class WandbConfig(blocks.Wandb, frozen=False, validate_assignment=True):
     """`wandb`."""
 
-    group: str | None = None
-    team: str | None = None
-    project: str = "deepspeed"
 
-
-class CSVConfig(_Block):
+class CSVConfig(blocks.CsvMonitor, frozen=False, validate_assignment=True):
     """`csv_monitor`."""
 
-    output_path: str | None = ""
-    job_name: str = "DeepSpeedJobName"
 
-
-class CometConfig(_Block):
+class CometConfig(ConfigBlock, frozen=False, validate_assignment=True):
     """`comet`."""
 
+    enabled: bool = False
     samples_log_interval: int = 100
     project: str | None = None
     workspace: str | None = None
@@ -72,8 +60,8 @@ class DeepSpeedMonitorConfig(ConfigBlock, frozen=False, validate_assignment=True
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
     """The blocks in a config; what they do not say is as in DeepSpeed."""
-    blocks = DeepSpeedMonitorConfig.model_fields
-    return DeepSpeedMonitorConfig(**{name: param_dict[name] for name in blocks if name in param_dict})
+    names = DeepSpeedMonitorConfig.model_fields
+    return DeepSpeedMonitorConfig(**{name: param_dict[name] for name in names if name in param_dict})
 
 
 class Monitor(ABC):
@@ -91,20 +79,19 @@ class _One(Monitor):
     """A monitor of one block: the block's keys are its attributes, and rank 0 opens it."""
 
     def __init__(self, monitor_config: Any) -> None:
-        self.monitor_config = monitor_config
+        super().__init__(monitor_config)
         for name in type(monitor_config).model_fields:
             setattr(self, name, getattr(monitor_config, name))
-        if self._writes():
+        self.writes = bool(monitor_config.enabled) and get_rank() == 0
+        if self.writes:
             self._open()
 
-    def _writes(self) -> bool:
-        return bool(self.monitor_config.enabled) and get_rank() == 0
-
+    @abstractmethod
     def _open(self) -> None:
         """What the first event needs."""
 
     def _folder(self) -> str:
-        folder = os.path.join(self.monitor_config.output_path or "", self.monitor_config.job_name)
+        folder = os.path.join(self.monitor_config.output_path, self.monitor_config.job_name)
         os.makedirs(folder, exist_ok=True)
         return folder
 
@@ -138,10 +125,11 @@ class WandbMonitor(_One):
 
     def _open(self) -> None:
         block = self.monitor_config
-        _package("wandb", "wandb").init(project=block.project, group=block.group, entity=block.team)
+        self._run = _package("wandb", "wandb")
+        self._run.init(project=block.project, group=block.group, entity=block.team)
 
     def log(self, data: Mapping[str, Any], step: int | None = None, commit: bool | None = None) -> Any:
-        return _package("wandb", "wandb").log(data, step=step, commit=commit) if self._writes() else None
+        return self._run.log(data, step=step, commit=commit) if self.writes else None
 
     def write_events(self, event_list: Sequence[Event]) -> None:
         for name, value, step in event_list:
@@ -151,23 +139,17 @@ class WandbMonitor(_One):
 class csvMonitor(_One):
     """A file of each event's own, by its name, in `output_path/job_name`."""
 
-    log_dir: str | None = None
-
     def _open(self) -> None:
-        self.log_dir = self._folder()
-        self.filenames: list[str] = []
+        self.log_dir, self.filenames = self._folder(), set[str]()
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        if self.log_dir is None:
-            return
-        for name, value, step in event_list:
+        for name, value, step in event_list if self.writes else ():
             file_name = name.replace("/", "_").replace(" ", "_")
             with open(os.path.join(self.log_dir, file_name + ".csv"), "a", encoding="utf-8", newline="") as file:
-                writer = csv.writer(file)
                 if file_name not in self.filenames:
-                    self.filenames.append(file_name)
-                    writer.writerow(["step", name.rpartition("/")[2]])
-                writer.writerow([step, value])
+                    csv.writer(file).writerow(["step", name.rpartition("/")[2]])
+                self.filenames.add(file_name)
+                csv.writer(file).writerow([step, value])
 
 
 class CometMonitor(_One):
@@ -184,9 +166,7 @@ class CometMonitor(_One):
         self._told: dict[str, int] = {}
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        if self.experiment is None:
-            return
-        for name, value, step in event_list:
+        for name, value, step in event_list if self.writes else ():
             if name not in self._told or step - self._told[name] >= self.monitor_config.samples_log_interval:
                 self._told[name] = step
                 self.experiment.log_metric(name, value, step=step)
@@ -196,18 +176,16 @@ class MonitorMaster(Monitor):
     """The monitors that a config asks for, as one."""
 
     def __init__(self, monitor_config: Any) -> None:
-        if isinstance(monitor_config, Mapping):
-            monitor_config = get_monitor_config(monitor_config)
-        super().__init__(monitor_config)
-        self.enabled = monitor_config.enabled
+        super().__init__(get_monitor_config(monitor_config) if isinstance(monitor_config, Mapping) else monitor_config)
+        self.enabled = self.monitor_config.enabled
 
         def made(kind: Any, block: Any) -> Any:
             return kind(block) if block.enabled and get_rank() == 0 else None
 
-        self.tb_monitor = made(TensorBoardMonitor, monitor_config.tensorboard)
-        self.wandb_monitor = made(WandbMonitor, monitor_config.wandb)
-        self.csv_monitor = made(csvMonitor, monitor_config.csv_monitor)
-        self.comet_monitor = made(CometMonitor, monitor_config.comet)
+        self.tb_monitor = made(TensorBoardMonitor, self.monitor_config.tensorboard)
+        self.wandb_monitor = made(WandbMonitor, self.monitor_config.wandb)
+        self.csv_monitor = made(csvMonitor, self.monitor_config.csv_monitor)
+        self.comet_monitor = made(CometMonitor, self.monitor_config.comet)
 
     def write_events(self, event_list: Sequence[Event], flush: bool = True) -> None:
         for monitor in (self.tb_monitor, self.wandb_monitor, self.csv_monitor, self.comet_monitor):

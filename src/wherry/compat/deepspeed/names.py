@@ -47,10 +47,7 @@ _MONITORS = ".monitor: CometMonitor Monitor MonitorMaster TensorBoardMonitor Wan
 _CONFIG = ".config: DeepSpeedConfig"
 _CONFIG_ERROR = ".config: DeepSpeedConfigError"
 _LOGGER = "wherry.observe.log: logger"
-_PROFILER = (
-    ".profiling: FlopsProfiler bytes_to_string duration_to_string flops_to_string get_model_profile macs_to_string "
-    "number_to_string params_to_string"
-)
+_PROFILER = ".profiling: FlopsProfiler get_model_profile macs_to_string number_to_string params_to_string"
 _TILED = ".zero: TiledLinear TiledLinearReturnBias"
 _CHECKPOINT_FILES = ".universal: UNIVERSAL_CHECKPOINT_INFO get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank"
 
@@ -61,6 +58,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         ".comm: init_distributed",
         ".config: DeepSpeedConfig add_config_arguments",
         ".engine: DeepSpeedEngine OnDevice initialize",
+        ".schedules: add_tuning_arguments",
         ".utils: log_dist",
         _CONFIG_ERROR,
         _LOGGER,
@@ -161,18 +159,19 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "runtime.compiler": (".nvtx: is_compiling",),
     "runtime.sequence_parallel": (),
     "runtime.sparse_tensor": (".sparse_tensor: SparseTensor",),
+    "runtime.torch_autocast": (
+        ".autocast: LOWER_PRECISION_SAFE_MODULES PARAM_COMM_DTYPE_ATTR_NAME get_comm_dtype has_comm_dtype",
+    ),
     "runtime.sequence_parallel.ulysses_sp": (
         ".tiled: SequenceTiledCompute TiledFusedLogitsLoss TiledMLP sequence_tiled_compute",
     ),
     "runtime.swap_tensor": (".optimizer: MIN_SWAPPABLE_BYTES",),
     "runtime.utils": (
         ".runtime_utils: CheckOverflow DummyOptim PartitionedTensor call_to_str clip_grad_norm_ "
-        "clip_tensors_by_global_norm copy_to_device count_used_parameters_in_backward empty_cache "
-        "ensure_directory_exists get_global_norm get_global_norm_of_tensors get_grad_norm get_inactive_params "
-        "get_ma_status get_only_unique_item get_tensor_bytes get_weight_norm has_inf_or_nan "
-        "is_model_parallel_parameter maybe_loss_for_backward memory_status move_to_device noop_context "
-        "noop_decorator partition_balanced partition_uniform prefix_sum_inc see_memory_usage set_random_seed "
-        "torch_max_memory_reserved torch_memory_reserved",
+        "clip_tensors_by_global_norm count_used_parameters_in_backward empty_cache get_global_norm "
+        "get_global_norm_of_tensors get_grad_norm get_weight_norm has_inf_or_nan is_model_parallel_parameter "
+        "memory_status move_to_device noop_context partition_balanced partition_uniform prefix_sum_inc "
+        "see_memory_usage set_random_seed torch_max_memory_reserved torch_memory_reserved",
         ".utils: required_torch_version",
     ),
     "runtime.zero": (*_ZERO, ".zero: unwrap_model_for_generation", _STATUS, _TILED),
@@ -181,7 +180,11 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "get_zero_config",
         ".zero: ZeroStageEnum",
     ),
-    "runtime.zero.linear": ("torch.nn.functional: zero3_linear_wrap=linear",),
+    "runtime.zero.linear": (
+        ".autocast: autocast_custom_bwd autocast_custom_fwd",
+        "torch.nn: LinearModuleForZeroStage3=Linear",
+        "torch.nn.functional: zero3_linear_wrap=linear",
+    ),
     "runtime.zero.leaf_module_config": (
         ".leaf_modules: DEFAULT_LEAF_MODULE_CLASSES DEFAULT_LEAF_MODULE_NAMES DEFAULT_LEAF_MODULE_NAME_SUFFIXES "
         "DeepSpeedZeroLeafModuleConfig",
@@ -196,6 +199,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "runtime.zero.partition_parameters": (
         *_ZERO,
         _STATUS,
+        ".autocast: get_allgather_dtype",
         ".parameters: MultipleAllGatherHandles PartitionedParamStatus ZeroParamType is_zero_param "
         "partitioned_param_data_shape",
         "torch: _orig_torch_arange=arange _orig_torch_empty=empty _orig_torch_eye=eye _orig_torch_full=full "
@@ -210,11 +214,13 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         ".profiling: estimate_zero3_model_states_mem_needs estimate_zero3_model_states_mem_needs_all_cold "
         "estimate_zero3_model_states_mem_needs_all_live",
         ".optimizer: DeepSpeedZeroOptimizer_Stage3",
+        ".runtime_utils: count_used_parameters_in_backward",
     ),
     "runtime.zero.stage_1_and_2": (
         ".profiling: estimate_zero2_model_states_mem_needs estimate_zero2_model_states_mem_needs_all_cold "
         "estimate_zero2_model_states_mem_needs_all_live",
         ".optimizer: DeepSpeedZeroOptimizer",
+        ".runtime_utils: count_used_parameters_in_backward",
     ),
     "runtime.zero.tiling": (_TILED,),
     "runtime.zero.utils": (".optimizer: ZeRORuntimeException", ".parameters: is_zero_param"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, MutableMapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from wherry.compat.deepspeed import ops
+from wherry.compat.deepspeed.config import DeepSpeedConfigError
 from wherry.compat.deepspeed.leaf_modules import z3_leaf_module
 from wherry.errors import WherryError
 from wherry.placement import Tier
@@ -338,6 +340,8 @@ def resolve(
         _check_types(config)
     spec = resolve_optimizer(model, config, optimizer, model_parameters, make)
     if spec is not None:
+        if not config.keeps_masters():
+            spec = _without_masters(config, spec)
         # Unset, DeepSpeed demands it too; here a torch optimizer gets its host counterpart.
         if optimizer is not None and _offloads(config) and config.written.get("zero_force_ds_cpu_optimizer") is True:
             _check_of_host(spec.instance)
@@ -356,6 +360,8 @@ def make(config: Config, parameters: list[Any]) -> torch.optim.Optimizer:
     if name in ("Adam", "AdamW"):
         options = {key: value for key, value in options.items() if key != "maximize"}
         options["adamw_mode" if offloads else "adam_w_mode"] = name == "AdamW"
+        if offloads:
+            options["fp32_optimizer_states"] = config.keeps_masters() or config.state_dtype() != "bf16"
         cls = ops.DeepSpeedCPUAdam if offloads else ops.FusedAdam
     elif name == "Lion":
         options = {key: value for key, value in options.items() if key != "maximize"}
@@ -372,6 +378,29 @@ def _check_types(config: Config) -> None:
             f"data_types.grad_accum_dtype: {sums} with weights in {weights} needs zero_optimization.stage 1 or more; "
             "leave the key out at stage 0"
         )
+
+
+def _without_masters(config: Config, spec: OptimizerSpec) -> OptimizerSpec:
+    """What DeepSpeed demands of an optimizer then; moments are as the optimizer has them."""
+    states, optimizer = config.bf16.bf16_optimizer_states, spec.instance
+    offloads = _offloads(config)
+    if (offloads or not states) and not (offloads and type(optimizer) is ops.DeepSpeedCPUAdam):
+        raise DeepSpeedConfigError(
+            f"Master weights feature requires ZeRO Offload with DeepSpeedCPUAdam, got a {type(optimizer).__name__} and "
+            f"offload_optimizer {config.zero_optimization.offload_optimizer.device}; without offload set "
+            "bf16.bf16_optimizer_states"
+        )
+    full = offloads and optimizer.fp32_optimizer_states  # type: ignore[attr-defined]
+    if states and full:
+        raise DeepSpeedConfigError(
+            "bf16_optimizer_states with ZeRO-Offload requires DeepSpeedCPUAdam constructed with "
+            "fp32_optimizer_states=False, so that moments are in bf16"
+        )
+    if not full and config.fp16.enabled:
+        raise WherryError(
+            "DeepSpeedCPUAdam: fp32_optimizer_states=False with fp16 weights is not offered; leave it out"
+        )
+    return spec if spec.state_dtype == "int8" else replace(spec, state_dtype="fp32" if full else "bf16")
 
 
 def _check_of_host(instance: torch.optim.Optimizer) -> None:

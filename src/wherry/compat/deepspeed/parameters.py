@@ -11,7 +11,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -126,12 +126,6 @@ class Marks:
     def partition_numel(self) -> int:
         """The elements of one rank's share, rounded up."""
         return -(-self.ds_numel // comm_of(self).size)
-
-    def aligned_size(self) -> int:
-        return self.partition_numel() * comm_of(self).size
-
-    def padding_size(self) -> int:
-        return self.aligned_size() - self.ds_numel
 
     def ds_summary(self, use_debug_name: bool = False) -> dict[str, Any]:
         return {
@@ -320,8 +314,9 @@ def _unmark(parameter: nn.Parameter) -> None:
 
 def unmark(engine: Engine) -> None:
     _engines.discard(engine)
-    if "ds_status" in torch.Tensor.__dict__ and not any(each.placement.parameters.partitioned for each in _engines):
-        del torch.Tensor.ds_status  # type: ignore[attr-defined]
+    if not any(each.placement.parameters.partitioned for each in list(_engines)):
+        with suppress(AttributeError):  # where ranks are threads, another has been here
+            del torch.Tensor.ds_status  # type: ignore[attr-defined]
     for parameter in engine.module.parameters():
         parameter.__dict__.pop(ENGINE, None)
         _unmark(parameter)

@@ -5,7 +5,7 @@ Memory is from Wherry's own model of it.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -61,30 +61,19 @@ class FlopsProfiler:
 
     def get_total_duration(self, as_string: bool = False) -> Any:
         seconds = self._count.seconds
-        return duration_to_string(seconds) if as_string else seconds
+        return number_to_string(seconds) + "s" if as_string else seconds
 
     def print_model_profile(
         self, profile_step: int = 1, module_depth: int = -1, top_modules: int = 1, detailed: bool = True,
         output_file: str | None = None,
     ) -> None:  # fmt: skip
         self.stop_profile()  # what is under way is counted to here
-        text = "\n".join(filter(None, [self._ranks(), self._count.table(depth=module_depth)]))
-        if output_file:
-            with open(output_file, "w", encoding="utf-8") as file:
-                file.write(text + "\n")
-        else:
-            print(text)
-
-    def _ranks(self) -> str:
-        """What the engine, if there is one, says of the ranks."""
-        engine = self.ds_engine
-        if engine is None:
-            return ""
-        replicas = engine.dp_world_size or getattr(engine, "seq_dp_world_size", None)
-        return (
-            f"world size: {engine.world_size}\ndata parallel size: {replicas}\n"
-            f"model parallel size: {engine.mp_world_size}"
-        )
+        with open(output_file, "w", encoding="utf-8") if output_file else nullcontext() as file:
+            if (engine := self.ds_engine) is not None:
+                replicas = engine.dp_world_size or getattr(engine, "seq_dp_world_size", None)
+                print(f"world size: {engine.world_size}\ndata parallel size: {replicas}", file=file)
+                print(f"model parallel size: {engine.mp_world_size}", file=file)
+            print(self._count.table(depth=module_depth), file=file)
 
 
 class EngineProfile(FlopsProfiler):
@@ -109,20 +98,8 @@ def number_to_string(num: float, units: str | None = None, precision: int = 2) -
     return f"{round(num / sizes.get(units, 1.0), precision):g} {units}"
 
 
-def flops_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
-    return number_to_string(flops, units, precision) + "FLOPS"
-
-
 def macs_to_string(macs: float, units: str | None = None, precision: int = 2) -> str:
     return number_to_string(macs, units, precision) + "MACs"
-
-
-def bytes_to_string(b: float, units: str | None = None, precision: int = 2) -> str:
-    return number_to_string(b, units, precision) + "B"
-
-
-def duration_to_string(duration: float, units: str | None = None, precision: int = 2) -> str:
-    return number_to_string(duration, units, precision) + "s"
 
 
 def params_to_string(params_num: float, units: str | None = None, precision: int = 2) -> str:
@@ -159,12 +136,13 @@ def get_model_profile(
 
 
 def _needs(
-    stage: int, parameters: int, gpus: int, nodes: int, buffer_factor: float, optimizer: Tier, weights: Tier
-) -> tuple[int, int]:
-    """Bytes on the host of a node, and on each GPU."""
+    stage: int, parameters: int, layer: int, gpus: int, nodes: int, buffer_factor: float, optimizer: Tier, weights: Tier
+) -> tuple[int, int, int]:
+    """Bytes on the host of a node, on each GPU with the largest layer gathered, and of that layer alone."""
     placement = Placement.of_stage(stage, optimizer=optimizer, parameters=weights)
-    tiers = states(parameters, placement, gpus * nodes, _COST).by_tier(placement)
-    return int(tiers[Tier.HOST] * gpus * buffer_factor), tiers[Tier.DEVICE]
+    tiers = states(int(parameters), placement, gpus * nodes, _COST).by_tier(placement)
+    gathered = int(layer) * _COST.parameters
+    return int(tiers[Tier.HOST] * gpus * buffer_factor), tiers[Tier.DEVICE] + gathered, gathered
 
 
 def estimate_zero2_model_states_mem_needs(
@@ -175,9 +153,8 @@ def estimate_zero2_model_states_mem_needs(
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int]:
     """Bytes of states in the host memory of a node, and on each GPU."""
-    optimizer = Tier.HOST if cpu_offload else Tier.DEVICE
-    gpus, nodes = num_gpus_per_node, num_nodes
-    return _needs(2, int(total_params), gpus, nodes, additional_buffer_factor, optimizer, Tier.DEVICE)
+    gpus, nodes, optimizer = num_gpus_per_node, num_nodes, Tier.HOST if cpu_offload else Tier.DEVICE
+    return _needs(2, total_params, 0, gpus, nodes, additional_buffer_factor, optimizer, Tier.DEVICE)[:2]
 
 
 def estimate_zero3_model_states_mem_needs(
@@ -194,12 +171,10 @@ def estimate_zero3_model_states_mem_needs(
 
     `zero_init` says how the model is built; what training then keeps does not depend on it.
     """
-    optimizer = Tier.HOST if cpu_offload else Tier.DEVICE
+    gpus, nodes, optimizer = num_gpus_per_node, num_nodes, Tier.HOST if cpu_offload else Tier.DEVICE
     weights = Tier.HOST if cpu_offload and cpu_offload_params else Tier.DEVICE
-    gpus, nodes = num_gpus_per_node, num_nodes
-    host, device = _needs(3, int(total_params), gpus, nodes, additional_buffer_factor, optimizer, weights)
-    gathered = int(largest_layer_params) * _COST.parameters
-    return host, device + gathered, gathered
+    factor = additional_buffer_factor
+    return _needs(3, total_params, largest_layer_params, gpus, nodes, factor, optimizer, weights)
 
 
 def _print_table(
@@ -211,16 +186,15 @@ def _print_table(
     additional_buffer_factor: float = 1.5,
 ) -> None:
     """Print the table of a model of so many parameters."""
-    gpus, nodes, largest = num_gpus_per_node, num_nodes, int(largest_layer_params)
+    gpus, nodes, factor = num_gpus_per_node, num_nodes, additional_buffer_factor
     print(f"Memory of model states at ZeRO-{stage}, mixed precision and Adam,")
-    in_layer = f", {largest / 1e6:,.0f}M in the largest layer" if stage == 3 else ""
+    in_layer = f", {largest_layer_params / 1e6:,.0f}M in the largest layer" if stage == 3 else ""
     print(f"for {total_params / 1e6:,.0f}M parameters{in_layer},")
     print(f"on {nodes} node{'s' * (nodes > 1)} with {gpus} GPU{'s' * (gpus > 1)} each:")
     print(f"{'host, per node':>16} | {'per GPU':>12} | where states rest")
     places = [(Tier.HOST, Tier.DEVICE), (Tier.DEVICE, Tier.DEVICE)]
     for optimizer, weights in [(Tier.HOST, Tier.HOST), *places] if stage == 3 else places:
-        host, device = _needs(stage, int(total_params), gpus, nodes, additional_buffer_factor, optimizer, weights)
-        device += largest * _COST.parameters if stage == 3 else 0
+        host, device, _ = _needs(stage, total_params, largest_layer_params, gpus, nodes, factor, optimizer, weights)
         rest = f"optimizer: {optimizer.value}, parameters: {weights.value}"
         print(f"{format_bytes(host):>16} | {format_bytes(device):>12} | {rest}")
     print("(activations come on top: see `wherry plan`)")
@@ -246,7 +220,7 @@ def _all_live(
     """Print the table of a model that is there."""
     total = sum({p: getattr(p, "ds_numel", p.numel()) for p in model.parameters()}.values())
     layers = ([getattr(p, "ds_numel", p.numel()) for p in m.parameters(recurse=False)] for m in model.modules())
-    largest = max(map(sum, layers), default=0)
+    largest = max(map(sum, layers), default=0) if stage == 3 else 0
     _print_table(stage, total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor)
 
 

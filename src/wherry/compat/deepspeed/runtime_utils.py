@@ -5,14 +5,15 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-import os
 import random
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext as noop_context
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_map
 
 from wherry.compat.deepspeed import groups
 from wherry.compat.deepspeed.accelerator import get_accelerator
@@ -23,13 +24,6 @@ from wherry.observe.memory import device_memory, format_bytes, host_memory
 from wherry.parallel.topology import default_device
 
 __all__ = ["noop_context"]
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-class NotOneItem(WherryError, RuntimeError):
-    """Items that should all be the same are not."""
-
 
 # --- norms ---
 
@@ -56,46 +50,37 @@ def _norm(tensors: Sequence[torch.Tensor], norm_type: float, mpu: Any) -> torch.
     return total if infinite else total.pow(1.0 / norm_type)
 
 
-def _own(parameters: Iterable[Any], mpu: Any) -> list[Any]:
+def _own(parameters: torch.Tensor | Iterable[torch.Tensor], mpu: Any) -> list[torch.Tensor]:
     """Without those that another model-parallel rank counts as well."""
     first = mpu is None or groups._get_model_parallel_rank() == 0
-    return [p for p in parameters if first or is_model_parallel_parameter(p)]
+    given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    return [p for p in given if first or is_model_parallel_parameter(p)]
 
 
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2, mpu: Any = None
 ) -> torch.Tensor:
     """Clip gradients in place, by the mean of the norms of the data-parallel ranks; returns it."""
-    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    trained = [p for p in given if p.grad is not None]
+    trained = [p for p in _own(parameters, None) if p.grad is not None]
     counted = trained if float(norm_type) == math.inf else _own(trained, mpu)
     total = _norm([p.grad for p in counted if p.grad is not None], float(norm_type), mpu)
     if started():
         group = groups._get_data_parallel_group()
         total = total / get_world_size(group)
         dist.all_reduce(total, group=group)
-    factor = (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
-    for p in trained:
-        assert p.grad is not None
-        p.grad.detach().mul_(factor)
+    nn.utils.clip_grads_with_norm_(trained, max_norm, total)
     return total
-
-
-def _finite_or_minus_one(norm: float) -> float:
-    return norm if math.isfinite(norm) else -1
 
 
 def get_weight_norm(parameters: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2, mpu: Any = None) -> float:
     """The norm of the values; -1 if it is not finite."""
-    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    return _finite_or_minus_one(_norm(_own(given, mpu), float(norm_type), mpu).item())
+    return get_global_norm_of_tensors(_own(parameters, mpu), norm_type, mpu).item()
 
 
 def get_grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2, mpu: Any = None) -> float:
     """The norm of the gradients; -1 if it is not finite."""
-    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    gradients = [p.grad for p in _own(given, mpu) if p.grad is not None]
-    return _finite_or_minus_one(_norm(gradients, float(norm_type), mpu).item())
+    gradients = [p.grad for p in _own(parameters, mpu) if p.grad is not None]
+    return get_global_norm_of_tensors(gradients, norm_type, mpu).item()
 
 
 def get_global_norm(norm_list: Iterable[float]) -> float:
@@ -246,54 +231,17 @@ class PartitionedTensor:
 # --- values ---
 
 
-def _mapped(item: Any, change: Callable[[Any], Any], wanted: Callable[[Any], bool]) -> Any:
-    if wanted(item):
-        return change(item)
-    if isinstance(item, list):
-        return [_mapped(value, change, wanted) for value in item]
-    if isinstance(item, tuple):
-        return tuple(_mapped(value, change, wanted) for value in item)
-    if isinstance(item, dict):
-        return {key: _mapped(value, change, wanted) for key, value in item.items()}
-    return item
-
-
-def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
-    """Copies of the tensors that meet the criterion, in containers too."""
-    return _mapped(item, lambda tensor: tensor.to(device), criterion_func)
-
-
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
     """The same tensors, on the device; without a criterion all of them are copied there."""
-    if criterion_func is None:
-        return copy_to_device(item, device, torch.is_tensor)
 
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        tensor.data = tensor.data.to(device)
-        return tensor
+    def moved(value: Any) -> Any:
+        if criterion_func is None:
+            return value.to(device) if torch.is_tensor(value) else value
+        if criterion_func(value):
+            value.data = value.data.to(device)
+        return value
 
-    return _mapped(item, move, criterion_func)
-
-
-def get_only_unique_item(items: Iterable[Any]) -> Any:
-    found = set(items)
-    if len(found) != 1:
-        raise NotOneItem(f"get_only_unique_item: expected one item again and again, got {sorted(map(str, found))}")
-    return found.pop()
-
-
-def get_tensor_bytes(item: Any) -> int:
-    if torch.is_tensor(item):
-        return item.numel() * item.element_size()
-    values = item.values() if isinstance(item, dict) else item if isinstance(item, list | tuple) else ()
-    return sum(get_tensor_bytes(value) for value in values)
-
-
-def get_inactive_params(param_list: Iterable[Any]) -> list[Any]:
-    """The parameters that are not gathered."""
-    from wherry.compat.deepspeed.parameters import ZeroParamStatus
-
-    return [p for p in param_list if getattr(p, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE]
+    return tree_map(moved, item)
 
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
@@ -302,10 +250,6 @@ def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
     'int(3, base=2)'
     """
     return f"{base}({', '.join([*map(repr, args), *(f'{key}={value!r}' for key, value in kwargs.items())])})"
-
-
-def maybe_loss_for_backward(value: Any) -> bool:
-    return torch.is_tensor(value) and value.numel() == 1 and value.grad_fn is not None
 
 
 def count_used_parameters_in_backward(parameters: Iterable[Any]) -> int:
@@ -320,14 +264,6 @@ def count_used_parameters_in_backward(parameters: Iterable[Any]) -> int:
 
 class NotInBackward(WherryError, RuntimeError):
     """What only a backward knows was asked outside of one."""
-
-
-def noop_decorator(func: Function) -> Function:
-    return func
-
-
-def ensure_directory_exists(filename: str) -> None:
-    os.makedirs(os.path.dirname(filename), exist_ok=True)
 
 
 def set_random_seed(seed: int) -> None:
@@ -365,10 +301,6 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     if force:
         gc.collect()
         memory_status(message, print_rank=0, reset_max=True)
-
-
-def get_ma_status() -> int:
-    return 0 if get_rank() else get_accelerator().memory_allocated()
 
 
 def empty_cache() -> None:

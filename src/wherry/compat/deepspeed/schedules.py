@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from wherry.errors import WherryError
 from wherry.observe.log import warn
+from wherry.update.schedules import Cycle, warmed
 
 if TYPE_CHECKING:
     from wherry.config.scheduler import Scheduler
@@ -28,7 +29,6 @@ VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARM
 # The names of parameters, as variables that scripts import.
 LR_RANGE_TEST_MIN_LR, LR_RANGE_TEST_STEP_RATE = "lr_range_test_min_lr", "lr_range_test_step_rate"
 LR_RANGE_TEST_STEP_SIZE, LR_RANGE_TEST_STAIRCASE = "lr_range_test_step_size", "lr_range_test_staircase"
-EDGE_VALUE, MID_VALUE = "edge_value", "mid_value"
 CYCLE_FIRST_STEP_SIZE, CYCLE_FIRST_STAIR_COUNT = "cycle_first_step_size", "cycle_first_stair_count"
 CYCLE_SECOND_STEP_SIZE, CYCLE_SECOND_STAIR_COUNT = "cycle_second_step_size", "cycle_second_stair_count"
 DECAY_STEP_SIZE = "decay_step_size"
@@ -110,7 +110,7 @@ class LRRangeTest(_Schedule):
         return [low * increase for low in self.min_lr]
 
 
-class OneCycle(_Schedule):
+class OneCycle(Cycle, _Schedule):
     """One cycle of the rate, up and down, with the momentum against it; then an optional decay.
 
     Momentum is the first beta, and the second is 0.99 as long as it cycles.
@@ -134,72 +134,48 @@ class OneCycle(_Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
-        self.first_step_size = float(cycle_first_step_size)
-        second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
-        self.second_step_size = float(second)
-        if self.first_step_size <= 0 or self.second_step_size < 0:
+        self.first = float(cycle_first_step_size)
+        self.second = self.first if cycle_second_step_size is None else float(cycle_second_step_size)
+        if self.first <= 0 or self.second < 0:
             raise WherryError(
                 "OneCycle: cycle_first_step_size must be positive and cycle_second_step_size non-negative, got "
                 f"{cycle_first_step_size} and {cycle_second_step_size}"
             )
-        self.total_size = self.first_step_size + self.second_step_size
-        self.step_ratio = self.first_step_size / self.total_size
-        self.first_stair_count = cycle_first_stair_count
-        stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
-        self.second_stair_count = stairs
+        self.step_ratio = self.first / (self.first + self.second)
+        self.first_stairs = cycle_first_stair_count
+        self.second_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
         self.decay_step_size = decay_step_size
         self.decay_lr_rate, self.decay_mom_rate = decay_lr_rate, decay_mom_rate
         self.min_lrs = _per_group(self.optimizer, cycle_min_lr, "cycle_min_lr")
         self.max_lrs = _per_group(self.optimizer, cycle_max_lr, "cycle_max_lr")
-        self.min_moms = [(mom, 0.99) for mom in _per_group(self.optimizer, cycle_min_mom, "cycle_min_mom")]
-        self.max_moms = [(mom, 0.99) for mom in _per_group(self.optimizer, cycle_max_mom, "cycle_max_mom")]
+        self._moms = [
+            _per_group(self.optimizer, cycle_min_mom, "cycle_min_mom"),
+            _per_group(self.optimizer, cycle_max_mom, "cycle_max_mom"),
+        ]
         self.cycle_momentum = cycle_momentum and "betas" in self.optimizer.defaults
         if cycle_momentum and not self.cycle_momentum:
             kind = type(self.optimizer).__name__
             warn("OneCycle: cycle_momentum is left out, as %s has no betas; only the rate cycles", kind)
         if last_batch_iteration == -1:
             self._set(self.min_lrs)
-            if self.cycle_momentum:
-                self._set_moms(self.min_moms)
+            self._set_moms(self._moms[0])
 
     def get_lr(self) -> list[Rate]:
-        if self.last_batch_iteration < self.total_size:
-            height = self._height()
-            return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
-        return [low / self._decay(self.decay_lr_rate) for low in self.min_lrs]
+        return self._rates(self.last_batch_iteration + 1, self.min_lrs, self.max_lrs)
 
     def get_mom(self) -> list[tuple[float, float]] | None:
         """The betas of each group at this step; None where they do not cycle."""
         if not self.cycle_momentum:
             return None
-        if self.last_batch_iteration < self.total_size:
-            height = self._height()
-            pairs = zip(self.min_moms, self.max_moms, strict=True)
-            return [(high - (high - low) * height, second) for (low, second), (high, _) in pairs]
-        return [(mom * self._decay(self.decay_mom_rate), second) for mom, second in self.max_moms]
+        return [(mom, 0.99) for mom in self._momenta(self.last_batch_iteration + 1, *self._moms)]
 
     def step(self, batch_iteration: int | None = None) -> None:
         super().step(batch_iteration)
-        moms = self.get_mom()
-        if moms is not None:
-            self._set_moms(moms)
+        self._set_moms([first for first, _ in self.get_mom() or ()])
 
-    def _set_moms(self, moms: Sequence[tuple[float, float]]) -> None:
-        for group, betas in zip(self.optimizer.param_groups, moms, strict=True):
-            group["betas"] = betas
-
-    def _height(self) -> float:
-        """How high in the cycle, 0 to 1; with stairs, the stair that has been reached."""
-        at = (self.last_batch_iteration + 1) % self.total_size
-        climbed, size, stairs = at, self.first_step_size, self.first_stair_count
-        if at > self.first_step_size:
-            climbed, size, stairs = self.total_size - at, self.second_step_size, self.second_stair_count
-        return math.floor(climbed * stairs / size) / stairs if stairs > 0 else climbed / size
-
-    def _decay(self, rate: float) -> float:
-        if math.isclose(self.decay_step_size, 0):
-            return 1.0
-        return 1 + rate * (self.last_batch_iteration - self.total_size + 1) / self.decay_step_size
+    def _set_moms(self, moms: Sequence[float]) -> None:
+        for group, mom in zip(self.optimizer.param_groups if self.cycle_momentum else (), moms, strict=False):
+            group["betas"] = (mom, 0.99)
 
 
 class _Warmup(_Schedule):
@@ -217,9 +193,7 @@ class _Warmup(_Schedule):
 
     def _warmed(self) -> float:
         """How far the warm-up is, 0 to 1."""
-        if self.warmup_type == WARMUP_LINEAR_RATE:
-            return self.last_batch_iteration / self.warmup_num_steps
-        return math.log(self.last_batch_iteration + 1) / math.log(self.warmup_num_steps)
+        return warmed(self.last_batch_iteration, self.warmup_num_steps, self.warmup_type)
 
     def _tell_of_total(self, total: int) -> None:
         if total < self.warmup_num_steps:
@@ -245,7 +219,6 @@ class WarmupLR(_Warmup):
         own = [_kept(group["lr"]) for group in self.optimizer.param_groups]
         self.min_lrs = _per_group(self.optimizer, warmup_min_lr, "min_lr")
         self.max_lrs = _per_group(self.optimizer, own if warmup_max_lr is None else warmup_max_lr, "max_lr")
-        self.delta_lrs = [high - low for high, low in zip(self.max_lrs, self.min_lrs, strict=True)]
         if last_batch_iteration == -1:
             self._set(self.get_lr())
 
@@ -253,10 +226,10 @@ class WarmupLR(_Warmup):
         if self.last_batch_iteration < 0:
             return self.min_lrs
         share = self._share()
-        return [low + delta * share for low, delta in zip(self.min_lrs, self.delta_lrs, strict=True)]
+        return [low + (high - low) * share for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def _share(self) -> float:
-        return self._warmed() if self.last_batch_iteration < self.warmup_num_steps else 1.0
+        return self._warmed()
 
 
 class WarmupDecayLR(WarmupLR):
@@ -374,64 +347,21 @@ def _total(value: Any) -> int:
     return int(value)
 
 
-# Flags of a script that sets a schedule by them.
-
-_FLAGS: Mapping[str, tuple[type, Any, str]] = {
-    LR_SCHEDULE: (str, None, "schedule of the learning rate"),
-    LR_RANGE_TEST_MIN_LR: (float, 0.001, "rate at the start"),
-    LR_RANGE_TEST_STEP_RATE: (float, 1.0, "share of the start that is added at each increase"),
-    LR_RANGE_TEST_STEP_SIZE: (int, 1000, "steps for one increase"),
-    LR_RANGE_TEST_STAIRCASE: (bool, False, "increase in stairs"),
-    CYCLE_FIRST_STEP_SIZE: (int, 1000, "steps of the rising half"),
-    CYCLE_FIRST_STAIR_COUNT: (int, -1, "stairs of the rising half"),
-    CYCLE_SECOND_STEP_SIZE: (int, -1, "steps of the falling half"),
-    CYCLE_SECOND_STAIR_COUNT: (int, -1, "stairs of the falling half"),
-    DECAY_STEP_SIZE: (int, 1000, "steps over which one decay applies"),
-    CYCLE_MIN_LR: (float, 0.01, "lowest rate of the cycle"),
-    CYCLE_MAX_LR: (float, 0.1, "highest rate of the cycle"),
-    DECAY_LR_RATE: (float, 0.0, "decay of the rate after the cycle"),
-    CYCLE_MIN_MOM: (float, 0.8, "lowest momentum of the cycle"),
-    CYCLE_MAX_MOM: (float, 0.9, "highest momentum of the cycle"),
-    DECAY_MOM_RATE: (float, 0.0, "change of the momentum after the cycle"),
-    WARMUP_MIN_LR: (float, 0, "first rate of the warm-up"),
-    WARMUP_MAX_LR: (float, 0.001, "rate after the warm-up"),
-    WARMUP_NUM_STEPS: (int, 1000, "steps of the warm-up"),
-    WARMUP_TYPE: (str, WARMUP_LOG_RATE, "shape of the warm-up: log or linear"),
-    WARMUP_MIN_RATIO: (float, 0.01, "first rate, as a share"),
-    COS_MIN_RATIO: (float, 0.01, "last rate, as a share"),
-}
-# Of each schedule the flags that are its parameters, by how their names begin; of the others those of the warm-up.
-_PARAMETERS = {LR_RANGE_TEST: ("lr_range_test_",), ONE_CYCLE: ("cycle_", "decay_")}
-_WARMUP = (WARMUP_MIN_LR, WARMUP_MAX_LR, WARMUP_NUM_STEPS, WARMUP_TYPE)
+_FLAGS: Mapping[str, Any] = {
+    LR_RANGE_TEST_MIN_LR: 0.001, LR_RANGE_TEST_STEP_RATE: 1.0, LR_RANGE_TEST_STEP_SIZE: 1000,
+    LR_RANGE_TEST_STAIRCASE: False, CYCLE_FIRST_STEP_SIZE: 1000, CYCLE_FIRST_STAIR_COUNT: -1,
+    CYCLE_SECOND_STEP_SIZE: -1, CYCLE_SECOND_STAIR_COUNT: -1, DECAY_STEP_SIZE: 1000, CYCLE_MIN_LR: 0.01,
+    CYCLE_MAX_LR: 0.1, DECAY_LR_RATE: 0.0, CYCLE_MIN_MOM: 0.8, CYCLE_MAX_MOM: 0.9, DECAY_MOM_RATE: 0.0,
+    WARMUP_MIN_LR: 0.0, WARMUP_MAX_LR: 0.001, WARMUP_NUM_STEPS: 1000, WARMUP_TYPE: WARMUP_LOG_RATE,
+    WARMUP_MIN_RATIO: 0.01, COS_MIN_RATIO: 0.01,
+}  # fmt: skip
 
 
 def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """`--lr_schedule` and the parameters of schedules on a script's own parser."""
-    group = parser.add_argument_group("Convergence Tuning", "schedules of the learning rate")
-    for name, (kind, default, text) in _FLAGS.items():
-        group.add_argument(f"--{name}", type=kind, default=default, help=text)
-    group.add_argument("--cycle_momentum", default=False, action="store_true", help="cycle the momentum too")
+    """`--lr_schedule` and the parameters of schedules on a script's own parser, for the script to use."""
+    group = parser.add_argument_group("Convergence Tuning", "schedules of the learning rate, and their parameters")
+    group.add_argument(f"--{LR_SCHEDULE}", help="one of " + ", ".join(VALID_LR_SCHEDULES))
+    for name, default in _FLAGS.items():
+        group.add_argument(f"--{name}", type=type(default), default=default)
+    group.add_argument("--cycle_momentum", action="store_true")
     return parser
-
-
-def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
-    """The block `scheduler` that such flags say, or why there is none."""
-    schedule = getattr(args, LR_SCHEDULE, None)
-    if schedule is None:
-        return None, f"--{LR_SCHEDULE} not specified on command line"
-    if schedule not in VALID_LR_SCHEDULES:
-        return None, f"{schedule} is not supported LR schedule"
-    names = [name for name in _FLAGS if name.startswith(_PARAMETERS.get(schedule, _WARMUP))]
-    params = {name: value for name in names if (value := getattr(args, name, None)) is not None}
-    return {"type": schedule, "params": params}, None
-
-
-def get_lr_from_config(config: Mapping[str, Any]) -> tuple[Any, str]:
-    """The rate that a block `scheduler` begins or peaks with; None, and why, where it has none."""
-    for name in ("type", "params"):
-        if name not in config:
-            return None, f"LR schedule {name} not defined in config"
-    if config["type"] not in VALID_LR_SCHEDULES:
-        return None, f"{config['type']} is not a valid LR schedule"
-    rate = {LR_RANGE_TEST: LR_RANGE_TEST_MIN_LR, ONE_CYCLE: CYCLE_MAX_LR}.get(config["type"], WARMUP_MAX_LR)
-    return config["params"][rate], ""

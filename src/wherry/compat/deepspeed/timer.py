@@ -101,10 +101,6 @@ class SynchronizedWallClockTimer:
         told = {name: self.timers[name].elapsed(reset) / normalizer for name in names if name in self.timers}
         print_dist("time (ms)" + "".join(f" | {name}: {ms:.2f}" for name, ms in told.items()), ranks or [0])
 
-    def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
-        assert normalizer > 0.0, f"get_mean: expected a normalizer above 0, got {normalizer}"
-        return {name: self.timers[name].mean() * 1e3 / normalizer for name in names if name in self.timers}
-
 
 class _Idle:
     def start(self, **_: Any) -> None:
@@ -131,8 +127,6 @@ class NoopTimer:
 
     def log(self, names: Iterable[str], *_: Any, **__: Any) -> None:
         """Nothing is timed."""
-
-    get_mean = log
 
 
 class ThroughputTimer:

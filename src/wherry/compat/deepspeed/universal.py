@@ -16,9 +16,8 @@ import os
 import shutil
 import sys
 import tempfile
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,11 +27,13 @@ from wherry.checkpoint.files import write_text
 from wherry.checkpoint.format import WEIGHT, Entry, Manifest, dtype_named
 from wherry.checkpoint.reader import CheckpointReader
 from wherry.compat.deepspeed import VERSION
-from wherry.compat.deepspeed.importing import LATEST_UNIVERSAL, AsOurs, is_theirs, is_universal
-from wherry.engine import Engine
+from wherry.compat.deepspeed.importing import LATEST_UNIVERSAL, import_checkpoint, is_theirs, is_universal
 from wherry.errors import WherryError
 from wherry.observe.log import say
 from wherry.observe.progress import Progress
+
+if TYPE_CHECKING:
+    from wherry.engine import Engine
 
 # Where programs look for what, in folders of checkpoints.
 UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"
@@ -50,50 +51,102 @@ def get_zero_ckpt_name_for_rank(base_folder: str | os.PathLike[str], dp_rank: in
     return os.path.join(base_folder, name)
 
 
-def write_model_file(engine: Engine, folder: Path, module: dict[str, Any], client_state: dict[str, Any]) -> None:
-    """What scripts `torch.load` of a checkpoint: the working weights under `module`, and counts. No load needs it."""
+# Beside Wherry's own files of a checkpoint, for scripts that look for these or `torch.load` them. No load needs them.
+
+
+def write_model_file(engine: Engine, folder: Path, module: dict[str, Any]) -> None:
+    """The working weights under `module`, and counts. At stage 3 there are none of the weights in it, as with DeepSpeed
+    none of this rank's are whole: tensors without elements stand for them.
+    """
+    stage_3 = engine.zero_optimization_stage() == 3
+    parameters = {name for name, _ in engine.module.named_parameters(remove_duplicate=False)} if stage_3 else set()
     own: dict[tuple[Any, ...], torch.Tensor] = {}  # without the flat that it is a part of, and tied ones once
 
-    def alone(value: Any) -> Any:
+    def alone(name: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
+        if name in parameters:
+            return torch.empty(0, dtype=value.dtype)
         key = (value.data_ptr(), value.dtype, value.shape, value.stride()) if value.numel() else (id(value),)
         if key not in own:
             own[key] = value.detach().to("cpu", copy=True)
         return own[key]
 
-    found = {
-        **client_state,
-        "module": {name: alone(value) for name, value in module.items()},
-        "buffer_names": [name for name, _ in engine.module.named_buffers() if name in module],
-        "global_steps": engine.global_steps,
-        "global_samples": engine.global_samples,
-        "skipped_steps": engine.skipped_steps,
-        "dp_world_size": engine.dp_world_size,
+    with CheckpointReader(folder) as reader:
+        found = model_states(reader.manifest, reader)
+    found["module"] = {name: alone(name, value) for name, value in module.items()}
+    path = Path(get_model_ckpt_name_for_rank(folder, "00"))
+    exporting.write_torch(found, _of_stage_3(path) if stage_3 else path)
+
+
+def write_optimizer_file(engine: Engine, folder: Path, rank: int) -> None:
+    """What there is to know of a rank's part of the optimizer, whose states are in the checkpoint's own files alone."""
+    path = Path(get_zero_ckpt_name_for_rank(folder, rank, 0))
+    if engine.working_dtype is torch.bfloat16:
+        path = path.with_name(f"bf16_{path.name}")
+    states = optimizer_states(engine.zero_optimization_stage(), engine.dp_world_size, engine.config)
+    exporting.write_torch(states, path)
+
+
+def model_states(manifest: Manifest, reader: CheckpointReader) -> dict[str, Any]:
+    """What DeepSpeed has in `*_model_states.pt`, but tensors of the model."""
+    engine, entries, value = manifest.engine, manifest.entries, reader.value
+    schedule = value(engine["lr_scheduler"], "lr_scheduler") if "lr_scheduler" in engine else None
+    if isinstance(schedule, dict) and isinstance(last := schedule.get("last_epoch"), int):
+        schedule = {"last_batch_iteration": last, **schedule}
+    return {
+        **value(engine.get("client_state", {}), "client_state"),
+        "buffer_names": [name for name, entry in entries.items() if entry.kind == "buffer"],
+        "param_shapes": [{n: torch.Size(entries[n].shape) for n in names} for names in trained_groups(manifest)],
+        "shared_params": {o: n for n, e in entries.items() if e.kind == "parameter" for o in e.aliases},
+        "lr_scheduler": schedule,
+        "global_steps": engine.get("global_steps", 0),
+        "global_samples": engine.get("samples", 0),
+        "skipped_steps": engine.get("skipped_steps", 0),
+        "dp_world_size": manifest.world_size,
         "mp_world_size": 1,
-        "ds_config": engine.config,
+        "ds_config": manifest.config,
         "ds_version": VERSION,
     }
-    exporting.write_torch(found, Path(get_model_ckpt_name_for_rank(folder, "00")))
+
+
+def optimizer_states(stage: int, ranks: int, config: dict[str, Any]) -> dict[str, Any]:
+    """What DeepSpeed has in `*_optim_states.pt`, but weights, moments, and what says where in them a parameter is."""
+    return {
+        "optimizer_state_dict": {"zero_stage": stage, "partition_count": ranks},
+        "ds_config": config,
+        "ds_version": VERSION,
+        "states": "in the safetensors files of this checkpoint, which engine.load_checkpoint loads; "
+        "deepspeed.checkpoint.ds_to_universal and deepspeed.utils.zero_to_fp32 write them for other programs",
+    }
+
+
+def trained_groups(manifest: Manifest) -> list[list[str]]:
+    """Of each group of the optimizer its parameters, in the model's order."""
+    groups = [set(group["parameters"]) for group in manifest.engine.get("optimizer", {"groups": ()})["groups"]]
+    return [[name for name in manifest.entries if name in group] for group in groups]
+
+
+def _of_stage_3(path: Path) -> Path:
+    """Where an engine at stage 3 looks for a rank's model file."""
+    return path.with_name(f"{ZERO_FILE_PREFIX}0_{path.name}")
 
 
 def convert(source: Path, out: Path) -> None:
     """Write the checkpoint in the folder `source`, Wherry's or DeepSpeed's, as a universal one to `out`."""
     if out.exists() and not is_universal(out) and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} is there and is no universal checkpoint; give another folder, or move it away")
-    with ExitStack() as stack:
-        if source.is_dir() and is_theirs(source):
-            ours = AsOurs(source.parent, source.name)
-            stack.callback(ours.close)
-            source = ours.folder / source.name
-        folder = exporting.find(source)
+    theirs = source.is_dir() and is_theirs(source)
+    found = source if theirs else exporting.find(source)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as made:
+        aside = Path(made)
+        folder = import_checkpoint(source.parent, aside / "ours", source.name) if theirs else found
         manifest = exporting.verified(folder)
         if "optimizer" not in manifest.engine:
             raise CheckpointError(
-                f"{folder} holds no optimizer, which a universal checkpoint has; train a model with one"
+                f"{found} holds no optimizer, which a universal checkpoint has; train a model with one"
             )
-        out.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent)))
         with CheckpointReader(folder, manifest) as reader:
             _Universal(manifest, reader).write(aside / "whole")
         shutil.rmtree(out, ignore_errors=True)
@@ -108,9 +161,7 @@ class _Universal:
         self.trained = {name: entry for name, entry in self.entries.items() if entry.kind == "parameter"}
         self.optimizer = manifest.engine["optimizer"]
         self.stage = int(manifest.config.get("zero_optimization", {}).get("stage", 0))
-        # The groups of the optimizer, each with its parameters in the model's order.
-        groups = [set(group["parameters"]) for group in self.optimizer["groups"]]
-        self.groups = [[name for name in self.trained if name in group] for group in groups]
+        self.groups = trained_groups(manifest)
 
     def write(self, out: Path) -> None:
         zero = out / "zero"
@@ -122,12 +173,10 @@ class _Universal:
         torch.save(self._optimizer_state(), zero / "optimizer_state.pt")
         path = Path(get_model_ckpt_name_for_rank(out, "00"))
         torch.save(self._model_states(), path)
-        # Where an engine at stage 3 looks for it.
-        other = path.with_name(f"{ZERO_FILE_PREFIX}0_{path.name}")
         try:
-            os.link(path, other)
+            os.link(path, _of_stage_3(path))
         except OSError:  # of a disk that knows of no links
-            shutil.copyfile(path, other)
+            shutil.copyfile(path, _of_stage_3(path))
 
     def _write_parameter(self, zero: Path, name: str, entry: Entry) -> None:
         if "/" in name or not name.strip("."):
@@ -162,8 +211,7 @@ class _Universal:
         }
 
     def _model_states(self) -> dict[str, Any]:
-        engine, value = self.manifest.engine, self.reader.value
-        if engine.get("extra_state"):
+        if self.manifest.engine.get("extra_state"):
             say("the extra state of the model's modules is not in a universal checkpoint")
         module: dict[str, torch.Tensor] = {}
         frozen: dict[str, torch.Tensor] = {}
@@ -176,32 +224,13 @@ class _Universal:
             if self.stage == 3 and entry.kind == "frozen":
                 frozen[name] = self.reader.tensor(name, WEIGHT, dtype)
         return {
-            **value(engine.get("client_state", {}), "client_state"),
+            **model_states(self.manifest, self.reader),
             "module": module,
-            "buffer_names": [name for name, entry in self.entries.items() if entry.kind == "buffer"],
             "optimizer": None,
-            "param_shapes": [{name: torch.Size(self.trained[name].shape) for name in names} for names in self.groups],
             "frozen_param_shapes": {name: tensor.shape for name, tensor in frozen.items()} or None,
             "frozen_param_fragments": frozen or None,
-            "shared_params": {other: n for n, e in self.trained.items() for other in e.aliases},
-            "lr_scheduler": self._schedule(),
             "sparse_tensor_module_names": set(),
-            "global_steps": engine.get("global_steps", 0),
-            "global_samples": engine.get("samples", 0),
-            "skipped_steps": engine.get("skipped_steps", 0),
-            "dp_world_size": self.manifest.world_size,
-            "mp_world_size": 1,
-            "ds_config": self.manifest.config,
-            "ds_version": VERSION,
         }
-
-    def _schedule(self) -> Any:
-        if "lr_scheduler" not in self.manifest.engine:
-            return None
-        state = self.reader.value(self.manifest.engine["lr_scheduler"], "lr_scheduler")
-        if isinstance(state, dict) and isinstance(last := state.get("last_epoch"), int):
-            state = {"last_batch_iteration": last, **state}
-        return state
 
 
 def main(args: Any = None) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import pairwise
@@ -119,6 +118,7 @@ class Init(wherry.Init):
 
 _STAGE_3 = {"zero_optimization": {"stage": 3}}
 MiCS_Init = Init
+shutdown_init_context, restore_init_context = step_out, step_in
 
 
 class GroupError(WherryError, RuntimeError):
@@ -210,19 +210,6 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
     hooked = getattr(getattr(model, "optimizer", None), "parameter_offload", None)
     with wherry.gathered(model), hooked.removed() if hooked is not None else nullcontext():
         yield getattr(model, "module", model)
-
-
-_stepped_out = threading.local()
-
-
-def shutdown_init_context() -> None:
-    """Models are built as usual from here to `restore_init_context`."""
-    _stepped_out.contexts = [*getattr(_stepped_out, "contexts", ()), step_out()]
-
-
-def restore_init_context() -> None:
-    if contexts := getattr(_stepped_out, "contexts", None):
-        step_in(contexts.pop())
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], target_fp_dtype: torch.dtype) -> Callable[..., Any]:
