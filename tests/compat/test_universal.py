@@ -76,7 +76,7 @@ def test_it_is_loaded(stage: int, ranks: int, tmp_path: Path) -> None:
 
     def body(engine: DeepSpeedEngine, comm: Comm) -> Any:
         path, client_state = engine.load_checkpoint(tmp_path)
-        assert path == str(tmp_path / "step_universal") and client_state == {"epoch": 7}
+        assert path == str(tmp_path / "step_universal") and client_state["epoch"] == 7
         assert engine.global_steps == 3 and steps_of(engine, tmp_path / "again") == (3, {})
         assert engine.load_checkpoint(tmp_path, "step_universal")[0] == path
         return state_of(engine)

@@ -427,16 +427,17 @@ class DeepSpeedEngine(Engine):
         """As the engine's own, of checkpoints that DeepSpeed has written too; those have to be named by `latest`.
 
         `custom_load_fn(src=, dst=)` gets the checkpoint's whole weights and the module, whole, after all that has a
-        place in the engine has been loaded.
+        place in the engine has been loaded. With the client state comes what DeepSpeed leaves in it: `ds_version`,
+        `ds_config`, `param_shapes`, `global_samples` and the like.
         """
-        from wherry.compat.deepspeed import importing
+        from wherry.compat.deepspeed import importing, universal
 
         self._check_open()
         self._shown.close()
         folder, world, what = Path(load_dir), world_of(self.topology), f"loading from {load_dir}"
         world.meet("load_checkpoint()")
-        universal = self._config.checkpoint.load_universal
-        found = on_first(world, what, lambda: importing.locate(folder, tag, universal=universal))
+        as_universal = self._config.checkpoint.load_universal
+        found = on_first(world, what, lambda: importing.locate(folder, tag, universal=as_universal))
         if found is None:
             return None, None
         if isinstance(found, CheckpointError):
@@ -450,11 +451,13 @@ class DeepSpeedEngine(Engine):
                 names = {parameter: name for name, parameter in self.module.named_parameters()}
                 groups = [[names[each] for each in group["params"] if each in names] for group in self._groups()]
                 source = stack.enter_context(importing.as_ours(world, folder, own, groups))
-            _, client_state = super().load_checkpoint(source, None if own == "." else own, *how)
+            super().load_checkpoint(source, None if own == "." else own, *how)
+            taken = ["module"] if load_module_only else universal.TAKEN
+            told = universal.client_states(source / own, [*taken, *["lr_scheduler"] * load_lr_scheduler_states])
             if custom_load_fn is not None:
                 with gathered(self.module):
                     custom_load_fn(src=importing.weights_of(source / own), dst=self.module)
-        return str(folder / own), client_state
+        return str(folder / own), told
 
     def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, expp_rank: int) -> str:
         """Where an optimizer of stage 0 would be, were it not in the checkpoint's own files."""

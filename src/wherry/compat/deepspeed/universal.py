@@ -16,6 +16,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,10 @@ def get_zero_ckpt_name_for_rank(base_folder: str | os.PathLike[str], dp_rank: in
 
 
 # Beside Wherry's own files of a checkpoint, for scripts that look for these or `torch.load` them. No load needs them.
+
+
+# What an engine takes from a model file for itself.
+TAKEN = ("module", "global_steps", "skipped_steps", "dp_world_size", "mp_world_size", "optimizer")
 
 
 def write_model_file(engine: Engine, folder: Path, module: dict[str, Any]) -> None:
@@ -108,6 +113,15 @@ def model_states(manifest: Manifest, reader: CheckpointReader) -> dict[str, Any]
         "ds_config": manifest.config,
         "ds_version": VERSION,
     }
+
+
+def client_states(folder: Path, taken: Iterable[str]) -> dict[str, Any]:
+    """What `load_checkpoint` returns of a checkpoint beside what the engine has `taken` from it."""
+    with CheckpointReader(folder) as reader:
+        found = model_states(reader.manifest, reader)
+    for key in taken:
+        found.pop(key, None)
+    return found
 
 
 def optimizer_states(stage: int, ranks: int, config: dict[str, Any]) -> dict[str, Any]:
