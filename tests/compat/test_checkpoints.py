@@ -439,13 +439,14 @@ def test_the_file_that_scripts_load(stage: int, tmp_path: Path, capsys: pytest.C
     """Where ranks hold the whole model it is in the file of DeepSpeed's name too, and the checkpoint stays Wherry's."""
 
     def body(engine: DeepSpeedEngine, comm: Comm) -> Any:
+        given = {"epoch": 7, "global_samples": "mine"}
         for name, frozen_too in (("all", True), ("trained", False)):
-            engine.save_checkpoint(tmp_path / name, client_state={"epoch": 7}, exclude_frozen_parameters=not frozen_too)
+            engine.save_checkpoint(tmp_path / name, client_state=given, exclude_frozen_parameters=not frozen_too)
         comm.barrier()
         _, told = engine.load_checkpoint(tmp_path / "all")
         # What DeepSpeed leaves in it too; the schedule only where it has not been loaded.
         assert told["epoch"] == 7 and told["ds_version"] and told["param_shapes"] and "global_steps" not in told
-        assert "lr_scheduler" not in told
+        assert "lr_scheduler" not in told and told["global_samples"] == "mine"
         assert "lr_scheduler" in engine.load_checkpoint(tmp_path / "all", load_lr_scheduler_states=False)[1]
         assert "global_steps" in engine.load_checkpoint(tmp_path / "all", load_module_only=True)[1]
         engine.load_checkpoint(tmp_path / "all")
@@ -518,3 +519,13 @@ def test_modules_without_experts() -> None:
     expert.allreduce = False  # type: ignore[attr-defined]
     with pytest.raises(NotImplementedError, match="experts"):
         moe.split_params_into_different_moe_groups_for_optimizer({"params": [expert]})
+
+
+def test_a_save_at_stage_3_gathers_no_weights(tmp_path: Path) -> None:
+    def body(engine: DeepSpeedEngine, comm: Comm) -> Any:
+        before = comm.traffic.bytes.get("all_gather", 0)
+        engine.save_checkpoint(tmp_path)
+        return comm.traffic.bytes.get("all_gather", 0) - before
+
+    persistent = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    assert alias(body, ranks=2, stage=3, **persistent) == [0, 0]

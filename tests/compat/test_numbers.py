@@ -13,7 +13,8 @@ import wherry
 from wherry.compat.deepspeed import constants
 from wherry.compat.deepspeed import engine as engines
 from wherry.compat.deepspeed.config import DeepSpeedConfig, get_gradient_clipping, load, loss_scaler
-from wherry.compat.deepspeed.engine import initialize
+from wherry.compat.deepspeed.engine import DeepSpeedEngine, initialize
+from wherry.errors import WherryError
 from wherry.parallel.comm import Comm
 from wherry.testing import run_ranks
 from wherry.update.loss_scale import LossScaleError
@@ -262,7 +263,7 @@ def test_without_managed_accumulation_no_sync_holds_a_step_back() -> None:
 
 def test_what_does_not_go_with_accumulation_by_hand_asserts_as_there() -> None:
     by_hand = {"managed_gradient_accumulation": False, **SGD}
-    with pytest.raises(AssertionError, match="overlap_comm: true at stage 1"):
+    with pytest.raises(AssertionError, match="overlap_comm only with ZeRO stage 2"):
         made(line(), {**by_hand, "zero_optimization": {"stage": 1, "overlap_comm": True}})
     engine = made(line(), {**by_hand, "zero_optimization": {"stage": 2, "overlap_comm": True}})
     with pytest.raises(AssertionError, match="managed_gradient_accumulation"), engine.coalesce_grad_reduction():
@@ -282,4 +283,41 @@ def test_gradients_that_a_script_has_set_are_taken_at_stage_0(half: dict[str, An
     assert engine.global_steps == 2
     engine.step()  # without any, nothing is updated
     assert engine.global_steps == 2
+    engine.destroy()
+
+
+@pytest.mark.parametrize("op", ["mean", "sum"])
+def test_gradients_that_a_script_has_set_on_several_ranks_are_those_of_each(op: str) -> None:
+    def train(comm: Comm) -> float:
+        model = line()
+        config = {"train_micro_batch_size_per_gpu": 1, "gradient_allreduce_op": op, **SGD, "gradient_clipping": 0.0}
+        engine, *_ = wherry.initialize(
+            model=model, model_parameters=model.parameters(), mesh=comm, config=config, engine_class=DeepSpeedEngine
+        )
+        model.weight.grad = torch.full_like(model.weight, 0.5)
+        engine.step()
+        moved = float(1 - engine.states.full("weight", "master")[0, 0])
+        model.weight.grad = torch.ones_like(model.weight) if comm.rank else None
+        with pytest.raises(WherryError, match="set by hand"):
+            engine.step()
+        engine.close()
+        return moved
+
+    assert run_ranks(2, train) == pytest.approx([0.5, 0.5])
+
+
+@pytest.mark.parametrize("whose", ["the config's", "the script's"])
+def test_the_update_on_zeros_leaves_frozen_weights_and_hooks_alone(whose: str) -> None:
+    model, called = nn.Linear(4, 1), []
+    model.bias.requires_grad_(False)
+    model.weight.register_hook(lambda grad: called.append(1))
+    given = {} if whose == "the config's" else {"optimizer": torch.optim.AdamW(model.parameters(), lr=0.1)}
+    block = (
+        {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+        if not given
+        else {"zero_allow_untested_optimizer": True}
+    )
+    more = {"gradient_accumulation_steps": 2, "wherry": {"accumulation": "layer_major"}}
+    engine = made(model, {**block, **more, "bf16": {"enabled": True}}, **given)
+    assert called == [] and engine.global_steps == 0
     engine.destroy()

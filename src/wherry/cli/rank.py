@@ -157,8 +157,10 @@ def _fail(error: Exception, error_file: str | None, *, alone: bool) -> int:
         shown = f"lost a peer: {message.splitlines()[0]}\n" if error_file and lost else text
         who = "" if logged else f"[rank {os.environ.get('RANK', '?')}] "
         print(who + shown, file=sys.stderr, end="", flush=True)
-    signal.signal(signal.SIGTERM, before)
-    if lost and not ended:
+    signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+    if ended:
+        os.kill(os.getpid(), signal.SIGTERM)
+    if lost:
         # Let the peer end first, which may be cleaning up still.
         time.sleep(_SECONDS_FOR_THE_PEER)
     return status

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -201,6 +201,12 @@ class FlatGradient:
                     hooks.all_arrived(gradient)
 
         return arrived
+
+    def put(self, given: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Gradients that no backward brings."""
+        for index, parameter in enumerate(self.flat.parameters):
+            if parameter in given:
+                parameter.grad, self._defined[index] = given[parameter], True
 
     @property
     def has_arrived(self) -> bool:

@@ -261,10 +261,10 @@ class Gradients:
 
         And where a backward within a backward was one rank's alone, all look for late gradients together.
         """
-        self._order_agreed = True
         told = self.comm.gather_objects((self._collected, self._nested))
         self._nested = any(nested for _, nested in told)
         agreed, _ = told[0]
+        self._order_agreed = bool(agreed)
         self._order = list(dict.fromkeys([*agreed, *self._order]))
 
     def _collect_late(self) -> None:

@@ -81,8 +81,9 @@ class OptimizerSpec:
         needs = "optimizer state on disk" if on_disk else f"wherry.state_dtype: {self.state_dtype}"
         if on_disk or self.state_dtype != ("fp32" if masters else "bf16"):
             where = "" if on_host else " on the host"
-            hint = "" if masters else "; without masters (bf16_master_weights_and_grads) it is bf16 elsewhere"
-            raise WherryError(f"{needs} needs Adam, AdamW, Adagrad, Lion or SGD{where}, got {known_as}{hint}")
+            if not (masters or on_disk):
+                needs = f"no masters with moments in {self.state_dtype}"
+            raise WherryError(f"{needs} needs Adam, AdamW, Adagrad, Lion or SGD{where}, got {known_as}")
         optimizer_class = {"CPUAdam": torch.optim.AdamW, "CPUAdagrad": torch.optim.Adagrad, "CPULion": Lion}.get(
             known_as, type(instance)
         )

@@ -106,7 +106,7 @@ class DeepSpeedEngine(Engine):
         """How DeepSpeed makes the states of these optimizers: it decays weights, and counts as Adam's first update."""
         weights = [weight for group in self._groups() for weight in group["params"]]
         before = self._window.force(True)
-        self._take({weight: torch.zeros_like(weight) for weight in weights})
+        self._take({weight: torch.zeros_like(weight) for weight in weights if weight.requires_grad})
         updater = self._updater
         assert updater is not None
         updater.step(self._groups(), self._gradient_scale())
@@ -115,11 +115,26 @@ class DeepSpeedEngine(Engine):
         self._end_window()
         self._window.force(before)
 
-    def _take(self, gradients: dict[torch.Tensor, torch.Tensor]) -> None:
-        """As a backward that makes these."""
-        self._begin_backward(averaged=False)
-        torch.autograd.backward(list(gradients), list(gradients.values()))
+    def _take(self, given: dict[torch.Tensor, torch.Tensor]) -> None:
+        """As a window that makes these gradients, which no hook sees."""
+        self._begin_backward(averaged=False, micro_batches=self.gradient_accumulation_steps())
+        for gradient in self._gradients.all:
+            gradient.put(given)
         self._end_backward(makes_gradients=True)
+
+    def _take_set(self) -> None:
+        """Gradients that a script has set, which every rank is to have alike, are those of the step."""
+        weights = [w for group in self._groups() for w in group["params"] if w.requires_grad and w.grad is not None]
+        have = self.comm.gather_objects(len(weights))
+        if len({*have}) > 1:
+            raise WherryError(f"step: gradients were set by hand for {have} weights of the ranks; set the same on each")
+        if not weights:
+            return
+        alike = 1 / self.comm.size if self._config.gradient_allreduce_op == "sum" else 1.0
+        given = {weight: weight.grad * alike for weight in weights if weight.grad is not None}
+        for weight in weights:
+            weight.grad = None
+        self._take(given)
 
     def backward(
         self,
@@ -169,11 +184,7 @@ class DeepSpeedEngine(Engine):
         """As the engine's own; the norm stays that of the last update, where this one is skipped."""
         parameters.check_all_used(self)
         if not (self._window.backwards or self.zero_optimization()):
-            given = {w: w.grad for group in self._groups() for w in group["params"] if w.grad is not None}
-            for weight in given:
-                weight.grad = None
-            if given:  # the script has put them there
-                self._take(given)
+            self._take_set()
         before = self._norm
         applied = super().update()
         if not applied:
@@ -395,14 +406,19 @@ class DeepSpeedEngine(Engine):
         if not save_dir:
             raise NoFolder(f"save_checkpoint: save_dir: expected the path of a folder, got {save_dir!r}")
         saved = super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        from wherry.compat.deepspeed import universal
+
         module: dict[str, Any] | None = None
         if self.mp_world_size == 1 and not self._checkpoints.behind:
-            module = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+            state_dict = (
+                universal.without_weights
+                if self.zero_optimization_partition_weights()
+                else type(self).module_state_dict
+            )
+            module = state_dict(self, exclude_frozen_parameters=exclude_frozen_parameters)
         world = world_of(self.topology)
 
         def write() -> None:
-            from wherry.compat.deepspeed import universal
-
             folder = Path(save_dir, f"global_step{self.global_steps}" if tag is None else str(tag))
             if world.rank == 0:
                 Path(save_dir, "zero_to_fp32.py").write_text(EXPORTER, encoding="utf-8")
@@ -452,8 +468,9 @@ class DeepSpeedEngine(Engine):
                 groups = [[names[each] for each in group["params"] if each in names] for group in self._groups()]
                 source = stack.enter_context(importing.as_ours(world, folder, own, groups))
             super().load_checkpoint(source, None if own == "." else own, *how)
-            taken = ["module"] if load_module_only else universal.TAKEN
-            told = universal.client_states(source / own, [*taken, *["lr_scheduler"] * load_lr_scheduler_states])
+            taken = ["module"] if load_module_only else [*universal.TAKEN]
+            taken += ["lr_scheduler"] * load_lr_scheduler_states + ["optimizer"] * load_optimizer_states
+            told = universal.client_states(source / own, taken)
             if custom_load_fn is not None:
                 with gathered(self.module):
                     custom_load_fn(src=importing.weights_of(source / own), dst=self.module)
@@ -544,8 +561,8 @@ def _check_unmanaged(config: Config) -> None:
     overlaps = isinstance(zero, dict) and zero.get("overlap_comm") is True and config.zero_optimization.stage < 2
     if overlaps and not config.managed_gradient_accumulation:
         raise Misuse(
-            f"zero_optimization.overlap_comm: true at stage {config.zero_optimization.stage} does not go with "
-            "managed_gradient_accumulation: false; leave overlap_comm out, or use stage 2 or 3"
+            "managed_gradient_accumulation: false goes with overlap_comm only with ZeRO stage 2 or 3, got "
+            f"zero_optimization.overlap_comm: true at stage {config.zero_optimization.stage}; leave it out"
         )
 
 

@@ -27,6 +27,7 @@ from wherry.checkpoint.errors import CheckpointError
 from wherry.checkpoint.files import write_text
 from wherry.checkpoint.format import WEIGHT, Entry, Manifest, dtype_named
 from wherry.checkpoint.reader import CheckpointReader
+from wherry.checkpoint.session import plain_tensors
 from wherry.compat.deepspeed import VERSION
 from wherry.compat.deepspeed.importing import LATEST_UNIVERSAL, import_checkpoint, is_theirs, is_universal
 from wherry.errors import WherryError
@@ -56,22 +57,16 @@ def get_zero_ckpt_name_for_rank(base_folder: str | os.PathLike[str], dp_rank: in
 
 
 # What an engine takes from a model file for itself.
-TAKEN = ("module", "global_steps", "skipped_steps", "dp_world_size", "mp_world_size", "optimizer")
+TAKEN = ("module", "global_steps", "skipped_steps", "dp_world_size", "mp_world_size")
 
 
 def write_model_file(engine: Engine, folder: Path, module: dict[str, Any]) -> None:
-    """The working weights under `module`, and counts. At stage 3 there are none of the weights in it, as with DeepSpeed
-    none of this rank's are whole: tensors without elements stand for them.
-    """
-    stage_3 = engine.zero_optimization_stage() == 3
-    parameters = {name for name, _ in engine.module.named_parameters(remove_duplicate=False)} if stage_3 else set()
+    """The working weights under `module`, and counts."""
     own: dict[tuple[Any, ...], torch.Tensor] = {}  # without the flat that it is a part of, and tied ones once
 
-    def alone(name: str, value: Any) -> Any:
+    def alone(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        if name in parameters:
-            return torch.empty(0, dtype=value.dtype)
         key = (value.data_ptr(), value.dtype, value.shape, value.stride()) if value.numel() else (id(value),)
         if key not in own:
             own[key] = value.detach().to("cpu", copy=True)
@@ -79,9 +74,18 @@ def write_model_file(engine: Engine, folder: Path, module: dict[str, Any]) -> No
 
     with CheckpointReader(folder) as reader:
         found = model_states(reader.manifest, reader)
-    found["module"] = {name: alone(name, value) for name, value in module.items()}
+    found["module"] = {name: alone(value) for name, value in module.items()}
     path = Path(get_model_ckpt_name_for_rank(folder, "00"))
-    exporting.write_torch(found, _of_stage_3(path) if stage_3 else path)
+    exporting.write_torch(found, _of_stage_3(path) if engine.zero_optimization_stage() == 3 else path)
+
+
+def without_weights(engine: Engine, exclude_frozen_parameters: bool) -> dict[str, Any]:
+    """The state dict at stage 3, where no weight of this rank's is whole: tensors without elements stand for them."""
+    weights = engine.module.named_parameters(remove_duplicate=False)
+    kept = {
+        name: torch.empty(0, dtype=p.dtype) for name, p in weights if p.requires_grad or not exclude_frozen_parameters
+    }
+    return {**plain_tensors(engine._session()), **kept}
 
 
 def write_optimizer_file(engine: Engine, folder: Path, rank: int) -> None:
@@ -100,7 +104,6 @@ def model_states(manifest: Manifest, reader: CheckpointReader) -> dict[str, Any]
     if isinstance(schedule, dict) and isinstance(last := schedule.get("last_epoch"), int):
         schedule = {"last_batch_iteration": last, **schedule}
     return {
-        **value(engine.get("client_state", {}), "client_state"),
         "buffer_names": [name for name, entry in entries.items() if entry.kind == "buffer"],
         "param_shapes": [{n: torch.Size(entries[n].shape) for n in names} for names in trained_groups(manifest)],
         "shared_params": {o: n for n, e in entries.items() if e.kind == "parameter" for o in e.aliases},
@@ -112,6 +115,7 @@ def model_states(manifest: Manifest, reader: CheckpointReader) -> dict[str, Any]
         "mp_world_size": 1,
         "ds_config": manifest.config,
         "ds_version": VERSION,
+        **value(engine.get("client_state", {}), "client_state"),
     }
 
 
