@@ -422,3 +422,20 @@ def test_equal_shares_of_gradients_at_stage_3():
         assert {part[0][number].numel() for part in parts} == {-(-parameter.numel() // 3)}
         whole = torch.cat([part[0][number] for part in parts])
         torch.testing.assert_close(whole[: parameter.numel()], parameter.grad.flatten())
+
+
+@pytest.mark.parametrize(("stage", "half"), [(0, BF16), (1, BF16), (1, {}), (3, BF16), (3, {})])
+def test_a_state_dict_has_the_masters_of_each_group_in_one_piece(stage, half):
+    engine = engine_of(stage, **half)
+    step(engine)
+    found = engine.optimizer.state_dict()
+    key = {0: "fp32_groups_flat", 1: "single_partition_of_fp32_groups", 3: "fp32_flat_groups"}[stage]
+    names = [name for name, _ in engine.module.named_parameters()]
+    expected = torch.cat([engine.states.full(name, "master").flatten() for name in names])
+    assert torch.equal(torch.cat(found[key]), expected)
+    if half:  # they are parts of it, and not there twice
+        (storage,) = {flat.untyped_storage().data_ptr() for flat in found[key]}
+        assert {part["master"].untyped_storage().data_ptr() for part in found["state"].values()} == {storage}
+    engine.optimizer.load_state_dict(found)
+    assert torch.equal(torch.cat(engine.optimizer.state_dict()[key]), expected)
+    engine.destroy()

@@ -122,6 +122,8 @@ class LossScale:
 class DeepSpeedOptimizer(ShardedOptimizer):
     """An optimizer around another, which is its `optimizer`."""
 
+    # What its state dict has the fp32 weights under.
+    MASTERS = "fp32_groups_flat"
     external_loss_scale = None
     custom_loss_scaler = False
 
@@ -182,10 +184,19 @@ class DeepSpeedOptimizer(ShardedOptimizer):
         self._engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the state in torch's form, and the loss scale."""
-        scaler = self._engine._scaler
+        """This rank's part of the state in torch's form, its masters of each group in one piece, and the loss scale."""
+        scaler, found, masters = self._engine._scaler, super().state_dict(), self._masters()
+        for group, flat in zip(found["param_groups"], masters, strict=True):
+            # Masters of 16-bit weights are parts of that piece, which is saved once.
+            parts = [part for number in group["params"] if "master" in (part := found["state"].get(number, {}))]
+            at = 0
+            for part in parts:
+                own = part["master"]
+                part["master"] = flat[at : at + own.numel()].view_as(own)
+                at += own.numel()
         return {
-            **super().state_dict(),
+            **found,
+            self.MASTERS: masters,
             "loss_scaler": scaler.state_dict(),
             "dynamic_loss_scale": scaler.dynamic,
             "cur_scale": scaler.scale,
@@ -231,12 +242,14 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 class DeepSpeedZeroOptimizer(ZeROOptimizer):
     """Stages 1 and 2."""
 
+    MASTERS = "single_partition_of_fp32_groups"
     single_partition_of_fp32_groups = property(ZeROOptimizer._masters)
 
 
 class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
     """Stage 3."""
 
+    MASTERS = "fp32_flat_groups"
     fp32_partitioned_groups_flat = property(ZeROOptimizer._masters)
 
     @property
