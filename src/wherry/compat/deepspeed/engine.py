@@ -106,7 +106,7 @@ class DeepSpeedEngine(Engine):
         """How DeepSpeed makes the states of these optimizers: it decays weights, and counts as Adam's first update."""
         weights = [weight for group in self._groups() for weight in group["params"]]
         before = self._window.force(True)
-        self._take({weight: torch.zeros_like(weight) for weight in weights if weight.requires_grad})
+        self._take_gradients({weight: torch.zeros_like(weight) for weight in weights if weight.requires_grad})
         updater = self._updater
         assert updater is not None
         updater.step(self._groups(), self._gradient_scale())
@@ -115,14 +115,14 @@ class DeepSpeedEngine(Engine):
         self._end_window()
         self._window.force(before)
 
-    def _take(self, given: dict[torch.Tensor, torch.Tensor]) -> None:
+    def _take_gradients(self, given: dict[torch.Tensor, torch.Tensor]) -> None:
         """As a window that makes these gradients, which no hook sees."""
         self._begin_backward(averaged=False, micro_batches=self.gradient_accumulation_steps())
         for gradient in self._gradients.all:
             gradient.put(given)
         self._end_backward(makes_gradients=True)
 
-    def _take_set(self) -> None:
+    def _take_gradients_set_by_hand(self) -> None:
         """Gradients that a script has set, which every rank is to have alike, are those of the step."""
         weights = [w for group in self._groups() for w in group["params"] if w.requires_grad and w.grad is not None]
         have = self.comm.gather_objects(len(weights))
@@ -134,7 +134,7 @@ class DeepSpeedEngine(Engine):
         given = {weight: weight.grad * alike for weight in weights if weight.grad is not None}
         for weight in weights:
             weight.grad = None
-        self._take(given)
+        self._take_gradients(given)
 
     def backward(
         self,
@@ -184,7 +184,7 @@ class DeepSpeedEngine(Engine):
         """As the engine's own; the norm stays that of the last update, where this one is skipped."""
         parameters.check_all_used(self)
         if not (self._window.backwards or self.zero_optimization()):
-            self._take_set()
+            self._take_gradients_set_by_hand()
         before = self._norm
         applied = super().update()
         if not applied:
@@ -446,14 +446,14 @@ class DeepSpeedEngine(Engine):
         place in the engine has been loaded. With the client state comes what DeepSpeed leaves in it: `ds_version`,
         `ds_config`, `param_shapes`, `global_samples` and the like.
         """
-        from wherry.compat.deepspeed import importing, universal
+        from wherry.compat.deepspeed import loading, universal
 
         self._check_open()
         self._shown.close()
         folder, world, what = Path(load_dir), world_of(self.topology), f"loading from {load_dir}"
         world.meet("load_checkpoint()")
         as_universal = self._config.checkpoint.load_universal
-        found = on_first(world, what, lambda: importing.locate(folder, tag, universal=as_universal))
+        found = on_first(world, what, lambda: loading.locate(folder, tag, universal=as_universal))
         if found is None:
             return None, None
         if isinstance(found, CheckpointError):
@@ -466,14 +466,14 @@ class DeepSpeedEngine(Engine):
             if theirs:
                 names = {parameter: name for name, parameter in self.module.named_parameters()}
                 groups = [[names[each] for each in group["params"] if each in names] for group in self._groups()]
-                source = stack.enter_context(importing.as_ours(world, folder, own, groups))
+                source = stack.enter_context(loading.as_ours(world, folder, own, groups))
             super().load_checkpoint(source, None if own == "." else own, *how)
             taken = ["module"] if load_module_only else [*universal.TAKEN]
             taken += ["lr_scheduler"] * load_lr_scheduler_states + ["optimizer"] * load_optimizer_states
             told = universal.client_states(source / own, taken)
             if custom_load_fn is not None:
                 with gathered(self.module):
-                    custom_load_fn(src=importing.weights_of(source / own), dst=self.module)
+                    custom_load_fn(src=loading.weights_of(source / own), dst=self.module)
         return str(folder / own), told
 
     def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, expp_rank: int) -> str:

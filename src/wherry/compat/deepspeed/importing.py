@@ -6,26 +6,20 @@ model's own file (stage 0), and a folder for each parameter (universal checkpoin
 
 from __future__ import annotations
 
-import errno
-import logging
 import math
 import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import torch
 
 from wherry.checkpoint import folder as folders
-from wherry.checkpoint.checks import read_manifest
-from wherry.checkpoint.errors import CheckpointError, on_first, together
-from wherry.checkpoint.format import NAME, WEIGHT, Entry, Manifest, Piece, RankFiles, dtype_named, encode
-from wherry.checkpoint.reader import CheckpointReader
+from wherry.checkpoint.errors import CheckpointError
+from wherry.checkpoint.format import NAME, WEIGHT, Entry, Manifest, Piece, RankFiles, encode
 from wherry.checkpoint.reshard import Run
 from wherry.compat.deepspeed.files import (
     ModelFile,
@@ -40,10 +34,8 @@ from wherry.compat.deepspeed.files import (
     read_whole_optimizer,
 )
 from wherry.errors import one_line
-from wherry.observe.log import logger, say
+from wherry.observe.log import say
 from wherry.observe.progress import Progress
-from wherry.parallel.comm import Comm
-from wherry.plan.quantities import size
 from wherry.regular import read_regular
 
 # What DeepSpeed itself puts beside the client state, and nothing here needs.
@@ -56,7 +48,7 @@ _LONGEST_TAG = 4096
 _MODEL_FILE = "mp_rank_00_model_states.pt"
 
 
-def _pointed_to(path: Path) -> str | None:
+def pointed_to(path: Path) -> str | None:
     """The tag that a file names; None where there is no such file."""
     if not os.path.lexists(path):
         return None
@@ -71,9 +63,9 @@ def _pointed_to(path: Path) -> str | None:
 def _find(source: Path, tag: str | None) -> Path:
     """The folder of a checkpoint, which must be one that can be read."""
     if tag is None:
-        tag = _pointed_to(source / folders.LATEST)
+        tag = pointed_to(source / folders.LATEST)
     if tag is None:
-        tag = _pointed_to(source / LATEST_UNIVERSAL)
+        tag = pointed_to(source / LATEST_UNIVERSAL)
     folder = source / folders.check_tag(tag) if tag is not None else source
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: there is no such folder")
@@ -594,149 +586,3 @@ def import_checkpoint(
     """
     folder = _find(source, tag)
     return _Import(folder, groups).write(out, tag or (folder.name if folder != source else None))
-
-
-# For an engine that loads.
-
-
-class NoSuchTag(CheckpointError, AssertionError):
-    """A tag was given of which there is no checkpoint."""
-
-
-class NoUniversal(CheckpointError, ValueError):
-    """A universal checkpoint was to be loaded, and none is named."""
-
-
-def locate(folder: Path, tag: object, *, universal: bool) -> tuple[str, bool] | CheckpointError | None:
-    """The tag to load, and whether DeepSpeed has written it; None, with a line in the log, where none is named.
-
-    The errors that scripts catch under other names are returned, for every rank to raise.
-    """
-    if tag is not None:
-        tag = folders.check_tag(tag)
-        if not (folder / tag).is_dir():
-            there = ", ".join(folders.newest_first(folder)) or "none"
-            return NoSuchTag(f"{folder} holds no checkpoint {tag}; those that are there: {there}")
-        return tag, is_theirs(folder / tag)
-    if os.path.lexists(folder / NAME):
-        return ".", False
-    tag = _pointed_to(folder / LATEST_UNIVERSAL) if universal else None
-    if tag is None:
-        tag = _pointed_to(folder / folders.LATEST)
-    if tag is None and universal:
-        return NoUniversal(
-            f"{folder} holds no {LATEST_UNIVERSAL} that names a checkpoint; run ds_to_universal, give the tag, or "
-            "leave checkpoint.load_universal out, as every checkpoint loads on any number of ranks"
-        )
-    if tag is None:
-        say("%s holds no %s that names a checkpoint: nothing is loaded; give a tag to load one", folder, folders.LATEST)
-        return None
-    return tag, is_theirs(folder / folders.check_tag(tag))
-
-
-@contextmanager
-def as_ours(world: Comm, folder: Path, tag: str, groups: Sequence[Sequence[str]]) -> Iterator[Path]:
-    """A checkpoint of DeepSpeed's as one of Wherry's until the block ends, which every rank enters; gives its folder.
-
-    It lies beside the original, or in a temporary folder where nothing can be written there. Inside, the log and
-    errors name the original's folder.
-    """
-    what = f"loading from {folder}"
-    with ExitStack() as made:  # on rank 0
-        ours = on_first(world, what, lambda: _room_for(folder, tag, made))
-        with _spoken_of_as(folder, ours):
-            together(world, what, lambda: _check_seen(folder, ours))
-            on_first(world, what, lambda: _turn(folder, ours, tag, groups))
-            yield ours
-            world.meet("load_checkpoint()")  # all have read, before the first takes the folder away
-
-
-def _room_for(folder: Path, tag: str, made: ExitStack) -> Path:
-    """An empty folder for it, which goes with `made`."""
-    try:
-        partial = folders.Partial(folder, f"{tag}.imported")
-        made.callback(partial.drop)
-        return partial.path
-    except OSError as error:
-        if error.errno in _FULL:
-            raise _no_room(folder, tag, folder, error) from None
-        told = f"nothing can be written beside it ({error.strerror})"
-    try:
-        aside = Path(made.enter_context(TemporaryDirectory(prefix="wherry-")))
-    except OSError as error:
-        raise CheckpointError(
-            f"{folder / tag} is DeepSpeed's, which is turned into one of Wherry's to be loaded; {told}, nor in a "
-            f"temporary folder ({error.strerror}); set TMPDIR to a folder with room for {_bytes_of(folder / tag)}, or "
-            f"run `wherry import-deepspeed {folder} OUT` and load OUT"
-        ) from None
-    say("%s is DeepSpeed's: turned into one of Wherry's in %s, as %s", folder / tag, aside.parent, told)
-    return aside
-
-
-def _check_seen(folder: Path, ours: Path) -> None:
-    if not ours.is_dir():
-        raise CheckpointError(
-            f"what rank 0 makes of DeepSpeed's checkpoint lies in {ours.parent}, which this rank does not see; let all "
-            f"nodes share that folder (TMPDIR names a temporary one), or run `wherry import-deepspeed {folder} OUT` "
-            "with an OUT that they share, and load OUT"
-        )
-
-
-def _turn(folder: Path, ours: Path, tag: str, groups: Sequence[Sequence[str]]) -> None:
-    try:
-        import_checkpoint(folder, ours, tag, groups)
-    except OSError as error:
-        if error.errno not in _FULL:
-            raise
-        raise _no_room(folder, tag, ours.parent, error) from None
-
-
-# Of a disk that is full, or as full as its user may have it.
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-
-
-def _no_room(folder: Path, tag: str, place: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"{folder / tag} is DeepSpeed's, which is turned into one of Wherry's to be loaded; there is no room for it in "
-        f"{place}, up to {_bytes_of(folder / tag)} ({error.strerror}). Nothing was loaded; make room there, or run "
-        f"`wherry import-deepspeed {folder} OUT` with an OUT on another disk, and load OUT"
-    )
-
-
-def _bytes_of(checkpoint: Path) -> str:
-    return size(sum(path.stat().st_size for path in checkpoint.rglob("*.pt")))
-
-
-@contextmanager
-def _spoken_of_as(folder: Path, ours: Path) -> Iterator[None]:
-    """What the log and errors would say of `ours`, they say of `folder`."""
-
-    def named(text: str) -> str:
-        return text.replace(str(ours), str(folder))
-
-    def rename(record: logging.LogRecord) -> bool:
-        record.msg, record.args = named(record.getMessage()), ()
-        return True
-
-    logger.addFilter(rename)
-    try:
-        yield
-    except Exception as error:
-        cause: BaseException | None = error
-        while cause is not None:
-            cause.args = tuple(named(each) if isinstance(each, str) else each for each in cause.args)
-            cause = cause.__cause__ or cause.__context__
-        raise
-    finally:
-        logger.removeFilter(rename)
-
-
-def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """The whole weights and buffers of a checkpoint of Wherry's, under all their names."""
-    manifest = read_manifest(checkpoint)
-    found: dict[str, torch.Tensor] = {}
-    with CheckpointReader(checkpoint, manifest) as source:
-        for name, entry in manifest.entries.items():
-            value = source.tensor(name, WEIGHT, dtype_named(entry.dtype))
-            found.update(dict.fromkeys((name, *entry.aliases), value))
-    return found
