@@ -1,5 +1,6 @@
 """Several hosts, reached by a command that stands in for ssh."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 from wherry.errors import WherryError
 from wherry.parallel.hostfile import Host, read_hostfile, select
 
-from .programs import WRITE_PID, environment, fleet, gone, pids_in, script, start, wait_for, wherry
+from .programs import WHERE, WRITE_PID, environment, fleet, gone, pids_in, script, start, wait_for, wherry
 
 HOSTS = [Host("a", (0, 1)), Host("b", (0, 1, 2, 3))]
 
@@ -47,6 +48,26 @@ def test_ranks_that_start_again_meet_in_a_store_of_their_own(tmp_path, fleet):
     done = wherry("run", *fleet, "--max-restarts", 1, script(tmp_path, body), cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("] attempt 1\n") == 2
+
+
+# The second launcher has said that its rank has ended, and asks for the others a second later.
+ASKS_LATE = """
+import sys, time, torch.distributed.elastic.utils.store as stores
+say = stores._barrier_nonblocking
+def late(store, world_size, key_prefix):
+    key = say(store, world_size, key_prefix)
+    time.sleep(sys.argv[sys.argv.index("--node_rank") + 1] == "1")
+    return key
+stores._barrier_nonblocking = late
+"""
+
+
+def test_the_launcher_that_has_the_store_ends_last(tmp_path, fleet):
+    (tmp_path / "sitecustomize.py").write_text(ASKS_LATE)
+    body = "time.sleep(0.5 * (os.environ['RANK'] == '0'))\nprint('done')\n"
+    done = wherry("run", *fleet, script(tmp_path, body), cwd=tmp_path, PYTHONPATH=f"{WHERE}{os.pathsep}{tmp_path}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == ["[alpha] done", "[beta] done"]
 
 
 def test_a_failure_on_one_host_ends_the_others_and_comes_last(tmp_path, fleet):

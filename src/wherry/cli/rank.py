@@ -26,7 +26,7 @@ from types import ModuleType
 from wherry.cli import INTERRUPTED, USER_ERROR
 
 FAULT_SUFFIX = ".fault"
-_SECONDS_TO_UNWIND = 5.0
+_SECONDS_TO_UNWIND = 5
 # How long a failed rank waits for the others to write down theirs, and one that has lost a peer for that peer.
 _SECONDS_FOR_THE_OTHERS = 2.0
 _SECONDS_FOR_THE_PEER = 5.0
@@ -82,10 +82,10 @@ def main() -> None:
     except Exception as error:
         sys.last_value = error
         status = _fail(error, error_file, alone=target == "wherry.train")
-        # A thread that nobody ends, or a communicator that waits for its peers, must not keep a failed rank alive.
-        ender = threading.Timer(_SECONDS_TO_UNWIND, os._exit, [status])
-        ender.daemon = True
-        ender.start()
+        # A thread that nobody ends, or a communicator that waits for its peers, must not keep a failed rank alive. The
+        # kernel needs no thread for that, which a rank without memory does not get.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(_SECONDS_TO_UNWIND)
     _end(status)
 
 

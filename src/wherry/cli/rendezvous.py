@@ -6,6 +6,7 @@ what it finds in the store.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import hmac
@@ -16,7 +17,7 @@ import sys
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousHandler,
@@ -35,11 +36,21 @@ from wherry.errors import WherryError
 BACKEND = "wherry"
 SECRET = "WHERRY_RUN_SECRET"
 _SHORTEST_SECRET = 16
+_TO_LEAVE = timedelta(seconds=10)
 
 
 def register() -> None:
     """Make `BACKEND` known to torch's launcher."""
     rendezvous_handler_registry.register(BACKEND, _meeting)
+
+
+def leave() -> None:
+    """End the meeting of this process, whose ranks have all ended well."""
+    while _met:
+        _met.pop().leave()
+
+
+_met: list[_Meeting] = []
 
 
 def _meeting(parameters: RendezvousParameters) -> RendezvousHandler:
@@ -48,7 +59,9 @@ def _meeting(parameters: RendezvousParameters) -> RendezvousHandler:
     except ValueError as error:
         raise WherryError(f"run: {error}") from error
     numbered = parameters.get("rank") is not None
-    return NumberedMachines(parameters, address, port) if numbered else UnnumberedMachines(parameters, address, port)
+    kind = NumberedMachines if numbered else UnnumberedMachines
+    _met.append(kind(parameters, address, port))
+    return _met[-1]
 
 
 class _Meeting(RendezvousHandler):
@@ -60,6 +73,19 @@ class _Meeting(RendezvousHandler):
     def __init__(self, parameters: RendezvousParameters, address: str, port: int) -> None:
         self._run, self._address, self._port = parameters.run_id, address, port
         self._ranks_store: TCPStore | None = None
+        # Whether the launchers' store is in this process, and where it stands among them.
+        self._hosts = False
+        self._last: RendezvousInfo | None = None
+
+    def leave(self) -> None:
+        """The store's own machine goes last: others may be asking it still whether all have ended."""
+        if self._last is None:
+            return
+        store, machines = self._last.store, self._last.world_size
+        with contextlib.suppress(DistError):  # one that has gone without a word has no questions either
+            store.set(f"left/{self._last.rank}", "")
+            if self._hosts:
+                store.wait([f"left/{number}" for number in range(machines)], _TO_LEAVE)
 
     def get_backend(self) -> str:
         return BACKEND
@@ -96,14 +122,15 @@ class NumberedMachines(_Meeting):
 
     def next_rendezvous(self) -> RendezvousInfo:
         if self._store is None and self._number == 0:
-            self._store = _open(self._address, self._port, self._timeout)
+            self._store, self._hosts = _open(self._address, self._port, self._timeout), True
         elif self._store is None:
             self._store = TCPStore(self._address, self._port, is_master=False, timeout=self._timeout)
         self._attempt += 1
         store = PrefixStore(f"{self._run}/{self._attempt}", self._store)
         # The first ranks meet at the port that was given; those after them must not find what these have left.
         ranks = self._of_the_ranks(store, self._number, self._address, self._store if self._attempt == 1 else None)
-        return RendezvousInfo(store, self._number, self._machines, ranks)
+        self._last = RendezvousInfo(store, self._number, self._machines, ranks)
+        return self._last
 
     def is_closed(self) -> bool:
         return False
@@ -138,6 +165,7 @@ class UnnumberedMachines(_Meeting):
         given_host = parameters.get_as_bool("is_host")
         if given_host is not False:
             store = _open_if_here(address, port, timeout, surely=bool(given_host))
+        self._hosts = store is not None
         self._store = store or TCPStore(address, port, is_master=False, timeout=timeout)
         # As the others see this machine.
         self._own_address = parameters.local_addr or _address_towards(address, port)
@@ -147,7 +175,8 @@ class UnnumberedMachines(_Meeting):
     def next_rendezvous(self) -> RendezvousInfo:
         found = self._torchs.next_rendezvous()
         ranks = self._of_the_ranks(found.store, found.rank, self._own_address)
-        return RendezvousInfo(found.store, found.rank, found.world_size, ranks)
+        self._last = RendezvousInfo(found.store, found.rank, found.world_size, ranks)
+        return self._last
 
     def is_closed(self) -> bool:
         return self._torchs.is_closed()

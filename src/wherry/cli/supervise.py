@@ -76,6 +76,7 @@ def launch(arguments: argparse.Namespace, *, report: bool = False) -> int:
         ranks = config.max_nodes * config.nproc_per_node
         with _unanswering() as unanswering:
             elastic_launch(config, command)(*command_arguments)
+        rendezvous.leave()
         return 0
     except ChildFailedError as error:
         logs = Path(arguments.log_dir)

@@ -209,7 +209,7 @@ def try_once(number: int, kind: str, seed: int, home: Path, findings: Findings, 
         wrong("the right rank is not blamed", said)
     if re.search(fault.never, said):
         wrong("a reason is given that is none", said)
-    if said.count("Traceback") > 1:
+    if said.count("Traceback") > 1 + said.count("was the direct cause of the following"):
         wrong("it is told more than once", said)
     if not gone(pids):
         wrong("ranks are left behind", said)
