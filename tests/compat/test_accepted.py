@@ -117,6 +117,13 @@ def test_the_config_of_a_flag_under_either_spelling(flag: str, tmp_path: Path) -
     engine.destroy()
 
 
+def test_the_local_rank_of_arguments_is_that_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    args = argparse.Namespace(local_rank=-1)
+    engine_of(args=args, config=SMALL).destroy()
+    assert args.local_rank == 3
+
+
 def test_a_config_that_is_given_twice_or_not_at_all(lines: list[str]) -> None:
     both = argparse.Namespace(deepspeed_config="a.json", deepscale_config="b.json")
     for given in ({"args": both}, {"args": argparse.Namespace(deepspeed_config="a.json"), "config": SMALL}, {}):

@@ -15,6 +15,13 @@ def test_keys_without_effect_are_attributes_with_what_was_given_or_the_default()
     assert (zero.stage, zero.overlap_comm, zero.offload_optimizer.pipeline_write) == (3, True, True)
 
 
+def test_elastic_checkpoints_are_deprecated_at_stage_3(caplog):
+    DeepSpeedZeroConfig(stage=2, elastic_checkpoint=True)
+    assert not caplog.text
+    DeepSpeedZeroConfig(stage=3, elastic_checkpoint=True)
+    assert "ZeRO-3 elastic checkpointing is deprecated" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("given", "said"), [({"overlapcomm": True}, "no such key"), ({"overlap_comm": "x"}, "expected true or false")]
 )

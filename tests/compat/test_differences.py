@@ -267,6 +267,17 @@ def _() -> Pair:
     return both(gradient, gradient_accumulation_steps=2, zero_optimization={"stage": 2})
 
 
+@row("a weight's `.grad` after the backward of a loss of 3, at stage 0")
+def _() -> Pair:
+    def found(engine: Any) -> str:
+        engine.backward(loss(engine))
+        grad = engine.module.weight.grad
+        engine.zero_grad()
+        return "None" if grad is None else f"{float(grad):g}"
+
+    return both(found)
+
+
 @row("`TiledLinear`'s first weight in a state dict")
 def _() -> Pair:
     ours = next(iter(WherryTiledLinear(4, 4, 2, 2).state_dict()))

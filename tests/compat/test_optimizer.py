@@ -132,6 +132,15 @@ def test_stage_0_does_not_mix_types():
         engine_of(0, data_types={"grad_accum_dtype": "fp32"}, **BF16)
 
 
+def test_the_bucket_of_gathers_is_even_where_deepspeed_asks_for_it():
+    odd = {"allgather_bucket_size": 1001}
+    for stage in (1, 2):
+        with pytest.raises(AssertionError, match=r"multiple of nccl_start_alignment_factor.* got 1001"):
+            engine_of(stage, zero=odd)
+    for stage, more in ((0, {}), (1, BF16 | {"data_types": {"grad_accum_dtype": "fp32"}}), (3, {})):
+        engine_of(stage, zero=odd, **more).destroy()
+
+
 def test_what_deepspeed_refuses_can_be_caught_as_there():
     class Mine(torch.optim.SGD):
         pass

@@ -168,6 +168,11 @@ def test_a_parameter_is_whole_from_all_gather_to_partition() -> None:
         assert weight.numel() == bias.numel() == 0
         with GatheredParameters([bias]):
             assert bias.tolist() == [7.0] * 5
+            engine.empty_partition_cache()
+            assert bias.numel() == 5
+        weight.all_gather()
+        engine.empty_partition_cache()
+        assert weight.numel() == 0
         engine.close()
 
     _on_two(body)

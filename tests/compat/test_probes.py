@@ -34,6 +34,7 @@ from wherry.compat.deepspeed import (
 from wherry.compat.deepspeed.accelerator import Accelerator, Host
 from wherry.compat.deepspeed.comms_logging import CommsLogger, convert_size
 from wherry.compat.deepspeed.config import DeepSpeedConfig
+from wherry.compat.deepspeed.engine import initialize
 from wherry.compat.deepspeed.names import ABSENT_MODULES, why_absent
 from wherry.compat.deepspeed.profiling import FlopsProfiler, get_model_profile
 
@@ -272,6 +273,22 @@ def test_timers_add_up(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
         speed.start()
         speed.stop(global_step=True)
     assert speed.avg_samples_per_sec() == 4.0
+
+
+def test_an_engine_times_its_micro_batches(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2, "optimizer": {"type": "SGD"}}
+    engine, *_ = initialize(model=nn.Linear(1, 1), config=config)
+    speed = engine.tput_timer
+    assert (speed.batch_size, speed.start_step, speed.initialized, speed.start_time) == (6, 2, False, 0)
+    monkeypatch.setattr(speed, "_now", iter(float(tick) for tick in range(1, 100)).__next__)
+    for micro_batch in range(8):
+        engine.eval()(torch.ones(3, 1))
+        engine.backward(engine.train()(torch.ones(3, 1)).sum())
+        engine.step()
+        assert speed.initialized and not speed.started and speed.micro_step_count == micro_batch + 1
+    assert (speed.global_step_count, speed.total_elapsed_time) == (4, 4.0)  # a tick each from the third step on
+    assert speed.avg_samples_per_sec() == 6 * 2 / 4.0
+    engine.destroy()
 
 
 def test_a_span_is_that_of_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:

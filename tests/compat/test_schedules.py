@@ -14,6 +14,7 @@ from wherry.compat.deepspeed import engine as engines
 from wherry.compat.deepspeed import names, schedules
 from wherry.compat.deepspeed.engine import initialize
 from wherry.compat.deepspeed.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from wherry.config.scheduler import Scheduler
 
 
 @pytest.fixture(autouse=True)
@@ -130,6 +131,14 @@ def test_steps_are_positive_integers(steps: Any) -> None:
         LRRangeTest(adam(), lr_range_test_step_size=steps)
     with pytest.raises(TypeError, match="not a subclass"):
         WarmupLR(object())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
+def test_no_warm_up_in_a_config_is_the_shortest_there_is(kind: str) -> None:
+    block = Scheduler(
+        type=kind, params={"warmup_num_steps": 0, **({} if kind == "WarmupLR" else {"total_num_steps": 9})}
+    )
+    assert schedules.build(block, adam()).warmup_num_steps == 2  # type: ignore[attr-defined]
 
 
 def test_the_schedule_of_a_config_is_one_of_these_and_the_engine_moves_it() -> None:

@@ -378,6 +378,10 @@ class FlatGradient:
         """This rank's part of the sum, before it has landed where the update reads it."""
         return self.own_sum if self.keeps else self.owned
 
+    def sum_of(self, index: int) -> torch.Tensor:
+        """One parameter's part of a sum that is replicated."""
+        return self._sum_parts[index]
+
     def part_so_far(self, index: int) -> torch.Tensor:
         """As `part`, of that."""
         self.landing.wait()

@@ -437,6 +437,11 @@ class DeepSpeedZeroConfig(ZeroOptimization, _WithIdleKeys):
         extra = self.__pydantic_extra__ or {}
         if extra.get("overlap_comm") is None:
             self._also("overlap_comm", self.stage == 3)
+        if self.stage == 3 and extra.get("elastic_checkpoint"):
+            warn(
+                "zero_optimization.elastic_checkpoint: ZeRO-3 elastic checkpointing is deprecated; leave it out, as "
+                "checkpoints load on any number of ranks"
+            )
         for name, value in [*self.__dict__.items(), *extra.items()]:
             if name.startswith("stage3_"):
                 self._also(name.removeprefix("stage3_"), value)

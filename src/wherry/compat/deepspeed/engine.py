@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from wherry.compat.deepspeed import (
 )
 from wherry.compat.deepspeed.comm import init_distributed
 from wherry.compat.deepspeed.config import DeepSpeedConfigError, check_batch, given_to, load, loss_scaler
+from wherry.compat.deepspeed.gradients import Attributes
 from wherry.compat.deepspeed.optimizer import (
     BF16_Optimizer,
     FP16_Optimizer,
@@ -36,12 +38,13 @@ from wherry.compat.deepspeed.optimizer import (
     resolve,
 )
 from wherry.compat.deepspeed.profiling import EngineProfile
+from wherry.compat.deepspeed.timer import ThroughputTimer
 from wherry.config import Config
 from wherry.dataloader import make_dataloader
 from wherry.engine import Engine
 from wherry.errors import ConfigError, WherryError
 from wherry.observe.log import say
-from wherry.parallel.topology import world_of
+from wherry.parallel.topology import local_rank, world_of
 from wherry.sharding.access import gathered
 from wherry.update.optimizer import ShardedOptimizer
 
@@ -87,8 +90,13 @@ class DeepSpeedEngine(Engine):
     sparse_tensor_module_names: frozenset[str] = frozenset()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._in_grad = Attributes()
+        # Whether the next backward begins a new window, though no step has ended this one.
+        self._begins_anew = False
         super().__init__(*args, **kwargs)
         self._shown = ExitStack()
+        # Without waiting for the device: the norm of each step does.
+        self.tput_timer = ThroughputTimer(SimpleNamespace(enabled=True, synchronized=False), self.train_batch_size())
         if isinstance(self.optimizer, FP16_Optimizer | FP16_UnfusedOptimizer):
             self._update_on_zeros()
         if self._config.torch_autocast.enabled:
@@ -152,6 +160,7 @@ class DeepSpeedEngine(Engine):
             )
         self._check_loss("backward", loss)
         super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+        self._in_grad.show(self)
         return loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -180,11 +189,24 @@ class DeepSpeedEngine(Engine):
             )
         super().backward_begins()
 
+    def backward_ends(self) -> None:
+        super().backward_ends()
+        self._in_grad.show(self)
+
+    def _begin_backward(self, *args: Any, **kwargs: Any) -> None:
+        if self._begins_anew and self._gradients.complete:
+            Engine.zero_grad(self)
+        self._begins_anew = False
+        self._in_grad.take(self)
+        super()._begin_backward(*args, **kwargs)
+
     def update(self) -> bool:
         """As the engine's own; the norm stays that of the last update, where this one is skipped."""
         parameters.check_all_used(self)
         if not (self._window.backwards or self.zero_optimization()):
             self._take_gradients_set_by_hand()
+        self._in_grad.take(self)
+        self._begins_anew = False
         before = self._norm
         applied = super().update()
         if not applied:
@@ -251,15 +273,21 @@ class DeepSpeedEngine(Engine):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop what autograd would hold in `.grad`: this rank's own sum of micro-batches, that is not reduced yet.
 
-        Gradients that have been reduced wait for their step, and the count of micro-batches goes on.
+        Gradients that have been reduced wait for their step, or for the next backward, and the count of micro-batches
+        goes on.
         """
         reduced = self._gradients.complete and self.zero_optimization()
         if reduced or self.zero_optimization_partition_gradients():
             self._check_turn("zero_grad")
+            self._begins_anew = reduced and not self.zero_optimization_partition_weights()
             return
         steps = 0 if self._gradients.complete else self._window.steps
         super().zero_grad(set_to_none)
         self._window.steps = steps
+
+    def zero_grad_of_loop(self) -> None:
+        super().zero_grad_of_loop()
+        self._begins_anew = self._gradients.complete and self.zero_optimization()
 
     def close(self) -> None:
         self._shown.close()
@@ -382,13 +410,17 @@ class DeepSpeedEngine(Engine):
 
     def forward_begins(self) -> None:
         self._shown.close()
+        if self.training:
+            self.tput_timer.start()
         super().forward_begins()
 
     def step(self, *given: Any, **named: Any) -> None:
         if self.inside_no_sync_ctxt:
             raise Misuse("step: it is illegal inside no_sync or coalesce_grad_reduction; call it when that has ended")
         self._shown.close()
+        boundary = self.is_gradient_accumulation_boundary()
         super().step(*given, **named)
+        self.tput_timer.stop(global_step=boundary)
 
     def save_checkpoint(  # transformers looks for the names of its arguments
         self,
@@ -481,7 +513,13 @@ class DeepSpeedEngine(Engine):
         return os.path.join(checkpoints_path, str(tag), f"expp_rank_{expp_rank}_mp_rank_00_optim_states.pt")
 
     def empty_partition_cache(self) -> None:
-        """Let go of weights that are gathered and not in use: none are, between steps."""
+        """Let go of weights that `all_gather` of a parameter has made whole: no others are, between steps.
+
+        Small ones that stay on every rank do, and those inside `GatheredParameters`.
+        """
+        for parameter in self.module.parameters():
+            if isinstance(parameter, parameters.Marks):
+                parameter.partition()
 
 
 class Hooked:
@@ -533,6 +571,8 @@ def initialize(
     check_batch(config)
     _check_unmanaged(config)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    if hasattr(args, "local_rank"):  # scripts go by it, also where their launcher does not give it
+        args.local_rank = local_rank()
     give_back(model)
     parameters.show_shapes(model)
     zero = config.written.get("zero_optimization")

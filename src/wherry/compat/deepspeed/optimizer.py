@@ -339,10 +339,14 @@ def face(instance: torch.optim.Optimizer, engine: Engine) -> ShardedOptimizer:
         if not (config.fp16.enabled or config.bf16.enabled):
             return _itself(instance, engine)
         return (FP16_Optimizer if isinstance(instance, ops.FusedAdam) else FP16_UnfusedOptimizer)(instance, engine)
-    sums_in_fp32 = config.bf16.enabled and config.grad_accum_dtype() is torch.float32
-    if stage == 1 and sums_in_fp32 and not _offloads(config):
+    if _has_bf16_optimizer(config):
         return BF16_Optimizer(instance, engine)
     return (DeepSpeedZeroOptimizer_Stage3 if stage == 3 else DeepSpeedZeroOptimizer)(instance, engine)
+
+
+def _has_bf16_optimizer(config: Config) -> bool:
+    sums_in_fp32 = config.bf16.enabled and config.grad_accum_dtype() is torch.float32
+    return config.zero_optimization.stage == 1 and sums_in_fp32 and not _offloads(config)
 
 
 def resolve(
@@ -351,6 +355,7 @@ def resolve(
     """As Wherry's own; what a config names is of DeepSpeed's classes, and what DeepSpeed refuses is refused."""
     if optimizer is not None or config.optimizer is not None:
         _check_types(config)
+        _check_bucket(config)
     spec = resolve_optimizer(model, config, optimizer, model_parameters, make)
     if spec is not None:
         if not config.keeps_masters():
@@ -390,6 +395,15 @@ def _check_types(config: Config) -> None:
         raise UnsupportedTypes(
             f"data_types.grad_accum_dtype: {sums} with weights in {weights} needs zero_optimization.stage 1 or more; "
             "leave the key out at stage 0"
+        )
+
+
+def _check_bucket(config: Config) -> None:
+    zero = config.zero_optimization
+    if zero.stage in (1, 2) and zero.allgather_bucket_size % 2 and not _has_bf16_optimizer(config):
+        raise DeepSpeedConfigError(
+            "zero_optimization.allgather_bucket_size must be a multiple of nccl_start_alignment_factor, which is 2, at "
+            f"stages 1 and 2, got {zero.allgather_bucket_size}"
         )
 
 

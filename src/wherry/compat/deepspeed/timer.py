@@ -141,8 +141,8 @@ class ThroughputTimer:
         self.start_step, self.steps_per_output = start_step, steps_per_output
         self.logging = logging_fn or logger.info
         self.epoch_count = self.micro_step_count = self.global_step_count = 0
-        self.total_elapsed_time = self.step_elapsed_time = self._start = 0.0
-        self.started = False
+        self.total_elapsed_time = self.step_elapsed_time = self.start_time = self.end_time = 0.0
+        self.initialized = self.started = False
 
     def update_epoch_count(self) -> None:
         self.epoch_count += 1
@@ -155,8 +155,8 @@ class ThroughputTimer:
 
     def start(self) -> None:
         if self.config.enabled:
-            self.started = True
-            self._start = self._now() if self.global_step_count >= self.start_step else 0.0
+            self.initialized = self.started = True
+            self.start_time = self._now() if self.global_step_count >= self.start_step else 0.0
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
         if not self.started:
@@ -164,9 +164,10 @@ class ThroughputTimer:
         self.started = False
         self.micro_step_count += 1
         self.global_step_count += global_step
-        if not self._start:
+        if not self.start_time:
             return
-        duration = self._now() - self._start
+        self.end_time = self._now()
+        duration = self.end_time - self.start_time
         self.total_elapsed_time += duration
         self.step_elapsed_time += duration
         if not global_step:
