@@ -94,6 +94,25 @@ def test_a_dying_rank_ends_all_and_its_traceback_is_last(tmp_path):
     assert len(pids_in(tmp_path)) == 2 and gone(pids_in(tmp_path))
 
 
+LEAVES_A_THREAD = (
+    WRITE_PID
+    + """
+import signal, threading
+signal.signal(signal.SIGALRM, lambda *_: None)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+threading.Thread(target=time.sleep, args=(600,)).start()
+raise ValueError("unwell")
+"""
+)
+
+
+def test_a_rank_that_has_failed_ends_whatever_it_has_left_running(tmp_path):
+    done = launched("run", "--nproc", 1, script(tmp_path, LEAVES_A_THREAD), timeout=25)  # the agent kills after 30 s
+    assert done.returncode == 1
+    assert done.stderr.rstrip().splitlines()[-1] == "ValueError: unwell"
+    assert gone(pids_in(tmp_path))
+
+
 # Rank 1 ends in the way of the first argument, while rank 0 is in a collective of the backend's own.
 ENDS_EARLY = (
     WRITE_PID

@@ -59,11 +59,11 @@ def test_gradients_within_a_window(stage, zero, more):
         assert safe.safe_get_full_grad(weight) is None
         for micro in range(2):
             engine.backward(loss_of(engine, 2 * micro + comm.rank))
-            found.append(safe.safe_get_full_grad(weight))
+            found.append(safe.safe_get_full_grad(weight).float().clone())
             local = safe.safe_get_local_grad(weight)
             assert local.dim() == 1
             safe.safe_set_full_grad(weight, found[-1] * 2)
-            torch.testing.assert_close(safe.safe_get_full_grad(weight), found[-1] * 2, rtol=1e-2, atol=1e-3)
+            torch.testing.assert_close(safe.safe_get_full_grad(weight).float(), found[-1] * 2, rtol=1e-2, atol=1e-3)
             safe.safe_set_full_grad(weight, found[-1])
             engine.step()
         assert safe.safe_get_full_grad(weight) is None
@@ -88,7 +88,7 @@ def test_gradients_inside_no_sync():
     with engine.no_sync():
         engine.backward(loss_of(engine, 0))
         weight = next(engine.module.parameters())
-        first = safe.safe_get_full_grad(weight)
+        first = safe.safe_get_full_grad(weight).clone()
         safe.safe_set_full_grad(weight, torch.zeros(8, 4))
     engine.backward(loss_of(engine, 0))
     torch.testing.assert_close(safe.safe_get_full_grad(weight), first)

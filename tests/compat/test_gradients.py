@@ -12,6 +12,11 @@ from torch import nn
 
 import wherry
 from wherry.compat.deepspeed.engine import DeepSpeedEngine
+from wherry.compat.deepspeed.tensor_fragment import (
+    safe_get_full_grad,
+    safe_set_full_grad,
+    safe_update_full_grad_vectorized,
+)
 from wherry.parallel.comm import Comm
 from wherry.testing import run_ranks
 
@@ -185,3 +190,154 @@ def test_two_models_of_which_one_judges_the_other() -> None:
         torch.testing.assert_close(dict(ours.state_dict()), dict(theirs.state_dict()))
     for engine in engines:
         engine.close()
+
+
+# What else could go wrong with gradients that stand there.
+
+
+class Noise(nn.Module):
+    """A weight that no module's forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.log_sigma = nn.Linear(2, 1, bias=False), nn.Parameter(torch.tensor([0.5]))
+        nn.init.constant_(self.body.weight, 0.25)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("batches", [1, 3])
+def test_a_gradient_that_comes_past_the_model_counts_once(batches: int, stage: int, ranks: int) -> None:
+    """It reaches a weight before the engine hears of the backward, and `.grad` has one of the micro-batch before."""
+    plain, data = Noise(), [torch.full((1, 2), 1.0 + number) for number in range(2 * batches)]
+
+    def loss(model: Any, x: torch.Tensor) -> torch.Tensor:
+        sigma = (model.module if isinstance(model, DeepSpeedEngine) else model).log_sigma.exp()
+        return ((model(x) - 1).square() / sigma).sum() + sigma.log().sum()
+
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
+    for first in range(0, len(data), batches):
+        for x in data[first : first + batches]:
+            (loss(plain, x) / batches).backward()
+        if batches == 1:
+            plain.log_sigma.square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def train(comm: Comm) -> dict[str, torch.Tensor]:
+        model = Noise()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        more = {"gradient_accumulation_steps": batches, "zero_optimization": {"stage": stage}}
+        engine = made(model, comm, optimizer, **more)
+        for first in range(0, len(data), batches):
+            for x in data[first : first + batches]:
+                loss(engine, x).backward()
+                if batches == 1:  # of the weight alone, which no module's forward comes before
+                    model.log_sigma.square().sum().backward()
+                engine.step()
+        engine.close()
+        return {name: weight.clone() for name, weight in model.state_dict().items()}
+
+    for found in run_ranks(ranks, train):
+        torch.testing.assert_close(found, dict(plain.state_dict()))
+
+
+def halve_data(grad: torch.Tensor) -> None:
+    grad.data.mul_(0.5)
+
+
+def halve_array(grad: torch.Tensor) -> None:
+    array = grad.numpy()
+    array *= 0.5
+
+
+def of_another(grad: torch.Tensor) -> None:
+    grad.data = grad.data * 0.5
+
+
+@pytest.mark.parametrize("change", [halve_data, halve_array, of_another])
+def test_changes_that_autograd_does_not_see_count(change: Callable[[torch.Tensor], None]) -> None:
+    model = line()
+    engine = made(model)
+    backward(engine, 1.0)
+    change(model.weight.grad)
+    engine.step()
+    assert torch.equal(model.weight, torch.full((1, 2), -0.5))
+    engine.close()
+
+
+def test_gradients_that_are_reduced_by_hand_stand_there_and_can_be_changed() -> None:
+    def train(comm: Comm) -> list[float]:
+        model = line()
+        engine = made(model, comm)
+        with engine.no_sync():
+            backward(engine, 1.0 + 2 * comm.rank)
+        own = float(model.weight.grad[0, 0])
+        model.weight.grad *= 2
+        engine.set_gradient_accumulation_boundary(True)
+        engine.allreduce_gradients()
+        mean = float(model.weight.grad[0, 0])
+        model.weight.grad *= 2
+        engine.step()
+        engine.close()
+        return [own, mean, float(model.weight.detach()[0, 0])]
+
+    assert run_ranks(2, train) == [[1.0, 4.0, -8.0], [3.0, 4.0, -8.0]]
+
+
+def test_the_functions_for_gradients_and_grad_say_the_same() -> None:
+    model = line()
+    engine = made(model)
+    for change, moved in (
+        (lambda weight: weight.grad.mul_(3), 3.0),
+        (lambda weight: safe_set_full_grad(weight, torch.full((1, 2), 5.0)), 5.0),
+        (lambda weight: safe_update_full_grad_vectorized([weight], lambda grad, _: grad * 2), 2.0),
+    ):
+        before = model.weight.detach().clone()
+        backward(engine, 1.0)
+        change(model.weight)
+        assert torch.equal(model.weight.grad, torch.full((1, 2), moved))
+        assert torch.equal(safe_get_full_grad(model.weight), model.weight.grad)
+        engine.step()
+        assert torch.equal(before - model.weight, torch.full((1, 2), moved))
+    engine.close()
+
+
+def test_a_window_that_is_begun_anew_is_one_with_gradients() -> None:
+    model = line()
+    engine = made(model, gradient_accumulation_steps=2, zero_optimization={"stage": 1})
+    for _ in range(2):
+        backward(engine, 1.0)
+        engine.step()
+    engine.optimizer.zero_grad()  # nothing waits for a step
+    backward(engine, 1.0)
+    engine.step()
+    backward(engine, 3.0)
+    engine.step()
+    assert engine.global_steps == 2 and -model.weight[0, 0] == 3.0
+    # A backward for inputs alone drops nothing.
+    for _ in range(2):
+        backward(engine, 1.0)
+        if engine.has_gradients():
+            engine.zero_grad()
+            x = torch.ones(1, 2, requires_grad=True)
+            torch.autograd.grad(engine(x).sum(), x)
+        engine.step()
+    assert engine.global_steps == 3 and -model.weight[0, 0] == 4.0
+    engine.close()
+
+
+def test_what_a_script_sets_after_a_drop_is_added_to() -> None:
+    model = line()
+    engine = made(model)
+    backward(engine, 1.0)
+    engine.zero_grad()
+    model.weight.grad = torch.full((1, 2), 7.0)
+    backward(engine, 1.0)
+    engine.step()
+    assert torch.equal(model.weight, torch.full((1, 2), -8.0))
+    engine.close()
+    assert model.weight.grad is None

@@ -85,6 +85,7 @@ def main() -> None:
         # A thread that nobody ends, or a communicator that waits for its peers, must not keep a failed rank alive. The
         # kernel needs no thread for that, which a rank without memory does not get.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
         signal.alarm(_SECONDS_TO_UNWIND)
     _end(status)
 

@@ -14,6 +14,7 @@ import ipaddress
 import os
 import socket
 import sys
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -36,7 +37,7 @@ from wherry.errors import WherryError
 BACKEND = "wherry"
 SECRET = "WHERRY_RUN_SECRET"
 _SHORTEST_SECRET = 16
-_TO_LEAVE = timedelta(seconds=10)
+_SECONDS_TO_LEAVE = 10.0
 
 
 def register() -> None:
@@ -84,8 +85,9 @@ class _Meeting(RendezvousHandler):
         store, machines = self._last.store, self._last.world_size
         with contextlib.suppress(DistError):  # one that has gone without a word has no questions either
             store.set(f"left/{self._last.rank}", "")
-            if self._hosts:
-                store.wait([f"left/{number}" for number in range(machines)], _TO_LEAVE)
+            everybody, deadline = [f"left/{number}" for number in range(machines)], time.monotonic() + _SECONDS_TO_LEAVE
+            while self._hosts and not store.check(everybody) and time.monotonic() < deadline:
+                time.sleep(0.02)
 
     def get_backend(self) -> str:
         return BACKEND

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -90,10 +90,11 @@ class DeepSpeedEngine(Engine):
     sparse_tensor_module_names: frozenset[str] = frozenset()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._in_grad = Attributes()
+        self._in_grad = Attributes(self)
         # Whether the next backward begins a new window, though no step has ended this one.
         self._begins_anew = False
         super().__init__(*args, **kwargs)
+        self._in_grad.watch()
         self._shown = ExitStack()
         # Without waiting for the device: the norm of each step does.
         self.tput_timer = ThroughputTimer(SimpleNamespace(enabled=True, synchronized=False), self.train_batch_size())
@@ -160,7 +161,7 @@ class DeepSpeedEngine(Engine):
             )
         self._check_loss("backward", loss)
         super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
-        self._in_grad.show(self)
+        self._in_grad.show()
         return loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -191,21 +192,30 @@ class DeepSpeedEngine(Engine):
 
     def backward_ends(self) -> None:
         super().backward_ends()
-        self._in_grad.show(self)
+        self._in_grad.show()
 
-    def _begin_backward(self, *args: Any, **kwargs: Any) -> None:
-        if self._begins_anew and self._gradients.complete:
-            Engine.zero_grad(self)
-        self._begins_anew = False
-        self._in_grad.take(self)
-        super()._begin_backward(*args, **kwargs)
+    def _begin_backward(self, makes_gradients: Callable[[], bool] = lambda: True, **how: Any) -> None:
+        if self._begins_anew and makes_gradients():
+            self._begins_anew = False
+            if self.has_gradients():
+                Engine.zero_grad(self)
+        self._in_grad.take()
+        super()._begin_backward(makes_gradients, **how)
+
+    def _drop_gradients(self) -> list[str]:
+        self._in_grad.drop()
+        return super()._drop_gradients()
+
+    def _complete_window(self) -> None:
+        with self._in_grad.taken():
+            self._gradients.complete_window()
 
     def update(self) -> bool:
         """As the engine's own; the norm stays that of the last update, where this one is skipped."""
         parameters.check_all_used(self)
         if not (self._window.backwards or self.zero_optimization()):
             self._take_gradients_set_by_hand()
-        self._in_grad.take(self)
+        self._in_grad.take()
         self._begins_anew = False
         before = self._norm
         applied = super().update()
@@ -224,7 +234,7 @@ class DeepSpeedEngine(Engine):
         """At the boundary gradients are reduced when this returns; mostly they have been, in the backward."""
         self._check_open()
         if self._window.backwards and self.is_gradient_accumulation_boundary():
-            self._gradients.complete_window()
+            self._complete_window()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -257,7 +267,7 @@ class DeepSpeedEngine(Engine):
         with self._accumulating("coalesce_grad_reduction"):
             yield
         if self._window.backwards:
-            self._gradients.complete_window()
+            self._complete_window()
 
     @contextmanager
     def _accumulating(self, call: str) -> Iterator[None]:
@@ -276,20 +286,21 @@ class DeepSpeedEngine(Engine):
         Gradients that have been reduced wait for their step, or for the next backward, and the count of micro-batches
         goes on.
         """
-        reduced = self._gradients.complete and self.zero_optimization()
+        reduced = self.has_gradients() and self.zero_optimization()
         if reduced or self.zero_optimization_partition_gradients():
             self._check_turn("zero_grad")
             self._begins_anew = reduced and not self.zero_optimization_partition_weights()
             return
-        steps = 0 if self._gradients.complete else self._window.steps
+        steps = 0 if self.has_gradients() else self._window.steps
         super().zero_grad(set_to_none)
         self._window.steps = steps
 
     def zero_grad_of_loop(self) -> None:
         super().zero_grad_of_loop()
-        self._begins_anew = self._gradients.complete and self.zero_optimization()
+        self._begins_anew = self.has_gradients() and self.zero_optimization()
 
     def close(self) -> None:
+        self._in_grad.close()
         self._shown.close()
         parameters.unmark(self)
         super().close()

@@ -72,8 +72,10 @@ safe_set_local_fp32_param = partial(safe_set_local_optimizer_state, optim_state_
 def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     """The whole gradient from the first micro-batch until the next window; None outside.
 
-    At stages 0 and 1 it is of this rank's own micro-batches until the boundary.
+    At stages 0 and 1 it is of this rank's own micro-batches until the boundary. What stands in `.grad` is meant itself.
     """
+    if param.grad is not None:
+        return param.grad
     found = _trained(param)
     gradient = found[0].states.gradient_so_far(found[1]) if found is not None else None
     return gradient * found[0].loss_scale if found is not None and gradient is not None else None
@@ -86,7 +88,9 @@ def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
 
 
 def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
-    if (found := _to_set("safe_set_full_grad", param)) is not None:
+    if param.grad is not None:
+        param.grad.copy_(value)
+    elif (found := _to_set("safe_set_full_grad", param)) is not None:
         found[0].states.set_gradient_so_far(found[1], value.float() / found[0].loss_scale)
 
 
