@@ -6,13 +6,15 @@ BIN := $(VENV)/bin
 # What an install depends on: when one of these changes, the next command installs again.
 INSTALLED := $(VENV)/.installed
 PEERS := $(VENV)/.peers
+# Pages are made of text: what makes them has an environment of its own, without torch and the rest of .venv.
+DOCS := build/docs
 INPUTS := pyproject.toml constraints.txt $(wildcard CMakeLists.txt src/wherry/native/src/*)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 # The Python of the machine that `make gpu` collects for.
 FOR ?= 3.12
 
-.PHONY: help train test accelerator-test wheel-test bench gpu lint asan tsan clean
+.PHONY: help train test accelerator-test wheel-test bench gpu docs lint asan tsan clean
 
 help:
 	@echo "make train   train a small GPT-2 here, on two ranks; flags go in ARGS, as in make train ARGS='--steps 50'"
@@ -21,6 +23,7 @@ help:
 	@echo "make wheel-test   what users install: build it, and run the tests of the alias and of other libraries against it"
 	@echo "make bench   measure this machine, and Wherry beside DDP, FSDP2 and DeepSpeed: about ten minutes"
 	@echo "make gpu     collect what a GPU machine without a network lacks, and say what to run there; FOR=3.12 is its Python"
+	@echo "make docs    docs/ as a site, in site/"
 	@echo "make lint    ruff, mypy and the floors of the house"
 	@echo "make asan    the native tests under the address and undefined behaviour sanitizers"
 	@echo "make tsan    the native tests under the thread sanitizer"
@@ -61,6 +64,9 @@ bench: $(PEERS)
 gpu: $(INSTALLED)
 	@$(BIN)/python benchmarks/gpu_machine.py --python $(FOR) $(ARGS)
 
+docs: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/mypy
@@ -73,7 +79,7 @@ tsan: $(INSTALLED)
 	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHON="$(CURDIR)/$(BIN)/python" sh tests/native/sanitize.sh tsan
 
 clean:
-	rm -rf $(VENV) .whl .native .site build src/wherry/native/libwherry.so
+	rm -rf $(VENV) .whl .native .site site build src/wherry/native/libwherry.so
 
 # The build's own tools are installed first and pinned like the rest, so the build needs no isolation.
 $(INSTALLED): $(INPUTS)
@@ -82,6 +88,13 @@ $(INSTALLED): $(INPUTS)
 	@echo "installing into $(VENV): torch is large, the first time takes some minutes"
 	@$(PIP) scikit-build-core cmake ninja
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) --no-build-isolation -e '.[test,dev]'
+	@touch $@
+
+# The packages of the extra alone, without Wherry: the reference is read from the sources, and nothing is imported.
+$(DOCS)/.installed: pyproject.toml constraints.txt
+	@test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	@$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > $(DOCS)/extra.txt
+	@$(DOCS)/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt -r $(DOCS)/extra.txt
 	@touch $@
 
 # DeepSpeed compiles its parts at their first use: here, so that no benchmark waits. What is missing, the benchmarks say.

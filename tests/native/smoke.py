@@ -1,0 +1,35 @@
+"""What is installed works: `python tests/native/smoke.py`, where a wheel of Wherry is installed, and what it needs."""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+import wherry
+from wherry import native
+
+
+def main() -> int:
+    here = Path(__file__).parents[2]
+    assert not Path(wherry.__file__).is_relative_to(here / "src"), f"{wherry.__file__}: this is the sources, no wheel"
+    assert native.library() is not None, f"the native library is not in use: {native.why_not()}"
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3)))
+    offloaded = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    config = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}, "zero_optimization": offloaded}
+    with wherry.initialize(model=model, config=config)[0] as engine:
+        losses = []
+        for _ in range(5):
+            loss = engine(torch.ones(4, 16, dtype=torch.bfloat16, device=engine.device)).float().square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    assert losses[-1] < losses[0], losses
+    print(
+        f"{os.path.dirname(wherry.__file__)}: {wherry.__version__}, {native.isa()} kernels, torch {torch.__version__}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
