@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import itertools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -86,13 +85,19 @@ def state_of(engine: Any, *, everywhere: bool = True) -> dict[str, torch.Tensor]
     states = engine.states
     slots = {slot.name: slot for unit in engine.units for flat in unit.flats for slot in flat.layout.slots}
     pieces: list[tuple[str, str, int, torch.Tensor]] = []
-    for name, kind in itertools.product(slots, KINDS):
-        try:
-            part = states.local(name, kind)
-        except WherryError:  # it is frozen, or the optimizer keeps no such moment
-            continue
-        if part.numel():
-            pieces.append((name, kind, states.local_range(name)[0], part))
+    for flat in (flat for unit in engine.units for flat in unit.flats):
+        kinds = KINDS
+        for slot in flat.layout.slots:
+            parts = {}
+            for kind in kinds:
+                try:
+                    part = states.local(slot.name, kind)
+                except WherryError:  # it is frozen, or the optimizer keeps no such moment
+                    continue
+                if part.numel():
+                    parts[kind] = part
+            pieces += [(slot.name, kind, states.local_range(slot.name)[0], part) for kind, part in parts.items()]
+            kinds = tuple(parts) or kinds  # all of a flat have the same
     found: dict[str, torch.Tensor] = {}
     gathered = engine.comm.gather_objects(pieces)
     for theirs in gathered if everywhere or engine.comm.rank == 0 else ():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,15 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize("target", SHAPES, ids=key)
 def test_every_checkpoint_loads(saved: tuple[dict[str, Any], Any], target: Shape, tmp_path: Path) -> None:
+    """Each pair in one of the two dtypes, and each of these with every shape on both sides."""
     more, checkpoints = saved
+    names = random.Random(key(target)).sample(sorted(checkpoints), len(checkpoints))
+    chosen = set(names[::2] if more else names[1::2])
 
     def body(engine: Any, comm: Comm) -> None:
-        for folder, states in checkpoints.values():
+        for name, (folder, states) in checkpoints.items():
+            if name not in chosen:
+                continue
             path, client_state = engine.load_checkpoint(folder)
             assert path == str(folder / "global_step2") and client_state == {}
             found = state_of(engine, everywhere=False)
