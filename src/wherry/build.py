@@ -273,7 +273,10 @@ def resolve_config(config: Any, config_params: Any, args: Any) -> Config:
             f"initialize: the config was given {len(given)} times, as {' and as '.join(given)}; give it once"
         )
     source = next(iter(given.values()), None)
-    return source if isinstance(source, configs.Config) else configs.load(source)
+    config = source if isinstance(source, configs.Config) else configs.load(source)
+    # What `wherry run --profile` asks for.
+    steps = os.environ.get("WHERRY_PROFILE")
+    return configs.load(config, overrides={"wherry.profile.steps": steps}) if steps and not faking() else config
 
 
 def without_layer_major(config: Config, caller: str) -> Config:

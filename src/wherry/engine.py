@@ -123,6 +123,9 @@ class Engine(nn.Module):
         state_of = updater.states.state_of if updater is not None else {}
         self.access = Access(module, units, gatherer, self.comm, state_of, self.settle)
         self._states = ParameterStates(self.access, state_of, self._groups(), gradients, topology)
+        asked = config.wherry.profile
+        if asked.recorded is not None and not faking():
+            self.record_profile(asked.folder_in(config.wherry.run_dir), asked.traced, asked.recorded)
 
     def make_optimizer(self, instance: torch.optim.Optimizer) -> ShardedOptimizer:
         """What a training loop is given for the user's optimizer."""
@@ -297,7 +300,7 @@ class Engine(nn.Module):
                     '"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}'
                 )
             try:
-                with self._reporter.spans("wherry::step"):
+                with self._reporter.phase("step", self.global_steps + 1):
                     self.optimizer.step()
             except BaseException as error:
                 self.comm.tell(error)
@@ -311,7 +314,7 @@ class Engine(nn.Module):
         updater, optimizer, window, turns = self._updater, self.optimizer, self._window, self._hooks.turns
         assert updater is not None and optimizer is not None
         if turns.holder != get_ident():  # this is `optimizer.step()`
-            with turns.taken("step"):
+            with turns.taken("step"), self._reporter.phase("step", self.global_steps + 1):
                 self._check_turn("step")
                 return self.update()
         if not window.backwards:
@@ -825,6 +828,32 @@ class Engine(nn.Module):
     def memory(self) -> list[MemoryRow]:
         """Bytes by state and tier on this rank: what the placement comes to, and what is held now."""
         return memory_report.rows(self.units, self._gradients, self._updater, self._offload, self._offloaded.nbytes)
+
+    def record_profile(
+        self,
+        folder: str | os.PathLike[str],
+        steps: range = range(0),
+        memory_step: int | None = None,
+        *,
+        told: bool = True,
+    ) -> None:
+        """Write to a folder where time and memory go in steps to come: a Chrome trace of `steps`, and memory over one.
+
+        As the config's `wherry.profile`, whose place it takes. `told`: a line of the log says where the files are.
+        """
+        from wherry.observe.profile import Profile
+        from wherry.observe.timeline import Account
+
+        parts = self.units, self._gradients, self._updater
+        account = Account(
+            self._model,
+            self.device,
+            self.units,
+            partial(memory_report.in_buffers_too, *parts, self._offload),
+            partial(memory_report.tensors_of, *parts),
+            self.memory,
+        )
+        self._reporter.profile = Profile(account, Path(folder), steps, memory_step, self._log, told=told)
 
     def get_lr(self) -> list[float]:
         return [float(group["lr"]) for group in self._groups()]

@@ -14,7 +14,7 @@ from wherry.plan.forecaster import Forecaster
 from wherry.plan.grid import Grid
 from wherry.plan.machines import Machine, known
 from wherry.plan.probe import disk_folder, this_machine
-from wherry.sources import around, find
+from wherry.sources import around, find, located
 
 if TYPE_CHECKING:
     from torch import nn
@@ -54,5 +54,6 @@ def estimate(
         if not 1 <= model_or_params < math.inf:
             raise WherryError(f"parameters: expected 1 or more, got {model_or_params}")
         return answer_of_count(int(model_or_params), resolved, where, ranks, grid)
-    with around(model_or_params):
-        return Forecaster(find(model_or_params), where, ranks, sequence, grid).exact(resolved)
+    model = located(model_or_params)
+    with around(model):
+        return Forecaster(find(model), where, ranks, sequence, grid).exact(resolved)

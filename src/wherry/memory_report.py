@@ -14,7 +14,7 @@ import torch
 from wherry.observe.memory import format_bytes, free_on_gpu, out_of_memory
 from wherry.offload import Offload
 from wherry.parallel.partition import local
-from wherry.placement import Tier, place_name
+from wherry.placement import Placement, Tier, place_name
 from wherry.sharding.flat_gradient import Landing
 from wherry.sharding.gradients import Gradients
 from wherry.sharding.grouping import UnitPlan
@@ -309,8 +309,20 @@ def rows(
         records.append(RecordSize(bucket.tier, padded, bucket.record_nbytes))
     owed = promised(offload, offload.choice, flats, records, 2 if gradients.policy.accumulates else 1)
     held = _held(units, gradients, updater)
+    if offload.link.shared:
+        owed, held = (_as_placed(account, offload.placement) for account in (owed, held))
     found = [MemoryRow(state, str(tier), owed[state, tier], held[state, tier]) for state, tier in {**owed, **held}]
     return list(_without(found, away)) if away else found
+
+
+def _as_placed(account: Account, placement: Placement) -> Account:
+    """Where device and host have one memory, what is asked to rest on the host is told of there."""
+    asked = {state: tier for state, _, tier in placement.rows()}
+    found: Account = Counter()
+    for (state, tier), nbytes in account.items():
+        on_host = tier is Tier.DEVICE and asked.get(state) == str(Tier.HOST)
+        found[state, Tier.HOST if on_host else tier] += nbytes
+    return found
 
 
 def _held(units: list[Unit], gradients: Gradients, updater: Updater | None) -> Account:
@@ -335,6 +347,24 @@ def _held(units: list[Unit], gradients: Gradients, updater: Updater | None) -> A
         if bucket.held_nbytes:
             account["parameters to come", Tier.HOST] += bucket.held_nbytes
     return account
+
+
+def in_buffers_too(units: list[Unit], gradients: Gradients, updater: Updater | None, offload: Offload) -> Account:
+    """What is held of each state, with the buffers that gradients are reduced in, and those of host memory besides."""
+    account = _held(units, gradients, updater)
+    account["gradients", Tier.DEVICE] += gradients.pool.counters.allocated
+    pooled = sum(pool.counters.allocated for pool in offload.host_pools)
+    account["buffers", Tier.HOST] = max(0, pooled - sum(n for (_, tier), n in account.items() if tier is Tier.HOST))
+    return account
+
+
+def tensors_of(units: list[Unit], gradients: Gradients, updater: Updater | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that states lie in, as far as they are in memory, by their unit."""
+    for unit in units:
+        yield from ((unit.name, flat.whole) for flat in unit.flats)
+    for bucket in updater.buckets if updater is not None else ():
+        yield from ((bucket.name, tensor) for tensor in bucket.memory())
+    yield from (("", buffer) for buffer in gradients.pool.buffers())
 
 
 def _without(found: list[MemoryRow], away: Mapping[str, int]) -> Iterator[MemoryRow]:

@@ -14,7 +14,7 @@ from wherry.placement import Tier
 from wherry.sharding.flat_gradient import GradientPolicy, Landing
 from wherry.sharding.unit import Flat
 from wherry.tier_choice import TierChoice
-from wherry.tiers.buffers import untouched_zeros
+from wherry.tiers.buffers import HostPool, untouched_zeros
 from wherry.tiers.disk import DiskStore
 from wherry.tiers.disk_errors import DiskUseError
 from wherry.tiers.storage import DiskCache, DiskStorage, MemoryStorage, Storage
@@ -140,6 +140,10 @@ class Offload:
             pool = self.link.host
             return MemoryStorage(pool.take_zeros(nbytes), pool.give)
         return DiskStorage(self.for_records(), name, nbytes)
+
+    @property
+    def host_pools(self) -> set[HostPool]:
+        return {self.link.host, self._weights_pool}
 
     @property
     def stores(self) -> list[DiskStore]:

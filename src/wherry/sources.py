@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import inspect
 import json
@@ -17,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wherry.config.problems import did_you_mean
 from wherry.errors import WherryError, one_line, printable
 from wherry.plan.grid import ALONE, Grid
 from wherry.plan.model_source import Inputs, ModelSource, told_by
@@ -35,6 +35,30 @@ LARGE = {
 SHAPES = PRESETS | LARGE
 
 
+# What pages of models on the hub are called, and their names there: an owner's and a model's.
+_PAGE = "https://huggingface.co/"
+_ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def _is_on_hub(model: str) -> bool:
+    """Whether this can only be a name on the hub: what begins as a path does is one."""
+    owner, _, name = model.partition("/")
+    is_name = _ON_HUB.fullmatch(model) is not None and not owner.startswith(".") and not name.endswith(".json")
+    return is_name and not Path(owner).exists()
+
+
+def located(model: Any, *, online: bool = False) -> Any:
+    """The path of the config of a model that is named as on the hub, if its cache here has it or it may be fetched."""
+    if not isinstance(model, str):
+        return model
+    model = model.removeprefix(_PAGE).rstrip("/") if model.startswith(_PAGE) else model
+    if not _is_on_hub(model):
+        return model
+    from wherry.plan.network import config_on_hub
+
+    return config_on_hub(model, online=online) or model
+
+
 def find(model: str | nn.Module | Callable[..., Any]) -> ModelSource:
     """The source that `model` names.
 
@@ -49,12 +73,33 @@ def find(model: str | nn.Module | Callable[..., Any]) -> ModelSource:
         return _of_callable(model, _imported(model))
     if Path(model).exists():
         return _of_hugging_face(Path(model))
-    close = difflib.get_close_matches(model, SHAPES, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    raise WherryError(
-        f"MODEL: expected a preset ({', '.join(SHAPES)}), a Hugging Face config.json or its folder, or "
-        f"module:callable, got {model!r}{hint}"
+    raise WherryError(f"MODEL: {_nowhere(model)}")
+
+
+def _nowhere(model: str) -> str:
+    """Why nothing is found under this name, and what to do."""
+    if _is_on_hub(model):
+        folder = model.partition("/")[2]
+        return (
+            f"there is no folder {model}; for the Hugging Face hub's model of this name download its config first, "
+            f"`hf download {model} config.json --local-dir {folder}`, then `wherry plan ./{folder}`; or add --online"
+        )
+    if "/" in model or model.endswith(".json"):
+        kind = "file" if model.endswith(".json") else "folder"
+        return f"there is no such {kind}: {one_line(model)}{did_you_mean(model, _beside(Path(model)))}"
+    number = f"; a number of parameters is given as --params {model}" if model[:1].isdigit() else ""
+    return (
+        f"expected a preset ({', '.join(SHAPES)}), a Hugging Face config.json or its folder, or module:callable, got "
+        f"{one_line(model)!r}{number or did_you_mean(model, SHAPES)}"
     )
+
+
+def _beside(path: Path) -> list[str]:
+    """What there is in the folder that a path would be in, named as it is."""
+    try:
+        return [str(each) for each in sorted(path.parent.iterdir())]
+    except OSError:
+        return []
 
 
 def around(model: Any, *, online: bool = False) -> AbstractContextManager[None]:
@@ -198,7 +243,11 @@ def _of_hugging_face(path: Path) -> ModelSource:
 
         return dataclasses.replace(source, make=make_part, part=None)
 
-    name = one_line(f"{file.parent.resolve().name} ({kind})")
+    folder = file.parent.resolve()
+    # In a hub's cache folders are called after commits.
+    cached = folder.parent.name == "snapshots"
+    called = folder.parents[1].name.removeprefix("models--").replace("--", "/") if cached else folder.name
+    name = one_line(f"{called} ({kind})")
     longest = getattr(of_text, "max_position_embeddings", None) or getattr(of_text, "n_positions", None) or 2048
     if not isinstance(longest, int) or longest < 1:
         raise WherryError(f"MODEL: {file}: max_position_embeddings: expected 1 or more, got {longest}")

@@ -84,11 +84,17 @@ def test_a_wrong_config_is_told_at_once_before_any_rank_starts(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_an_unknown_command_is_refused(capsys):
-    with pytest.raises(SystemExit) as refused:
-        main(["trian"])
-    assert refused.value.code == 2
-    assert "trian" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["trian"], 'there is no command "trian", did you mean "train"?'),
+        (["config", "chekc", "x.json"], 'config: there is no command "chekc", did you mean "check"?'),
+        (["xyzzy"], 'there is no command "xyzzy"; there are run, train, '),
+    ],
+)
+def test_an_unknown_command_is_refused_with_the_one_that_is_meant(words, told, capsys):
+    assert main(words) == 2
+    assert capsys.readouterr().err.startswith(f"wherry: {told}")
 
 
 def test_ctrl_c_in_a_command_is_quiet(monkeypatch, capsys):

@@ -4,6 +4,11 @@ import re
 import signal
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher import api
+
+from wherry.cli import supervise
+from wherry.cli.run import build_parser, resolve
 
 from .programs import WRITE_PID, gone, launched, pids_in, script, start, wait_for, wherry
 
@@ -140,6 +145,25 @@ def test_a_rank_that_ends_without_a_word_is_one_line(tmp_path, end, status, told
     done = launched("run", "--nproc", 2, script(tmp_path, ENDS_EARLY), end)
     assert (done.returncode, done.stderr) == (status, f"wherry: rank 1 {told}, and all ranks have ended.\n")
     assert gone(pids_in(tmp_path))
+
+
+def test_ranks_that_have_said_why_they_end_are_not_told_of(monkeypatch, capsys):
+    failure = ProcessFailure(local_rank=1, pid=1, exitcode=3, error_file="none")
+
+    def ended(config, command):
+        def run(*arguments):
+            raise ChildFailedError("script", {1: failure})
+
+        return run
+
+    monkeypatch.setattr(api, "elastic_launch", ended)
+    monkeypatch.setenv("WHERRY_LAUNCHER_PID", "")  # as it is again afterwards
+    arguments = build_parser().parse_args(["--nproc", "2", "x.py"])
+    resolve(arguments, "1")
+    assert supervise.launch(arguments, told=[3]) == 3
+    assert capsys.readouterr().err == ""
+    assert supervise.launch(arguments) == 3
+    assert capsys.readouterr().err == "wherry: rank 1 exited with status 3, and all ranks have ended.\n"
 
 
 def test_what_the_transport_says_of_a_dead_peer_is_not_told(tmp_path):

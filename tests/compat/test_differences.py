@@ -186,6 +186,13 @@ def _() -> Pair:
 # Configs.
 
 
+@row("`job_name` left out of a `csv_monitor`")
+def _() -> Pair:
+    given = {**SIZES, "csv_monitor": {"enabled": True}}
+    ours, others = configs.load(given), theirs.load(copy.deepcopy(given))
+    return ours.csv_monitor.job_name, others.csv_monitor.job_name
+
+
 @row("a key that nobody knows, at the top of a config")
 def _() -> Pair:
     return read({"steps_per_prnit": 10}, "accepted", "left aside")

@@ -14,7 +14,7 @@ ZERO = "zero_optimization"
 
 ACTING = {info.path: info for info in catalog() if info.effect == "acts" and not info.is_block and not info.of}
 # Those whose values are tested apart.
-APART = {"$schema", "optimizer.type", "optimizer.params", "scheduler.type", "scheduler.params"}
+APART = {"$schema", "optimizer.type", "optimizer.params", "scheduler.type", "scheduler.params", "wherry.profile.steps"}
 
 # Other ways to write a value, and what it becomes.
 SPELLINGS = [
@@ -35,6 +35,8 @@ SPELLINGS = [
     ("checkpoint.tag_validation", "Fail", "FAIL"),
     ("wherry.nonfinite", "RAISE", "raise"),
     ("wherry.timeout_s", 30, 30.0),
+    ("wherry.profile.steps", 5, "5"),
+    ("wherry.profile.steps", "5-7", "5-7"),
 ]
 
 

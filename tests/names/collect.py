@@ -29,6 +29,7 @@ COMMANDS = (
     "run",
     "train",
     "plan",
+    "generate",
     "bench",
     "bench adam",
     "bench disk",

@@ -10,6 +10,7 @@ import pytest
 from tests.cli.programs import environment
 
 from wherry.cli import main
+from wherry.plan import machines
 
 # ranks: optimizer partitioned; and gradients; and parameters. As printed in the table of the ZeRO paper.
 PUBLISHED = {
@@ -59,6 +60,44 @@ def test_what_fits_is_marked_and_the_formulas_are_told(capsys: pytest.CaptureFix
     for convention in ("10^9 bytes", "4P+12P/N", "2P+14P/N", "16P/N", "* fits in 32 GB"):
         assert convention in " ".join(out.split())
     assert "*" not in run(capsys, "--params", "7.5B")
+
+
+def test_the_status_is_1_where_a_model_fits_nowhere(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ("--params", "1e9,7e9", "--ranks", "1", "--device-memory", "24GB")
+    for flags in ((), ("--json",)):
+        assert main(["plan", *small, *flags]) == 1
+    assert "\n7B parameters do not fit in 24 GB here.\n" in capsys.readouterr().out
+    assert run(capsys, "--params", "1e9", "--ranks", "1", "--device-memory", "24GB")
+
+
+def test_machines_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(capsys, "--machine", "list")
+    assert max(map(len, out.splitlines())) <= 80
+    lines = {line[0]: line[1:] for line in cells(out) if line}
+    assert lines["4090"] == ["1", "24", "128", "155", "70", "920", "24"]
+    told = json.loads(run(capsys, "--machine", "list", "--json"))
+    assert {machine["name"] for machine in told} <= set(lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("rtx4090", "4090"),
+        ("RTX 4090", "4090"),
+        ("rtx-4090", "4090"),
+        ("RTX PRO 6000", "rtx-pro-6000"),
+        ("NVIDIA L4", "l4"),
+        ("5060ti-16gb", "5060ti"),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", "4070ti-super"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("v100-dgx2", "v100-dgx2"),
+    ],
+)
+def test_machines_have_the_names_that_people_and_drivers_give_them(name: str, known: str) -> None:
+    assert machines.known(name).name == known
 
 
 def test_the_published_tables_are_printed_to_the_digit(capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,6 +215,14 @@ def test_the_infinity_table_as_json_for_one_shape(capsys: pytest.CaptureFixture[
     [
         ([], "give a MODEL, like gpt2-1.5b, or --params COUNT"),
         (["--params", "many"], "--params: expected a whole number"),
+        (["--params", "7,5e9"], "'7,5e9' would be 7 and 5e9; write 7.5e9, or each with its unit, like 7B,13B"),
+        (["--params", "7,13B"], "write 7.13B, or each with its unit, like 7B,13B"),
+        (["--params", "1,000,000"], "write 1000000, or each"),
+        (["--params", "1B", "--ranks", "1,024"], "'1,024' would be 1 and 024; write 1024"),
+        (["--infinity", "--efficiency", "0,5"], "'0,5' would be 0 and 5; write 0.5"),
+        (["--infinity", "--peak", "70,5e12"], "got '70,5e12'; write 70.5e12"),
+        (["--params", "1B", "--device-memory", "7,5GB"], "got '7,5GB'; write 7.5GB"),
+        (["--params", "1B", "--device-memory", "500B"], "--device-memory: expected from 1 MB to 10 TB"),
         (["--params", "1B", "--ranks", "4,"], "--ranks: expected a whole number of 1 or more"),
         (["--params", "1B", "--device-memory", "big"], "--device-memory: expected bytes"),
         (["--params", "1B", "--device-memory", "5"], "got '5'; that is 5 bytes: write 5GB"),

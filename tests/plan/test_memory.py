@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from wherry.errors import WherryError
 from wherry.placement import Placement, Tier
 from wherry.plan.model_states import STATE_WORDS, WORKING_BYTES, Cost, states
-from wherry.plan.quantities import count_name, parse_bytes, parse_count, published_gigabytes
+from wherry.plan.quantities import amount, count_name, parse_bytes, parse_count, published_gigabytes, seconds, size
 
 ADAM_HALF = Cost.of("bf16", "adamw")
 
@@ -103,3 +103,16 @@ def test_numbers_are_printed_for_people() -> None:
     assert names == ["7.5B", "128B", "1T", "1,234,567"]
     small = [published_gigabytes(n) for n in (0, 1, 16_000_000, 99_960_000_000)]
     assert small == ["0", "0.000000001", "0.016", "100"]
+    assert [size(n) for n in (0, 3, 99, 1360, 12_500_000, 10**8)] == [
+        *("0 B", "3 B", "99 B", "1.36 KB", "12.50 MB", "0.10 GB"),
+    ]
+    assert [amount(x) for x in (0, 0.000123, 0.5, 9.996, 99.96, 1234.5)] == [
+        "0",
+        "0.000123",
+        "0.5",
+        "10",
+        "100",
+        "1,234",
+    ]
+    times = (0.0004, 59.9, 599, 600, 7200, 200_000)
+    assert [seconds(x) for x in times] == ["0.4 ms", "59.9 s", "599.0 s", "10.0 minutes", "2.0 hours", "2.3 days"]

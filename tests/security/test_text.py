@@ -14,8 +14,7 @@ import pytest
 import torch
 from tests.security.forgery import Forgery, engine_of
 
-from wherry.cli import main
-from wherry.cli.plan_model import _write_page
+from wherry.cli import main, plan_answer
 from wherry.config import ConfigError, load
 from wherry.errors import PeerError, WherryError, one_line, printable
 from wherry.observe.log import get_logger, say, warn
@@ -195,9 +194,10 @@ def test_a_page_holds_no_markup_of_a_model_s_name(tmp_path: Path) -> None:
     import wherry
 
     found = wherry.estimate("gpt2-10m", machine="a100")
-    page = tmp_path / "page.html"
-    _write_page(str(page), type(found)(**{**vars(found), "model": "<script>x</script>[bold]y"}))
-    assert "<script>" not in page.read_text() and "&lt;script&gt;x&lt;/script&gt;[bold]y" in page.read_text()
+    text = plan_answer.page(
+        type(found)(**{**vars(found), "model": "<script>x</script>[bold]y"}), ["<script>"], "<script>"
+    )
+    assert "<script>" not in text and "&lt;script&gt;x&lt;/script&gt;[bold]y" in text
 
 
 # A checkpoint with such names in it.

@@ -186,7 +186,11 @@ def test_the_table_of_memory_is_what_there_is(row: str, apart: bool, tmp_path: P
                         assert actual <= expected, (state, tier)
         # Each flat has a weight, a state and a gradient at most, and each is a whole number of pages.
         pieces = 3 * sum(len(unit.flats) for unit in engine.units)
-        lent = held_by(memory, "host")
+        # Without a device of its own, what is asked to rest on the host is told of there, and is the device's.
+        asked = () if apart else ("parameters", "gradients", "optimizer")
+        lent = held_by([row for row in memory if row.state not in asked], "host")
+        on_host = {state for state, _, tier in engine.placement.rows() if tier == "host"}
+        assert on_host <= {row.state for row in memory if row.tier == "host"}
         assert lent <= link.host.counters.in_use <= lent + 2 * PAGE * pieces
         stored = held_by(memory, "disk")
         reserved = sum(sum(store.reserved) for store in stores)

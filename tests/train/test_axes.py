@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.engine.test_processes import Pool
+from tests.train.exported import compared
 
 from wherry.train import model as models
 from wherry.train.job import main
@@ -79,6 +81,10 @@ def test_losses_are_those_of_one_rank(
     expected = told(one, *but)
     assert len(expected) == STEPS and expected[-1]["loss"] < 0.98 * expected[0]["loss"]
     assert_alike(told(shared, *but), expected)
+    # Its export is the model, whoever held the parts.
+    if find_spec("transformers"):
+        _, ours, logits = compared(shared, tmp_path / "out")
+        torch.testing.assert_close(logits, ours, rtol=1e-5, atol=1e-5)
     # A checkpoint of either goes on in the other.
     there = str(shared / "checkpoints" / "global_step3")
     assert main([*TINY, *text, *same, "--run-dir", str(back), "--resume", there]) == 0

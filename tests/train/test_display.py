@@ -33,44 +33,36 @@ def test_placement_and_expected_memory_come_first():
     _begin(display)
     text = out.getvalue()
     assert "Placement: ZeRO-3 Offload" in text and "16 samples" in text
+    # The words of engine.memory(), inspect and config check.
     assert [line.split() for line in text.splitlines() if "optimizer" in line] == [
         ["│", "optimizer", "│", "partitioned", "│", "host", "│", "4.0", "KiB", "│"]
     ]
     assert "about 2.0 KiB" in text
 
 
-@pytest.mark.parametrize(("gpu", "shown"), [(True, ["device", "host"]), (False, ["host", "host"])])
-def test_without_a_gpu_there_is_one_memory_and_it_has_one_name(gpu, shown):
-    display, out = _display(gpu=gpu)
-    _begin(display)
-    display.step(_record(1))
-    *table, line = out.getvalue().splitlines()
-    rows = [row.split("│") for row in table]
-    assert [row[3].strip() for row in rows if len(row) > 4 and row[1].strip() in ("parameters", "optimizer")] == shown
-    assert f"parameters@{shown[0]} 1.0 KiB optimizer@{shown[1]} 2.0 KiB" in line
-    live, panel = _display(terminal=True, gpu=gpu)
-    _begin(live)
-    live.step(_record(1))
-    live.close()
-    assert ("device" in panel.getvalue()) == gpu
-
-
-def test_a_plain_line_holds_everything():
+def test_plain_lines_are_short_and_what_the_states_take_is_told_once():
     display, out = _display()
     _begin(display)
-    display.step(_record(10, validation_loss=3.5, skipped_steps=2))
-    line = out.getvalue().splitlines()[-1]
-    for part in ("step 10/40", "loss 3.2500", "validation 3.5000", "2 skipped", "12,345 tokens/s", "0:01:00 left"):
-        assert part in line
-    assert "parameters@device 1.0 KiB optimizer@host 2.0 KiB" in line and "gradients" not in line
+    for step in (9, 10):
+        display.step(_record(step, validation_loss=3.5, skipped_steps=2))
+    first, memory, second = out.getvalue().splitlines()[-3:]
+    assert memory == "memory of rank 0: device: parameters 1.0 KiB; host: optimizer 2.0 KiB"
+    assert first.startswith("step 9/40") and second == (
+        "step 10/40  loss 3.2500  validation 3.5000  lr 1.00e-03  norm 0.75  2 skipped  12,345 tokens/s  0:01:00 left"
+    )
     assert "\x1b" not in out.getvalue()
+
+
+def test_a_lost_loss_has_room_in_its_line():
+    display, _ = _display()
+    assert "  loss 1.03e+11  lr" in display.line(_record(10, loss=103088160768.0))
 
 
 def test_plain_lines_may_be_thinned_but_not_the_ends():
     display, out = _display(line_every=10)
     for step in range(1, 41):
         display.step(_record(step))
-    shown = [line.split("/")[0] for line in out.getvalue().splitlines()]
+    shown = [line.split("/")[0] for line in out.getvalue().splitlines() if line.startswith("step")]
     assert shown == ["step 1", "step 10", "step 20", "step 30", "step 40"]
     resumed, out = _display(line_every=10)
     resumed.step(_record(23))
@@ -79,10 +71,15 @@ def test_plain_lines_may_be_thinned_but_not_the_ends():
 
 
 def test_a_terminal_gets_a_panel_that_is_given_back():
-    display, out = _display(terminal=True)
+    asked = []
+    display, out = _display(terminal=True, ending=lambda: asked)
     _begin(display)
     display.step(_record(10))
     display.step(_record(11, loss=math.nan))
+    assert "Ctrl-C again" not in out.getvalue()
+    asked.append("Ctrl-C")
+    display._live.refresh()
+    assert "ends after this step; Ctrl-C again ends at once" in out.getvalue()
     display.end(Outcome(ending=Ending.FINISHED, steps=40, seconds=80.0, tokens=640), Path("runs/x"))
     text = out.getvalue()
     assert "step 10 of 40" in text or "step 11 of 40" in text
@@ -104,12 +101,20 @@ def test_a_terminal_gets_a_panel_that_is_given_back():
 def test_the_summary_tells_how_it_ended(ending, word):
     display, out = _display()
     resumed = {"steps": 20, "tokens": 3840, "tokens_here": 1280, "seconds": 10.0}
-    outcome = Outcome(ending, **resumed, first_loss=5.5, last_losses=deque([2.0, 3.0]))
+    outcome = Outcome(ending, **resumed, first_loss=5.5, last_losses=deque([9.0, 2.0, 4.0]))
     display.end(outcome, Path("runs/x"))
     text = out.getvalue()
-    for part in (word, "20 of 40 in 0:00:10", "5.5000 at first, 2.5000 at last", "3,840 at 128 tokens/s", "runs/x"):
+    loss = "5.5000 at first, 3.0000 at last (mean of the last 2 logged)"
+    for part in (word, "20 of 40 in 0:00:10", loss, "3,840 at 128 tokens/s", "runs/x"):
         assert part in text
-    assert "validation" not in text
+    assert "validation" not in text and "Next" not in text
+
+
+def test_what_can_be_done_next_comes_with_commands_to_copy():
+    display, out = _display()
+    command = "wherry generate runs/" + 100 * "x"
+    display.end(Outcome(), Path("runs/x"), [("see what it has learned", command)])
+    assert out.getvalue().endswith(f"Next\n  see what it has learned\n    {command}\n")
 
 
 def test_a_summary_before_the_first_step_has_no_numbers_to_show():

@@ -190,7 +190,7 @@ def test_sigterm_saves_and_sums_up(tmp_path, text, monkeypatch):
 
     monkeypatch.setattr(Engine, "train_batch", told)
     folder = tmp_path / "run"
-    assert _here(*TINY, *text, "--steps", 50, "--run-dir", folder, "--save-interval", 50) == 143
+    assert _here(*TINY, *text, "--steps", 50, "--run-dir", folder) == 143
     assert json.loads((folder / "summary.json").read_text())["ending"] == "interrupted"
     assert (folder / "checkpoints" / "latest").read_text() == "global_step3"
 
@@ -279,5 +279,5 @@ def test_what_is_no_folder_and_no_file_is_told_before_anything_starts(tmp_path, 
 def test_runs_of_the_same_second_get_folders_of_their_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(report.time, "strftime", lambda _: "20260101-000000")
-    names = [report._run_dir(parse([])).name for _ in range(3)]
+    names = [report._run_dir(parse([]), presets.PRESETS["gpt2-10m"]).name for _ in range(3)]
     assert names == [f"20260101-000000-gpt2-10m{suffix}" for suffix in ("", "-2", "-3")]

@@ -89,7 +89,7 @@ def test_a_lost_loss_is_told_and_ends_the_run():
     outcome = _loop(engine, Plan(steps=50, tokens_per_step=64), notes=notes).run()
     assert outcome.ending is Ending.DIVERGED
     assert notes.alarms == [(2, False), (4, False), (5, False), (6, True)]
-    assert (outcome.steps, outcome.first_loss, outcome.last_loss) == (6, 5.0, 4.5)
+    assert (outcome.steps, outcome.first_loss, outcome.last_loss) == (6, 5.0, 4.0)
 
 
 def test_an_error_leaves_the_outcome_failed():

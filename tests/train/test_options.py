@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from wherry.config import load
 from wherry.errors import WherryError
@@ -204,3 +205,36 @@ def test_axes_must_divide_the_model(argv: list[str], told: str) -> None:
 def test_a_pipeline_gets_micro_batches_for_its_stages() -> None:
     options = parse(["--pipeline-model-parallel-size", "3"])
     assert build_config(options, 10**7, bf16=False, given=None)["gradient_accumulation_steps"] == 6
+
+
+def test_an_optimizer_by_its_name_has_what_suits_it(capsys):
+    assert _config("--optimizer", "adamw") == _config()
+    lion = _config("--optimizer", "LION", "--weight-decay", "0.2")["optimizer"]
+    assert lion == {"type": "Lion", "params": {"lr": 2e-4, "betas": [0.9, 0.99], "weight_decay": 0.2}}
+    sgd = load(_config("--optimizer", "sgd")).optimizer
+    assert (sgd.type, sgd.params["lr"], sgd.params["momentum"]) == ("SGD", 0.1, 0.9)
+    for name in ("Adam", "Adagrad", "NAdam", "RMSprop"):
+        kind, params = load(_config("--optimizer", name)).optimizer.build_args()
+        getattr(torch.optim, kind)([torch.zeros(1)], **params)
+    for name, told in (("adamx", 'did you mean "Adamax"?'), ("adamw_bnb_8bit", '{"state_dtype": "int8"}')):
+        with pytest.raises(SystemExit):
+            parse(["--optimizer", name])
+        assert told in capsys.readouterr().err
+
+
+def test_an_optimizer_by_its_name_lies_over_the_file_and_the_run_before():
+    given = {"optimizer": {"type": "AdamW", "params": {"lr": 0.5, "weight_decay": "auto"}}}
+    config = _config("--optimizer", "lion", given=given)
+    assert config["optimizer"] == {"type": "Lion", "params": {"lr": 0.5, "weight_decay": 0.5}}
+    given["optimizer"]["params"]["betas"] = [0.8, 0.9]
+    with pytest.raises(WherryError, match=r"optimizer\.params\.betas: SGD has no such parameter; it takes lr,"):
+        load(_config("--optimizer", "sgd", given=given))
+    for name, kept in (("adamw", 0.25), ("sgd", 0.1)):
+        config = build_config(
+            parse(["--optimizer", name]),
+            10_000_000,
+            bf16=False,
+            given=None,
+            earlier={"optimizer": {"type": "AdamW", "params": {"lr": 0.25}}},
+        )
+        assert config["optimizer"]["params"]["lr"] == kept

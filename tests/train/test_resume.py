@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from wherry.checkpoint.checks import read_manifest
 from wherry.checkpoint.export import find
 from wherry.checkpoint.reader import CheckpointReader
 from wherry.errors import WherryError
@@ -102,9 +103,77 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, text: list[str]) ->
     assert losses(run) == before[3:]
 
 
+def test_a_run_goes_on_without_the_flags_that_describe_it(tmp_path: Path, text: list[str]) -> None:
+    """Its folder is enough: shape, text and their order come from the checkpoint."""
+    whole, run, on = tmp_path / "whole", tmp_path / "run", tmp_path / "on"
+    flags = [*SMALL, *text, "--seed", "5", "--set", "scheduler.params.total_num_steps=6", "--lr-warmup-iters", "1"]
+    assert main([*flags, "--run-dir", str(whole)]) == 0
+    assert main([*flags, "--run-dir", str(run), "--untie-embeddings-and-output-weights", "--steps", "4"]) == 0
+    assert main(["--resume", str(run), "--steps", "6", "--run-dir", str(on), "--eval-iters", "1", "--stage", "0"]) == 0
+    about = json.loads((on / "run.json").read_text())
+    assert about["shape"]["layers"] == 1 and about["shape"]["hidden"] == 16 and about["shape"]["sequence"] == 8
+    assert (about["options"]["untied"], about["options"]["seed"], about["options"]["data"]) == (True, 5, text[1])
+    shutil.rmtree(run)
+    assert main([*flags, "--run-dir", str(run), "--steps", "4"]) == 0
+    shutil.rmtree(on)
+    assert main(["--resume", str(run), "--steps", "6", "--run-dir", str(on), "--eval-iters", "1", "--stage", "0"]) == 0
+    assert losses(on) == losses(whole)[4:]
+
+
+def without_heads(folder: Path) -> None:
+    """As an earlier version wrote it."""
+    manifest = read_manifest(path := find(folder))
+    for name in ("heads", "seed", "data"):
+        del manifest.engine["client_state"][name]
+    (path / "manifest.json").write_text(manifest.to_text())
+
+
+def test_flags_that_contradict_a_checkpoint_are_named_before_any_rank_starts(tmp_path: Path, text: list[str]) -> None:
+    run = tmp_path / "run"
+    assert main([*SMALL, *text, "--run-dir", str(run)]) == 0
+
+    def told(*flags: str) -> str:
+        with pytest.raises(WherryError) as refused:
+            check(parse([*text, "--resume", str(run), "--steps", "12", *flags]))
+        return str(refused.value)
+
+    both = told("--num-layers", "8", "--hidden-size", "16", "--vocab-size", "300")
+    assert "--num-layers 8: the checkpoint has 1; --vocab-size 300: the checkpoint has 256; leave" in both
+    assert "hidden" not in both
+    preset = told("--preset", "gpt2-124m", "--num-layers", "1")
+    assert "--preset gpt2-124m means --hidden-size 768: the checkpoint has 16; --num-attention-heads 12: " in preset
+    assert "--num-layers" not in preset
+    check(parse([*text, "--resume", str(run), "--steps", "12", "--num-layers", "1"]))
+    without_heads(run)
+    assert told("--num-layers", "1").endswith("give --hidden-size 16 --seq-length 8")
+    check(parse([*SMALL, *text, "--resume", str(run), "--steps", "12"]))
+
+
+def test_auto_has_a_folder_of_its_own(
+    tmp_path: Path, text: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = [*SMALL, *text, "--max-restarts", "3"]
+    assert main([*flags, "--steps", "4"]) == 0
+    run = Path("runs/gpt2-7.5k-1x16")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"folder {run}: the same command goes on there" in shown
+    assert main(flags) == 0
+    assert len(losses(run)) == 2
+    for finished in (main, lambda flags: check(parse(flags))):
+        with pytest.raises(WherryError, match="at step 6 already; give more with --steps to go on, or another"):
+            finished(flags)
+    assert [path.name for path in Path("runs").iterdir()] == [run.name]
+
+
+def test_a_run_without_checkpoints_is_asked_for(tmp_path: Path, text: list[str]) -> None:
+    assert main([*SMALL, *text, "--run-dir", str(tmp_path / "run"), "--no-save"]) == 0
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    with pytest.raises(WherryError, match="--no-save: --save-interval asks for checkpoints"):
+        parse(["--no-save", "--save-interval", "3"])
+
+
 def test_what_cannot_be_resumed_is_told(tmp_path: Path, text: list[str]) -> None:
-    with pytest.raises(WherryError, match="give --save FOLDER or --run-dir FOLDER"):
-        check(parse([*SMALL, *text, "--resume", "auto"]))
     run = tmp_path / "run"
     assert main([*SMALL, *text, "--run-dir", str(run), "--save-interval", "6"]) == 0
     with pytest.raises(WherryError, match="at step 6 already; give more with --steps"):

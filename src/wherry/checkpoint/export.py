@@ -6,8 +6,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
@@ -28,6 +28,8 @@ INDEX = "model.safetensors.index.json"
 # What an earlier write of the same model has left is replaced, and nothing else.
 _OWN_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 DEFAULT_SHARD = 5_000_000_000
+# Where a run of `wherry train` has its checkpoints.
+IN_RUN = "checkpoints"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -105,6 +107,19 @@ class ModelWriter:
 
 
 @dataclass(frozen=True)
+class Translation:
+    """The form that an export gives a model, where that is another than its own.
+
+    By the name in the checkpoint, `names` has the one there, and `turn` what becomes of the values; such a tensor is in
+    memory as a whole. `files`: what else is written.
+    """
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    turn: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Exported:
     """What an export has written."""
 
@@ -121,10 +136,13 @@ def export(
     dtype: torch.dtype | None = None,
     max_shard_size: int = DEFAULT_SHARD,
     exclude_frozen: bool = False,
+    translation_of: Callable[[Manifest, torch.dtype | None], Translation | None] = lambda *_: None,
 ) -> Exported:
-    """Write a checkpoint's weights as a folder that transformers loads. No whole tensor is in memory.
+    """Write a checkpoint's weights as a folder that transformers loads. No whole tensor is in memory, but for those
+    that have another form there.
 
-    `dtype`: of the parameters; None for the dtype that each was trained in. Buffers keep theirs.
+    `dtype`: of the parameters; None for the dtype that each was trained in. Buffers keep theirs. `translation_of`:
+    another form for a checkpoint, or None where its model is transformers' own, or is not known there.
     """
     path = find(checkpoint)
     taken = [found.name for found in out.glob("*.safetensors")] if out.is_dir() else []
@@ -132,21 +150,32 @@ def export(
         raise CheckpointError(f"{out} holds {taken[0]} already; give a folder without safetensors files")
     manifest = verified(path)
     entries = exported_entries(path, manifest, exclude_frozen=exclude_frozen)
-    aliases = {other: name for name, entry in entries.items() for other in entry.aliases}
+    translation = translation_of(manifest, dtype) or _untranslated(manifest)
+    named = {name: translation.names.get(name, name) for name in entries}
+    aliases = {
+        translation.names.get(other, other): named[name] for name, entry in entries.items() for other in entry.aliases
+    }
     with (
         CheckpointReader(path, manifest) as reader,
-        ModelWriter(out, max_shard_size, entries, aliases) as writer,
+        ModelWriter(out, max_shard_size, named.values(), aliases) as writer,
         Progress(f"exporting {path}", len(entries), unit="tensors") as progress,
     ):
         for name, entry in entries.items():
             kind = exported_dtype(entry, dtype)
-            writer.add_parts(name, kind, entry.shape, reader.parts(name, WEIGHT, kind))
+            if name in translation.turn:
+                writer.add(named[name], translation.turn[name](reader.tensor(name, WEIGHT, kind)))
+            else:
+                writer.add_parts(named[name], kind, entry.shape, reader.parts(name, WEIGHT, kind))
             progress.advance()
-    configs = {"model_config": "config.json", "generation_config": "generation_config.json"}
-    for key, file in configs.items():
-        if key in manifest.engine:
-            write_text(out / file, manifest.engine[key])
-    return Exported(out, len(entries), writer.bytes, "model_config" in manifest.engine)
+    for file, text in translation.files.items():
+        write_text(out / file, text)
+    return Exported(out, len(entries), writer.bytes, "config.json" in translation.files)
+
+
+def _untranslated(manifest: Manifest) -> Translation:
+    """The model as it is, with what one of transformers' is built from again."""
+    configs = {"config.json": "model_config", "generation_config.json": "generation_config"}
+    return Translation(files={file: manifest.engine[key] for file, key in configs.items() if key in manifest.engine})
 
 
 def exported_entries(path: Path, manifest: Manifest, *, exclude_frozen: bool = False) -> dict[str, Entry]:
@@ -164,15 +193,16 @@ def exported_dtype(entry: Entry, wanted: torch.dtype | None) -> torch.dtype:
 
 
 def find(path: Path) -> Path:
-    """A checkpoint's folder: the one given, or the latest of those in it."""
+    """A checkpoint's folder: the one given, or the latest of those in it, or of those of the run whose folder it is."""
     if (path / NAME).exists():
         return path
     if not path.exists():
         raise CheckpointError(f"{path}: there is no such folder")
-    tag = folders.locate(path, None, cleans=False) if path.is_dir() else None
-    if tag is None:
-        raise CheckpointError(f"{path} is no checkpoint and holds none: there is no {NAME} in it")
-    return path / tag
+    for folder in (path, path / IN_RUN):
+        tag = folders.locate(folder, None, cleans=False) if folder.is_dir() else None
+        if tag is not None:
+            return folder / tag
+    raise CheckpointError(f"{path} is no checkpoint and holds none: there is no {NAME} in it")
 
 
 def verified(path: Path) -> Manifest:

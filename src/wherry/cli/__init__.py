@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 INTERRUPTED = 130
 USER_ERROR = 2
@@ -13,6 +13,7 @@ USER_ERROR = 2
 COMMANDS = {
     "run": ("wherry.cli.run", "start a script on several processes, GPUs or machines"),
     "train": ("wherry.cli.train", "pre-train a GPT-2 here: the quickest way to see Wherry work"),
+    "generate": ("wherry.cli.generate", "go on from a prompt, with a run's model or any that transformers loads"),
     "plan": ("wherry.cli.plan", "say what training keeps in memory and moves, before you run it"),
     "bench": ("wherry.cli.bench", "measure the host optimizers or the disk"),
     "export": ("wherry.cli.checkpoint:export", "write a checkpoint's weights as safetensors that transformers loads"),
@@ -59,12 +60,25 @@ def _answer(arguments: list[str]) -> int:
         return INTERRUPTED
 
 
+def check_word(arguments: Sequence[str], commands: Iterable[str], of: str = "") -> None:
+    """Raise, with the one that is meant, if the first word names none of the commands of `of`."""
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in commands:
+        from wherry.config.problems import did_you_mean
+        from wherry.errors import WherryError, one_line
+
+        word = one_line(arguments[0])
+        raise WherryError(
+            f'{of}there is no command "{word}"{did_you_mean(word, commands) or "; there are " + ", ".join(commands)}'
+        )
+
+
 def _dispatch(arguments: list[str]) -> int:
     """Each command parses its own arguments: the flags of some are torchrun's or a script's."""
     if arguments and arguments[0] in COMMANDS:
         module, _, function = COMMANDS[arguments[0]][0].partition(":")
         command: Callable[[list[str]], int] = getattr(importlib.import_module(module), function or "main")
         return command(arguments[1:])
+    check_word(arguments, COMMANDS)
     import wherry
 
     parser = argparse.ArgumentParser(

@@ -12,15 +12,17 @@ if TYPE_CHECKING:
     from wherry.checkpoint.format import Manifest
 
 _LONGEST_PATH = 4096
+_CKPT = "a checkpoint, or a folder of them or of a run, whose latest is meant"
 
 
 def export(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="wherry export",
         description="Write a checkpoint's weights as safetensors files that transformers loads. Optimizer states are "
-        "left out; less than 100 MiB at a time are in memory.",
+        "left out. A checkpoint of `wherry train` becomes a GPT-2 of transformers' own, with a tokenizer of bytes; its "
+        "matrices are in memory one at a time. Of any other model less than 100 MiB at a time are.",
     )
-    parser.add_argument("checkpoint", metavar="CKPT", type=Path, help="a checkpoint, or a folder whose latest is meant")
+    parser.add_argument("checkpoint", metavar="CKPT", type=Path, help=_CKPT)
     parser.add_argument("out", metavar="OUT", type=Path, help="folder for the files")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="of the weights (default: as trained)")
     parser.add_argument("--max-shard-size", "--max_shard_size", default="5GB", metavar="SIZE", help="bytes of a file")
@@ -28,12 +30,15 @@ def export(argv: list[str]) -> int:
     from wherry.checkpoint import export as exporting
     from wherry.observe.memory import format_bytes
     from wherry.plan.quantities import parse_bytes
+    from wherry.train.gpt2 import translation_of
 
     size = parse_bytes(arguments.max_shard_size, "--max-shard-size")
 
     dtype = exporting.DTYPES[arguments.dtype] if arguments.dtype else None
     try:
-        done = exporting.export(arguments.checkpoint, arguments.out, dtype=dtype, max_shard_size=size)
+        done = exporting.export(
+            arguments.checkpoint, arguments.out, dtype=dtype, max_shard_size=size, translation_of=translation_of
+        )
     except OSError as error:
         raise WherryError(f"export: {error.filename or arguments.out}: {error.strerror}") from error
     print(printable(f"{done.folder}: {done.tensors} tensors, {format_bytes(done.bytes)}"))
@@ -46,7 +51,7 @@ def inspect(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="wherry inspect", description="Say what is inside a checkpoint, and whether it is whole."
     )
-    parser.add_argument("checkpoint", metavar="CKPT", type=Path, help="a checkpoint, or a folder of them")
+    parser.add_argument("checkpoint", metavar="CKPT", type=Path, help=_CKPT)
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
     parser.add_argument("--no-verify", action="store_true", help="do not read the files to check them")
     parser.add_argument("--json", action="store_true", help="print as JSON")

@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from wherry.cli import USER_ERROR
+from wherry.cli import USER_ERROR, check_word
 from wherry.errors import printable
 
 
@@ -26,6 +26,7 @@ def main(argv: list[str]) -> int:
     explain.add_argument("key", help="like zero_optimization.stage, or the last part alone")
     for command, function in ((check, _check), (explain, _explain), (theirs, _deepspeed), (schema, _schema)):
         command.set_defaults(function=function)
+    check_word(argv, commands.choices, "config: ")
     arguments = parser.parse_args(argv)
     return int(arguments.function(arguments))
 

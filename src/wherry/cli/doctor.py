@@ -210,6 +210,10 @@ CHECKS: dict[str, Callable[[str], Finding]] = {
 }
 
 
+# Of programs that Wherry works with.
+_EXTRAS = ("transformers", "lightning", "tensorboard", "wandb", "comet", "mlflow", "ray")
+
+
 def _integrations() -> Iterator[Finding]:
     """What is installed of the programs that the extras name, and whether it is as new as they ask; none is needed."""
     absent = []
@@ -219,7 +223,7 @@ def _integrations() -> Iterator[Finding]:
         yield Finding("Wherry", "run from its sources", NOTE, "its extras are not looked at: `pip install wherry`")
         return
     for requirement in requirements:
-        asked = re.match(r"([\w-]+)>=(\S+?); extra == ['\"](transformers|lightning|tensorboard|wandb|ray)", requirement)
+        asked = re.match(rf"([\w-]+)>=(\S+?); extra == ['\"]({'|'.join(_EXTRAS)})", requirement)
         if asked is None:
             continue
         name, least, _ = asked.groups()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from wherry.errors import WherryError
-from wherry.plan.machines import KNOWN
 from wherry.plan.model_states import STATE_WORDS, WORKING_BYTES
 from wherry.sources import SHAPES
 
@@ -23,6 +22,10 @@ _FLAGS = {
 
 def main(argv: list[str]) -> int:
     arguments = build_parser().parse_args(argv)
+    if arguments.machine == "list":
+        from wherry.cli.plan_tables import machines
+
+        return machines(arguments)
     if arguments.model is not None:
         chosen = {"MODEL": True, "--auto": arguments.auto, "--dry-run": arguments.dry_run}
         _check_flags(arguments, *(kind for kind, wanted in chosen.items() if wanted))
@@ -55,15 +58,19 @@ def flag(name: str) -> str:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="wherry plan",
+        # Of forty flags the usual way to print them fills a screen, before any mistake too.
+        usage="wherry plan MODEL [flags]\n       wherry plan --params COUNT [flags]\n"
+        "       wherry plan --infinity [flags]\n       wherry plan --machine list",
         description="Say what training keeps in memory, moves and takes, before you run it.",
         epilog="examples: wherry plan gpt2-1.5b --config ds.json --machine 4090; wherry plan gpt2-1.5b --auto -o "
-        "config.json; wherry plan --params 7.5e9 --ranks 1,4,16,64 --device-memory 32GB. The exit status is 1 where a "
-        "model does not fit, and 2 after a mistake.",
+        "config.json; wherry plan --params 7.5e9 --ranks 1,4,16,64 --device-memory 32GB. The exit status is 1 where "
+        "what was asked for does not fit, with --auto or --params where nothing does, and 2 after a mistake.",
     )
     parser.add_argument(
         "model", nargs="?", metavar="MODEL",
-        help=f"a preset ({', '.join(SHAPES)}), a Hugging Face config.json or its folder, or module:callable, which "
-        "returns a model, or a model and the inputs of a micro-batch",
+        help=f"a preset ({', '.join(SHAPES)}), a Hugging Face config.json or its folder, a name on the hub "
+        "(owner/name) whose config is here or, with --online, fetched, or module:callable, which returns a model, or a "
+        "model and the inputs of a micro-batch",
     )  # fmt: skip
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--params", metavar="COUNT", help="parameters, like 7.5e9 or 7.5B; several with commas")
@@ -100,7 +107,7 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument("--pipeline-parallel", type=int, metavar="N", help="stages that the model's layers are cut into")
     model.add_argument(
-        "--online", action="store_true", default=None, help="fetch from the hub what a Hugging Face config names"
+        "--online", action="store_true", default=None, help="fetch a config from the hub, or what a config names"
     )
     model.add_argument("--recompute", action="store_true", default=None, help="units recompute their activations")
     model.add_argument("--auto", action="store_true", default=None, help="choose stage, tiers and batch sizes")
@@ -113,7 +120,9 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--rank", type=int, metavar="N", help="with --dry-run: which data-parallel rank (default 0)")
     model.add_argument("--stage", type=int, metavar="N", help="with --dry-run: which stage of a pipeline (default 0)")
     machine = parser.add_argument_group("with MODEL: the machine; without these, this one, which is measured once")
-    machine.add_argument("--machine", metavar="NAME", help=f"a kind of machine: {', '.join(KNOWN)}")
+    machine.add_argument(
+        "--machine", metavar="NAME", help="a kind of machine, like 4090, l4 or h100; `list` shows them"
+    )
     machine.add_argument(
         "--again", action="store_true", default=None, help="measure this machine anew, as after it was busy"
     )

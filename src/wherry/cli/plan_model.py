@@ -17,35 +17,36 @@ from wherry.config import Config
 from wherry.errors import WherryError
 from wherry.observe.screen import Screen, table
 from wherry.placement import place_name
-from wherry.plan.machines import Machine, described, kept_free, known
-from wherry.plan.quantities import parse_bytes, parse_count, seconds, size
+from wherry.plan.machines import Machine, described, known
+from wherry.plan.quantities import TB, parse_bytes, parse_count, seconds, size
 
 if TYPE_CHECKING:
-    from wherry.plan.choose import Tried
+    from wherry.plan.choose import Choice, Tried
     from wherry.plan.dry_run import DryRun
-    from wherry.plan.estimate import Estimate, Use
+    from wherry.plan.estimate import Estimate
     from wherry.plan.forecaster import Forecaster
     from wherry.plan.grid import Grid
     from wherry.plan.model_source import ModelSource
 
 WIDTH = 80
-SIZES = ("gpu_memory", "host_memory", "disk", "pcie", "stream", "disk_bandwidth")
-BAR = 40
-COLOURS = {
-    "parameters": "blue",
-    "gradients": "green",
-    "optimizer": "magenta",
-    "gathered": "cyan",
-    "activations": "yellow",
-    "buffers": "red",
+# The most of each that may be meant.
+SIZES = {
+    "gpu_memory": 10 * TB,
+    "host_memory": 1000 * TB,
+    "disk": 10**6 * TB,
+    "pcie": 10 * TB,
+    "stream": 100 * TB,
+    "disk_bandwidth": 100 * TB,
 }
 
 
 def main(arguments: argparse.Namespace) -> int:
-    from wherry.sources import around
+    from wherry.sources import around, located
 
     _check_flags(arguments)
-    with around(arguments.model, online=bool(arguments.online)):
+    named, arguments.model = arguments.model, located(arguments.model, online=bool(arguments.online))
+    # Of a model that the hub's name is given for, its config is all that is fetched.
+    with around(arguments.model, online=bool(arguments.online) and arguments.model == named):
         return _plan(arguments)
 
 
@@ -60,6 +61,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     source = find(arguments.model)
     grid = Grid(arguments.tensor_parallel or 1, arguments.pipeline_parallel or 1, arguments.stage or 0)
     ranks = parse_count(arguments.ranks, "--ranks") if arguments.ranks is not None else None
+    if ranks is not None:
+        config.batch(grid.data_ranks(ranks))  # raises where they contradict, before anything takes long
     if arguments.dry_run:
         return _dry_run(arguments, source, config, grid, ranks)
     from wherry.plan.forecaster import Forecaster
@@ -77,6 +80,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _judge(arguments: argparse.Namespace, config: Config, forecaster: Forecaster) -> int:
     """The config as it is, and the nearest change that helps."""
+    from wherry.cli.plan_answer import page, show
     from wherry.plan.choose import CHOSEN, nearest_change
 
     now = forecaster.exact(config)
@@ -84,54 +88,66 @@ def _judge(arguments: argparse.Namespace, config: Config, forecaster: Forecaster
         note = f'"auto" is counted at its default here, and --auto chooses it: {", ".join(left)}'
         now = replace(now, notes=(*now.notes, note))
     screen = _screen(arguments)
-    _show(screen, now)  # the search for a change takes longer than the answer
+    show(screen, now)  # the search for a change takes longer than the answer
     change = None
     if not now.fits or not now.machine.busy:
         with screen.status("looking for the nearest change that helps"):
             change = nearest_change(config, now, forecaster.quick, confirm=forecaster.exact)
-    told = _change_line(now, change)
-    screen.print(told, markup=False)
+    said = list(_change_lines(now, change))
+    for line in said:
+        screen.print(line, markup=False)
     if arguments.html:
-        _write_page(arguments.html, now, told)
+        _write(arguments.html, page(now, said))
     if arguments.json:
         print(json.dumps(now.to_dict() | {"change": change and change.to_dict()}, indent=2))
     return 0 if now.fits else 1
 
 
 def _auto(arguments: argparse.Namespace, config: Config, forecaster: Forecaster) -> int:
-    from wherry.plan.choose import as_text, choose, free_keys
+    from wherry.cli.plan_answer import page, show
+    from wherry.plan.choose import NothingFits, as_text, choose, free_keys
 
     screen = _screen(arguments)
-    with screen.status("looking for the config that trains fastest"):
-        choice = choose(
-            config,
-            forecaster.quick,
-            forecaster.data_ranks,
-            free=free_keys(config),
-            disk=arguments.disk_path,
-            confirm=forecaster.exact,
-        )
-    text, found = as_text(config, choice), choice.estimate
-    if arguments.output:
+    choice, text = None, ""
+    try:
+        with screen.status("looking for the config that trains fastest"):
+            choice = choose(
+                config,
+                forecaster.quick,
+                forecaster.data_ranks,
+                free=free_keys(config),
+                disk=arguments.disk_path,
+                confirm=forecaster.exact,
+            )
+        found, text = choice.estimate, as_text(config, choice)
+        told, said = choice.to_dict(), list(_choice_lines(choice))
+    except NothingFits as nothing:
+        found, said = nothing.smallest, [f"N{str(nothing).removeprefix('plan: n')}"]
+        told = {"values": None, "reasons": {}, "tried": nothing.tried, "fitting": 0, "estimate": found.to_dict()}
+    if arguments.output and text:
         _write(arguments.output, text)
+        said.append(f"Written to {arguments.output}.")
     if arguments.html:
-        _write_page(arguments.html, found)
+        _write(arguments.html, page(found, said, text))
     if arguments.json:
-        print(json.dumps(choice.to_dict(), indent=2))
-        return 0
-    _show(screen, found)
+        print(json.dumps(told, indent=2))
+    show(screen, found)
+    screen.print()
+    for line in said:
+        screen.print(line, markup=False)
+    if text and not arguments.output and not arguments.json:
+        print(f"\n{text}", end="")
+    return 0 if choice is not None else 1
+
+
+def _choice_lines(choice: Choice) -> Iterator[str]:
+    found = choice.estimate
     if found.precision == "fp32" and found.machine.gpus:
         # Not chosen, as it is not the same training.
-        screen.print(f"Weights are fp32, as the config has them; --set {found.machine.half}.enabled=true is faster.")
-    print()
-    if not arguments.output:
-        print(text, end="")
-        return 0
-    print(f"Chosen among {choice.tried} configs, {choice.fitting} of which fit:")
+        yield f"Weights are fp32, as the config has them; --set {found.machine.half}.enabled=true is faster."
+    yield f"Chosen among {choice.tried} configs, {choice.fitting} of which fit:"
     for key, value in choice.values.items():
-        print(f"  {key} = {json.dumps(value)}")
-    print(f"Written to {arguments.output}.")
-    return 0
+        yield f"  {key} = {json.dumps(value)}"
 
 
 def _check_flags(arguments: argparse.Namespace) -> None:
@@ -144,6 +160,13 @@ def _check_flags(arguments: argparse.Namespace) -> None:
         ):
             if name in given:
                 raise WherryError(why)
+    _sizes(arguments)
+    if "machine" in given:
+        known(arguments.machine)
+    if arguments.gpus == 0:
+        for name in ("gpu_memory", "pcie"):
+            if name in given:
+                raise WherryError(f"{flag(name)}: with --gpus 0 there is no GPU; leave one of them out")
     for name, least in (("gpus", 0), ("nodes", 1), ("sequence", 1), ("tensor_parallel", 1), ("pipeline_parallel", 1)):
         if name in given and getattr(arguments, name) < least:
             raise WherryError(f"{flag(name)}: expected {least} or more, got {getattr(arguments, name)}")
@@ -160,11 +183,16 @@ def _check_flags(arguments: argparse.Namespace) -> None:
             raise WherryError(f"{flag(name)}: {path} is a folder; name a file")
 
 
+def _sizes(arguments: argparse.Namespace) -> dict[str, int]:
+    given = ((name, getattr(arguments, name), most) for name, most in SIZES.items())
+    return {name: parse_bytes(text, flag(name), most) for name, text, most in given if text is not None}
+
+
 def _machine(arguments: argparse.Namespace, config: Config) -> Machine:
     """The machine that is asked about, with what is said of it in numbers."""
     from wherry.plan import probe
 
-    sizes = {name: parse_bytes(text, flag(name)) for name in SIZES if (text := getattr(arguments, name)) is not None}
+    sizes = _sizes(arguments)
     if arguments.machine is not None:
         base = known(arguments.machine)
     elif arguments.gpus and len(sizes) == len(SIZES) and not probe.gpu_names():
@@ -179,7 +207,7 @@ def _machine(arguments: argparse.Namespace, config: Config) -> Machine:
     return machine
 
 
-# What is printed, and written as a page.
+# What is said, and written.
 
 
 def _screen(arguments: argparse.Namespace) -> Screen:
@@ -189,13 +217,6 @@ def _screen(arguments: argparse.Namespace) -> Screen:
     return screen
 
 
-def _write_page(path: str, now: Estimate, change: str = "") -> None:
-    page = Screen(highlight=False, file=io.StringIO(), record=True, width=WIDTH)
-    _show(page, now)
-    page.print(change, markup=False)
-    _write(path, page.export_html(inline_styles=True))
-
-
 def _write(path: str, text: str) -> None:
     try:
         Path(path).write_text(text)
@@ -203,88 +224,20 @@ def _write(path: str, text: str) -> None:
         raise WherryError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def _show(screen: Screen, now: Estimate) -> None:
-    for line in _headings(now):
-        screen.print(line, markup=False)
-    screen.print()
-    rows = table("bytes of a rank", "rest on", ">", min_width=14)
-    for row in now.rows:
-        if row.bytes:
-            category = f"[{COLOURS[row.category]}]■[/] {row.category}"
-            rows.add_row(category, place_name(row.tier, gpu=now.machine.gpus > 0), size(row.bytes))
-    screen.print(rows)
-    screen.print()
-    for use in now.uses:
-        if use.needed:
-            screen.print(_use_line(use, now))
-    screen.print(kept_free(now.machine), style="dim")
-    screen.print()
-    for line in _time_lines(now):
-        screen.print(line, markup=False)
-    for note in now.notes:
-        screen.print(f"Note: {note}", style="dim", markup=False)
-
-
-def _headings(now: Estimate) -> Iterator[str]:
-    tokens = f" of {now.sequence:,} tokens" if now.sequence > 1 else ""
-    how = ", activations recomputed" if now.recompute else ""
-    yield f"{now.model}: {now.parameters:,} parameters"
-    yield f"{now.placement.name}, {now.precision}, {now.optimizer}{how}"
-    grid = now.grid
-    if grid.size > 1:
-        stage = f"; bytes of stage {grid.stage}" if grid.pipe > 1 else ""
-        stages = f"{grid.pipe} stage{'s' * (grid.pipe > 1)}"
-        yield f"{grid.tensor} tensor-parallel x {stages} x {now.data_ranks:,} data-parallel ranks{stage}"
-    ranks = f"{now.data_ranks:,} rank{'s' * (now.data_ranks > 1)}"
-    yield (
-        f"{ranks} x micro-batch {now.micro_batch} x accumulation {now.accumulation}"
-        f" = {now.samples:,} sample{'s' * (now.samples > 1)}{tokens}"
-    )
-    machine = now.machine
-    measured = " (measured)" if machine.measured else ""
-    nodes = f"{machine.nodes} nodes, each " if machine.nodes > 1 else ""
-    gpus = f"{machine.gpus} x {machine.gpu_memory / 1e9:.0f} GB GPU, " if machine.gpus else ""
-    yield f"on {machine.name}{measured}: {nodes}{gpus}{machine.host_memory / 1e9:.0f} GB host memory"
-
-
-def _use_line(use: Use, now: Estimate) -> str:
-    """A bar of the categories in a place, and whether they fit in it."""
-    whose = "each GPU" if use.place == "GPU" else f"the {use.place}" + (" of a node" if now.machine.nodes > 1 else "")
-    bar, drawn, reached = "", 0, 0
-    for category, nbytes in use.parts.items():
-        reached += nbytes
-        end = round(BAR * reached / max(use.needed, use.usable))
-        bar += f"[{COLOURS[category]}]{'█' * (end - drawn)}[/]"
-        drawn = end
-    bar += f"[dim]{'░' * (BAR - drawn)}[/]"
-    spare = use.usable - use.needed
-    verdict = f"[green]fits[/], {size(spare)} to spare" if use.fits else f"[bold red]{size(-spare)} too much[/]"
-    return f"{bar} {verdict}\n{whose}: {size(use.needed)} of {size(use.usable)} usable"
-
-
-def _time_lines(now: Estimate) -> Iterator[str]:
-    from wherry.plan.roofline import WORDS
-
-    if now.time is None:
-        return
-    what = "tokens" if now.sequence > 1 else "samples"
-    yield f"A step takes about {seconds(now.time.total)}: {now.tokens_per_second:,.0f} {what} a second."
-    yield f"It is limited by {now.time.limited_by}. By itself each would take:"
-    for name, value in sorted(now.time.terms.items(), key=lambda item: -item[1]):
-        if value > 0:
-            yield f"  {WORDS[name]:<22}{seconds(value):>10}"
-
-
-def _change_line(now: Estimate, change: Tried | None) -> str:
+def _change_lines(now: Estimate, change: Tried | None) -> Iterator[str]:
+    """The nearest change, and the flags that make it."""
     if now.fits and now.machine.busy:
-        return "What would be faster is not told: the machine was busy when it was measured."
-    if change is None:
-        return "No nearby change would be faster." if now.fits else "No nearby change would fit; try --auto."
-    found = change.estimate
-    if not now.fits:
-        took = f", a step about {seconds(found.seconds)}" if found.seconds else ""
-        return f"It would fit with {change.words}{took}."
-    return f"Faster by {100 * (found.samples_per_second / now.samples_per_second - 1):.0f} %: {change.words}."
+        yield "What would be faster is not told: the machine was busy when it was measured."
+    elif change is None:
+        yield "No nearby change would be faster." if now.fits else "No nearby change would fit; try --auto."
+    elif now.fits:
+        faster = change.estimate.samples_per_second / now.samples_per_second - 1
+        yield f"Faster by {faster:.0%} with {change.words}:"
+    else:
+        took = f", and take about {seconds(change.estimate.seconds)} a step" if change.estimate.seconds else ""
+        yield f"It would fit with {change.words}{took}:"
+    for key, value in (change.values if change is not None else {}).items():
+        yield f"  --set {key}={value if isinstance(value, str) else json.dumps(value)}"
 
 
 # A dry run.
@@ -322,11 +275,12 @@ def _show_dry_run(screen: Screen, found: DryRun, *, gpu: bool) -> None:
         f"dry run in {found.seconds:.1f} s\n",
         markup=False,
     )
-    sent = table("collectives of a step", ">calls", ">whole tensors", min_width=14)
-    for name, calls in sorted(found.calls.items()):
-        sent.add_row(name, f"{calls:,}", size(found.bytes[name]))
-    screen.print(sent)
-    screen.print()
+    if found.calls:
+        sent = table("collectives of a step", ">calls", ">whole tensors", min_width=14)
+        for name, calls in sorted(found.calls.items()):
+            sent.add_row(name, f"{calls:,}", size(found.bytes[name]))
+        screen.print(sent)
+        screen.print()
     held = table("bytes of the rank", "on", ">at the peak", ">highest")
     # Without a GPU, what rests on the device and on the host is in one memory.
     at_peak, highest, peaks = Counter[tuple[str, str]](), Counter[tuple[str, str]](), Counter[str]()
@@ -336,7 +290,8 @@ def _show_dry_run(screen: Screen, found: DryRun, *, gpu: bool) -> None:
         highest[line.category, place] += line.highest
         peaks[place] += line.at_peak
     for (category, place), nbytes in at_peak.items():
-        held.add_row(category, place, size(nbytes), size(highest[category, place]))
+        if highest[category, place]:
+            held.add_row(category, place, size(nbytes), size(highest[category, place]))
     for place, peak in peaks.items():
         held.add_row("[bold]peak[/]", place, f"[bold]{size(peak)}[/]", "")
     screen.print(held)

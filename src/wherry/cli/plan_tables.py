@@ -13,8 +13,19 @@ from typing import Any, TypeVar
 from wherry.errors import WherryError
 from wherry.placement import Placement
 from wherry.plan import gpt
+from wherry.plan.machines import KNOWN
 from wherry.plan.model_states import Cost, states
-from wherry.plan.quantities import count_name, parse_bytes, parse_count, published_gigabytes, rounded
+from wherry.plan.quantities import (
+    TB,
+    amount,
+    apart,
+    count_name,
+    parse_bytes,
+    parse_count,
+    published_gigabytes,
+    rounded,
+    without_comma,
+)
 
 STAGES = (0, 1, 2, 3)
 RANKS = "1,4,16,64,256,1024"
@@ -23,7 +34,7 @@ Item = TypeVar("Item")
 
 
 def _list(text: str, flag: str, parse: Callable[[str, str], Item]) -> list[Item]:
-    return [parse(part, flag) for part in text.split(",")]
+    return [parse(part, flag) for part in apart(text, flag, counts=flag == "--params")]
 
 
 # Model states, by the number of parameters.
@@ -36,20 +47,29 @@ def by_params(arguments: argparse.Namespace) -> int:
     ranks = _list(RANKS if arguments.ranks is None else arguments.ranks, "--ranks", parse_count)
     limit = {}
     if arguments.device_memory is not None:
-        limit = {"device_memory": parse_bytes(arguments.device_memory, "--device-memory")}
+        limit = {"device_memory": parse_bytes(arguments.device_memory, "--device-memory", 10 * TB)}
     rows = [_states(count, n, stage, cost, **limit) for count in counts for n in ranks for stage in STAGES]
     if arguments.json:
         told = {"unit": "bytes on one rank", "precision": precision, "optimizer": optimizer, **limit, "rows": rows}
         print(json.dumps(told, indent=2))
-        return 0
+        return _status(counts, rows)
     headers = (">ranks", *(f">{Placement.of_stage(stage).name}" for stage in STAGES))
     for count in counts:
         lines = [
             [f"{n:,}", *(_cell(row) for row in rows if (row["params"], row["ranks"]) == (count, n))] for n in ranks
         ]
         _print(f"{count_name(count)} parameters: GB on each rank", headers, lines, min_width=9)
-    _print_notes(_states_notes(cost, limit.get("device_memory")))
-    return 0
+    if small := [count_name(count) for count in counts if _status([count], rows)]:
+        print(
+            f"{' and '.join(small)} parameters do not fit in {published_gigabytes(limit['device_memory'])} GB here.\n"
+        )
+    _print_notes(_states_notes(cost, limit.get("device_memory") if any(row.get("fits") for row in rows) else None))
+    return _status(counts, rows)
+
+
+def _status(counts: Sequence[int], rows: Sequence[dict[str, Any]]) -> int:
+    """1 where one of the models fits in no row."""
+    return int(any(not any(row.get("fits", True) for row in rows if row["params"] == count) for count in counts))
 
 
 def _states(count: int, ranks: int, stage: int, cost: Cost, device_memory: int | None = None) -> dict[str, Any]:
@@ -126,7 +146,7 @@ def _number(text: str, flag: str) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise WherryError(f"{flag}: expected a number, got {text.strip()!r}")
+        raise WherryError(f"{flag}: expected a number, got {text.strip()!r}{without_comma(text)}")
     return value
 
 
@@ -217,6 +237,34 @@ def _needs_notes(work: gpt.Work, peak: float) -> list[str]:
         "sequence batch; optimizer state sequence batch / 4; checkpoints 24 hidden interval "
         f"(batch of a GPU: {work.samples_per_gpu}).",
     ]
+
+
+# Machines by name.
+
+
+def machines(arguments: argparse.Namespace) -> int:
+    if arguments.json:
+        print(json.dumps([asdict(machine) for machine in KNOWN.values()], indent=2))
+        return 0
+    headers = ("name", ">GPUs", ">GB of\neach", ">GB of\nhost", ">TFLOP/s\nhalf", ">TFLOP/s\nfp32", ">GB/s of\nmemory")
+    lines = [
+        (
+            machine.name,
+            *(str(machine.gpus), amount(machine.gpu_memory / 1e9), amount(machine.host_memory / 1e9)),
+            *(amount(rate / 1e12) for rate in (machine.matrix, machine.matrix_fp32)),
+            *(amount(rate / 1e9) for rate in (machine.device_stream, machine.pcie)),
+        )
+        for machine in sorted(KNOWN.values(), key=lambda each: (each.gpus == 1, each.name))
+    ]
+    _print("Machines by name", (*headers, ">GB/s to\nhost"), lines)
+    _print_notes(
+        [
+            "Rates are those that programs reach, not those of a sheet; half is bf16, or fp16 on v100 and t4.",
+            'Names as drivers print them do too, like "NVIDIA RTX A6000". --gpus, --gpu-memory, --host-memory, --disk, '
+            "--pcie, --stream and --disk-bandwidth change what is another on yours.",
+        ]
+    )
+    return 0
 
 
 # Printing.

@@ -81,7 +81,7 @@ def main() -> None:
             status = ended.code or 0
     except Exception as error:
         sys.last_value = error
-        status = _fail(error, error_file, alone=target == "wherry.train")
+        status = _fail(error, error_file, alone=target.startswith("wherry."))
         # A thread that nobody ends, or a communicator that waits for its peers, must not keep a failed rank alive. The
         # kernel needs no thread for that, which a rank without memory does not get.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)

@@ -66,8 +66,21 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--as-deepspeed", action="store_true", help="let the script's `import deepspeed` give Wherry, on every rank"
     )
+    parser.add_argument(
+        "--profile", type=steps, metavar="STEPS", help="write where time and memory go in these steps, like 5 or 5-7"
+    )
     parser.add_argument("--follow-stdin", action="store_true", help=argparse.SUPPRESS)
     return parser
+
+
+def steps(text: str) -> str:
+    """For argparse: `5`, or `5-7`."""
+    from wherry.config.fields import to_steps
+
+    try:
+        return to_steps(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_launch_flags(parser: argparse.ArgumentParser) -> None:
@@ -99,6 +112,11 @@ def main(argv: list[str]) -> int:
     for flag, port, least in (("--ssh_port", arguments.ssh_port, 1), ("--master_port", arguments.master_port, 0)):
         if port is not None and not least <= port < 1 << 16:
             raise WherryError(f"{flag}: expected a port from {least} to {(1 << 16) - 1}, got {port}")
+    if arguments.profile and arguments.emit:
+        raise WherryError(
+            f"--emit {arguments.emit}: --profile has no place in a job file, which starts torchrun; ask for it in the "
+            f'config: "wherry": {{"profile": {{"steps": "{arguments.profile}"}}}}'
+        )
     if arguments.emit:
         from wherry.cli.emit import Job, emit
 
@@ -121,6 +139,9 @@ def main(argv: list[str]) -> int:
         from wherry.compat.deepspeed import environment
 
         os.environ.update(environment())
+    if arguments.profile:
+        os.environ["WHERRY_PROFILE"] = arguments.profile
+        quiet_profiler()
     resolve(arguments, nodes)
     is_script = not (arguments.module or arguments.no_python or arguments.run_path)
     if is_script and os.path.isdir(arguments.training_script):
@@ -133,6 +154,11 @@ def main(argv: list[str]) -> int:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         threading.Thread(target=_follow_stdin, daemon=True, name="follow-stdin").start()
     return launch(arguments, report=arguments.follow_stdin)
+
+
+def quiet_profiler() -> None:
+    """Ranks that are started from here print no lines of torch's profiler about itself."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 def _follow_stdin() -> None:

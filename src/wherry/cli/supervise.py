@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -43,10 +43,11 @@ _SECONDS_FOR_THE_PEER = 3.0
 # The ranks of this machine.
 
 
-def launch(arguments: argparse.Namespace, *, report: bool = False) -> int:
+def launch(arguments: argparse.Namespace, *, report: bool = False, told: Collection[int] = ()) -> int:
     """Start the ranks that torchrun's arguments describe, wait for them, and return the exit status.
 
-    `report`: print each failure as a line of JSON, for the launcher on another machine to read.
+    `report`: print each failure as a line of JSON, for the launcher on another machine to read. `told`: exit statuses
+    of ranks that have said themselves why they end.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -83,11 +84,11 @@ def launch(arguments: argparse.Namespace, *, report: bool = False) -> int:
         failures = [RankFailure.of(rank, found, logs, unanswering) for rank, found in error.failures.items()]
         cause = root_cause(failures)
         _end_children_since(children_before)
-        if cause.exit_status == CUT_OFF and not cause.text:
-            return CUT_OFF  # whoever read the output of a rank has seen enough
+        if cause.exit_status in (CUT_OFF, *told) and not cause.text:
+            return cause.exit_status  # as when whoever read the output of a rank has seen enough
         sys.stdout.flush()
-        told = [failure.to_line() for failure in failures] if report else [cause.describe(failures, ranks)]
-        print(*told, sep="\n", file=sys.stderr, flush=True)
+        lines = [failure.to_line() for failure in failures] if report else [cause.describe(failures, ranks)]
+        print(*lines, sep="\n", file=sys.stderr, flush=True)
         return cause.exit_status
     except (RendezvousError, DistError) as error:
         raise WherryError(

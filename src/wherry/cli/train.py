@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    from wherry.train.options import Options
+
+# Of ranks whose loss is lost: the summary has said so.
+_TOLD = 1
 _RANKS_ON_CPU = 2
 _SECONDS_TO_FINISH_A_STEP = "120"
 
 
 def main(argv: list[str]) -> int:
-    from wherry.train.options import grid_of, parse
+    from wherry.observe.stdout import kept_terminal
+    from wherry.train.options import parse
 
     options = parse(argv)
+    if "RANK" not in os.environ:
+        with kept_terminal():
+            return _start(options, argv)
     from wherry.train import job
 
-    if "RANK" in os.environ:
-        return job.main(argv)
+    return job.main(argv)
+
+
+def _start(options: Options, argv: list[str]) -> int:
+    from wherry.train import job
+    from wherry.train.options import grid_of
+
     job.check(options)
-    from wherry.cli.run import build_parser, device_count, resolve
+    from wherry.cli.run import build_parser, device_count, quiet_profiler, resolve
 
     # One rank for each GPU; without any two, so that what is partitioned can be seen; and in whole copies of the model.
     share = grid_of(options).size
@@ -30,6 +45,8 @@ def main(argv: list[str]) -> int:
         ["--nproc", str(ranks), "--max-restarts", str(options.max_restarts), "--module", "wherry.train", *argv]
     )
     resolve(arguments, "1")
+    if options.profile:
+        quiet_profiler()
     # After Ctrl-C a rank finishes the step under way and rank 0 sums up; a step of a large model takes its time.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SECONDS_TO_FINISH_A_STEP)
-    return launch(arguments)
+    return launch(arguments, told=[_TOLD])

@@ -18,6 +18,7 @@ from wherry.config.fields import (
     Memory,
     Number,
     Size,
+    Steps,
     Text,
     block,
     key,
@@ -274,20 +275,39 @@ class FlopsProfiler(ConfigBlock):
 class TensorBoard(ConfigBlock):
     enabled: Flag = key(False, "Write metrics for TensorBoard.")
     output_path: Text = key("", "Folder for the files. Empty: wherry.run_dir, or the working folder.")
-    job_name: Text = key("DeepSpeedJobName", "Folder inside output_path.")
+    job_name: Text = key("wherry", "Folder inside output_path.")
 
 
 class CsvMonitor(ConfigBlock):
     enabled: Flag = key(False, "Write metrics as CSV.")
     output_path: Text = key("", "Folder for the files. Empty: csv_monitor in the working folder.")
-    job_name: Text = key("DeepSpeedJobName", "Folder inside output_path.")
+    job_name: Text = key("wherry", "Folder inside output_path.")
 
 
 class Wandb(ConfigBlock):
     enabled: Flag = key(False, "Send metrics to Weights & Biases.")
     group: Text | None = key(None, "Group of the run.")
     team: Text | None = key(None, "Team that owns the run.")
-    project: Text = key("deepspeed", "Project of the run.")
+    project: Text = key("wherry", "Project of the run.")
+
+
+class Comet(ConfigBlock):
+    enabled: Flag = key(False, "Send metrics to Comet.")
+    samples_log_interval: Integer = key(100, "Samples between two steps that are sent.", ge=0)
+    project: Text | None = key(None, "Project of the experiment.")
+    workspace: Text | None = key(None, "Workspace of the project.")
+    api_key: Text | None = key(None, "The key of the account. Better in the environment, as COMET_API_KEY.")
+    experiment_name: Text | None = key(None, "Name of the experiment.")
+    experiment_key: Text | None = key(None, "Key of the experiment, to go on with one.")
+    online: Flag | None = key(None, "false: write to a folder, for a later upload.")
+    mode: Text | None = key(None, "get, create or get_or_create: what becomes of an experiment with that key.")
+
+
+class Mlflow(ConfigBlock):
+    enabled: Flag = key(False, "Send metrics to MLflow. A run that the script has begun gets them.")
+    tracking_uri: Text | None = key(None, "Folder or server. Unset: as MLflow has it (MLFLOW_TRACKING_URI).")
+    experiment_name: Text | None = key(None, "Experiment of the run.")
+    run_name: Text | None = key(None, "Name of the run.")
 
 
 class CheckpointBlock(ConfigBlock):
@@ -299,6 +319,31 @@ class CheckpointBlock(ConfigBlock):
     async_save: Flag = key(
         False, "Copy the states and go on training, while the files are written behind; one save at a time."
     )
+
+
+class ProfileBlock(ConfigBlock):
+    steps: Steps | None = key(None, "Steps that a Chrome trace is made of on each rank: 5, or 5-7. Unset: none.")
+    memory_step: Integer | None = key(
+        None,
+        "The step over which memory is recorded, by state and tier. Unset: the one after `steps`, so that it slows "
+        "none of those.",
+        ge=1,
+    )
+    folder: Text | None = key(
+        None, "Folder for the files. Unset: `profile` in wherry.run_dir, or in the working folder."
+    )
+
+    @property
+    def traced(self) -> range:
+        first, _, last = (self.steps or "0").partition("-")
+        return range(int(first), int(last or first) + 1) if self.steps else range(0)
+
+    @property
+    def recorded(self) -> int | None:
+        return self.memory_step or (self.traced.stop if self.steps else None)
+
+    def folder_in(self, run_dir: str | None) -> str:
+        return self.folder or (f"{run_dir}/profile" if run_dir else "profile")
 
 
 class Own(ConfigBlock):
@@ -373,3 +418,4 @@ class Own(ConfigBlock):
     )
     checkpoint: CheckpointBlock = block(CheckpointBlock, "How checkpoints are kept and written.")
     run_dir: Text | None = key(None, "Folder for metrics, as JSON lines and CSV.")
+    profile: ProfileBlock = block(ProfileBlock, "Where time and memory go in a few steps.")

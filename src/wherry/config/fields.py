@@ -171,6 +171,17 @@ def _every_steps(value: Any) -> int | None:
     return _integer(value)
 
 
+_STEPS = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
+
+
+def to_steps(value: Any) -> str:
+    """`5`, or `5-7`."""
+    match = None if isinstance(value, bool) else _STEPS.fullmatch(str(value).strip())
+    if match and 1 <= int(match[1]) <= int(match[2] or match[1]):
+        return match[0]
+    raise ValueError(f'expected the number of a step, from 1 on, or steps like "5-7", got {shown(value)}')
+
+
 def lowered(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
@@ -202,5 +213,6 @@ Bytes = Annotated[int, BeforeValidator(_bytes), WithJsonSchema({"anyOf": [{"type
 Memory = Annotated[int, BeforeValidator(_memory), WithJsonSchema({"anyOf": [{"type": "integer"}, {"type": "string"}]})]
 Dtype = Annotated[Literal["fp16", "bf16", "fp32"], BeforeValidator(to_dtype)]
 EverySteps = Annotated[int | None, BeforeValidator(_every_steps), WithJsonSchema({"type": "number"})]
+Steps = Annotated[str, BeforeValidator(to_steps), WithJsonSchema({"anyOf": [{"type": "integer"}, {"type": "string"}]})]
 Folders = Annotated[str | list[str], BeforeValidator(one_or_list(_text, "a folder or a list of folders"))]
 Numbers = Annotated[float | list[float], BeforeValidator(one_or_list(_number, "a number or a list of numbers"))]

@@ -165,7 +165,11 @@ class _Reader:
         for name, value in tree.items():
             here = (*path, name)
             if name not in known and name not in idle:
-                self._draft.problem_once(here, f"unknown key{_suggestion(here, known, idle)}")
+                if of and ".".join(here) in paths_ending_in(name):  # another's
+                    message = f"{of} has no such parameter; it takes {', '.join(known)}"
+                else:
+                    message = f"unknown key{_suggestion(here, known, idle)}"
+                self._draft.problem_once(here, message)
             elif value is None:
                 continue
             elif name in idle:

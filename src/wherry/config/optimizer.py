@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
@@ -99,6 +100,20 @@ REFUSED = {
 }
 
 
+# As bitsandbytes and Transformers name what keeps moments in 8 bits, or pages state out of a GPU's memory.
+_SMALL = re.compile(r"(paged_?)?(adamw?|lion|adagrad|sgd)(_?bnb)?_?(8|32)?_?(bit)?")
+
+
+def _small(name: str) -> str:
+    """Which keys do what an optimizer of another library does by its name; nothing of any other name."""
+    match = _SMALL.fullmatch(name.lower())
+    if match is None or not (match[1] or match[4]):
+        return ""
+    keys = ['"wherry": {"state_dtype": "int8"}'] if match[4] == "8" else []
+    keys += ['"zero_optimization": {"offload_optimizer": {"device": "cpu"}}'] if match[1] else []
+    return f"{named(match[2], NATIVE)} with {' and '.join(keys)}" if keys else ""
+
+
 def _known_to_torch(name: str) -> bool:
     import torch.optim
 
@@ -106,12 +121,15 @@ def _known_to_torch(name: str) -> bool:
     return isinstance(found, type) and issubclass(found, torch.optim.Optimizer)
 
 
-def _type(value: Any) -> str:
+def optimizer_name(value: Any) -> str:
+    """An optimizer's name as it is spelt, or an error that says which one may be meant."""
     if not isinstance(value, str):
         raise ValueError(f"expected the name of an optimizer, got {shown(value)}")
     name = named(value, (*NATIVE, *TORCH_ELEMENTWISE, *REFUSED)) or value
     if name in REFUSED:
         raise ValueError(f"{name} is not part of Wherry: {REFUSED[name]}")
+    if instead := _small(value):
+        raise ValueError(f'no optimizer is called "{value}" here: use {instead}')
     # torch is asked last and only about a name not known above, so that a config loads without importing torch.
     if name not in NATIVE and name not in TORCH_ELEMENTWISE and not _known_to_torch(name):
         hint = did_you_mean(value, [*NATIVE, *TORCH_ELEMENTWISE])
@@ -124,7 +142,7 @@ class Optimizer(Constructed):
 
     type: Annotated[
         str,
-        BeforeValidator(_type),
+        BeforeValidator(optimizer_name),
         WithJsonSchema({"type": "string", "examples": [*NATIVE, *TORCH_ELEMENTWISE]}),
     ] = key(
         ...,

@@ -15,10 +15,12 @@ from wherry.config.blocks import (
     ActivationCheckpointing,
     Aio,
     Checkpoint,
+    Comet,
     CommsLogger,
     CsvMonitor,
     DataTypes,
     FlopsProfiler,
+    Mlflow,
     Own,
     TensorBoard,
     TorchAutocast,
@@ -48,7 +50,8 @@ _PLACING = (
 # what is written down and where, how a node's disk is asked, what a node may hold, and when somebody gives up.
 MAY_DIFFER = (
     *("steps_per_print", "wall_clock_breakdown", "log_level", "comms_logger", "flops_profiler"),
-    *("tensorboard", "csv_monitor", "wandb", "activation_checkpointing.profile", "wherry.run_dir"),
+    *("tensorboard", "csv_monitor", "wandb", "comet", "mlflow"),
+    *("activation_checkpointing.profile", "wherry.run_dir", "wherry.profile"),
     *("aio", "wherry.host_memory", "wherry.timeout_s"),
 )
 # Folders may have other names on another node, but not be given on one and left out on another.
@@ -132,6 +135,8 @@ class Config(ConfigBlock):
     tensorboard: TensorBoard = block(TensorBoard, "Metrics for TensorBoard.")
     csv_monitor: CsvMonitor = block(CsvMonitor, "Metrics as CSV.")
     wandb: Wandb = block(Wandb, "Metrics for Weights & Biases.")
+    comet: Comet = block(Comet, "Metrics for Comet.")
+    mlflow: Mlflow = block(Mlflow, "Metrics for MLflow.")
     comms_logger: CommsLogger = block(CommsLogger, "A log of what is sent, every steps_per_print steps (or 10).")
     flops_profiler: FlopsProfiler = block(FlopsProfiler, "A count of one step's floating-point operations.")
 

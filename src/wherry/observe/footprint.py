@@ -69,7 +69,7 @@ class Footprint(TorchDispatchMode):
                 self._see(item)
 
     def _add(self, tensor: torch.Tensor, category: str = WORKING) -> None:
-        tensor = _own(tensor)
+        tensor = own_tensor(tensor)
         if tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
@@ -117,7 +117,7 @@ class Footprint(TorchDispatchMode):
         """These tensors count as `category` from now on; those made before the footprint was entered begin to."""
         for tensor in tensors:
             self._add(tensor, category)
-            self._move(_own(tensor).untyped_storage()._cdata, category)
+            self._move(own_tensor(tensor).untyped_storage()._cdata, category)
 
     def label_rest(self, category: str) -> None:
         """All that counts as activations now is `category`."""
@@ -148,7 +148,7 @@ def _forget(found: dict[int, Any], key: int, _: Any) -> None:
     found.pop(key, None)
 
 
-def _own(tensor: torch.Tensor) -> torch.Tensor:
+def own_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that has the memory: of one that ranks share out, this rank's part."""
     own: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return own

@@ -108,6 +108,6 @@ def follow(config: Config) -> None:
     """Set the logger to what a config asks for: lines that it asks for are seen."""
     if config.log_level is not None:
         logger.setLevel(config.log_level.upper())
-    summaries = config.comms_logger.enabled or config.flops_profiler.enabled
+    summaries = config.comms_logger.enabled or config.flops_profiler.enabled or config.wherry.profile.recorded
     if config.log_level or config.steps_per_print or config.wall_clock_breakdown or summaries:
         show_unless_shown(logger.level or logging.INFO)

@@ -6,7 +6,7 @@ import csv
 import importlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -131,13 +131,91 @@ class WandB:
         self._run.finish()
 
 
+class CometSink:
+    """An experiment of Comet's, as the `comet` block asks."""
+
+    name = "Comet"
+
+    def __init__(self, block: Mapping[str, Any]) -> None:
+        names = ("api_key", "project", "workspace", "experiment_key", "mode", "online")
+        self._start = {name: block.get(name) for name in names}
+        self._name = block.get("experiment_name")
+        self._every = block.get("samples_log_interval", 0)
+        self._due = 0
+        self._experiment: Any = None
+
+    def open(self, folder: Path, config: Mapping[str, Any]) -> None:
+        self._experiment = _module("comet_ml", "comet").start(**self._start)
+        if self._name is not None:
+            self._experiment.set_name(self._name)
+        self._experiment.log_parameters(dict(config))
+
+    def log(self, step: int, values: Values) -> None:
+        samples = int(values.get("samples", self._due))
+        if samples >= self._due:
+            self._due = samples + self._every
+            self._experiment.log_metrics(dict(values), step=step)
+
+    def close(self) -> None:
+        self._experiment.end()
+
+
+class MLflow:
+    """A run of MLflow's, as the `mlflow` block asks. In a run that the script has begun, it is that one."""
+
+    name = "MLflow"
+
+    def __init__(
+        self, tracking_uri: str | None = None, experiment_name: str | None = None, run_name: str | None = None
+    ) -> None:
+        self.tracking_uri = tracking_uri
+        self.experiment_name = experiment_name
+        self.run_name = run_name
+        self._module: Any = None
+        self._own = False
+
+    def open(self, folder: Path, config: Mapping[str, Any]) -> None:
+        self._module = module = _module("mlflow", "mlflow")
+        self._own = module.active_run() is None
+        if self._own:
+            if self.tracking_uri is not None:
+                module.set_tracking_uri(self.tracking_uri)
+            if self.experiment_name is not None:
+                module.set_experiment(self.experiment_name)
+            module.start_run(run_name=self.run_name)
+        module.log_dict(dict(config), "config.json")
+
+    def log(self, step: int, values: Values) -> None:
+        numbers = {key: value for key, value in values.items() if not isinstance(value, str)}
+        self._module.log_metrics(numbers, step=step)
+
+    def close(self) -> None:
+        if self._own:
+            self._module.end_run()
+
+
+SERVICES: dict[str, Callable[[Mapping[str, Any]], Sink]] = {
+    "tensorboard": lambda block: TensorBoardSink(block["output_path"], block["job_name"]),
+    "wandb": lambda block: WandB(block["project"], block["team"], block["group"]),
+    "comet": CometSink,
+    "mlflow": lambda block: MLflow(block["tracking_uri"], block["experiment_name"], block["run_name"]),
+}
+"""By block of the config: what sends a run's numbers there."""
+
+
+def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A resolved config as it may be written down, or sent."""
+    return {**config, "comet": {**config["comet"], "api_key": None}}
+
+
 def _module(name: str, block: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
+        package = block if name.startswith("torch.") else name
         raise WherryError(
             f"{block}.enabled: the config asks for {block}, and its package cannot be imported ({error}); "
-            f"run `pip install {block}`, or set {block}.enabled to false"
+            f"run `pip install {package}`, or set {block}.enabled to false"
         ) from error
 
 
@@ -162,19 +240,16 @@ class Monitor:
     ) -> None:
         run_dir = folder or config["wherry"]["run_dir"]
         self._rank = rank
-        self._config = config
+        self._config = without_secrets(config)
         self._folder = Path(run_dir or "")
         self._open: list[Sink] = []
         self._new: list[Sink] = []
         if run_dir:
             self.add(JSONLines())
             self.add(CSV(columns))
-        block = config["tensorboard"]
-        if block["enabled"]:
-            self.add(TensorBoardSink(block["output_path"], block["job_name"]))
-        block = config["wandb"]
-        if block["enabled"]:
-            self.add(WandB(block["project"], block["team"], block["group"]))
+        for name, service in SERVICES.items():
+            if config[name]["enabled"]:
+                self.add(service(config[name]))
         block = config["csv_monitor"]
         if block["enabled"]:
             self.add(CSV(columns, folder=Path(block["output_path"] or "csv_monitor") / block["job_name"]))

@@ -18,6 +18,7 @@ from wherry.observe.spans import Spans
 
 if TYPE_CHECKING:
     from wherry.config import Config
+    from wherry.observe.profile import Profile
     from wherry.parallel.comm import Traffic
 
 # How often summaries of time and communication are logged where `steps_per_print` does not say.
@@ -56,15 +57,26 @@ class Reporter:
         self._log = log
         self._profiled = config.flops_profiler.profile_step if config.flops_profiler.enabled else None
         self._count: FlopCount | None = None
+        # Steps to come whose time and memory are recorded.
+        self.profile: Profile | None = None
         # Of the window's last micro-batch so far, where the engine has been given it.
         self.last_loss: torch.Tensor | None = None
         self._losses: list[torch.Tensor] = []
         self._sent: dict[str, tuple[int, int]] = {}
 
-    def phase(self, phase: str, step: int) -> AbstractContextManager[Any]:
+    def phase(self, phase: str, step: int, *, recorded: bool = False) -> AbstractContextManager[Any]:
         """Around a part of a step: its span, and the count of its operations if this is the step to be counted."""
+        if self.profile is not None and not recorded and step in self.profile:
+            return self._recorded(self.profile, phase, step)
         span = self.spans(f"wherry::{phase}")
-        return span if step != self._profiled else self._counted(span, phase)
+        return span if step != self._profiled or phase == "step" else self._counted(span, phase)
+
+    @contextmanager
+    def _recorded(self, profile: Profile, phase: str, step: int) -> Iterator[None]:
+        with profile.phase(phase, step), self.phase(phase, step, recorded=True):
+            yield
+        if profile.complete:
+            self.profile = None
 
     @contextmanager
     def _counted(self, span: AbstractContextManager[Any], phase: str) -> Iterator[None]:
@@ -82,6 +94,8 @@ class Reporter:
     def end_window(self) -> None:
         """The next loss is another window's."""
         self.last_loss = None
+        if self.profile is not None:
+            self.profile.end_window()
 
     def tells_of(self, step: int) -> bool:
         """Whether an update of this number is told to anybody."""
@@ -111,6 +125,8 @@ class Reporter:
             self._log.info("communication of %d steps: %s", every, self._communication())
 
     def close(self) -> None:
+        if self.profile is not None:
+            self.profile.close()
         self.monitor.close()
 
     def _metrics(self, update: Update) -> dict[str, float | int]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 
 CUT_OFF = 141
 """The exit status of what a closed pipe has ended, as a shell tells it."""
@@ -21,6 +23,32 @@ def is_lost() -> bool:
     except OSError:
         return True
     return False
+
+
+@contextlib.contextmanager
+def kept_terminal() -> Iterator[None]:
+    """While something is redrawn on the terminal, keys leave no mark there: the ^C of a Ctrl-C would move the lines.
+
+    Afterwards it is as it was, and has its cursor, whatever has ended those that drew.
+    """
+    import termios
+
+    def ours() -> bool:  # whoever is in the background would be stopped
+        return sys.stdin.isatty() and sys.stdout.isatty() and os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+
+    if sys.stdin is None or sys.stdout is None or not ours():
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    quiet = [*before]
+    quiet[3] &= ~termios.ECHO
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, quiet)
+    try:
+        yield
+    finally:
+        if ours():
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+            print("\x1b[?25h", end="", flush=True)
 
 
 def give_up() -> None:

@@ -13,7 +13,7 @@ from wherry.errors import ConfigError, WherryError
 from wherry.plan.estimate import Estimate
 from wherry.plan.formulas import optimizer_of
 from wherry.plan.model_states import STATE_WORDS
-from wherry.plan.quantities import seconds
+from wherry.plan.quantities import seconds, size
 
 STAGE = "zero_optimization.stage"
 OPTIMIZER = "zero_optimization.offload_optimizer.device"
@@ -41,6 +41,20 @@ CLEARLY = 1.02
 Answer = Callable[[Config], Estimate]
 
 
+class NothingFits(WherryError):
+    """No config does, and of them the smallest needs what is told."""
+
+    def __init__(self, smallest: Estimate, tried: int) -> None:
+        use = smallest.tightest
+        super().__init__(
+            f"plan: nothing fits. The smallest is {smallest.placement.name} with a micro-batch of "
+            f"{smallest.micro_batch}: it needs {size(use.needed)} of {size(use.usable)} usable on the {use.place}. Use "
+            f"{'weights in ' + smallest.machine.half + ', ' if smallest.precision == 'fp32' else ''}"
+            "more ranks, more memory, a shorter sequence, or allow the disk (--disk-path)"
+        )
+        self.smallest, self.tried = smallest, tried
+
+
 @dataclass(frozen=True)
 class Tried:
     """A config with other values of some keys, by dotted path, and what it comes to."""
@@ -48,7 +62,7 @@ class Tried:
     values: dict[str, Any]
     config: Config
     estimate: Estimate
-    # The change as a person would make it.
+    # The change as a person would tell it.
     words: str = ""
 
     @property
@@ -148,7 +162,9 @@ def choose(
         # The run has told what the quick answers did not know.
         others = [replace(each, estimate=answer(each.config)) for each in fitting if each is not best]
         fitting = [each for each in others if each.estimate.fits]
-    raise _nothing_fits([each.estimate for each in tried])
+    if not tried:
+        raise WherryError("plan: no placement is left to choose from; leave the stage or the offload devices free")
+    raise NothingFits(min((each.estimate for each in tried), key=lambda found: found.tightest.share), len(tried))
 
 
 def _groups(config: Config, ranks: int, free: frozenset[str], disk: str | None) -> Iterator[list[dict[str, Any]]]:
@@ -187,18 +203,6 @@ def _may_run_together(found: Estimate) -> bool:
 
     sums = found.precision == "fp32" or hasattr(torch.Tensor, "grad_dtype")
     return found.accumulation > 1 and found.grid.pipe == 1 and sums
-
-
-def _nothing_fits(tried: Sequence[Estimate]) -> WherryError:
-    if not tried:
-        return WherryError("plan: no placement is left to choose from; leave the stage or the offload devices free")
-    smallest = min(tried, key=lambda each: each.tightest.share)
-    use = smallest.tightest
-    return WherryError(
-        f"plan: nothing fits. The smallest is {smallest.placement.name} with a micro-batch of {smallest.micro_batch}: "
-        f"it needs {use.needed / 1e9:.1f} GB of {use.usable / 1e9:.1f} GB usable on the {use.place}. Use more ranks, "
-        "more memory, a shorter sequence, or allow the disk (--disk-path)"
-    )
 
 
 def _placements(config: Config, ranks: int, free: frozenset[str], disk: str | None) -> Iterator[dict[str, Any]]:
@@ -251,7 +255,7 @@ def reasons(values: Mapping[str, Any], found: Estimate) -> dict[str, str]:
             if found.recompute
             else "activations are kept for backward"
         ),
-        MICRO: f"{limit}; {use.needed / 1e9:.1f} GB of {use.usable / 1e9:.1f} GB usable on the {use.place}",
+        MICRO: f"{limit}; {size(use.needed)} of {size(use.usable)} usable on the {use.place}",
         ORDER: "engine.train_batch gathers and reduces each unit once for all micro-batches of a window",
         ACCUMULATION: f"{found.samples} samples in an update on {found.ranks} rank{'s' * (found.ranks > 1)}",
         STAGE: _why_stage(values.get(STAGE, 0), found),
@@ -267,7 +271,7 @@ def _where(device: str | None, found: Estimate) -> str:
 
 
 def _bytes_of(found: Estimate, category: str) -> str:
-    return f"{sum(row.bytes for row in found.rows if row.category == category) / 1e9:.2f} GB a rank"
+    return f"{size(sum(row.bytes for row in found.rows if row.category == category))} a rank"
 
 
 def _why_stage(stage: int, found: Estimate) -> str:
@@ -296,8 +300,8 @@ def _preamble(choice: Choice) -> Iterator[str]:
     yield f"Chosen by `wherry plan --auto` among {choice.tried} configs, {choice.fitting} of which fit:"
     yield f"{found.model}, {found.parameters:,} parameters, {found.ranks} rank{'s' * (found.ranks > 1)}"
     yield f"on {found.machine.name}."
-    for use in found.uses:
-        yield f"{use.place}: {use.needed / 1e9:.2f} GB of {use.usable / 1e9:.2f} GB usable."
+    for use in filter(lambda use: use.needed, found.uses):
+        yield f"{use.place}: {size(use.needed)} of {size(use.usable)} usable."
     if found.time is not None:
         yield f"A step takes about {seconds(found.time.total)}, limited by {found.time.limited_by}."
 
@@ -327,7 +331,7 @@ def nearest_change(config: Config, now: Estimate, answer: Answer, confirm: Answe
     """
     single = list(_changes(config, now))
     pairs = [
-        (values | others, f"{words}, and {more}")
+        (values | others, f"{words} and {more}")
         for i, (values, words) in enumerate(single)
         for others, more in single[i + 1 :]
         if not values.keys() & others.keys()
@@ -344,31 +348,33 @@ def nearest_change(config: Config, now: Estimate, answer: Answer, confirm: Answe
 
 
 def _changes(config: Config, now: Estimate) -> Iterator[tuple[dict[str, Any], str]]:
-    """Single changes, each as a person would make it."""
+    """Single changes, each as a person would tell it."""
     zero = config.zero_optimization
     if now.data_ranks > 1:
         for stage in range(4):
             if stage != zero.stage:
-                yield {STAGE: stage}, f'"stage": {stage}'
-    for key, device in ((OPTIMIZER, zero.offload_optimizer.device), (PARAM, zero.offload_param.device)):
+                shared = ("nothing", "optimizer state", "optimizer state and gradients", "all states")[stage]
+                yield {STAGE: stage}, f"{shared} shared out over the ranks"
+    for key, words, device in (
+        (OPTIMIZER, "optimizer state", zero.offload_optimizer.device),
+        (PARAM, "weights", zero.offload_param.device),
+    ):
         for other in ("none", "cpu"):
             if other != device:
-                values: dict[str, Any] = {key: other}
-                words = f'"{key.split(".")[1]}": {{"device": "{other}"}}'
-                if key == PARAM and other == "cpu" and zero.stage < 3:
-                    values[STAGE] = 3
-                    words += ' with "stage": 3'
-                yield values, words
-    other = "none" if now.recompute else "recompute"
-    yield {RECOMPUTE: other}, f'"activation_checkpointing": {{"policy": "{other}"}}'
+                also: dict[str, Any] = {STAGE: 3} if key == PARAM and other == "cpu" and zero.stage < 3 else {}
+                yield {key: other} | also, f"{words} {_where(other, now)}"
+    if now.recompute:
+        yield {RECOMPUTE: "none"}, "activations kept for backward"
+    else:
+        yield {RECOMPUTE: "recompute"}, "activations computed again in backward"
     if _may_run_together(now) and config.wherry.accumulation != "layer_major":
-        yield {ORDER: "layer_major"}, '"wherry": {"accumulation": "layer_major"}'
+        yield {ORDER: "layer_major"}, "all micro-batches of a window going through a layer before the next"
     if now.precision == "fp32":
         half = now.machine.half
-        yield {f"{half}.enabled": True}, f'"{half}": {{"enabled": true}}'
+        yield {f"{half}.enabled": True}, f"weights in {half}"
     for micro in (now.micro_batch // 2, now.micro_batch * 2):
         if micro:
             sizes = {MICRO: micro}
             if config.train_batch_size is not None:
                 sizes[ACCUMULATION] = max(1, config.train_batch_size // (micro * now.data_ranks))
-            yield sizes, f'"{MICRO}": {micro}'
+            yield sizes, f"a micro-batch of {micro}"

@@ -1,4 +1,4 @@
-"""Plans of a model that a file describes: nothing that the file names is fetched."""
+"""Plans of a model that a file describes: nothing that the file names is fetched, and of the hub only that file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from wherry.errors import WherryError
+from wherry.errors import WherryError, one_line
 
 _NO = object()
 _ONE_AT_A_TIME = threading.RLock()
@@ -18,6 +18,34 @@ _ONE_AT_A_TIME = threading.RLock()
 
 class OfflineError(FileNotFoundError):
     """Of what would have to be fetched. As a missing file, kernels have a substitute for it."""
+
+
+def config_on_hub(name: str, *, online: bool) -> str | None:
+    """The path of the config of a model on the hub, and of nothing else of it, in the hub's cache here.
+
+    It is fetched where it is not there yet, if `online`; else there is None.
+    """
+    try:
+        from huggingface_hub import hf_hub_download, try_to_load_from_cache
+        from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    except ImportError:
+        if online:
+            raise WherryError("--online: a config is fetched by huggingface_hub: pip install huggingface_hub") from None
+        return None
+    try:
+        if not online:
+            cached = try_to_load_from_cache(name, "config.json")
+            return cached if isinstance(cached, str) else None
+        return str(hf_hub_download(name, "config.json"))
+    except GatedRepoError:
+        why = f"its owner asks for consent: give it at https://huggingface.co/{name}, and run `hf auth login`"
+    except RepositoryNotFoundError:
+        why = "there is none of this name, or it is private: `hf auth login` tells the hub who asks"
+    except Exception as error:  # of the network, of the cache's disk, or of a name that the hub does not allow
+        if not online:
+            return None
+        why = one_line(" ".join(str(error).split()) or type(error).__name__)
+    raise WherryError(f"MODEL: the config of {name} cannot be fetched from the hub: {why}")
 
 
 @contextmanager

@@ -82,6 +82,11 @@ class _BufferPool:
             else:
                 self._idle[buffer.nbytes].append(buffer)
 
+    def buffers(self) -> list[torch.Tensor]:
+        """All that there are, lent or not."""
+        with self._lock:
+            return [*self._lent.values(), *(buffer for idle in self._idle.values() for buffer in idle)]
+
     def trim(self) -> None:
         """Free the buffers that nobody has taken."""
         with self._lock:

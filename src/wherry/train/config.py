@@ -26,6 +26,28 @@ def peak_lr(parameters: int) -> float:
     return min(1e-3, round(1e-3 * (2e7 / parameters) ** (1 / 3), 6))
 
 
+# By optimizer: its learning rate where AdamW's is 1, and its other parameters. Those that are not here get AdamW's rate
+# and nothing else. Weight decay is for those that decouple it; Lion's rate times its decay is AdamW's.
+_ADAM = {"betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+_OPTIMIZERS: dict[str, tuple[float, dict[str, Any]]] = {
+    "AdamW": (1.0, _ADAM),
+    "Adam": (1.0, _ADAM),
+    "NAdam": (1.0, {**_ADAM, "decoupled_weight_decay": True}),
+    "RAdam": (1.0, {**_ADAM, "decoupled_weight_decay": True}),
+    "Lion": (0.2, {"betas": [0.9, 0.99], "weight_decay": 0.5}),
+    "Adagrad": (10.0, {}),
+    "SGD": (100.0, {"momentum": 0.9}),
+    "ASGD": (1000.0, {}),
+    "Adadelta": (1000.0, {}),
+}
+
+
+def optimizer_block(name: str, parameters: int) -> dict[str, Any]:
+    """An optimizer with what suits a model of this size."""
+    rate, params = _OPTIMIZERS.get(name, (1.0, {}))
+    return {"type": name, "params": {"lr": rate * peak_lr(parameters), **copy.deepcopy(params)}}
+
+
 def build_config(
     options: Options,
     parameters: int,
@@ -41,9 +63,9 @@ def build_config(
     """
     config = _defaults(options, parameters, bf16=bf16 and options.precision is None)
     if given is not None:
-        config = _under_file(config, given)
+        config = _under_file(config, given, options.optimizer)
     if earlier is not None:
-        _keep(config, earlier, given, options.steps)
+        _keep(config, earlier, given, options)
     if options.global_batch_size is not None:
         config.pop(_ACCUMULATION, None)
     if options.warmup is not None and not isinstance(config.get("scheduler"), dict):
@@ -74,10 +96,7 @@ def _defaults(options: Options, parameters: int, *, bf16: bool) -> dict[str, Any
         _MICRO: options.batch_size or DEFAULT_MICRO_BATCH,
         # A pipeline is full with a micro-batch for each stage, and mostly full with twice as many.
         _ACCUMULATION: 2 * options.pipeline_parallel if options.pipeline_parallel > 1 else 1,
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": peak_lr(parameters), "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
-        },
+        "optimizer": optimizer_block(options.optimizer or "AdamW", parameters),
         "scheduler": {
             "type": "WarmupCosineLR",
             "params": {
@@ -93,9 +112,11 @@ def _defaults(options: Options, parameters: int, *, bf16: bool) -> dict[str, Any
     }
 
 
-def _under_file(ours: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The file with our values where it leaves them open."""
+def _under_file(ours: dict[str, Any], given: Mapping[str, Any], optimizer: str | None) -> dict[str, Any]:
+    """The file, with the optimizer that was asked for, and with our values where it leaves them open."""
     config = copy.deepcopy(dict(given))
+    if optimizer is not None and isinstance(config.get("optimizer"), dict):
+        config["optimizer"]["type"] = optimizer
     if config.get("optimizer") in _OPEN:
         config["optimizer"] = "auto"
         config.setdefault("scheduler", "auto")
@@ -105,7 +126,7 @@ def _under_file(ours: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any
         kind = str(block.get("type") if isinstance(block, dict) else block).lower()
         if kind == "auto" and all(value in _OPEN for value in params.values()):
             config[name] = own
-        elif name == "scheduler" or kind in ("adam", "adamw", "auto"):
+        elif name == "scheduler" or kind in ("adam", "adamw", "auto", own["type"].lower()):
             params.update({key: own["params"][key] for key in own["params"] if params.get(key) == "auto"})
     if config.get(_MICRO) == "auto" and config.get(_TRAIN) in _OPEN:
         config[_MICRO] = ours[_MICRO]
@@ -115,12 +136,16 @@ def _under_file(ours: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-def _keep(config: dict[str, Any], earlier: Mapping[str, Any], given: Mapping[str, Any] | None, steps: int) -> None:
+def _keep(
+    config: dict[str, Any], earlier: Mapping[str, Any], given: Mapping[str, Any] | None, options: Options
+) -> None:
     """What a resumed run goes on with where no file says it. A schedule that would end before the run is stretched."""
     written = given or {}
     if written.get("optimizer") not in _OPEN:
         return
-    kept = ["optimizer"]
+    trained = earlier.get("optimizer")
+    another = options.optimizer and isinstance(trained, dict) and trained.get("type") != options.optimizer
+    kept = ["optimizer"] if not another else []
     kept += ["scheduler"] if written.get("scheduler") in _OPEN else []
     kept += ["gradient_clipping"] if given is None else []
     found = {name: copy.deepcopy(earlier[name]) for name in kept if name in earlier}
@@ -132,7 +157,7 @@ def _keep(config: dict[str, Any], earlier: Mapping[str, Any], given: Mapping[str
     block = config.get("scheduler")
     schedule = (block.get("params") or {}) if isinstance(block, dict) else {}
     if isinstance(schedule.get("total_num_steps"), int):
-        schedule["total_num_steps"] = max(schedule["total_num_steps"], steps)
+        schedule["total_num_steps"] = max(schedule["total_num_steps"], options.steps)
 
 
 def _put(config: dict[str, Any], key: str, value: Any, flag: str) -> None:

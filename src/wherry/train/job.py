@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from wherry.errors import NonFiniteError, WherryError
 from wherry.observe.log import logger
+from wherry.observe.memory import format_bytes
+from wherry.observe.metrics import SERVICES
 from wherry.train.config import build_config, layer_major_pays
 from wherry.train.options import Options, grid_of, parse, shape_of
-from wherry.train.presets import PRESETS, Shape
+from wherry.train.presets import DEFAULT, PRESETS, Shape
 
+if TYPE_CHECKING:
+    from wherry.config import Config
+    from wherry.engine import Engine
+    from wherry.train.loop import Plan
+
+# Of a checkpoint, for each parameter: its fp32 master and Adam's two moments.
+ADAM_BYTES = 12
 # The report writes to the config's sinks, and more than the engine would.
-NO_SINKS = {"tensorboard.enabled": False, "wandb.enabled": False, "csv_monitor.enabled": False, "wherry.run_dir": None}
+NO_SINKS = {**{f"{name}.enabled": False for name in (*SERVICES, "csv_monitor")}, "wherry.run_dir": None}
+# What is recorded goes into the run's folder, which is not there yet when the engine is made.
+NO_PROFILE = {"wherry.profile.steps": None, "wherry.profile.memory_step": None}
 
 
 def main(argv: list[str]) -> int:
@@ -29,8 +41,10 @@ def check(options: Options) -> None:
     from wherry.config import load
     from wherry.train.data import load_text
     from wherry.train.report import make_folder, refuse_used
+    from wherry.train.resume import keep_model, look
 
-    shape = shape_of(options, PRESETS.get(options.preset, PRESETS["gpt2-10m"]))
+    options = keep_model(options, look(options))
+    shape = shape_of(options)
     load(build_config(options, shape.parameters, bf16=False, given=given_config(options)))
     grid = grid_of(options)
     shape.check_grid(grid)
@@ -72,7 +86,7 @@ def train(options: Options) -> int:
     from wherry.train.loop import Ending, Loop, Plan, Stop
     from wherry.train.model import GPT, GPTConfig
     from wherry.train.report import Report, facts_of
-    from wherry.train.resume import choose_start, keep_batch, own_settings, save_folder
+    from wherry.train.resume import choose_start, keep_batch, keep_model, own_settings, save_folder
 
     # Who we are. Ranks of the whole run agree on what to train and when to stop; along the data axis they share the
     # samples out.
@@ -84,10 +98,11 @@ def train(options: Options) -> int:
     piped = grid.pipe > 1
 
     # What to train, and from where on.
+    start = choose_start(options, comm)
+    options = keep_model(options, start)
     given = given_config(options)
     shape, why = comm.gather_objects(_choose(options, comm.size, given) if chief else None)[0]
     shape.check_grid(grid)
-    start = choose_start(options, comm)
     has_bf16 = getattr(torch.get_device_module(device), "is_bf16_supported", None)
     bf16 = bool(device.type != "cpu" and has_bf16 and has_bf16())
     config = build_config(options, shape.parameters, bf16=bf16, given=given, earlier=start.config)
@@ -111,7 +126,7 @@ def train(options: Options) -> int:
     if grid.tensor > 1:
         parallel.cut_blocks(whole, mesh)
     model = parallel.Stage(whole, place.pipe.rank, place.pipe.size) if piped else whole
-    engine, *_ = wherry.initialize(model=model, mesh=place, config=load(config, overrides=NO_SINKS))
+    engine, *_ = wherry.initialize(model=model, mesh=place, config=load(config, overrides=NO_SINKS | NO_PROFILE))
     if start.checkpoint is not None:
         with own_settings(engine):
             engine.load_checkpoint(start.checkpoint.parent, tag=start.checkpoint.name)
@@ -133,20 +148,26 @@ def train(options: Options) -> int:
     share = Share(place.data.rank, place.data.size, micro, accumulation, start.samples - start.step * batch)
 
     # Tell what is about to happen.
-    report = None
+    report, stop = None, Stop()
     if chief:
-        facts = facts_of(engine, shape, why, share, text, start)
-        report = Report(engine, plan, options, shape, resolved.to_dict(), facts)
+        facts = facts_of(engine, shape, why, share, text, start) + _what_stays(options, shape)
+        report = Report(engine, plan, options, shape, resolved.to_dict(), facts, stop)
     run_dir: Any = comm.gather_objects(report.run_dir if report is not None else None)[0]
+    recorded = _record(engine, resolved, plan, run_dir)
+    if report is not None:
+        report.display.recorded_step = recorded
     folder = save_folder(options, run_dir)
+    if chief and not options.no_save:
+        _tell_of_room(folder, ADAM_BYTES * shape.parameters)
 
     def save(step: int) -> None:
         """With what a resumed run needs to know."""
         samples = start.samples + (step - start.step) * batch
-        engine.save_checkpoint(folder, client_state={"samples": samples, "samples_per_step": batch})
+        told = {"samples": samples, "samples_per_step": batch, "heads": shape.heads, "seed": options.seed}
+        data = None if options.data is None else str(Path(options.data).expanduser().absolute())
+        engine.save_checkpoint(folder, client_state=told | {"data": data})
 
     # Train.
-    stop = Stop()
     loop = Loop(
         parallel.Pipeline(engine) if piped else engine,
         comm,
@@ -156,7 +177,7 @@ def train(options: Options) -> int:
         share,
         stop,
         report,
-        save=save if options.save_interval or options.save else None,
+        save=None if options.no_save else save,
     )
     outcome = loop.outcome
     with stop:
@@ -180,6 +201,45 @@ def train(options: Options) -> int:
     return 0 if outcome.ending is Ending.FINISHED else 1
 
 
+def _record(engine: Engine, config: Config, plan: Plan, run_dir: str | Path) -> int | None:
+    """What was asked for; by default, for rank 0's report, memory over an early step, with all that lasts there.
+
+    The step whose memory is recorded is returned.
+    """
+    asked = config.wherry.profile
+    if asked.recorded is None and engine.global_rank != 0:
+        return None
+    early = min(plan.first + 3, plan.steps)
+    step = asked.recorded if asked.recorded is not None and asked.recorded <= plan.steps else early
+    folder = asked.folder or Path(run_dir) / "profile"
+    engine.record_profile(folder, asked.traced, step, told=asked.recorded is not None)
+    return step
+
+
+def _what_stays(options: Options, shape: Shape) -> list[tuple[str, str]]:
+    """What the run will leave, for its first lines."""
+    found = []
+    if options.fixed_run_dir:
+        found.append(("folder", f"{options.run_dir}: the same command goes on there"))
+    if not options.no_save:
+        often = f"every {options.save_interval} steps and " if options.save_interval else ""
+        size = format_bytes(ADAM_BYTES * shape.parameters)
+        found.append(("saved", f"{often}at the end, about {size}; --no-save: nothing"))
+    return found
+
+
+def _tell_of_room(folder: Path, nbytes: int) -> None:
+    """A disk that is too small for a checkpoint is told of now, and not when the training is done."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if free < nbytes:
+        logger.warning(
+            "a checkpoint takes about %s, and where %s will be %s are free: make room before the first one, or end the "
+            "run and give --save FOLDER on another disk, or --no-save",
+            format_bytes(nbytes), folder, format_bytes(free),
+        )  # fmt: skip
+
+
 def _choose(options: Options, ranks: int, given: Mapping[str, Any] | None) -> tuple[Shape, str]:
     """The shape of the model, and why it is that one if this machine was measured for it."""
     from wherry.config import load
@@ -188,8 +248,8 @@ def _choose(options: Options, ranks: int, given: Mapping[str, Any] | None) -> tu
     from wherry.train.presets import choose
 
     if options.preset != "auto":
-        return shape_of(options, PRESETS[options.preset]), ""
-    config = load(build_config(options, PRESETS["gpt2-10m"].parameters, bf16=False, given=given))
+        return shape_of(options), ""
+    config = load(build_config(options, PRESETS[DEFAULT].parameters, bf16=False, given=given))
     micro = config.batch(grid_of(options).data_ranks(ranks)).micro
     itemsize = 4 if accelerator() is None else 2
     shape, why = choose(this_machine_roughly(), ranks, micro, itemsize=itemsize)

@@ -75,9 +75,15 @@ class Outcome:
     last_losses: deque[float] = field(default_factory=lambda: deque(maxlen=10))
 
     @property
+    def averaged(self) -> int:
+        """Of how many logged losses the last one is the mean: ten, or the later half of fewer."""
+        logged = len(self.last_losses)
+        return logged if logged == self.last_losses.maxlen else (logged + 1) // 2
+
+    @property
     def last_loss(self) -> float:
-        """The mean of the last ten logged losses: a single batch says little."""
-        return sum(self.last_losses) / len(self.last_losses) if self.last_losses else math.nan
+        """The mean of the last logged losses: a single batch says little."""
+        return sum(list(self.last_losses)[-self.averaged :]) / self.averaged if self.last_losses else math.nan
 
 
 class Stop:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from wherry.errors import WherryError
 from wherry.plan.grid import Grid
-from wherry.train.presets import PRESETS, Shape
+from wherry.train.presets import DEFAULT, PRESETS, Shape, name_of
 
 Options = argparse.Namespace
 """What was asked on the command line, by the `dest` of each flag; None where nothing was."""
@@ -37,6 +37,24 @@ def _seed(text: str) -> int:
     return value
 
 
+def _optimizer(text: str) -> str:
+    from wherry.config.optimizer import optimizer_name
+
+    try:
+        return optimizer_name(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _steps(text: str) -> str:
+    from wherry.config.fields import to_steps
+
+    try:
+        return to_steps(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 class Flag(NamedTuple):
     """A flag under its names in Megatron-style scripts, what argparse is told of it, and the key that it writes."""
 
@@ -56,7 +74,8 @@ _ZERO, _CHECKPOINT = "zero_optimization", "wherry.checkpoint"
 _TIERS = ("none", "cpu", "nvme")
 FLAGS = {
     "model": (
-        _flag("--preset", choices=(*PRESETS, "auto"), default="gpt2-10m", help="a known shape; auto: measured"),
+        _flag("--preset", choices=(*PRESETS, "auto"),
+              help=f"a known shape (default: {DEFAULT}, or the checkpoint's); auto: measured"),
         _flag("--num-layers", type=_positive, help="blocks"),
         _flag("--hidden-size", type=_positive, help="width of the residual stream"),
         _flag("--num-attention-heads", type=_positive, help="attention heads (default: one per 64 of the width)"),
@@ -77,9 +96,12 @@ FLAGS = {
         _flag("--global-batch-size", type=_positive, key="train_batch_size", help="samples of a step, over all ranks"),
         _flag("--gradient-accumulation-steps", dest="accumulation", type=_positive, key="gradient_accumulation_steps",
               help="micro-batches of a step"),
+        _flag("--optimizer", type=_optimizer, metavar="NAME",
+              help="AdamW (the default), Adam, Lion, Adagrad, SGD, or one of torch.optim"),
         _flag("--lr", type=float, key="optimizer.params.lr",
-              help="peak learning rate of AdamW (default: 1e-3 at 11M, less for larger models)"),
-        _flag("--weight-decay", type=float, key="optimizer.params.weight_decay", help="of AdamW (default: 0.1)"),
+              help="peak learning rate (default: by optimizer; of AdamW 1e-3 at 11M, less for larger models)"),
+        _flag("--weight-decay", type=float, key="optimizer.params.weight_decay",
+              help="default: 0.1 of AdamW, 0.5 of Lion, none where it is not decoupled"),
         _flag("--clip-grad", type=float, key="gradient_clipping",
               help="gradients are clipped to this norm (default: 1.0; 0: not at all)"),
         _flag("--lr-warmup-iters", dest="warmup", type=_none_or_more, key="scheduler.params.warmup_num_steps",
@@ -99,10 +121,12 @@ FLAGS = {
         _flag("--deepspeed", action="store_true", help=argparse.SUPPRESS),
         _flag("--config", "--deepspeed-config", metavar="FILE", help="config file with DeepSpeed's key names"),
         _flag("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="a key of the config"),
-        _flag("--seed", type=_seed, default=1234, help="of the weights and of the order of the text"),
+        _flag("--seed", type=_seed, help="of the weights and of the order of the text (default: 1234)"),
     ),
     "run": (
         _flag("--data", metavar="PATH", help="a text file, or a folder of them"),
+        _flag("--profile", type=_steps, metavar="STEPS", key="wherry.profile.steps",
+              help="write where time and memory go in these, like 5 or 5-7, into the run's folder"),
         _flag("--run-dir", metavar="FOLDER", help="where metrics and config go (default: runs/<date>-<name>)"),
         _flag("--log-interval", type=_positive, default=0,
               help="steps between lines (default: 1 on a CPU, 10 on a GPU)"),
@@ -110,12 +134,16 @@ FLAGS = {
               help="steps between validations (default: at the end only)"),
         _flag("--eval-iters", dest="eval_batches", type=_positive, default=8, help="batches of a validation"),
         _flag("--save", metavar="FOLDER", help="where checkpoints go (default: in the run's folder)"),
-        _flag("--save-interval", type=_positive, default=0, help="steps between checkpoints (default: none)"),
+        _flag("--save-interval", type=_positive, default=0,
+              help="steps between checkpoints (default: one at the end, or at Ctrl-C)"),
+        _flag("--no-save", action="store_true", help="write no checkpoint"),
         _flag("--keep-last", type=_positive, metavar="N", key=f"{_CHECKPOINT}.keep_last",
               help="keep the last N checkpoints (default: all)"),
         _flag("--async-save", action="store_true", key=f"{_CHECKPOINT}.async_save",
               help="write checkpoints while training goes on"),
-        _flag("--resume", metavar="auto|PATH", help="go on from a checkpoint; auto: the newest whole one, if any"),
+        _flag("--resume", metavar="auto|PATH",
+              help="go on from a checkpoint, or the latest of a run's folder; auto: from the newest whole one of this "
+              "run, if any, which is runs/<name> unless --run-dir or --save says otherwise"),
         _flag("--max-restarts", type=_none_or_more, default=0, metavar="N",
               help="start the ranks anew when one dies, N times"),
         _flag("--nproc", "--num-gpus", type=_positive, help="ranks (default: one per GPU, or two)"),
@@ -146,8 +174,14 @@ def parse(argv: list[str]) -> Options:
     del options.deepspeed  # a switch that says nothing without its file
     if options.max_restarts and options.resume is None:
         options.resume = "auto"
-    if options.resume == "auto" and options.save is None and options.run_dir is None:
-        raise WherryError("--resume auto: give --save FOLDER or --run-dir FOLDER, so that there is a place to look in")
+    asked = [flag for flag, value in (("--save", options.save), ("--save-interval", options.save_interval)) if value]
+    if options.no_save and asked:
+        raise WherryError(f"--no-save: {asked[0]} asks for checkpoints; leave one of the two out")
+    # A place that the same command finds again.
+    options.fixed_run_dir = options.resume == "auto" and options.save is None and options.run_dir is None
+    if options.fixed_run_dir:
+        measured = options.preset == "auto"
+        options.run_dir = f"runs/{'gpt2-auto' if measured else name_of(shape_of(options))}"
     return options
 
 
@@ -168,8 +202,19 @@ def grid_of(options: Options) -> Grid:
     return Grid(options.tensor_parallel, options.pipeline_parallel)
 
 
-def shape_of(options: Options, base: Shape) -> Shape:
-    """The preset's shape with the flags that were given in its place."""
+# What describes a model: the field of its shape, and the flag.
+SHAPE_FLAGS = {
+    "layers": "--num-layers",
+    "hidden": "--hidden-size",
+    "heads": "--num-attention-heads",
+    "sequence": "--seq-length",
+    "vocabulary": "--vocab-size",
+}
+
+
+def shape_of(options: Options, base: Shape | None = None) -> Shape:
+    """The preset's shape, or `base`, with the flags that were given in its place."""
+    base = base or PRESETS.get(options.preset, PRESETS[DEFAULT])
     hidden = options.hidden_size or base.hidden
     heads = options.num_attention_heads or (max(1, hidden // 64) if options.hidden_size else base.heads)
     shape = Shape(

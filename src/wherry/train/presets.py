@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from wherry.errors import WherryError
 from wherry.plan.grid import Grid
@@ -68,6 +68,16 @@ PRESETS: dict[str, Shape] = {
     "gpt2-1.5b": Shape(layers=48, hidden=1600, heads=25, sequence=1024, vocabulary=GPT2),
     "gpt2-10b": Shape(layers=50, hidden=4096, heads=32, sequence=1024, vocabulary=GPT2),
 }
+DEFAULT = "gpt2-10m"
+
+
+def name_of(shape: Shape) -> str:
+    """What a run of this shape is called, fit for a folder's name: gpt2-124m, or gpt2-21.5k-1x32 of no preset."""
+    for name, preset in PRESETS.items():
+        if asdict(preset) == {key: getattr(shape, key) for key in asdict(preset)}:
+            return name
+    return f"gpt2-{shape.size.lower()}-{shape.layers}x{shape.hidden}"
+
 
 # What `auto` chooses from, smallest first: the presets, and others of GPT-2's own sizes.
 LADDER = sorted(

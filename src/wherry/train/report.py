@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import platform
+import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -21,15 +22,16 @@ from wherry.errors import WherryError
 from wherry.observe import stdout
 from wherry.observe.log import logger
 from wherry.observe.memory import device_memory, host_memory
-from wherry.observe.metrics import Monitor
+from wherry.observe.metrics import Monitor, without_secrets
 from wherry.observe.screen import Screen
 from wherry.plan.rates import device_name
 from wherry.train.data import Share, Text
 from wherry.train.display import Display
-from wherry.train.loop import Outcome, Plan, Record
+from wherry.train.loop import Ending, Outcome, Plan, Record, Stop
 from wherry.train.options import Options
-from wherry.train.presets import Shape
-from wherry.train.resume import Start, changes
+from wherry.train.page import write_page
+from wherry.train.presets import Shape, name_of
+from wherry.train.resume import Start, changes, save_folder
 
 COLUMNS = (
     *("loss", "validation_loss", "lr", "gradient_norm", "tokens", "tokens_per_second", "step_seconds"),
@@ -42,14 +44,23 @@ class Report:
     """Writes metrics and what was run into the folder, and shows it. No training ends because either has no room."""
 
     def __init__(
-        self, engine: Any, plan: Plan, options: Options, shape: Shape, config: Mapping[str, Any], facts: Facts
+        self,
+        engine: Any,
+        plan: Plan,
+        options: Options,
+        shape: Shape,
+        config: Mapping[str, Any],
+        facts: Facts,
+        stop: Stop,
     ) -> None:
         self.engine = engine
-        self.run_dir = _run_dir(options)
+        self.options = options
+        self.run_dir = _run_dir(options, shape)
         self.sinks = Monitor(config, columns=COLUMNS, folder=self.run_dir)
         about = {
             "options": vars(options),
             "shape": asdict(shape) | {"parameters": shape.parameters},
+            "facts": facts,
             "placement": [list(row) for row in engine.placement.rows()],
             "ranks": engine.world_size,
             "wherry": wherry.__version__,
@@ -60,7 +71,7 @@ class Report:
         }
         try:
             self.sinks.open()
-            _write_json(self.run_dir / "config.json", config)
+            _write_json(self.run_dir / "config.json", without_secrets(config))
             _write_json(self.run_dir / "run.json", about)
         except OSError as error:
             raise WherryError(
@@ -69,8 +80,7 @@ class Report:
             ) from error
         # Some fifty lines, where nobody has said how many.
         thin = 1 if options.log_interval else max(1, plan.steps // plan.log_interval // 50)
-        gpu = engine.device.type != "cpu"
-        self.display = Display(Screen(), plan.steps, engine.memory, gpu=gpu, line_every=thin)
+        self.display = Display(Screen(), plan.steps, engine.memory, line_every=thin, ending=lambda: stop.asked)
         title = f"GPT-2 of {shape.size} parameters on {count(engine.world_size, 'rank')}"
         working = engine.working_dtype or torch.float32
         activations = shape.activation_bytes(
@@ -106,7 +116,28 @@ class Report:
             _write_json(self.run_dir / "summary.json", {k: None if v != v else v for k, v in summary.items()})
         except OSError as error:
             logger.warning("summary.json is not written: %s", error.strerror)
-        self._show(self.display.end, outcome, self.run_dir)
+        else:
+            self._write_page()
+        self._show(self.display.end, outcome, self.run_dir, self._then(outcome))
+
+    def _write_page(self) -> None:
+        try:
+            write_page(self.run_dir)
+        except OSError as error:
+            logger.warning("report.html is not written: %s", error.strerror)
+
+    def _then(self, outcome: Outcome) -> list[tuple[str, str]]:
+        """What can be done with what the run has left: a sentence, and the command or the file."""
+        options, found = self.options, []
+        if (save_folder(options, self.run_dir) / "latest").exists() and outcome.ending is not Ending.DIVERGED:
+            folder = shlex.quote(str(options.save or self.run_dir))
+            prompt = "def " if options.data is None else "The "
+            steps = 2 * options.steps if outcome.ending is Ending.FINISHED else options.steps
+            found.append(("see what it has learned", f'wherry generate {folder} "{prompt}"'))
+            found.append(("go on with the training", f"wherry train --resume {folder} --steps {steps}"))
+        if (page := self.run_dir / "report.html").exists():
+            found.append(("its curves and its memory, in a browser", str(page)))
+        return found
 
     @staticmethod
     def _show(show: Callable[..., None], *what: object) -> None:
@@ -135,7 +166,7 @@ def facts_of(engine: Any, shape: Shape, why: str, share: Share, text: Text, star
     facts.append(("text", f"{text.source}: {sizes}"))
     if config["wherry"]["accumulation"] == "layer_major" and share.accumulation > 1:
         facts.append(("order", "layer_major: all micro-batches of a step go through a block before the next block"))
-    threads = f"CPU, {count(torch.get_num_threads(), 'thread')} a rank"
+    threads = f"CPU, {count(torch.get_num_threads(), 'thread')} a rank; its memory is the host's"
     facts.append(("device", threads if engine.device.type == "cpu" else device_name(engine.device)))
     if start.checkpoint is not None:
         facts.append(("resumed", f"{start.checkpoint}, step {start.step}"))
@@ -147,10 +178,10 @@ def count(number: int, word: str, plural: str = "s") -> str:
     return f"{number} {word}{plural if number != 1 else ''}"
 
 
-def _run_dir(options: Options) -> Path:
+def _run_dir(options: Options, shape: Shape) -> Path:
     """The folder of the run, made. What the part of a run before it was resumed has written there keeps its lines."""
     if options.run_dir is None:
-        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{options.preset}"
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{name_of(shape)}"
         names = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
         folder = next(free for name in names if not (free := Path("runs") / name).exists())
     else:

@@ -4,36 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from wherry.checkpoint import folder as folders
 from wherry.checkpoint.checks import read_manifest
 from wherry.checkpoint.errors import on_first
-from wherry.checkpoint.export import find
+from wherry.checkpoint.export import IN_RUN, find
 from wherry.errors import WherryError
 from wherry.observe.log import logger
 from wherry.parallel.comm import Comm
-from wherry.train.options import Options
+from wherry.train.options import SHAPE_FLAGS, Options, shape_of
 
+DEFAULT_SEED = 1234
 _OF_UPDATES = ("optimizer", "scheduler", "gradient_clipping")
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins. `samples` have been trained on before it, `batch` in each step, by this config."""
+    """Where a run begins. `samples` have been trained on before it, `batch` in each step, by this config.
+
+    `shape`: what the checkpoint tells of its model, by the names of `Shape`; one of an earlier version leaves out the
+    heads, and whose text it was and in which order.
+    """
 
     checkpoint: Path | None = None
     step: int = 0
     samples: int = 0
     batch: int | None = None
     config: Mapping[str, Any] | None = None
+    shape: Mapping[str, int] = field(default_factory=dict)
+    tied: bool = True
+    data: str | None = None
+    seed: int | None = None
 
 
 def save_folder(options: Options, run_dir: Path) -> Path:
     """Where checkpoints go: --save, else inside the run's folder."""
-    return Path(options.save) if options.save is not None else run_dir / "checkpoints"
+    return Path(options.save) if options.save is not None else run_dir / IN_RUN
 
 
 def choose_start(options: Options, comm: Comm) -> Start:
@@ -41,6 +50,20 @@ def choose_start(options: Options, comm: Comm) -> Start:
     if options.resume is None:
         return Start()
     return on_first(comm, f"--resume {options.resume}", lambda: _start(options))
+
+
+def look(options: Options) -> Start:
+    """The same before any rank starts. The newest checkpoint has not been read, so `auto` may come to mean another."""
+    if options.resume != "auto":
+        return _start(options) if options.resume is not None else Start()
+    folder = save_folder(options, Path(options.run_dir or ""))
+    newest = next(iter(folders.newest_first(folder)), None)
+    if newest is None:
+        return Start()
+    start = _of(folder / newest)
+    if start.step >= options.steps:  # unless it is damaged, and an earlier one is not
+        return _start(options)
+    return start
 
 
 def _start(options: Options) -> Start:
@@ -58,13 +81,63 @@ def _start(options: Options) -> Start:
         path = folder / tag
     else:
         path = find(Path(str(options.resume)))
+    start = _of(path)
+    if start.step >= options.steps:
+        anew = ", or another --run-dir to begin anew" if options.resume == "auto" else ""
+        raise WherryError(
+            f"{path} is at step {start.step} already; give more with --steps to go on{anew}. `wherry generate {path}` "
+            "shows what it has learned"
+        )
+    return start
+
+
+def _of(path: Path) -> Start:
+    from wherry.train.gpt2 import is_tied, shape_in
+
     manifest = read_manifest(path)
     told = manifest.engine.get("client_state", {})
     if "samples_per_step" not in told:
         raise WherryError(f"{path} was not written by `wherry train`")
-    if manifest.step >= options.steps:
-        raise WherryError(f"{path} is at step {manifest.step} already; give more with --steps")
-    return Start(path, manifest.step, int(told["samples"]), int(told["samples_per_step"]), manifest.config)
+    return Start(
+        path,
+        manifest.step,
+        int(told["samples"]),
+        int(told["samples_per_step"]),
+        manifest.config,
+        shape=shape_in(manifest),
+        tied=is_tied(manifest),
+        data=told.get("data"),
+        seed=told.get("seed"),
+    )
+
+
+def keep_model(options: Options, start: Start) -> Options:
+    """The flags of a run with its model, its text and their order as the checkpoint has them, where none says so.
+
+    A flag that contradicts the checkpoint's shape is an error, with all others that do.
+    """
+    options = Options(**vars(options))
+    options.seed = next(seed for seed in (options.seed, start.seed, DEFAULT_SEED) if seed is not None)
+    options.data = options.data if options.data is not None else start.data
+    options.untied = options.untied or not start.tied
+    dests = {name: flag[2:].replace("-", "_") for name, flag in SHAPE_FLAGS.items()}
+    has, whole = start.shape, "heads" in start.shape
+    wanted = {name: getattr(options, dest) for name, dest in dests.items()}
+    if options.preset not in (None, "auto") or not (whole or options.preset):
+        wanted = asdict(shape_of(options))
+    differ = {
+        flag: (wanted[n], has[n]) for n, flag in SHAPE_FLAGS.items() if n in has and wanted[n] not in (None, has[n])
+    }
+    if differ:
+        told = "; ".join(f"{flag} {given}: the checkpoint has {own}" for flag, (given, own) in differ.items())
+        preset = f"--preset {options.preset} means " if options.preset else ""
+        right = " ".join(f"{flag} {own}" for flag, (_, own) in differ.items())
+        cure = "leave these flags out: the checkpoint brings its shape along" if whole else f"give {right}"
+        raise WherryError(f"--resume: {start.checkpoint} is of another shape: {preset}{told}; {cure}")
+    if whole:
+        options.preset = None
+        vars(options).update({dest: has[name] for name, dest in dests.items()})
+    return options
 
 
 def keep_batch(config: dict[str, Any], start: Start, ranks: int, given: bool, stages: int = 1) -> None:

@@ -14,7 +14,9 @@ from wherry import config as configs
 from wherry.compat.deepspeed.constants import (
     GRADIENT_ALLREDUCE_OP_SUPPORTED,
     GRADIENT_CLIPPING_DEFAULT,
+    JOB_NAME_DEFAULT,
     LOG_LEVEL_DEFAULT,
+    WANDB_PROJECT_DEFAULT,
     ValidationMode,
 )
 from wherry.compat.deepspeed.leaf_modules import DeepSpeedZeroLeafModuleConfig
@@ -124,10 +126,20 @@ def load(config: Any, *, refuses: bool = True) -> Config:
     return loaded
 
 
+_MONITORS = (
+    ("tensorboard", "job_name", JOB_NAME_DEFAULT),
+    ("csv_monitor", "job_name", JOB_NAME_DEFAULT),
+    ("wandb", "project", WANDB_PROJECT_DEFAULT),
+)
+
+
 def _defaults(written: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Those that are others than Wherry's."""
     yield "gradient_clipping", GRADIENT_CLIPPING_DEFAULT
     yield "wherry.round_masters", True
+    for block, key, name in _MONITORS:
+        if isinstance(written.get(block), Mapping):
+            yield f"{block}.{key}", name
     name, mode = str(_at(written, "optimizer.type")).lower(), _at(written, f"optimizer.params.{ADAM_W_MODE}")
     decoupled = name == ADAMW_OPTIMIZER or (name == ADAM_OPTIMIZER and mode in (None, True))
     if decoupled and _at(written, f"optimizer.params.{TORCH_ADAM_PARAM}"):
@@ -511,7 +523,7 @@ class DeepSpeedConfig:
         self.dataloader_drop_last = loaded.dataloader_drop_last
         self.activation_checkpointing_config = loaded.activation_checkpointing
         self.flops_profiler_config, self.comms_config, self.aio_config = loaded.flops_profiler, loaded, loaded.aio
-        monitors = loaded.model_dump(include={"tensorboard", "wandb", "csv_monitor"})
+        monitors = loaded.model_dump(include={"tensorboard", "wandb", "csv_monitor"}, exclude_unset=True)
         self.monitor_config, self.checkpoint_config = get_monitor_config({**given, **monitors}), loaded.checkpoint
         self.checkpoint_tag_validation_enabled = loaded.checkpoint.tag_validation != ValidationMode.IGNORE
         self.checkpoint_tag_validation_fail = loaded.checkpoint.tag_validation == ValidationMode.FAIL
@@ -603,6 +615,7 @@ def _check_masters(config: Config) -> None:
 OWN_KEYS: Mapping[str, str] = {
     "$schema": "",
     "aio.checksum": "what rests on disk is read there as it comes",
+    "mlflow": "it does not send there",
     "wherry": "its update policy, units and formats are Wherry's own",
     "activation_checkpointing.policy": "the model's code makes the checkpoints there",
     "activation_checkpointing.every": "the model's code says which blocks are checkpointed there",

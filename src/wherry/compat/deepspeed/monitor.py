@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import Field
 
 from wherry.compat.deepspeed.comm import get_rank
+from wherry.compat.deepspeed.constants import JOB_NAME_DEFAULT, WANDB_PROJECT_DEFAULT
 from wherry.config import blocks
 from wherry.config.fields import ConfigBlock
 from wherry.errors import WherryError
@@ -22,27 +23,23 @@ Event = tuple[str, float, int]
 class TensorBoardConfig(blocks.TensorBoard, frozen=False, validate_assignment=True):
     """`tensorboard`."""
 
+    job_name: str = JOB_NAME_DEFAULT
+
 
 class WandbConfig(blocks.Wandb, frozen=False, validate_assignment=True):
     """`wandb`."""
+
+    project: str = WANDB_PROJECT_DEFAULT
 
 
 class CSVConfig(blocks.CsvMonitor, frozen=False, validate_assignment=True):
     """`csv_monitor`."""
 
+    job_name: str = JOB_NAME_DEFAULT
 
-class CometConfig(ConfigBlock, frozen=False, validate_assignment=True):
+
+class CometConfig(blocks.Comet, frozen=False, validate_assignment=True):
     """`comet`."""
-
-    enabled: bool = False
-    samples_log_interval: int = 100
-    project: str | None = None
-    workspace: str | None = None
-    api_key: str | None = None
-    experiment_name: str | None = None
-    experiment_key: str | None = None
-    online: bool | None = None
-    mode: str | None = None
 
 
 class DeepSpeedMonitorConfig(ConfigBlock, frozen=False, validate_assignment=True):

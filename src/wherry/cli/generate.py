@@ -1,0 +1,218 @@
+"""`wherry generate`: what a model writes, of a run here or of any folder that transformers loads."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from wherry.errors import WherryError
+
+if TYPE_CHECKING:
+    import torch
+
+# What a forward needs beside the weights: its activations, and the keys and values of what it has read.
+ROOM_BESIDE = 1.2
+# Any of these is a tokenizer.
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
+_EXPECTED = "a run's folder, checkpoints, or a folder with config.json, safetensors files and a tokenizer"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="wherry generate",
+        description="Go on from a prompt, with the model of a run, of a checkpoint or of a folder that transformers "
+        "loads. Without a prompt each line of standard input is one, until an empty one. Weights that do not fit on "
+        "one device are shared out over all GPUs, or rest in host memory, from which a block at a time comes.",
+        epilog="No code that comes with a model is run, and nothing is fetched.",
+    )
+    flag = parser.add_argument
+    flag("model", metavar="MODEL", type=Path, help=_EXPECTED)
+    flag("prompt", metavar="PROMPT", nargs="?", help="what to go on from")
+    flag(
+        "--max-new-tokens",
+        type=_number(int, 1),
+        default=200,
+        metavar="N",
+        help="at most so many (default: 200); where a model's positions end it goes on from the last half of them",
+    )
+    flag(
+        "--temperature",
+        type=_number(float, 0),
+        default=0.8,
+        metavar="T",
+        help="how freely tokens are drawn (default: 0.8; 0: the likeliest each time)",
+    )
+    flag("--top-k", type=_number(int, 1), metavar="K", help="draw from the K likeliest alone")
+    flag("--top-p", type=_number(float, 0, 1), metavar="P", help="draw from the likeliest that make up P alone")
+    flag("--seed", type=_number(int, 0), metavar="N", help="the same seed writes the same (default: another each time)")
+    flag("--dtype", choices=("fp32", "bf16", "fp16"), help="of the weights (default: as in the files)")
+    flag("--nproc", type=_number(int, 1), metavar="N", help="share the weights out over N ranks")
+    flag("--offload-param", choices=("none", "cpu", "nvme"), help="where weights rest until their block runs")
+    flag("--nvme-path", metavar="FOLDER", help="the folder on disk for --offload-param nvme")
+    return parser
+
+
+def _number(kind: type[int] | type[float], least: float, most: float = math.inf) -> Callable[[str], Any]:
+    def check(text: str) -> Any:
+        with contextlib.suppress(ValueError):
+            if least <= kind(text) <= most:
+                return kind(text)
+        upto = f" to {most:g}" if math.isfinite(most) else " or more"
+        whole = "whole " if kind is int else ""
+        raise argparse.ArgumentTypeError(f"expected a {whole}number, {least:g}{upto}, got {text!r}")
+
+    return check
+
+
+def main(argv: list[str]) -> int:
+    arguments = build_parser().parse_args(argv)
+    if (arguments.offload_param == "nvme") is not (arguments.nvme_path is not None):
+        raise WherryError("generate: --offload-param nvme and --nvme-path FOLDER go together; give both or neither")
+    if find_spec("transformers") is None:
+        raise WherryError("generate: it needs transformers: pip install 'wherry[transformers]'")
+    with _folder_of(arguments.model) as folder:
+        arguments.model = folder
+        place = _place(arguments)
+        print(f"wherry: {place.why}", file=sys.stderr, flush=True)
+        arguments.nproc, arguments.offload_param = place.ranks, place.offload
+        if place.ranks > 1:
+            return _launch(arguments)
+        from wherry.cli.sampling import write
+
+        return write(arguments)
+
+
+def _launch(arguments: argparse.Namespace) -> int:
+    """The same command on each of several ranks of this machine."""
+    from wherry.cli import run, supervise
+
+    flags = vars(arguments).copy()
+    words = [str(flags.pop("model")), *([prompt] if (prompt := flags.pop("prompt")) is not None else [])]
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if value is not None]
+    how = ["--nproc", str(arguments.nproc), "--module", "wherry.cli.sampling"]
+    launched = run.build_parser().parse_args([*how, *given, "--", *words])
+    run.resolve(launched, "1")
+    return supervise.launch(launched)
+
+
+# The model's folder.
+
+
+@contextlib.contextmanager
+def _folder_of(path: Path) -> Iterator[Path]:
+    """A folder that transformers loads: the one given, or what a checkpoint is exported to as long as this lasts."""
+    from wherry.checkpoint.errors import CheckpointError
+    from wherry.checkpoint.export import find
+
+    if not path.exists():
+        raise WherryError(
+            f"generate: {path}: there is no such folder; one of a hub's models is made by `hf download {path} "
+            "--local-dir FOLDER`"
+        )
+    if (path / "config.json").exists() and any(path.glob("*.safetensors")):
+        _refuse_incomplete(path, "")
+        yield path
+        return
+    try:
+        checkpoint = find(path)
+    except CheckpointError as error:
+        raise WherryError(f"generate: {error}; expected {_EXPECTED}") from None
+    with tempfile.TemporaryDirectory(prefix="wherry-generate-") as folder:
+        _export(checkpoint, Path(folder))
+        _refuse_incomplete(Path(folder), f"; add it to what `wherry export {checkpoint} OUT` writes, and give OUT here")
+        yield Path(folder)
+
+
+def _export(checkpoint: Path, folder: Path) -> None:
+    from wherry.checkpoint.checks import read_manifest
+    from wherry.checkpoint.export import export
+    from wherry.observe.memory import format_bytes
+    from wherry.train.gpt2 import translation_of
+
+    needed = sum(4 * entry.numel for entry in read_manifest(checkpoint).entries.values())
+    if (free := shutil.disk_usage(folder).free) < needed:
+        raise WherryError(
+            f"generate: {checkpoint} is exported first, which takes {format_bytes(needed)}, and {folder.parent} has "
+            f"{format_bytes(free)} free; set TMPDIR to a folder with more"
+        )
+    try:
+        export(checkpoint, folder, translation_of=translation_of)
+    except OSError as error:
+        raise WherryError(f"generate: {error.filename or folder}: {error.strerror}") from error
+
+
+def _refuse_incomplete(folder: Path, cure: str) -> None:
+    if not (folder / "config.json").exists():
+        raise WherryError(f"generate: the checkpoint's model has no config.json that transformers knows{cure}")
+    if not any((folder / name).exists() for name in _TOKENIZERS):
+        raise WherryError(f"generate: the model has no tokenizer, without which a prompt has no ids{cure}")
+
+
+# Where its weights go.
+
+
+class _Whereabouts(NamedTuple):
+    ranks: int
+    offload: str
+    why: str
+
+
+def _place(arguments: argparse.Namespace) -> _Whereabouts:
+    """On one device if there is room, else over all GPUs, else in host memory; or what the flags say."""
+    from wherry.cli.run import device_count
+    from wherry.observe.memory import format_bytes, free_on_gpu
+    from wherry.plan.rates import device_name
+    from wherry.tiers.host import free_host_memory
+    from wherry.tiers.streams import accelerator
+
+    elements, dtype = weights_in(arguments.model, arguments.dtype)
+    nbytes = elements * dtype.itemsize
+    what = f"{format_bytes(nbytes)} of weights in {str(dtype).removeprefix('torch.')}"
+    gpus, device = device_count(), accelerator()
+    if arguments.nproc is not None or arguments.offload_param is not None:
+        ranks, offload = arguments.nproc or 1, arguments.offload_param or "none"
+        rest = {"none": "", "cpu": ", resting in host memory", "nvme": f", resting in {arguments.nvme_path}"}[offload]
+        return _Whereabouts(ranks, offload, f"{what}, on {ranks} rank{'s' * (ranks > 1)}{rest}, as asked for")
+    host = free_host_memory()
+    if device is None:
+        if nbytes * ROOM_BESIDE <= host:
+            return _Whereabouts(1, "none", f"{what}, on the CPU: {format_bytes(host)} of memory are free")
+        raise _no_room(what, f"{format_bytes(host)} of memory are free")
+    free = free_on_gpu(device)
+    each = f"{format_bytes(free)} are free on {'each' if gpus > 1 else 'the'} {device_name(device)}"
+    if nbytes * ROOM_BESIDE <= free:
+        return _Whereabouts(1, "none", f"{what}, on one device: {each}")
+    if gpus > 1 and nbytes * ROOM_BESIDE <= free * gpus:
+        return _Whereabouts(gpus, "none", f"{what}, shared out over {gpus} GPUs: {each}")
+    if nbytes <= host:
+        return _Whereabouts(1, "cpu", f"{what}, resting in host memory, a block at a time on the device: {each}")
+    raise _no_room(what, f"{each}, and {format_bytes(host)} of host memory")
+
+
+def _no_room(what: str, free: str) -> WherryError:
+    return WherryError(
+        f"generate: {what} fit nowhere here: {free}. Give --offload-param nvme --nvme-path FOLDER, and they rest on "
+        "disk; or --dtype bf16, if they are wider now"
+    )
+
+
+def weights_in(folder: Path, asked: str | None) -> tuple[int, torch.dtype]:
+    """How many weights a folder has, and their dtype in memory: that of the largest tensor, if none is asked for."""
+    from torch import nn
+
+    from wherry.checkpoint.export import DTYPES
+    from wherry.sharding.safetensors_folder import InFile, open_folder
+
+    sources = [source for source in open_folder(folder, nn.Module(), {}).values() if isinstance(source, InFile)]
+    stored = max(sources, key=lambda source: math.prod(source.shape)).dtype
+    if asked is None and stored not in DTYPES.values():
+        raise WherryError(f"generate: {folder} holds weights in {stored}, which no forward takes; give a --dtype")
+    return sum(math.prod(source.shape) for source in sources), DTYPES[asked] if asked else stored

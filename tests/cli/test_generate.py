@@ -1,0 +1,274 @@
+"""`wherry generate`: what a model writes, wherever its weights rest; which place it chooses; and what it refuses."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.engine.test_processes import Pool
+from tests.train.exported import SHAPE, ours_of, saved
+
+pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
+
+from wherry.cli import generate, main, supervise
+from wherry.cli.sampling import Stream, prompts
+from wherry.errors import WherryError
+from wherry.parallel.comm import SoloComm
+from wherry.plan import rates
+from wherry.tiers import host, streams
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run, with a model that has more rows than there are bytes."""
+    folder = tmp_path_factory.mktemp("run")
+    saved(folder / "checkpoints", heads=3)
+    (folder / "config.json").write_text("{}")  # the run's own
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(run: Path) -> Path:
+    assert main(["export", str(run), str(run / "out")]) == 0
+    return run / "out"
+
+
+def likeliest(run: Path, prompt: str, count: int) -> str:
+    """What our own model writes, a byte at a time, from the last half of its positions where these end."""
+    model, ids = ours_of(run), list(prompt.encode())
+    seen = ids
+    with torch.no_grad():
+        for _ in range(count):
+            if len(seen) >= SHAPE.sequence:
+                seen = seen[-(SHAPE.sequence // 2) :]
+            byte = int(model(torch.tensor([seen]))[0, -1, :256].argmax())
+            seen, ids = [*seen, byte], [*ids, byte]
+    return bytes(ids).decode(errors="replace")
+
+
+@contextmanager
+def given_input(data: bytes) -> Iterator[None]:
+    """Standard input holds these bytes."""
+    before = os.dup(0)
+    read, write = os.pipe()
+    os.write(write, data)
+    os.close(write)
+    os.dup2(read, 0)
+    os.close(read)
+    try:
+        yield
+    finally:
+        os.dup2(before, 0)
+        os.close(before)
+
+
+GREEDY = ["--temperature", "0", "--max-new-tokens", "40"]
+
+
+def test_it_writes_what_the_model_says(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From a run's folder: the export is gone afterwards. Beyond its positions, and with none of its other rows."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert main(["generate", str(run), "ab", *GREEDY]) == 0
+    said = capsys.readouterr()
+    assert said.out == likeliest(run, "ab", 40) + "\n"
+    assert "wherry: 282.0 KiB of weights in float32, on " in said.err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "flags", [["--offload-param", "cpu"], ["--offload-param", "nvme", "--nvme-path", "disk"]], ids=["cpu", "nvme"]
+)
+def test_wherever_the_weights_rest(
+    run: Path,
+    exported: Path,
+    flags: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["generate", str(exported), "ab", *GREEDY, *flags]) == 0
+    assert capsys.readouterr().out == likeliest(run, "ab", 40) + "\n"
+
+
+def as_rank(rank: int, flags: list[str], typed: bytes) -> str:
+    """What a rank shows; its input is rank 0's to read."""
+    from wherry.cli.sampling import write
+
+    with given_input(typed if rank == 0 else b"none of it"), redirect_stdout(io.StringIO()) as shown:
+        assert write(generate.build_parser().parse_args(flags)) == 0
+    return shown.getvalue()
+
+
+def test_ranks_write_one_text_for_each_line(
+    run: Path, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What the launcher is told.
+    told: list[Any] = []
+    monkeypatch.setattr(supervise, "launch", lambda arguments: told.append(arguments) or 0)
+    assert main(["generate", str(exported), *GREEDY, "--nproc", "2", "--seed", "7"]) == 0
+    assert (told[0].nproc_per_node, told[0].training_script) == ("2", "wherry.cli.sampling")
+    words = told[0].training_script_args
+    # What each rank does.
+    pool = Pool(2)
+    try:
+        shown = pool.run(as_rank, words, b"ab\nc\n\nnot read\n")
+    finally:
+        pool.close()
+    assert shown == [f"{likeliest(run, 'ab', 40)}\n{likeliest(run, 'c', 40)}\n", ""]
+
+
+def test_the_same_seed_draws_the_same(exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for seed, *flags in (["1"], ["1"], ["2"], ["1", "--top-k", "1"], ["3", "--top-p", "0.0"]):
+        assert main(["generate", str(exported), "ab", "--max-new-tokens", "12", "--seed", seed, *flags]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2] and texts[3] == texts[4] != texts[0]
+
+
+# Text as it comes.
+
+
+class Bytes:
+    """A tokenizer, as far as a stream needs one."""
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return bytes(ids).decode(errors="replace")
+
+
+@given(text=st.text(min_size=60))
+def test_a_character_is_shown_when_it_is_whole(text: str) -> None:
+    with redirect_stdout(io.StringIO()) as shown:
+        stream = Stream(Bytes(), shown=True)
+        for ids in (b"prompt", *(bytes([byte]) for byte in text.encode())):
+            stream.put(torch.tensor([list(ids)]))
+            assert text.startswith(shown.getvalue())
+        stream.end()
+        stream.finish()
+    assert shown.getvalue() == text + "\n" * (not text.endswith("\n"))
+
+
+@pytest.mark.parametrize("rest", [b"", b"\nmore\n"], ids=["its end", "an empty line"])
+def test_each_line_is_a_prompt_until(rest: bytes) -> None:
+    with given_input("one\nzw\u00f6lf \r\n".encode() + rest):
+        assert list(prompts(SoloComm())) == ["one", "zw\u00f6lf "]
+
+
+# Where the weights go.
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("gpus", "each", "memory", "flags", "expected"),
+    [
+        (0, 0, 20, "", (1, "none", "on the CPU")),
+        (1, 20, 99, "", (1, "none", "on one device")),
+        (4, 20, 99, "", (1, "none", "on one device")),
+        (4, 6, 99, "", (4, "none", "shared out over 4 GPUs")),
+        (1, 6, 99, "", (1, "cpu", "resting in host memory")),
+        (4, 2, 99, "", (1, "cpu", "resting in host memory")),
+        (4, 20, 99, "--nproc 2", (2, "none", "on 2 ranks, as asked for")),
+        (1, 20, 99, "--offload-param nvme --nvme-path d", (1, "nvme", "on 1 rank, resting in d, as asked for")),
+        (0, 0, 9, "", None),
+        (2, 3, 9, "", None),
+    ],
+)
+def test_the_place(
+    gpus: int,
+    each: int,
+    memory: int,
+    flags: str,
+    expected: tuple[int, str, str] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from wherry.cli import run
+    from wherry.observe import memory as memories
+
+    device = torch.device("cuda") if gpus else None
+    monkeypatch.setattr(run, "device_count", lambda: gpus)
+    monkeypatch.setattr(streams, "accelerator", lambda: device)
+    monkeypatch.setattr(memories, "free_on_gpu", lambda _: each * GB)
+    monkeypatch.setattr(host, "free_host_memory", lambda: memory * GB)
+    monkeypatch.setattr(rates, "device_name", lambda _: "card")
+    monkeypatch.setattr(generate, "weights_in", lambda *_: (5 * GB, torch.bfloat16))
+    arguments = generate.build_parser().parse_args(["folder", *flags.split()])
+    if expected is None:
+        with pytest.raises(WherryError, match=r"fit nowhere here.*--offload-param nvme --nvme-path FOLDER"):
+            generate._place(arguments)
+        return
+    place = generate._place(arguments)
+    assert (place.ranks, place.offload) == expected[:2] and expected[2] in place.why
+
+
+# What is refused.
+
+
+def test_what_is_no_model_is_told(
+    run: Path, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(folder: Path, *flags: str) -> str:
+        assert main(["generate", str(folder), *(flags or ["hi"])]) == 2
+        said = capsys.readouterr()
+        assert not said.out and "Traceback" not in said.err
+        return said.err
+
+    def changed(name: str, but: str = "", **config: Any) -> Path:
+        folder = tmp_path / name
+        shutil.copytree(exported, folder, ignore=lambda *_: [but])
+        if config:
+            values = json.loads((folder / "config.json").read_text())
+            (folder / "config.json").write_text(json.dumps(values | config))
+        return folder
+
+    assert "there is no such folder; one of a hub's models is made by `hf download" in told(tmp_path / "none")
+    assert "is no checkpoint and holds none" in told(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).touch()
+    without = changed("without", "tokenizer.json")
+    (without / "tokenizer_config.json").unlink()
+    assert "the model has no tokenizer" in told(without)
+    assert "has no config.json that transformers knows; add it to what `wherry export" in told(saved(tmp_path / "old"))
+    assert "does not take" in told(changed("kind", model_type="unheard-of"))
+    assert "holds quantized weights" in told(changed("quantized", quantization_config={"quant_method": "gptq"}))
+    bert = changed("bert", model_type="bert", architectures=["BertModel"], hidden_size=48, num_attention_heads=3)
+    assert "BertModel, which is no causal language model" in told(bert)
+    assert "load_pretrained" in told(changed("layers", n_layer=3))
+    assert "the prompt is empty" in told(exported, "")
+    assert "go together" in told(exported, "hi", "--nvme-path", str(tmp_path))
+    monkeypatch.setattr(generate, "find_spec", lambda _: None)
+    assert told(run) == "wherry: generate: it needs transformers: pip install 'wherry[transformers]'\n"
+
+
+def test_code_that_comes_with_a_model_is_not_run(exported: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(exported, folder)
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    named = {"AutoConfig": "evil.A", "AutoModelForCausalLM": "evil.A", "AutoTokenizer": ["evil.A", "evil.A"]}
+    for file in ("config.json", "tokenizer_config.json"):
+        values = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps(values | {"auto_map": named}))
+    assert main(["generate", str(folder), "hi", "--max-new-tokens", "3"]) in (0, 2)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_folder_that_is_called_as_a_preset_is_the_folder(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(exported, "gpt2-124m")
+    assert main(["generate", "gpt2-124m", "hi", "--max-new-tokens", "1", "--dtype", "bf16"]) == 0
+    assert "of weights in bfloat16" in capsys.readouterr().err

@@ -1,0 +1,41 @@
+"""A command of a page as it is written, at the size of a toy: `python -m tests.docs.toy train --stage 1`.
+
+Training has few steps of a small model on one rank, and a plan is of a small one; what was said of them in flags is
+still read and obeyed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+SHAPE = ["--num-layers=2", "--hidden-size=32", "--num-attention-heads=2", "--seq-length=64", "--vocab-size=256"]
+STEPS = 3
+
+
+def toy(words: list[str]) -> list[str]:
+    if words[:1] == ["train"] and "--help" not in words:
+        resumed = "--resume" in words
+        # What goes on from a checkpoint takes its shape from there, and goes further each time.
+        shape = SHAPE if not resumed or "auto" in words else []
+        before = len(list(Path.cwd().glob("**/metrics*.jsonl"))) if resumed else 0
+        ranks = [] if "parallel" in " ".join(words) else ["--nproc", "1"]
+        return [*words, *shape, "--steps", str(STEPS * (before + 1)), *ranks]
+    if words[:1] == ["plan"]:
+        return ["gpt2-10m" if word.startswith("gpt2-") else word for word in words]
+    if words[:1] == ["generate"]:
+        return [*words, "--max-new-tokens", "4"]
+    return words
+
+
+def main() -> int:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    from wherry.cli import main as wherry
+
+    return wherry(toy(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""Memory over a step, by state and tier: it is what the engine knows of its states, and torch of its tensors."""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import json
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.engine.harness import adamw, engine_of, make_model, settings, token_batch
+from tests.tiers.test_placements import offload
+
+import wherry
+from wherry.observe.footprint import Footprint
+from wherry.observe.memory_page import memory_page
+from wherry.testing import run_ranks
+
+STEPS = 4
+
+
+def train(config: dict[str, Any], *, stage: int, ranks: int, folder: Path | None) -> tuple[list[float], Any]:
+    """Losses, and what the engine says of its memory between steps."""
+    base, own = make_model(), dict(config.get("wherry", {}))
+    if folder is not None:
+        own["profile"] = {"memory_step": 3, "folder": str(folder)}
+
+    def body(comm: Any) -> Any:
+        engine = engine_of(copy.deepcopy(base), settings(stage, 2, more=config | {"wherry": own}), comm)
+        losses = []
+        for step in range(STEPS):
+            for micro in range(2):
+                loss = engine(*token_batch(step, micro, comm.rank))
+                engine.backward(loss)
+                engine.step()
+                losses.append(float(loss.detach()))
+            if step == 2:
+                rows = engine.memory()
+        hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in engine.module.modules())
+        engine.close()
+        assert torch._C._len_torch_dispatch_stack() == 0
+        return losses, rows, hooks
+
+    losses, rows, hooks = run_ranks(ranks, body)[0]
+    return (losses, hooks), rows
+
+
+def column(told: dict[str, Any], state: str, tier: str = "device") -> list[int]:
+    place = told["series"].index([state, tier])
+    return [sizes[place] for *_, sizes in told["samples"]]
+
+
+@pytest.mark.parametrize("row", ["0", "2", "3", "offload-3-parameters", "infinity"])
+def test_states_are_those_of_the_engine_and_training_keeps_its_bits(row: str, tmp_path: Path) -> None:
+    stage = int(row) if row.isdigit() else 3
+    config = {} if row.isdigit() else offload(row, tmp_path / "disk", "at_step")
+    calm, _ = train(config, stage=stage, ranks=2, folder=None)
+    recorded, rows = train(config, stage=stage, ranks=2, folder=tmp_path)
+    assert recorded == calm  # losses, and the number of hooks that are left
+    told = json.loads((tmp_path / "memory-rank0.json").read_text())
+    phases = [phase for phase, _, _ in told["phases"]]
+    assert phases == ["forward", "backward"] * 2 + ["step"]
+
+    held: Counter[tuple[str, str]] = Counter()
+    for state, tier, _, actual in rows:
+        held[state.removesuffix(" read"), "disk" if tier == "disk" else "device"] += actual
+    last = dict(zip(map(tuple, told["series"]), told["samples"][-1][3], strict=True))
+    for place in [("parameters", "device"), ("optimizer", "device"), ("parameters", "disk"), ("optimizer", "disk")]:
+        assert last.get(place, 0) == held[place], place
+    # Beside the sums there are buffers that gradients are reduced in.
+    assert last["gradients", "device"] >= held["gradients", "device"] > 0
+
+    # Units are there while they are at work; at the end only the loss is left.
+    gathered = [expected for state, _, expected, _ in rows if state == "gathered"]
+    if stage == 3:
+        assert 0 < max(column(told, "gathered")) <= gathered[0] and last["gathered", "device"] == 0
+    else:
+        assert ["gathered", "device"] not in told["series"]
+    assert last["activations", "device"] == 4
+    for phase in ("forward", "backward"):
+        named = {unit for _, now, unit, _ in told["samples"] if now == phase}
+        assert {"blocks.0", "blocks.1", "blocks.2", "root"} <= named
+    top = max(sum(sizes for (_, tier), sizes in zip(told["series"], found, strict=True) if tier == "device")
+              for *_, found in told["samples"])  # fmt: skip
+    assert sum(told["peaks"]["device"]["bytes"]) == top
+
+
+def test_activations_are_what_plain_pytorch_keeps(tmp_path: Path) -> None:
+    model, batch = make_model(), token_batch(0, 0, 0)
+    with Footprint() as plain:
+        plain.label("there before", [*model.parameters(), *batch])
+        loss = model(*batch)
+        kept = plain.live["activations"]
+    del loss
+    config = settings(0, more={"wherry": {"profile": {"memory_step": 1, "folder": str(tmp_path)}}})
+    engine = engine_of(model, config)
+    with torch.no_grad():
+        engine(*batch)  # a validation before it is none of the step's
+    engine.backward(engine(*batch))
+    engine.zero_grad()  # and a window that was dropped neither
+    engine.backward(engine(*batch))
+    engine.step()
+    engine.close()
+    told = json.loads((tmp_path / "memory-rank0.json").read_text())
+    assert [phase for phase, _, _ in told["phases"]] == ["forward", "backward", "step"]
+    after = [sizes for _, phase, _, sizes in told["samples"] if phase == "forward"][-1]
+    assert after[told["series"].index(["activations", "device"])] == kept
+    page = memory_page(told)
+    assert "<title>backward blocks.1: " in page and "http" not in page.replace("http://www.w3.org", "")
+
+
+def test_a_trace_of_the_steps_and_memory_after_them(tmp_path: Path, caplog: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("WHERRY_PROFILE", "2-3")
+    monkeypatch.chdir(tmp_path)
+    model = make_model()
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(3))
+    with caplog.at_level(logging.INFO, logger="wherry"):
+        for step in range(5):
+            engine.backward(engine(*token_batch(step, 0, 0)))
+            engine.step()
+    engine.close()
+    with gzip.open("profile/trace-rank0.json.gz") as file:
+        spans = Counter(
+            event["name"] for event in json.load(file)["traceEvents"] if event.get("cat") == "user_annotation"
+        )
+    assert [spans[f"wherry::{phase}"] for phase in ("forward", "backward", "step", "update")] == [2, 2, 2, 2]
+    assert json.loads(Path("profile/memory-rank0.json").read_text())["step"] == 4
+    told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("profile: ")]
+    assert len(told) == 1 and "memory.html" in told[0] and "ui.perfetto.dev" in told[0]
+
+
+def test_what_cannot_be_recorded_is_said(tmp_path: Path, caplog: Any) -> None:
+    profile = {"steps": 1, "memory_step": 2, "folder": str(tmp_path)}
+    engine = engine_of(make_model(), settings(0, more={"wherry": {"profile": profile}}))
+    engine.compile(backend="eager")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        for step in range(2):
+            engine.backward(engine(*token_batch(step, 0, 0)))
+            engine.step()
+    engine.close()
+    later = engine_of(make_model(), settings(0, more={"wherry": {"profile": {"steps": 7, "folder": str(tmp_path)}}}))
+    later.close()
+    told = [record.getMessage() for record in caplog.records]
+    for words in ("another profiler records already", "the model is compiled", "did not come to it: the trace, memory"):
+        assert sum(words in line for line in told) == 1, words
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,40 @@
+"""From a fresh clone to a model that other libraries load: each command as a new user types it, or as it is told."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+from tests.cli.programs import launched
+
+from wherry.cli import main
+
+transformers = pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
+
+TINY = "--num-layers 1 --hidden-size 32 --seq-length 32 --batch-size 2 --eval-iters 1"
+
+
+def test_train_generate_export_and_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trained = launched("train", *TINY.split(), "--steps", 4, cwd=tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    (run,) = Path("runs").iterdir()
+    assert run.name.endswith("-gpt2-22.0k-1x32")
+    # What the end of the run says can be done with it.
+    generate, go_on = [shlex.split(line) for line in trained.stdout.splitlines() if line.startswith("    wherry ")]
+    assert generate[:3] == ["wherry", "generate", str(run)] and go_on[:4] == ["wherry", "train", "--resume", str(run)]
+    assert main([*generate[1:], "--max-new-tokens", "8"]) == 0
+    assert capsys.readouterr().out.startswith(generate[3])
+    assert main(["inspect", str(run)]) == 0 and main(["export", str(run), "out"]) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained("out")
+    tokenizer = transformers.AutoTokenizer.from_pretrained("out")
+    written = model.generate(**tokenizer("def ", return_tensors="pt"), max_new_tokens=8)
+    assert tokenizer.decode(written[0]).startswith("def ") and written.shape == (1, 12)
+    assert main(["generate", "out", "def ", "--max-new-tokens", "8"]) == 0
+    further = launched(*go_on[1:], "--eval-iters", 1, cwd=tmp_path)
+    assert further.returncode == 0 and "GPT-2 of 22.0K parameters" in further.stdout, further.stderr
+    shown = " ".join(further.stdout.split())
+    assert "step 8/8" in shown and f"resumed {run}/checkpoints/global_step4, step 4" in shown
