@@ -111,8 +111,7 @@ class Chart:
             drawn = f'<div class="wide">{self.svg(self.size)}</div><div class="narrow">{drawn}</div>'
         return f"<figure><figcaption>{escape(self.title)}</figcaption>{legend}{drawn}</figure>"
 
-    def svg(self, width: int, *, alone: bool = False) -> str:
-        """`alone`: as a file of its own, with its colors and its legend."""
+    def svg(self, width: int) -> str:
         points = [point for one in self.series for point in (*one.points, *one.base)]
         if not points:
             return '<p class="dim">nothing was recorded</p>'
@@ -122,7 +121,7 @@ class Chart:
         low, high = low if self.from_zero else low - room, high + room
         shown = ticks(low, high, 6, self.base)
         left = 14 + 7 * max(len(self.show(y)) for y in shown)
-        top, right = (18 if self.bands else 8) + (24 if alone else 0), 12
+        top, right = 18 if self.bands else 8, 12
         marks = self._marks(width - left - right, low_x, high_x)
         floor = top + self.height
         below = floor + (18 if marks else 0)
@@ -150,13 +149,9 @@ class Chart:
             out.append(f'<path class="grid" d="M{x_of(x):.1f} {floor}v5"/>' + _text(x_of(x), floor + 17, name))
         out += [_text(x_of(x), below + 16, f"{x:,.6g}") for x in ticks(low_x, high_x, max(5, width // 110))]
         out.append(_text((left + width - right) / 2, below + 33, self.x_label))
-        if alone:
-            out += [f"<style>{STYLE}</style>", self._legend_drawn(left)]
-        else:
-            out += [rect(begin, end, "hover", f"<title>{escape(told)}</title>") for begin, end, told in self.hovers]
-        namespace = ' xmlns="http://www.w3.org/2000/svg"' if alone else ""
+        out += [rect(begin, end, "hover", f"<title>{escape(told)}</title>") for begin, end, told in self.hovers]
         size = f'viewBox="0 0 {width} {below + 38}" width="{width}"'
-        return f'<svg{namespace} {size} role="img"><title>{escape(self.title)}</title>{"".join(out)}</svg>'
+        return f'<svg {size} role="img"><title>{escape(self.title)}</title>{"".join(out)}</svg>'
 
     def _marks(self, room: float, low: float, high: float) -> list[tuple[float, str]]:
         """As many as have room beside each other."""
@@ -168,14 +163,6 @@ class Chart:
                 kept.append((x, name))
                 free = place + half
         return kept
-
-    def _legend_drawn(self, left: float) -> str:
-        out, x = [], left
-        for one in self.series:
-            out.append(f'<rect x="{x}" y="4" width="11" height="11" rx="2" style="fill: var(--c{one.color})"/>')
-            out.append(_text(x + 16, 14, one.name, "start"))
-            x += 30 + 6.6 * len(one.name)
-        return "".join(out)
 
 
 def _drawn(one: Series, x_of: Callable[[float], float], y_of: Callable[[float], float]) -> str:
