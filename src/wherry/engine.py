@@ -839,7 +839,8 @@ class Engine(nn.Module):
     ) -> None:
         """Write to a folder where time and memory go in steps to come: a Chrome trace of `steps`, and memory over one.
 
-        As the config's `wherry.profile`, whose place it takes. `told`: a line of the log says where the files are.
+        As the config's `wherry.profile`, whose place it takes. `told`: a line of the log says where the files are, and
+        on a GPU torch's snapshot is one of them.
         """
         from wherry.observe.profile import Profile
         from wherry.observe.timeline import Account

@@ -37,4 +37,8 @@ def test_train_generate_export_and_go_on(
     further = launched(*go_on[1:], "--eval-iters", 1, cwd=tmp_path)
     assert further.returncode == 0 and "GPT-2 of 22.0K parameters" in further.stdout, further.stderr
     shown = " ".join(further.stdout.split())
-    assert "step 8/8" in shown and f"resumed {run}/checkpoints/global_step4, step 4" in shown
+    assert (
+        list(Path("runs").iterdir()) == [run]
+        and "step 8/8" in shown
+        and f"resumed {run}/checkpoints/global_step4, step 4" in shown
+    )

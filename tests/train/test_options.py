@@ -7,13 +7,14 @@ from wherry.train.config import build_config, peak_lr
 from wherry.train.job import check
 from wherry.train.options import parse, shape_of
 from wherry.train.presets import PRESETS, Shape
+from wherry.train.resume import Start, keep_model
 
 SMALL = PRESETS["gpt2-10m"]
 
 
 def _config(*flags, given=None, bf16=False):
     written = load(given).written if given is not None else None  # as the job reads a file
-    return build_config(parse(list(flags)), 10_000_000, bf16=bf16, given=written)
+    return build_config(keep_model(parse(list(flags)), Start()), 10_000_000, bf16=bf16, given=written)
 
 
 def test_the_default_is_a_config_that_loads():
@@ -203,8 +204,7 @@ def test_axes_must_divide_the_model(argv: list[str], told: str) -> None:
 
 
 def test_a_pipeline_gets_micro_batches_for_its_stages() -> None:
-    options = parse(["--pipeline-model-parallel-size", "3"])
-    assert build_config(options, 10**7, bf16=False, given=None)["gradient_accumulation_steps"] == 6
+    assert _config("--pipeline-model-parallel-size", "3")["gradient_accumulation_steps"] == 6
 
 
 def test_an_optimizer_by_its_name_has_what_suits_it(capsys):
@@ -218,7 +218,7 @@ def test_an_optimizer_by_its_name_has_what_suits_it(capsys):
         getattr(torch.optim, kind)([torch.zeros(1)], **params)
     for name, told in (("adamx", 'did you mean "Adamax"?'), ("adamw_bnb_8bit", '{"state_dtype": "int8"}')):
         with pytest.raises(SystemExit):
-            parse(["--optimizer", name])
+            parse(["--optimizer", name, "--steps", "6"])
         assert told in capsys.readouterr().err
 
 
@@ -231,7 +231,7 @@ def test_an_optimizer_by_its_name_lies_over_the_file_and_the_run_before():
         load(_config("--optimizer", "sgd", given=given))
     for name, kept in (("adamw", 0.25), ("sgd", 0.1)):
         config = build_config(
-            parse(["--optimizer", name]),
+            parse(["--optimizer", name, "--steps", "6"]),
             10_000_000,
             bf16=False,
             given=None,

@@ -120,6 +120,45 @@ def test_a_run_goes_on_without_the_flags_that_describe_it(tmp_path: Path, text: 
     assert losses(on) == losses(whole)[4:]
 
 
+def test_a_run_goes_on_in_place_and_to_its_end(
+    tmp_path: Path, text: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run, more = Path("runs/a"), ["--eval-iters", "1", "--stage", "0"]
+    assert main([*SMALL, *text, "--run-dir", str(run), "--save-interval", "3"]) == 0
+    shutil.rmtree(run / "checkpoints" / "global_step6")
+    (run / "checkpoints" / "latest").write_text("global_step3")
+    first = losses(run)
+    assert main(["--resume", str(run), *more]) == 0
+    assert len(losses(run)) == 3 and find(run).name == "global_step6"
+    # What came behind an earlier checkpoint stays.
+    assert main(["--resume", str(run / "checkpoints" / "global_step3"), "--steps", "4", *more]) == 0
+    (branch,) = (path for path in Path("runs").iterdir() if path.name != "a")
+    assert find(branch).name == "global_step4" and find(run).name == "global_step6" and len(losses(run)) == 3
+    # A folder of checkpoints that is not in a run's folder.
+    (branch / "checkpoints").rename("apart")
+    assert main(["--resume", "apart", "--steps", "5", *more]) == 0
+    assert find(Path("apart")).name == "global_step5"
+    # Ended before its first step.
+    (run / "metrics.jsonl").write_text("")
+    shutil.rmtree(run / "checkpoints")
+    assert check(parse([*SMALL, *text, "--run-dir", str(run)]))
+    assert main([*SMALL, *text, "--run-dir", str(run)]) == 0 and losses(run) == first
+
+
+def test_another_optimizer_begins_without_states(
+    tmp_path: Path, text: list[str], caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert main([*SMALL, *text, "--run-dir", str(run)]) == 0
+    more = ["--resume", str(run), "--eval-iters", "1", "--stage", "0"]
+    assert main([*more, "--steps", "8", "--optimizer", "Adam"]) == 0 and "another optimizer" not in caplog.text
+    assert main([*more, "--steps", "9", "--optimizer", "Lion"]) == 0
+    assert "another optimizer begins without the states of the one before it" in caplog.text
+    assert "changed optimizer.type AdamW -> Lion" in capsys.readouterr().out
+    assert {name.rpartition(":")[2] for name in states(run)} == {"weight", "exp_avg"}
+
+
 def without_heads(folder: Path) -> None:
     """As an earlier version wrote it."""
     manifest = read_manifest(path := find(folder))
@@ -160,9 +199,11 @@ def test_auto_has_a_folder_of_its_own(
     assert f"folder {run}: the same command goes on there" in shown
     assert main(flags) == 0
     assert len(losses(run)) == 2
-    for finished in (main, lambda flags: check(parse(flags))):
-        with pytest.raises(WherryError, match="at step 6 already; give more with --steps to go on, or another"):
-            finished(flags)
+    before = states(run / "checkpoints")
+    capsys.readouterr()
+    assert main(flags) == 0 and not check(parse(flags))
+    said = "at step 6 of 6 already; give more with --steps to go on, or another --run-dir to begin anew"
+    assert capsys.readouterr().out.count(said) == 2 and losses(run) and before.keys() == states(run).keys()
     assert [path.name for path in Path("runs").iterdir()] == [run.name]
 
 
@@ -176,8 +217,12 @@ def test_a_run_without_checkpoints_is_asked_for(tmp_path: Path, text: list[str])
 def test_what_cannot_be_resumed_is_told(tmp_path: Path, text: list[str]) -> None:
     run = tmp_path / "run"
     assert main([*SMALL, *text, "--run-dir", str(run), "--save-interval", "6"]) == 0
-    with pytest.raises(WherryError, match="at step 6 already; give more with --steps"):
-        main([*SMALL, *text, "--run-dir", str(run), "--resume", "auto"])
+    with pytest.raises(WherryError, match=r"at step 6 of 6 already; give more with --steps to go on\. `w"):
+        main([*text, "--run-dir", str(run), "--resume", str(run)])
+    with pytest.raises(WherryError, match=f"another folder, or --resume {run} to go on with it"):
+        main([*SMALL, *text, "--run-dir", str(run)])
+    with pytest.raises(WherryError, match="step 13 is to be recorded, and this run trains steps 7 to 12"):
+        check(parse(["--resume", str(run), "--steps", "12", "--profile", "12-13"]))
     for folder, told in (("nothing", "nothing: there is no such folder"), (".", "is no checkpoint and holds none")):
         with pytest.raises(WherryError, match=told):
             main([*SMALL, *text, "--run-dir", str(run), "--resume", str(tmp_path / folder)])

@@ -31,7 +31,8 @@ def _start(options: Options, argv: list[str]) -> int:
     from wherry.train import job
     from wherry.train.options import grid_of
 
-    job.check(options)
+    if not job.check(options):
+        return 0
     from wherry.cli.run import build_parser, device_count, quiet_profiler, resolve
 
     # One rank for each GPU; without any two, so that what is partitioned can be seen; and in whole copies of the model.

@@ -42,8 +42,10 @@ class Profile:
         self._steps = steps
         self._memory_step = memory_step
         self._log = log
-        # Whether a line says where the files are.
+        # Whether a line says where the files are. Of what nobody asked for torch's snapshot, which has the lines of the
+        # program in it, is left out.
         self._told = told
+        self._snapshots = told and account.device.type == "cuda"
         self._timeline: Timeline | None = None
         self._profiler: Any = None
         # What has yet to be written, and what has been.
@@ -125,7 +127,7 @@ class Profile:
             self._memory_step = None
             return
         self._timeline = Timeline(self._account)
-        if self._account.device.type == "cuda":
+        if self._snapshots:
             torch.cuda.memory._record_memory_history(max_entries=200_000, stacks="python")
 
     def _end_memory(self) -> None:
@@ -147,7 +149,7 @@ class Profile:
         self._missing.remove(_MEMORY)
 
     def _end_snapshot(self, name: str | None) -> None:
-        if self._account.device.type != "cuda":
+        if not self._snapshots:
             return
         if name is not None:
             self._write(name, lambda path: torch.cuda.memory._dump_snapshot(str(path)))

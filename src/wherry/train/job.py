@@ -36,16 +36,29 @@ def main(argv: list[str]) -> int:
     return train(parse(argv))
 
 
-def check(options: Options) -> None:
-    """Raise what is wrong with the flags, the config, the text or the run's folder before any rank starts."""
+def check(options: Options) -> bool:
+    """Raise what is wrong with the flags, the config, the text or the run's folder before any rank starts.
+
+    Returns whether there is something to train.
+    """
     from wherry.config import load
     from wherry.train.data import load_text
     from wherry.train.report import make_folder, refuse_used
-    from wherry.train.resume import keep_model, look
+    from wherry.train.resume import finished, keep_model, look
 
-    options = keep_model(options, look(options))
+    start = look(options)
+    options = keep_model(options, start)
+    if (told := finished(options, start)) is not None:
+        print(told)
+        return False
     shape = shape_of(options)
-    load(build_config(options, shape.parameters, bf16=False, given=given_config(options)))
+    asked = load(build_config(options, shape.parameters, bf16=False, given=given_config(options))).wherry.profile
+    for step in (*asked.traced, *([asked.memory_step] if asked.memory_step else [])):
+        if not start.step < step <= options.steps:
+            raise WherryError(
+                f"--profile: step {step} is to be recorded, and this run trains steps {start.step + 1} to "
+                f"{options.steps}"
+            )
     grid = grid_of(options)
     shape.check_grid(grid)
     if options.nproc is not None and options.nproc % grid.size:
@@ -59,6 +72,7 @@ def check(options: Options) -> None:
     for flag, folder in (("--run-dir", options.run_dir), ("--save", options.save)):
         if folder is not None:
             make_folder(Path(folder), flag)
+    return True
 
 
 def given_config(options: Options) -> Mapping[str, Any] | None:
@@ -86,7 +100,15 @@ def train(options: Options) -> int:
     from wherry.train.loop import Ending, Loop, Plan, Stop
     from wherry.train.model import GPT, GPTConfig
     from wherry.train.report import Report, facts_of
-    from wherry.train.resume import choose_start, keep_batch, keep_model, own_settings, save_folder
+    from wherry.train.resume import (
+        choose_start,
+        finished,
+        has_other_states,
+        keep_batch,
+        keep_model,
+        own_settings,
+        save_folder,
+    )
 
     # Who we are. Ranks of the whole run agree on what to train and when to stop; along the data axis they share the
     # samples out.
@@ -100,6 +122,11 @@ def train(options: Options) -> int:
     # What to train, and from where on.
     start = choose_start(options, comm)
     options = keep_model(options, start)
+    if (told := finished(options, start)) is not None:
+        if chief:
+            print(told)
+        comm.close()
+        return 0
     given = given_config(options)
     shape, why = comm.gather_objects(_choose(options, comm.size, given) if chief else None)[0]
     shape.check_grid(grid)
@@ -128,8 +155,11 @@ def train(options: Options) -> int:
     model = parallel.Stage(whole, place.pipe.rank, place.pipe.size) if piped else whole
     engine, *_ = wherry.initialize(model=model, mesh=place, config=load(config, overrides=NO_SINKS | NO_PROFILE))
     if start.checkpoint is not None:
+        anew = has_other_states(start.config or {}, resolved.to_dict())
+        if anew and chief:
+            logger.warning("--resume: another optimizer begins without the states of the one before it")
         with own_settings(engine):
-            engine.load_checkpoint(start.checkpoint.parent, tag=start.checkpoint.name)
+            engine.load_checkpoint(start.checkpoint.parent, tag=start.checkpoint.name, load_optimizer_states=not anew)
 
     # How long, and what a step reads.
     micro, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
@@ -164,6 +194,7 @@ def train(options: Options) -> int:
         """With what a resumed run needs to know."""
         samples = start.samples + (step - start.step) * batch
         told = {"samples": samples, "samples_per_step": batch, "heads": shape.heads, "seed": options.seed}
+        told["steps"] = options.steps
         data = None if options.data is None else str(Path(options.data).expanduser().absolute())
         engine.save_checkpoint(folder, client_state=told | {"data": data})
 

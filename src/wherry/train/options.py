@@ -90,7 +90,7 @@ FLAGS = {
               help="give the head weights of its own, as pipeline stages have it in any case"),
     ),
     "training": (
-        _flag("--steps", "--train-iters", type=_positive, default=150, help="optimizer steps"),
+        _flag("--steps", "--train-iters", type=_positive, help="optimizer steps (default: 150, or the resumed run's)"),
         _flag("--batch-size", "--micro-batch-size", type=_positive, key="train_micro_batch_size_per_gpu",
               help="samples of a micro-batch on each rank"),
         _flag("--global-batch-size", type=_positive, key="train_batch_size", help="samples of a step, over all ranks"),
@@ -127,7 +127,8 @@ FLAGS = {
         _flag("--data", metavar="PATH", help="a text file, or a folder of them"),
         _flag("--profile", type=_steps, metavar="STEPS", key="wherry.profile.steps",
               help="write where time and memory go in these, like 5 or 5-7, into the run's folder"),
-        _flag("--run-dir", metavar="FOLDER", help="where metrics and config go (default: runs/<date>-<name>)"),
+        _flag("--run-dir", metavar="FOLDER",
+              help="where metrics and config go (default: runs/<date>-<name>, or the resumed run's)"),
         _flag("--log-interval", type=_positive, default=0,
               help="steps between lines (default: 1 on a CPU, 10 on a GPU)"),
         _flag("--eval-interval", type=_none_or_more, default=0,

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 import wherry
+from wherry.checkpoint.export import IN_RUN
+from wherry.checkpoint.folder import LATEST
 from wherry.errors import WherryError
 from wherry.observe import stdout
 from wherry.observe.log import logger
@@ -129,12 +131,12 @@ class Report:
     def _then(self, outcome: Outcome) -> list[tuple[str, str]]:
         """What can be done with what the run has left: a sentence, and the command or the file."""
         options, found = self.options, []
-        if (save_folder(options, self.run_dir) / "latest").exists() and outcome.ending is not Ending.DIVERGED:
+        if (save_folder(options, self.run_dir) / LATEST).exists() and outcome.ending is not Ending.DIVERGED:
             folder = shlex.quote(str(options.save or self.run_dir))
             prompt = "def " if options.data is None else "The "
-            steps = 2 * options.steps if outcome.ending is Ending.FINISHED else options.steps
+            steps = f" --steps {2 * options.steps}" if outcome.ending is Ending.FINISHED else ""
             found.append(("see what it has learned", f'wherry generate {folder} "{prompt}"'))
-            found.append(("go on with the training", f"wherry train --resume {folder} --steps {steps}"))
+            found.append(("go on with the training", f"wherry train --resume {folder}{steps}"))
         if (page := self.run_dir / "report.html").exists():
             found.append(("its curves and its memory, in a browser", str(page)))
         return found
@@ -188,7 +190,7 @@ def _run_dir(options: Options, shape: Shape) -> Path:
         folder = Path(options.run_dir)
         if options.resume is None:
             refuse_used(folder)
-        for path in (folder / "metrics.jsonl", folder / "metrics.csv"):
+        for path in (folder / "metrics.jsonl", folder / "metrics.csv") if _has_metrics(folder) else ():
             asides = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
             if path.exists():
                 path.rename(next(aside for aside in asides if not aside.exists()))
@@ -210,8 +212,16 @@ def make_folder(folder: Path, flag: str) -> None:
 
 
 def refuse_used(folder: Path) -> None:
-    if (folder / "metrics.jsonl").exists():
-        raise WherryError(f"--run-dir {folder}: it holds the metrics of another run; give another folder")
+    if not _has_metrics(folder):
+        return
+    further = f", or --resume {folder} to go on with it" if (folder / IN_RUN / LATEST).exists() else ""
+    raise WherryError(f"--run-dir {folder}: it holds the metrics of another run; give another folder{further}")
+
+
+def _has_metrics(folder: Path) -> bool:
+    """A run that was ended before its first step has none."""
+    path = folder / "metrics.jsonl"
+    return path.exists() and path.stat().st_size > 0
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -18,6 +18,7 @@ from wherry.parallel.comm import Comm
 from wherry.train.options import SHAPE_FLAGS, Options, shape_of
 
 DEFAULT_SEED = 1234
+DEFAULT_STEPS = 150
 _OF_UPDATES = ("optimizer", "scheduler", "gradient_clipping")
 
 
@@ -26,7 +27,7 @@ class Start:
     """Where a run begins. `samples` have been trained on before it, `batch` in each step, by this config.
 
     `shape`: what the checkpoint tells of its model, by the names of `Shape`; one of an earlier version leaves out the
-    heads, and whose text it was and in which order.
+    heads, and whose text it was, in which order, and for how many `steps` in all.
     """
 
     checkpoint: Path | None = None
@@ -38,6 +39,7 @@ class Start:
     tied: bool = True
     data: str | None = None
     seed: int | None = None
+    steps: int | None = None
 
 
 def save_folder(options: Options, run_dir: Path) -> Path:
@@ -53,42 +55,46 @@ def choose_start(options: Options, comm: Comm) -> Start:
 
 
 def look(options: Options) -> Start:
-    """The same before any rank starts. The newest checkpoint has not been read, so `auto` may come to mean another."""
-    if options.resume != "auto":
-        return _start(options) if options.resume is not None else Start()
-    folder = save_folder(options, Path(options.run_dir or ""))
-    newest = next(iter(folders.newest_first(folder)), None)
-    if newest is None:
+    """The same before any rank starts. A newest checkpoint that has steps left is not read: `auto` may mean another."""
+    start = _start(options, reads=False)
+    return _start(options) if start.step >= _steps(options, start) else start
+
+
+def _start(options: Options, *, reads: bool = True) -> Start:
+    if options.resume is None:
         return Start()
-    start = _of(folder / newest)
-    if start.step >= options.steps:  # unless it is damaged, and an earlier one is not
-        return _start(options)
-    return start
+    if options.resume != "auto":
+        return _of(find(Path(str(options.resume))))
+    folder = save_folder(options, Path(options.run_dir or ""))
+    if reads and folder.is_dir():
+        folders.clean(folder)
+    tag = folders.newest_whole(folder) if reads else next(iter(folders.newest_first(folder)), None)
+    if tag is None:
+        return Start()
+    listed = folders.newest_first(folder)
+    newer = listed[: listed.index(tag)] if tag in listed and tag != folders.read_latest(folder) else []
+    if newer:
+        logger.warning("%s: damaged, so %s is resumed", ", ".join(newer), tag)
+    return _of(folder / tag)
 
 
-def _start(options: Options) -> Start:
-    if options.resume == "auto":
-        folder = save_folder(options, Path(options.run_dir or ""))
-        if folder.is_dir():
-            folders.clean(folder)
-        tag = folders.newest_whole(folder)
-        if tag is None:
-            return Start()
-        listed = folders.newest_first(folder)
-        newer = listed[: listed.index(tag)] if tag in listed and tag != folders.read_latest(folder) else []
-        if newer:
-            logger.warning("%s: damaged, so %s is resumed", ", ".join(newer), tag)
-        path = folder / tag
-    else:
-        path = find(Path(str(options.resume)))
-    start = _of(path)
-    if start.step >= options.steps:
-        anew = ", or another --run-dir to begin anew" if options.resume == "auto" else ""
-        raise WherryError(
-            f"{path} is at step {start.step} already; give more with --steps to go on{anew}. `wherry generate {path}` "
-            "shows what it has learned"
-        )
-    return start
+def _steps(options: Options, start: Start) -> int:
+    return int(options.steps or start.steps or DEFAULT_STEPS)
+
+
+def finished(options: Options, start: Start) -> str | None:
+    """What to say where nothing is left to train: an error, unless `auto` leaves it to the run whether there is."""
+    if start.step < options.steps:
+        return None
+    auto = options.resume == "auto"
+    told = (
+        f"{start.checkpoint} is at step {start.step} of {options.steps} already; give more with --steps to go on"
+        f"{', or another --run-dir to begin anew' if auto else ''}. `wherry generate {start.checkpoint}` shows what it "
+        "has learned"
+    )
+    if not auto:
+        raise WherryError(told)
+    return told
 
 
 def _of(path: Path) -> Start:
@@ -108,15 +114,18 @@ def _of(path: Path) -> Start:
         tied=is_tied(manifest),
         data=told.get("data"),
         seed=told.get("seed"),
+        steps=told.get("steps"),
     )
 
 
 def keep_model(options: Options, start: Start) -> Options:
-    """The flags of a run with its model, its text and their order as the checkpoint has them, where none says so.
+    """The flags of a run with its length, model, text and their order as the checkpoint has them, where none says so.
 
     A flag that contradicts the checkpoint's shape is an error, with all others that do.
     """
     options = Options(**vars(options))
+    options.steps = _steps(options, start)
+    _keep_place(options, start)
     options.seed = next(seed for seed in (options.seed, start.seed, DEFAULT_SEED) if seed is not None)
     options.data = options.data if options.data is not None else start.data
     options.untied = options.untied or not start.tied
@@ -138,6 +147,19 @@ def keep_model(options: Options, start: Start) -> Options:
         options.preset = None
         vars(options).update({dest: has[name] for name, dest in dests.items()})
     return options
+
+
+def _keep_place(options: Options, start: Start) -> None:
+    """A run goes on in its own folders, unless others are given, or it leaves what came behind the checkpoint."""
+    if start.checkpoint is None or options.resume == "auto" or options.run_dir is not None or options.save is not None:
+        return
+    folder = start.checkpoint.parent
+    if folders.newest_first(folder)[:1] != [start.checkpoint.name]:
+        return
+    if folder.name == IN_RUN and (folder.parent / "run.json").exists():
+        options.run_dir = str(folder.parent)
+    elif not options.no_save:
+        options.save = str(folder)
 
 
 def keep_batch(config: dict[str, Any], start: Start, ranks: int, given: bool, stages: int = 1) -> None:
@@ -174,6 +196,15 @@ def own_settings(engine: Any) -> Iterator[None]:
         schedule._last_lr = list(schedule.get_lr())
         for group, rate in zip(groups, schedule._last_lr, strict=True):
             group["lr"] = rate
+
+
+def has_other_states(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether the optimizer is of another kind than the one whose states a checkpoint has."""
+    # Those of AdamW are Adam's.
+    before, after = (
+        str((config.get("optimizer") or {}).get("type")).lower().removesuffix("w") for config in (earlier, now)
+    )
+    return before != after
 
 
 def changes(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
