@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
-from tests.cli.programs import launched
+from tests.cli.programs import launched, start, wait_for
 
 from wherry.cli import main
 
@@ -47,3 +49,18 @@ def test_train_generate_export_and_go_on(
     shown = " ".join(further.stdout.split())
     assert "step 8/8" in shown and f"resumed {run}/checkpoints/global_step4, step 4" in shown
     assert [path.name for path in Path("runs").iterdir()] == ["first"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_goes_on_by_itself_when_a_rank_is_killed(tmp_path: Path, ranks: int) -> None:
+    run = tmp_path / "run"
+    flags = f"{TINY} --steps 200 --save-interval 20 --keep-last 1 --max-restarts 1 --run-dir {run} --nproc {ranks}"
+    launcher = start("train", *flags.split())
+    wait_for(lambda: (run / "checkpoints" / "latest").exists())
+    # Of the ranks the one that was started last; the launcher has no other child that lasts.
+    (*_, rank) = [child for child in psutil.Process(launcher.pid).children() if "wherry.train" in child.cmdline()]
+    rank.kill()
+    shown, _ = launcher.communicate(timeout=90)
+    assert launcher.returncode == 0 and "resumed" in shown, shown
+    assert json.loads((run / "summary.json").read_text())["ending"] == "finished"
+    assert len(list(run.glob("metrics.*jsonl"))) == 2, "what came before it was killed is kept"

@@ -38,7 +38,7 @@ def _start(options: Options, argv: list[str]) -> int:
     # One rank for each GPU; without any two, so that what is partitioned can be seen; and in whole copies of the model.
     share = grid_of(options).size
     ranks = options.nproc or max(share, (device_count() or _RANKS_ON_CPU) // share * share)
-    if ranks == 1:
+    if ranks == 1 and not options.max_restarts:
         return job.main(argv)
     from wherry.cli.supervise import launch
 

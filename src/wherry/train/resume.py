@@ -64,7 +64,10 @@ def _start(options: Options, *, reads: bool = True) -> Start:
     if options.resume is None:
         return Start()
     if options.resume != "auto":
-        return _of(find(Path(str(options.resume))))
+        try:
+            return _of(find(Path(str(options.resume))))
+        except WherryError as error:
+            raise WherryError(f"--resume: {error}") from error
     folder = save_folder(options, Path(options.run_dir or ""))
     if reads and folder.is_dir():
         folders.clean(folder)
