@@ -71,7 +71,7 @@ def find(model: str | nn.Module | Callable[..., Any]) -> ModelSource:
         return of_shape(model, SHAPES[model])
     if ":" in model and not Path(model).exists():
         return _of_callable(model, _imported(model))
-    if Path(model).exists():
+    if model and Path(model).exists():
         return _of_hugging_face(Path(model))
     raise WherryError(f"MODEL: {_nowhere(model)}")
 
@@ -89,7 +89,8 @@ def _nowhere(model: str) -> str:
         return f"there is no such {kind}: {one_line(model)}{did_you_mean(model, _beside(Path(model)))}"
     number = f"; a number of parameters is given as --params {model}" if model[:1].isdigit() else ""
     return (
-        f"expected a preset ({', '.join(SHAPES)}), a Hugging Face config.json or its folder, or module:callable, got "
+        f"expected a preset ({', '.join(SHAPES)}), a Hugging Face config.json or its folder, a name on the hub with "
+        "its owner, like openai-community/gpt2, or module:callable, got "
         f"{one_line(model)!r}{number or did_you_mean(model, SHAPES)}"
     )
 

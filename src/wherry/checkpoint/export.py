@@ -202,7 +202,9 @@ def find(path: Path) -> Path:
         tag = folders.locate(folder, None, cleans=False) if folder.is_dir() else None
         if tag is not None:
             return folder / tag
-    raise CheckpointError(f"{path} is no checkpoint and holds none: there is no {NAME} in it")
+    runs = sorted((each.parent for each in path.glob(f"*/{IN_RUN}")), key=os.path.getmtime)
+    inside = f"; name one of its runs, like {runs[-1]}" if runs else ""
+    raise CheckpointError(f"{path} is no checkpoint and holds none: there is no {NAME} in it{inside}")
 
 
 def verified(path: Path) -> Manifest:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from wherry import native
-from wherry.config.problems import did_you_mean
+from wherry.config.problems import Parser, did_you_mean
 from wherry.errors import WherryError
 from wherry.native.loading import ISA_CODES, engine
 from wherry.tiers.buffers import HostPool
@@ -34,7 +34,7 @@ Row = dict[str, Any]
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="wherry bench", description=(__doc__ or "").partition("\n\n")[0])
+    parser = Parser(prog="wherry bench", description=(__doc__ or "").partition("\n\n")[0])
     commands = parser.add_subparsers(metavar="WHAT", required=True)
     adam = commands.add_parser("adam", help="the host optimizers, against the limit of the memory's bandwidth")
     adam.add_argument("--sizes", type=_numbers, help="numbers of parameters (default 1e6,1e7,1e8)")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wherry.config.problems import Parser
 from wherry.errors import WherryError, one_line, printable
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ _CKPT = "a checkpoint, or a folder of them or of a run, whose latest is meant"
 
 
 def export(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="wherry export",
         description="Write a checkpoint's weights as safetensors files that transformers loads. Optimizer states are "
         "left out. A checkpoint of `wherry train` becomes a GPT-2 of transformers' own, with a tokenizer of bytes; its "
@@ -48,9 +48,7 @@ def export(argv: list[str]) -> int:
 
 
 def inspect(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="wherry inspect", description="Say what is inside a checkpoint, and whether it is whole."
-    )
+    parser = Parser(prog="wherry inspect", description="Say what is inside a checkpoint, and whether it is whole.")
     parser.add_argument("checkpoint", metavar="CKPT", type=Path, help=_CKPT)
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
     parser.add_argument("--no-verify", action="store_true", help="do not read the files to check them")
@@ -136,7 +134,7 @@ def _as_json(path: Path, manifest: Manifest, problems: list[str]) -> dict[str, A
 
 
 def import_deepspeed(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="wherry import-deepspeed",
         description="Turn a checkpoint of DeepSpeed's (ZeRO stage 0 to 3) into one of Wherry's. Nothing in it is run: "
         "its pickles are read with torch's weights_only.",

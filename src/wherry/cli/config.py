@@ -8,11 +8,12 @@ import sys
 from typing import Any
 
 from wherry.cli import USER_ERROR, check_word
+from wherry.config.problems import Parser
 from wherry.errors import printable
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="wherry config")
+    parser = Parser(prog="wherry config")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     check = commands.add_parser("check", help="check a config and show what it resolves to")
     explain = commands.add_parser("explain", help="say what a key means and does")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -14,6 +13,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
+from wherry.config.problems import Parser
 from wherry.errors import WherryError
 from wherry.observe.memory import format_bytes
 
@@ -36,7 +36,7 @@ class Finding:
 
 def main(argv: list[str]) -> int:
     """Print all findings; the exit status is 1 if any of them is a problem."""
-    parser = argparse.ArgumentParser(prog="wherry doctor", description=__doc__)
+    parser = Parser(prog="wherry doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     arguments = parser.parse_args(argv)
     findings = list(examine())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import os
 import shutil
 import sys
 import tempfile
@@ -13,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from wherry.config.problems import Parser
 from wherry.errors import WherryError
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ _EXPECTED = "a run's folder, checkpoints, or a folder with config.json, safetens
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="wherry generate",
         description="Go on from a prompt, with the model of a run, of a checkpoint or of a folder that transformers "
         "loads. Without a prompt each line of standard input is one, until an empty one. Weights that do not fit on "
@@ -76,6 +78,8 @@ def main(argv: list[str]) -> int:
     arguments = build_parser().parse_args(argv)
     if (arguments.offload_param == "nvme") is not (arguments.nvme_path is not None):
         raise WherryError("generate: --offload-param nvme and --nvme-path FOLDER go together; give both or neither")
+    if arguments.prompt is not None:  # a terminal may send what is not UTF-8
+        arguments.prompt = os.fsencode(arguments.prompt).decode(errors="replace")
     if find_spec("transformers") is None:
         raise WherryError("generate: it needs transformers: pip install 'wherry[transformers]'")
     with _folder_of(arguments.model) as folder:

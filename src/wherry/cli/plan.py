@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from wherry.config.problems import Parser
 from wherry.errors import WherryError
 from wherry.plan.model_states import STATE_WORDS, WORKING_BYTES
 from wherry.sources import SHAPES
@@ -56,7 +57,7 @@ def flag(name: str) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="wherry plan",
         # Of forty flags the usual way to print them fills a screen, before any mistake too.
         usage="wherry plan MODEL [flags]\n       wherry plan --params COUNT [flags]\n"

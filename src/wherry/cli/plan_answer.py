@@ -7,6 +7,7 @@ from html import escape
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from wherry.observe import page as observe
 from wherry.observe.screen import Screen, table
 from wherry.placement import place_name
 from wherry.plan.machines import kept_free
@@ -16,14 +17,14 @@ if TYPE_CHECKING:
     from wherry.plan.estimate import Estimate, Use
 
 BAR = 40
-# What each colour stands for: on a terminal, on a page, and in words.
+# What each colour stands for: on a terminal, on a page as in the picture of memory over a step, and in words.
 COLOURS = {
-    "parameters": ("blue", "#4c78c8", "working weights"),
-    "gradients": ("green", "#3f9c54", "of the working weights"),
-    "optimizer": ("magenta", "#a05bb5", "what the optimizer keeps"),
-    "gathered": ("cyan", "#2fa8b5", "whole layers while they compute"),
-    "activations": ("yellow", "#d9a21b", "kept from forward for backward"),
-    "buffers": ("red", "#d0504a", "of sends, copies and updates"),
+    "parameters": ("cyan", "var(--c1)", "working weights"),
+    "gradients": ("yellow", "var(--c4)", "of the working weights"),
+    "optimizer": ("blue", "var(--c0)", "what the optimizer keeps"),
+    "gathered": ("bright_blue", "var(--c5)", "whole layers while they compute"),
+    "activations": ("red", "var(--c6)", "kept from forward for backward"),
+    "buffers": ("green", "var(--c2)", "of sends, copies and updates"),
 }
 
 
@@ -98,16 +99,16 @@ def _rows(now: Estimate) -> Iterator[tuple[str, str, str, str]]:
 
 def _needed(use: Use, now: Estimate) -> str:
     whose = "each GPU" if use.place == "GPU" else f"the {use.place}" + (" of a node" if now.machine.nodes > 1 else "")
-    return f"{whose}: {size(use.needed)} of {size(use.usable)} usable,"
+    return f"{whose}: {use.words},"
 
 
 def _verdict(use: Use) -> str:
-    spare = use.usable - use.needed
-    return f"fits, {size(spare)} to spare" if use.fits else f"{size(-spare)} too much"
+    between = size(abs(use.usable - use.needed), max(use.usable, use.needed))
+    return f"fits, {between} to spare" if use.fits else f"{between} too much"
 
 
 def _time(now: Estimate) -> Iterator[str]:
-    if now.time is not None:
+    if now.time is not None and now.fits:
         what = "tokens" if now.sequence > 1 else "samples"
         yield f"A step takes about {seconds(now.time.total)}: {amount(now.tokens_per_second or 0)} {what} a second."
         yield f"It is limited by {now.time.limited_by}. By itself each would take:"
@@ -117,7 +118,7 @@ def _terms(now: Estimate) -> Iterator[tuple[str, float, float]]:
     """What a step waits for, in words and seconds, and as a part of the longest."""
     from wherry.plan.roofline import WORDS
 
-    terms = {} if now.time is None else now.time.terms
+    terms = now.time.terms if now.time is not None and now.fits else {}
     for name, value in sorted(terms.items(), key=lambda item: -item[1]):
         if value > 0:
             yield WORDS[name], value, value / max(terms.values())
@@ -125,45 +126,23 @@ def _terms(now: Estimate) -> Iterator[tuple[str, float, float]]:
 
 # The page.
 
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; }}
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 44rem; margin: 0 auto; padding: 1rem; }}
-h1 {{ font-size: 1.35rem; margin: .5rem 0; overflow-wrap: anywhere; }}
-h2 {{ font-size: 1.1rem; margin: 1.75rem 0 .5rem; }}
-p {{ margin: .25rem 0; }}
-table {{ border-collapse: collapse; width: 100%; }}
-th, td {{ text-align: left; padding: .2rem .75rem .2rem 0; vertical-align: top; }}
-th, .dim {{ font-weight: normal; opacity: .7; }}
-.number {{ text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }}
-.good {{ color: #2c8a43; }} .bad {{ color: #d0403a; font-weight: bold; }}
-.bar {{ display: flex; position: relative; height: 1.4rem; margin: .4rem 0 1rem; background: #8883; }}
-.bar b {{ position: absolute; top: -.3rem; bottom: -.3rem; border-left: 3px solid; }}
-.swatch {{ display: inline-block; width: .8em; height: .8em; margin-right: .4em; }}
-.term {{ height: .8rem; min-width: 1px; margin-top: .35rem; background: #4c78c8; }}
-pre {{ overflow-x: auto; padding: .75rem; background: #8882; font-size: .85rem; line-height: 1.4; }}
-@media (max-width: 36rem) {{
-  .states tr {{ display: grid; grid-template-columns: 1fr 5rem 6rem; }}
-  pre {{ white-space: pre-wrap; overflow-wrap: anywhere; }}
-  .states .dim {{ grid-column: 1 / -1; padding-left: 1.2rem; font-size: .85rem; }}
-}}
-</style>
-</head>
-<body>
-{body}
-</body>
-</html>
+_STYLE = """
+p { margin: 4px 0; } table { width: 100%; } .good { color: #2c8a43; } .bad { color: #d0403a; font-weight: bold; }
+.bar { display: flex; position: relative; height: 22px; margin: 6px 0 16px; background: var(--shade); }
+.bar b { position: absolute; top: -5px; bottom: -5px; border-left: 3px solid; }
+.swatch { display: inline-block; width: .8em; height: .8em; margin-right: .4em; }
+.term { height: 13px; min-width: 1px; margin-top: 6px; background: var(--c0); }
+pre { padding: 12px; background: var(--shade); }
+@media (max-width: 760px) {
+  .states tr { display: grid; grid-template-columns: 1fr 5rem 6rem; } pre { white-space: pre-wrap; }
+  .states .dim { grid-column: 1 / -1; padding-left: 1.2rem; font-size: 13px; }
+}
 """
 
 
 def page(now: Estimate, said: Sequence[str], config: str = "") -> str:
     """All that the terminal says: the answer, the lines that are `said` after it, and a chosen config."""
-    return _PAGE.format(title=escape(f"{now.model}: wherry plan"), body="\n".join(_body(now, said, config)))
+    return observe.page(f"{now.model}: wherry plan", *_body(now, said, config), style=_STYLE)
 
 
 def _body(now: Estimate, said: Sequence[str], config: str) -> Iterator[str]:
@@ -183,7 +162,7 @@ def _body(now: Estimate, said: Sequence[str], config: str) -> Iterator[str]:
             )
             limit = "" if use.fits else f'<b title="usable" style="left: {100 * use.usable / whole:.2f}%"></b>'
             yield f'<div class="bar">{parts}{limit}</div>'
-    yield '<table class="states"><tr><th>bytes of a rank</th><th>rest on</th></tr>'
+    yield '<table class="states"><tr><th>bytes of a rank</th><th>rest on</th><th></th><th></th></tr>'
     for category, place, nbytes, meaning in _rows(now):
         swatch = f'<span class="swatch" style="background: {COLOURS[category][1]}"></span>'
         yield (
@@ -191,11 +170,11 @@ def _body(now: Estimate, said: Sequence[str], config: str) -> Iterator[str]:
             f'<td class="dim">{meaning}</td></tr>'
         )
     yield f'</table>\n<p class="dim">{escape(kept_free(now.machine))}</p>'
-    if now.time is not None:
+    if terms := list(_terms(now)):
         yield "<h2>Time</h2>"
         yield from (f"<p>{escape(line)}</p>" for line in _time(now))
         yield "<table>"
-        for name, value, part in _terms(now):
+        for name, value, part in terms:
             yield (
                 f'<tr><td>{name}</td><td class="number">{seconds(value)}</td>'
                 f'<td style="width: 40%"><div class="term" style="width: {100 * part:.1f}%"></div></td></tr>'

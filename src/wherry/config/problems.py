@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from wherry.errors import ConfigError, one_line
 
@@ -46,6 +48,16 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
         lowered = {name.lower(): name for name in known}
         near = [lowered[match] for match in difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)]
     return f', did you mean "{near[0]}"?' if near else ""
+
+
+class Parser(argparse.ArgumentParser):
+    """A command's: of a flag that it does not know it says which one is meant."""
+
+    def error(self, message: str) -> NoReturn:
+        if message.startswith("unrecognized arguments"):
+            flags = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
+            message += next((meant for flag in flags if (meant := did_you_mean(flag, self._option_string_actions))), "")
+        super().error(message)
 
 
 def named(word: str, known: Iterable[str]) -> str | None:

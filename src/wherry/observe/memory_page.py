@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from html import escape
 from itertools import groupby
 from typing import Any
 
@@ -15,7 +16,7 @@ _MEANT = {"gathered": "gathered weights"}
 
 def memory_page(told: Mapping[str, Any]) -> str:
     title = f"Memory over step {told['step']}, rank {told['rank']}"
-    return page(title, f"<h1>{title}</h1>", *memory_parts(told))
+    return page(title, f"<h1>{escape(title)}</h1>", *memory_parts(told))
 
 
 def memory_parts(told: Mapping[str, Any]) -> list[str]:

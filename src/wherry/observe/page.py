@@ -41,9 +41,9 @@ figure { margin: 12px 0 20px; } figcaption { font-weight: 600; } svg { display: 
 """
 
 
-def page(title: str, *parts: str) -> str:
+def page(title: str, *parts: str, style: str = "") -> str:
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    head += f"<title>{escape(title)}</title><style>{STYLE}{PAGE_STYLE}</style>"
+    head += f"<title>{escape(title)}</title><style>{STYLE}{PAGE_STYLE}{style}</style>"
     body = "\n".join(parts)
     return f"<!doctype html>\n<html lang=en><head>{head}</head>\n<body>\n{body}\n</body></html>\n"
 

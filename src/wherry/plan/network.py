@@ -76,7 +76,7 @@ def off_the_network(what: str) -> Iterator[None]:
                 raise
             told = " ".join(str(why).partition(": offline mode")[0].split())
             raise WherryError(
-                f"MODEL: {what} names what is not on this machine, and a plan fetches nothing ({told}); --online lets "
+                f"MODEL: {what} names what is not on this machine, and nothing is fetched ({told}); --online lets "
                 "transformers fetch it, and run the kernels among it"
             ) from None
 

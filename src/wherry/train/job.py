@@ -255,7 +255,7 @@ def _what_stays(options: Options, shape: Shape) -> list[tuple[str, str]]:
     if not options.no_save:
         often = f"every {options.save_interval} steps and " if options.save_interval else ""
         size = format_bytes(ADAM_BYTES * shape.parameters)
-        found.append(("saved", f"{often}at the end, about {size}; --no-save: nothing"))
+        found.append(("saved", f"{often}at the end, about {size}"))
     return found
 
 

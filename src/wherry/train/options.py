@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from wherry.config.problems import Parser
 from wherry.errors import WherryError
 from wherry.plan.grid import Grid
 from wherry.train.presets import DEFAULT, PRESETS, Shape, name_of
@@ -154,7 +155,7 @@ FLAGS = {
 
 def build_parser() -> argparse.ArgumentParser:
     """The flags of the table."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="wherry train",
         usage="%(prog)s [FLAG ...]",
         description="Pre-train a GPT-2 on byte-level text. With no flag: 11M parameters, ZeRO-3 over two ranks, the "

@@ -133,7 +133,7 @@ def _memory(told: Mapping[str, Any] | None) -> list[str]:
         return ["<p class=dim>It was not recorded in this run.</p>"]
     rows = [(state, tier, format_bytes(expected), format_bytes(now)) for state, tier, expected, now in told["states"]]
     return [
-        f"<p>Over step {told['step']}.</p>",
+        f"<p>Over step {escape(str(told['step']))}.</p>",
         *memory_parts(told),
         "<h2>Expected and actual</h2><p class=dim>What comes and goes within a step has the most that may be there as "
         "what is expected, and was looked at when the step had ended.</p>",
