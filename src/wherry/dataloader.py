@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from wherry.errors import WherryError
-from wherry.observe.log import get_logger
+from wherry.observe.log import get_logger, warn
 
 if TYPE_CHECKING:
     from wherry.engine import Engine
@@ -123,8 +123,13 @@ def make_dataloader(
     workers: int = 0,
 ) -> DataLoader[Any]:
     """Micro-batches of this rank's share of the data. A loader with a `sampler` of the caller's own has no position."""
+    if batch_size is None:
+        batch_size = engine.train_micro_batch_size_per_gpu()
+        # Only a loader takes its batches' size from the config: what a loop brings has one of its own.
+        if engine.config["train_batch_size"] is engine.config["train_micro_batch_size_per_gpu"] is None:
+            warn("train_micro_batch_size_per_gpu: not given, so the loader's batches have size %d", batch_size)
     options = {
-        "batch_size": batch_size or engine.train_micro_batch_size_per_gpu(),
+        "batch_size": batch_size,
         "collate_fn": collate_fn,
         "drop_last": drop_last,
         "num_workers": workers,

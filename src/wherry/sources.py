@@ -87,7 +87,9 @@ def _nowhere(model: str) -> str:
     if "/" in model or model.endswith(".json"):
         kind = "file" if model.endswith(".json") else "folder"
         return f"there is no such {kind}: {one_line(model)}{did_you_mean(model, _beside(Path(model)))}"
-    number = f"; a number of parameters is given as --params {model}" if model[:1].isdigit() else ""
+    # No model has as few as these digits say.
+    count = f"{model.replace(',', '.')}B" if re.fullmatch(r"\d{1,3}([.,]\d{1,2})?", model) else model
+    number = f"; a number of parameters has its own table: wherry plan --params {count}" if model[:1].isdigit() else ""
     return (
         f"expected a preset ({', '.join(SHAPES)}), a Hugging Face config.json or its folder, a name on the hub with "
         "its owner, like openai-community/gpt2, or module:callable, got "

@@ -34,7 +34,8 @@ def parser_of(command: str) -> argparse.ArgumentParser:
         raise _FoundError(parser)
 
     # `bench` shows its help where it is given nothing.
-    with mock.patch.multiple(argparse.ArgumentParser, parse_args=caught, print_help=caught):
+    ways = dict.fromkeys(("parse_args", "parse_intermixed_args", "print_help"), caught)
+    with mock.patch.multiple(argparse.ArgumentParser, **ways):
         try:
             main([command])
         except _FoundError as found:

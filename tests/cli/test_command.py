@@ -97,10 +97,18 @@ def test_an_unknown_command_is_refused_with_the_one_that_is_meant(words, told, c
     assert capsys.readouterr().err.startswith(f"wherry: {told}")
 
 
-def test_a_flag_that_is_not_known_is_refused_with_the_one_that_is_meant(capsys):
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        ("train --setts a=1", '--setts a=1, did you mean "--set"?'),
+        ("config check x.json --sett a=1", '--sett a=1, did you mean "--set"?'),
+        ("run --nprco 2 x.py", '--nprco, did you mean "--nproc"?'),
+    ],
+)
+def test_a_flag_that_is_not_known_is_refused_with_the_one_that_is_meant(words, told, capsys):
     with pytest.raises(SystemExit):
-        main(["train", "--setts", "a=1"])
-    assert 'unrecognized arguments: --setts a=1, did you mean "--set"?' in capsys.readouterr().err
+        main(words.split())
+    assert f"unrecognized arguments: {told}" in capsys.readouterr().err
 
 
 def test_ctrl_c_in_a_command_is_quiet(monkeypatch, capsys):

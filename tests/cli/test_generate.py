@@ -84,7 +84,7 @@ def test_it_writes_what_the_model_says(
     assert main(["generate", str(run), "ab", *GREEDY]) == 0
     said = capsys.readouterr()
     assert said.out == likeliest(run, "ab", 40) + "\n"
-    assert main(["generate", str(run), "caf\udce9", "--max-new-tokens", "1"]) == 0  # as a terminal sends Latin-1
+    assert main(["generate", str(run), "--max-new-tokens", "1", "caf\udce9"]) == 0  # as a terminal sends Latin-1
     assert capsys.readouterr().out.startswith("caf\N{REPLACEMENT CHARACTER}")
     assert "wherry: 282.0 KiB of weights in float32, on " in said.err
     assert not list(tmp_path.iterdir())
@@ -238,7 +238,11 @@ def test_what_is_no_model_is_told(
 
     assert "there is no such folder; one of a hub's models is made by `hf download" in told(tmp_path / "none")
     assert "is no checkpoint and holds none: there is no manifest.json in it; expected" in told(tmp_path)
-    assert f"; name one of its runs, like {run.parent}/run" in told(run.parent)
+    runs = tmp_path / "runs"
+    for age, name in enumerate("abcd"):
+        (runs / name / "checkpoints").mkdir(parents=True)
+        os.utime(runs / name, (9 - age, 9 - age))
+    assert f"; name one of its runs, newest first: {runs}/a, {runs}/b, {runs}/c; expected" in told(runs)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).touch()
     without = changed("without", "tokenizer.json")

@@ -40,7 +40,6 @@ def test_the_tutorial_file_loads_as_printed(tmp_path):
     config = load(path)
     assert config.placement() == Placement.of_stage(2, optimizer=Tier.HOST)
     assert config.batch(2) == (2, 1, 1)
-    assert any("micro-batch is 1" in note for note in config.notes)
 
 
 def test_hjson_comments_commas_and_unquoted_keys():

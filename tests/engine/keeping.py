@@ -305,6 +305,7 @@ def main() -> None:
     ranks = 1 if stage == 0 or parameters == "nvme" else 2
     faulthandler.enable()
     torch.set_num_threads(1)
+    torch.set_printoptions(threshold=0, edgeitems=1)  # `use` reads every element in quicker ways
     model = make_model()
 
     def run(case: Callable[[Engine], None]) -> None:

@@ -8,13 +8,8 @@ import pytest
 from tests.engine.keeping import CASES, NAMES
 from tests.forks import ENGINE, Forks
 
-# A row of each way in which states are kept; the others differ from these in what is partitioned.
-USUAL = {"stage 0", "stage 3", "offload-2", "disk-3-parameters", "infinity"}
 
-
-@pytest.mark.parametrize(
-    "row", [name if name in USUAL else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
-)
+@pytest.mark.parametrize("row", NAMES)
 def test_nothing_that_is_kept_ends_the_process(row: str, tmp_path: Path) -> None:
     program = "from tests.engine.keeping import main; main()"
     with Forks(*ENGINE) as forks:

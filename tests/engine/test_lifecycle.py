@@ -273,6 +273,12 @@ def test_train_batch_wants_an_iterator() -> None:
         engine.train_batch(loader)
 
 
+def test_a_loader_of_a_size_that_nobody_gave_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    for size in ({}, {"train_batch_size": 2}, {"train_micro_batch_size_per_gpu": 1}):
+        wherry.initialize(model=make_model(), config={"zero_optimization": {"stage": 2}, **size}, training_data=[1, 2])
+    assert caplog.text.count("train_micro_batch_size_per_gpu: not given, so the loader's batches have size 1") == 1
+
+
 @pytest.mark.parametrize("accumulation", ["step_major", "layer_major"])
 def test_a_window_that_the_data_do_not_fill_is_left_out(accumulation: str) -> None:
     model = make_model()
@@ -336,9 +342,8 @@ def test_the_tutorial_config_runs(caplog: pytest.LogCaptureFixture) -> None:
     }
     """
     model = make_model()
-    with caplog.at_level("INFO", logger="wherry"):
-        engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config_params=text)
-    assert "train_micro_batch_size_per_gpu: not given, so the micro-batch is 1" in caplog.text
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config_params=text)
+    assert "train_micro_batch_size_per_gpu" not in caplog.text  # the loop brings its batches
     losses = train(engine, 3)
     assert losses == pytest.approx(train_plain(make_model(), steps=3).losses, rel=1e-5)
     assert engine.train_micro_batch_size_per_gpu() == 1

@@ -127,3 +127,25 @@ def test_mlflow_gets_a_run_of_its_own_or_the_scripts(monkeypatch):
         monitor.close()
         sent = [("log_dict", (config, "config.json"), {}), ("log_metrics", ({"loss": 1.5},), {"step": 2})]
         assert service.calls == [("active_run", (), {}), *begin, *sent, *end]
+
+
+def test_a_service_that_refuses_is_told_and_one_that_is_lost_is_left_out(tmp_path, monkeypatch, caplog):
+    class Down(Exception):
+        pass
+
+    def refuse(*_, **__):
+        raise Down("no key, or no server")
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=refuse))
+    refused = Monitor(load({"wandb": {"enabled": True}}).to_dict())
+    with pytest.raises(WherryError, match=r"wandb\.enabled: WandB .*no key, or no server.*set wandb\.enabled to false"):
+        refused.log(1, {"loss": 1.0})
+    lost = _Service(active_run="a run")
+    lost.log_metrics = refuse
+    monkeypatch.setitem(sys.modules, "mlflow", lost)
+    monitor = Monitor(load({"mlflow": {"enabled": True}}).to_dict(), folder=tmp_path)
+    for step in (1, 2):
+        monitor.log(step, {"loss": 1.0})
+    monitor.close()
+    assert caplog.text.count("metrics of MLflow are lost from step 1 on: no key, or no server") == 1
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2

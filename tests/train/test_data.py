@@ -96,6 +96,8 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
 def test_mistakes_are_told(tmp_path):
     with pytest.raises(WherryError, match="no such file or folder"):
         load_text(str(tmp_path / "missing"))
+    with pytest.raises(WherryError, match=r"/dev/null: neither a file nor a folder.* write it to a file"):
+        load_text("/dev/null")
     with pytest.raises(WherryError, match="holds no text file"):
         load_text(str(tmp_path))
     empty = tmp_path / "empty.txt"

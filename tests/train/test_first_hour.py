@@ -39,6 +39,9 @@ def test_train_generate_export_and_go_on(
     assert main([*generate[1:], "--max-new-tokens", "8"]) == 0
     assert capsys.readouterr().out.startswith(generate[3])
     assert main(["inspect", str(run)]) == 0 and main(["export", str(run), "out"]) == 0
+    capsys.readouterr()
+    assert main(["export", str(run), str(run)]) == 2
+    assert f"{run} holds config.json already; give a folder of its own" in capsys.readouterr().err
     model = transformers.AutoModelForCausalLM.from_pretrained("out")
     tokenizer = transformers.AutoTokenizer.from_pretrained("out")
     written = model.generate(**tokenizer("def ", return_tensors="pt"), max_new_tokens=8)

@@ -145,12 +145,13 @@ def export(
     another form for a checkpoint, or None where its model is transformers' own, or is not known there.
     """
     path = find(checkpoint)
-    taken = [found.name for found in out.glob("*.safetensors")] if out.is_dir() else []
-    if taken:
-        raise CheckpointError(f"{out} holds {taken[0]} already; give a folder without safetensors files")
-    manifest = verified(path)
-    entries = exported_entries(path, manifest, exclude_frozen=exclude_frozen)
+    manifest = read_manifest(path)
     translation = translation_of(manifest, dtype) or _untranslated(manifest)
+    taken = [each for pattern in ("*.safetensors", *translation.files) for each in out.glob(pattern)]
+    if taken:
+        raise CheckpointError(f"{out} holds {taken[0].name} already; give a folder of its own")
+    verified(path)
+    entries = exported_entries(path, manifest, exclude_frozen=exclude_frozen)
     named = {name: translation.names.get(name, name) for name in entries}
     aliases = {
         translation.names.get(other, other): named[name] for name, entry in entries.items() for other in entry.aliases
@@ -202,8 +203,8 @@ def find(path: Path) -> Path:
         tag = folders.locate(folder, None, cleans=False) if folder.is_dir() else None
         if tag is not None:
             return folder / tag
-    runs = sorted((each.parent for each in path.glob(f"*/{IN_RUN}")), key=os.path.getmtime)
-    inside = f"; name one of its runs, like {runs[-1]}" if runs else ""
+    runs = sorted((each.parent for each in path.glob(f"*/{IN_RUN}")), key=os.path.getmtime, reverse=True)[:3]
+    inside = f"; name one of its runs, newest first: {', '.join(map(str, runs))}" if runs else ""
     raise CheckpointError(f"{path} is no checkpoint and holds none: there is no {NAME} in it{inside}")
 
 

@@ -80,7 +80,8 @@ def load(session: Session, folder: Path, tag: str | None, options: LoadOptions) 
             if session.updater is not None:
                 session.updater.broken = CheckpointError(f"{what} was broken off ({describe(error)}); load one whole")
             raise
-    session.log.info("loaded %s: step %d, written by %d ranks", path, manifest.step, manifest.world_size)
+    ranks = f"{manifest.world_size} rank{'s' * (manifest.world_size != 1)}"
+    session.log.info("loaded %s: step %d, written by %s", path, manifest.step, ranks)
     return LoadedCheckpoint(path, loader.client_state, loader.counts if options.counts else None)
 
 

@@ -75,7 +75,7 @@ def _number(kind: type[int] | type[float], least: float, most: float = math.inf)
 
 
 def main(argv: list[str]) -> int:
-    arguments = build_parser().parse_args(argv)
+    arguments = build_parser().parse_intermixed_args(argv)  # the prompt may come last
     if (arguments.offload_param == "nvme") is not (arguments.nvme_path is not None):
         raise WherryError("generate: --offload-param nvme and --nvme-path FOLDER go together; give both or neither")
     if arguments.prompt is not None:  # a terminal may send what is not UTF-8

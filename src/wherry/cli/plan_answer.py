@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from wherry.observe import page as observe
 from wherry.observe.screen import Screen, table
+from wherry.observe.timeline import STATES
 from wherry.placement import place_name
 from wherry.plan.machines import kept_free
 from wherry.plan.quantities import amount, seconds, size
@@ -17,14 +18,14 @@ if TYPE_CHECKING:
     from wherry.plan.estimate import Estimate, Use
 
 BAR = 40
-# What each colour stands for: on a terminal, on a page as in the picture of memory over a step, and in words.
+# What each is on a terminal, where colours are fewer than on a page, and in words.
 COLOURS = {
-    "parameters": ("cyan", "var(--c1)", "working weights"),
-    "gradients": ("yellow", "var(--c4)", "of the working weights"),
-    "optimizer": ("blue", "var(--c0)", "what the optimizer keeps"),
-    "gathered": ("bright_blue", "var(--c5)", "whole layers while they compute"),
-    "activations": ("red", "var(--c6)", "kept from forward for backward"),
-    "buffers": ("green", "var(--c2)", "of sends, copies and updates"),
+    "parameters": ("cyan", "working weights"),
+    "gradients": ("yellow", "of the working weights"),
+    "optimizer": ("blue", "what the optimizer keeps"),
+    "gathered": ("bright_blue", "whole layers while they compute"),
+    "activations": ("red", "kept from forward for backward"),
+    "buffers": ("green", "of sends, copies and updates"),
 }
 
 
@@ -94,7 +95,7 @@ def _rows(now: Estimate) -> Iterator[tuple[str, str, str, str]]:
     for row in now.rows:
         if row.bytes:
             place = place_name(row.tier, gpu=now.machine.gpus > 0)
-            yield row.category, place, size(row.bytes), COLOURS[row.category][2]
+            yield row.category, place, size(row.bytes), COLOURS[row.category][1]
 
 
 def _needed(use: Use, now: Estimate) -> str:
@@ -127,14 +128,16 @@ def _terms(now: Estimate) -> Iterator[tuple[str, float, float]]:
 # The page.
 
 _STYLE = """
-p { margin: 4px 0; } table { width: 100%; } .good { color: #2c8a43; } .bad { color: #d0403a; font-weight: bold; }
+p { margin: 4px 0; } table { width: 100%; max-width: 760px; }
+.good { color: #2c8a43; } .bad { color: #d0403a; font-weight: bold; }
 .bar { display: flex; position: relative; height: 22px; margin: 6px 0 16px; background: var(--shade); }
 .bar b { position: absolute; top: -5px; bottom: -5px; border-left: 3px solid; }
 .swatch { display: inline-block; width: .8em; height: .8em; margin-right: .4em; }
 .term { height: 13px; min-width: 1px; margin-top: 6px; background: var(--c0); }
 pre { padding: 12px; background: var(--shade); }
 @media (max-width: 760px) {
-  .states tr { display: grid; grid-template-columns: 1fr 5rem 6rem; } pre { white-space: pre-wrap; }
+  .states tr { display: grid; grid-template-columns: 1fr 5rem 6rem; } .states th { border: 0; }
+  pre { white-space: pre-wrap; }
   .states .dim { grid-column: 1 / -1; padding-left: 1.2rem; font-size: 13px; }
 }
 """
@@ -143,6 +146,11 @@ pre { padding: 12px; background: var(--shade); }
 def page(now: Estimate, said: Sequence[str], config: str = "") -> str:
     """All that the terminal says: the answer, the lines that are `said` after it, and a chosen config."""
     return observe.page(f"{now.model}: wherry plan", *_body(now, said, config), style=_STYLE)
+
+
+def _colour(category: str) -> str:
+    """As in the picture of memory over a step."""
+    return f"var(--c{STATES.index(category)})"
 
 
 def _body(now: Estimate, said: Sequence[str], config: str) -> Iterator[str]:
@@ -157,14 +165,14 @@ def _body(now: Estimate, said: Sequence[str], config: str) -> Iterator[str]:
             whole = max(use.needed, use.usable)
             parts = "".join(
                 f'<div title="{category}: {size(nbytes)}" style="width: {100 * nbytes / whole:.2f}%; '
-                f'background: {COLOURS[category][1]}"></div>'
+                f'background: {_colour(category)}"></div>'
                 for category, nbytes in use.parts.items()
             )
             limit = "" if use.fits else f'<b title="usable" style="left: {100 * use.usable / whole:.2f}%"></b>'
             yield f'<div class="bar">{parts}{limit}</div>'
     yield '<table class="states"><tr><th>bytes of a rank</th><th>rest on</th><th></th><th></th></tr>'
     for category, place, nbytes, meaning in _rows(now):
-        swatch = f'<span class="swatch" style="background: {COLOURS[category][1]}"></span>'
+        swatch = f'<span class="swatch" style="background: {_colour(category)}"></span>'
         yield (
             f'<tr><td>{swatch}{category}</td><td>{place}</td><td class="number">{nbytes}</td>'
             f'<td class="dim">{meaning}</td></tr>'

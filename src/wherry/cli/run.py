@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Sequence
 
 from wherry.cli.supervise import launch
+from wherry.config.problems import Parser
 from wherry.errors import WherryError
 from wherry.parallel.hostfile import MOST_SLOTS, whole_number
 
@@ -35,12 +36,15 @@ def build_parser() -> argparse.ArgumentParser:
     """torchrun's own parser, with our flags added. A flag that was not given is None, whatever torchrun's default."""
     from torch.distributed.run import get_args_parser
 
-    parser = get_args_parser()
-    parser.prog = "wherry run"
-    parser.usage = "%(prog)s [FLAG ...] SCRIPT [ARGUMENT ...]"
-    parser.description = "Start a script on several processes, GPUs or machines. Every flag of torchrun is accepted."
-    parser.epilog = _EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = Parser(
+        prog="wherry run",
+        usage="%(prog)s [FLAG ...] SCRIPT [ARGUMENT ...]",
+        description="Start a script on several processes, GPUs or machines. Every flag of torchrun is accepted.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[get_args_parser()],
+        add_help=False,  # torchrun's is among its flags
+    )
     for action in parser._actions:
         if action.dest in _OURS_TO_DEFAULT and f"PET_{action.dest.upper()}" not in os.environ:
             action.default = None

@@ -305,7 +305,7 @@ class Comet(ConfigBlock):
 
 class Mlflow(ConfigBlock):
     enabled: Flag = key(False, "Send metrics to MLflow. A run that the script has begun gets them.")
-    tracking_uri: Text | None = key(None, "Folder or server. Unset: as MLflow has it (MLFLOW_TRACKING_URI).")
+    tracking_uri: Text | None = key(None, "Server, or a database like sqlite:///mlflow.db. Unset: as MLflow has it.")
     experiment_name: Text | None = key(None, "Experiment of the run.")
     run_name: Text | None = key(None, "Name of the run.")
 

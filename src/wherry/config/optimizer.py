@@ -133,7 +133,8 @@ def optimizer_name(value: Any) -> str:
     # torch is asked last and only about a name not known above, so that a config loads without importing torch.
     if name not in NATIVE and name not in TORCH_ELEMENTWISE and not _known_to_torch(name):
         hint = did_you_mean(value, [*NATIVE, *TORCH_ELEMENTWISE])
-        raise ValueError(f'unknown optimizer "{value}"{hint or "; expected one of " + ", ".join(NATIVE)}')
+        known = f"; expected {', '.join(NATIVE)}, or one of torch.optim: {', '.join(TORCH_ELEMENTWISE)}"
+        raise ValueError(f'unknown optimizer "{value}"{hint or known}')
     return name
 
 

@@ -6,6 +6,7 @@ import argparse
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NoReturn
 
 from wherry.errors import ConfigError, one_line
@@ -56,7 +57,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if message.startswith("unrecognized arguments"):
             flags = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
-            message += next((meant for flag in flags if (meant := did_you_mean(flag, self._option_string_actions))), "")
+            inner = (each.choices.values() for each in self._actions if isinstance(each, argparse._SubParsersAction))
+            known = [name for each in chain([self], *inner) for name in each._option_string_actions]
+            message += next((meant for flag in flags if (meant := did_you_mean(flag, known))), "")
         super().error(message)
 
 

@@ -208,8 +208,6 @@ class Config(ConfigBlock):
             message = _contradiction(train, micro, accumulation, dp_world_size, counted)
             source = self._draft.source
             raise config_error([Problem(TRAIN, source.lines.of((TRAIN,)), message)], source.name)
-        if train is None and micro is None:
-            self.add_note(f"{MICRO}: not given, so the micro-batch is 1")
         return BatchSizes(one * many * dp_world_size, one, many)
 
     def shard_ranks(self, dp_world_size: int) -> int:

@@ -6,7 +6,7 @@ import csv
 import importlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -84,123 +84,129 @@ class CSV(_Growing):
             self._writer.writerow({"step": step, **values})
 
 
-class TensorBoardSink:
-    """Event files for TensorBoard, as the `tensorboard` block asks."""
+class Service:
+    """A package that numbers are sent to, as its block of the config asks."""
 
-    name = "TensorBoard"
-
-    def __init__(self, output_path: str = "", job_name: str = "wherry") -> None:
-        self.output_path = output_path
-        self.job_name = job_name
-        self._writer: Any = None
-
-    def open(self, folder: Path, config: Mapping[str, Any]) -> None:
-        module = _module("torch.utils.tensorboard", "tensorboard")
-        target = Path(self.output_path) / self.job_name if self.output_path else folder / "tensorboard"
-        self._writer = module.SummaryWriter(str(target))
-
-    def log(self, step: int, values: Values) -> None:
-        for key, value in values.items():
-            if not isinstance(value, str):
-                self._writer.add_scalar(key, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WandB:
-    """A Weights & Biases run, as the `wandb` block asks."""
-
-    name = "WandB"
-
-    def __init__(self, project: str = "wherry", team: str | None = None, group: str | None = None) -> None:
-        self.project = project
-        self.team = team
-        self.group = group
-        self._run: Any = None
-
-    def open(self, folder: Path, config: Mapping[str, Any]) -> None:
-        self._run = _module("wandb", "wandb").init(
-            project=self.project, entity=self.team, group=self.group, dir=str(folder), config=dict(config)
-        )
-
-    def log(self, step: int, values: Values) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class CometSink:
-    """An experiment of Comet's, as the `comet` block asks."""
-
-    name = "Comet"
+    name = ""
+    key = ""
 
     def __init__(self, block: Mapping[str, Any]) -> None:
-        names = ("api_key", "project", "workspace", "experiment_key", "mode", "online")
-        self._start = {name: block.get(name) for name in names}
-        self._name = block.get("experiment_name")
-        self._every = block.get("samples_log_interval", 0)
-        self._due = 0
-        self._experiment: Any = None
+        self.block = block
+        # What the package gave for this run, and is told of its numbers.
+        self.run: Any = None
 
     def open(self, folder: Path, config: Mapping[str, Any]) -> None:
-        self._experiment = _module("comet_ml", "comet").start(**self._start)
-        if self._name is not None:
-            self._experiment.set_name(self._name)
-        self._experiment.log_parameters(dict(config))
+        try:
+            self.begin(folder, config)
+        except WherryError:
+            raise
+        except Exception as error:  # of the package's own kinds
+            raise WherryError(
+                f"{self.key}.enabled: {self.name} cannot be written to ({error}); set {self.key}.enabled to false to "
+                "train without"
+            ) from error
+
+    def begin(self, folder: Path, config: Mapping[str, Any]) -> None:
+        raise NotImplementedError
 
     def log(self, step: int, values: Values) -> None:
-        samples = int(values.get("samples", self._due))
-        if samples >= self._due:
-            self._due = samples + self._every
-            self._experiment.log_metrics(dict(values), step=step)
+        raise NotImplementedError
 
     def close(self) -> None:
-        self._experiment.end()
+        self.run.close()
 
 
-class MLflow:
-    """A run of MLflow's, as the `mlflow` block asks. In a run that the script has begun, it is that one."""
+class TensorBoardSink(Service):
+    """Event files for TensorBoard."""
 
-    name = "MLflow"
+    name, key = "TensorBoard", "tensorboard"
 
-    def __init__(
-        self, tracking_uri: str | None = None, experiment_name: str | None = None, run_name: str | None = None
-    ) -> None:
-        self.tracking_uri = tracking_uri
-        self.experiment_name = experiment_name
-        self.run_name = run_name
-        self._module: Any = None
-        self._own = False
-
-    def open(self, folder: Path, config: Mapping[str, Any]) -> None:
-        self._module = module = _module("mlflow", "mlflow")
-        self._own = module.active_run() is None
-        if self._own:
-            if self.tracking_uri is not None:
-                module.set_tracking_uri(self.tracking_uri)
-            if self.experiment_name is not None:
-                module.set_experiment(self.experiment_name)
-            module.start_run(run_name=self.run_name)
-        module.log_dict(dict(config), "config.json")
+    def begin(self, folder: Path, config: Mapping[str, Any]) -> None:
+        output_path = self.block["output_path"]
+        target = Path(output_path) / self.block["job_name"] if output_path else folder / "tensorboard"
+        self.run = package("torch.utils.tensorboard", self.key).SummaryWriter(str(target))
 
     def log(self, step: int, values: Values) -> None:
-        numbers = {key: value for key, value in values.items() if not isinstance(value, str)}
-        self._module.log_metrics(numbers, step=step)
+        for key, value in _numbers(values).items():
+            self.run.add_scalar(key, value, step)
+
+
+class WandB(Service):
+    """A Weights & Biases run."""
+
+    name, key = "WandB", "wandb"
+
+    def begin(self, folder: Path, config: Mapping[str, Any]) -> None:
+        place = {"project": self.block["project"], "entity": self.block["team"], "group": self.block["group"]}
+        self.run = package("wandb", self.key).init(**place, dir=str(folder), config=dict(config))
+
+    def log(self, step: int, values: Values) -> None:
+        self.run.log(dict(values), step=step)
 
     def close(self) -> None:
-        if self._own:
-            self._module.end_run()
+        self.run.finish()
 
 
-SERVICES: dict[str, Callable[[Mapping[str, Any]], Sink]] = {
-    "tensorboard": lambda block: TensorBoardSink(block["output_path"], block["job_name"]),
-    "wandb": lambda block: WandB(block["project"], block["team"], block["group"]),
-    "comet": CometSink,
-    "mlflow": lambda block: MLflow(block["tracking_uri"], block["experiment_name"], block["run_name"]),
-}
+class CometSink(Service):
+    """An experiment of Comet's."""
+
+    name, key = "Comet", "comet"
+    due = 0
+
+    def begin(self, folder: Path, config: Mapping[str, Any]) -> None:
+        self.run = comet_experiment(self.block)
+        self.run.log_parameters(dict(config))
+
+    def log(self, step: int, values: Values) -> None:
+        samples = int(values.get("samples", self.due))
+        if samples >= self.due:
+            self.due = samples + self.block["samples_log_interval"]
+            self.run.log_metrics(dict(values), step=step)
+
+    def close(self) -> None:
+        self.run.end()
+
+
+class MLflow(Service):
+    """A run of MLflow's. In a run that the script has begun, it is that one."""
+
+    name, key = "MLflow", "mlflow"
+    own = False
+
+    def begin(self, folder: Path, config: Mapping[str, Any]) -> None:
+        self.run = mlflow = package("mlflow", self.key)
+        self.own = mlflow.active_run() is None
+        if self.own:
+            if self.block["tracking_uri"] is not None:
+                mlflow.set_tracking_uri(self.block["tracking_uri"])
+            if self.block["experiment_name"] is not None:
+                mlflow.set_experiment(self.block["experiment_name"])
+            mlflow.start_run(run_name=self.block["run_name"])
+        mlflow.log_dict(dict(config), "config.json")
+
+    def log(self, step: int, values: Values) -> None:
+        self.run.log_metrics(_numbers(values), step=step)
+
+    def close(self) -> None:
+        if self.own:
+            self.run.end_run()
+
+
+SERVICES: dict[str, type[Service]] = {kind.key: kind for kind in (TensorBoardSink, WandB, CometSink, MLflow)}
 """By block of the config: what sends a run's numbers there."""
+
+
+def comet_experiment(block: Mapping[str, Any]) -> Any:
+    """The experiment that a block of the config asks Comet for."""
+    names = ("api_key", "project", "workspace", "experiment_key", "mode", "online")
+    experiment = package("comet_ml", "comet").start(**{name: block[name] for name in names})
+    if block["experiment_name"] is not None:
+        experiment.set_name(block["experiment_name"])
+    return experiment
+
+
+def _numbers(values: Values) -> dict[str, float | int]:
+    return {key: value for key, value in values.items() if not isinstance(value, str)}
 
 
 def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,14 +214,15 @@ def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, "comet": {**config["comet"], "api_key": None}}
 
 
-def _module(name: str, block: str) -> Any:
+def package(name: str, block: str) -> Any:
+    """The module of a package that a block of the config needs."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        package = block if name.startswith("torch.") else name
+        wanted = block if name.startswith("torch.") else name
         raise WherryError(
             f"{block}.enabled: the config asks for {block}, and its package cannot be imported ({error}); "
-            f"run `pip install {package}`, or set {block}.enabled to false"
+            f"run `pip install {wanted}`, or set {block}.enabled to false"
         ) from error
 
 
@@ -276,7 +283,7 @@ class Monitor:
         for sink in list(self._open):
             try:
                 sink.log(step, values)
-            except OSError as error:
+            except _failures(sink) as error:
                 self._open.remove(sink)
                 _tell_of_loss(sink, f"from step {step} on", error)
 
@@ -291,10 +298,15 @@ class Monitor:
             sink = self._open.pop()
             try:
                 sink.close()
-            except OSError as error:
+            except _failures(sink) as error:
                 _tell_of_loss(sink, "at their end", error)
 
 
-def _tell_of_loss(sink: Sink, when: str, error: OSError) -> None:
+def _failures(sink: Sink) -> type[Exception]:
+    """What training goes on after. A service's package has kinds of its own for a server that is gone."""
+    return Exception if isinstance(sink, Service) else OSError
+
+
+def _tell_of_loss(sink: Sink, when: str, error: Exception) -> None:
     name = getattr(sink, "name", type(sink).__name__)
-    logger.warning("the metrics of %s are lost %s: %s", name, when, error.strerror or error)
+    logger.warning("the metrics of %s are lost %s: %s", name, when, getattr(error, "strerror", None) or error)

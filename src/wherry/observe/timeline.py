@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -217,14 +217,11 @@ class Timeline(Footprint):
 
     def told(self, step: int, rank: int) -> dict[str, Any]:
         """As JSON holds it; `docs/profile.md` tells what is what."""
-        places = [(list(map(str, Tier)).index(tier), STATES.index(state)) for state, tier in self.series]
-        order = sorted(range(len(places)), key=places.__getitem__)
-        samples = [
-            sample._replace(bytes=tuple(_padded(sample, len(order))[i] for i in order)) for sample in self.samples
-        ]
-        used = [i for i in range(len(order)) if any(sample.bytes[i] for sample in samples)]
-        samples = [sample._replace(bytes=tuple(sample.bytes[i] for i in used)) for sample in samples]
-        series = [self.series[order[i]] for i in used]
+        # With nothing of the series that came later.
+        columns = dict(zip(self.series, zip_longest(*(each.bytes for each in self.samples), fillvalue=0), strict=True))
+        series = [(state, tier) for tier in map(str, Tier) for state in STATES if any(columns.get((state, tier), ()))]
+        rows = zip(*(columns[key] for key in series), strict=True)
+        samples = [sample._replace(bytes=row) for sample, row in zip(self.samples, rows, strict=True)]
         peaks = {}
         for tier in dict.fromkeys(tier for _, tier in series):
             on_it = [i for i, (_, other) in enumerate(series) if other == tier]
@@ -244,11 +241,6 @@ class Timeline(Footprint):
             ],
             "samples": [[round(s.seconds, 6), s.phase, s.unit, list(s.bytes)] for s in _thinned(samples)],
         }
-
-
-def _padded(sample: Sample, length: int) -> tuple[int, ...]:
-    """With nothing of the series that came later."""
-    return sample.bytes + (0,) * (length - len(sample.bytes))
 
 
 def _thinned(samples: list[Sample]) -> list[Sample]:

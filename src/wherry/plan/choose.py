@@ -48,7 +48,7 @@ class NothingFits(WherryError):
         use = smallest.tightest
         super().__init__(
             f"plan: nothing fits. The smallest is {smallest.placement.name} with a micro-batch of "
-            f"{smallest.micro_batch}: it needs {size(use.needed)} of {size(use.usable)} usable on the {use.place}. Use "
+            f"{smallest.micro_batch}: it needs {use.words} on the {use.place}. Use "
             f"{'weights in ' + smallest.machine.half + ', ' if smallest.precision == 'fp32' else ''}"
             "more ranks, more memory, a shorter sequence, or allow the disk (--disk-path)"
         )
@@ -255,7 +255,7 @@ def reasons(values: Mapping[str, Any], found: Estimate) -> dict[str, str]:
             if found.recompute
             else "activations are kept for backward"
         ),
-        MICRO: f"{limit}; {size(use.needed)} of {size(use.usable)} usable on the {use.place}",
+        MICRO: f"{limit}; {use.words} on the {use.place}",
         ORDER: "engine.train_batch gathers and reduces each unit once for all micro-batches of a window",
         ACCUMULATION: f"{found.samples} samples in an update on {found.ranks} rank{'s' * (found.ranks > 1)}",
         STAGE: _why_stage(values.get(STAGE, 0), found),
@@ -301,7 +301,7 @@ def _preamble(choice: Choice) -> Iterator[str]:
     yield f"{found.model}, {found.parameters:,} parameters, {found.ranks} rank{'s' * (found.ranks > 1)}"
     yield f"on {found.machine.name}."
     for use in filter(lambda use: use.needed, found.uses):
-        yield f"{use.place}: {size(use.needed)} of {size(use.usable)} usable."
+        yield f"{use.place}: {use.words}."
     if found.time is not None:
         yield f"A step takes about {seconds(found.time.total)}, limited by {found.time.limited_by}."
 

@@ -13,6 +13,7 @@ from wherry.plan.counts import STATES
 from wherry.plan.formulas import optimizer_of, precision_of, states_between_steps
 from wherry.plan.grid import ALONE, Grid
 from wherry.plan.machines import Machine
+from wherry.plan.quantities import size
 from wherry.plan.roofline import StepTime
 
 
@@ -45,6 +46,10 @@ class Use:
     @property
     def share(self) -> float:
         return self.needed / self.usable if self.usable else float("inf")
+
+    @property
+    def words(self) -> str:
+        return f"{size(self.needed, self.usable)} of {size(self.usable, self.needed)} usable"
 
 
 @dataclass(frozen=True)

@@ -127,15 +127,15 @@ def rounded(value: Fraction, decimals: int) -> str:
     return f"{whole}.{part:0{decimals}d}" if decimals else str(whole)
 
 
-def size(count: int) -> str:
-    """Bytes in GB of 10^9, or, below a tenth of one, in MB; and so on.
+def size(count: int, beside: int = 0) -> str:
+    """Bytes in GB of 10^9, or, below a tenth of one, in MB; and so on. From a hundredth on, in the unit of `beside`.
 
-    >>> size(2_500_000_000), size(12_500_000), size(8192), size(8)
-    ('2.50 GB', '12.50 MB', '8.19 KB', '8 B')
+    >>> size(2_500_000_000), size(12_500_000), size(8192), size(8), size(92_000_000, beside=190_000_000)
+    ('2.50 GB', '12.50 MB', '8.19 KB', '8 B', '0.09 GB')
     """
     for suffix in ("G", "M", "K"):
         unit = _BYTES[suffix]
-        if 10 * count >= unit:
+        if 10 * count >= unit or 100 * count >= unit <= 10 * beside:
             return f"{count / unit:,.2f} {suffix}B"
     return f"{count} B"
 

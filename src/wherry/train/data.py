@@ -91,8 +91,13 @@ def load_text(data: str | None = None) -> Text:
         if not texts:
             raise WherryError(f"--data {path}: the folder holds no text file")
         return _several(path, texts, str(path))
-    if not path.is_file():
+    if not path.exists():
         raise WherryError(f"--data {data}: there is no such file or folder")
+    if not path.is_file():
+        raise WherryError(
+            f"--data {data}: neither a file nor a folder, but a device or a pipe, and samples are read at any place of "
+            "the text; write it to a file, and name that"
+        )
     size = path.stat().st_size
     if size == 0:
         raise WherryError(f"--data {data}: the file is empty")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from wherry.compat.deepspeed.comm import get_rank
 from wherry.compat.deepspeed.constants import JOB_NAME_DEFAULT, WANDB_PROJECT_DEFAULT
 from wherry.config import blocks
 from wherry.config.fields import ConfigBlock
-from wherry.errors import WherryError
+from wherry.observe.metrics import comet_experiment, package
 
 Event = tuple[str, float, int]
 
@@ -99,7 +98,7 @@ class TensorBoardMonitor(_One):
     summary_writer: Any = None
 
     def _open(self) -> None:
-        module = _package("torch.utils.tensorboard", "tensorboard")
+        module = package("torch.utils.tensorboard", "tensorboard")
         self.summary_writer = module.SummaryWriter(log_dir=self._folder())
 
     def get_summary_writer(self) -> Any:
@@ -122,7 +121,7 @@ class WandbMonitor(_One):
 
     def _open(self) -> None:
         block = self.monitor_config
-        self._run = _package("wandb", "wandb")
+        self._run = package("wandb", "wandb")
         self._run.init(project=block.project, group=block.group, entity=block.team)
 
     def log(self, data: Mapping[str, Any], step: int | None = None, commit: bool | None = None) -> Any:
@@ -155,11 +154,7 @@ class CometMonitor(_One):
     experiment: Any = None
 
     def _open(self) -> None:
-        block = self.monitor_config
-        names = ("api_key", "project", "workspace", "experiment_key", "mode", "online")
-        self.experiment = _package("comet_ml", "comet").start(**{name: getattr(block, name) for name in names})
-        if block.experiment_name is not None:
-            self.experiment.set_name(block.experiment_name)
+        self.experiment = comet_experiment(self.monitor_config.model_dump())
         self._told: dict[str, int] = {}
 
     def write_events(self, event_list: Sequence[Event]) -> None:
@@ -188,12 +183,3 @@ class MonitorMaster(Monitor):
         for monitor in (self.tb_monitor, self.wandb_monitor, self.csv_monitor, self.comet_monitor):
             if monitor is not None:
                 monitor.write_events(event_list)
-
-
-def _package(name: str, block: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise WherryError(
-            f"{block}.enabled: its package cannot be imported ({error}); install it, or set {block}.enabled to false"
-        ) from error
