@@ -69,7 +69,8 @@ def rows_of(
         if importlib.util.find_spec(module) is None:
             rows.append(harness.row({"measure": what}, name, "s", reason=f"{module} is not installed"))
             continue
-        once(argument)  # compiles the sources, and brings them into the page cache
+        if rounds > 1:
+            once(argument)  # compiles the sources, and brings them into the page cache
         here[name] = partial(once, argument)
     return [harness.row({"measure": what}, n, "s", v) for n, v in harness.interleave(here, rounds).items()] + rows
 

@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import doctest
 import json
-import subprocess
-import sys
 import zipfile
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from benchmarks import bounds, gpu, gpu_machine, harness, systems
+from benchmarks import bounds, gpu, gpu_machine, harness
 from benchmarks.processes import TOO_LATE, Failed
 from benchmarks.steps import LARGE, MODELS
 from benchmarks.trace import overlap
 
-ROOT = Path(__file__).parents[2]
 # Bytes a second.
 RATES = {"host_memory": 100e9, "device_memory": 1000e9, "up": 20e9, "down": 10e9, "disk_read": 4e9, "disk_write": 2e9}
-
-
-@pytest.fixture(autouse=True)
-def own_environment(monkeypatch, tmp_path):
-    """What a benchmark sets for the processes that it starts ends with the test."""
-    for name in (systems.DISK_FOLDER, "OMP_WAIT_POLICY"):
-        monkeypatch.setenv(name, str(tmp_path))
 
 
 def test_the_examples_hold():
@@ -85,12 +74,10 @@ def test_without_a_measured_forward_products_stand_for_it():
     assert bounds.computing(recipe, recipe.flops / 8) == pytest.approx((2.0, 6.0))
 
 
-def test_parts_run_on_the_cpu(tmp_path):
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--toy", "--steps", "1", "--json", str(tmp_path)]
+def test_parts_run_on_the_cpu(tmp_path, script):
     parts = ["facts", "large", "largest"]
     chosen = "compute,wherry-2-cpu,wherry-2-cpu:before_use"
-    done = subprocess.run([*command, *parts, "--systems", chosen], capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
+    script("gpu.py", "--toy", "--steps", 1, "--json", tmp_path, *parts, "--systems", chosen)
     files = {part: harness.read(tmp_path / f"{part}.json") for part in parts}
     assert all(file["complete"] for file in files.values())
     rates = [[row for row in file["rows"] if "rate" in row["case"]] for file in files.values()]

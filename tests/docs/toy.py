@@ -21,7 +21,9 @@ def toy(words: list[str]) -> list[str]:
         shape = SHAPE if not resumed or "auto" in words else []
         before = len(list(Path.cwd().glob("**/metrics*.jsonl"))) if resumed else 0
         ranks = [] if "parallel" in " ".join(words) else ["--nproc", "1"]
-        return [*words, *shape, "--steps", str(STEPS * (before + 1)), *ranks]
+        # Those that are recorded are to come.
+        steps = [] if "--profile" in words else ["--steps", str(STEPS * (before + 1))]
+        return [*words, *shape, *steps, *ranks]
     if words[:1] == ["plan"]:
         return ["gpt2-10m" if word.startswith("gpt2-") else word for word in words]
     if words[:1] == ["generate"]:
