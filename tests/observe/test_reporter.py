@@ -61,6 +61,13 @@ def test_the_loss_of_fp16_is_told_without_its_scale(tmp_path):
     assert [row["loss"] for row in rows] == losses
 
 
+def test_samples_of_a_size_that_nobody_gave_are_told_of(tmp_path, caplog):
+    for size in ({}, {"train_micro_batch_size_per_gpu": 1}):
+        config = {"optimizer": {"type": "SGD"}, "wherry": {"run_dir": str(tmp_path)}, **size}
+        wherry.initialize(model=make_model(), config=config)[0].close()
+    assert caplog.text.count("not given, so `samples` counts each micro-batch as one") == 1
+
+
 def test_tensorboard_files_hold_the_curve(tmp_path):
     import pytest
 

@@ -48,6 +48,8 @@ class Reporter:
         synchronise: Callable[[], object] | None,
     ) -> None:
         self.monitor = Monitor(config.to_dict(), log.rank)
+        if self.monitor.enabled and config.train_batch_size is config.train_micro_batch_size_per_gpu is None:
+            log.warning("train_micro_batch_size_per_gpu: not given, so `samples` counts each micro-batch as one")
         self.spans = Spans(wall_clock=config.wall_clock_breakdown, synchronise=synchronise)
         # Operations of the step that `flops_profiler` names; None before it.
         self.flops: int | None = None
