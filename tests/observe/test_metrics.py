@@ -30,11 +30,11 @@ def test_json_lines_and_csv_hold_every_step(tmp_path):
 @pytest.mark.parametrize("block, module", [("wandb", "wandb"), ("comet", "comet_ml"), ("mlflow", "mlflow")])
 def test_a_service_that_is_not_installed_is_told_with_its_key(block, module, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
-    monitor = Monitor(load({block: {"enabled": True}}).to_dict())
+    config = load({block: {"enabled": True}}).to_dict()
+    assert not Monitor(config, rank=1).enabled
     told = rf"{block}\.enabled: .* `pip install {module}`, or set {block}\.enabled to false"
     with pytest.raises(WherryError, match=told):
-        monitor.open()
-    monitor.close()
+        Monitor(config)
 
 
 class _Service(types.ModuleType):

@@ -421,6 +421,7 @@ def test_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("gpt2-10m", "--gpu-memory", "12GB"), "--gpu-memory: this machine has no GPU; add --gpus 1, or name a"),
         (("gpt2-1.5c",), 'did you mean "gpt2-1.5b"?'),
         (("",), "a name on the hub with its owner, like openai-community/gpt2, or module:callable, got ''"),
         (("./Llama-3.1-8B",), "MODEL: there is no such folder: ./Llama-3.1-8B\n"),

@@ -208,6 +208,7 @@ def test_a_pipeline_gets_micro_batches_for_its_stages() -> None:
 
 
 def test_an_optimizer_by_its_name_has_what_suits_it(capsys):
+    assert _config("--set", "optimizer.type=SGD") == _config("--optimizer", "SGD")
     assert _config("--optimizer", "adamw") == _config()
     lion = _config("--optimizer", "LION", "--weight-decay", "0.2")["optimizer"]
     assert lion == {"type": "Lion", "params": {"lr": 2e-4, "betas": [0.9, 0.99], "weight_decay": 0.2}}

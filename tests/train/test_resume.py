@@ -132,7 +132,9 @@ def test_a_run_goes_on_in_place_and_to_its_end(
     assert main(["--resume", str(run), *more]) == 0
     assert len(losses(run)) == 3 and find(run).name == "global_step6"
     # What came behind an earlier checkpoint stays.
+    capsys.readouterr()
     assert main(["--resume", str(run / "checkpoints" / "global_step3"), "--steps", "4", *more]) == 0
+    assert "folder  a new one, as the checkpoint is not the newest of its own" in capsys.readouterr().out
     (branch,) = (path for path in Path("runs").iterdir() if path.name != "a")
     assert find(branch).name == "global_step4" and find(run).name == "global_step6" and len(losses(run)) == 3
     # A folder of checkpoints that is not in a run's folder.
@@ -155,7 +157,12 @@ def test_another_optimizer_begins_without_states(
     assert main([*more, "--steps", "8", "--optimizer", "Adam"]) == 0 and "another optimizer" not in caplog.text
     assert main([*more, "--steps", "9", "--optimizer", "Lion"]) == 0
     assert "another optimizer begins without the states of the one before it" in caplog.text
-    assert "changed optimizer.type AdamW -> Lion" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "changed optimizer.type AdamW -> Lion" in shown and "optimizer.params" not in shown
+    # Its own parameters are those that flags are checked against.
+    assert check(parse([*more, "--steps", "10", "--set", "optimizer.params.betas=[0.5, 0.6]", "--lr", "0.1"]))
+    with pytest.raises(WherryError, match=r"optimizer\.params\.eps: Lion has no such parameter"):
+        check(parse([*more, "--steps", "10", "--set", "optimizer.params.eps=1"]))
     assert {name.rpartition(":")[2] for name in states(run)} == {"weight", "exp_avg"}
 
 
@@ -221,6 +228,9 @@ def test_what_cannot_be_resumed_is_told(tmp_path: Path, text: list[str]) -> None
         main([*text, "--run-dir", str(run), "--resume", str(run)])
     with pytest.raises(WherryError, match=f"another folder, or --resume {run} to go on with it"):
         main([*SMALL, *text, "--run-dir", str(run)])
+    with pytest.raises(WherryError, match=r"no such folder; there are .*/run/checkpoints/global_step6"):
+        check(parse(["--resume", str(run / "checkpoints" / "global_step5")]))
+    assert check(parse(["--resume", "auto", "--run-dir", str(run), "--steps", "12", "--profile", "2"]))
     with pytest.raises(WherryError, match="step 13 is to be recorded, and this run trains steps 7 to 12"):
         check(parse(["--resume", str(run), "--steps", "12", "--profile", "12-13"]))
     for folder, told in (("nothing", "nothing: there is no such folder"), (".", "is no checkpoint and holds none")):

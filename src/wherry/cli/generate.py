@@ -117,10 +117,11 @@ def _folder_of(path: Path) -> Iterator[Path]:
     from wherry.checkpoint.export import find
 
     if not path.exists():
-        raise WherryError(
-            f"generate: {path}: there is no such folder; one of a hub's models is made by `hf download {path} "
-            "--local-dir FOLDER`"
-        )
+        from wherry.config.problems import did_you_mean
+
+        hub = f"; one of a hub's models is made by `hf download {path} --local-dir FOLDER`"
+        beside = did_you_mean(str(path), map(str, path.parent.glob("*")))
+        raise WherryError(f"generate: {path}: there is no such folder{beside or hub}")
     if (path / "config.json").exists() and any(path.glob("*.safetensors")):
         _refuse_incomplete(path, "")
         yield path

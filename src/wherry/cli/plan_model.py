@@ -201,6 +201,9 @@ def _machine(arguments: argparse.Namespace, config: Config) -> Machine:
     else:
         folder = probe.disk_folder(config, arguments.disk_path)
         base = probe.this_machine(folder, again=bool(arguments.again), every_gpu=True)
+        for name in ("gpu_memory", "pcie") if arguments.gpus is None and not base.gpus else ():
+            if name in sizes:
+                raise WherryError(f"{flag(name)}: this machine has no GPU; add --gpus 1, or name a --machine")
     machine = described(base, gpus=arguments.gpus, nodes=arguments.nodes, **sizes)
     if machine.gpus and not machine.gpu_memory:
         raise WherryError("--gpus: how large are they? add --gpu-memory, like 24GB, or name a --machine")

@@ -56,7 +56,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if message.startswith("unrecognized arguments"):
-            flags = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
+            flags = [word.partition("=")[0] for word in message.split() if word.startswith("--") and word != "--"]
             inner = (each.choices.values() for each in self._actions if isinstance(each, argparse._SubParsersAction))
             known = [name for each in chain([self], *inner) for name in each._option_string_actions]
             message += next((meant for flag in flags if (meant := did_you_mean(flag, known))), "")

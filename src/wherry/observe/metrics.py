@@ -89,9 +89,11 @@ class Service:
 
     name = ""
     key = ""
+    needs = ""
 
     def __init__(self, block: Mapping[str, Any]) -> None:
         self.block = block
+        self.module = package(self.needs, self.key)  # it is missed now, and not after the first step
         # What the package gave for this run, and is told of its numbers.
         self.run: Any = None
 
@@ -119,12 +121,12 @@ class Service:
 class TensorBoardSink(Service):
     """Event files for TensorBoard."""
 
-    name, key = "TensorBoard", "tensorboard"
+    name, key, needs = "TensorBoard", "tensorboard", "torch.utils.tensorboard"
 
     def begin(self, folder: Path, config: Mapping[str, Any]) -> None:
         output_path = self.block["output_path"]
         target = Path(output_path) / self.block["job_name"] if output_path else folder / "tensorboard"
-        self.run = package("torch.utils.tensorboard", self.key).SummaryWriter(str(target))
+        self.run = self.module.SummaryWriter(str(target))
 
     def log(self, step: int, values: Values) -> None:
         for key, value in _numbers(values).items():
@@ -134,11 +136,11 @@ class TensorBoardSink(Service):
 class WandB(Service):
     """A Weights & Biases run."""
 
-    name, key = "WandB", "wandb"
+    name, key, needs = "WandB", "wandb", "wandb"
 
     def begin(self, folder: Path, config: Mapping[str, Any]) -> None:
         place = {"project": self.block["project"], "entity": self.block["team"], "group": self.block["group"]}
-        self.run = package("wandb", self.key).init(**place, dir=str(folder), config=dict(config))
+        self.run = self.module.init(**place, dir=str(folder), config=dict(config))
 
     def log(self, step: int, values: Values) -> None:
         self.run.log(dict(values), step=step)
@@ -150,7 +152,7 @@ class WandB(Service):
 class CometSink(Service):
     """An experiment of Comet's."""
 
-    name, key = "Comet", "comet"
+    name, key, needs = "Comet", "comet", "comet_ml"
     due = 0
 
     def begin(self, folder: Path, config: Mapping[str, Any]) -> None:
@@ -170,11 +172,11 @@ class CometSink(Service):
 class MLflow(Service):
     """A run of MLflow's. In a run that the script has begun, it is that one."""
 
-    name, key = "MLflow", "mlflow"
+    name, key, needs = "MLflow", "mlflow", "mlflow"
     own = False
 
     def begin(self, folder: Path, config: Mapping[str, Any]) -> None:
-        self.run = mlflow = package("mlflow", self.key)
+        self.run = mlflow = self.module
         self.own = mlflow.active_run() is None
         if self.own:
             if self.block["tracking_uri"] is not None:
@@ -255,7 +257,7 @@ class Monitor:
             self.add(JSONLines())
             self.add(CSV(columns))
         for name, service in SERVICES.items():
-            if config[name]["enabled"]:
+            if config[name]["enabled"] and rank == 0:
                 self.add(service(config[name]))
         block = config["csv_monitor"]
         if block["enabled"]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from wherry.config import load, parse_overrides
+from wherry.config.optimizer import optimizer_name
 from wherry.errors import ConfigError, WherryError
 from wherry.placement import Tier
 from wherry.train.options import Options, keys_of
@@ -61,6 +62,7 @@ def build_config(
     A file (`given`) is taken at its word: of our defaults it gets an optimizer where it has none, and what it leaves to
     "auto". A resumed run has, instead of our optimizer and schedule, those of the `earlier` run.
     """
+    options = Options(**vars(options) | {"optimizer": options.optimizer or _set_optimizer(options)})
     config = _defaults(options, parameters, bf16=bf16 and options.precision is None)
     if given is not None:
         config = _under_file(config, given, options.optimizer)
@@ -88,6 +90,15 @@ def build_config(
     if config["optimizer"] is None:
         raise WherryError("optimizer: it is null, and nothing is trained without one; leave it out for AdamW")
     return config
+
+
+def _set_optimizer(options: Options) -> str | None:
+    """The optimizer that `--set` names, which gets what suits it."""
+    named = parse_overrides(options.settings).get("optimizer.type")
+    try:
+        return optimizer_name(named) if named is not None else None
+    except ValueError:  # it is told of with all other mistakes
+        return None
 
 
 def _defaults(options: Options, parameters: int, *, bf16: bool) -> dict[str, Any]:

@@ -48,15 +48,16 @@ def check(options: Options) -> bool:
 
     start = look(options)
     options = keep_model(options, start)
-    if (told := finished(options, start)) is not None:
-        print(told)
+    if finished(options, start, tells=True):
         return False
     shape = shape_of(options)
-    asked = load(build_config(options, shape.parameters, bf16=False, given=given_config(options))).wherry.profile
-    for step in (*asked.traced, *([asked.memory_step] if asked.memory_step else [])):
-        if not start.step < step <= options.steps:
+    config = build_config(options, shape.parameters, bf16=False, given=given_config(options), earlier=start.config)
+    asked = load(config).wherry.profile
+    first = start.step + 1 if options.resume != "auto" else 1  # the same command goes on behind them
+    for step in (*asked.traced, asked.memory_step or first):
+        if not first <= step <= options.steps:
             raise WherryError(
-                f"--profile: step {step} is to be recorded, and this run trains steps {start.step + 1} to "
+                f"wherry.profile (--profile): step {step} is to be recorded, and this run trains steps {first} to "
                 f"{options.steps}"
             )
     grid = grid_of(options)
@@ -122,9 +123,7 @@ def train(options: Options) -> int:
     # What to train, and from where on.
     start = choose_start(options, comm)
     options = keep_model(options, start)
-    if (told := finished(options, start)) is not None:
-        if chief:
-            print(told)
+    if finished(options, start, tells=chief):
         comm.close()
         return 0
     given = given_config(options)
@@ -252,6 +251,8 @@ def _what_stays(options: Options, shape: Shape) -> list[tuple[str, str]]:
     found = []
     if options.fixed_run_dir:
         found.append(("folder", f"{options.run_dir}: the same command goes on there"))
+    if options.branches:
+        found.append(("folder", "a new one, as the checkpoint is not the newest of its own"))
     if not options.no_save:
         often = f"every {options.save_interval} steps and " if options.save_interval else ""
         size = format_bytes(ADAM_BYTES * shape.parameters)

@@ -131,7 +131,8 @@ class Report:
     def _then(self, outcome: Outcome) -> list[tuple[str, str]]:
         """What can be done with what the run has left: a sentence, and the command or the file."""
         options, found = self.options, []
-        if (save_folder(options, self.run_dir) / LATEST).exists() and outcome.ending is not Ending.DIVERGED:
+        saved = not options.no_save and (save_folder(options, self.run_dir) / LATEST).exists()
+        if saved and outcome.ending is not Ending.DIVERGED:
             folder = shlex.quote(str(options.save or self.run_dir))
             prompt = "def " if options.data is None else "The "
             steps = f" --steps {2 * options.steps}" if outcome.ending is Ending.FINISHED else ""

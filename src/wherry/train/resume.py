@@ -64,10 +64,14 @@ def _start(options: Options, *, reads: bool = True) -> Start:
     if options.resume is None:
         return Start()
     if options.resume != "auto":
+        path = Path(str(options.resume))
         try:
-            return _of(find(Path(str(options.resume))))
+            return _of(find(path))
         except WherryError as error:
-            raise WherryError(f"--resume: {error}") from error
+            beside = path if path.name == IN_RUN else path / IN_RUN if (path / IN_RUN).is_dir() else path.parent
+            there = [str(beside / tag) for tag in folders.newest_first(beside) if beside / tag != path]
+            others = f"; there are {', '.join(there[:3])}" if there else ""
+            raise WherryError(f"--resume: {error}{others}") from error
     folder = save_folder(options, Path(options.run_dir or ""))
     if reads and folder.is_dir():
         folders.clean(folder)
@@ -85,10 +89,10 @@ def _steps(options: Options, start: Start) -> int:
     return int(options.steps or start.steps or DEFAULT_STEPS)
 
 
-def finished(options: Options, start: Start) -> str | None:
-    """What to say where nothing is left to train: an error, unless `auto` leaves it to the run whether there is."""
+def finished(options: Options, start: Start, *, tells: bool) -> bool:
+    """Whether nothing is left to train: an error, unless `auto` leaves it to the run whether there is."""
     if start.step < options.steps:
-        return None
+        return False
     auto = options.resume == "auto"
     told = (
         f"{start.checkpoint} is at step {start.step} of {options.steps} already; give more with --steps to go on"
@@ -97,7 +101,9 @@ def finished(options: Options, start: Start) -> str | None:
     )
     if not auto:
         raise WherryError(told)
-    return told
+    if tells:
+        print(told)
+    return True
 
 
 def _of(path: Path) -> Start:
@@ -153,11 +159,14 @@ def keep_model(options: Options, start: Start) -> Options:
 
 
 def _keep_place(options: Options, start: Start) -> None:
-    """A run goes on in its own folders, unless others are given, or it leaves what came behind the checkpoint."""
+    """A run goes on in its own folders, unless others are given, or what came behind a checkpoint is to stay."""
+    options.branches = False
     if start.checkpoint is None or options.resume == "auto" or options.run_dir is not None or options.save is not None:
         return
     folder = start.checkpoint.parent
-    if folders.newest_first(folder)[:1] != [start.checkpoint.name]:
+    named = Path(options.resume) == start.checkpoint
+    if named and folders.newest_first(folder)[:1] != [start.checkpoint.name]:
+        options.branches = True
         return
     if folder.name == IN_RUN and (folder.parent / "run.json").exists():
         options.run_dir = str(folder.parent)
@@ -202,8 +211,7 @@ def own_settings(engine: Any) -> Iterator[None]:
 
 
 def has_other_states(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether the optimizer is of another kind than the one whose states a checkpoint has."""
-    # Those of AdamW are Adam's.
+    """Whether a checkpoint has the states of another kind of optimizer; those of AdamW are Adam's."""
     before, after = (
         str((config.get("optimizer") or {}).get("type")).lower().removesuffix("w") for config in (earlier, now)
     )
@@ -216,8 +224,10 @@ def changes(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         {name: leaf for block in _OF_UPDATES for name, leaf in _flat(config.get(block), block)}
         for config in (earlier, now)
     )
-    names = dict.fromkeys((*before, *after))
-    return [f"{name} {before.get(name)} -> {after.get(name)}" for name in names if before.get(name) != after.get(name)]
+    names = [name for name in dict.fromkeys((*before, *after)) if before.get(name) != after.get(name)]
+    if "optimizer.type" in names:  # all of its parameters are others
+        names = [name for name in names if not name.startswith("optimizer.params.")]
+    return [f"{name} {before.get(name)} -> {after.get(name)}" for name in names]
 
 
 def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
