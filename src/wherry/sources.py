@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wherry.config.problems import did_you_mean
+from wherry.config.problems import did_you_mean, path_meant
 from wherry.errors import WherryError, one_line, printable
 from wherry.plan.grid import ALONE, Grid
 from wherry.plan.model_source import Inputs, ModelSource, told_by
@@ -86,7 +86,7 @@ def _nowhere(model: str) -> str:
         )
     if "/" in model or model.endswith(".json"):
         kind = "file" if model.endswith(".json") else "folder"
-        return f"there is no such {kind}: {one_line(model)}{did_you_mean(model, _beside(Path(model)))}"
+        return f"there is no such {kind}: {one_line(model)}{path_meant(Path(model))}"
     # No model has as few as these digits say.
     count = f"{model.replace(',', '.')}B" if re.fullmatch(r"\d{1,3}([.,]\d{1,2})?", model) else model
     number = f"; a number of parameters has its own table: wherry plan --params {count}" if model[:1].isdigit() else ""
@@ -95,14 +95,6 @@ def _nowhere(model: str) -> str:
         "its owner, like openai-community/gpt2, or module:callable, got "
         f"{one_line(model)!r}{number or did_you_mean(model, SHAPES)}"
     )
-
-
-def _beside(path: Path) -> list[str]:
-    """What there is in the folder that a path would be in, named as it is."""
-    try:
-        return [str(each) for each in sorted(path.parent.iterdir())]
-    except OSError:
-        return []
 
 
 def around(model: Any, *, online: bool = False) -> AbstractContextManager[None]:

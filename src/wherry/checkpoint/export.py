@@ -21,7 +21,7 @@ from wherry.checkpoint.format import NAME, WEIGHT, Entry, Manifest, dtype_named
 from wherry.checkpoint.reader import CheckpointReader
 from wherry.checkpoint.session import Session, plain_tensors
 from wherry.checkpoint.session import aliases as tied_names
-from wherry.config.problems import did_you_mean
+from wherry.config.problems import path_meant
 from wherry.observe.progress import Progress
 from wherry.sharding.unit import Flat
 
@@ -199,9 +199,7 @@ def find(path: Path) -> Path:
     if (path / NAME).exists():
         return path
     if not path.exists():
-        raise CheckpointError(
-            f"{path}: there is no such folder{did_you_mean(str(path), map(str, path.parent.glob('*')))}"
-        )
+        raise CheckpointError(f"{path}: there is no such folder{path_meant(path)}")
     for folder in (path, path / IN_RUN):
         tag = folders.locate(folder, None, cleans=False) if folder.is_dir() else None
         if tag is not None:

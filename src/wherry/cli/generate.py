@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from wherry.config.problems import Parser
+from wherry.config.problems import Parser, path_meant
 from wherry.errors import WherryError
 
 if TYPE_CHECKING:
@@ -117,11 +117,8 @@ def _folder_of(path: Path) -> Iterator[Path]:
     from wherry.checkpoint.export import find
 
     if not path.exists():
-        from wherry.config.problems import did_you_mean
-
         hub = f"; one of a hub's models is made by `hf download {path} --local-dir FOLDER`"
-        beside = did_you_mean(str(path), map(str, path.parent.glob("*")))
-        raise WherryError(f"generate: {path}: there is no such folder{beside or hub}")
+        raise WherryError(f"generate: {path}: there is no such folder{path_meant(path) or hub}")
     if (path / "config.json").exists() and any(path.glob("*.safetensors")):
         _refuse_incomplete(path, "")
         yield path

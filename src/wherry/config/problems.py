@@ -7,6 +7,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import NoReturn
 
 from wherry.errors import ConfigError, one_line
@@ -49,6 +50,15 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
         lowered = {name.lower(): name for name in known}
         near = [lowered[match] for match in difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)]
     return f', did you mean "{near[0]}"?' if near else ""
+
+
+def path_meant(path: Path) -> str:
+    """The same of a path that is not there, from what lies where it would be."""
+    try:
+        beside = sorted(path.parent.iterdir())
+    except OSError:
+        return ""
+    return did_you_mean(str(path), map(str, beside))
 
 
 class Parser(argparse.ArgumentParser):

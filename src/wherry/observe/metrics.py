@@ -6,6 +6,7 @@ import csv
 import importlib
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -84,7 +85,7 @@ class CSV(_Growing):
             self._writer.writerow({"step": step, **values})
 
 
-class Service:
+class Service(ABC):
     """A package that numbers are sent to, as its block of the config asks."""
 
     name = ""
@@ -108,11 +109,11 @@ class Service:
                 "train without"
             ) from error
 
-    def begin(self, folder: Path, config: Mapping[str, Any]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def begin(self, folder: Path, config: Mapping[str, Any]) -> None: ...
 
-    def log(self, step: int, values: Values) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def log(self, step: int, values: Values) -> None: ...
 
     def close(self) -> None:
         self.run.close()
