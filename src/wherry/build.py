@@ -204,7 +204,8 @@ def _build(
     if not faking():  # a dry run takes no memory
         check_room(offload, plans)
     adopt = updater.states.adopt if updater is not None else None
-    builder = Builder(config, topology, spec.groups if spec is not None else (), offload.storage_of, adopt)
+    groups, whole = (spec.groups, spec.whole) if spec is not None else ((), ())
+    builder = Builder(config, topology, groups, whole, offload.storage_of, adopt)
     units = builder.build(plans, model)
     move_buffers(model, topology.device, topology.data, config.buffer_dtype())
     gatherer = Gatherer(

@@ -217,12 +217,13 @@ def promised_of(offload: Offload, plans: Sequence[UnitPlan]) -> Account:
     flats, records = [], []
     for plan in plans:
         kinds: Counter[tuple[torch.dtype, bool]] = Counter()
-        updated: Counter[tuple[torch.dtype, bool]] = Counter()
+        updated: dict[tuple[torch.dtype, bool], list[torch.Tensor]] = {}
         for _, parameter in plan.parameters:
             if parameter.is_floating_point():
                 kind = offload.config.working_dtype() or parameter.dtype, parameter.requires_grad
                 kinds[kind] += local(parameter).numel()
-                updated[kind] += local(parameter).numel() if parameter in offload.trained else 0
+                if parameter in offload.trained:
+                    updated.setdefault(kind, []).append(parameter)
         for (dtype, trainable), numel in kinds.items():
             cut = placement.parameters.partitioned or (trainable and placement.optimizer.partitioned)
             ranks = offload.topology.shards.size if cut else 1
@@ -230,22 +231,26 @@ def promised_of(offload: Offload, plans: Sequence[UnitPlan]) -> Account:
             weights = Tier.DEVICE if whole else choice.of_weights(shard * dtype.itemsize)
             resident = whole or (ranks == 1 and weights is Tier.DEVICE)
             kept = None
-            mine = updated[dtype, trainable]
+            mine = updated.get((dtype, trainable))
             if mine:
-                kept = choice.of_state(plan.name, mine, dtype, weights)
-                records.append(_record_size(offload, kept, dtype, -(-mine // ranks)))
+                kept = choice.of_state(plan.name, sum(local(p).numel() for p in mine), dtype, weights)
+                records.append(_record_size(offload, kept, dtype, mine, ranks))
             flats.append(Extent(plan.name, numel, shard, dtype, resident, weights, trainable, kept, shared=plan.root))
     accumulation = offload.config.batch(offload.topology.data.size).accumulation
     return promised(offload, choice, flats, records, accumulation)
 
 
-def _record_size(offload: Offload, kept: StateTier, dtype: torch.dtype, numel: int) -> RecordSize:
-    assert offload.spec is not None
-    rule = offload.make_rule(kept)
-    fields = record_fields(kept, rule, offload.spec.groups[0], dtype, numel)
-    # What torch's optimizers keep themselves is a guess.
-    itself = 0 if rule.splits else 2 * numel * max(dtype.itemsize, torch.float32.itemsize if kept.masters else 0)
-    nbytes = sum(field.payload for field in fields) + itself
+def _record_size(
+    offload: Offload, kept: StateTier, dtype: torch.dtype, parameters: Sequence[torch.Tensor], ranks: int
+) -> RecordSize:
+    """Of one rank's part of what is updated."""
+    rule, total = offload.make_rule(kept), 0
+    for parameter in parameters:
+        group, mine = offload.trained[parameter], local(parameter)
+        total += sum(field.payload for field in record_fields(kept, rule, group, dtype, tuple(mine.shape)))
+        if rule.keeps_state:  # a guess
+            total += 2 * mine.numel() * max(dtype.itemsize, torch.float32.itemsize if kept.masters else 0)
+    nbytes = -(-total // ranks)
     return RecordSize(kept.tier, nbytes, nbytes)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -44,8 +44,9 @@ class Offload:
         self.link: Link = topology.link(pin) if topology.link is not None else link_to(self.device, pin=pin)
         # Host memory for weights; optimizer state and gradients have the link's own.
         self._weights_pool = self.link.pool(zero.offload_param.pin_memory)
-        # What the optimizer has been given.
-        self.trained = {p for group in (spec.groups if spec is not None else ()) for p in group["params"]}
+        # What the optimizer has been given, and in which of its groups.
+        groups = spec.groups if spec is not None else []
+        self.trained: dict[torch.Tensor, dict[str, Any]] = {p: group for group in groups for p in group["params"]}
         self.choice = self.new_choice()
         self.policy = self.choice.policy
         self._state_tiers: dict[Flat, StateTier] = {}

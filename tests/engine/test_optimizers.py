@@ -60,7 +60,7 @@ def test_element_wise_optimizers(name: str, stage: int) -> None:
 def test_what_every_release_of_torch_has_a_kernel_for_is_fused_on_a_gpu(name: str, fused: bool | None) -> None:
     mine = OPTIMIZERS[name]([nn.Parameter(torch.ones(4))])
     with FakeTensorMode():
-        rule = TorchRule(type(mine), mine.defaults, mine.param_groups)
+        rule = TorchRule(mine, type(mine))
         inner = rule._bind([UpdateSegment(grad=None, working=torch.empty(4, device="cuda"))])
     assert inner.param_groups[0].get("fused") is fused
 

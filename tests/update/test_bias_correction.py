@@ -37,7 +37,7 @@ def values(seed: int = 0) -> tuple[torch.Tensor, list[torch.Tensor]]:
 
 
 def run(rule: UpdateRule, groups: Any, weights: torch.Tensor, grads: list[torch.Tensor], first: int = 1) -> None:
-    states = {field.name: torch.zeros(64) for field in rule.fields(groups[0], 64)}
+    states = {field.name: torch.zeros(64) for field in rule.fields(groups[0], (64,), torch.float32)}
     segment = UpdateSegment(grad=None, working=weights, state=tuple(states.values()))
     for step, grad in enumerate(grads, first):
         segment.grad = grad

@@ -9,11 +9,13 @@ import torch
 from torch import nn
 
 from wherry.errors import WherryError
+from wherry.fake import faking
+from wherry.observe.log import warn
 from wherry.parallel.comm import Comm
 from wherry.parallel.partition import check_replicated, is_dtensor, local, retype, slice_of
 from wherry.parallel.topology import Topology
-from wherry.sharding.grouping import UnitPlan
-from wherry.sharding.layout import lay_out
+from wherry.sharding.grouping import LARGE_LAYER, UnitPlan
+from wherry.sharding.layout import FlatLayout, lay_out
 from wherry.sharding.meta import Materialiser, pieces, source_of, write
 from wherry.sharding.param_shard import own_values, shard_of, take
 from wherry.sharding.safetensors_folder import TensorSource
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
     from wherry.config import Config
 
 
+# Of what optimizers that update whole parameters have, the padding from which on it is told of.
+TOLD_PADDING = 0.25
+
+
 class Builder:
     """Turns unit plans into units, a unit at a time, so that one unit above the model is ever in memory."""
 
@@ -33,6 +39,7 @@ class Builder:
         config: Config,
         topology: Topology,
         groups: Sequence[dict[str, Any]],
+        whole: Collection[int],
         storage_of: Callable[[str, int], Storage | None],
         adopt: Callable[[Flat, torch.Tensor | None], None] | None,
     ) -> None:
@@ -51,6 +58,9 @@ class Builder:
         self.rounds = config.wherry.round_masters
         # The optimizer's groups hold the very parameters, in the order that the user gave them.
         self.group_of: dict[nn.Parameter, int] = {p: i for i, group in enumerate(groups) for p in group["params"]}
+        # The groups whose optimizer looks at a parameter as a whole, and the flats that have such.
+        self.whole = whole
+        self._uncut: list[FlatLayout] = []
         # Flats up to the threshold stay whole, as long as all of them together keep within the limit.
         self.persistence_threshold = zero.stage3_param_persistence_threshold
         limit = zero.stage3_model_persistence_threshold
@@ -69,7 +79,19 @@ class Builder:
             flats = self._flats(plan, materialiser, sources)
             units.append(Unit(index, plan.name, plan.modules, flats, root=plan.root))
         materialiser.finish()
+        self._tell_of_padding()
         return units
+
+    def _tell_of_padding(self) -> None:
+        """Few parameters over many ranks leave some with nothing: that costs all of them memory and time."""
+        numel, payload = (sum(getattr(each, of) for each in self._uncut) for of in ("numel", "payload"))
+        if numel - payload > max(payload * TOLD_PADDING, LARGE_LAYER) and not faking() and self.comm.rank == 0:
+            warn(
+                "optimizer: it updates whole parameters, and %d ranks cannot share them evenly: what each keeps, sends "
+                "and receives of them is %.0f%% more than its part; fewer ranks share a copy with "
+                '"zero_optimization": {"mics_shard_size": ...}, and larger units (wherry.unit_classes) divide better',
+                self.shards.size, 100 * (numel / payload - 1),
+            )  # fmt: skip
 
     def _flats(
         self, plan: UnitPlan, materialiser: Materialiser, sources: Mapping[nn.Parameter, TensorSource]
@@ -125,10 +147,19 @@ class Builder:
         # A parameter that the optimizer was not given still gets gradients; it lies behind the groups.
         ungrouped = max(self.group_of.values(), default=-1) + 1
         parts = {n: part for n, p in members if (part := slice_of(n, p, self.tensor)) is not None}
-        members = sorted(members, key=lambda item: (self.group_of.get(item[1], ungrouped), item[0] not in parts))
         cut = self.placement.parameters.partitioned or (trainable and self.placement.optimizer.partitioned)
         ranks = self.shards.size if cut else 1
-        layout = lay_out([(n, local(p).shape, self.group_of.get(p, ungrouped)) for n, p in members], ranks, parts=parts)
+        described = [(n, local(p).shape, self.group_of.get(p, ungrouped)) for n, p in members]
+        whole = self.whole if trainable else ()
+        for part_name, _, group in described:
+            if part_name in parts and group in whole:
+                raise WherryError(
+                    f"{part_name}: tensor-parallel ranks have cut it, and its optimizer updates whole parameters; put "
+                    "it in a group that AdamW updates (param.use_muon = False for Muon), or train without a tp axis"
+                )
+        layout = lay_out(described, ranks, parts=parts, whole=whole)
+        if any(group in whole for _, _, group in described):
+            self._uncut.append(layout)
         resident = not self.placement.parameters.partitioned
         if not resident and layout.numel <= min(self.persistence_threshold, self.persistence_left):
             resident = True
@@ -136,7 +167,8 @@ class Builder:
         storage = None if resident else self.storage_of(name, layout.shard_numel * dtype.itemsize)
         # A rank by itself has nothing to gather, unless from another tier.
         resident = resident or (ranks == 1 and storage is None)
-        parameters = [parameter for _, parameter in members]
+        parameter_of = dict(members)
+        parameters = [parameter_of[slot.name] for slot in layout.slots]
         flat = Flat(
             name,
             layout,

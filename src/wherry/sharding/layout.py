@@ -6,8 +6,8 @@ Arithmetic, no copies.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -127,25 +127,57 @@ def lay_out(
     ranks: int,
     shard_alignment: int = SHARD_ALIGNMENT,
     parts: Mapping[str, LogicalSlice] | None = None,
+    whole: Collection[int] = (),
 ) -> FlatLayout:
     """Lay out `(name, shape, group)` parameters for `ranks` shards.
 
     `parts` are the slices of those that tensor-parallel ranks have cut. Within a group these come first, and blocks of
-    `SHARD_ALIGNMENT` hold either them or others: their norm is taken apart.
+    `SHARD_ALIGNMENT` hold either them or others: their norm is taken apart. Where a parameter is of a group in `whole`,
+    no shard's end cuts any: ranks have whole parameters, of about as many elements, and padding.
 
     >>> lay_out([("w", (4, 8), 0), ("b", (4,), 0)], ranks=2).shard_numel
     128
+    >>> [slot.start for slot in lay_out([("w", (30, 30), 0), ("v", (20, 20), 0)], ranks=2, whole=[0]).slots]
+    [0, 1024]
     """
     parts = parts or {}
+    ordered = sorted(parameters, key=lambda item: (item[2], item[0] not in parts))
+    uncut = ranks > 1 and any(group in whole for _, _, group in ordered)
+    shards = _balanced(ordered, ranks) if uncut else [ordered]
+    laid = [_end_to_end(shard, parts) for shard in shards]
+    if not uncut:
+        [(slots, stop)] = laid
+        return FlatLayout(tuple(slots), _round_up(max(stop, 1), ranks * shard_alignment), ranks)
+    size = _round_up(max(1, *(stop for _, stop in laid)), shard_alignment)
+    moved = [replace(slot, start=rank * size + slot.start) for rank, (slots, _) in enumerate(laid) for slot in slots]
+    return FlatLayout(tuple(moved), ranks * size, ranks)
+
+
+Parameters = Sequence[tuple[str, Sequence[int], int]]
+
+
+def _end_to_end(parameters: Parameters, parts: Mapping[str, LogicalSlice]) -> tuple[list[Slot], int]:
     slots: list[Slot] = []
     position = 0
-    for name, shape, group in sorted(parameters, key=lambda item: (item[2], item[0] not in parts)):
+    for name, shape, group in parameters:
         part = parts.get(name)
         if slots and (slots[-1].part is None) != (part is None):
             position = _round_up(position, SHARD_ALIGNMENT)
         slots.append(Slot(name, tuple(shape), group, position, part))
         position = _round_up(slots[-1].stop, PARAMETER_ALIGNMENT)
-    return FlatLayout(tuple(slots), _round_up(max(position, 1), ranks * shard_alignment), ranks)
+    return slots, position
+
+
+def _balanced(parameters: Parameters, ranks: int) -> list[list[tuple[str, Sequence[int], int]]]:
+    """Whole parameters for each rank, the largest first to whoever has least; each rank's in the order they had."""
+    loads = [0] * ranks
+    owner: dict[int, int] = {}
+    sizes = [_round_up(math.prod(shape), PARAMETER_ALIGNMENT) for _, shape, _ in parameters]
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        rank = loads.index(min(loads))
+        owner[index] = rank
+        loads[rank] += sizes[index]
+    return [[each for index, each in enumerate(parameters) if owner[index] == rank] for rank in range(ranks)]
 
 
 @dataclass(frozen=True)

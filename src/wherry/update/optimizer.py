@@ -18,6 +18,8 @@ from wherry.errors import WherryError
 from wherry.observe.log import warn
 from wherry.parallel.agreement import plain
 from wherry.update.rules import NATIVE_FAMILIES, NativeFamily, NativeRule, TorchRule, UpdateRule
+from wherry.update.whole_rules import is_grouped, rule_of, whole_groups
+from wherry.update.whole_rules import known as known_whole
 
 if TYPE_CHECKING:
     from wherry.config import Config
@@ -41,8 +43,6 @@ ELEMENT_WISE = (
 )
 WHY_NOT = {
     "LBFGS": "it needs the whole gradient's inner products, and several evaluations a step",
-    "Adafactor": "it factors the second moment over the rows and columns of whole matrices",
-    "Muon": "it orthogonalises whole matrices",
     "SparseAdam": "it works on sparse gradients, and flats are dense",
 }
 
@@ -62,6 +62,8 @@ class OptimizerSpec:
     native_family: NativeFamily | None
     # How moments are stored: fp32, or the lossy bf16 and int8.
     state_dtype: str = "fp32"
+    # The groups whose parameters are updated as a whole.
+    whole: frozenset[int] = frozenset()
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -78,16 +80,21 @@ class OptimizerSpec:
             return NativeRule(self.native_family, self.state_dtype, pool)
         instance = self.instance
         known_as = _known_as(instance)
+        if self.state_dtype == ("fp32" if masters else "bf16"):
+            rule = rule_of(instance, on_host=on_host, pool=pool)
+            if rule is not None:
+                return rule
         needs = "optimizer state on disk" if on_disk else f"wherry.state_dtype: {self.state_dtype}"
         if on_disk or self.state_dtype != ("fp32" if masters else "bf16"):
             where = "" if on_host else " on the host"
             if not (masters or on_disk):
                 needs = f"no masters with moments in {self.state_dtype}"
-            raise WherryError(f"{needs} needs Adam, AdamW, Adagrad, Lion or SGD{where}, got {known_as}")
+            more = ", Muon, Adafactor or Lamb" if on_disk and self.state_dtype == "fp32" else ""
+            raise WherryError(f"{needs} needs Adam, AdamW, Adagrad, Lion or SGD{where}{more}, got {known_as}")
         optimizer_class = {"CPUAdam": torch.optim.AdamW, "CPUAdagrad": torch.optim.Adagrad, "CPULion": Lion}.get(
             known_as, type(instance)
         )
-        return TorchRule(optimizer_class, instance.defaults, self.groups)
+        return TorchRule(instance, optimizer_class, whole=bool(self.whole))
 
 
 def described(spec: OptimizerSpec | None) -> Iterator[tuple[str, str]]:
@@ -142,7 +149,9 @@ def resolve_optimizer(
     if optimizer is None:
         if config.optimizer is None:
             return None
-        instance = make(config, parameters) if make else from_config(*config.optimizer.build_args(), parameters)
+        instance = (
+            make(config, parameters) if make else from_config(*config.optimizer.build_args(), parameters, model=model)
+        )
     elif isinstance(optimizer, torch.optim.Optimizer):
         instance = optimizer
         _tell_of_left_out(given, instance)
@@ -212,16 +221,19 @@ def describe(
     name, module = _known_as(instance), type(instance).__module__
     ours = module.startswith("wherry.")
     known = (module.startswith("torch.optim") and name in ELEMENT_WISE) or (ours and name in NATIVE_FAMILIES)
-    if not known and not allow_untested:
-        reason = WHY_NOT.get(name, "Wherry does not know whether it treats every element by itself")
+    whole = is_grouped(instance) or known_whole(type(instance)) is not None
+    if not (known or whole) and not allow_untested:
+        reason = WHY_NOT.get(name, "Wherry does not know whether it treats every parameter by itself")
         raise UntestedOptimizerError(
-            f"optimizer: {module}.{name} cannot be sharded: {reason}. Element-wise optimizers work "
-            f"({', '.join(ELEMENT_WISE)}, Lion); if yours is one, set zero_allow_untested_optimizer to true"
+            f"optimizer: {module}.{name} cannot be sharded: {reason}. Those of torch.optim work "
+            f"({', '.join(ELEMENT_WISE)}; Adafactor and Muon), and Lion and Lamb; if yours treats every parameter by "
+            "itself, set zero_allow_untested_optimizer to true"
         )
     family = NATIVE_FAMILIES.get(name) if known else None
     if family is not None and not all(_native_can(group) for group in instance.param_groups):
         family = None
-    return OptimizerSpec(instance, family, state_dtype)
+    # Of what nobody knows whether it treats every element by itself, a parameter is not cut.
+    return OptimizerSpec(instance, family, state_dtype, frozenset() if known else whole_groups(instance))
 
 
 def _known_as(instance: torch.optim.Optimizer) -> str:
@@ -238,12 +250,12 @@ def _native_can(group: dict[str, Any]) -> bool:
 
 
 def from_config(
-    name: str, options: dict[str, Any], parameters: Iterable[Any], cls: Any = None
+    name: str, options: dict[str, Any], parameters: Iterable[Any], cls: Any = None, *, model: nn.Module | None = None
 ) -> torch.optim.Optimizer:
     """The optimizer that a config's `optimizer` block names, with its arguments as torch.optim has them.
 
-    `cls` is another class that takes the same. `bias_correction` is no argument of torch's Adam, but an option of its
-    groups that is followed here.
+    Muon asks the `model` which of the parameters are its. `cls` is another class that takes the same. `bias_correction`
+    is no argument of torch's Adam, but an option of its groups that is followed here.
     """
     beside = {} if cls else {key: options[key] for key in ("bias_correction",) if key in options}
     options = {key: value for key, value in options.items() if key not in beside}
@@ -251,15 +263,19 @@ def from_config(
     instance = cls.__new__(cls)
     if cls.add_param_group is torch.optim.Optimizer.add_param_group:
         instance.add_param_group = partial(ADD_GROUP, instance)
-    try:
-        instance.__init__(parameters, **options)
-    except (TypeError, ValueError) as error:
-        raise WherryError(f"optimizer.params: {name} does not take these: {error}") from error
+    _made(name, instance.__init__, parameters, options)
     vars(instance).pop("add_param_group", None)
     instance.defaults.update(beside)
     for group in instance.param_groups:
         group.update({**beside, **group})
     return instance
+
+
+def _made(name: str, make: Callable[..., Any], parameters: Iterable[Any], options: dict[str, Any]) -> Any:
+    try:
+        return make(parameters, **options)
+    except (TypeError, ValueError) as error:
+        raise WherryError(f"optimizer.params: {name} does not take these: {error}") from error
 
 
 class Lion(torch.optim.Optimizer):

@@ -5,6 +5,7 @@ A bucket's state is one record, which rests on one tier, and which an update fet
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from wherry.tickets import DONE, Ticket
 from wherry.tiers.storage import Storage, opened
 from wherry.tiers.streams import Link
 from wherry.update.record import Field, RecordLayout, State
-from wherry.update.rules import Group, Groups, UpdateRule, UpdateSegment
+from wherry.update.rules import Group, Groups, Shape, UpdateRule, UpdateSegment
 
 # Flats together up to this many elements are updated in one call: below it, calling costs more than updating.
 BUCKET_NUMEL = 1 << 18
@@ -64,13 +65,16 @@ class StateStorages(Protocol):
         """A new one of so many bytes."""
 
 
-def record_fields(kept: StateTier, rule: UpdateRule, group: Group, dtype: torch.dtype, numel: int) -> list[Field]:
-    """What the record has of a segment of so many elements: weights, and moments unless the rule keeps them itself."""
+def record_fields(kept: StateTier, rule: UpdateRule, group: Group, dtype: torch.dtype, shape: Shape) -> list[Field]:
+    """What the record has of a parameter of that shape, or of so many elements of one: weights, and moments unless the
+    rule keeps them itself."""
+    numel = math.prod(shape)
     fields = [Field("working", dtype, numel)] if kept.apart else []
     if kept.masters and dtype.itemsize < torch.float32.itemsize:
         split = kept.split and rule.splits and dtype is torch.bfloat16
         fields.append(Field("low", torch.int16, numel) if split else Field("master", torch.float32, numel))
-    return fields + rule.fields(group, numel)
+    updated = torch.promote_types(dtype, torch.float32) if kept.masters else dtype
+    return fields + rule.fields(group, shape, updated)
 
 
 @dataclass(frozen=True)
@@ -112,10 +116,15 @@ class FlatState:
     def rule(self) -> UpdateRule:
         return self.bucket.rule
 
+    def shape_of(self, span: SegmentSpan) -> Shape | None:
+        """The shape of its parameter, where the rule asks for that and the span is all of it."""
+        slot = self.flat.layout.slots[span.slot]
+        return slot.shape if self.rule.whole and span.stop - span.start == slot.numel else None
+
     def begin_again(self, group: Group, values: dict[str, State], name: str) -> None:
         """Let a moment, among the `values` of a segment that is opened, be as before the parameter's first update."""
         value = values.get(name)
-        if name not in {field.name for field in self.rule.fields(group, 1)}:
+        if name not in values or self.rule.keeps_state:
             values.pop(name, None)
         elif isinstance(value, native.Blocks8):
             value.codes.zero_()
@@ -182,8 +191,8 @@ class UpdateBucket:
         """Make the record, from the fp32 masters of the states' flats, None where the working weights are as good."""
         segments = []
         for state, span in self.spans:
-            numel = span.stop - span.start
-            segments.append(record_fields(self.kept, self.rule, groups[span.group], state.flat.dtype, numel))
+            shape = state.shape_of(span) or (span.stop - span.start,)
+            segments.append(record_fields(self.kept, self.rule, groups[span.group], state.flat.dtype, shape))
         self._layout = RecordLayout(segments)
         if not self._layout.nbytes:
             return
@@ -367,6 +376,7 @@ class UpdateBucket:
                     # The draws of stochastic rounding follow the element, however the flat is cut.
                     start=flat.own.start + span.start,
                     group=span.group,
+                    shape=state.shape_of(span),
                 )
             )
         return segments

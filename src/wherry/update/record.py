@@ -24,6 +24,8 @@ class Field:
     dtype: torch.dtype
     numel: int
     coded: bool = False
+    # Of a state that has not an element for each of the parameter's.
+    shape: tuple[int, ...] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -44,7 +46,7 @@ class Field:
         """The field in its bytes."""
         values = memory[: self.numel * self.dtype.itemsize].view(self.dtype)
         if not self.coded:
-            return values
+            return values if self.shape is None else values.view(self.shape)
         scales = memory[self._codes_nbytes : self._codes_nbytes + 4 * blocks_of(self.numel)].view(torch.float32)
         return native.Blocks8(values, scales)
 

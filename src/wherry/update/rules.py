@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,12 +13,13 @@ import torch
 from torch import nn
 
 from wherry import native
-from wherry.fake import is_fake
+from wherry.fake import address_of, is_fake
 from wherry.tickets import DONE, Ticket
 from wherry.update.record import Field, State
 
 Group = Mapping[str, Any]
 Groups = Sequence[Group]
+Shape = tuple[int, ...]
 # Elements that are in fp32 at once, where weights of 16 bits have no masters: some megabytes, which caches hold.
 IN_FP32 = 1 << 18
 # A count of steps that is one after itself, as fp32 has it, and at which Adam's corrections are 1.
@@ -32,6 +35,8 @@ class UpdateSegment(native.Segment):
     """What a shard has of one parameter, and its tensors where the update finds them, on whatever device."""
 
     group: int = 0
+    # That of the parameter, where the shard has all of it.
+    shape: tuple[int, ...] | None = None
 
     @property
     def whole_master(self) -> torch.Tensor:
@@ -63,8 +68,16 @@ class UpdateRule:
     # Whether a part of a segment may be updated by itself.
     cuts = False
 
-    def fields(self, group: Group, numel: int) -> list[Field]:
-        """What it keeps for a segment, apart from weights; empty where it keeps its state itself."""
+    # Whether state is not in records, so that it can rest in memory alone.
+    keeps_state = False
+    # Whether it is to be told the shape of parameters that the shard has all of.
+    whole = False
+
+    def fields(self, group: Group, shape: Shape, dtype: torch.dtype) -> list[Field]:
+        """What it keeps for a segment, apart from weights; empty where it keeps its state itself.
+
+        `shape` is the parameter's, or of elements of one; `dtype` that of what is updated.
+        """
         return []
 
     def begin(self, group: Group, state: dict[str, State]) -> None:
@@ -108,14 +121,14 @@ class NativeFamily:
         return () if self.rule is native.SGD and not group["momentum"] else self.state_names
 
 
-_ADAM = NativeFamily(native.Adam, ("exp_avg", "exp_avg_sq"))
+ADAM = NativeFamily(native.Adam, ("exp_avg", "exp_avg_sq"))
 _ADAGRAD = NativeFamily(native.Adagrad, ("sum",), lambda group: group.get("initial_accumulator_value", 0.0))
 _LION = NativeFamily(native.Lion, ("exp_avg",))
 # By the class of the optimizer.
 NATIVE_FAMILIES: dict[str, NativeFamily] = {
-    "Adam": _ADAM,
-    "AdamW": _ADAM,
-    "CPUAdam": _ADAM,
+    "Adam": ADAM,
+    "AdamW": ADAM,
+    "CPUAdam": ADAM,
     "Adagrad": _ADAGRAD,
     "CPUAdagrad": _ADAGRAD,
     "Lion": _LION,
@@ -136,8 +149,8 @@ class NativeRule(UpdateRule):
         # Where weights and state stay in memory, every step brings the same lists of segments, until `forget`.
         self._packed: dict[int, tuple[Sequence[UpdateSegment], native.PackedSegments]] = {}
 
-    def fields(self, group: Group, numel: int) -> list[Field]:
-        fields = []
+    def fields(self, group: Group, shape: Shape, dtype: torch.dtype) -> list[Field]:
+        fields, numel = [], math.prod(shape)
         for name in self.family.names(group):
             dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}[self.state_dtype]
             coded = dtype is torch.int8
@@ -199,12 +212,18 @@ class NativeRule(UpdateRule):
 
 
 class TorchRule(UpdateRule):
-    """Any element-wise torch optimizer, run on the segments as if they were its parameters."""
+    """Any torch optimizer, run on the segments as if they were its parameters; it keeps its state itself."""
 
-    def __init__(self, optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any], groups: Groups) -> None:
+    keeps_state = True
+
+    def __init__(
+        self, instance: torch.optim.Optimizer, optimizer_class: type[torch.optim.Optimizer], *, whole: bool = False
+    ) -> None:
+        self.instance = instance
+        self.whole = whole
         self.optimizer_class = optimizer_class
-        self.groups = groups
-        self.defaults = {k: v for k, v in defaults.items() if k in _constructor_options(optimizer_class)}
+        self.groups: Groups = instance.param_groups
+        self.defaults = {k: v for k, v in instance.defaults.items() if k in _constructoroptions_of(optimizer_class)}
         self._inner: torch.optim.Optimizer | None = None
         self._parameters: list[nn.Parameter] = []
         # The groups that its segments are of.
@@ -212,18 +231,24 @@ class TorchRule(UpdateRule):
 
     def _bind(self, segments: Sequence[UpdateSegment]) -> torch.optim.Optimizer:
         if self._inner is None:
-            self._parameters = [nn.Parameter(segment.whole_master, requires_grad=True) for segment in segments]
+            self._parameters = [nn.Parameter(shown(segment), requires_grad=True) for segment in segments]
             members: dict[int, list[nn.Parameter]] = {}
             for segment, parameter in zip(segments, self._parameters, strict=True):
                 members.setdefault(segment.group, []).append(parameter)
             fused = {"fused": True} if self._fuses() else {}
-            self._inner = self.optimizer_class(
-                [{**_options(self.groups[group]), **fused, "params": params} for group, params in members.items()],
-                **self.defaults,
-            )
+            groups = [
+                {**options_of(self.groups[group]), **fused, "params": params} for group, params in members.items()
+            ]
+            if self.whole:
+                self._inner = like(self.optimizer_class, groups, vars(self.instance))
+            else:
+                self._inner = self.optimizer_class(groups, **self.defaults)
             self._used = list(members)
             for parameter, corrected in zip(self._parameters, self._corrected(segments), strict=True):
                 self._begin_again(parameter, corrected)
+        for segment, parameter in zip(segments, self._parameters, strict=True):
+            if address_of(parameter) != address_of(segment.whole_master):  # weights that rest on disk, or were moved
+                parameter.data = shown(segment)
         return self._inner
 
     def _corrected(self, segments: Sequence[UpdateSegment]) -> list[bool]:
@@ -236,7 +261,7 @@ class TorchRule(UpdateRule):
         assert self._inner is not None
         self._inner.state.pop(parameter, None)
         if not corrected:
-            moments = {name: torch.zeros_like(parameter) for name in _ADAM.state_names}
+            moments = {name: torch.zeros_like(parameter) for name in ADAM.state_names}
             self._inner.state[parameter].update({**moments, "step": self._step(parameter, UNCORRECTED)})
 
     def _step(self, parameter: nn.Parameter, count: float) -> torch.Tensor:
@@ -257,19 +282,15 @@ class TorchRule(UpdateRule):
         inner = self._bind(segments)
         for number, options in zip(self._used, inner.param_groups, strict=True):
             fused = options.get("fused")
-            options.update(_options(groups[number]))
+            options.update(options_of(groups[number]))
             if "fused" in options:
                 options["fused"] = fused
         # Without a gradient, torch's optimizers leave a parameter alone too, and count no step.
         present = [one for one in zip(segments, self._parameters, strict=True) if one[0].grad is not None]
-        for (_, parameter), grad in zip(present, _scaled(present, multiplier), strict=True):
-            parameter.grad = grad
+        for (_, parameter), grad in zip(present, scaled(present, multiplier), strict=True):
+            parameter.grad = grad.view(parameter.shape)
         inner.step()
-        for _, parameter in present:
-            parameter.grad = None
-        cast = [(s.working, s.master) for s, _ in present if s.working is not None and s.master is not None]
-        if cast:
-            torch._foreach_copy_([working for working, _ in cast], [master for _, master in cast])
+        round_weights(present)
         return DONE
 
     def kept(self) -> list[dict[str, torch.Tensor]]:
@@ -278,9 +299,9 @@ class TorchRule(UpdateRule):
         states = [self._inner.state[parameter] for parameter in self._parameters]
         return [
             {
-                name: value
+                name: value.reshape(-1) if value.shape == parameter.shape else value
                 for name, value in state.items()
-                if isinstance(value, torch.Tensor) and value.shape in ((), parameter.shape) and name != "step"
+                if isinstance(value, torch.Tensor) and name != "step"
             }
             for state, parameter in zip(states, self._parameters, strict=True)
         ]
@@ -293,9 +314,10 @@ class TorchRule(UpdateRule):
             self._parameters, steps, self._corrected(segments), kept, strict=True
         ):
             # Zeros before the first update are none: SGD's first has no dampening, which a buffer would bring.
-            if values and (count or any(bool(_data(value).any()) for value in values.values())):
+            if values and (count or any(bool(data_of(value).any()) for value in values.values())):
                 step = self._step(parameter, count if corrected else UNCORRECTED)
-                inner.state[parameter].update({**values, "step": step})
+                states = {name: shaped(data_of(value), parameter.shape) for name, value in values.items()}
+                inner.state[parameter].update({**states, "step": step})
             else:
                 self._begin_again(parameter, corrected)
 
@@ -306,7 +328,37 @@ class TorchRule(UpdateRule):
         return sum(v.nbytes for state in states for v in state.values() if isinstance(v, torch.Tensor) and v.dim())
 
 
-def _scaled(present: Sequence[tuple[UpdateSegment, nn.Parameter]], multiplier: float) -> list[torch.Tensor]:
+def like(
+    optimizer_class: type[torch.optim.Optimizer], groups: list[dict[str, Any]], more: Mapping[str, Any] | None = None
+) -> torch.optim.Optimizer:
+    """One of the class with these groups and no state, and with all else that an instance has: as it is unpickled."""
+    inner = optimizer_class.__new__(optimizer_class)
+    kept = {name: value for name, value in (more or {"defaults": {}}).items() if "hooks" not in name}
+    inner.__setstate__({**kept, "param_groups": groups, "state": defaultdict(dict)})
+    return inner
+
+
+def shown(segment: UpdateSegment) -> torch.Tensor:
+    """What is updated, as an optimizer of torch's is to see it."""
+    weights = segment.whole_master
+    return weights if segment.shape is None else weights.view(segment.shape)
+
+
+def shaped(value: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """A state of the parameter's size in its shape; others have one of their own."""
+    return value.view(shape) if value.dim() == 1 and value.numel() == shape.numel() else value
+
+
+def round_weights(present: Sequence[tuple[UpdateSegment, nn.Parameter]]) -> None:
+    """An optimizer has updated masters: the working weights follow."""
+    for _, parameter in present:
+        parameter.grad = None
+    cast = [(s.working, s.master) for s, _ in present if s.working is not None and s.master is not None]
+    if cast:
+        torch._foreach_copy_([working for working, _ in cast], [master for _, master in cast])
+
+
+def scaled(present: Sequence[tuple[UpdateSegment, nn.Parameter]], multiplier: float) -> list[torch.Tensor]:
     """Gradients times `multiplier` in the dtype of the master, by one pass over each; themselves if they are that."""
     # Without masters gradients, too, are of the type of the weights.
     half = bool(present) and present[0][0].is_half
@@ -318,13 +370,13 @@ def _scaled(present: Sequence[tuple[UpdateSegment, nn.Parameter]], multiplier: f
     return [grad * factor for grad in grads]
 
 
-def _data(value: State) -> torch.Tensor:
+def data_of(value: State) -> torch.Tensor:
     return value.codes if isinstance(value, native.Blocks8) else value
 
 
-def _options(group: Group) -> dict[str, Any]:
+def options_of(group: Group) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "initial_lr", "param_names")}
 
 
-def _constructor_options(optimizer_class: type[torch.optim.Optimizer]) -> set[str]:
+def _constructoroptions_of(optimizer_class: type[torch.optim.Optimizer]) -> set[str]:
     return set(inspect.signature(optimizer_class.__init__).parameters) - {"self", "params"}

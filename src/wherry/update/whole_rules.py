@@ -1,0 +1,173 @@
+"""How optimizers that look at whole parameters update them: as they are written, with their state in records."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from wherry import native
+from wherry.fake import faking
+from wherry.tickets import DONE, Ticket, TicketGroup
+from wherry.update.record import Field
+from wherry.update.rules import (
+    ADAM,
+    Group,
+    Groups,
+    NativeRule,
+    Shape,
+    UpdateRule,
+    UpdateSegment,
+    data_of,
+    like,
+    options_of,
+    round_weights,
+    scaled,
+    shaped,
+    shown,
+)
+
+# The option of a group that says whether Muon updates it, where AdamW updates the others.
+BY_MUON = "use_muon"
+
+
+@dataclass(frozen=True)
+class KnownOptimizer:
+    """A torch optimizer, and what it keeps of a parameter: the names, each with its shape, for one of a shape."""
+
+    optimizer_class: type[torch.optim.Optimizer]
+    kept: Callable[[Group, Shape], dict[str, Shape]]
+    # Whether it keeps that in fp32 where weights of 16 bits have no masters.
+    in_fp32: bool = False
+    # Beside that, and the count of steps as it has it.
+    beside: Mapping[str, Any] = field(default_factory=dict)
+    counts: Callable[[int], Any] = lambda steps: torch.tensor(float(steps))
+
+
+def _muon(group: Group, shape: Shape) -> dict[str, Shape]:
+    return {"momentum_buffer": shape}
+
+
+def _two_moments(group: Group, shape: Shape) -> dict[str, Shape]:
+    return {"exp_avg": shape, "exp_avg_sq": shape}
+
+
+def _adafactor(group: Group, shape: Shape) -> dict[str, Shape]:
+    if len(shape) < 2:
+        return {"variance": shape}
+    return {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}
+
+
+def _adafactor_of_transformers(group: Group, shape: Shape) -> dict[str, Shape]:
+    first = {"exp_avg": shape} if group["beta1"] is not None else {}
+    if len(shape) < 2:
+        return {**first, "exp_avg_sq": shape}
+    return {**first, "exp_avg_sq_row": shape[:-1], "exp_avg_sq_col": (*shape[:-2], shape[-1])}
+
+
+def known(cls: type[torch.optim.Optimizer]) -> KnownOptimizer | None:
+    """What a class keeps, if it is one of those that look at whole parameters and of which that is known."""
+    match cls.__module__.partition(".")[0], cls.__name__:
+        case "torch", "Muon":
+            return KnownOptimizer(cls, _muon)
+        case "torch", "Adafactor":
+            return KnownOptimizer(cls, _adafactor)
+        case "transformers", "Adafactor":
+            return KnownOptimizer(cls, _adafactor_of_transformers, in_fp32=True, beside={"RMS": 0}, counts=int)
+        case "wherry", "Lamb":
+            return KnownOptimizer(cls, _two_moments)
+    return None
+
+
+def is_grouped(instance: torch.optim.Optimizer) -> bool:
+    """Whether it is our Muon, which has AdamW beside it for some groups."""
+    return type(instance).__module__.startswith("wherry.") and type(instance).__name__ == "Muon"
+
+
+def whole_groups(instance: torch.optim.Optimizer) -> frozenset[int]:
+    """The groups whose parameters it updates as a whole."""
+    return frozenset(
+        number for number, group in enumerate(instance.param_groups) if not is_grouped(instance) or group[BY_MUON]
+    )
+
+
+def rule_of(instance: torch.optim.Optimizer, *, on_host: bool, pool: native.Pool | None) -> UpdateRule | None:
+    """The rule of such an optimizer; None for any other."""
+    if is_grouped(instance):
+        adamw = (
+            NativeRule(ADAM, pool=pool) if on_host else RecordedRule(KnownOptimizer(torch.optim.AdamW, _two_moments))
+        )
+        return GroupedRule({True: RecordedRule(KnownOptimizer(torch.optim.Muon, _muon)), False: adamw})
+    found = known(type(instance))
+    return RecordedRule(found) if found is not None else None
+
+
+class RecordedRule(UpdateRule):
+    """A torch optimizer with its state in the record, run on whole parameters, or on runs of elements as vectors."""
+
+    whole = True
+
+    def __init__(self, optimizer: KnownOptimizer) -> None:
+        self.optimizer = optimizer
+
+    def fields(self, group: Group, shape: Shape, dtype: torch.dtype) -> list[Field]:
+        if self.optimizer.in_fp32 and dtype.itemsize < torch.float32.itemsize:
+            dtype = torch.float32
+        kept = self.optimizer.kept(group, shape)
+        return [Field(name, dtype, math.prod(own), shape=None if own == shape else own) for name, own in kept.items()]
+
+    def update(
+        self, segments: Sequence[UpdateSegment], steps: Sequence[int], groups: Groups, multiplier: float
+    ) -> Ticket:
+        counts = [step - 1 for segment, step in zip(segments, steps, strict=True) if segment.grad is not None]
+        present = [(segment, nn.Parameter(shown(segment))) for segment in segments if segment.grad is not None]
+        members: dict[int, list[nn.Parameter]] = {}
+        for segment, parameter in present:
+            members.setdefault(segment.group, []).append(parameter)
+        given = [{**options_of(groups[number]), "params": params} for number, params in members.items()]
+        inner = like(self.optimizer.optimizer_class, given)
+        for (segment, parameter), grad, count in zip(present, scaled(present, multiplier), counts, strict=True):
+            parameter.grad = grad.view(parameter.shape)
+            names = self.optimizer.kept(groups[segment.group], tuple(parameter.shape))
+            kept = {name: shaped(data_of(v), parameter.shape) for name, v in zip(names, segment.state, strict=True)}
+            inner.state[parameter] = {**kept, **self.optimizer.beside, "step": self.optimizer.counts(count)}
+        _step(inner)
+        round_weights(present)
+        return DONE
+
+
+def _step(inner: torch.optim.Optimizer) -> None:
+    from torch._subclasses.fake_tensor import DataDependentOutputException
+
+    try:
+        inner.step()
+    except DataDependentOutputException:
+        assert faking()  # a norm that the host reads: in a dry run there is none, and the state is there
+
+
+class GroupedRule(UpdateRule):
+    """Muon for some groups, AdamW for the others."""
+
+    whole = True
+
+    def __init__(self, rules: Mapping[bool, UpdateRule]) -> None:
+        self.rules = rules
+
+    def fields(self, group: Group, shape: Shape, dtype: torch.dtype) -> list[Field]:
+        return self.rules[group[BY_MUON]].fields(group, shape, dtype)
+
+    def update(
+        self, segments: Sequence[UpdateSegment], steps: Sequence[int], groups: Groups, multiplier: float
+    ) -> Ticket:
+        tickets = []
+        for by_muon, rule in self.rules.items():
+            mine = [one for one in zip(segments, steps, strict=True) if groups[one[0].group][BY_MUON] is by_muon]
+            if mine:
+                part, counts = zip(*mine, strict=True)
+                tickets.append(rule.update(part, counts, groups, multiplier))
+                rule.forget()  # the next ones come in another list
+        return TicketGroup(tickets)

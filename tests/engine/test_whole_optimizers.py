@@ -1,0 +1,84 @@
+"""Optimizers that look at a parameter as a whole, against plain PyTorch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.engine.harness import TinyLM, assert_close, make_model, train_engine, train_plain
+from torch import nn
+
+import wherry
+from wherry.sharding.layout import lay_out
+
+
+class Rows(torch.optim.Optimizer):
+    """One that nobody knows: every row goes by its own length, which it keeps a mean of."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["lengths"] = torch.zeros(p.shape[0], 1) if p.dim() == 2 else torch.zeros_like(p)
+                    state["mean"] = torch.zeros_like(p)
+                length = p.grad.norm(dim=1, keepdim=True) if p.dim() == 2 else p.grad.abs()
+                state["lengths"].lerp_(length, 0.1)
+                state["mean"].lerp_(p.grad, 0.5)
+                p.addcdiv_(state["mean"], state["lengths"] + 1e-3, value=-group["lr"])
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2, weight_decay=0.1),
+    "rows": Rows,
+}
+VOUCHED = {"zero_allow_untested_optimizer": True}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_equal_to_plain_pytorch(name: str, stage: int, ranks: int) -> None:
+    model = make_model()
+    more = {"clip": 0.5, "accumulation": 2} if stage in (1, 3) else {}
+    plain = train_plain(model, ranks=ranks, steps=5, optimizer=OPTIMIZERS[name], **more)
+    ours = train_engine(model, stage=stage, ranks=ranks, steps=5, optimizer=OPTIMIZERS[name], config=VOUCHED, **more)
+    assert_close(ours, plain, 2e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_no_shard_cuts_a_parameter_and_loads_are_even(ranks: int) -> None:
+    model = make_model(TinyLM)
+    parameters = [(name, tuple(p.shape), 0) for name, p in model.named_parameters()]
+    layout = lay_out(parameters, ranks, whole=[0])
+    loads = [0] * ranks
+    for slot in layout.slots:
+        owners = [rank for rank in range(ranks) if layout.overlap(slot, rank) is not None]
+        assert len(owners) == 1
+        loads[owners[0]] += slot.numel
+    assert sorted(slot.name for slot in layout.slots) == sorted(name for name, _, _ in parameters)
+    assert [slot.start for slot in layout.slots] == sorted(slot.start for slot in layout.slots)
+    largest = max(math.prod(shape) for _, shape, _ in parameters)
+    assert layout.shard_numel <= max(largest, sum(loads) / ranks) * 1.5 + 128
+    assert sum(stop - start for start, stop in layout.gaps()) == layout.numel - layout.payload
+
+
+def test_element_wise_optimizers_keep_their_layout() -> None:
+    shapes = [("w", (30, 30), 0), ("b", (30,), 1)]
+    assert lay_out(shapes, 4) == lay_out(shapes, 4, whole=[2])
+    assert lay_out(shapes, 1) == lay_out(shapes, 1, whole=[0])
+
+
+def test_one_that_nobody_has_vouched_for_is_refused() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(wherry.WherryError, match="every parameter by itself.*zero_allow_untested_optimizer"):
+        wherry.initialize(model=model, optimizer=Rows(model.parameters()), config={"train_batch_size": 1})
