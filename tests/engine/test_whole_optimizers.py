@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import TinyLM, assert_close, make_model, train_engine, train_plain
+from tests.engine.harness import VOCABULARY, TinyLM, assert_close, make_model, token_batch, train_engine, train_plain
 from torch import nn
 
 import wherry
@@ -39,6 +40,7 @@ class Rows(torch.optim.Optimizer):
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2, weight_decay=0.1),
+    "lamb": lambda p: wherry.optim.Lamb(p, lr=1e-2, weight_decay=0.1),
     "rows": Rows,
 }
 VOUCHED = {"zero_allow_untested_optimizer": True}
@@ -53,6 +55,66 @@ def test_equal_to_plain_pytorch(name: str, stage: int, ranks: int) -> None:
     plain = train_plain(model, ranks=ranks, steps=5, optimizer=OPTIMIZERS[name], **more)
     ours = train_engine(model, stage=stage, ranks=ranks, steps=5, optimizer=OPTIMIZERS[name], config=VOUCHED, **more)
     assert_close(ours, plain, 2e-5)
+
+
+def muon(parameters: Any) -> torch.optim.Optimizer:
+    """AdamW has the embedding, which is the head too, and what is no matrix."""
+    parameters = list(parameters)
+    hidden = [p for p in parameters if p.dim() == 2 and p.shape[0] != VOCABULARY]
+    rest = [p for p in parameters if p.dim() != 2 or p.shape[0] == VOCABULARY]
+    groups = [{"params": hidden, "use_muon": True}, {"params": rest, "use_muon": False}]
+    return wherry.optim.Muon(groups, lr=1e-2, adamw_lr=3e-3)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_muon_with_adamw_beside_it(stage: int, ranks: int) -> None:
+    """Its products are in bf16: a sum over ranks in another order changes an update by a thousandth of itself."""
+    model = make_model()
+    more = {"clip": 0.5, "accumulation": 2} if stage in (1, 3) else {}
+    plain = train_plain(model, ranks=ranks, steps=5, optimizer=muon, **more)
+    ours = train_engine(model, stage=stage, ranks=ranks, steps=5, optimizer=muon, **more)
+    assert_close(ours, plain, 5e-4)
+
+
+def train_masters(model: nn.Module, optimizer: Callable[[Any], torch.optim.Optimizer], ranks: int, steps: int) -> Any:
+    """The oracle in bf16: weights in fp32, and a model that is what they round to."""
+    master, working = copy.deepcopy(model), copy.deepcopy(model).bfloat16()
+    opt, losses = optimizer(master.parameters()), []
+    for step in range(steps):
+        summed = [torch.zeros_like(p) for p in master.parameters()]
+        total = 0.0
+        for rank in range(ranks):
+            loss = working(*token_batch(step, 0, rank))
+            gradients = torch.autograd.grad(loss, list(working.parameters()))
+            torch._foreach_add_(summed, [g.float() for g in gradients], alpha=1 / ranks)
+            total += float(loss.detach()) / ranks
+        for parameter, gradient in zip(master.parameters(), summed, strict=True):
+            parameter.grad = gradient
+        opt.step()
+        with torch.no_grad():
+            torch._foreach_copy_(list(working.parameters()), list(master.parameters()))
+        losses.append(total)
+    return losses, {name: p.detach() for name, p in master.named_parameters()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("name", ["muon", "adafactor", "lamb"])
+def test_masters_in_bf16(name: str, stage: int, ranks: int) -> None:
+    make = OPTIMIZERS.get(name, muon)
+    model = make_model()
+    losses, weights = train_masters(model, make, ranks, 5)
+
+    def masters(engine: Any) -> dict[str, torch.Tensor]:
+        return {name: engine.states.full(name, "master") for name in weights}
+
+    config = {"bf16": {"enabled": True}, "wherry": {"master": "whole"}}
+    ours = train_engine(model, stage=stage, ranks=ranks, steps=5, optimizer=make, config=config, finish=masters)
+    assert ours.losses == pytest.approx(losses, rel=5e-3)
+    for key, expected in weights.items():
+        moved = (expected - model.state_dict()[key]).norm()
+        assert (ours.extra[key] - expected).norm() <= 0.1 * moved, key
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
@@ -80,5 +142,5 @@ def test_element_wise_optimizers_keep_their_layout() -> None:
 
 def test_one_that_nobody_has_vouched_for_is_refused() -> None:
     model = nn.Linear(4, 4)
-    with pytest.raises(wherry.WherryError, match="every parameter by itself.*zero_allow_untested_optimizer"):
+    with pytest.raises(wherry.WherryError, match=r"every parameter by itself.*zero_allow_untested_optimizer"):
         wherry.initialize(model=model, optimizer=Rows(model.parameters()), config={"train_batch_size": 1})

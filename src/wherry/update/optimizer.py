@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from wherry import native
+from wherry import native, optim
 from wherry.errors import WherryError
 from wherry.observe.log import warn
+from wherry.optim.groups import ADD_GROUP
 from wherry.parallel.agreement import plain
 from wherry.update.rules import NATIVE_FAMILIES, NativeFamily, NativeRule, TorchRule, UpdateRule
-from wherry.update.whole_rules import is_grouped, rule_of, whole_groups
 from wherry.update.whole_rules import known as known_whole
+from wherry.update.whole_rules import rule_of, whole_groups
 
 if TYPE_CHECKING:
     from wherry.config import Config
@@ -45,9 +45,6 @@ WHY_NOT = {
     "LBFGS": "it needs the whole gradient's inner products, and several evaluations a step",
     "SparseAdam": "it works on sparse gradients, and flats are dense",
 }
-
-# As it is without the decorator that keeps torch's compiler out of it, and loads that compiler, which takes a second.
-ADD_GROUP = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 
 
 class UntestedOptimizerError(WherryError, AssertionError):
@@ -156,6 +153,8 @@ def resolve_optimizer(
         instance = optimizer
         _tell_of_left_out(given, instance)
     else:
+        if optimizer in (torch.optim.Muon, optim.Muon):  # for some of a model's weights alone
+            optimizer = partial(optim.Muon.for_model, model)
         instance = optimizer(parameters) if callable(optimizer) else optimizer
     spec = describe(instance, allow_untested=config.zero_allow_untested_optimizer, state_dtype=config.state_dtype())
     _check_groups(model, spec)
@@ -221,7 +220,7 @@ def describe(
     name, module = _known_as(instance), type(instance).__module__
     ours = module.startswith("wherry.")
     known = (module.startswith("torch.optim") and name in ELEMENT_WISE) or (ours and name in NATIVE_FAMILIES)
-    whole = is_grouped(instance) or known_whole(type(instance)) is not None
+    whole = isinstance(instance, optim.Muon) or known_whole(type(instance)) is not None
     if not (known or whole) and not allow_untested:
         reason = WHY_NOT.get(name, "Wherry does not know whether it treats every parameter by itself")
         raise UntestedOptimizerError(
@@ -259,7 +258,9 @@ def from_config(
     """
     beside = {} if cls else {key: options[key] for key in ("bias_correction",) if key in options}
     options = {key: value for key, value in options.items() if key not in beside}
-    cls = cls or (Lion if name == "Lion" else getattr(torch.optim, name))
+    if cls is None and name == "Muon" and model is not None:
+        return _made(name, partial(optim.Muon.for_model, model), parameters, options)
+    cls = cls or {"Lion": Lion, "Lamb": optim.Lamb}.get(name) or getattr(torch.optim, name)
     instance = cls.__new__(cls)
     if cls.add_param_group is torch.optim.Optimizer.add_param_group:
         instance.add_param_group = partial(ADD_GROUP, instance)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wherry import native
+from wherry import native, optim
 from wherry.fake import faking
 from wherry.tickets import DONE, Ticket, TicketGroup
 from wherry.update.record import Field
@@ -71,33 +71,26 @@ def _adafactor_of_transformers(group: Group, shape: Shape) -> dict[str, Shape]:
 
 def known(cls: type[torch.optim.Optimizer]) -> KnownOptimizer | None:
     """What a class keeps, if it is one of those that look at whole parameters and of which that is known."""
-    match cls.__module__.partition(".")[0], cls.__name__:
-        case "torch", "Muon":
-            return KnownOptimizer(cls, _muon)
-        case "torch", "Adafactor":
-            return KnownOptimizer(cls, _adafactor)
-        case "transformers", "Adafactor":
-            return KnownOptimizer(cls, _adafactor_of_transformers, in_fp32=True, beside={"RMS": 0}, counts=int)
-        case "wherry", "Lamb":
-            return KnownOptimizer(cls, _two_moments)
+    if issubclass(cls, optim.Lamb):
+        return KnownOptimizer(optim.Lamb, _two_moments)
+    if cls is torch.optim.Muon:
+        return KnownOptimizer(cls, _muon)
+    if cls is torch.optim.Adafactor:
+        return KnownOptimizer(cls, _adafactor)
+    if cls.__module__.startswith("transformers.") and cls.__name__ == "Adafactor":  # who has one has imported it
+        return KnownOptimizer(cls, _adafactor_of_transformers, in_fp32=True, beside={"RMS": 0}, counts=int)
     return None
-
-
-def is_grouped(instance: torch.optim.Optimizer) -> bool:
-    """Whether it is our Muon, which has AdamW beside it for some groups."""
-    return type(instance).__module__.startswith("wherry.") and type(instance).__name__ == "Muon"
 
 
 def whole_groups(instance: torch.optim.Optimizer) -> frozenset[int]:
     """The groups whose parameters it updates as a whole."""
-    return frozenset(
-        number for number, group in enumerate(instance.param_groups) if not is_grouped(instance) or group[BY_MUON]
-    )
+    by_muon = isinstance(instance, optim.Muon)
+    return frozenset(n for n, group in enumerate(instance.param_groups) if not by_muon or group[BY_MUON])
 
 
 def rule_of(instance: torch.optim.Optimizer, *, on_host: bool, pool: native.Pool | None) -> UpdateRule | None:
     """The rule of such an optimizer; None for any other."""
-    if is_grouped(instance):
+    if isinstance(instance, optim.Muon):
         adamw = (
             NativeRule(ADAM, pool=pool) if on_host else RecordedRule(KnownOptimizer(torch.optim.AdamW, _two_moments))
         )
