@@ -176,7 +176,7 @@ def _gathered(offload: Offload, travelling: Sequence[Extent]) -> int:
 def _gradients(choice: TierChoice, flats: Sequence[Extent], accumulation: int) -> Account:
     account: Account = Counter()
     policy, when = choice.gradient_policy(accumulation), choice.policy.when
-    brief: list[int] = []
+    brief: dict[Tier, list[int]] = {Tier.DEVICE: [], Tier.HOST: []}
     for flat in flats:
         way = choice.way_of(policy, flat.kept)
         summed = (policy.accumulation_dtype or flat.dtype).itemsize
@@ -185,15 +185,15 @@ def _gradients(choice: TierChoice, flats: Sequence[Extent], accumulation: int) -
         held = flat.shard if choice.placement.gradients.partitioned else flat.numel
         account["gradients", Tier.DEVICE] += 0 if policy.brief or way is Landing.STREAMED else held * summed
         if policy.brief:
-            brief.append(flat.shard * sent)
+            brief[Tier.DEVICE if way is Landing.STAYS and not choice.shared else Tier.HOST].append(flat.shard * sent)
         elif way is not Landing.STAYS:
             account["gradients", Tier.HOST] += landed
         if when == "delayed":  # the copies that late updates read
             account["gradients", Tier.HOST] += landed
-    if brief:
+    for tier, sizes in brief.items():
         # They have memory from their arrival to their update: the backward waits with the next one's in hand.
-        place = Tier.DEVICE if choice.shared else Tier.HOST
-        account["gradients", place] += sum(sorted(brief)[-(2 * choice.policy.depth + 1) :])
+        place = Tier.DEVICE if choice.shared else tier
+        account["gradients", place] += sum(sorted(sizes)[-(2 * choice.policy.depth + 1) :])
     return account
 
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from wherry import native
+from wherry.errors import WherryError
+from wherry.observe.log import say
 from wherry.parallel.topology import Topology
 from wherry.placement import Tier
 from wherry.sharding.flat_gradient import GradientPolicy, Landing
@@ -22,6 +24,7 @@ from wherry.tiers.streams import Link, link_to
 from wherry.update.optimizer import OptimizerSpec
 from wherry.update.optimizer_states import StateTier
 from wherry.update.rules import UpdateRule
+from wherry.update.streamed import StreamedUpdates, measured_share
 
 if TYPE_CHECKING:
     from wherry.config import Config
@@ -47,6 +50,8 @@ class Offload:
         # What the optimizer has been given, and in which of its groups.
         groups = spec.groups if spec is not None else []
         self.trained: dict[torch.Tensor, dict[str, Any]] = {p: group for group in groups for p in group["params"]}
+        self.streamed = StreamedUpdates(self.link)
+        self._share = self._share_on_device()
         self.choice = self.new_choice()
         self.policy = self.choice.policy
         self._state_tiers: dict[Flat, StateTier] = {}
@@ -61,7 +66,31 @@ class Offload:
     def new_choice(self) -> TierChoice:
         """As `choice` was before it was asked of any flat."""
         trained = sum(p.numel() for p in self.trained)
-        return TierChoice(self.config, self.placement, self.topology, shared=self.link.shared, trained=trained)
+        return TierChoice(
+            self.config, self.placement, self.topology, shared=self.link.shared, trained=trained, share=self._share
+        )
+
+    def _share_on_device(self) -> float:
+        """The share of the optimizer's state outside of the device that is updated there."""
+        asked, spec = self.config.wherry.update_on, self.spec
+        if spec is None or self.link.shared or self.placement.optimizer.tier is Tier.DEVICE:
+            return 0.0
+        if not spec.recorded:
+            if asked not in (None, "host", 0.0):
+                raise WherryError(
+                    f"wherry.update_on: {asked!r} is for optimizers whose state has a known form, got "
+                    f'{type(spec.instance).__name__}; leave it out, or set "host"'
+                )
+            return 0.0
+        if asked == "auto" and not spec.whole:
+            # The same on all ranks, as it decides what they send together.
+            found = self.topology.data.gather_objects(measured_share(self.link))
+            share = sum(found) / len(found)
+            say("wherry.update_on: %.0f%% of the updates are made on the device, by the rates measured", 100 * share)
+            return share
+        if asked in (None, "auto"):
+            return 1.0 if spec.whole else 0.0
+        return asked if isinstance(asked, float) else 1.0 if asked == "device" else 0.0
 
     def _store(self, folders: str | Sequence[str], block: str) -> DiskStore:
         """The store on these folders, which a block of the config names; opened when it is first needed."""
@@ -122,7 +151,8 @@ class Offload:
     def make_rule(self, kept: StateTier) -> UpdateRule:
         assert self.spec is not None
         on_disk = kept.tier is Tier.DISK
-        return self.spec.make_rule(on_host=kept.on_host, on_disk=on_disk, pool=self._threads(), masters=kept.masters)
+        by_kernels = kept.on_host or kept.streamed
+        return self.spec.make_rule(on_host=by_kernels, on_disk=on_disk, pool=self._threads(), masters=kept.masters)
 
     def _threads(self) -> native.Pool | None:
         """A pool of the engine's own, where updates run beside something else and are to leave cores to it."""
@@ -176,6 +206,7 @@ class Offload:
     def close(self) -> None:
         with ExitStack() as end:
             end.callback(self.link.close)
+            end.callback(self.streamed.trim)
             if self._pool is not None:
                 end.callback(self._pool.close)
             for store in self.stores:

@@ -20,10 +20,20 @@ if TYPE_CHECKING:
 class TierChoice:
     """Asked once for each flat, in the order in which they are made: the first ones have room where others have none.
 
-    `shared` says that the device's memory is the host's. `trained` are the elements that are.
+    `shared` says that the device's memory is the host's. `trained` are the elements that are. Of state that does not
+    rest on the device, a `share` is updated there.
     """
 
-    def __init__(self, config: Config, placement: Placement, topology: Topology, *, shared: bool, trained: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        placement: Placement,
+        topology: Topology,
+        *,
+        shared: bool,
+        trained: int,
+        share: float = 0.0,
+    ) -> None:
         zero = config.zero_optimization
         self.config = config
         self.placement = placement
@@ -33,6 +43,9 @@ class TierChoice:
         # Elements whose optimizer state stays on the device, those of the first units, whose gradients come last.
         share = 1.0 - zero.offload_optimizer.ratio if placement.optimizer.tier is not Tier.DEVICE else 0.0
         self._stays = round(share * trained)
+        # Elements of those that are on the device for their update alone, of those that might be.
+        self._share = share
+        self._streamed = self._seen = 0
         # Bytes of weights that may rest in host memory though their place is the disk.
         itemsize = (config.working_dtype() or torch.float32).itemsize
         self._in_memory = itemsize * zero.offload_param.max_in_cpu
@@ -60,12 +73,22 @@ class TierChoice:
         # An update reaches weights on its own side only, and a delayed one must leave them alone for a while.
         on_host = tier is not Tier.DEVICE or self.shared
         beyond_reach = not self.shared and (tier is Tier.DEVICE) is not (weights is Tier.DEVICE)
-        apart = beyond_reach or (self.policy.when == "delayed" and on_host)
         # The native kernels know no float64.
-        on_host = on_host and dtype.itemsize <= torch.float32.itemsize
+        narrow = dtype.itemsize <= torch.float32.itemsize
+        streamed = narrow and tier is not Tier.DEVICE and self._is_streamed(payload)
+        apart = (beyond_reach and not streamed) or (self.policy.when == "delayed" and on_host)
+        on_host = on_host and narrow
         masters = self.config.keeps_masters()
         split = masters and self.config.wherry.master != "whole"
-        return StateTier(tier=tier, on_host=on_host, apart=apart, split=split, masters=masters)
+        return StateTier(tier, on_host=on_host, apart=apart, split=split, masters=masters, streamed=streamed)
+
+    def _is_streamed(self, payload: int) -> bool:
+        """Whether this flat is among the share, which is spread over all of them."""
+        self._seen += payload
+        if self.shared or self._streamed + payload > self._share * self._seen * (1 + 1e-9):
+            return False
+        self._streamed += payload
+        return True
 
     # Gradients.
 
@@ -89,7 +112,7 @@ class TierChoice:
 
     def way_of(self, policy: GradientPolicy, kept: StateTier | None) -> Landing:
         """How the gradient of a flat whose state is kept so gets to where its update finds it."""
-        if self.shared or kept is None or kept.tier is Tier.DEVICE:
+        if self.shared or kept is None or kept.tier is Tier.DEVICE or (kept.streamed and policy.brief):
             return Landing.STAYS
         # Replicated gradients are summed before they are reduced, which no shard on the host can be.
         alone = self.placement.gradients.partitioned or self._ranks == 1

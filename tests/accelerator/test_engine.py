@@ -38,6 +38,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "sums": ("device", "host"),
     "clip": (0.5, 0.0),
     "save": ("at once", "beside"),
+    # Where state is updated that does not rest on the device.
+    "updates": ("host", 0.3, 1.0),
 }
 Case = dict[str, Any]
 BASE: Case = {
@@ -50,6 +52,7 @@ BASE: Case = {
     "sums": "device",
     "clip": 0.0,
     "save": "at once",
+    "updates": "host",
 }
 
 
@@ -87,6 +90,8 @@ def config_of(case: Case, folder: Path) -> dict[str, Any]:
             config["bf16"] = {"enabled": True}
     else:
         config = offload(row, folder, policy, case["precision"])
+    if case.get("updates", "host") != "host":
+        config["wherry"]["update_on"] = case["updates"]
     if policy == "delayed":
         config["wherry"]["delayed_update_warmup"] = 1
     if case["window"] == "layer-major":
@@ -168,6 +173,7 @@ def life(case: Case, folder: Path, rank: int | None = None) -> Run:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("wherry.offload.ROOM_FOR_SUMS", 0.25 if case["sums"] == "device" else 0.0)
+        patch.setattr("wherry.update.optimizer_states.STREAMED_NUMEL", 512)
         if rank is not None:
             return body(None)
         return body(SoloComm()) if case["ranks"] == 1 else run_ranks(case["ranks"], body)[0]
@@ -188,7 +194,8 @@ def held() -> int:
 def test_a_life_on_a_late_device_has_the_bits_of_a_calm_one(case: Case, tmp_path: Path) -> None:
     before = held()
     emulated.lateness(0.0)
-    calm = life(case | ({} if case["policy"] == "delayed" else {"policy": "at_step"}), tmp_path / "calm")
+    plain = {"updates": "host"} if case["policy"] == "delayed" else {"policy": "at_step", "updates": "host"}
+    calm = life(case | plain, tmp_path / "calm")
     emulated.seed(len(told(case)))
     emulated.lateness(0.9)
     assert_equal(life(case, tmp_path / "late"), calm)

@@ -163,6 +163,11 @@ class Link:
         """Collectives begun inside come after the copies up that were begun before, and hold up nothing else."""
         yield
 
+    @contextmanager
+    def updating(self, fence: Ticket) -> Iterator[None]:
+        """What is given to the device inside comes after the `fence`, and holds up nothing of the forward's."""
+        yield
+
     def free_bytes(self) -> int | None:
         """Free memory of the device; None where the device is the host."""
         return None
@@ -310,6 +315,7 @@ class DeviceLink(Link):
         self._down = new_stream(device)
         self._aside: torch.Stream | None = None
         self._reads: torch.Stream | None = None
+        self._updates: torch.Stream | None = None
 
     def _make_pool(self, pin: bool) -> HostPool:
         if not pin:
@@ -373,6 +379,15 @@ class DeviceLink(Link):
         with on(self._up):
             yield
 
+    @contextmanager
+    def updating(self, fence: Ticket) -> Iterator[None]:
+        if self._updates is None:
+            self._updates = new_stream(self.device)
+        if isinstance(fence, _Copy):
+            fence.order(self._updates)
+        with on(self._updates):
+            yield
+
     def free_bytes(self) -> int | None:
         return free_on_gpu(self.device)
 
@@ -396,7 +411,8 @@ class DeviceLink(Link):
         super().close()
 
     def _streams(self) -> list[torch.Stream]:
-        return [stream for stream in (self._up, self._down, self._aside, self._reads) if stream is not None]
+        found = (self._up, self._down, self._aside, self._reads, self._updates)
+        return [stream for stream in found if stream is not None]
 
 
 def link_to(device: torch.device, *, pin: bool = True) -> Link:

@@ -66,6 +66,11 @@ class OptimizerSpec:
     def groups(self) -> list[dict[str, Any]]:
         return self.instance.param_groups
 
+    @property
+    def recorded(self) -> bool:
+        """Whether its state lies in records, by names that are known."""
+        return not self.make_rule(on_host=True).keeps_state
+
     def make_rule(
         self, *, on_host: bool, on_disk: bool = False, pool: native.Pool | None = None, masters: bool = True
     ) -> UpdateRule:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -24,11 +24,14 @@ from wherry.tiers.storage import Storage, opened
 from wherry.tiers.streams import Link
 from wherry.update.record import Field, RecordLayout, State
 from wherry.update.rules import Group, Groups, Shape, UpdateRule, UpdateSegment
+from wherry.update.streamed import StreamedUpdates
 
 # Flats together up to this many elements are updated in one call: below it, calling costs more than updating.
 BUCKET_NUMEL = 1 << 18
 # Weights that go elsewhere once they are updated do so in pieces of as many elements, while the next one is updated.
 PIECE_NUMEL = 1 << 24
+# And what is updated on the device, of which three pieces are there at a time.
+STREAMED_NUMEL = 1 << 22
 # What an update of an element reads besides its moments, by name.
 WEIGHTS = ("working", "low", "master")
 
@@ -40,9 +43,9 @@ Absent = Mapping[Flat, Collection[int]]
 class StateTier:
     """How the state of a flat is kept: on which tier, updated by the host's kernels or the device's.
 
-    `apart` says that its record has a copy of the working weights, because the flat's own are out of the update's reach
-    (on the device), or must not change yet (a delayed update). `split` asks for masters whose upper half these are;
-    without `masters` weights of 16 bits are what is updated.
+    `streamed`: by the device's, though it rests elsewhere. `apart` says that its record has a copy of the working
+    weights, because the flat's own are out of the update's reach (on the device), or must not change yet (a delayed
+    update). `split` asks for masters whose upper half these are; without `masters` weights of 16 bits are updated.
     """
 
     tier: Tier
@@ -50,12 +53,15 @@ class StateTier:
     apart: bool
     split: bool
     masters: bool = True
+    streamed: bool = False
 
 
 class StateStorages(Protocol):
     """What knows where optimizer state rests: the placement table put to work."""
 
     link: Link
+    # What updates go through that are made on the device, of state that is not there.
+    streamed: StreamedUpdates
 
     def state_tier(self, flat: Flat) -> StateTier: ...
 
@@ -155,6 +161,7 @@ class UpdateBucket:
         self.rule = storages.make_rule(kept)
         self.split = kept.split and self.rule.splits
         self.link = storages.link
+        self.streamed = storages.streamed if kept.streamed else None
         # Whether its updates are kernels of the device, queued by whoever asks for them.
         self.on_device = kept.tier is Tier.DEVICE and not storages.link.shared
         self.states: list[FlatState] = []
@@ -257,7 +264,8 @@ class UpdateBucket:
         """
         for state in self.states:
             if state.flat.reader is not DONE:
-                state.flat.quiet()
+                with self.link.updating(DONE) if self.streamed is not None else nullcontext():
+                    state.flat.quiet()
             gone = absent.get(state.flat, ()) if absent else ()
             for slot in range(len(state.steps)):
                 state.steps[slot] += slot not in gone
@@ -271,29 +279,37 @@ class UpdateBucket:
         if pieces is None or lent is not None:
             self.rule.forget()
             grads = [gradient.owned for gradient in gradients] if lent is None else lent
-            pieces = self._pieces(self._segments(self._views(), grads), whole=lent is not None)
+            stay = all(gradient.stays for gradient in gradients) and lent is None
+            pieces = self._pieces(self._segments(self._views(), grads, grads_stay=stay), whole=lent is not None)
             # What is lent takes turns with another buffer.
             self._bound = None
             if lent is None and self.in_place and not any(gradient.brief for gradient in gradients):
                 self._bound = pieces
         return [_without(piece, absent) for piece in pieces] if absent else pieces
 
-    def update(self, piece: UpdatePiece, groups: Groups, multiplier: float) -> Ticket:
+    def update(self, piece: UpdatePiece, groups: Groups, multiplier: float, fence: Ticket) -> Ticket:
+        """Complete when it is made; where it is `streamed`, when all is back where it rests."""
         steps = [state.steps[span.slot] for state, span in piece.places]
+        if self.streamed is not None:
+            return self.streamed.update(self.rule, piece.segments, steps, groups, multiplier, fence)
         return self.rule.update(piece.segments, steps, groups, multiplier)
 
     def _pieces(self, segments: list[UpdateSegment], *, whole: bool) -> list[UpdatePiece]:
-        """A large bucket whose weights are sent elsewhere is cut, where its rule allows that."""
-        if whole or not (self.apart and self.rule.cuts and self.numel > PIECE_NUMEL):
+        """A large bucket whose weights are sent elsewhere, or that is updated elsewhere, is cut: where its rule allows
+        that, and else between parameters."""
+        most = STREAMED_NUMEL if self.streamed is not None else PIECE_NUMEL
+        cut = self.streamed is not None or (self.apart and self.rule.cuts and not whole)
+        if not cut or self.numel <= most:
             return [UpdatePiece(segments, self.spans)]
-        pieces, room = [UpdatePiece([], [])], PIECE_NUMEL
+        pieces, room = [UpdatePiece([], [])], most
         for segment, (state, span) in zip(segments, self.spans, strict=True):
             length = span.stop - span.start
-            for first in range(0, length, PIECE_NUMEL):
-                last = min(first + PIECE_NUMEL, length)
-                if last - first > room:
+            size = most if self.rule.cuts else length
+            for first in range(0, length, size):
+                last = min(first + size, length)
+                if last - first > room and pieces[-1].segments:
                     pieces.append(UpdatePiece([], []))
-                    room = PIECE_NUMEL
+                    room = most
                 part = replace(span, start=span.start + first, stop=span.start + last)
                 pieces[-1].segments.append(segment if last - first == length else segment.cut(first, last))
                 pieces[-1].places.append((state, part))
@@ -358,9 +374,13 @@ class UpdateBucket:
         return self._layout.views(self.storage.memory) if self.storage is not None else [{} for _ in self.spans]
 
     def _segments(
-        self, fields: list[dict[str, State]], gradients: Sequence[torch.Tensor] | None = None
+        self,
+        fields: list[dict[str, State]],
+        gradients: Sequence[torch.Tensor] | None = None,
+        *,
+        grads_stay: bool = False,
     ) -> list[UpdateSegment]:
-        """`gradients` are those of the flats, if it is for an update."""
+        """`gradients` are those of the flats, if it is for an update; they may `stay` on the device."""
         grad_of = dict(zip(self.states, gradients, strict=True)) if gradients is not None else {}
         segments = []
         for (state, span), views in zip(self.spans, fields, strict=True):
@@ -377,9 +397,14 @@ class UpdateBucket:
                     start=flat.own.start + span.start,
                     group=span.group,
                     shape=state.shape_of(span),
+                    on_device=self._on_device(flat, grads_stay),
                 )
             )
         return segments
+
+    def _on_device(self, flat: Flat, grads_stay: bool) -> tuple[str, ...]:
+        weights = ("working",) if flat.storage is None and not self.apart else ()
+        return (*weights, "grad") if grads_stay else weights
 
     @contextmanager
     @torch.no_grad()

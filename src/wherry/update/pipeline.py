@@ -117,18 +117,26 @@ class BucketPipeline:
                 for piece in bucket.begin_update(
                     self.gradients, terms.absent, None if lent is None else [gradient for gradient, _ in lent]
                 ):
-                    yield UPDATE, bucket.update(piece, terms.groups, terms.multiplier)
+                    update = bucket.update(piece, terms.groups, terms.multiplier, terms.fence)
+                    if bucket.streamed is not None:
+                        sent.append(update)
+                        continue
+                    yield UPDATE, update
                     if bucket.apart and not late:
                         sent += [OnHost(ticket) for ticket in bucket.send(piece, terms.fence)]
+            # What comes down from the device is used when it is there.
+            down = bucket.on_device or bucket.streamed is not None
+            for ticket in sent if bucket.streamed is not None else ():
+                yield STORE, ticket
             for gradient in self.gradients:
                 gradient.spent()
             if late:
                 bucket.hold_weights()
-            # Store. What comes down from the device is stored when it is there.
             for ticket in sent if bucket.on_device else ():
                 yield STORE, ticket
+            # Store.
             stores = [ticket for storage in fetched if (ticket := storage.store()) is not DONE]
-            for ticket in sent if not bucket.on_device else ():
+            for ticket in sent if not down else ():
                 yield STORE, ticket
             if stores:
                 yield READY, DONE

@@ -37,6 +37,8 @@ class UpdateSegment(native.Segment):
     group: int = 0
     # That of the parameter, where the shard has all of it.
     shape: tuple[int, ...] | None = None
+    # Where its update is made on the device and its state is not there, which of its tensors are.
+    on_device: tuple[str, ...] = ()
 
     @property
     def whole_master(self) -> torch.Tensor:
@@ -183,9 +185,14 @@ class NativeRule(UpdateRule):
             chosen.append(rule)
         if not present:
             return DONE
+        if is_fake(present[0].whole_master):
+            return DONE
         if present[0].is_half:
             for segment, formula in zip(present, chosen, strict=True):
                 self._update_half(segment, formula, multiplier)
+            return DONE
+        if not present[0].whole_master.is_cpu:
+            native.update_on_device(present, chosen, multiplier)
             return DONE
         if len(present) < len(segments):
             return native.PackedSegments(present).submit(chosen, multiplier, self.pool)
@@ -201,7 +208,10 @@ class NativeRule(UpdateRule):
             grad = part.grad.to(part.working.dtype) * multiplier
             state = tuple(kept.float() if isinstance(kept, torch.Tensor) else kept for kept in part.state)
             wide = replace(part, grad=grad, working=part.working.float(), state=state)
-            native.PackedSegments([wide]).run(formula, pool=self.pool)
+            if wide.whole_master.is_cpu:
+                native.PackedSegments([wide]).run(formula, pool=self.pool)
+            else:
+                native.update_on_device([wide], [formula], 1.0)
             part.working.copy_(wide.whole_master)
             for kept, new in zip(part.state, state, strict=True):
                 if isinstance(kept, torch.Tensor) and kept is not new:
