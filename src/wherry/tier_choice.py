@@ -41,8 +41,8 @@ class TierChoice:
         self._ranks = topology.data.size
         self.policy = update_policy(config, placement, shared=shared)
         # Elements whose optimizer state stays on the device, those of the first units, whose gradients come last.
-        share = 1.0 - zero.offload_optimizer.ratio if placement.optimizer.tier is not Tier.DEVICE else 0.0
-        self._stays = round(share * trained)
+        stays = 1.0 - zero.offload_optimizer.ratio if placement.optimizer.tier is not Tier.DEVICE else 0.0
+        self._stays = round(stays * trained)
         # Elements of those that are on the device for their update alone, of those that might be.
         self._share = share
         self._streamed = self._seen = 0

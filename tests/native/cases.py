@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -122,3 +125,51 @@ def random_bits(generator: np.random.Generator, numel: int) -> Tensor:
     raw = generator.integers(0, 1 << 32, numel, dtype=np.uint32).view(np.float32)
     chosen = np.where(generator.random(numel) < 0.2, generator.choice(SPECIAL, numel), raw)
     return torch.from_numpy(chosen.astype(np.float32))
+
+
+def moved(made: native.Segment, device: str) -> native.Segment:
+    """A copy of it on a device."""
+
+    def there(tensor: Tensor | None) -> Any:
+        return None if tensor is None else tensor.to(device, copy=True)
+
+    weights = {name: there(getattr(made, name)) for name in ("grad", "working", "master", "low")}
+    state = [
+        native.Blocks8(there(s.codes), there(s.scales)) if isinstance(s, native.Blocks8) else there(s)
+        for s in made.state
+    ]
+    return replace(made, **weights, state=tuple(state))
+
+
+def assert_updates_as_the_host(update: Any, device: str = "cpu", states: Sequence[str] = STATES) -> None:
+    """That `update(segments, formulas, multiplier)` on a device does what `PackedSegments.run` does, to the bit."""
+    generator = np.random.default_rng(0)
+    forms = [*((mode, 1061) for mode in WEIGHTS), ("bf16", 0), ("split", 1), ("fp16", 2048)]
+    grad_dtypes = itertools.cycle(GRADS)
+
+    def numbers(numel: int) -> Tensor:
+        """Finite but for the last 300, which may be anything; some are halfway between two bf16 numbers."""
+        sizes = generator.choice([0.0, 1e-45, 1e-39, 1e-20, 1e-3, 1.0, 1e3], numel).astype(np.float32)
+        found = torch.from_numpy(sizes) * torch.randn(numel)
+        found.view(torch.int32)[::3] &= -0x10000
+        found.view(torch.int32)[::3] |= 0x8000
+        found[-300:] = random_bits(generator, len(found[-300:]))
+        return found
+
+    torch.manual_seed(0)
+    for name, state in itertools.product(RULES, states):
+        rule = RULES[name]
+        host = []
+        for mode, numel in forms:
+            host.append(segment(rule(1), numbers(numel), numbers(numel), mode=mode, state=state))
+            host[-1].start = (3 << 32) - 512  # the numbers of the elements cross a multiple of 2^32
+        made = [moved(one, device) for one in host]
+        for step in (1, 2):
+            for mine, theirs in zip(made, host, strict=True):
+                theirs.grad = numbers(theirs.numel).to(next(grad_dtypes))
+                mine.grad = theirs.grad.to(device)
+            formulas = [rule(step + k) for k in range(len(host))]
+            native.PackedSegments(host).run(formulas, 0.7)
+            update(made, formulas, 0.7)
+        for form, mine, theirs in zip(forms, made, host, strict=True):
+            assert_same_segment(moved(mine, "cpu"), theirs, (name, state, form))

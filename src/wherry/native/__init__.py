@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from wherry.native.formulas import SGD, Adagrad, Adam, Formula, Lion
 from wherry.native.loading import available_isas, isa, library, why_not
+from wherry.native.on_device import update_on_device
 from wherry.native.packed import PackedSegments
 from wherry.native.passes import accumulate, cast_copy, dequantize, join, quantize, split, sum_squares
 from wherry.native.pool import Pool, default_pool, nodes
@@ -31,5 +32,6 @@ __all__ = [
     "quantize",
     "split",
     "sum_squares",
+    "update_on_device",
     "why_not",
 ]  # fmt: skip

@@ -1,7 +1,8 @@
-"""The same passes in plain torch, for machines without the library: the same operations in the same order.
+"""The same passes in plain torch, for machines without the library and for other devices: the same operations in the
+same order.
 
 Only operations that round once are used (no lerp, addcmul or addcdiv, which may fuse), so the bits agree with the
-kernels', but for which NaN a NaN is.
+kernels', but for which NaN a NaN is. On a device nothing is read back: the host does not wait for it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,32 +33,39 @@ if TYPE_CHECKING:
 
 # Elements at a time: temporaries stay in cache. A multiple of BLOCK, and the kernels' unit of summing.
 CHUNK = 32768
+# On another device: few launches, and temporaries of a few tens of MB.
+DEVICE_CHUNK = 1 << 20
 _MASK = 0xFFFFFFFF
 
 
-def _chunks(numel: int) -> Iterator[slice]:
-    return (slice(i, min(i + CHUNK, numel)) for i in range(0, numel, CHUNK))
+def _chunks(flat: Tensor) -> Iterator[slice]:
+    numel, size = flat.numel(), CHUNK if flat.is_cpu else DEVICE_CHUNK
+    return (slice(i, min(i + size, numel)) for i in range(0, numel, size))
 
 
-# Bits ---------------------------------------------------------------------------------------------------------------
+# Bits: patterns are int32, which wraps around, and whose shift to the right brings the sign --------------------------
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """fp32 patterns as non-negative int64."""
-    return tensor.view(torch.int32).to(torch.int64) & _MASK
+    return tensor.view(torch.int32)
 
 
 def _floats(bits: Tensor) -> Tensor:
-    return bits.to(torch.int32).view(torch.float32)
+    return bits.view(torch.float32)
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """16-bit patterns as non-negative int64."""
-    return tensor.view(torch.int16).to(torch.int64) & 0xFFFF
+    """16-bit patterns; above them the sign."""
+    return tensor.view(torch.int16).to(torch.int32)
 
 
 def _put_words(tensor: Tensor, bits: Tensor) -> None:
     tensor.view(torch.int16).copy_(bits)
+
+
+def int32_of(x: int) -> int:
+    """The int32 that has the last 32 bits of it."""
+    return (x + 0x80000000 & _MASK) - 0x80000000
 
 
 def _scramble(x: int) -> int:
@@ -67,24 +76,26 @@ def _scramble(x: int) -> int:
     return x ^ (x >> 16)
 
 
-def _seed_of(seed: int, start: int) -> int:
-    return _scramble((seed & _MASK) ^ _scramble(start >> 32 & _MASK))
+def seed_of(rule_seed: int, segment: Segment) -> int:
+    """What the draws of a segment at a step begin with."""
+    seed = _scramble(rule_seed ^ _scramble(segment.seed & _MASK))
+    return _scramble(seed ^ _scramble(segment.start >> 32 & _MASK))
 
 
-def _noise(first: int, numel: int, seed: int, part: int) -> Tensor:
+def _noise(first: int, like: Tensor, seed: int, part: int) -> Tensor:
     """16 random bits for each element from number `first`; part 0 or 1 of the element's hash."""
-    x = (torch.arange(first & _MASK, (first & _MASK) + numel) & _MASK) ^ seed
-    x = x ^ (x >> 16)
-    x = x * 0x7FEB352D & _MASK
-    x = x ^ (x >> 15)
-    x = x * 0x846CA68B & _MASK
-    x = x ^ (x >> 16)
-    return x >> 16 if part else x & 0xFFFF
+    x = torch.arange(like.numel(), out=torch.empty_like(like, dtype=torch.int32))
+    x = x + int32_of(first) ^ int32_of(seed)
+    x = x ^ (x >> 16 & 0xFFFF)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15 & 0x1FFFF)
+    x = x * int32_of(0x846CA68B)
+    x = x ^ (x >> 16 & 0xFFFF)
+    return (x >> 16 if part else x) & 0xFFFF
 
 
 def _put_stochastic(dst: Tensor, src: Tensor, noise: Tensor) -> None:
-    rounded = (_bits(src) + noise & _MASK) >> 16
-    _put_words(dst, torch.where(src.isnan(), 0x7FC0, rounded))
+    _put_words(dst, torch.where(src.isnan(), 0x7FC0, _bits(src) + noise >> 16))
 
 
 # Split master -------------------------------------------------------------------------------------------------------
@@ -92,10 +103,10 @@ def _put_stochastic(dst: Tensor, src: Tensor, noise: Tensor) -> None:
 
 def split(master: Tensor, hi: Tensor, low: Tensor) -> None:
     master, hi, low = master.view(-1), hi.view(-1), low.view(-1)
-    for at in _chunks(master.numel()):
+    for at in _chunks(master):
         raw = _bits(master[at])
         below = raw & 0xFFFF
-        upper = torch.where(master[at].isnan(), raw >> 16, (raw + 0x8000 & _MASK) >> 16)
+        upper = torch.where(master[at].isnan(), raw, raw + 0x8000) >> 16
         odd = (raw & 0x7FFF0000 == 0x7F800000) & (below > 0x7FFF)
         _put_words(hi[at], torch.where(odd, raw >> 16 & 0x8000, upper))
         _put_words(low[at], below)
@@ -103,16 +114,19 @@ def split(master: Tensor, hi: Tensor, low: Tensor) -> None:
 
 def join(hi: Tensor, low: Tensor, master: Tensor) -> None:
     master, hi, low = master.view(-1), hi.view(-1), low.view(-1)
-    for at in _chunks(master.numel()):
-        upper, below = _words(hi[at]), _words(low[at])
+    for at in _chunks(master):
+        upper, below = _words(hi[at]), _words(low[at]) & 0xFFFF
         raw = upper << 16 | below
         magnitude, high = upper & 0x7FFF, below > 0x7FFF
-        raw = torch.where(high & (magnitude < 0x7F81), raw - 0x10000 & _MASK, raw)
+        raw = torch.where(high & (magnitude < 0x7F81), raw - 0x10000, raw)
         odd = high & (magnitude == 0)
         master[at] = _floats(torch.where(odd, (upper & 0x8000) << 16 | 0x7F800000 | below, raw))
 
 
 # 8-bit blocks -------------------------------------------------------------------------------------------------------
+
+# A scale below this has no finite reciprocal; such a block is zero.
+_SMALLEST_SCALE = float(np.float32(1e-37))
 
 
 def _code_numbers(signed: bool) -> tuple[int, int, int, int, float]:
@@ -136,16 +150,17 @@ def _encode(src: Tensor, codes: Tensor, scales: Tensor, noise: Tensor) -> None:
     magnitude = raw & 0x7FFFFFFF
     most = magnitude.amax(1)
     finite = most < 0x7F800000
-    step = torch.where(finite, _floats(most) / top, torch.nan)
-    usable = finite & (step >= torch.tensor(1e-37))
+    # A device would multiply by the inverse of a number.
+    step = torch.where(finite, _floats(most) / torch.full_like(scales, top), torch.nan)
+    usable = finite & (step >= _SMALLEST_SCALE)
     scales.copy_(torch.where(finite & ~usable, 0.0, step))
     scaled = _floats(magnitude) * torch.where(usable, 1.0 / step, 0.0)[:, None]
     noise = _padded(noise)
     large = (_bits(scaled) + (noise << drop - 16) >> drop) - offset
     within = scaled < linear
-    small = torch.where(within, scaled, 0.0).add(noise.float() * (1 / 65536)).to(torch.int64)
+    small = torch.where(within, scaled, 0.0).add(noise.float() * (1 / 65536)).to(torch.int32)
     code = torch.where(within, small, large).clamp(max=largest)
-    code = code | raw >> 31 << 7 if signed else torch.where((code == 0) & (magnitude > 0), 1, code)
+    code = code | raw >> 24 & 0x80 if signed else torch.where((code == 0) & (magnitude > 0), 1, code)
     code = torch.where(usable[:, None], code, 0)
     codes.view(torch.uint8).copy_(code.view(-1)[:numel])
 
@@ -153,7 +168,7 @@ def _encode(src: Tensor, codes: Tensor, scales: Tensor, noise: Tensor) -> None:
 def _decode(codes: Tensor, scales: Tensor) -> Tensor:
     signed = codes.dtype is torch.int8
     mantissa, offset, linear, _, _ = _code_numbers(signed)
-    code = _padded(codes.view(torch.uint8).to(torch.int64))
+    code = _padded(codes.view(torch.uint8).to(torch.int32))
     magnitude = code & 0x7F if signed else code
     value = torch.where(magnitude < linear, magnitude.float(), _floats(magnitude + offset << 23 - mantissa))
     value = value * scales[:, None]
@@ -168,14 +183,14 @@ def _block_rows(at: slice) -> slice:
 
 def quantize(src: Tensor, blocks: Blocks8) -> None:
     src, codes = src.view(-1), blocks.codes.view(-1)
-    for at in _chunks(src.numel()):
-        nearest = torch.full((at.stop - at.start,), 0x8000)
+    for at in _chunks(src):
+        nearest = torch.full((at.stop - at.start,), 0x8000, dtype=torch.int32)
         _encode(src[at], codes[at], blocks.scales[_block_rows(at)], nearest)
 
 
 def dequantize(blocks: Blocks8, dst: Tensor) -> None:
     dst, codes = dst.view(-1), blocks.codes.view(-1)
-    for at in _chunks(dst.numel()):
+    for at in _chunks(dst):
         dst[at] = _decode(codes[at], blocks.scales[_block_rows(at)])
 
 
@@ -184,7 +199,7 @@ def dequantize(blocks: Blocks8, dst: Tensor) -> None:
 
 def accumulate(dst: Tensor, src: Tensor, scale: float) -> None:
     dst, src = dst.detach().view(-1), src.detach().view(-1)
-    for at in _chunks(dst.numel()):
+    for at in _chunks(dst):
         dst[at] = dst[at].float() + src[at].float() * scale
 
 
@@ -192,7 +207,7 @@ def sum_squares(tensor: Tensor) -> float:
     """32 running sums side by side over each chunk, folded in halves; the chunks then in order."""
     total = 0.0
     flat = tensor.detach().view(-1)
-    for at in _chunks(flat.numel()):
+    for at in _chunks(flat):
         squares = flat[at].double().square()
         lanes = torch.nn.functional.pad(squares, (0, -squares.numel() % 32)).view(-1, 32).cumsum(0)[-1]
         while lanes.numel() > 1:
@@ -216,7 +231,7 @@ def _adam(n: Sequence[float], flags: int, p: Tensor, g: Tensor, state: list[Tens
         g = g + p * n[7]
     p = p * n[6]
     gap = g - m
-    rest = (torch.tensor(1.0) - torch.tensor(n[0])).item()
+    rest = float(np.float32(1) - np.float32(n[0]))
     m.copy_(g - gap * rest if flags & FLAG_LERP_HIGH else m + gap * n[0])
     v.mul_(n[1]).add_((g * n[2]).mul_(g))
     return p.add_((m * n[5]).div_(_root(v).mul_(n[3]).add_(n[4])))
@@ -254,7 +269,7 @@ _FORMULAS = {Adam: _adam, Adagrad: _adagrad, Lion: _lion, SGD: _sgd}
 def _read_weight(s: Segment, at: slice) -> Tensor:
     if s.low is not None:
         assert s.working is not None
-        p = torch.empty(at.stop - at.start)
+        p = torch.empty(at.stop - at.start, dtype=torch.float32, device=s.low.device)
         join(s.working.detach()[at], s.low[at], p)
         return p
     weights = s.working if s.master is None else s.master
@@ -282,7 +297,7 @@ def _close(s: Segment, k: int, at: slice, value: Tensor, seed: int) -> None:
     if not isinstance(state, Blocks8) and state.dtype is torch.float32:
         state.detach()[at] = value
         return
-    noise = _noise(s.start + at.start, at.stop - at.start, seed, k)
+    noise = _noise(s.start + at.start, value, seed, k)
     if isinstance(state, Blocks8):
         _encode(value, state.codes[at], state.scales[_block_rows(at)], noise)
     else:
@@ -293,10 +308,10 @@ def _update_segment(s: Segment, formula: Formula, multiplier: float, grad: Tenso
     _, flags, rule_seed, numbers = formula.rounded()
     apply = _FORMULAS[type(formula)]
     scale = -multiplier if flags & FLAG_MAXIMIZE else multiplier
-    seed = _seed_of(_scramble(rule_seed ^ _scramble(s.seed & _MASK)), s.start)
-    for at in _chunks(s.numel):
+    seed, grad = seed_of(rule_seed, s), grad.detach().view(-1)
+    for at in _chunks(grad):
         state = [_open(state, at) for state in s.state]
-        p = apply(numbers, flags, _read_weight(s, at), grad.detach().view(-1)[at].float() * scale, state)
+        p = apply(numbers, flags, _read_weight(s, at), grad[at].float() * scale, state)
         _write_weight(s, at, p)
         for k, value in enumerate(state):
             _close(s, k, at, value, seed)
@@ -308,7 +323,7 @@ def update(
     multiplier: float,
     grads: Sequence[Tensor] | None,
 ) -> None:
-    """What `PackedSegments.submit` does, here and now."""
+    """What `PackedSegments.submit` does, here and now; on a device, on its current stream."""
     with torch.no_grad():
         for i, segment in enumerate(segments):
             grad = segment.grad if grads is None else grads[i]

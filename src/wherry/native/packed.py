@@ -13,7 +13,7 @@ from wherry.native import fallback
 from wherry.native.formulas import Formula
 from wherry.native.loading import engine
 from wherry.native.pool import JobTicket, Pool, default_pool
-from wherry.native.segment import GRADS, KINDS, Blocks8, Segment, pack
+from wherry.native.segment import GRADS, KINDS, Segment, pack
 from wherry.tickets import DONE, Ticket
 
 # Elements up to which waking the pool's threads costs more than it saves: for a caller who waits, who does not.
@@ -106,9 +106,7 @@ class PackedSegments:
         if len(kinds) == 1 and kinds <= self._fitting:
             return
         for segment, formula in zip(self.segments, formulas, strict=True):
-            assert len(segment.state) == formula.state_count, segment.name
-            for state, signed in zip(segment.state, formula.state_signed, strict=False):
-                assert not isinstance(state, Blocks8) or state.signed is signed, segment.name
+            segment.check_state(formula)
         if len(kinds) == 1:
             self._fitting |= kinds
 

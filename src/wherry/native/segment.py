@@ -10,6 +10,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from wherry.native.formulas import Formula
+
 # Values with one scale, in 8 bits.
 BLOCK = 256
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}
@@ -20,6 +22,7 @@ STATES = (torch.float32, torch.bfloat16)
 # As kernels.h: numel, start, grad, weight, working, low, state x2, scale x2, four kinds, seed
 LAYOUT = struct.Struct("=qq8QiiiiIi")
 _F32, _BF16, _F16, _SPLIT = range(4)
+_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,8 @@ def blocks_of(numel: int) -> int:
 
 @dataclass(slots=True)
 class Segment:
-    """Contiguous elements with one set of hyper-parameters: all tensors 1-D, contiguous, on the CPU, of equal numel.
+    """Contiguous elements with one set of hyper-parameters: all tensors 1-D, contiguous, of equal numel, on the CPU
+    (for `update_on_device`, on one device).
 
     The weights are one of: `working` in fp32, in place; `working` in bf16 or fp16 and `master` in fp32; `working` in
     bf16 and `low`, the 16 low bits of the master (split master); `master` alone, the working weights being elsewhere.
@@ -102,7 +106,7 @@ class Segment:
             return _F32
         return _BF16 if self.working.dtype is torch.bfloat16 else _F16
 
-    def check(self) -> None:
+    def check(self, device: torch.device = _HOST) -> None:
         """What the kernels take for granted, which are given addresses."""
         weights = (torch.float32,) if self.master is None else (torch.bfloat16, torch.float16)
         kinds = {
@@ -115,15 +119,21 @@ class Segment:
         assert self.low is None or (self.master is None and self.working is not None), f"{self.name}: two masters"
         for name, dtypes in kinds.items():
             tensor = getattr(self, name)
-            assert tensor is None or fits(tensor, self.numel, dtypes), f"{self.name}: {name}"
+            assert tensor is None or fits(tensor, self.numel, dtypes, device), f"{self.name}: {name}"
         for state in self.state:
             values = state.codes if isinstance(state, Blocks8) else state
-            assert fits(values, self.numel, STATES if values is state else CODES), f"{self.name}: state"
+            assert fits(values, self.numel, STATES if values is state else CODES, device), f"{self.name}: state"
+
+    def check_state(self, formula: Formula) -> None:
+        """That it has the state that the formula keeps."""
+        assert len(self.state) == formula.state_count, self.name
+        for state, signed in zip(self.state, formula.state_signed, strict=False):
+            assert not isinstance(state, Blocks8) or state.signed is signed, self.name
 
 
-def fits(tensor: Tensor, numel: int, dtypes: Sequence[torch.dtype]) -> bool:
+def fits(tensor: Tensor, numel: int, dtypes: Sequence[torch.dtype], device: torch.device) -> bool:
     return (
-        tensor.device.type == "cpu"
+        tensor.device == device
         and tensor.dim() == 1
         and tensor.is_contiguous()
         and tensor.dtype in dtypes

@@ -469,7 +469,7 @@ def _join(views: dict[str, State], working: State) -> torch.Tensor:
     assert isinstance(working, torch.Tensor)
     if "low" in views:
         master = torch.empty(working.numel(), dtype=torch.float32)
-        native.join(working, views["low"], master)  # type: ignore[arg-type]
+        native.join(working.to("cpu"), views["low"], master)  # type: ignore[arg-type]
         return master
     return views.get("master", working)  # type: ignore[return-value]
 

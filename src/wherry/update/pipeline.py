@@ -108,6 +108,8 @@ class BucketPipeline:
                 tickets.append(storage.readers())  # what was begun before and still reads what is about to change
             tickets += map(OnHost, self._published)
             tickets += [gradient.landing for gradient in self.gradients] if lent is None else [last for _, last in lent]
+            if fit is not None and any(gradient.stays for gradient in self.gradients):
+                tickets.append(OnHost(terms.fence))  # what is looked at has been computed by then
             for ticket in tickets:
                 if ticket is not DONE:
                     yield FETCH, ticket

@@ -1,0 +1,87 @@
+"""Updates on a device, in torch and by the Triton kernel, have the bits of the host's kernels."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from wherry.native import on_device
+from wherry.native.on_device import update_on_device
+
+from .cases import assert_updates_as_the_host
+
+KERNEL = """
+import numpy
+from tests.native.cases import assert_updates_as_the_host
+from wherry.native.triton_kernel import update
+
+numpy.seterr(all="ignore")
+def each(segments, formulas, multiplier):
+    for segment, formula in zip(segments, formulas):
+        update(segment, formula, multiplier)
+assert_updates_as_the_host(each, states=("fp32", "bf16"))
+"""
+WITHOUT_TRITON = "triton is not installed: it comes with a torch for GPUs, or with `pip install triton`"
+
+
+def test_in_torch_the_bits_are_those_of_the_host():
+    assert_updates_as_the_host(update_on_device)
+
+
+def test_the_triton_kernel_has_the_same_bits():
+    """By Triton's interpreter, which takes the process: there need be no GPU."""
+    pytest.importorskip("triton", reason=WITHOUT_TRITON)
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", KERNEL], env=environment, check=True)
+
+
+@pytest.mark.parametrize("rule", ["Adam", "Adagrad"])
+def test_what_the_triton_kernel_becomes_rounds_each_operation_once(rule, tmp_path, monkeypatch):
+    """Nothing is fused, approximate, or flushed to zero: an NVIDIA GPU does what the interpreter did."""
+    triton = pytest.importorskip("triton", reason=WITHOUT_TRITON)
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from wherry.native.triton_kernel import OPTIONS, TILE, _update
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    adam = rule == "Adam"
+    constants = {"weight": None, "rule": rule, "l2": True, "lerp_high": adam, "starts": False, "nesterov": False}
+    constants |= {"tile": TILE} if adam else {"tile": TILE, "second": None}
+    types = {"grad": "*fp16", "working": "*i16", "low": "*i16", "first": "*fp32", "second": "*fp32"}
+    types |= {"numel": "i32", "number": "i32", "seed": "i32"} | dict.fromkeys(constants, "constexpr")
+    signature = {name: types.get(name, "fp32") for name in _update.arg_names}
+    source = ASTSource(_update, signature, constants)
+    text = triton.compile(source, target=GPUTarget("cuda", 80, 32), options=OPTIONS).asm["ptx"]
+    assert re.search(r"\b(add|mul)\.rn\.f32\b", text) and re.search(r"\bsqrt\.rn\.f64\b", text)
+    assert not re.search(r"\.ftz|\.approx|\.full|\b(fma|mad)\.rn", text)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kernel", ["triton", "torch"])
+def test_on_a_gpu(kernel, monkeypatch):
+    if kernel == "torch":
+        monkeypatch.setattr(on_device, "_triton", lambda device: None)
+    else:
+        pytest.importorskip("triton", reason=WITHOUT_TRITON)
+        assert on_device._triton(torch.device("cuda", 0)) is not None
+    assert_updates_as_the_host(update_on_device, "cuda")
+
+
+def test_a_triton_that_does_not_work_is_told_of_once(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "wherry.native.triton_kernel", raising=False)
+    device = torch.device("cpu")
+    on_device._triton.cache_clear()
+    try:
+        assert on_device._triton(device) is None and on_device._triton(device) is None
+    finally:
+        on_device._triton.cache_clear()
+    (record,) = caplog.records
+    assert "updates on cpu run in torch" in record.getMessage() and "triton" in record.getMessage()
