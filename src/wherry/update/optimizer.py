@@ -261,7 +261,8 @@ def from_config(
     Muon asks the `model` which of the parameters are its. `cls` is another class that takes the same. `bias_correction`
     is no argument of torch's Adam, but an option of its groups that is followed here.
     """
-    beside = {} if cls else {key: options[key] for key in ("bias_correction",) if key in options}
+    own = cls or name not in ("Adam", "AdamW")
+    beside = {} if own else {key: options[key] for key in ("bias_correction",) if key in options}
     options = {key: value for key, value in options.items() if key not in beside}
     if cls is None and name == "Muon" and model is not None:
         return _made(name, partial(optim.Muon.for_model, model), parameters, options)

@@ -164,6 +164,8 @@ class UpdateBucket:
         self.streamed = storages.streamed if kept.streamed else None
         # Whether its updates are kernels of the device, queued by whoever asks for them.
         self.on_device = kept.tier is Tier.DEVICE and not storages.link.shared
+        # Whether they are the device's work, wherever the state rests.
+        self.by_device = self.on_device or kept.streamed
         self.states: list[FlatState] = []
         self.spans: list[tuple[FlatState, SegmentSpan]] = []
         self._storages = storages
@@ -369,6 +371,8 @@ class UpdateBucket:
         """Let go of memory that is only borrowed for an update: it is about to be given back, or to move."""
         self._bound = self._fresh = None
         self.rule.forget()
+        if self.streamed is not None:
+            self.streamed.trim()
 
     def _views(self) -> list[dict[str, State]]:
         return self._layout.views(self.storage.memory) if self.storage is not None else [{} for _ in self.spans]

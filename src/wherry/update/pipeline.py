@@ -127,7 +127,6 @@ class BucketPipeline:
                     if bucket.apart and not late:
                         sent += [OnHost(ticket) for ticket in bucket.send(piece, terms.fence)]
             # What comes down from the device is used when it is there.
-            down = bucket.on_device or bucket.streamed is not None
             for ticket in sent if bucket.streamed is not None else ():
                 yield STORE, ticket
             for gradient in self.gradients:
@@ -138,7 +137,7 @@ class BucketPipeline:
                 yield STORE, ticket
             # Store.
             stores = [ticket for storage in fetched if (ticket := storage.store()) is not DONE]
-            for ticket in sent if not down else ():
+            for ticket in sent if not bucket.by_device else ():
                 yield STORE, ticket
             if stores:
                 yield READY, DONE

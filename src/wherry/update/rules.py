@@ -326,7 +326,8 @@ class TorchRule(UpdateRule):
             # Zeros before the first update are none: SGD's first has no dampening, which a buffer would bring.
             if values and (count or any(bool(data_of(value).any()) for value in values.values())):
                 step = self._step(parameter, count if corrected else UNCORRECTED)
-                states = {name: shaped(data_of(value), parameter.shape) for name, value in values.items()}
+                had = inner.state[parameter]
+                states = {name: _as(data_of(value), had.get(name), parameter.shape) for name, value in values.items()}
                 inner.state[parameter].update({**states, "step": step})
             else:
                 self._begin_again(parameter, corrected)
@@ -354,8 +355,10 @@ def shown(segment: UpdateSegment) -> torch.Tensor:
     return weights if segment.shape is None else weights.view(segment.shape)
 
 
-def shaped(value: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """A state of the parameter's size in its shape; others have one of their own."""
+def _as(value: torch.Tensor, had: torch.Tensor | None, shape: torch.Size) -> torch.Tensor:
+    """A state as the one before, if there was one; else in the parameter's shape if it has as many elements."""
+    if had is not None and had.numel() == value.numel():
+        return value.view(had.shape)
     return value.view(shape) if value.dim() == 1 and value.numel() == shape.numel() else value
 
 

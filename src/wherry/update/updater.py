@@ -225,7 +225,7 @@ class Updater:
         try:
             jobs = [pipeline.begin(terms) for pipeline in self.pipelines]
             for pipeline in self.pipelines:
-                if pipeline.bucket.on_device and pipeline.bucket.in_place:
+                if pipeline.bucket.by_device and pipeline.bucket.in_place:
                     pipeline.job.launch()  # before any copy down is waited for
             drive_all(jobs, len(jobs) if self._all_in_place else self.policy.depth)
             self._publish(self.pipelines)

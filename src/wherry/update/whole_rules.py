@@ -27,7 +27,6 @@ from wherry.update.rules import (
     options_of,
     round_weights,
     scaled,
-    shaped,
     shown,
 )
 
@@ -125,8 +124,8 @@ class RecordedRule(UpdateRule):
         inner = like(self.optimizer.optimizer_class, given)
         for (segment, parameter), grad, count in zip(present, scaled(present, multiplier), counts, strict=True):
             parameter.grad = grad.view(parameter.shape)
-            names = self.optimizer.kept(groups[segment.group], tuple(parameter.shape))
-            kept = {name: shaped(data_of(v), parameter.shape) for name, v in zip(names, segment.state, strict=True)}
+            shapes = self.optimizer.kept(groups[segment.group], tuple(parameter.shape))
+            kept = {n: data_of(v).view(own) for (n, own), v in zip(shapes.items(), segment.state, strict=True)}
             inner.state[parameter] = {**kept, **self.optimizer.beside, "step": self.optimizer.counts(count)}
         _step(inner)
         round_weights(present)

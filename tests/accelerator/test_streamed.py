@@ -1,0 +1,110 @@
+"""Updates on the device of state that rests elsewhere: what they hold there, in what order things move, whose bits."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.accelerator import emulated
+from tests.accelerator.test_engine import batch, held, one_step
+from tests.accelerator.test_order import traced_at, training
+from tests.engine.harness import TinyLM, make_model
+from tests.tiers.test_placements import offload
+
+import wherry
+
+MUON = {"type": "Muon", "params": {"lr": 1e-2, "adam_lr": 3e-3}}
+PIECE = 1024
+# Of the torch form, for 256 elements at a time.
+TEMPORARIES = 16 * 1024
+ADAM = {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.1}}
+
+
+def engine_of(folder: Path, optimizer: dict[str, Any], row: str = "offload-3-parameters", **more: Any) -> Any:
+    config = offload(row, folder, "at_step", "bf16")
+    config["wherry"] |= more
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0} | config["zero_optimization"]
+    config |= {"zero_optimization": zero, "optimizer": optimizer, "train_micro_batch_size_per_gpu": 2}
+    return wherry.initialize(model=make_model(), config=config)[0]
+
+
+def trained(folder: Path, optimizer: dict[str, Any], steps: int = 4, **more: Any) -> dict[str, torch.Tensor]:
+    engine = engine_of(folder, optimizer, **more)
+    for step in range(steps):
+        one_step(engine, step, 0)
+    names = [name for name, _ in engine.module.named_parameters()]
+    found = {name: engine.states.full(name, "master").cpu() for name in names}
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("row", ["offload-2", "offload-3-parameters", "infinity"])
+@pytest.mark.parametrize("optimizer", [MUON, {"type": "Lamb"}, {"type": "Adafactor"}], ids=lambda block: block["type"])
+def test_whole_parameters_are_updated_on_the_device_unless_told(
+    row: str, optimizer: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("wherry.update.optimizer_states.STREAMED_NUMEL", 512)
+    moved: list[int] = []
+    from wherry.update.streamed import StreamedUpdates
+
+    update = StreamedUpdates.update
+    monkeypatch.setattr(StreamedUpdates, "update", lambda self, *terms: (moved.append(1), update(self, *terms))[1])
+    on_host = trained(tmp_path / "host", optimizer, row=row, update_on="host")
+    assert not moved
+    on_device = trained(tmp_path / "device", optimizer, row=row)
+    assert moved
+    for name, expected in on_host.items():
+        torch.testing.assert_close(on_device[name], expected, rtol=0, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_a_share_of_the_units_is_updated_there(share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wherry.update.optimizer_states.BUCKET_NUMEL", 1)
+    config = offload("offload-2", tmp_path, "at_step")
+    config["wherry"]["update_on"] = share
+    config |= {"optimizer": ADAM, "train_micro_batch_size_per_gpu": 2}
+    config["zero_optimization"]["stage"] = 2
+    engine = wherry.initialize(model=make_model(partial(TinyLM, 10)), config=config)[0]
+    buckets = engine._updater.buckets
+    streamed = sum(bucket.numel for bucket in buckets if bucket.streamed is not None)
+    largest = max(bucket.numel for bucket in buckets)
+    assert abs(streamed - share * sum(bucket.numel for bucket in buckets)) <= largest * (0 < share < 1)
+    engine.close()
+
+
+def test_three_pieces_are_on_the_device_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the model, whose peak is that of steps that the host updates."""
+    monkeypatch.setattr("wherry.update.optimizer_states.STREAMED_NUMEL", PIECE)
+    monkeypatch.setattr("wherry.native.fallback.DEVICE_CHUNK", 256)
+    peaks = []
+    for share in (0.0, 1.0):
+        base = held()
+        torch.accelerator.reset_peak_memory_stats()
+        engine = engine_of(tmp_path / str(share), ADAM, update_on=share)
+        for step in range(3):
+            one_step(engine, step, 0)
+        engine.settle()
+        torch.accelerator.synchronize()
+        peaks.append(torch.accelerator.max_memory_allocated() - base)
+        engine.close()
+    # Weights and gradients in bf16, the low halves of the masters, and two moments in fp32.
+    piece = PIECE * (2 + 2 + 2 + 4 + 4)
+    assert peaks[0] + 2 * piece < peaks[1] <= peaks[0] + 3 * piece + TEMPORARIES
+
+
+def test_one_goes_up_while_another_comes_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wherry.update.optimizer_states.STREAMED_NUMEL", 512)
+    case = {"row": "offload-3-parameters", "policy": "at_step"}
+    with training(case, tmp_path, wherry={"update_on": "device"}) as engine:
+        engine.backward(engine(*batch(2, 0, 0)))
+        torch.accelerator.synchronize()
+        with traced_at(rate=1e5) as traced:
+            engine.step()
+    downs = traced.of("down")
+    pairs = [(up, down) for up in traced.of("up") for down in downs]
+    together = sum(max(0.0, min(up.ended, down.ended) - max(up.begun, down.begun)) for up, down in pairs)
+    assert together > 0.8 * sum(down.ended - down.begun for down in downs)
