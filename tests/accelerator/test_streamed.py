@@ -108,3 +108,18 @@ def test_one_goes_up_while_another_comes_down(tmp_path: Path, monkeypatch: pytes
     pairs = [(up, down) for up in traced.of("up") for down in downs]
     together = sum(max(0.0, min(up.ended, down.ended) - max(up.begun, down.begun)) for up, down in pairs)
     assert together > 0.8 * sum(down.ended - down.begun for down in downs)
+
+
+def test_auto_is_the_share_at_which_both_end_together(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """By rates measured as the engine is built: the bits are those of any other share."""
+    caplog.set_level("INFO", "wherry")
+    expected = trained(tmp_path / "host", ADAM, update_on="host")
+    found = trained(tmp_path / "auto", ADAM, update_on="auto")
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    [line] = [record.getMessage() for record in caplog.records if "update_on" in record.getMessage()]
+    assert 0 < int(line.partition("%")[0].rpartition(" ")[2]) < 100, line
+
+
+def test_what_keeps_its_state_itself_is_not_updated_elsewhere(tmp_path: Path) -> None:
+    with pytest.raises(wherry.WherryError, match=r"wherry.update_on: 1.0 .* got RMSprop; leave it out"):
+        engine_of(tmp_path, {"type": "RMSprop"}, update_on=1.0)

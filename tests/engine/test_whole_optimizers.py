@@ -5,15 +5,28 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import VOCABULARY, TinyLM, assert_close, make_model, token_batch, train_engine, train_plain
+from tests.engine.harness import (
+    VOCABULARY,
+    TinyLM,
+    assert_close,
+    make_model,
+    settings,
+    token_batch,
+    train_engine,
+    train_plain,
+)
 from torch import nn
 
 import wherry
+from wherry.parallel.comm import SoloComm
 from wherry.sharding.layout import lay_out
+from wherry.testing import run_ranks
+from wherry.testing.late import topology
 
 
 class Rows(torch.optim.Optimizer):
@@ -144,3 +157,40 @@ def test_one_that_nobody_has_vouched_for_is_refused() -> None:
     model = nn.Linear(4, 4)
     with pytest.raises(wherry.WherryError, match=r"every parameter by itself.*zero_allow_untested_optimizer"):
         wherry.initialize(model=model, optimizer=Rows(model.parameters()), config={"train_batch_size": 1})
+
+
+@pytest.mark.parametrize("block", [{"mics_shard_size": 2}, {"zero_hpz_partition_size": 2}], ids=lambda b: next(iter(b)))
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_groups_of_ranks(name: str, block: dict[str, Any]) -> None:
+    """That share out copies, of weights or of all states."""
+    make = OPTIMIZERS.get(name, muon)
+    model = make_model()
+    plain = train_plain(model, ranks=4, steps=4, optimizer=make)
+    ours = train_engine(model, stage=3, ranks=4, steps=4, optimizer=make, config={"zero_optimization": block})
+    assert_close(ours, plain, 5e-4)
+
+
+def test_a_matrix_that_tensor_parallel_ranks_have_cut_is_refused() -> None:
+    def body(comm: Any) -> str:
+        model = nn.Linear(8, 4)
+        model.weight.tensor_model_parallel, model.weight.partition_dim = True, 0  # type: ignore[attr-defined]
+        mesh = replace(topology(SoloComm()), tensor=comm)
+        with pytest.raises(wherry.WherryError) as error:
+            wherry.initialize(
+                model=model, optimizer=torch.optim.Adafactor(model.parameters()), mesh=mesh, config=settings(1)
+            )
+        return str(error.value)
+
+    for told in run_ranks(2, body):
+        assert "weight: tensor-parallel ranks have cut it" in told and "without a tp axis" in told
+
+
+def test_padding_that_costs_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    def body(comm: Any) -> None:
+        model = nn.Sequential(nn.Linear(2048, 1024, bias=False), nn.Linear(1024, 4, bias=False))
+        wherry.initialize(model=model, optimizer=OPTIMIZERS["adafactor"](model.parameters()), mesh=comm, config={
+            "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}})[0].close()  # fmt: skip
+
+    run_ranks(4, body)
+    [line] = [record.getMessage() for record in caplog.records if "whole parameters" in record.getMessage()]
+    assert "300% more than its part" in line and "mics_shard_size" in line
