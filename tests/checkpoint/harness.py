@@ -76,6 +76,7 @@ def train(engine: Any, comm: Comm, steps: int, *, first: int = 0, accumulation: 
 KINDS = (
     *("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "sum"),
     *("square_avg", "grad_avg", "acc_delta", "ax", "prev", "step_size"),
+    *("row_var", "col_var", "variance", "lengths", "mean"),
 )
 
 
@@ -85,9 +86,11 @@ def state_of(engine: Any, *, everywhere: bool = True) -> dict[str, torch.Tensor]
     states = engine.states
     slots = {slot.name: slot for unit in engine.units for flat in unit.flats for slot in flat.layout.slots}
     pieces: list[tuple[str, str, int, torch.Tensor]] = []
+    known: dict[Any, tuple[str, ...]] = {}
     for flat in (flat for unit in engine.units for flat in unit.flats):
-        kinds = KINDS
         for slot in flat.layout.slots:
+            alike = flat.dtype, slot.group, len(slot.shape)
+            kinds = known.get(alike, KINDS)
             parts = {}
             for kind in kinds:
                 try:
@@ -97,11 +100,15 @@ def state_of(engine: Any, *, everywhere: bool = True) -> dict[str, torch.Tensor]
                 if part.numel():
                     parts[kind] = part
             pieces += [(slot.name, kind, states.local_range(slot.name)[0], part) for kind, part in parts.items()]
-            kinds = tuple(parts) or kinds  # all of a flat have the same
+            if parts.keys() - {"master"}:  # it has been updated
+                known[alike] = tuple(parts)
     found: dict[str, torch.Tensor] = {}
     gathered = engine.comm.gather_objects(pieces)
     for theirs in gathered if everywhere or engine.comm.rank == 0 else ():
         for name, kind, start, part in theirs:
+            if part.dim() > 1:  # it has a shape of its own, and one rank has it
+                assert torch.equal(found.setdefault(f"{name}:{kind}", part), part), name
+                continue
             whole = found.setdefault(f"{name}:{kind}", torch.full((slots[name].numel,), float("nan")))
             whole[start : start + part.numel()] = part
     with wherry.gathered(engine.module):
@@ -136,7 +143,9 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
         assert not value.is_floating_point() or not torch.isnan(value).any(), name
 
 
-def save_from(shape: Shape, folder: Path, *, steps: int = 2, **arguments: Any) -> dict[str, torch.Tensor]:
+def save_from(
+    shape: Shape, folder: Path, *, steps: int = 2, optimizer: Any = adamw, **arguments: Any
+) -> dict[str, torch.Tensor]:
     """Train and save; the states that were saved."""
 
     def body(engine: Any, comm: Comm) -> dict[str, torch.Tensor]:
@@ -144,16 +153,16 @@ def save_from(shape: Shape, folder: Path, *, steps: int = 2, **arguments: Any) -
         assert engine.save_checkpoint(folder, **arguments) is True
         return state_of(engine)
 
-    return on(shape, body)[0]
+    return on(shape, body, optimizer=optimizer)[0]
 
 
-def load_into(shape: Shape, folder: Path, **arguments: Any) -> dict[str, torch.Tensor]:
+def load_into(shape: Shape, folder: Path, *, optimizer: Any = adamw, **arguments: Any) -> dict[str, torch.Tensor]:
     def body(engine: Any, comm: Comm) -> dict[str, torch.Tensor]:
         path, _ = engine.load_checkpoint(folder, **arguments)
         assert path is not None
         return state_of(engine)
 
-    return on(shape, body)[0]
+    return on(shape, body, optimizer=optimizer)[0]
 
 
 def forged(manifest: Path, change: Callable[[dict[str, Any]], None]) -> None:

@@ -94,7 +94,9 @@ class LatestLink(ChaosLink):
         return late
 
 
-def engine_apart(comm: Comm, stage: int, more: dict[str, Any], apart: bool = True) -> tuple[Any, LatestLink]:
+def engine_apart(
+    comm: Comm, stage: int, more: dict[str, Any], apart: bool = True, optimizer: Any = adamw
+) -> tuple[Any, LatestLink]:
     """On a device that is not the host, from and to which everything is copied late."""
     chaos = Chaos(7 * stage + comm.rank)
     link = LatestLink(chaos)
@@ -102,7 +104,7 @@ def engine_apart(comm: Comm, stage: int, more: dict[str, Any], apart: bool = Tru
     config = settings(stage, more=copy.deepcopy(more))
     config["wherry"] = {**more.get("wherry", {}), **BEHIND}
     mesh = topology(comm, chaos, link=link) if apart else topology(comm)
-    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=config, mesh=mesh)
+    engine, *_ = wherry.initialize(model=model, optimizer=optimizer(model.parameters()), config=config, mesh=mesh)
     return engine, link
 
 

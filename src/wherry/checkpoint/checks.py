@@ -62,6 +62,10 @@ def check(manifest: Manifest) -> None:
         for state in entry.states.keys() - UNREAD:
             own: dict[int | None, list[Slice]] = {None: []}
             for piece in entry.states[state]:
+                run = piece.run(entry.shape)
+                plain = state != WEIGHT and piece.scales is None and piece.addend is None
+                if piece.own is not None and not (piece.own and plain and run.numel == run.box.numel):
+                    raise CheckpointError(f"{name}, {state}: it cannot have a shape of its own, {list(piece.own)}")
                 own.setdefault(piece.addend, []).append(piece)
             for slices in own.values():
                 _check_cover(f"{name}, {state}", entry, slices)
@@ -140,12 +144,12 @@ def expected_tensors(manifest: Manifest) -> dict[str, dict[str, Expected]]:
         if file in found:
             found[file][name] = None, None
     for entry, state, piece in manifest.slices():
-        numel, own = piece.stop - piece.start, dtype_named(entry.dtype)
+        numel, own = piece.numel, dtype_named(entry.dtype)
         kinds = _FLOATS if state != WEIGHT or own.is_floating_point else frozenset((own,))
         if piece.scales is not None:
             kinds = _CODES
             found[manifest.tensors[piece.scales]][piece.scales] = blocks_of(piece.phase + numel), _SCALES
-        found[piece.file][piece.tensor] = numel, kinds
+        found[piece.file][piece.tensor] = numel, kinds if piece.own is None else None
     return found
 
 

@@ -17,6 +17,7 @@ from wherry.checkpoint.session import Session, extra_states
 from wherry.native import Blocks8
 from wherry.native.segment import BLOCK
 from wherry.sharding.unit import Flat
+from wherry.update.parameter_states import own_shape
 from wherry.update.record import State
 
 
@@ -33,10 +34,12 @@ def state_pieces(session: Session, flat: Flat, share: tuple[int, int]) -> Iterat
             found = session.run(flat, slot, *share) if session.writes(slot) else None
             if found is not None:
                 run, at = found
-                yield from _segment_pieces(session.whole_name(slot.name), run, at - span.start, values)
+                name, numel = session.whole_name(slot.name), span.stop - span.start
+                yield from _segment_pieces(name, run, at - span.start, numel, values)
 
 
-def _segment_pieces(name: str, run: Run, first: int, values: dict[str, State]) -> Iterator[Piece | Scalar]:
+def _segment_pieces(name: str, run: Run, first: int, numel: int, values: dict[str, State]) -> Iterator[Piece | Scalar]:
+    """A run of a segment of `numel` elements. Who has a parameter's first has states that are not of elements whole."""
     last = first + run.numel
     for key, value in values.items():
         state = WEIGHT if key == "master" else key
@@ -45,6 +48,9 @@ def _segment_pieces(name: str, run: Run, first: int, values: dict[str, State]) -
             yield Piece(name, state, run, value.codes[first:last], scales, first % BLOCK)
         elif is_scalar(value):
             yield Scalar(name, key, float(value))
+        elif (own := own_shape(value, numel)) is not None:
+            if run.start == 0:
+                yield Piece(name, state, Run(run.box, 0, run.box.numel), value.reshape(-1), own=own)
         else:
             yield Piece(name, state, run, value[first:last])
 

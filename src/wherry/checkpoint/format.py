@@ -46,7 +46,8 @@ Shape = Annotated[tuple[Count, ...], Field(max_length=64)]
 class Slice:
     """Elements `start` to `stop` of one state of one parameter, and the tensor of a file that holds them.
 
-    `offsets` and `shape` say which box of the parameter is counted; without them it is the whole. `scales`: the tensor
+    `offsets` and `shape` say which box of the parameter is counted; without them it is the whole. `own`: the state has
+    not an element for each of these, which are all of the box, but is a tensor of this shape. `scales`: the tensor
     holds 8-bit codes, this one the scales of their blocks, and `phase` is the first code's place in its block.
     `addend`: of a buffer that differs between ranks, whose it is.
     """
@@ -59,6 +60,7 @@ class Slice:
     stop: Count
     offsets: Shape | None = None
     shape: Shape | None = None
+    own: Shape | None = None
     scales: str | None = None
     phase: Annotated[Count, Field(lt=BLOCK)] = 0
     addend: Count | None = None
@@ -66,6 +68,11 @@ class Slice:
     def run(self, whole: tuple[int, ...]) -> Run:
         box = Box.whole(whole) if self.offsets is None or self.shape is None else Box(self.offsets, self.shape)
         return Run(box, self.start, self.stop)
+
+    @property
+    def numel(self) -> int:
+        """Of the tensor."""
+        return self.stop - self.start if self.own is None else math.prod(self.own)
 
     def to_json(self) -> dict[str, Any]:
         values = {key: value for key, value in vars(self).items() if value is not None}
@@ -88,6 +95,19 @@ class Entry:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def moments(self) -> list[str]:
+        """The optimizer's states that there are of it."""
+        return sorted(self.states.keys() - {WEIGHT} - UNREAD)
+
+    def own_shape(self, state: str, box: Box) -> tuple[int, ...] | None:
+        """The shape that a state has of a box of the parameter, where that is not the box's."""
+        own = (piece for piece in self.states.get(state, ()) if piece.own is not None)
+        return next((piece.own for piece in own if piece.run(self.shape).box == box), None)
+
+    def has_own(self, state: str) -> bool:
+        return any(piece.own is not None for piece in self.states.get(state, ()))
 
     def to_json(self) -> dict[str, Any]:
         states = {name: [piece.to_json() for piece in slices] for name, slices in self.states.items()}
@@ -183,8 +203,7 @@ class Manifest:
 
     def state_names(self) -> list[str]:
         """The optimizer's states that are inside."""
-        names = {state for _, entry in self.parameters() for state in entry.states}
-        return sorted(names - {WEIGHT} - UNREAD)
+        return sorted({state for _, entry in self.parameters() for state in entry.moments})
 
     def merge(self, part: Manifest) -> None:
         """Take over what another rank has written."""
@@ -251,7 +270,10 @@ def _compact(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements of one state of one parameter: a run of them, and their values in one dim."""
+    """Elements of one state of one parameter: a run of them, and their values in one dim.
+
+    `own`: the state has not an element for each of the run, which is all of its box; the values are in this shape.
+    """
 
     name: str
     state: str
@@ -262,6 +284,7 @@ class Piece:
     phase: int = 0
     # Of a buffer that differs between ranks: whose it is.
     addend: int | None = None
+    own: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -314,6 +337,7 @@ class RankFiles:
                 piece.run.stop,
                 offsets=box.offsets if inside else None,
                 shape=box.shape if inside else None,
+                own=piece.own,
                 scales=scales,
                 phase=piece.phase,
                 addend=piece.addend,

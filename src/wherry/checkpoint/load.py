@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from wherry.checkpoint import folder as folders
 from wherry.checkpoint.checks import read_manifest
-from wherry.checkpoint.contents import is_scalar, random_state, restore_random_state, spread_random_state
+from wherry.checkpoint.contents import random_state, restore_random_state, spread_random_state
 from wherry.checkpoint.errors import CheckpointError, describe, on_first, together
 from wherry.checkpoint.format import WEIGHT, Manifest
 from wherry.checkpoint.reader import CheckpointReader
@@ -25,6 +25,7 @@ from wherry.native import Blocks8, quantize
 from wherry.observe.progress import Progress
 from wherry.sharding.layout import SegmentSpan, Slot
 from wherry.sharding.unit import Flat
+from wherry.update.parameter_states import kept_fields, own_shape
 
 # Names that an error lists before it only counts.
 _LISTED = 8
@@ -138,7 +139,7 @@ def _check_fits(session: Session, manifest: Manifest, options: LoadOptions) -> d
     if options.strict and missing:
         raise CheckpointError(f"it lacks {_listed(missing)}; {_NOT_STRICT}")
     if options.optimizer and session.optimizer is not None:
-        _check_optimizer(session, manifest)
+        _check_optimizer(session, manifest, names)
     return names
 
 
@@ -167,31 +168,44 @@ def _compare(
         session.log.warning("%s: %s", path, line)
 
 
-def _check_optimizer(session: Session, manifest: Manifest) -> None:
+def _check_optimizer(session: Session, manifest: Manifest, names: dict[str, str]) -> None:
     hint = "load_optimizer_states=False loads the weights alone"
     saved = manifest.engine.get("optimizer")
     if saved is None:
         raise CheckpointError(f"it holds no optimizer; {hint}")
     assert session.optimizer is not None
     mine = type(session.optimizer.instance).__name__
-    wanted: set[str] = set()
-    for state in session.states.values():
-        if session.spans(state.flat):
-            with state.opened() as segments:
-                wanted |= {name for values in segments for name, value in values.items() if not is_scalar(value)}
-            break
-    scalars = {key for found in saved["scalars"].values() for key in found} & (wanted | set(manifest.state_names()))
+    segments = [
+        (flat, span, {field.name: field.shape for field in fields})
+        for flat, state in session.states.items()
+        for span, fields in zip(session.spans(flat), kept_fields(state, session.optimizer.param_groups), strict=True)
+    ]
+    wanted, there = {name for *_, kept in segments for name in kept}, set(manifest.state_names())
+    scalars = {key for found in saved["scalars"].values() for key in found} & (wanted | there | {"master"})
     if scalars:
         raise CheckpointError(f"its {saved['type']} has one number for each parameter as {_listed(sorted(scalars))}")
-    wanted -= {"master"}
-    there = set(manifest.state_names())
-    if wanted and there and wanted != there:
-        raise CheckpointError(
-            f"its optimizer is {saved['type']} with {_listed(sorted(there))}, the engine's is {mine} with "
-            f"{_listed(sorted(wanted))}; {hint}"
-        )
     if wanted and not there and saved["steps"]:
         raise CheckpointError(f"its {saved['type']} keeps no state, {mine} keeps {_listed(sorted(wanted))}; {hint}")
+    for flat, span, kept in segments:
+        logical = session.logical(flat.layout.slots[span.slot])
+        if logical.name not in names:
+            continue
+        entry = manifest.entries[names[logical.name]]
+        found = {state: entry.own_shape(state, logical.box) for state in entry.moments}
+        # One of torch's that has made none takes what there is; shapes of their own, if this rank has all of it.
+        expected = kept or (found if span.stop - span.start == logical.box.numel else dict.fromkeys(found))
+        elsewhere = [state for state in found if found[state] is None and entry.has_own(state)]
+        if found and (found != expected or elsewhere):
+            parts = f" ({_listed(elsewhere)} of other parts of it: it was tiled otherwise)" if elsewhere else ""
+            raise CheckpointError(
+                f"{logical.name}: its optimizer is {saved['type']} with {_told(found)}{parts}, the engine's is {mine} "
+                f"with {_told(expected)}; {hint}"
+            )
+
+
+def _told(states: Mapping[str, tuple[int, ...] | None]) -> str:
+    """Names, with the shapes that are not the parameter's."""
+    return _listed([f"{name} of shape {own}" if own else name for name, own in sorted(states.items())])
 
 
 class _Loader:
@@ -252,20 +266,22 @@ class _Loader:
             return
         assert self.session.optimizer is not None
         group = self.session.optimizer.param_groups[span.group]
-        for name in self.manifest.state_names():
+        there = self.manifest.entries[self._there(slot)].moments
+        for name in values.keys() - {"master", *there}:
+            # An optimizer of torch's makes its state at a parameter's first update: there was none.
+            self.session.states[flat].begin_again(group, values, name)
+        for name in there:
             target = values.get(name)
-            if name not in self.manifest.entries[self._there(slot)].states:
-                # An optimizer of torch's makes its state at a parameter's first update: there was none.
-                self.session.states[flat].begin_again(group, values, name)
-            elif isinstance(target, Blocks8):
+            if isinstance(target, Blocks8):
                 self._load_blocks(flat, span, slot, name, target)
-            else:
-                if target is None:
-                    dtype = self.reader.dtype(self._there(slot), name)
-                    # Beside the master, which need not be on the device that computes.
-                    device = values["master"].device
-                    target = values[name] = torch.zeros(span.stop - span.start, dtype=dtype, device=device)
-                self._read(flat, slot, name, target, span.start, span.stop)
+                continue
+            if target is None or not target.is_contiguous():
+                own = self.manifest.entries[self._there(slot)].own_shape(name, self.session.logical(slot).box)
+                dtype = self.reader.dtype(self._there(slot), name)
+                # Beside the master, which need not be on the device that computes.
+                device = values["master"].device
+                target = values[name] = torch.zeros(own or span.stop - span.start, dtype=dtype, device=device)
+            self._read(flat, slot, name, target, span.start, span.stop)
         scalars = self.manifest.engine["optimizer"]["scalars"]
         # By parameter; by group in checkpoints that count steps for all parameters together.
         found = scalars.get(self._there(slot)) or scalars.get(str(span.group), {})
@@ -285,7 +301,9 @@ class _Loader:
         found = self.session.run(flat, slot, low, high)
         if found is not None:
             run, at = found
-            self.reader.read(self._there(slot), state, run, target[at - low : at - low + run.numel])
+            whole = own_shape(target, high - low) is not None
+            part = target.view(-1) if whole else target[at - low : at - low + run.numel]
+            self.reader.read(self._there(slot), state, run, part)
 
     def refresh(self) -> None:
         """Make whole again what every rank holds whole and reads only its part of."""

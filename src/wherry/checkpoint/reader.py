@@ -77,9 +77,11 @@ class CheckpointReader:
     ) -> torch.Tensor:
         """A whole state of a parameter, or a buffer."""
         entry = self.manifest.entries[name]
-        found = torch.empty(entry.numel, dtype=dtype or self.dtype(name, state))
-        self.read(name, state, Run.of(entry.shape), found, addend=addend)
-        return found.view(entry.shape)
+        whole = Run.of(entry.shape)
+        shape = entry.own_shape(state, whole.box) or entry.shape
+        found = torch.empty(math.prod(shape), dtype=dtype or self.dtype(name, state))
+        self.read(name, state, whole, found, addend=addend)
+        return found.view(shape)
 
     def parts(self, name: str, state: str, dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
         """A whole state in row-major order, a part of it at a time; each is valid until the next."""
@@ -101,12 +103,19 @@ class CheckpointReader:
         return self._reader(slices[0].file).tensors[slices[0].tensor].dtype
 
     def read(self, name: str, state: str, run: Run, out: torch.Tensor, *, addend: int | None = None) -> None:
-        """Fill `out`, of one dim, with a run of a state. `addend`: of a buffer, the one that this rank wrote."""
-        assert out.numel() == run.numel and out.dim() == 1, (name, out.shape, run)
+        """Fill `out`, of one dim, with a run of a state; of one with a shape of its own, with all of it.
+
+        `addend`: of a buffer, the one that this rank wrote.
+        """
         slices = [piece for piece in self._slices(name, state) if piece.addend == addend]
         whole = self.manifest.entries[name].shape
         filled = 0
         for piece in slices:
+            if piece.own is not None:
+                if piece.run(whole) == run and piece.numel == out.numel():
+                    self._copy_line(piece, 0, out)
+                    filled += run.numel
+                continue
             for overlap in overlaps(piece.run(whole), run):
                 self._copy(piece, overlap, out)
                 filled += overlap.common.numel

@@ -19,6 +19,7 @@ from wherry.tickets import Ticket, TicketGroup
 from wherry.tiers.buffers import host_copy
 from wherry.tiers.host import Room, rooms
 from wherry.tiers.streams import Readers
+from wherry.update.parameter_states import kept_fields
 
 # Of the memory that is free, what copies may take: training wants some as well.
 SHARE_OF_FREE = 0.9
@@ -167,7 +168,7 @@ def why_not_behind(session: Session, shares: Shares, plain: Iterable[torch.Tenso
     """
     states = [session.states[flat] for flat in shares if flat in session.states]
     on_disk = any(flat.at_rest_on_disk for flat in shares) or any(state.bucket.on_disk for state in states)
-    wanted = sum(_staged_bytes(session, flat, stop - start) for flat, (start, stop) in shares.items())
+    wanted = sum(_staged_bytes(session, flat, share) for flat, share in shares.items())
     wanted += sum(tensor.nbytes for tensor in plain)
     pinned = session.link.aside_pool.counters
     wanted -= pinned.allocated - pinned.in_use
@@ -177,13 +178,17 @@ def why_not_behind(session: Session, shares: Shares, plain: Iterable[torch.Tenso
     return _shortage([(nbytes, told) for _, nbytes, told in found])
 
 
-def _staged_bytes(session: Session, flat: Flat, numel: int) -> float:
-    """What copies of so much of a flat take: of its weights, and of its state as it rests. No less than is copied."""
-    width = float(flat.dtype.itemsize)
+def _staged_bytes(session: Session, flat: Flat, share: tuple[int, int]) -> float:
+    """What copies of a share of a flat take: of its weights, and of its state as it rests. No less than is copied."""
+    start, stop = share
+    width, whole = float(flat.dtype.itemsize), 0
     state = session.states.get(flat)
-    if state is not None and state.bucket.numel:
+    if state is not None and state.bucket.numel and session.optimizer is not None:
         width += state.bucket.nbytes / state.bucket.numel
-    return width * numel
+        for span, fields in zip(state.segments, kept_fields(state, session.optimizer.param_groups), strict=True):
+            if start <= span.start < stop:
+                whole += sum(field.nbytes for field in fields if field.shape is not None)
+    return width * (stop - start) + whole
 
 
 def _shortage(found: Iterable[tuple[int, list[Room]]]) -> str | None:

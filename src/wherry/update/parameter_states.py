@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -17,10 +19,34 @@ from wherry.sharding.gradients import Gradients
 from wherry.sharding.layout import SegmentSpan, Slot
 from wherry.sharding.unit import Flat
 from wherry.update.optimizer_states import FlatState
-from wherry.update.record import State
-from wherry.update.rules import Groups
+from wherry.update.record import Field, State
+from wherry.update.rules import Groups, Shape
 
 MASTER = "master"
+
+
+def own_shape(value: State, numel: int) -> Shape | None:
+    """The shape of a state that has not an element for each of the `numel` of its segment; None of those that have."""
+    shape = tuple(value.shape) if isinstance(value, torch.Tensor) else (numel,)
+    return None if shape in ((), (numel,)) else shape
+
+
+def kept_fields(state: FlatState, groups: Groups) -> list[list[Field]]:
+    """What the optimizer keeps of each segment beside its weights, wherever that rests.
+
+    One of torch's that keeps its state itself has none before its first step.
+    """
+    kept = state.rule.kept() if state.rule.keeps_state else []
+    found = []
+    for number, span in enumerate(state.segments):
+        numel = span.stop - span.start
+        if not state.rule.keeps_state:
+            fields = state.rule.fields(groups[span.group], state.shape_of(span) or (numel,), torch.float32)
+            found.append([replace(field, shape=None) if field.shape == (numel,) else field for field in fields])
+            continue
+        own = kept[state.first + number] if kept else {}
+        found.append([Field(k, v.dtype, v.numel(), shape=own_shape(v, numel)) for k, v in own.items() if v.dim()])
+    return found
 
 
 class ParameterStates:
@@ -60,42 +86,48 @@ class ParameterStates:
         return part[:2] if part is not None else (0, 0)
 
     def local(self, name: str, kind: str) -> torch.Tensor:
-        """This rank's part, flat, in fp32; a copy."""
+        """This rank's part, flat, in fp32; a copy. A state that has not the parameter's shape is in its own."""
         with self._part(name, kind, write=False) as part:
             return part.to(torch.float32, copy=True)
 
     def full(self, name: str, kind: str) -> torch.Tensor:
         """The whole, in fp32; a copy. Every rank must call it."""
-        state, slot = self._place(name)
+        state = self._place(name)[0]
         if state.flat.layout.ranks > 1:
             self._comm.meet("states.full()")
-        start, stop = self.local_range(name)
-        whole = torch.zeros(slot.numel, dtype=torch.float32, device=state.flat.whole.device)
-        whole[start:stop].copy_(self._agreed(name, kind))
+        part, shape = self._agreed(name, kind)
+        start = self.local_range(name)[0]
+        whole = torch.zeros(math.prod(shape), dtype=torch.float32, device=state.flat.whole.device)
+        whole[start : start + part.numel()].copy_(part.flatten())
         if state.flat.layout.ranks > 1:
             self._comm.all_reduce(whole).wait()
-        return whole.view(slot.shape)
+        return whole.view(shape)
 
-    def _agreed(self, name: str, kind: str) -> torch.Tensor:
-        """This rank's part, a copy. What is wrong with a kind on the rank that has the part is so on all of them."""
-        part, wrong = torch.empty(0), None
+    def _agreed(self, name: str, kind: str) -> tuple[torch.Tensor, Shape]:
+        """This rank's part, a copy, and the shape of the whole, which the rank knows that has it where it is not the
+        parameter's. What is wrong with a kind on the rank that has the part is so on all of them."""
+        part, own, wrong = torch.empty(0), None, None
+        start, stop = self.local_range(name)
         try:
             part = self.local(name, kind)
+            own = own_shape(part, stop - start)
         except WherryError as error:
             wrong = str(error)
-        ranks = self._place(name)[0].flat.layout.ranks
-        for problem in self._comm.gather_objects(wrong) if ranks > 1 else [wrong]:
+        state, slot = self._place(name)
+        shape: Shape = slot.shape
+        mine = wrong, own
+        for problem, known in self._comm.gather_objects(mine) if state.flat.layout.ranks > 1 else [mine]:
             if problem is not None:
                 raise WherryError(problem)
-        return part
+            shape = shape if known is None else known
+        return part, shape
 
     def set_local(self, name: str, kind: str, value: torch.Tensor) -> None:
         """Write this rank's part. Every rank must call it, with its own."""
         start, stop = self.local_range(name)
-        if value.numel() != stop - start:
-            raise WherryError(
-                f"{name}: expected {stop - start} elements for this rank's part of {kind}, got {tuple(value.shape)}"
-            )
+        wrong = self._unlike(name, kind, value)
+        if wrong is not None:
+            raise WherryError(f"{name}: {wrong}")
         if kind == MASTER:
             state, slot = self._place(name)
             whole = torch.zeros(slot.numel, dtype=torch.float32, device=state.flat.whole.device)
@@ -106,18 +138,18 @@ class ParameterStates:
             self._write(name, kind, whole.view(slot.shape))
             return
         with self._part(name, kind, write=True) as part:
-            part.copy_(value.flatten())
+            part.copy_(value.reshape(part.shape))
 
     def set_full(self, name: str, kind: str, value: torch.Tensor) -> None:
         """Write the whole; the working weights follow the master.
 
         Every rank must call it, with the same value: each writes the part that it updates, and nobody compares them.
         """
-        slot = self._place(name)[1]
-        if tuple(value.shape) != slot.shape:
-            raise WherryError(f"{name}: expected {kind} of shape {slot.shape}, got {tuple(value.shape)}")
+        self._place(name)
         self._everybody.meet("states.set_full()")
-        self._agreed(name, kind)
+        shape = self._agreed(name, kind)[1]
+        if tuple(value.shape) != shape:
+            raise WherryError(f"{name}: expected {kind} of shape {shape}, got {tuple(value.shape)}")
         self._write(name, kind, value)
 
     def _write(self, name: str, kind: str, value: torch.Tensor) -> None:
@@ -125,9 +157,9 @@ class ParameterStates:
         if kind == MASTER:
             with self._access.gathered([state.flat], None), torch.no_grad():
                 state.flat.parameters[state.flat.layout.slots.index(slot)].data.copy_(value)
-        start, stop = self.local_range(name)
+        start = self.local_range(name)[0]
         with self._part(name, kind, write=True) as part:
-            part.copy_(value.flatten()[start:stop])
+            part.copy_(value.flatten()[start : start + part.numel()].view(part.shape))
 
     # What this rank has of all of them, as `optimizer.state_dict()` has it.
 
@@ -160,7 +192,8 @@ class ParameterStates:
                             continue
                         if slot.name in found:
                             shown = value.detach().clone() if copy else value.detach()
-                            found[slot.name][kind] = shown.view(shape) if shown.dim() else shown
+                            whole = shown.dim() and own_shape(value, span.stop - span.start) is None
+                            found[slot.name][kind] = shown.view(shape) if whole else shown
         return [found.get(name, {}) for name in names]
 
     def load_parts(self, given: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
@@ -189,15 +222,34 @@ class ParameterStates:
 
     def _problems(self, name: str, part: Mapping[str, torch.Tensor]) -> Iterator[str]:
         """Why a part cannot be loaded. One of nothing is a parameter that has had no update."""
-        state, slot = self._place(name)
-        start, stop = self.local_range(name)
         for kind, value in part.items():
-            if isinstance(value, torch.Tensor) and value.dim() and value.numel() != stop - start:
-                got = tuple(value.shape)
-                yield f"{name}: expected {kind} of {stop - start} elements, which this rank has of it, got {got}"
-        kept = {field.name for field in state.rule.fields(self._groups[slot.group], 1)}
-        if part and kept and stop > start and kept != part.keys() - {"step", MASTER}:
+            wrong = self._unlike(name, kind, value) if isinstance(value, torch.Tensor) and value.dim() else None
+            if wrong is not None:
+                yield f"{name}: {wrong}"
+        kept = self._kept(name).keys()
+        if part and kept and not self._place(name)[0].rule.keeps_state and kept != part.keys() - {"step", MASTER}:
             yield f"{name}: expected {', '.join(sorted(kept))}, got {', '.join(sorted(part))}"
+
+    def _kept(self, name: str) -> dict[str, Shape | None]:
+        """What this rank keeps of a parameter beside its master: with a shape where that is not the parameter's."""
+        state, slot = self._place(name)
+        for span, fields in zip(state.segments, kept_fields(state, self._groups), strict=True):
+            if state.flat.layout.slots[span.slot] is slot:
+                return {field.name: field.shape for field in fields}
+        return {}
+
+    def _unlike(self, name: str, kind: str, value: torch.Tensor) -> str | None:
+        """Why a value cannot be this rank's part of a state."""
+        rule, (start, stop) = self._place(name)[0].rule, self.local_range(name)
+        kept, got = self._kept(name), tuple(value.shape)
+        own = kept.get(kind)
+        if own is not None:
+            return None if got == own else f"expected {kind} of shape {own}, got {got}"
+        # Of one of torch's that keeps its state itself and has made none, the shapes are not known.
+        unknown = kind not in kept and kind != MASTER and rule.keeps_state and rule.whole
+        if value.numel() == stop - start or (unknown and stop > start):
+            return None
+        return f"expected {kind} of {stop - start} elements, which this rank has of it, got {got}"
 
     def _load_part(
         self, state: FlatState, span: SegmentSpan, values: dict[str, State], part: Mapping[str, torch.Tensor]
@@ -210,9 +262,10 @@ class ParameterStates:
             if kind == "step":
                 continue
             if isinstance(target, torch.Tensor) and value.dim():
-                target.copy_(value.flatten())
+                target.copy_(value.reshape(target.shape))
             elif value.dim():  # an optimizer of torch's makes its state at its first step: this is it
-                values[kind] = value.flatten().to(values[MASTER].device, copy=True)  # type: ignore[union-attr]
+                alike = value.numel() == span.stop - span.start
+                values[kind] = (value.flatten() if alike else value).to(values[MASTER].device, copy=True)  # type: ignore[union-attr]
             else:
                 values[kind] = value.clone()
 
@@ -362,6 +415,7 @@ class ParameterStates:
                 tensor = tensors[kind]
                 if not isinstance(tensor, torch.Tensor):
                     raise WherryError(f'{name}: {kind} is kept in 8-bit blocks ("wherry": {{"state_dtype": "int8"}})')
-                yield tensor[in_shard - segment.start : in_shard - segment.start + last - first]
+                own = own_shape(tensor, segment.stop - segment.start) is not None
+                yield tensor if own else tensor[in_shard - segment.start : in_shard - segment.start + last - first]
                 return
         raise AssertionError(f"{name} has no segment on rank {state.flat.rank}")

@@ -29,14 +29,14 @@ MEASURED = 1 << 22
 
 
 @dataclass
-class _Room:
+class _DeviceRoom:
     memory: torch.Tensor
     # What has to have happened before it is filled again.
     empty: Ticket = DONE
 
 
 @dataclass
-class _Run:
+class _HostRun:
     """Host memory that is copied at once: a storage's bytes `start` to `stop`, and where in the room they go."""
 
     first: torch.Tensor
@@ -57,7 +57,7 @@ class StreamedUpdates:
 
     def __init__(self, link: Link) -> None:
         self.link = link
-        self._rooms: deque[_Room] = deque()
+        self._rooms: deque[_DeviceRoom] = deque()
 
     def update(
         self,
@@ -85,13 +85,13 @@ class StreamedUpdates:
             room.empty = downs[-1] if downs else self.link.fence()
         return TicketGroup([OnHost(ticket) for ticket in downs or [room.empty]])
 
-    def _room(self, nbytes: int, fence: Ticket) -> tuple[_Room, Ticket]:
+    def _room(self, nbytes: int, fence: Ticket) -> tuple[_DeviceRoom, Ticket]:
         """The one that was used longest ago, and what must have been done before its memory is written."""
-        room = self._rooms.popleft() if len(self._rooms) == ROOMS else _Room(torch.empty(0, dtype=torch.uint8))
+        room = self._rooms.popleft() if len(self._rooms) == ROOMS else _DeviceRoom(torch.empty(0, dtype=torch.uint8))
         if room.memory.numel() < nbytes:
             room.empty.finish()
             room.memory = torch.empty(0, dtype=torch.uint8)  # before there is more
-            room = _Room(torch.empty(nbytes, dtype=torch.uint8, device=self.link.device))
+            room = _DeviceRoom(torch.empty(nbytes, dtype=torch.uint8, device=self.link.device))
             fence = self.link.fence()
         self._rooms.append(room)
         return room, fence
@@ -103,9 +103,9 @@ class StreamedUpdates:
         self._rooms.clear()
 
 
-def _gathered(segments: Sequence[UpdateSegment]) -> tuple[list[_Run], dict[int, int], int]:
+def _gathered(segments: Sequence[UpdateSegment]) -> tuple[list[_HostRun], dict[int, int], int]:
     """The runs of host memory that segments lie in, the place in the room of each tensor in it, and the room's size."""
-    runs: list[_Run] = []
+    runs: list[_HostRun] = []
     places: dict[int, int] = {}
     end = 0
     for changes in (False, True):
@@ -113,7 +113,7 @@ def _gathered(segments: Sequence[UpdateSegment]) -> tuple[list[_Run], dict[int, 
             start = int(tensor.storage_offset()) * tensor.itemsize
             last = runs[-1] if runs else None
             if last is None or last.changes is not changes or not _follows(last, tensor, start):
-                last = _Run(tensor, start, start, -(-end // NEAR) * NEAR, changes)
+                last = _HostRun(tensor, start, start, -(-end // NEAR) * NEAR, changes)
                 runs.append(last)
             last.stop = start + tensor.nbytes
             places[id(tensor)] = last.place + start - last.start
@@ -121,7 +121,7 @@ def _gathered(segments: Sequence[UpdateSegment]) -> tuple[list[_Run], dict[int, 
     return runs, places, end
 
 
-def _follows(run: _Run, tensor: torch.Tensor, start: int) -> bool:
+def _follows(run: _HostRun, tensor: torch.Tensor, start: int) -> bool:
     alike = run.first.untyped_storage()._cdata == tensor.untyped_storage()._cdata
     return alike and 0 <= start - run.stop <= NEAR
 

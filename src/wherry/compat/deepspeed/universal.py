@@ -180,6 +180,9 @@ class _Universal:
         self.optimizer = manifest.engine["optimizer"]
         self.stage = int(manifest.config.get("zero_optimization", {}).get("stage", 0))
         self.groups = trained_groups(manifest)
+        # What of one that has not been updated would be zeros: the states that all others have.
+        found = [set(entry.moments) for entry in self.trained.values() if entry.moments]
+        self.common = set.intersection(*found) if found else set()
 
     def write(self, out: Path) -> None:
         zero = out / "zero"
@@ -200,11 +203,9 @@ class _Universal:
         if "/" in name or not name.strip("."):
             raise CheckpointError(f"{name!r}: a parameter's name is that of a folder here, which this one cannot be")
         (folder := zero / name).mkdir()
-        for state in (WEIGHT, *self.manifest.state_names()):
-            if state in entry.states:
-                values = self.reader.tensor(name, state, torch.float32).view(entry.shape)
-            else:  # of a parameter that has not been updated
-                values = torch.zeros(entry.shape)
+        for state in (WEIGHT, *(entry.moments or sorted(self.common))):
+            written = state in entry.states
+            values = self.reader.tensor(name, state, torch.float32) if written else torch.zeros(entry.shape)
             file = "fp32" if state == WEIGHT else state
             torch.save({"param": values, "cat_dim": 0}, folder / f"{file}.pt")
         torch.save(self._steps(name), folder / "step.pt")
