@@ -135,6 +135,8 @@ class Subject:
     def case(self, measure: str) -> dict[str, Any]:
         recipe = self.recipe
         found = {"model": self.model, "dtype": recipe.dtype, "ranks": self.ranks, "clip": recipe.clip}
+        if recipe.optimizer != "adamw":
+            found["optimizer"] = recipe.optimizer
         if recipe.accumulation > 1:
             found["window"] = recipe.accumulation
         return found | {"tokens": recipe.batch * recipe.length, "measure": measure}
@@ -258,15 +260,20 @@ def subjects_of(what: str, options: argparse.Namespace, window: int) -> list[Sub
         for dtype in options.dtypes or [MODELS[model].dtype]:
             for clip in options.clips:
                 recipe = recipe_of(model, "", dtype, clip, window, options.batch)
+                recipe = replace(recipe, optimizer=options.optimizer)
                 if "plain" in options.peers and not options.gpu and 1 not in options.ranks:
                     found.append(Subject(model, 1, ORACLE, ORACLE, recipe, options.steps))
                 for ranks in options.ranks:
                     if recipe.batch // window % ranks:
                         raise SystemExit(f"--ranks {ranks}: {recipe.batch} sequences do not divide among them")
                     for label in systems_of(what, options.places, options.peers, clip, options.policies):
+                        if options.optimizer != "adamw" and label.partition("-")[0] in ("ddp", "fsdp2"):
+                            continue  # a shard of FSDP2's is no matrix
                         if label == ORACLE and ranks > 1:
                             continue
-                        own = recipe_of(model, label, dtype, clip, window, options.batch)
+                        own = replace(
+                            recipe_of(model, label, dtype, clip, window, options.batch), optimizer=options.optimizer
+                        )
                         one = Subject(model, ranks, label.partition(":")[0], label, own, options.steps, options.gpu)
                         found.append(one)
                         if options.before and label.startswith("wherry"):
@@ -285,6 +292,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--policies", type=harness.listed(POLICIES), default=["before_use"], help=", ".join(POLICIES))
     parser.add_argument("--peers", type=harness.listed((*PEERS, "none")), default=list(PEERS), help=", ".join(PEERS))
     parser.add_argument("--ranks", type=harness.positives, default=[1], help="numbers of ranks (default: 1)")
+    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw", help="(default: adamw)")
     parser.add_argument("--batch", type=harness.positive, help="sequences of a micro-batch, over all ranks")
     parser.add_argument("--window", type=harness.positive, default=8, help="micro-batches of a window (8)")
     parser.add_argument("--before", metavar="PYTHON", help="the interpreter of an environment with another Wherry")
@@ -297,7 +305,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rounds = options.rounds or (1 if options.quick or options.gpu else 5)
     os.environ[systems.DISK_FOLDER] = os.path.abspath(options.path)
     subjects = subjects_of(options.what, options, options.window if options.what == "window" else 1)
-    part = "-".join([options.what, *options.models, *(["gpu"] if options.gpu else [])])
+    muon = ["muon"] if options.optimizer == "muon" else []
+    part = "-".join([options.what, *muon, *options.models, *(["gpu"] if options.gpu else [])])
     settings = {"rounds": rounds, "steps": options.steps, "warmup": WARMUP}
     settings["models"] = {model: vars(MODELS[model]) for model in options.models}
     results = harness.Results("steps", options, settings, part)

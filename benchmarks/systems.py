@@ -73,6 +73,8 @@ class Recipe:
     policy: str = "auto"
     # Blocks are computed again in the backward instead of keeping their activations.
     recompute: bool = False
+    # "adamw", or "muon": torch's for matrices that are neither an embedding nor a head, and AdamW for the rest.
+    optimizer: str = "adamw"
     # Where it is built: on the "host"; where it trains, on the "device", in the dtype of its working weights, if it is
     # too large to be built in fp32 first; or "meta", nowhere, by an engine that gives units their values one by one.
     built: str = "host"
@@ -129,6 +131,24 @@ def adamw(parameters: Any, *, fused: bool = True) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=fused or None)
 
 
+def mark_matrices(model: nn.Module) -> None:
+    """The weights that Muon is for, by the same rule for all systems: DeepSpeed's."""
+    for name, parameter in model.named_parameters():
+        parameter.use_muon = parameter.dim() >= 2 and "embed" not in name and "head" not in name  # type: ignore[attr-defined]
+
+
+def optimizers(model: nn.Module, recipe: Recipe, *, fused: bool = True) -> list[torch.optim.Optimizer]:
+    """Torch's own, each for its parameters."""
+    import torch
+
+    if recipe.optimizer == "adamw":
+        return [adamw(model.parameters(), fused=fused)]
+    mark_matrices(model)
+    parameters: list[Any] = list(model.parameters())
+    muon = torch.optim.Muon([p for p in parameters if p.use_muon], lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    return [muon, adamw([p for p in parameters if not p.use_muon], fused=fused)]
+
+
 def micro_batches(ids: torch.Tensor, labels: torch.Tensor, count: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
     return zip(ids.chunk(count), labels.chunk(count), strict=True) if count > 1 else [(ids, labels)]
 
@@ -146,7 +166,7 @@ class Torch:
         self.accumulation = recipe.accumulation
         self.autocast = autocast and recipe.dtype == "bf16"
         self.parameters = list(model.parameters())
-        self.optimizer = adamw(self.parameters, fused=fused)
+        self.optimizers = optimizers(model, recipe, fused=fused)
 
     def step(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         import torch
@@ -163,8 +183,9 @@ class Torch:
             losses.append(loss.detach())
         if self.clip:
             torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         return mean(losses)
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
@@ -345,7 +366,12 @@ def _wherry(place: Row) -> Callable[[Recipe, int], Trainee]:
                 model = replace(recipe, built="host").model()
         else:
             model = recipe.model()
-        return Engine(wherry.initialize(model=model, optimizer=adamw, config=config)[0], recipe)
+        given: dict[str, Any] = {"optimizer": adamw}
+        if recipe.optimizer == "muon":
+            mark_matrices(model)
+            given = {}
+            config["optimizer"] = {"type": "Muon", "params": {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}}
+        return Engine(wherry.initialize(model=model, config=config, **given)[0], recipe)
 
     return build
 
@@ -360,7 +386,11 @@ def _deepspeed(place: Row) -> Callable[[Recipe, int], Trainee]:
         config["zero_optimization"] |= _beside_computing(place)
         config |= right_gradients(place, recipe, ranks)
         given: dict[str, Any] = {}
-        if place.optimizer == "none":
+        if recipe.optimizer == "muon":
+            options = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "ns_method": "standard"}
+            config["optimizer"] = {"type": "Muon", "params": options}
+            given["model_parameters"] = model.parameters()
+        elif place.optimizer == "none":
             given["optimizer"] = adamw(model.parameters())
         else:
             # Offloaded states are updated by its own host optimizer, which the config asks for.

@@ -274,8 +274,8 @@ def _less_on_host(offload: Offload) -> list[str]:
     """The keys that put on disk what is in memory now."""
     placement, where = offload.placement, '{"device": "nvme", "nvme_path": ...'
     keys = []
-    # State on disk is for optimizers that the host's kernels know.
-    known = offload.spec is not None and offload.spec.native_family is not None
+    # State on disk is for optimizers whose state is known.
+    known = offload.spec is not None and offload.spec.recorded
     if known and placement.optimizer.tier is not Tier.DISK:
         keys.append(f'"offload_optimizer": {where}}}')
     if placement.parameters.partitioned and placement.parameters.tier is not Tier.DISK:

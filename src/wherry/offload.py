@@ -10,7 +10,7 @@ import torch
 
 from wherry import native
 from wherry.errors import WherryError
-from wherry.observe.log import say
+from wherry.observe.log import say, warn
 from wherry.parallel.topology import Topology
 from wherry.placement import Tier
 from wherry.sharding.flat_gradient import GradientPolicy, Landing
@@ -73,7 +73,11 @@ class Offload:
     def _share_on_device(self) -> float:
         """The share of the optimizer's state outside of the device that is updated there."""
         asked, spec = self.config.wherry.update_on, self.spec
-        if spec is None or self.link.shared or self.placement.optimizer.tier is Tier.DEVICE:
+        if spec is None or self.placement.optimizer.tier is Tier.DEVICE:
+            return 0.0
+        if self.link.shared:
+            if asked not in (None, "host", "auto", 0.0):
+                warn("wherry.update_on: %r has no effect here, as no accelerator has memory of its own", asked)
             return 0.0
         if not spec.recorded:
             if asked not in (None, "host", 0.0):

@@ -111,6 +111,23 @@ def _() -> Pair:
     return both(steps, bf16={"enabled": True}, optimizer={"type": "AdamW", "params": {"lr": 0.1}})
 
 
+@row("the learning rates of a `Muon` that is given none, of its matrices and of the rest")
+def _() -> Pair:
+    def rates_of(load: Callable[[Any], Any]) -> str:
+        _, options = load({**SIZES, "optimizer": {"type": "Muon"}}).optimizer.build_args()
+        return f"{options['lr']:g}, {options['adamw_lr']:g}"
+
+    return rates_of(configs.load), rates_of(theirs.load)
+
+
+@row("who updates the one layer of a model, of a `Muon`")
+def _() -> Pair:
+    def whose(engine: Any) -> str:
+        return "Muon" if engine.optimizer.param_groups[0]["use_muon"] else "AdamW"
+
+    return both(whose, optimizer={"type": "Muon"})
+
+
 def rates(engine: Any) -> str:
     seen = []
     for _ in range(4):

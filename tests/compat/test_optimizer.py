@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import wherry
+import wherry.optim
 from wherry.compat.deepspeed import ops
 from wherry.compat.deepspeed import optimizer as faces
 from wherry.compat.deepspeed.config import load
@@ -109,6 +110,9 @@ def test_a_schedule_that_was_made_before_the_engine_moves_it(recwarn):
         (2, {"zero": HOST}, faces.DeepSpeedZeroOptimizer, ops.DeepSpeedCPUAdam),
         (2, {"zero": HOST, "optimizer": {"type": "Lion"}}, faces.DeepSpeedZeroOptimizer, ops.DeepSpeedCPULion),
         (3, FP16, faces.DeepSpeedZeroOptimizer_Stage3, ops.FusedAdam),
+        (0, FP16 | {"optimizer": {"type": "Lamb"}}, faces.FP16_UnfusedOptimizer, ops.FusedLamb),
+        (2, {"zero": HOST, "optimizer": {"type": "lamb"}}, faces.DeepSpeedZeroOptimizer, ops.FusedLamb),
+        (3, {"optimizer": {"type": "muon"}}, faces.DeepSpeedZeroOptimizer_Stage3, ops.MuonWithAuxAdam),
         (3, {"optimizer": {"type": "Adam", "params": {"torch_adam": True}}}, faces.ZeROOptimizer, torch.optim.AdamW),
     ],
 )  # fmt: skip
@@ -117,6 +121,79 @@ def test_it_is_of_the_class_that_deepspeed_returns(stage, more, kind, inner):
     assert isinstance(engine.optimizer, kind)
     assert type(engine.optimizer.optimizer) is inner
     engine.destroy()
+
+
+class Named(nn.Module):
+    """Weights by whose names DeepSpeed tells what Muon is for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_in, self.wte, self.lm_head = nn.Embedding(5, 4), nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+        self.mix, self.left_out, self.conv = nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.Conv1d(4, 4, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.left_out(self.mix(self.embed_in(ids) + self.wte(ids)))
+        return self.lm_head(self.conv(x.mT).mT)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_muon_is_for_what_deepspeed_marks_by_name_unless_a_script_has(stage, caplog):
+    model = Named()
+    model.left_out.weight.use_muon = False
+    plain = copy.deepcopy(model)
+    params = {"lr": 0.1, "muon_lr": 0.2, "betas": [0.5, 0.5], "ns_method": "standard"}
+    with caplog.at_level("INFO", "wherry"):
+        engine = engine_of(stage, model=model, optimizer={"type": "Muon", "params": params}, gradient_clipping=0.0)
+    assert "Muon is for matrices; AdamW updates what has more dims (1, like conv.weight)" in caplog.text
+    names = {p: name for name, p in engine.module.named_parameters()}
+    muon, adamw = engine.optimizer.param_groups
+    assert [names[p] for p in muon["params"]] == ["wte.weight", "mix.weight"]
+    assert (muon["lr"], muon["weight_decay"], adamw["lr"], adamw["betas"], adamw["eps"]) == (
+        0.2,
+        0,
+        0.1,
+        (0.5, 0.5),
+        1e-10,
+    )
+    assert len(adamw["params"]) == len(names) - 2
+
+    matrices = [plain.wte.weight, plain.mix.weight]
+    rest = [p for p in plain.parameters() if all(p is not each for each in matrices)]
+    both = torch.optim.Muon(matrices, lr=0.2, weight_decay=0), torch.optim.AdamW(rest, 0.1, (0.5, 0.5), 1e-10, 0)
+    for step in range(3):
+        ids = torch.arange(step, step + 4).view(2, 2) % 5
+        engine.backward(engine(ids).square().mean())
+        engine.step()
+        plain(ids).square().mean().backward()
+        for each in both:
+            each.step()
+            each.zero_grad()
+    for name, p in plain.named_parameters():
+        torch.testing.assert_close(engine.states.full(name, "master"), p.detach(), rtol=1e-4, atol=1e-5)
+    engine.destroy()
+
+
+def test_lamb_as_a_script_makes_it():
+    model, other = make_model(), make_model()
+    optimizer, theirs = (
+        ops.FusedLamb(model.parameters(), 0.1, weight_decay=0.1),
+        wherry.optim.Lamb(other.parameters(), 0.1, weight_decay=0.1),
+    )
+    engine = engine_of(1, model=model, given=optimizer, gradient_clipping=0.0)
+    for seed in range(3):
+        step(engine, seed)
+        other(batch(engine, seed)).mean().backward()
+        theirs.step()
+        theirs.zero_grad()
+    for p, q in zip(engine.module.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+    engine.destroy()
+    with pytest.raises(RuntimeError, match="FusedLamb: amsgrad"):
+        ops.FusedLamb(model.parameters(), amsgrad=True)
+    with pytest.raises(wherry.WherryError, match=r"max_grad_norm=1\.0 is not offered; .*gradient_clipping"):
+        ops.FusedLamb(model.parameters(), max_grad_norm=1.0)
+    with pytest.raises(wherry.WherryError, match="adam_w_mode=False is not offered"):
+        ops.MuonWithAuxAdam([{"params": model.parameters(), "use_muon": False}], adam_w_mode=False)
 
 
 @pytest.mark.parametrize("mode", [True, False])

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import wherry.optim
 from wherry.config import BatchSizes, ConfigError, load
-from wherry.config.optimizer import NATIVE, REFUSED, TORCH_ELEMENTWISE
+from wherry.config.optimizer import OPTIMIZERS, REFUSED, TORCH_ELEMENTWISE
 from wherry.placement import Placement, Tier
 
 ZERO = "zero_optimization"
@@ -125,6 +126,7 @@ def test_a_folder_may_be_given_to_a_planner_that_chooses_the_device():
         ({"wherry": {"update_policy": "delayed"}}, "wherry.update_policy", "result differs"),
         ({"wherry": {"nonfinite": "raise"}, "fp16": {"enabled": True}}, "wherry.nonfinite", "dynamic loss scale"),
         ({"wherry": {"delayed_update_warmup": 3}}, "wherry.delayed_update_warmup", "no effect"),
+        ({"wherry": {"update_on": 0.5}}, "wherry.update_on", "no effect, as the optimizer's state rests on the device"),
         (
             {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 5}}},
             "scheduler.params.warmup_num_steps",
@@ -227,6 +229,15 @@ def test_a_schedule_of_type_auto_with_parameters_of_several_is_asked_for():
             {"lr": 0.1, "momentum": 0.9, "nesterov": False},
         ),
         ({"type": "rmsprop", "params": {"lr": 0.1, "alpha": "auto"}}, "RMSprop", {"lr": 0.1}),
+        ({"type": "adafactor", "params": {"d": 2}}, "Adafactor", {"lr": 1e-2, "eps": (None, 1e-3), "d": 2.0}),
+        ({"type": "Adafactor", "params": {"eps": [1e-30, 0]}}, "Adafactor", {"eps": (1e-30, 0.0)}),
+        ({"type": "lamb"}, "Lamb", {"lr": 1e-3, "eps": 1e-8, "max_coeff": 10.0, "min_coeff": 0.01}),
+        (
+            {"type": "muon", "params": {"lr": 0.1, "adam_lr": 0.2, "eps": 1e-6, "adjust_lr_fn": "Match_RMS_AdamW"}},
+            "Muon",
+            {"lr": 0.1, "adamw_lr": 0.2, "eps": 1e-7, "adamw_eps": 1e-6, "adjust_lr_fn": "match_rms_adamw"},
+        ),
+        ({"type": "Muon", "params": {"lr": 0.1, "muon_lr": 0.3}}, "Muon", {"lr": 0.3, "adamw_lr": 0.1}),
     ],
 )
 def test_an_optimizer_is_resolved(block, name, params):
@@ -234,8 +245,10 @@ def test_an_optimizer_is_resolved(block, name, params):
     built_name, built = resolved.build_args()
     assert built_name == name == resolved.type
     assert params.items() <= built.items()
-    if hasattr(torch.optim, name):
-        getattr(torch.optim, name)([torch.zeros(2)], **built)
+    kind = getattr(wherry.optim, name, None) or getattr(torch.optim, name, None)
+    if kind is not None:
+        kind([torch.zeros(2)], **built)
+    assert load(load({"optimizer": block}).to_dict()).optimizer.build_args() == (name, built)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -251,7 +264,7 @@ def test_every_optimizer_of_torch_is_known_by_name():
         for name, kind in vars(torch.optim).items()
         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
     }
-    assert of_torch <= {*NATIVE, *TORCH_ELEMENTWISE, *REFUSED}
+    assert of_torch <= {*OPTIMIZERS, *TORCH_ELEMENTWISE, *REFUSED}
     assert set(TORCH_ELEMENTWISE) <= of_torch
 
 

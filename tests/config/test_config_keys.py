@@ -97,7 +97,7 @@ def test_a_value_may_be_written_in_other_ways(path, value, becomes):
 @pytest.mark.parametrize("path", sorted(ACTING.keys() - APART))
 def test_auto_is_a_value_of_every_key(path):
     config = load(nested(path, "auto"))
-    if path == "activation_checkpointing.policy":  # which has it as a choice of its own
+    if path in ("activation_checkpointing.policy", "wherry.update_on"):  # which have it as a choice of their own
         assert at(config, path) == "auto"
         return
     assert at(config, path) == default_of(path)
@@ -315,7 +315,8 @@ OFF = {"pipeline": {}, "tensor_parallel": {"autotp_size": 1}, "sequence_parallel
 def with_optimizer(path, value):
     tree = nested(path, value)
     if "optimizer" in tree:
-        tree["optimizer"]["type"] = "AdamW"
+        row = idle_keys().get(path)
+        tree["optimizer"]["type"] = row.of[-1] if row is not None and row.of else "AdamW"
     return tree
 
 

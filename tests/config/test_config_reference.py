@@ -12,7 +12,7 @@ from tests.config.page import markdown
 
 from wherry.cli import main
 from wherry.config import load
-from wherry.config.optimizer import NATIVE
+from wherry.config.optimizer import OPTIMIZERS
 from wherry.config.reference import catalog, explain, json_schema, suggestion
 from wherry.config.source import parse
 
@@ -49,6 +49,8 @@ GOOD = [
     {"steps_per_print": None, "gradient_clipping": 1, "elasticity": {"enabled": False}},
     {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": ["/a"]}, "cpu_offload": True}},
     load({"bf16": {"enabled": True}, "optimizer": {"type": "SGD"}}).to_dict(),
+    {"optimizer": {"type": "Adafactor", "params": {"eps": [None, 1e-3]}}, "wherry": {"update_on": "auto"}},
+    load({"optimizer": {"type": "Muon"}, "wherry": {"update_on": 0.25}}).to_dict(),
 ]
 BAD = [
     ({"train_batchsize": 8}, "train_batchsize"),
@@ -60,6 +62,7 @@ BAD = [
     ({"optimizer": {"params": {}}}, "type"),
     ({"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}}, "betas"),
     ({"wherry": {"unit_classes": "Block"}}, "unit_classes"),
+    ({"wherry": {"update_on": 2}}, "update_on"),
 ]
 
 
@@ -96,7 +99,7 @@ def test_an_editor_shows_what_a_key_does():
         ("cpu_offload", ["read as zero_optimization.offload_optimizer.device"]),
         ("elasticity", ["not part of Wherry"]),
         ("fp16", ["keys:", "loss_scale_window"]),
-        ("optimizer.params.lr", ["(Adam, AdamW, Lion, SGD)", "(Adagrad)", "0.01"]),
+        ("optimizer.params.lr", ["(Adam, AdamW, Lion, SGD, Lamb)", "(Adagrad)", "0.01"]),
         ("warmup_num_steps", ["scheduler.params.warmup_num_steps", "WarmupCosineLR"]),
         ("device", ["offload_optimizer.device", "offload_param.device", '"none", "cpu", "nvme"']),
         ("tensorboard.output_path", ["string"]),
@@ -161,9 +164,12 @@ def test_schedules_and_schema_agree():
 def test_optimizer_defaults_are_those_of_torch_but_for_weight_decay():
     import torch
 
-    for name in ("AdamW", "Adam", "Adagrad", "SGD"):
-        signature = inspect.signature(getattr(torch.optim, name)).parameters
-        for key, field in NATIVE[name].model_fields.items():
+    from wherry import optim
+
+    kinds = ["AdamW", "Adam", "Adagrad", "SGD", "Adafactor"]
+    for name, kind in {**{name: getattr(torch.optim, name) for name in kinds}, "Lamb": optim.Lamb}.items():
+        signature = inspect.signature(kind).parameters
+        for key, field in OPTIMIZERS[name].model_fields.items():
             if key in signature and key != "weight_decay" and field.default is not None:
                 theirs = signature[key].default
                 assert field.default == (list(theirs) if isinstance(theirs, tuple) else theirs), (name, key)

@@ -303,6 +303,38 @@ def with_compiled_blocks():
     return {"log": log_of(trainer)}
 
 
+def with_optimizer(name):
+    """One that looks at whole parameters: the Trainer's own Adafactor, and Muon by a config."""
+    start_anew()
+    more, extra, cls = {"optim": "adafactor"} if name == "adafactor" else {}, {}, Trainer
+    config = {key: value for key, value in AUTO.items() if key != "optimizer"}
+    if name == "muon":
+        params = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
+        config["optimizer"] = {"type": "Muon", "params": params}
+    if MODE == "alias":
+        more["deepspeed"] = config
+    if MODE == "own":
+        from wherry.integrations.transformers import WherryTrainer as cls
+
+        extra["wherry_config"] = config
+    args = TrainingArguments(
+        output_dir=FOLDER, per_device_train_batch_size=4 // WORLD, max_steps=4, logging_steps=1, learning_rate=1e-2,
+        report_to=[], save_strategy="no", use_cpu=MODE != "alias", disable_tqdm=True, **more,
+    )  # fmt: skip
+    set_seed(0)
+    model = LlamaForCausalLM(tiny_config())
+    if name == "muon" and MODE == "plain":
+        from wherry.optim import Muon
+
+        extra["optimizers"] = Muon.for_model(model, lr=1e-2, weight_decay=0), None
+    trainer = cls(model=model, args=args, train_dataset=Tokens(16), **extra)
+    trainer.train()
+    if MODE != "plain":
+        kind = type(trainer.model_wrapped.optimizer.optimizer if MODE == "alias" else trainer.engine.optimizer.instance)
+        assert kind.__name__.startswith(name.capitalize()), kind
+    return {"log": log_of(trainer)}
+
+
 def with_a_layer_that_the_adapter_copies():
     """PEFT copies a layer that is partitioned already, and asks for its state on the rank that saves."""
     from peft import LoraConfig, get_peft_model
@@ -350,8 +382,21 @@ def without_checkpoints():
         raise AssertionError("it is refused")
 
 
+def with_values_that_mean_something_else():
+    """Adafactor's eps is not Adam's, which the arguments have."""
+    from wherry.config import load
+    from wherry.integrations.transformers import resolve
+
+    start_anew()
+    config = {"optimizer": {"type": "Adafactor", "params": dict.fromkeys(("lr", "weight_decay", "eps"), "auto")}}
+    args = TrainingArguments(output_dir=FOLDER, learning_rate=0.5, weight_decay=0.25, report_to=[], use_cpu=True)
+    name, options = resolve(load(config), args, 1).optimizer.build_args()
+    assert (name, options["lr"], options["weight_decay"], options["eps"]) == ("Adafactor", 0.5, 0.25, (None, 1e-3))
+
+
 def main():
     if MODE == "own":
+        with_values_that_mean_something_else()
         without_checkpoints()
         with_a_layer_that_the_adapter_copies()
     found = {"trainer": with_trainer(), "pretrained": with_pretrained()}
@@ -364,6 +409,7 @@ def main():
         found["sft_resumed"] = with_sft(os.path.join(FOLDER, MODE + "-sft", "checkpoint-2"))
     found["dpo"] = with_dpo()
     found["compiled"] = with_compiled_blocks()
+    found |= {name: with_optimizer(name) for name in ("adafactor", "muon")}
     if RANK == 0:
         with open(os.path.join(FOLDER, MODE + ".json"), "w", encoding="utf-8") as file:
             json.dump(found, file)

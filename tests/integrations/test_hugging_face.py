@@ -121,6 +121,14 @@ def test_a_trainer_that_compiles_compiles_each_block(plain, alias, own):
         same_log(found["compiled"]["log"], plain["compiled"]["log"])
 
 
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_optimizers_that_look_at_whole_parameters(plain, alias, own, name):
+    for found in (alias, own):
+        losses, theirs = ([row[0] for row in each[name]["log"]] for each in (found, plain))
+        assert len(set(theirs)) == 4
+        assert losses == close(theirs, 1e-3 if name == "muon" else 2e-5)  # Muon's products are in bf16
+
+
 def test_the_trainer_of_wherry(plain, own):
     same_log(own["trainer"]["log"], plain["trainer"]["log"])
     assert own["trainer"]["before"] == close(plain["trainer"]["before"])

@@ -53,6 +53,9 @@ FUNCTIONS = (
     "wherry.optim.CPUAdam",
     "wherry.optim.CPUAdagrad",
     "wherry.optim.CPULion",
+    "wherry.optim.Lamb",
+    "wherry.optim.Muon",
+    "wherry.optim.hidden_matrices",
 )
 # Public to Wherry's own rooms alone.
 _INNER = {"backward_begins", "backward_ends", "forward_begins", "meet", "update", "unwrap", "zero_grad_of_loop"}

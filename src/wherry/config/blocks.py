@@ -17,6 +17,7 @@ from wherry.config.fields import (
     Integer,
     Memory,
     Number,
+    Share,
     Size,
     Steps,
     Text,
@@ -365,6 +366,15 @@ class Own(ConfigBlock):
         "NaN after a step, until their next use in the model, engine.settle(), or a walk over the model's own. "
         "auto: at_step where the optimizer's state is on the device, and otherwise in_backward if nothing (clipping, "
         "loss scaling) has to wait for all gradients, or before_use.",
+    )
+    update_on: Share | None = key(
+        None,
+        "Where state that rests in host memory or on disk is updated: by the host's kernels (host), or a piece at a "
+        "time on the device, while the piece before goes back and the next one comes (device). A number is the share "
+        "of the units that are updated on the device. auto: the share at which host and device end together, by rates "
+        "that are measured at the start. Adam, AdamW, Adagrad, Lion and SGD have the same results to the bit. Without "
+        "an accelerator everything is the host's. Unset: the host, but the device for what looks at whole matrices, "
+        "like Muon; auto is the same for these.",
     )
     delayed_update_warmup: Integer = key(
         40, "The step whose update is the first to be late: those before it are made as usual.", ge=1

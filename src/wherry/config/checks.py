@@ -148,10 +148,14 @@ def _own(config: Config, draft: Draft) -> Iterator[Finding]:
 
 
 def _optimizer(config: Config, draft: Draft) -> Iterator[Finding]:
-    decoupled = str(draft.get(("optimizer", "type"))).lower() == "adamw"
-    if config.optimizer is not None and config.optimizer.type == "Adam" and decoupled:
+    if config.optimizer is None:
+        return
+    name, params = config.optimizer.type, config.optimizer.params
+    if name == "Adam" and str(draft.get(("optimizer", "type"))).lower() == "adamw":
         message = 'false contradicts the type AdamW, whose weight decay is decoupled; use the type "Adam"'
         yield ("optimizer", "params", "adam_w_mode"), message
+    if name == "Lamb" and (least := params["min_coeff"]) > (most := params["max_coeff"]):
+        yield ("optimizer", "params", "min_coeff"), f"{least:g} is above max_coeff {most:g}; exchange them"
 
 
 def _schedule(config: Config, draft: Draft) -> Iterator[Finding]:
@@ -190,6 +194,12 @@ def _idle(config: Config, draft: Draft) -> Iterator[Finding]:
         yield (ZERO, "mics_shard_size"), "no effect, as at stage 0 nothing is partitioned"
     if own.nonfinite in ("raise", "ignore") and config.nonfinite() == "skip":
         yield ("wherry", "nonfinite"), "no effect, as fp16's dynamic loss scale skips, until it is at its minimum"
+    if (
+        own.update_on is not None
+        and zero.offload_optimizer.device == "none"
+        and not _is_auto(draft, "offload_optimizer")
+    ):
+        yield ("wherry", "update_on"), "no effect, as the optimizer's state rests on the device"
     yield from _idle_activations(config)
     usual = type(own).model_fields["delayed_update_warmup"].default
     if own.update_policy != "delayed" and own.delayed_update_warmup != usual:

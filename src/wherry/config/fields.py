@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, WithJsonSchema
 from pydantic.fields import FieldInfo
 
-from wherry.config.problems import named, shown, unit_missing
+from wherry.config.problems import did_you_mean, named, shown, unit_missing
 
 
 class ConfigBlock(BaseModel):
@@ -182,6 +182,20 @@ def to_steps(value: Any) -> str:
     raise ValueError(f'expected the number of a step, from 1 on, or steps like "5-7", got {shown(value)}')
 
 
+_WHERE = ("host", "device", "auto")
+
+
+def _share(value: Any) -> Any:
+    if isinstance(value, str) and value.lower() in _WHERE:
+        return value.lower()
+    if _is_number(value) and 0 <= value <= 1:
+        return float(value)
+    meant = did_you_mean(value, _WHERE) if isinstance(value, str) else ""
+    raise ValueError(
+        f'expected "host", "device", "auto", or a number from 0 to 1, got {shown(value)}{meant or _unquoted(value)}'
+    )
+
+
 def lowered(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
@@ -214,5 +228,10 @@ Memory = Annotated[int, BeforeValidator(_memory), WithJsonSchema({"anyOf": [{"ty
 Dtype = Annotated[Literal["fp16", "bf16", "fp32"], BeforeValidator(to_dtype)]
 EverySteps = Annotated[int | None, BeforeValidator(_every_steps), WithJsonSchema({"type": "number"})]
 Steps = Annotated[str, BeforeValidator(to_steps), WithJsonSchema({"anyOf": [{"type": "integer"}, {"type": "string"}]})]
+Share = Annotated[
+    Literal["host", "device", "auto"] | float,
+    BeforeValidator(_share),
+    WithJsonSchema({"anyOf": [{"enum": list(_WHERE)}, {"type": "number", "minimum": 0, "maximum": 1}]}),
+]
 Folders = Annotated[str | list[str], BeforeValidator(one_or_list(_text, "a folder or a list of folders"))]
 Numbers = Annotated[float | list[float], BeforeValidator(one_or_list(_number, "a number or a list of numbers"))]

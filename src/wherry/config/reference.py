@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from wherry.config.fields import ConfigBlock, block_of, checker, key_names
-from wherry.config.optimizer import NATIVE
+from wherry.config.optimizer import OPTIMIZERS
 from wherry.config.scheduler import SCHEDULES
 from wherry.config.schema import Config
 from wherry.config.without_effect import idle_keys_in
 
-_PARAMS = (("optimizer.params", NATIVE), ("scheduler.params", SCHEDULES))
+_PARAMS = (("optimizer.params", OPTIMIZERS), ("scheduler.params", SCHEDULES))
 
 
 @dataclass(frozen=True)
@@ -178,8 +178,10 @@ def json_schema() -> dict[str, Any]:
 def _object(block: str) -> dict[str, Any]:
     inside = [info for info in catalog() if info.block == block]
     schema: dict[str, Any] = {**_BLOCK, "properties": {}}
-    for info in inside:  # of the parameters of all optimizers, or schedules, each once
-        schema["properties"].setdefault(info.name, _property(info))
+    for info in inside:  # of the parameters of all optimizers, or schedules, each once, as any of them takes it
+        taken = _property(info)
+        options = schema["properties"].setdefault(info.name, taken)["anyOf"]
+        options += [option for option in taken["anyOf"] if option not in options]
     if required := [info.name for info in inside if info.default == "required" and not info.of]:
         schema["required"] = required
     return schema

@@ -123,7 +123,9 @@ class Config(ConfigBlock):
         "mean", "Average gradients over ranks, or sum them. Over the micro-batches of a window they are averaged."
     )
     zero_allow_untested_optimizer: Flag = key(
-        False, "Vouch that an optimizer Wherry does not know treats every element by itself."
+        False,
+        "Vouch that an optimizer Wherry does not know treats every parameter by itself. Its shards are of whole "
+        "parameters.",
     )
 
     dataloader_drop_last: Flag = key(False, "Drop the last, incomplete batch of an epoch.")

@@ -272,6 +272,8 @@ def resolve(config: Config, args: transformers.TrainingArguments, max_steps: int
             "eps": args.adam_epsilon,
             "weight_decay": args.weight_decay,
         }
+        if config.optimizer.type == "Adafactor":
+            del values["eps"]  # which is another there, and two numbers
         # An optimizer of type "auto" is the arguments' in all that is not said otherwise.
         absent = ("auto", None) if "optimizer.type" in config.auto else ("auto",)
         for key, value in values.items():

