@@ -157,7 +157,7 @@ def timed(run: Run) -> bool:
             recipe = recipe_of(model if run.gpu else "tiny", label, "bf16", clip, 1, None)
             recipe = replace(recipe, built="meta" if run.part == "large" else "device", recompute=True)
             name, system = model if run.gpu else "tiny", label.partition(":")[0]
-            one = Subject(name, 1, system, label, recipe, run.options.steps, run.gpu)
+            one = Subject(name, 1, system, label, recipe, run.options.steps, gpu=run.gpu)
             batches = BATCHES[run.part] if run.gpu else TOY_BATCHES
             sizes = [replace(one, recipe=replace(recipe, batch=batch)) for batch in batches]
             earlier = run.earlier if recipe.built == "device" else {}

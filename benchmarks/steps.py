@@ -125,6 +125,7 @@ class Subject:
     label: str
     recipe: Recipe
     steps: int
+    warmup: int = WARMUP
     gpu: bool = False
     python: str = sys.executable
     reason: str | None = None
@@ -147,7 +148,7 @@ class Subject:
             return None
         try:
             with Processes(self.ranks, gpu=self.gpu, python=self.python) as processes:
-                built = processes.ask(do="build", system=self.system, recipe=self.recipe, warmup=WARMUP)
+                built = processes.ask(do="build", system=self.system, recipe=self.recipe, warmup=self.warmup)
                 timed = processes.ask(do="time", system=self.system, steps=self.steps)
         except Failed as failure:
             self.reason = str(failure)
@@ -237,13 +238,21 @@ def systems_of(
     return list(dict.fromkeys([*plain, *found]))
 
 
-def recipe_of(model: str, label: str, dtype: str, clip: float, window: int, batch: int | None) -> Recipe:
+def recipe_of(
+    model: str, label: str, dtype: str, clip: float, window: int, batch: int | None, optimizer: str = "adamw"
+) -> Recipe:
     """A window has as many micro-batches, each of the model's own size."""
     recipe = MODELS[model]
     word = label.partition(":")[2]
     chosen = {"order": word} if word.endswith("_major") else {"policy": word} if word else {}
     return replace(
-        recipe, dtype=dtype, clip=clip, accumulation=window, batch=(batch or recipe.batch) * window, **chosen
+        recipe,
+        dtype=dtype,
+        clip=clip,
+        accumulation=window,
+        batch=(batch or recipe.batch) * window,
+        optimizer=optimizer,
+        **chosen,
     )
 
 
@@ -259,10 +268,9 @@ def subjects_of(what: str, options: argparse.Namespace, window: int) -> list[Sub
     for model in options.models:
         for dtype in options.dtypes or [MODELS[model].dtype]:
             for clip in options.clips:
-                recipe = recipe_of(model, "", dtype, clip, window, options.batch)
-                recipe = replace(recipe, optimizer=options.optimizer)
+                recipe = recipe_of(model, "", dtype, clip, window, options.batch, options.optimizer)
                 if "plain" in options.peers and not options.gpu and 1 not in options.ranks:
-                    found.append(Subject(model, 1, ORACLE, ORACLE, recipe, options.steps))
+                    found.append(Subject(model, 1, ORACLE, ORACLE, recipe, options.steps, options.warmup))
                 for ranks in options.ranks:
                     if recipe.batch // window % ranks:
                         raise SystemExit(f"--ranks {ranks}: {recipe.batch} sequences do not divide among them")
@@ -271,10 +279,9 @@ def subjects_of(what: str, options: argparse.Namespace, window: int) -> list[Sub
                             continue  # a shard of FSDP2's is no matrix
                         if label == ORACLE and ranks > 1:
                             continue
-                        own = replace(
-                            recipe_of(model, label, dtype, clip, window, options.batch), optimizer=options.optimizer
-                        )
-                        one = Subject(model, ranks, label.partition(":")[0], label, own, options.steps, options.gpu)
+                        own = recipe_of(model, label, dtype, clip, window, options.batch, options.optimizer)
+                        system, counts = label.partition(":")[0], (options.steps, options.warmup)
+                        one = Subject(model, ranks, system, label, own, *counts, options.gpu)
                         found.append(one)
                         if options.before and label.startswith("wherry"):
                             found.append(replace(one, label=f"before: {label}", python=options.before))
@@ -299,6 +306,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpu", action="store_true", help="on the GPU of this machine")
     parser.add_argument("--path", type=harness.folder, default=".", help="a folder on the disk for states (current)")
     parser.add_argument("--steps", type=harness.positive, help="steps in one measure")
+    parser.add_argument("--warmup", type=harness.positive, default=WARMUP, help=f"steps before it ({WARMUP})")
     options = harness.parse(parser, argv)
     options.places = options.places or list(PLACES[options.what])
     options.steps = options.steps or (3 if options.quick else 8)
@@ -307,7 +315,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     subjects = subjects_of(options.what, options, options.window if options.what == "window" else 1)
     muon = ["muon"] if options.optimizer == "muon" else []
     part = "-".join([options.what, *muon, *options.models, *(["gpu"] if options.gpu else [])])
-    settings = {"rounds": rounds, "steps": options.steps, "warmup": WARMUP}
+    settings = {"rounds": rounds, "steps": options.steps, "warmup": options.warmup}
     settings["models"] = {model: vars(MODELS[model]) for model in options.models}
     results = harness.Results("steps", options, settings, part)
     measure(subjects, rounds, results)

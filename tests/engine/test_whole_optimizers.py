@@ -130,6 +130,20 @@ def test_masters_in_bf16(name: str, stage: int, ranks: int) -> None:
         assert (ours.extra[key] - expected).norm() <= 0.1 * moved, key
 
 
+@pytest.mark.parametrize("name", ["muon", "adafactor", "lamb"])
+def test_weights_of_16_bits_without_masters(name: str) -> None:
+    """Those of plain PyTorch on a model in bf16, whose states are in bf16 too."""
+    make = OPTIMIZERS.get(name, muon)
+    model = make_model().bfloat16()
+    block = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    plain = train_plain(model, steps=5, optimizer=make)
+    ours = train_engine(model, stage=1, steps=5, optimizer=make, config={"bf16": block})
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-2)
+    for key, expected in plain.weights.items():
+        moved = (expected.float() - model.state_dict()[key].float()).norm()
+        assert (ours.weights[key].float() - expected.float()).norm() <= 0.1 * moved, key
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_no_shard_cuts_a_parameter_and_loads_are_even(ranks: int) -> None:
     model = make_model(TinyLM)

@@ -18,8 +18,7 @@ from wherry.observe.log import warn
 from wherry.optim.groups import ADD_GROUP
 from wherry.parallel.agreement import plain
 from wherry.update.rules import NATIVE_FAMILIES, NativeFamily, NativeRule, TorchRule, UpdateRule
-from wherry.update.whole_rules import known as known_whole
-from wherry.update.whole_rules import rule_of, whole_groups
+from wherry.update.whole_rules import is_known, rule_of, whole_groups
 
 if TYPE_CHECKING:
     from wherry.config import Config
@@ -69,7 +68,7 @@ class OptimizerSpec:
     @property
     def recorded(self) -> bool:
         """Whether its state lies in records, by names that are known."""
-        return not self.make_rule(on_host=True).keeps_state
+        return self.native_family is not None or is_known(self.instance)
 
     def make_rule(
         self, *, on_host: bool, on_disk: bool = False, pool: native.Pool | None = None, masters: bool = True
@@ -83,7 +82,7 @@ class OptimizerSpec:
         instance = self.instance
         known_as = _known_as(instance)
         if self.state_dtype == ("fp32" if masters else "bf16"):
-            rule = rule_of(instance, on_host=on_host, pool=pool)
+            rule = rule_of(instance, self.state_dtype, on_host=on_host, pool=pool)
             if rule is not None:
                 return rule
         needs = "optimizer state on disk" if on_disk else f"wherry.state_dtype: {self.state_dtype}"
@@ -225,8 +224,7 @@ def describe(
     name, module = _known_as(instance), type(instance).__module__
     ours = module.startswith("wherry.")
     known = (module.startswith("torch.optim") and name in ELEMENT_WISE) or (ours and name in NATIVE_FAMILIES)
-    whole = isinstance(instance, optim.Muon) or known_whole(type(instance)) is not None
-    if not (known or whole) and not allow_untested:
+    if not (known or is_known(instance)) and not allow_untested:
         reason = WHY_NOT.get(name, "Wherry does not know whether it treats every parameter by itself")
         raise UntestedOptimizerError(
             f"optimizer: {module}.{name} cannot be sharded: {reason}. Those of torch.optim work "

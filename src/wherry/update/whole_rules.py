@@ -70,8 +70,12 @@ def _adafactor_of_transformers(group: Group, shape: Shape) -> dict[str, Shape]:
     return {**first, "exp_avg_sq_row": shape[:-1], "exp_avg_sq_col": (*shape[:-2], shape[-1])}
 
 
-def known(cls: type[torch.optim.Optimizer]) -> KnownOptimizer | None:
-    """What a class keeps, if it is one of those that look at whole parameters and of which that is known."""
+def is_known(instance: torch.optim.Optimizer) -> bool:
+    """Whether it looks at whole parameters, and what it keeps of each is known."""
+    return isinstance(instance, optim.Muon) or _known(type(instance)) is not None
+
+
+def _known(cls: type[torch.optim.Optimizer]) -> KnownOptimizer | None:
     if issubclass(cls, optim.Lamb):
         return KnownOptimizer(optim.Lamb, _two_moments)
     if cls is torch.optim.Muon:
@@ -89,14 +93,15 @@ def whole_groups(instance: torch.optim.Optimizer) -> frozenset[int]:
     return frozenset(n for n, group in enumerate(instance.param_groups) if not by_muon or group[BY_MUON])
 
 
-def rule_of(instance: torch.optim.Optimizer, *, on_host: bool, pool: native.Pool | None) -> UpdateRule | None:
+def rule_of(
+    instance: torch.optim.Optimizer, state_dtype: str, *, on_host: bool, pool: native.Pool | None
+) -> UpdateRule | None:
     """The rule of such an optimizer; None for any other."""
     if isinstance(instance, optim.Muon):
-        adamw = (
-            NativeRule(ADAM, pool=pool) if on_host else RecordedRule(KnownOptimizer(torch.optim.AdamW, _two_moments))
-        )
+        beside = RecordedRule(KnownOptimizer(torch.optim.AdamW, _two_moments))
+        adamw = NativeRule(ADAM, state_dtype, pool) if on_host else beside
         return GroupedRule({True: RecordedRule(KnownOptimizer(torch.optim.Muon, _muon)), False: adamw})
-    found = known(type(instance))
+    found = _known(type(instance))
     return RecordedRule(found) if found is not None else None
 
 
