@@ -20,6 +20,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from wherry import nn, optim
     from wherry.activations.recompute import checkpoint
     from wherry.build import gathered_for_generation, initialize
     from wherry.engine import Engine
@@ -43,15 +44,17 @@ _HOMES = {
     "load_pretrained": "wherry.pretrained",
     "tile": "wherry.nn.tiled",
 }
+# And these as a whole: `wherry.optim.Muon`.
+_ROOMS = ("nn", "optim")
 
 
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
-    if home is None:
+    if home is None and name not in _ROOMS:
         raise AttributeError(f"module 'wherry' has no attribute {name!r}")
     import importlib
 
-    value = getattr(importlib.import_module(home), name)
+    value = importlib.import_module(f"wherry.{name}") if home is None else getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value
 

