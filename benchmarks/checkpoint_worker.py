@@ -34,7 +34,7 @@ class Keeping:
 
 
 def _states(trainee: Any) -> dict[str, Any]:
-    return {"model": trainee.model.state_dict(), "optimizer": trainee.optimizer.state_dict()}
+    return {"model": trainee.model.state_dict(), "optimizer": trainee.optimizers[0].state_dict()}
 
 
 def _sync(trainee: Any, folder: Path) -> None:
@@ -56,7 +56,7 @@ def _torch_save(trainee: Any, folder: Path) -> None:
 
 def _tensors(trainee: Any) -> list[torch.Tensor]:
     """Weights and both moments."""
-    optimizer = trainee.optimizer
+    optimizer = trainee.optimizers[0]
     kept = [optimizer.state[p][moment] for p in trainee.parameters for moment in ("exp_avg", "exp_avg_sq")]
     return [p.detach() for p in trainee.parameters] + kept
 
@@ -90,13 +90,13 @@ def _torch_load(trainee: Any, folder: Path) -> None:
 
     found = torch.load(folder / "states.pt", weights_only=True)
     trainee.model.load_state_dict(found["model"])
-    trainee.optimizer.load_state_dict(found["optimizer"])
+    trainee.optimizers[0].load_state_dict(found["optimizer"])
 
 
 def _sharded_states(trainee: Any) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    model, optimizer = get_state_dict(trainee.model, trainee.optimizer)
+    model, optimizer = get_state_dict(trainee.model, trainee.optimizers[0])
     return {"model": model, "optimizer": optimizer}
 
 
@@ -123,7 +123,7 @@ def _dcp_load(trainee: Any, folder: Path) -> None:
     found = _sharded_states(trainee)
     dcp.load(found, checkpoint_id=folder)
     set_state_dict(
-        trainee.model, trainee.optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"]
+        trainee.model, trainee.optimizers[0], model_state_dict=found["model"], optim_state_dict=found["optimizer"]
     )
 
 
