@@ -20,7 +20,6 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from wherry import nn, optim
     from wherry.activations.recompute import checkpoint
     from wherry.build import gathered_for_generation, initialize
     from wherry.engine import Engine

@@ -18,6 +18,7 @@ from wherry.placement import Placement, Tier, place_name
 from wherry.sharding.flat_gradient import Landing
 from wherry.sharding.gradients import Gradients
 from wherry.sharding.grouping import UnitPlan
+from wherry.sharding.layout import lay_out
 from wherry.sharding.unit import Unit
 from wherry.tier_choice import TierChoice
 from wherry.tiers.disk import DiskStore
@@ -216,32 +217,42 @@ def promised_of(offload: Offload, plans: Sequence[UnitPlan]) -> Account:
     choice, placement = offload.new_choice(), offload.placement
     flats, records = [], []
     for plan in plans:
-        kinds: Counter[tuple[torch.dtype, bool]] = Counter()
-        updated: dict[tuple[torch.dtype, bool], list[torch.Tensor]] = {}
-        for _, parameter in plan.parameters:
+        kinds: dict[tuple[torch.dtype, bool], list[tuple[str, torch.Tensor]]] = {}
+        for name, parameter in plan.parameters:
             if parameter.is_floating_point():
                 kind = offload.config.working_dtype() or parameter.dtype, parameter.requires_grad
-                kinds[kind] += local(parameter).numel()
-                if parameter in offload.trained:
-                    updated.setdefault(kind, []).append(parameter)
-        for (dtype, trainable), numel in kinds.items():
+                kinds.setdefault(kind, []).append((name, parameter))
+        for (dtype, trainable), members in kinds.items():
             cut = placement.parameters.partitioned or (trainable and placement.optimizer.partitioned)
             ranks = offload.topology.shards.size if cut else 1
+            padding = _padding(offload, members, ranks) if trainable else 1.0
+            numel = math.ceil(sum(local(parameter).numel() for _, parameter in members) * padding)
             shard, whole = -(-numel // ranks), not placement.parameters.partitioned
             weights = Tier.DEVICE if whole else choice.of_weights(shard * dtype.itemsize)
             resident = whole or (ranks == 1 and weights is Tier.DEVICE)
             kept = None
-            mine = updated.get((dtype, trainable))
+            mine = [parameter for _, parameter in members if parameter in offload.trained]
             if mine:
                 kept = choice.of_state(plan.name, sum(local(p).numel() for p in mine), dtype, weights)
-                records.append(_record_size(offload, kept, dtype, mine, ranks))
+                records.append(_record_size(offload, kept, dtype, mine, ranks / padding))
             flats.append(Extent(plan.name, numel, shard, dtype, resident, weights, trainable, kept, shared=plan.root))
     accumulation = offload.config.batch(offload.topology.data.size).accumulation
     return promised(offload, choice, flats, records, accumulation)
 
 
+def _padding(offload: Offload, members: Sequence[tuple[str, torch.Tensor]], ranks: int) -> float:
+    """How much longer shards are where an optimizer has whole parameters in them."""
+    spec = offload.spec
+    if spec is None or not spec.whole or ranks == 1:
+        return 1.0
+    number = {p: index for index, group in enumerate(spec.groups) for p in group["params"]}
+    described = [(name, tuple(local(p).shape), number.get(p, len(spec.groups))) for name, p in members]
+    layout = lay_out(described, ranks, whole=spec.whole)
+    return layout.numel / max(1, layout.payload) if any(group in spec.whole for *_, group in described) else 1.0
+
+
 def _record_size(
-    offload: Offload, kept: StateTier, dtype: torch.dtype, parameters: Sequence[torch.Tensor], ranks: int
+    offload: Offload, kept: StateTier, dtype: torch.dtype, parameters: Sequence[torch.Tensor], ranks: float
 ) -> RecordSize:
     """Of one rank's part of what is updated."""
     rule, total = offload.make_rule(kept), 0
@@ -250,7 +261,7 @@ def _record_size(
         total += sum(field.payload for field in record_fields(kept, rule, group, dtype, tuple(mine.shape)))
         if rule.keeps_state:  # a guess
             total += 2 * mine.numel() * max(dtype.itemsize, torch.float32.itemsize if kept.masters else 0)
-    nbytes = -(-total // ranks)
+    nbytes = math.ceil(total / ranks)
     return RecordSize(kept.tier, nbytes, nbytes)
 
 

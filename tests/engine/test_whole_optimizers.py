@@ -19,6 +19,7 @@ from tests.engine.harness import (
     token_batch,
     train_engine,
     train_plain,
+    train_step,
 )
 from torch import nn
 
@@ -167,6 +168,76 @@ def test_element_wise_optimizers_keep_their_layout() -> None:
     shapes = [("w", (30, 30), 0), ("b", (30,), 1)]
     assert lay_out(shapes, 4) == lay_out(shapes, 4, whole=[2])
     assert lay_out(shapes, 1) == lay_out(shapes, 1, whole=[0])
+
+
+class Counted(Rows):
+    """It counts its steps in an attribute, and is slower from the third on."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.counts = {"steps": 0}
+
+    def step(self, closure: Any = None) -> None:
+        self.counts["steps"] += 1
+        for group in self.param_groups:
+            group["lr"] = 1e-2 if self.counts["steps"] < 3 else 1e-3
+        super().step()
+
+
+class Twice(wherry.optim.Lamb):
+    """A user's own, of one that is known."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        super().step()
+
+
+@pytest.mark.parametrize("cls", [Counted, Twice])
+def test_a_user_s_own_class_runs_as_it_is_written(cls: Any) -> None:
+    model = make_model()
+    plain = train_plain(model, steps=5, optimizer=cls)
+    with pytest.raises(wherry.WherryError, match="cannot be sharded"):
+        train_engine(model, stage=2, steps=1, optimizer=cls)
+    assert_close(train_engine(model, stage=2, steps=5, optimizer=cls, config=VOUCHED), plain, 2e-5)
+
+
+def test_a_schedule_made_before_on_one_that_is_vouched_for() -> None:
+    model = make_model()
+    mine = Rows(model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(mine, 1, gamma=0.5)
+    engine = wherry.initialize(model=model, optimizer=mine, config=settings(2, more=VOUCHED))[0]
+    for step in range(2):
+        train_step(engine, step, 0)
+        schedule.step()
+    assert engine.get_lr() == pytest.approx([2.5e-3])
+    engine.close()
+
+
+@pytest.mark.parametrize("given", [True, 1])
+def test_use_muon_may_be_a_number_after_a_load(given: Any) -> None:
+    model = make_model()
+    engine, optimizer, *_ = wherry.initialize(model=model, optimizer=muon(model.parameters()), config=settings(2))
+    saved = optimizer.state_dict()
+    for group in saved["param_groups"]:
+        group["use_muon"] = type(given)(group["use_muon"])
+    optimizer.load_state_dict(saved)
+    before = engine.states.full("blocks.0.mix.weight", "master")
+    train_step(engine, 0, 0)
+    assert not torch.equal(engine.states.full("blocks.0.mix.weight", "master"), before)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ({"amsgrad": True}, "amsgrad=True is not offered"),
+        ({"adamw_lr": 1.0}, "adamw_lr is for all groups; in a group it is lr"),
+    ],
+)
+def test_options_that_muon_cannot_follow(option: dict[str, Any], told: str) -> None:
+    group = {"params": [nn.Parameter(torch.ones(3))], "use_muon": False, **option}
+    with pytest.raises(wherry.WherryError, match=told):
+        wherry.optim.Muon([group])
 
 
 def test_one_that_nobody_has_vouched_for_is_refused() -> None:

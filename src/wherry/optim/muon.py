@@ -89,6 +89,11 @@ class Muon(torch.optim.Optimizer):
                 f"or set use_muon={not group['use_muon']}"
             )
         check_options(where, group)
+        for name, value in group.items():
+            if name.startswith("adamw_"):
+                raise WherryError(f"{where}: {name} is for all groups; in a group it is {name.removeprefix('adamw_')}")
+            if name in _FIXED and value != _FIXED[name]:
+                raise WherryError(f"{where}: {name}={value!r} is not offered beside Muon; leave it out")
         if group["use_muon"]:
             for shape in map(whole_shape, map(_parameter, group["params"])):
                 if len(shape) != 2:
@@ -122,6 +127,11 @@ _ADAMW = {
     **dict.fromkeys(("amsgrad", "maximize", "capturable", "differentiable"), False),
     **dict.fromkeys(("foreach", "fused")),
     "decoupled_weight_decay": True,
+}
+# And those that stay as they are, by whatever kernel AdamW is made.
+_FIXED = {
+    **dict.fromkeys(("amsgrad", "capturable", "differentiable"), False),
+    **dict.fromkeys(("decoupled_weight_decay", "bias_correction"), True),
 }
 
 

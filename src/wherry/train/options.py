@@ -98,7 +98,7 @@ FLAGS = {
         _flag("--gradient-accumulation-steps", dest="accumulation", type=_positive, key="gradient_accumulation_steps",
               help="micro-batches of a step"),
         _flag("--optimizer", type=_optimizer, metavar="NAME",
-              help="AdamW (the default), Adam, Lion, Adagrad, SGD, or one of torch.optim"),
+              help="AdamW (the default), Adam, Lion, Adagrad, SGD, Muon, Adafactor, Lamb, or one of torch.optim"),
         _flag("--lr", type=float, key="optimizer.params.lr",
               help="peak learning rate (default: by optimizer; of AdamW 1e-3 at 11M, less for larger models)"),
         _flag("--weight-decay", type=float, key="optimizer.params.weight_decay",

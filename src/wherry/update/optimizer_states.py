@@ -170,6 +170,7 @@ class UpdateBucket:
         self.spans: list[tuple[FlatState, SegmentSpan]] = []
         self._storages = storages
         self._layout = RecordLayout([])
+        self._groups: Groups = ()
         # Where the record rests; None where there is none, as rules of torch's keep their state themselves.
         self.storage: Storage | None = None
         # New weights of a delayed update, of each segment, until they are published: the flats have those before it.
@@ -198,6 +199,7 @@ class UpdateBucket:
     @torch.no_grad()
     def fill(self, groups: Groups, masters: Sequence[torch.Tensor | None]) -> None:
         """Make the record, from the fp32 masters of the states' flats, None where the working weights are as good."""
+        self._groups = groups
         segments = []
         for state, span in self.spans:
             shape = state.shape_of(span) or (span.stop - span.start,)
@@ -300,13 +302,13 @@ class UpdateBucket:
         """A large bucket whose weights are sent elsewhere, or that is updated elsewhere, is cut: where its rule allows
         that, and else between parameters."""
         most = STREAMED_NUMEL if self.streamed is not None else PIECE_NUMEL
-        cut = self.streamed is not None or (self.apart and self.rule.cuts and not whole)
+        cut = self.streamed is not None or (self.apart and not whole)
         if not cut or self.numel <= most:
             return [UpdatePiece(segments, self.spans)]
         pieces, room = [UpdatePiece([], [])], most
         for segment, (state, span) in zip(segments, self.spans, strict=True):
             length = span.stop - span.start
-            size = most if self.rule.cuts else length
+            size = most if self.rule.cuts(self._groups[span.group]) else length
             for first in range(0, length, size):
                 last = min(first + size, length)
                 if last - first > room and pieces[-1].segments:

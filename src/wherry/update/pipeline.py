@@ -13,7 +13,7 @@ from wherry.sharding.flat_gradient import FlatGradient
 from wherry.sharding.unit import Flat
 from wherry.tickets import DONE, OnHost, Ticket
 from wherry.tiers.storage import Storage
-from wherry.update.optimizer_states import Absent, UpdateBucket
+from wherry.update.optimizer_states import Absent, UpdateBucket, UpdatePiece
 from wherry.update.rules import Groups
 from wherry.update.update_thread import FETCH, READY, STORE, UPDATE, Steps, UpdateJob
 
@@ -114,21 +114,24 @@ class BucketPipeline:
                 if ticket is not DONE:
                     yield FETCH, ticket
             # Update, in pieces; and weights that are apart go to where they rest while the next piece is updated.
+            sends = bucket.apart and not late
             if fit is None or fit():
                 self.updated = True
+                streamed: list[tuple[UpdatePiece, Ticket]] = []
                 for piece in bucket.begin_update(
                     self.gradients, terms.absent, None if lent is None else [gradient for gradient, _ in lent]
                 ):
                     update = bucket.update(piece, terms.groups, terms.multiplier, terms.fence)
                     if bucket.streamed is not None:
-                        sent.append(update)
+                        streamed.append((piece, update))
                         continue
                     yield UPDATE, update
-                    if bucket.apart and not late:
+                    if sends:
                         sent += [OnHost(ticket) for ticket in bucket.send(piece, terms.fence)]
-            # What comes down from the device is used when it is there.
-            for ticket in sent if bucket.streamed is not None else ():
-                yield STORE, ticket
+                # What comes down from the device is used when it is there, and all of it is on its way by then.
+                for piece, update in streamed:
+                    yield STORE, update
+                    sent += [OnHost(ticket) for ticket in bucket.send(piece, terms.fence)] if sends else [update]
             for gradient in self.gradients:
                 gradient.spent()
             if late:
@@ -137,7 +140,7 @@ class BucketPipeline:
                 yield STORE, ticket
             # Store.
             stores = [ticket for storage in fetched if (ticket := storage.store()) is not DONE]
-            for ticket in sent if not bucket.by_device else ():
+            for ticket in sent if not bucket.on_device else ():
                 yield STORE, ticket
             if stores:
                 yield READY, DONE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections import defaultdict
@@ -67,8 +68,6 @@ class UpdateRule:
 
     # Whether a bf16 working weight may be the upper half of its master.
     splits = False
-    # Whether a part of a segment may be updated by itself.
-    cuts = False
 
     # Whether state is not in records, so that it can rest in memory alone.
     keeps_state = False
@@ -81,6 +80,10 @@ class UpdateRule:
         `shape` is the parameter's, or of elements of one; `dtype` that of what is updated.
         """
         return []
+
+    def cuts(self, group: Group) -> bool:
+        """Whether a part of a segment may be updated by itself."""
+        return False
 
     def begin(self, group: Group, state: dict[str, State]) -> None:
         """Give new state, which is zeros, its first values."""
@@ -142,7 +145,7 @@ NATIVE_FAMILIES: dict[str, NativeFamily] = {
 class NativeRule(UpdateRule):
     """One pass on the library's own threads: unscale, clip, decay, update, cast."""
 
-    splits = cuts = True
+    splits = True
 
     def __init__(self, family: NativeFamily, state_dtype: str = "fp32", pool: native.Pool | None = None) -> None:
         self.family = family
@@ -158,6 +161,9 @@ class NativeRule(UpdateRule):
             coded = dtype is torch.int8
             fields.append(Field(name, torch.uint8 if coded and name in UNSIGNED else dtype, numel, coded))
         return fields
+
+    def cuts(self, group: Group) -> bool:
+        return True
 
     def begin(self, group: Group, state: dict[str, State]) -> None:
         first = self.family.initial(group)
@@ -344,8 +350,12 @@ def like(
 ) -> torch.optim.Optimizer:
     """One of the class with these groups and no state, and with all else that an instance has: as it is unpickled."""
     inner = optimizer_class.__new__(optimizer_class)
-    kept = {name: value for name, value in (more or {"defaults": {}}).items() if "hooks" not in name}
-    inner.__setstate__({**kept, "param_groups": groups, "state": defaultdict(dict)})
+    own = ("param_groups", "state", "step")  # a schedule has wrapped the instance's `step`
+    kept = {name: value for name, value in (more or {}).items() if "hooks" not in name and name not in own}
+    # A count of steps, say, is each one's: parameters alone are not copied.
+    same = {id(p): p for group in (more or {}).get("param_groups", ()) for p in group["params"]}
+    kept = copy.deepcopy(kept, same)
+    inner.__setstate__({"defaults": {}, **kept, "param_groups": groups, "state": defaultdict(dict)})
     return inner
 
 

@@ -72,11 +72,16 @@ def _adafactor_of_transformers(group: Group, shape: Shape) -> dict[str, Shape]:
 
 def is_known(instance: torch.optim.Optimizer) -> bool:
     """Whether it looks at whole parameters, and what it keeps of each is known."""
-    return isinstance(instance, optim.Muon) or _known(type(instance)) is not None
+    return _is_our_muon(instance) or _known(type(instance)) is not None
+
+
+def _is_our_muon(instance: torch.optim.Optimizer) -> bool:
+    """Or one of ours under another name. A user's own may update in another way."""
+    return isinstance(instance, optim.Muon) and type(instance).__module__.startswith("wherry.")
 
 
 def _known(cls: type[torch.optim.Optimizer]) -> KnownOptimizer | None:
-    if issubclass(cls, optim.Lamb):
+    if issubclass(cls, optim.Lamb) and cls.__module__.startswith("wherry."):
         return KnownOptimizer(optim.Lamb, _two_moments)
     if cls is torch.optim.Muon:
         return KnownOptimizer(cls, _muon)
@@ -89,7 +94,7 @@ def _known(cls: type[torch.optim.Optimizer]) -> KnownOptimizer | None:
 
 def whole_groups(instance: torch.optim.Optimizer) -> frozenset[int]:
     """The groups whose parameters it updates as a whole."""
-    by_muon = isinstance(instance, optim.Muon)
+    by_muon = _is_our_muon(instance)
     return frozenset(n for n, group in enumerate(instance.param_groups) if not by_muon or group[BY_MUON])
 
 
@@ -97,7 +102,7 @@ def rule_of(
     instance: torch.optim.Optimizer, state_dtype: str, *, on_host: bool, pool: native.Pool | None
 ) -> UpdateRule | None:
     """The rule of such an optimizer; None for any other."""
-    if isinstance(instance, optim.Muon):
+    if _is_our_muon(instance):
         beside = RecordedRule(KnownOptimizer(torch.optim.AdamW, _two_moments))
         adamw = NativeRule(ADAM, state_dtype, pool) if on_host else beside
         return GroupedRule({True: RecordedRule(KnownOptimizer(torch.optim.Muon, _muon)), False: adamw})
@@ -180,14 +185,20 @@ class GroupedRule(UpdateRule):
         self.rules = rules
 
     def fields(self, group: Group, shape: Shape, dtype: torch.dtype) -> list[Field]:
-        return self.rules[group[BY_MUON]].fields(group, shape, dtype)
+        return self._rule(group).fields(group, shape, dtype)
+
+    def cuts(self, group: Group) -> bool:
+        return self._rule(group).cuts(group)
+
+    def _rule(self, group: Group) -> UpdateRule:
+        return self.rules[bool(group[BY_MUON])]
 
     def update(
         self, segments: Sequence[UpdateSegment], steps: Sequence[int], groups: Groups, multiplier: float
     ) -> Ticket:
         tickets = []
         for by_muon, rule in self.rules.items():
-            mine = [one for one in zip(segments, steps, strict=True) if groups[one[0].group][BY_MUON] is by_muon]
+            mine = [one for one in zip(segments, steps, strict=True) if bool(groups[one[0].group][BY_MUON]) is by_muon]
             if mine:
                 part, counts = zip(*mine, strict=True)
                 tickets.append(rule.update(part, counts, groups, multiplier))
