@@ -149,7 +149,7 @@ class Subject:
         try:
             with Processes(self.ranks, gpu=self.gpu, python=self.python) as processes:
                 built = processes.ask(do="build", system=self.system, recipe=self.recipe, warmup=self.warmup)
-                timed = processes.ask(do="time", system=self.system, steps=self.steps)
+                timed = processes.ask(do="time", system=self.system, steps=self.steps, first=self.warmup > 0)
         except Failed as failure:
             self.reason = str(failure)
             return None
@@ -277,6 +277,8 @@ def subjects_of(what: str, options: argparse.Namespace, window: int) -> list[Sub
                     for label in systems_of(what, options.places, options.peers, clip, options.policies):
                         if options.optimizer != "adamw" and label.partition("-")[0] in ("ddp", "fsdp2"):
                             continue  # a shard of FSDP2's is no matrix
+                        if options.optimizer == "muon" and label == "deepspeed-0":
+                            continue  # it takes the raw gradient there
                         if label == ORACLE and ranks > 1:
                             continue
                         own = recipe_of(model, label, dtype, clip, window, options.batch, options.optimizer)
@@ -306,7 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpu", action="store_true", help="on the GPU of this machine")
     parser.add_argument("--path", type=harness.folder, default=".", help="a folder on the disk for states (current)")
     parser.add_argument("--steps", type=harness.positive, help="steps in one measure")
-    parser.add_argument("--warmup", type=harness.positive, default=WARMUP, help=f"steps before it ({WARMUP})")
+    parser.add_argument("--warmup", type=_or_none, default=WARMUP, help=f"steps before it ({WARMUP}); 0: none at all")
     options = harness.parse(parser, argv)
     options.places = options.places or list(PLACES[options.what])
     options.steps = options.steps or (3 if options.quick else 8)
@@ -322,6 +324,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     harness.show(results.rows, {"losses": losses_words})
     results.close()
     return 0
+
+
+def _or_none(text: str) -> int:
+    return 0 if text == "0" else harness.positive(text)
 
 
 def losses_words(row: harness.Row) -> str:

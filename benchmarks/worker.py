@@ -77,8 +77,11 @@ class Worker:
         found = {"seconds": built, "empty_bytes": empty, "losses": losses, "peak_bytes": peak_bytes()}
         return found | self._memory(system)
 
-    def time(self, system: str, steps: int, batch: int | None = None, seconds: float = float("inf")) -> dict[str, Any]:
-        """Steps in their steady state, after one that is not counted. What that puts off is, what the last does not.
+    def time(
+        self, system: str, steps: int, batch: int | None = None, seconds: float = float("inf"), first: bool = True
+    ) -> dict[str, Any]:
+        """Steps in their steady state, after a `first` that is not counted. What that puts off is, what the last one
+        puts off is not.
 
         With another `batch` than the recipe's, the engine stays the same. Two steps, or as many as `seconds` have.
         """
@@ -90,10 +93,11 @@ class Worker:
 
             torch.accelerator.reset_peak_memory_stats()
         begun = time.perf_counter()
-        losses = self._run(system, 1)[1]
+        losses = self._run(system, int(first))[1]
         self._synchronize()
         once = time.perf_counter() - begun
-        steps = min(steps, max(2, int(min(seconds / once, steps))))
+        if first:
+            steps = min(steps, max(2, int(min(seconds / once, steps))))
         used, begun = time.process_time(), time.perf_counter()
         single, more = self._run(system, steps)
         self._synchronize()

@@ -24,6 +24,7 @@ from wherry.tier_choice import TierChoice
 from wherry.tiers.disk import DiskStore
 from wherry.tiers.host import check_host, free_host_memory
 from wherry.update.optimizer_states import StateTier, record_fields
+from wherry.update.streamed import ROOMS
 from wherry.update.updater import Updater
 
 # Bytes by state and by the tier that they rest on.
@@ -33,8 +34,8 @@ Account = Counter[tuple[str, Tier]]
 class MemoryRow(NamedTuple):
     """Bytes of one state on one tier, on this rank: as the placement table promises, and as they are.
 
-    What comes and goes within a step ("gathered", and what is "read" of a state on disk) has the most that may be there
-    as its promise.
+    What comes and goes within a step ("gathered", what is "read" of a state on disk, and what is "streamed" through the
+    device) has the most that may be there as its promise.
     """
 
     state: str
@@ -110,11 +111,13 @@ class Extent:
 
 @dataclass(frozen=True)
 class RecordSize:
-    """Of the optimizer's state of a bucket: bytes where it rests, and in memory during its update."""
+    """Of the optimizer's state of a bucket: bytes where it rests, in memory during its update, and of what of it is on
+    the device at a time, if it is updated there without resting there."""
 
     tier: Tier
     nbytes: int
     in_memory: int
+    room: int = 0
 
 
 def promised(
@@ -135,6 +138,10 @@ def promised(
     read = []
     for record in records:
         account["optimizer", record.tier] += record.nbytes
+        if record.room:
+            account["optimizer streamed", Tier.DEVICE] = max(
+                ROOMS * record.room, account["optimizer streamed", Tier.DEVICE]
+            )
         if record.tier is Tier.DISK:
             read.append(record.in_memory)
     if read:
@@ -322,7 +329,7 @@ def rows(
     for bucket in updater.buckets if updater is not None else ():
         shards = sum(state.flat.layout.shard_numel for state in bucket.states)
         padded = math.ceil(bucket.nbytes * max(1.0, shards / max(1, bucket.numel)))
-        records.append(RecordSize(bucket.tier, padded, bucket.record_nbytes))
+        records.append(RecordSize(bucket.tier, padded, bucket.record_nbytes, bucket.room_nbytes))
     owed = promised(offload, offload.choice, flats, records, 2 if gradients.policy.accumulates else 1)
     held = _held(units, gradients, updater)
     if offload.link.shared:
@@ -358,6 +365,8 @@ def _held(units: list[Unit], gradients: Gradients, updater: Updater | None) -> A
             account["gradients", Tier.HOST] += gradient.host_nbytes
     for bucket in updater.buckets if updater is not None else ():
         account["optimizer", bucket.tier] += bucket.nbytes
+        if bucket.streamed is not None:  # one for all
+            account["optimizer streamed", Tier.DEVICE] = bucket.streamed.nbytes
         if bucket.on_disk:
             account["optimizer read", Tier.HOST] += bucket.in_memory
         if bucket.held_nbytes:

@@ -80,10 +80,13 @@ class Offload:
                 warn("wherry.update_on: %r has no effect here, as no accelerator has memory of its own", asked)
             return 0.0
         if not spec.recorded:
-            if asked not in (None, "host", "auto", 0.0):
+            kind = type(spec.instance).__name__
+            if asked == "auto":
+                say("wherry.update_on: auto is the host, as the form of the state of %s is not known", kind)
+            elif asked not in (None, "host", 0.0):
                 raise WherryError(
-                    f"wherry.update_on: {asked!r} is for optimizers whose state has a known form, got "
-                    f'{type(spec.instance).__name__}; leave it out, or set "host"'
+                    f"wherry.update_on: {asked!r} is for optimizers whose state has a known form, got {kind}; leave it "
+                    'out, or set "host"'
                 )
             return 0.0
         if asked == "auto" and not spec.whole:

@@ -96,10 +96,12 @@ def test_three_pieces_are_on_the_device_at_most(tmp_path: Path, monkeypatch: pyt
         engine.settle()
         torch.accelerator.synchronize()
         peaks.append(torch.accelerator.max_memory_allocated() - base)
+        rows = {row.state: row for row in engine.memory()}
         engine.close()
     # Weights and gradients in bf16, the low halves of the masters, and two moments in fp32.
     piece = PIECE * (2 + 2 + 2 + 4 + 4)
     assert peaks[0] + 2 * piece < peaks[1] <= peaks[0] + 3 * piece + TEMPORARIES
+    assert 2 * piece < rows["optimizer streamed"].bytes_actual <= rows["optimizer streamed"].bytes_expected
 
 
 def test_one_goes_up_while_another_comes_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,6 +153,9 @@ def test_auto_is_the_share_at_which_both_end_together(tmp_path: Path, caplog: py
     assert 0 < int(line.partition("%")[0].rpartition(" ")[2]) < 100, line
 
 
-def test_what_keeps_its_state_itself_is_not_updated_elsewhere(tmp_path: Path) -> None:
+def test_what_keeps_its_state_itself_is_not_updated_elsewhere(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "wherry")
+    engine_of(tmp_path, {"type": "RMSprop"}, update_on="auto").close()
+    assert "wherry.update_on: auto is the host, as the form of the state of RMSprop is not known" in caplog.text
     with pytest.raises(wherry.WherryError, match=r"wherry.update_on: 1.0 .* got RMSprop; leave it out"):
         engine_of(tmp_path, {"type": "RMSprop"}, update_on=1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,6 +83,25 @@ def test_it_is_loaded(stage: int, ranks: int, tmp_path: Path) -> None:
         return state_of(engine)
 
     for found in alias(body, ranks=ranks, stage=4 - stage, scheduler=SCHEDULE, checkpoint={"load_universal": True}):
+        assert_same(states, found)
+
+
+def test_states_that_have_not_an_element_for_each(tmp_path: Path) -> None:
+    adafactor = partial(torch.optim.Adafactor, lr=0.01)
+
+    def first(engine: DeepSpeedEngine, comm: Comm) -> Any:
+        train(engine, comm, 2)
+        engine.save_checkpoint(tmp_path, "step")
+        return state_of(engine)
+
+    def again(engine: DeepSpeedEngine, comm: Comm) -> Any:
+        engine.load_checkpoint(tmp_path, "step_universal")
+        return state_of(engine)
+
+    states = alias(first, ranks=2, stage=2, optimizer=adafactor)[0]
+    rows = torch.load(convert(tmp_path) / "zero" / "embed.weight" / "row_var.pt", weights_only=True)
+    assert rows["param"].shape == (MODEL.embed.weight.shape[0], 1)  # type: ignore[union-attr]
+    for found in alias(again, ranks=3, stage=3, optimizer=adafactor):
         assert_same(states, found)
 
 

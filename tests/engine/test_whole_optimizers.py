@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,7 +32,10 @@ from wherry.testing.late import topology
 
 
 class Rows(torch.optim.Optimizer):
-    """One that nobody knows: every row goes by its own length, which it keeps a mean of."""
+    """One that nobody knows: every row goes by its own length, which it keeps a mean of.
+
+    It has more than tensors: a count as Python has it, a factor, and a list of what the last two lengths were.
+    """
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr})
@@ -46,10 +50,15 @@ class Rows(torch.optim.Optimizer):
                 if not state:
                     state["lengths"] = torch.zeros(p.shape[0], 1) if p.dim() == 2 else torch.zeros_like(p)
                     state["mean"] = torch.zeros_like(p)
+                    state |= {"step": 0, "factor": 1.0, "lasts": []}
                 length = p.grad.norm(dim=1, keepdim=True) if p.dim() == 2 else p.grad.abs()
-                state["lengths"].lerp_(length, 0.1)
+                state["step"] += 1
+                state["factor"] *= 0.9
+                state["lasts"] = [*state["lasts"][-1:], length]
+                state["lengths"].lerp_(sum(state["lasts"]), 0.1)
                 state["mean"].lerp_(p.grad, 0.5)
-                p.addcdiv_(state["mean"], state["lengths"] + 1e-3, value=-group["lr"])
+                rate = group["lr"] * (state["factor"] + 0.3 / math.sqrt(state["step"]))
+                p.addcdiv_(state["mean"], state["lengths"] + 1e-3, value=-rate)
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -199,6 +208,20 @@ def test_a_user_s_own_class_runs_as_it_is_written(cls: Any) -> None:
     with pytest.raises(wherry.WherryError, match="cannot be sharded"):
         train_engine(model, stage=2, steps=1, optimizer=cls)
     assert_close(train_engine(model, stage=2, steps=5, optimizer=cls, config=VOUCHED), plain, 2e-5)
+
+
+def test_torch_s_own_muon_is_for_the_matrices_inside_alone() -> None:
+    model = make_model()
+    for made in (torch.optim.Muon, partial(torch.optim.Muon, lr=0.25, weight_decay=0.5)):
+        engine, optimizer, *_ = wherry.initialize(model=make_model(), optimizer=made, config=settings(2))
+        assert [group["use_muon"] for group in optimizer.param_groups] == [True, False]
+        engine.close()
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.25, 0.5)] * 2
+    hidden = [p for name, p in model.named_parameters() if "blocks" in name]
+    engine, *_ = wherry.initialize(model=model, optimizer=torch.optim.AdamW(hidden), config=settings(2))
+    with pytest.raises(wherry.WherryError, match=r"embed.weight: the optimizer does not update a parameter"):
+        engine.states.full("embed.weight", "master")
+    engine.close()
 
 
 def test_a_schedule_made_before_on_one_that_is_vouched_for() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.plan.measured import make
+from tests.plan.measured import WIDTH, make
 from tests.plan.test_dryrun import config
 
 import wherry
@@ -64,6 +64,22 @@ def test_what_travels_takes_the_time_of_its_way(tmp_path: Path) -> None:
     disk = replace(H100, disk_read=1e6, disk_write=1e6)
     # Masters split: 10 bytes of state an element, or with a copy of the weights 12; there and back at the same time.
     assert terms(placed(2, "nvme", "none", tmp_path), disk)["disk"] == pytest.approx(2 * 6 * shard / 1e6, rel=0.15)
+
+
+def test_what_the_device_updates_is_the_bus_s_and_not_the_host_s() -> None:
+    slow = replace(H100, stream=1e6)
+    host, some, device = (terms(placed(2, "cpu", "none", wherry={"update_on": share}), slow) for share in (0, 0.4, 1))
+    assert device["update"] < 1e-3 * host["update"]
+    assert 0.3 * host["update"] < some["update"] < 0.9 * host["update"]
+    # Up go gradients too, if they have come down, and of the state 10 bytes, masters being split; down go weights.
+    assert 4 * host["up"] < device["up"] and 4 * host["down"] < device["down"]
+
+
+def test_the_products_of_muon_are_computing() -> None:
+    slow = replace(H100, matrix=1e6)
+    muon, adamw = (terms(config(0, optimizer={"type": kind}), slow, 1)["compute"] for kind in ("Muon", "AdamW"))
+    square, wide = 6 * WIDTH**3, 4 * (4 * WIDTH) * WIDTH**2 + 2 * WIDTH**3
+    assert muon - adamw == pytest.approx(4 * 5 * (square + 2 * wide) / 1e6, rel=0.01)
 
 
 def test_accumulation_repeats_all_but_the_update() -> None:

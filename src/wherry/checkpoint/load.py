@@ -233,6 +233,8 @@ class _Loader:
             for flat in flats:
                 self._load_flat(flat)
                 progress.advance()
+        if self.optimizer:
+            self._load_beside()
         self._load_plain()
 
     def _has(self, slot: Slot) -> bool:
@@ -286,6 +288,15 @@ class _Loader:
         # By parameter; by group in checkpoints that count steps for all parameters together.
         found = scalars.get(self._there(slot)) or scalars.get(str(span.group), {})
         values.update({name: torch.tensor(value) for name, value in found.items()})
+
+    def _load_beside(self) -> None:
+        """What the optimizer keeps that is no tensor, of each parameter: who had the parameter has told it."""
+        told = {name: values for rank in self.manifest.ranks for name, values in rank.get("beside", {}).items()}
+        for flat, state in self.session.states.items() if told else ():
+            for number, span in enumerate(self.session.spans(flat)):
+                name = self._there(slot) if self._has(slot := flat.layout.slots[span.slot]) else None
+                if name in told:
+                    state.load_beside(number, self.reader.value(told[name], f"the optimizer's state of {name}"))
 
     def _load_blocks(self, flat: Flat, span: SegmentSpan, slot: Slot, name: str, target: Blocks8) -> None:
         found = self.session.run(flat, slot, span.start, span.stop)

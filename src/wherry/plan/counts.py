@@ -44,7 +44,8 @@ class Counts:
     highest: Mapping[str, float]
     # Bytes of activations between a forward and its backward.
     kept: float
-    # Collectives, and bytes of their whole tensors; bytes up and down a link, and read from and written to a disk.
+    # Collectives, and bytes of their whole tensors; bytes up and down a link, those that come down of state which is
+    # updated on the device and does not rest there, and bytes read from and written to a disk.
     calls: Mapping[str, float]
     bytes: Mapping[str, float]
     moved: Mapping[str, float]

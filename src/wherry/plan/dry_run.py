@@ -221,7 +221,7 @@ def states_of(engine: wherry.Engine) -> dict[tuple[str, str], float]:
     return dict(found)
 
 
-WAYS = ("up", "down", "read", "written")
+WAYS = ("up", "down", "streamed", "read", "written")
 
 
 class Step:
@@ -284,6 +284,7 @@ class Step:
             del loss
             recorder.begin("step")
             # An update's operations are told by the bytes of its states: on a host they are no operations of torch's.
+            # Not so the products of matrices that an optimizer makes.
             recorder.counting = False
             engine.step()
             if last:

@@ -4,6 +4,8 @@ values."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +105,13 @@ class FakeLink(Link):
     def down(self, target: torch.Tensor, source: torch.Tensor) -> Ticket:
         self._moved["down"] += source.numel() * source.element_size()
         return DONE
+
+    @contextmanager
+    def updating(self, fence: Ticket) -> Iterator[None]:
+        """What comes down of it is the state that is updated on the device."""
+        before = self._moved["down"]
+        yield
+        self._moved["streamed"] += self._moved["down"] - before
 
 
 class FakeStore:

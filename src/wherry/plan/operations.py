@@ -39,7 +39,7 @@ class Recorder(Footprint):
     def __init__(self, elsewhere: Collection[str] = ()) -> None:
         super().__init__(elsewhere)
         self.operations: Counter[Operation] = Counter()
-        # Whether operations are counted.
+        # Whether all operations are counted, or products of matrices alone.
         self.counting = True
         # By phase: bytes by category when their sum was highest. Of all phases: the highest of each category.
         self.phases: dict[str, dict[str, int]] = {}
@@ -69,10 +69,10 @@ class Recorder(Footprint):
         kwargs = kwargs or {}
         result = super().__torch_dispatch__(func, types, args, kwargs)
         packet = func._overloadpacket
-        if self.counting and not func.is_view and packet not in _NOTHING:
+        flops = _flops(packet, args, kwargs, result)
+        if flops or (self.counting and not func.is_view and packet not in _NOTHING):
             out = result if isinstance(result, tuple | list) else (result,)
             nbytes = tensor_bytes(out) + (0 if packet in _EMPTY else tensor_bytes(args))
-            flops = _flops(packet, args, kwargs, result)
             self.operations[Operation(flops, nbytes, backward_task() != NO_TASK, packet in _ATTENTION)] += 1
         return result
 

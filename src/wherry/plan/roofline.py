@@ -100,7 +100,7 @@ def step_time(counts: Counts, work: Computing, config: Config, machine: Machine,
 
 
 def _updated(counts: Counts, config: Config, data_ranks: int) -> tuple[float, float]:
-    """Bytes that a rank's updates read and write: of states off the device, and on it.
+    """Bytes that a rank's updates read and write: on the host, and on the device.
 
     Each state is read and written, gradients are read, and working weights are read and written. torch's own optimizer
     on a GPU makes a few passes over memory; the host's kernel makes one.
@@ -111,7 +111,10 @@ def _updated(counts: Counts, config: Config, data_ranks: int) -> tuple[float, fl
     width = 4 if is_fp32(config) else 2
     whole = sum(states.values())
     moved = {tier: 2 * nbytes + 3 * width * elements * nbytes / whole for tier, nbytes in states.items()}
-    return moved.get("host", 0.0) + moved.get("disk", 0.0), moved.get("device", 0.0)
+    elsewhere = moved.get("host", 0.0) + moved.get("disk", 0.0)
+    resting = states.get("host", 0.0) + states.get("disk", 0.0)
+    streamed = min(1.0, counts.moved.get("streamed", 0.0) / max(1.0, resting)) * elsewhere
+    return elsewhere - streamed, moved.get("device", 0.0) + streamed
 
 
 def is_fp32(config: Config) -> bool:

@@ -157,8 +157,9 @@ def resolve_optimizer(
         instance = optimizer
         _tell_of_left_out(given, instance)
     else:
-        if optimizer in (torch.optim.Muon, optim.Muon):  # for some of a model's weights alone
-            optimizer = partial(optim.Muon.for_model, model)
+        cls, options = (optimizer.func, optimizer.keywords) if isinstance(optimizer, partial) else (optimizer, {})
+        if cls in (torch.optim.Muon, optim.Muon):  # for some of a model's weights alone
+            optimizer = partial(optim.Muon.for_model, model, **options)
         instance = optimizer(parameters) if callable(optimizer) else optimizer
     spec = describe(instance, allow_untested=config.zero_allow_untested_optimizer, state_dtype=config.state_dtype())
     _check_groups(model, spec)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -24,7 +24,7 @@ from wherry.tiers.storage import Storage, opened
 from wherry.tiers.streams import Link
 from wherry.update.record import Field, RecordLayout, State
 from wherry.update.rules import Group, Groups, Shape, UpdateRule, UpdateSegment
-from wherry.update.streamed import StreamedUpdates
+from wherry.update.streamed import NEAR, StreamedUpdates
 
 # Flats together up to this many elements are updated in one call: below it, calling costs more than updating.
 BUCKET_NUMEL = 1 << 18
@@ -140,6 +140,14 @@ class FlatState:
         if name in values:
             self.rule.begin(group, {name: values[name]})
 
+    def beside(self) -> list[dict[str, Any]]:
+        """What an optimizer of torch's keeps of each segment that is no tensor."""
+        found = self.rule.beside()
+        return found[self.first : self.first + len(self.segments)] if found else [{} for _ in self.segments]
+
+    def load_beside(self, number: int, values: Mapping[str, Any]) -> None:
+        self.rule.load_beside(self.first + number, values)
+
     @contextmanager
     def opened(self, *, write: bool = False) -> Iterator[list[dict[str, State]]]:
         """The state of each segment, by name: `master` in fp32 and the moments, wherever they rest.
@@ -232,6 +240,20 @@ class UpdateBucket:
     def record_nbytes(self) -> int:
         """As much as it takes in memory."""
         return self._layout.nbytes
+
+    @property
+    def room_nbytes(self) -> int:
+        """The most that it has on the device at a time, with gradients and weights, where it is `streamed`."""
+        if self.streamed is None or not self.spans:
+            return 0
+        widest, most, runs = 0.0, STREAMED_NUMEL, 0
+        for (state, span), fields in zip(self.spans, self._layout.fields, strict=True):
+            numel = span.stop - span.start
+            own = sum(field.nbytes for field, _ in fields) / numel
+            widest = max(widest, own + torch.float32.itemsize + state.flat.dtype.itemsize)
+            most = max(most, 0 if self.rule.cuts(self._groups[span.group]) else numel)
+            runs += len(fields) + 2
+        return math.ceil(widest * min(self.numel, most)) + NEAR * runs
 
     @property
     def in_memory(self) -> int:

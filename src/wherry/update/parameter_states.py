@@ -6,7 +6,9 @@ import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -163,12 +165,12 @@ class ParameterStates:
 
     # What this rank has of all of them, as `optimizer.state_dict()` has it.
 
-    def parts(self, names: Sequence[str], *, copy: bool = True) -> list[dict[str, torch.Tensor]]:
+    def parts(self, names: Sequence[str], *, copy: bool = True) -> list[dict[str, Any]]:
         """Of each parameter the step count, the moments, and an fp32 master where the weights are not in fp32.
 
         Frozen ones have nothing. Without `copy` moments are the memory where they rest, and there are no masters.
         """
-        found: dict[str, dict[str, torch.Tensor]] = {}
+        found: dict[str, dict[str, Any]] = {}
         places = [self._place(name) for name in names if self.updates(name)]
         for state, slot in places:
             if state.bucket.on_disk:
@@ -194,9 +196,12 @@ class ParameterStates:
                             shown = value.detach().clone() if copy else value.detach()
                             whole = shown.dim() and own_shape(value, span.stop - span.start) is None
                             found[slot.name][kind] = shown.view(shape) if whole else shown
+            for span, beside in zip(state.segments, state.beside(), strict=True):
+                if (name := state.flat.layout.slots[span.slot].name) in found:
+                    found[name].update(deepcopy(beside) if copy else beside)
         return [found.get(name, {}) for name in names]
 
-    def load_parts(self, given: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    def load_parts(self, given: Mapping[str, Mapping[str, Any]]) -> None:
         """Take back what `parts` gave, by name. Nothing is changed unless all of it fits. Every rank must call it."""
         self._everybody.meet("optimizer.load_state_dict()")
         if not any(given.values()) and any(any(state.steps) for state in self._state_of.values()):
@@ -217,10 +222,13 @@ class ParameterStates:
             with torch.no_grad(), state.opened(write=True) as segments:
                 for span, values in zip(state.segments, segments, strict=True):
                     self._load_part(state, span, values, given.get(names[span.slot], {}))
+            for number, span in enumerate(state.segments):
+                part = given.get(names[span.slot], {})
+                state.load_beside(number, {k: v for k, v in part.items() if not isinstance(v, torch.Tensor)})
             if state.flat.resident and state.flat.layout.ranks > 1:
                 self._comm.all_gather(state.flat.whole, state.flat.shard_memory).wait()
 
-    def _problems(self, name: str, part: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    def _problems(self, name: str, part: Mapping[str, Any]) -> Iterator[str]:
         """Why a part cannot be loaded. One of nothing is a parameter that has had no update."""
         for kind, value in part.items():
             wrong = self._unlike(name, kind, value) if isinstance(value, torch.Tensor) and value.dim() else None
@@ -252,14 +260,14 @@ class ParameterStates:
         return f"expected {kind} of {stop - start} elements, which this rank has of it, got {got}"
 
     def _load_part(
-        self, state: FlatState, span: SegmentSpan, values: dict[str, State], part: Mapping[str, torch.Tensor]
+        self, state: FlatState, span: SegmentSpan, values: dict[str, State], part: Mapping[str, Any]
     ) -> None:
         group = self._groups[span.group]
         for kind in [kind for kind in values if kind != MASTER and kind not in part]:
             state.begin_again(group, values, kind)
         for kind, value in part.items():
             target = values.get(kind)
-            if kind == "step":
+            if kind == "step" or not isinstance(value, torch.Tensor):
                 continue
             if isinstance(target, torch.Tensor) and value.dim():
                 target.copy_(value.reshape(target.shape))
@@ -388,7 +396,10 @@ class ParameterStates:
 
     def updates(self, name: str) -> bool:
         """Whether the optimizer has state for a parameter."""
-        return name in self._places and self._places[name][0] in self._state_of
+        if name not in self._places:
+            return False
+        flat, index = self._places[name]
+        return flat in self._state_of and flat.layout.slots[index].group < len(self._groups)
 
     def _place(self, name: str) -> tuple[FlatState, Slot]:
         if not self.updates(name):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from wherry import native
 from wherry.fake import address_of, is_fake
@@ -108,6 +109,13 @@ class UpdateRule:
         self, segments: Sequence[UpdateSegment], steps: Sequence[int], kept: Sequence[Mapping[str, State]]
     ) -> None:
         """Replace the state that it keeps itself, of segments that have been updated so often."""
+
+    def beside(self) -> list[dict[str, Any]]:
+        """What it keeps of each segment that is no tensor: numbers, or lists of tensors; empty where that is none."""
+        return []
+
+    def load_beside(self, number: int, values: Mapping[str, Any]) -> None:
+        """Replace that of one segment, whose other state has been loaded."""
 
     def nbytes(self) -> int:
         """Of the state that it keeps itself."""
@@ -336,7 +344,21 @@ class TorchRule(UpdateRule):
                 states = {name: _as(data_of(value), had.get(name), parameter.shape) for name, value in values.items()}
                 inner.state[parameter].update({**states, "step": step})
             else:
+                beside = _no_tensors(inner.state[parameter])
                 self._begin_again(parameter, corrected)
+                if count and beside:
+                    inner.state[parameter].update(beside)
+
+    def beside(self) -> list[dict[str, Any]]:
+        return [_no_tensors(self._inner.state[parameter]) for parameter in self._parameters] if self._inner else []
+
+    def load_beside(self, number: int, values: Mapping[str, Any]) -> None:
+        assert self._inner is not None
+        parameter = self._parameters[number]
+        if self.optimizer_class.__module__.startswith("torch.optim."):  # theirs count in tensors
+            values = {name: value for name, value in values.items() if name != "step"}
+        there = tree_map_only(torch.Tensor, lambda value: value.to(parameter.device), dict(values))
+        self._inner.state[parameter].update(there)
 
     def nbytes(self) -> int:
         if self._inner is None:
@@ -363,6 +385,10 @@ def shown(segment: UpdateSegment) -> torch.Tensor:
     """What is updated, as an optimizer of torch's is to see it."""
     weights = segment.whole_master
     return weights if segment.shape is None else weights.view(segment.shape)
+
+
+def _no_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
 
 
 def _as(value: torch.Tensor, had: torch.Tensor | None, shape: torch.Size) -> torch.Tensor:

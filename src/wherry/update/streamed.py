@@ -96,6 +96,10 @@ class StreamedUpdates:
         self._rooms.append(room)
         return room, fence
 
+    @property
+    def nbytes(self) -> int:
+        return sum(room.memory.numel() for room in self._rooms)
+
     def trim(self) -> None:
         """Give the rooms back. No update is under way."""
         for room in self._rooms:

@@ -112,6 +112,9 @@ class _Trained(Protocol):
     groups: list[tuple[dict[str, Any], list[str]]]
     loss_scale: dict[str, Any]
 
+    # Whether a state may have not an element for each of its parameter's, such as sums of rows.
+    shaped: bool
+
     def states(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
         """The master and the moments of a parameter, whole, one at a time."""
 
@@ -208,10 +211,9 @@ class _Import:
         spelled = str(dtype).removeprefix("torch.")
         self.entries[name] = Entry(tuple(shape), spelled, kind, tuple(self.aliases.get(name, ())))
 
-    def _put(self, name: str, state: str, values: torch.Tensor) -> None:
-        self.files.put_piece(
-            Piece(name, state, Run.of(self.entries[name].shape), values.detach().contiguous().view(-1))
-        )
+    def _put(self, name: str, state: str, values: torch.Tensor, own: tuple[int, ...] | None = None) -> None:
+        run = Run.of(self.entries[name].shape)
+        self.files.put_piece(Piece(name, state, run, values.detach().contiguous().view(-1), own=own))
 
     def _write_plain(self, name: str, tensor: torch.Tensor, kind: str) -> None:
         self._entry(name, tensor.shape, tensor.dtype, kind)
@@ -227,10 +229,11 @@ class _Import:
                     raise CheckpointError(f"{self.folder}: {name} is trained, and its weight is of {dtype}")
                 self._entry(name, shape, dtype, "parameter")
                 for state, whole in trained.states(name):
-                    if whole.numel() != math.prod(shape):
+                    own = tuple(whole.shape) if whole.numel() != math.prod(shape) else None
+                    if own is not None and (state == WEIGHT or not trained.shaped):
                         there = f"{whole.numel()} of {math.prod(shape)} elements"
                         raise CheckpointError(f"{self.folder}: {name}: of {state} {there} are there")
-                    self._put(name, state, whole)
+                    self._put(name, state, whole, own)
                 progress.advance()
         steps = max(trained.steps.values(), default=0)
         groups = []
@@ -331,6 +334,8 @@ def _good_steps(now: int, overflow: int, window: int) -> int:
 class _Partitions:
     """The files of all ranks."""
 
+    shaped = False
+
     def __init__(self, folder: Path, paths: list[Path], parts: list[dict[str, tuple[int, ...]]]) -> None:
         self.ranks = [_RankStates.of(path) for path in paths]
         self._check(paths, parts)
@@ -426,6 +431,7 @@ class _Whole:
     steps: dict[str, int]
     groups: list[tuple[dict[str, Any], list[str]]]
     loss_scale: dict[str, Any]
+    shaped: bool
 
     def states(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.held[name].items()
@@ -497,7 +503,7 @@ def _from_states(saved: WholeState, model: ModelFile, path: Path, groups: Sequen
             held[name] = {**tensors, WEIGHT: model.module[name]} if name in model.module else tensors
         named.append((options, list(names)))
     shapes = {name: _shape_of(model, name, path) for name in held}
-    return _Whole(held, shapes, {name: steps.get(name, 0) for name in held}, named, _SCALE_1)
+    return _Whole(held, shapes, {name: steps.get(name, 0) for name in held}, named, _SCALE_1, shaped=True)
 
 
 def _from_flats(saved: WholeOptimizer, model: ModelFile, path: Path, groups: Sequence[Sequence[str]]) -> _Whole:
@@ -522,7 +528,7 @@ def _from_flats(saved: WholeOptimizer, model: ModelFile, path: Path, groups: Seq
             )
     named = [(options, list(names)) for options, names in zip(base.param_groups, groups, strict=True)]
     good = _good_steps(saved.cur_iter, saved.last_overflow_iter, saved.scale_window)
-    return _Whole(held, shapes, steps, named, {**_SCALE_1, "scale": saved.cur_scale, "good_steps": good})
+    return _Whole(held, shapes, steps, named, {**_SCALE_1, "scale": saved.cur_scale, "good_steps": good}, shaped=False)
 
 
 # Universal checkpoints.
@@ -530,6 +536,8 @@ def _from_flats(saved: WholeOptimizer, model: ModelFile, path: Path, groups: Seq
 
 class _Universal:
     """A folder for each parameter."""
+
+    shaped = True
 
     def __init__(self, folder: Path, parts: list[dict[str, tuple[int, ...]]]) -> None:
         self._zero = folder / "zero"
@@ -564,7 +572,7 @@ class _Universal:
                 values = read_universal_state(path)
                 if not values.is_floating_point():
                     raise CheckpointError(f"{path}: expected floating-point numbers, got {values.dtype}")
-                yield (WEIGHT if path.stem == "fp32" else path.stem), values.reshape(-1)
+                yield (WEIGHT if path.stem == "fp32" else path.stem), values
 
 
 def is_universal(folder: Path) -> bool:

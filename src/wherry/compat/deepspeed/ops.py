@@ -13,6 +13,7 @@ import torch
 from wherry import optim
 from wherry.compat.deepspeed.config import MUON_DEFAULTS
 from wherry.errors import WherryError
+from wherry.observe.log import warn
 from wherry.update.optimizer import ADD_GROUP, Lion
 
 
@@ -239,3 +240,9 @@ class MuonWithAuxAdam(optim.Muon):
                 "MuonWithAuxAdam: adam_w_mode=False is not offered; AdamW updates the weights that are not Muon's"
             )
         super().__init__(param_groups, **{**MUON_DEFAULTS, **options})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        given = dict(param_group)
+        if (method := given.pop("ns_method", "standard")) != "standard":
+            warn("MuonWithAuxAdam: ns_method=%r is not used: the iterations are torch.optim.Muon's", method)
+        super().add_param_group(given)
