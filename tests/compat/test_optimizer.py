@@ -156,7 +156,7 @@ def test_muon_is_for_what_deepspeed_marks_by_name_unless_a_script_has(stage, cap
         1e-10,
     )
     assert len(adamw["params"]) == len(names) - 2
-    engine.optimizer.instance.add_param_group({"params": [torch.nn.Parameter(torch.ones(2, 2))], "ns_method": "gram"})
+    ops.MuonWithAuxAdam([{"params": [nn.Parameter(torch.ones(2, 2))], "use_muon": True, "ns_method": "gram"}])
     assert "MuonWithAuxAdam: ns_method='gram' is not used" in caplog.text
 
     matrices = [plain.wte.weight, plain.mix.weight]
