@@ -24,7 +24,7 @@ if not __package__:  # run as a script: this folder is found as it is when impor
     sys.path[0] = str(Path(__file__).parents[1])
 
 from benchmarks import harness, systems
-from benchmarks.processes import Failed, Processes
+from benchmarks.processes import TIMEOUT, Failed, Processes
 from benchmarks.systems import Recipe
 from wherry.train.presets import GPT2, PRESETS, Shape
 
@@ -128,6 +128,7 @@ class Subject:
     warmup: int = WARMUP
     gpu: bool = False
     python: str = sys.executable
+    timeout: float = TIMEOUT
     reason: str | None = None
 
     def __post_init__(self) -> None:
@@ -149,7 +150,9 @@ class Subject:
         try:
             with Processes(self.ranks, gpu=self.gpu, python=self.python) as processes:
                 built = processes.ask(do="build", system=self.system, recipe=self.recipe, warmup=self.warmup)
-                timed = processes.ask(do="time", system=self.system, steps=self.steps, first=self.warmup > 0)
+                timed = processes.ask(
+                    self.timeout, do="time", system=self.system, steps=self.steps, first=self.warmup > 0
+                )
         except Failed as failure:
             self.reason = str(failure)
             return None
@@ -265,12 +268,13 @@ PLACES = {
 
 def subjects_of(what: str, options: argparse.Namespace, window: int) -> list[Subject]:
     found: list[Subject] = []
+    counts = {"steps": options.steps, "warmup": options.warmup, "timeout": options.timeout}
     for model in options.models:
         for dtype in options.dtypes or [MODELS[model].dtype]:
             for clip in options.clips:
                 recipe = recipe_of(model, "", dtype, clip, window, options.batch, options.optimizer)
                 if "plain" in options.peers and not options.gpu and 1 not in options.ranks:
-                    found.append(Subject(model, 1, ORACLE, ORACLE, recipe, options.steps, options.warmup))
+                    found.append(Subject(model, 1, ORACLE, ORACLE, recipe, **counts))
                 for ranks in options.ranks:
                     if recipe.batch // window % ranks:
                         raise SystemExit(f"--ranks {ranks}: {recipe.batch} sequences do not divide among them")
@@ -282,8 +286,8 @@ def subjects_of(what: str, options: argparse.Namespace, window: int) -> list[Sub
                         if label == ORACLE and ranks > 1:
                             continue
                         own = recipe_of(model, label, dtype, clip, window, options.batch, options.optimizer)
-                        system, counts = label.partition(":")[0], (options.steps, options.warmup)
-                        one = Subject(model, ranks, system, label, own, *counts, options.gpu)
+                        system = label.partition(":")[0]
+                        one = Subject(model, ranks, system, label, own, gpu=options.gpu, **counts)
                         found.append(one)
                         if options.before and label.startswith("wherry"):
                             found.append(replace(one, label=f"before: {label}", python=options.before))
@@ -309,6 +313,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--path", type=harness.folder, default=".", help="a folder on the disk for states (current)")
     parser.add_argument("--steps", type=harness.positive, help="steps in one measure")
     parser.add_argument("--warmup", type=_or_none, default=WARMUP, help=f"steps before it ({WARMUP}); 0: none at all")
+    parser.add_argument(
+        "--timeout", type=harness.positive, default=int(TIMEOUT), help="seconds for the steps of a measure"
+    )
     options = harness.parse(parser, argv)
     options.places = options.places or list(PLACES[options.what])
     options.steps = options.steps or (3 if options.quick else 8)
