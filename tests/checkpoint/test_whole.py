@@ -32,7 +32,24 @@ class VouchedAdamW(torch.optim.AdamW):
     """Nobody knows that it is element-wise."""
 
 
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {**KNOWN, "muon": muon}
+class History(torch.optim.Optimizer):
+    """It keeps no tensor but a count."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[p]
+            if not state:
+                state.update(step=torch.tensor(0.0), lasts=[], first=None)
+            state["step"] += 1
+            state["lasts"] = [p.grad.clone(), *state["lasts"][:1]]
+            p.sub_(sum(state["lasts"]), alpha=1e-2 / float(state["step"]))
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {**KNOWN, "muon": muon, "history": History}
 adafactor = OPTIMIZERS["adafactor"]
 HOST, NVME = {"device": "cpu"}, {"device": "nvme"}
 # Where an optimizer of torch's keeps its state itself, it can be on no disk.

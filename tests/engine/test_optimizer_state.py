@@ -187,3 +187,14 @@ def test_state_of_another_optimizer_or_other_parameters_is_refused() -> None:
         engine.optimizer.load_state_dict({"state": {99: {}}, "param_groups": state["param_groups"]})
     with pytest.raises(WherryError, match=r"0 parameter groups were given, expected 1"):
         engine.optimizer.load_state_dict({"state": {}})
+    steps(engine, 0, 1)
+    before = engine.optimizer.state_dict()
+    for kind, told in (
+        ("exp_avg", "expected exp_avg to be a tensor, got list"),
+        ("step", "expected a number of steps"),
+    ):
+        state = copy.deepcopy(before)
+        state["state"][1][kind] = ["x"]
+        with pytest.raises(WherryError, match=told):
+            engine.optimizer.load_state_dict(state)
+        assert torch.equal(engine.optimizer.state_dict()["state"][0]["exp_avg"], before["state"][0]["exp_avg"])

@@ -16,7 +16,7 @@ from wherry.plan.choose import MICRO, ORDER, STAGE, choose, free_keys, nearest_c
 from wherry.plan.counts import Counts
 from wherry.plan.dry_run import count_by_blocks
 from wherry.plan.estimate import Estimate
-from wherry.plan.forecaster import Forecaster
+from wherry.plan.forecaster import HOSTS_PRODUCTS, Forecaster
 from wherry.plan.machines import Machine, known
 from wherry.plan.model_source import ModelSource
 from wherry.plan.parts import Outline
@@ -75,9 +75,16 @@ def test_what_the_device_updates_is_the_bus_s_and_not_the_host_s() -> None:
     assert 4 * host["up"] < device["up"] and 4 * host["down"] < device["down"]
 
 
-def test_the_products_of_muon_are_computing() -> None:
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_the_products_of_muon_are_the_updates(stage: int, precision: str) -> None:
     slow = replace(H100, matrix=1e6)
-    muon, adamw = (terms(config(0, optimizer={"type": kind}), slow, 1)["compute"] for kind in ("Muon", "AdamW"))
+    at_step = {"update_policy": "at_step"}
+    given = [config(stage, 2, precision, optimizer={"type": kind}, wherry=at_step) for kind in ("Muon", "AdamW")]
+    muon, adamw = (terms(each, slow, 1)["update"] for each in given)
+    away = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "wherry": {"update_on": "host"}}
+    on_host = given[0] | away
+    assert HOSTS_PRODUCTS in answer(on_host, slow, 1).notes and HOSTS_PRODUCTS not in answer(given[0], slow, 1).notes
     square, wide = 6 * WIDTH**3, 4 * (4 * WIDTH) * WIDTH**2 + 2 * WIDTH**3
     assert muon - adamw == pytest.approx(4 * 5 * (square + 2 * wide) / 1e6, rel=0.01)
 

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.security.forgery import CLIENT_STATE, Forgery, engine_of, everything, sign
+from tests.security.forgery import CLIENT_STATE, CONFIG, Forgery, Model, engine_of, everything, sign
 
+import wherry
 from wherry.checkpoint import folder as folders
 from wherry.checkpoint.errors import CheckpointError
 from wherry.checkpoint.export import verified
+from wherry.checkpoint.format import KIND
 
 Change = Callable[[Forgery], Any]
 
@@ -619,6 +621,56 @@ def test_an_object_that_refuses_its_state_changes_nothing(whole: Path, tmp_path:
         if kind == "extra state":
             del type(module).get_extra_state, type(module).set_extra_state
         engine.close()
+
+
+class Seeing(torch.optim.AdamW):
+    """With a count of its own for each parameter, and one that is a list."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for state in self.state.values():
+            state.update(seen=state.get("seen", 0) + 1, lasts=[state["exp_avg"].sum()])
+
+
+def seeing(steps: int) -> Any:
+    model = Model()
+    config = {
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": 1},
+        "scheduler": CONFIG["scheduler"],
+    }
+    engine, *_ = wherry.initialize(model=model, optimizer=Seeing(model.parameters()), config=config)
+    for _ in range(steps):
+        engine.backward(engine(torch.randn(3, 4)))
+        engine.step()
+    return engine
+
+
+@pytest.mark.parametrize(
+    "objects",
+    [
+        [1],
+        None,
+        {"first.weight": [1, 2]},
+        {"first.weight": None},
+        {"first.weight": {KIND: "what", "value": 1}},
+        {"first.weight": {KIND: "tensor", "value": "nowhere"}},
+        {"first.weight": {"exp_avg": 3}},
+        {"first.weight": {"step": "x"}},
+    ],
+    ids=repr,
+)
+def test_what_an_optimizer_keeps_that_is_no_tensor(objects: Any, tmp_path: Path) -> None:
+    saved, engine = seeing(2), seeing(1)
+    saved.save_checkpoint(tmp_path)
+    forged = Forgery(tmp_path / "global_step2")
+    assert forged.manifest["ranks"][0]["objects"]["first.weight"]["seen"] == 2
+    forged.manifest["ranks"][0]["objects"] = objects
+    refused(engine, forged.write(tmp_path / "forged"), "")
+    engine.backward(engine(torch.randn(3, 4)))
+    engine.step()
+    for each in (saved, engine):
+        each.close()
 
 
 def test_a_disk_that_fails_in_the_middle_leaves_an_engine_that_says_so(

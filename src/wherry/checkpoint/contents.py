@@ -103,8 +103,8 @@ def encode_values(
     loader = getattr(session.dataloader, "state_dict", None)
     if loader is not None:
         found.rank["data"] = encode(loader(), "training_dataloader.state_dict()", put)
-    for name, values in _beside(session):
-        found.rank.setdefault("beside", {})[name] = encode(values, f"the optimizer's state of {name}", put)
+    for name, objects in _objects(session):
+        found.rank.setdefault("objects", {})[name] = encode(objects, f"the optimizer's state of {name}", put)
     if session.comm.rank:
         return found
     engine = found.engine
@@ -123,13 +123,13 @@ def encode_values(
     return found
 
 
-def _beside(session: Session) -> Iterator[tuple[str, dict[str, Any]]]:
+def _objects(session: Session) -> Iterator[tuple[str, dict[str, Any]]]:
     """By parameter, what the optimizer keeps of it that is no tensor."""
     for flat, state in session.states.items():
-        for span, values in zip(session.spans(flat), state.beside(), strict=True):
+        for span, objects in zip(session.spans(flat), state.objects(), strict=True):
             slot = flat.layout.slots[span.slot]
-            if values and session.writes(slot):
-                yield session.whole_name(slot.name), values
+            if objects and session.writes(slot):
+                yield session.whole_name(slot.name), objects
 
 
 def _optimizer(session: Session, put: PutTensor) -> dict[str, Any]:

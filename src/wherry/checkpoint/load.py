@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from wherry.native import Blocks8, quantize
 from wherry.observe.progress import Progress
 from wherry.sharding.layout import SegmentSpan, Slot
 from wherry.sharding.unit import Flat
+from wherry.update.optimizer_states import FlatState
 from wherry.update.parameter_states import kept_fields, own_shape
 
 # Names that an error lists before it only counts.
@@ -176,7 +177,7 @@ def _check_optimizer(session: Session, manifest: Manifest, names: dict[str, str]
     assert session.optimizer is not None
     mine = type(session.optimizer.instance).__name__
     segments = [
-        (flat, span, {field.name: field.shape for field in fields})
+        (flat, span, state.rule.whole, {field.name: field.shape for field in fields})
         for flat, state in session.states.items()
         for span, fields in zip(session.spans(flat), kept_fields(state, session.optimizer.param_groups), strict=True)
     ]
@@ -186,14 +187,15 @@ def _check_optimizer(session: Session, manifest: Manifest, names: dict[str, str]
         raise CheckpointError(f"its {saved['type']} has one number for each parameter as {_listed(sorted(scalars))}")
     if wanted and not there and saved["steps"]:
         raise CheckpointError(f"its {saved['type']} keeps no state, {mine} keeps {_listed(sorted(wanted))}; {hint}")
-    for flat, span, kept in segments:
+    for flat, span, whole, kept in segments:
         logical = session.logical(flat.layout.slots[span.slot])
         if logical.name not in names:
             continue
         entry = manifest.entries[names[logical.name]]
         found = {state: entry.own_shape(state, logical.box) for state in entry.moments}
-        # One of torch's that has made none takes what there is; shapes of their own, if this rank has all of it.
-        expected = kept or (found if span.stop - span.start == logical.box.numel else dict.fromkeys(found))
+        # One of torch's that has made none takes what there is; shapes of their own, if it looks at all of it.
+        alone = whole and span.stop - span.start == logical.box.numel
+        expected = kept or (found if alone else dict.fromkeys(found))
         elsewhere = [state for state in found if found[state] is None and entry.has_own(state)]
         if found and (found != expected or elsewhere):
             parts = f" ({_listed(elsewhere)} of other parts of it: it was tiled otherwise)" if elsewhere else ""
@@ -208,6 +210,17 @@ def _told(states: Mapping[str, tuple[int, ...] | None]) -> str:
     return _listed([f"{name} of shape {own}" if own else name for name, own in sorted(states.items())])
 
 
+def _check_objects(objects: Any, tensors: Collection[str], where: str) -> None:
+    """They can stand beside the tensors of the same state."""
+    if not isinstance(objects, dict) or not all(isinstance(name, str) for name in objects):
+        raise CheckpointError(f"{where}: expected values by name, got a {type(objects).__name__}")
+    for name, value in objects.items():
+        if name in tensors or isinstance(value, torch.Tensor):
+            raise CheckpointError(f"{where}: {name} is there as a tensor and as a value of its own")
+        if name == "step" and not isinstance(value, int | float):
+            raise CheckpointError(f"{where}: expected step to be a number, got a {type(value).__name__}")
+
+
 class _Loader:
     def __init__(self, session: Session, reader: CheckpointReader, options: LoadOptions, names: dict[str, str]) -> None:
         self.session = session
@@ -218,6 +231,7 @@ class _Loader:
         self.optimizer = options.optimizer and session.optimizer is not None
         self.steps = self.manifest.engine["optimizer"]["steps"] if self.optimizer else 0
         self.client_state: dict[str, Any] = {}
+        self.objects: dict[str, dict[str, Any]] = {}
         self.counts = StepCounts()
 
     @torch.no_grad()
@@ -233,8 +247,8 @@ class _Loader:
             for flat in flats:
                 self._load_flat(flat)
                 progress.advance()
-        if self.optimizer:
-            self._load_beside()
+        for state, number, name in self._parameters() if self.optimizer else ():
+            state.load_objects(number, self.objects.get(name, {}))
         self._load_plain()
 
     def _has(self, slot: Slot) -> bool:
@@ -289,14 +303,28 @@ class _Loader:
         found = scalars.get(self._there(slot)) or scalars.get(str(span.group), {})
         values.update({name: torch.tensor(value) for name, value in found.items()})
 
-    def _load_beside(self) -> None:
-        """What the optimizer keeps that is no tensor, of each parameter: who had the parameter has told it."""
-        told = {name: values for rank in self.manifest.ranks for name, values in rank.get("beside", {}).items()}
-        for flat, state in self.session.states.items() if told else ():
+    def _parameters(self) -> Iterator[tuple[FlatState, int, str]]:
+        """The segments of this rank's shards that have something to load: their number, and the entry it is from."""
+        for flat, state in self.session.states.items():
             for number, span in enumerate(self.session.spans(flat)):
-                name = self._there(slot) if self._has(slot := flat.layout.slots[span.slot]) else None
-                if name in told:
-                    state.load_beside(number, self.reader.value(told[name], f"the optimizer's state of {name}"))
+                if self._has(slot := flat.layout.slots[span.slot]):
+                    yield state, number, self._there(slot)
+
+    def _read_objects(self) -> dict[str, dict[str, Any]]:
+        """By parameter, what its optimizer kept that is no tensor: the rank that had the parameter has told it."""
+        told: dict[str, Any] = {}
+        for rank in self.manifest.ranks:
+            given = rank.get("objects", {})
+            if not isinstance(given, dict):
+                raise CheckpointError(f"objects: expected them by parameter, got a {type(given).__name__}")
+            told.update(given)
+        found: dict[str, dict[str, Any]] = {}
+        for state, _, name in self._parameters():
+            if name in told and state.rule.keeps_objects:
+                where = f"the optimizer's state of {name}"
+                found[name] = self.reader.value(told[name], where)
+                _check_objects(found[name], self.manifest.entries[name].moments, where)
+        return found
 
     def _load_blocks(self, flat: Flat, span: SegmentSpan, slot: Slot, name: str, target: Blocks8) -> None:
         found = self.session.run(flat, slot, span.start, span.stop)
@@ -351,6 +379,7 @@ class _Loader:
             raise CheckpointError(f"client_state is a {type(self.client_state).__name__}, expected a dict")
         self._load_counts()
         if self.optimizer:
+            self.objects = self._read_objects()
             self._load_groups(undo)
         extra = value(engine.get("extra_state", {}), "extra state of the model")
         for key, module in extra_states(session.module).items():

@@ -283,13 +283,11 @@ class Step:
             engine.backward(loss)
             del loss
             recorder.begin("step")
-            # An update's operations are told by the bytes of its states: on a host they are no operations of torch's.
-            # Not so the products of matrices that an optimizer makes.
-            recorder.counting = False
+            recorder.updating = True
             engine.step()
             if last:
                 engine.settle()
-            recorder.counting = True
+            recorder.updating = False
         recorder.begin(None)
         engine.set_gradient_accumulation_boundary(None)
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from wherry import config as configs
 from wherry.config import Config
 from wherry.observe.footprint import WORKING
+from wherry.placement import Tier
 from wherry.plan.choose import RECOMPUTE
 from wherry.plan.counts import TENSOR, Counts
 from wherry.plan.dry_run import UnknownInputs, count_by_blocks, outline, with_window
@@ -20,6 +21,10 @@ from wherry.plan.model_source import ModelSource
 from wherry.plan.parts import Outline
 from wherry.plan.roofline import Computing, computing, is_fp32, step_time
 
+HOSTS_PRODUCTS = (
+    "the products of matrices that the host makes for the update are counted as if the device made them: a host takes "
+    "some hundred times longer"
+)
 # Micro-batches that a search runs, to go by the straight line through them.
 NEAR, FAR = 1, 8
 
@@ -80,9 +85,13 @@ class Forecaster:
             for line in _in_flight(counts, config, self.data_ranks, grid).lines(gpu=self.machine.gpus > 0)
         ]
         time = step_time(counts, work, config, self.machine, self.ranks, grid)
+        on_host = config.placement().optimizer.tier is not Tier.DEVICE and not counts.moved.get("streamed")
+        muon = config.optimizer is not None and config.optimizer.type == "Muon"
+        notes = (HOSTS_PRODUCTS,) if muon and on_host and self.machine.gpus else ()
         return answer(
-            self.source.name, self._whole(), rows, time, config, self.machine, self.ranks, grid, sequence=self.sequence
-        )
+            self.source.name, self._whole(), rows, time, config, self.machine, self.ranks, grid,
+            sequence=self.sequence, notes=notes,
+        )  # fmt: skip
 
     def _whole(self) -> int:
         """Parameters of the whole model, where ranks share it."""

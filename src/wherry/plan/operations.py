@@ -22,6 +22,7 @@ class Operation(NamedTuple):
     bytes: int
     backward: bool
     attention: bool
+    update: bool = False
 
 
 _ATTENTION = frozenset(
@@ -39,8 +40,9 @@ class Recorder(Footprint):
     def __init__(self, elsewhere: Collection[str] = ()) -> None:
         super().__init__(elsewhere)
         self.operations: Counter[Operation] = Counter()
-        # Whether all operations are counted, or products of matrices alone.
-        self.counting = True
+        # Whether they are an update's, which are told by the bytes of its states, but for the products of matrices that
+        # some optimizers make: on a host updates are no operations of torch's.
+        self.updating = False
         # By phase: bytes by category when their sum was highest. Of all phases: the highest of each category.
         self.phases: dict[str, dict[str, int]] = {}
         self.highest: dict[str, int] = {}
@@ -70,10 +72,11 @@ class Recorder(Footprint):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         packet = func._overloadpacket
         flops = _flops(packet, args, kwargs, result)
-        if flops or (self.counting and not func.is_view and packet not in _NOTHING):
+        if not func.is_view and packet not in _NOTHING and (flops or not self.updating):
             out = result if isinstance(result, tuple | list) else (result,)
             nbytes = tensor_bytes(out) + (0 if packet in _EMPTY else tensor_bytes(args))
-            self.operations[Operation(flops, nbytes, backward_task() != NO_TASK, packet in _ATTENTION)] += 1
+            backward = backward_task() != NO_TASK
+            self.operations[Operation(flops, nbytes, backward, packet in _ATTENTION, self.updating)] += 1
         return result
 
 

@@ -49,20 +49,22 @@ class StepTime:
 
 
 class Computing(NamedTuple):
-    """Seconds of all forwards and backwards of a window."""
+    """Seconds of all forwards and backwards of a window, and of the products of matrices that its update makes."""
 
     forward: float
     backward: float
+    update: float = 0.0
 
 
 def computing(operations: Mapping[Operation, float], machine: Machine, *, fp32: bool, share: int = 1) -> Computing:
     """Each operation at the rate of what it waits for. `share` ranks have a host's rates together."""
     if not operations:
         return Computing(0.0, 0.0)
-    flops, nbytes, backward, attention = np.array(list(operations), dtype=float).T
+    flops, nbytes, backward, attention, update = np.array(list(operations), dtype=float).T
     times = np.array(list(operations.values()), dtype=float)
     reached = np.where(attention > 0, np.where(backward > 0, ATTENTION_BACKWARD, ATTENTION_FORWARD), 1.0)
-    matrix = reached * (machine.matrix_fp32 if fp32 else machine.matrix)
+    # Those of updates are in bf16, as Muon's are.
+    matrix = reached * np.where((update == 0) & fp32, machine.matrix_fp32, machine.matrix)
     seconds = np.maximum(flops / matrix, nbytes / machine.device_stream) * share
     if machine.gpus:
         # A GPU is told what to do ahead of doing it: the longer of the two counts.
@@ -71,8 +73,8 @@ def computing(operations: Mapping[Operation, float], machine: Machine, *, fp32: 
     else:
         seconds = seconds + machine.overhead
     seconds = times * seconds
-    later = float(seconds[backward > 0].sum())
-    return Computing(float(seconds.sum()) - later, later)
+    later, last = (float(seconds[part > 0].sum()) for part in (backward, update))
+    return Computing(float(seconds.sum()) - later - last, later, last)
 
 
 def step_time(counts: Counts, work: Computing, config: Config, machine: Machine, ranks: int, grid: Grid) -> StepTime:
@@ -92,7 +94,7 @@ def step_time(counts: Counts, work: Computing, config: Config, machine: Machine,
         "up": moved.get("up", 0.0) / machine.pcie,
         "down": moved.get("down", 0.0) / machine.pcie,
         # The device's part goes on beside the host's.
-        "update": max(update, updated / (machine.stream / together)),
+        "update": max(update, updated / (machine.stream / together)) + work.update,
         "disk": state + others,
     }
     total = _total(terms, work, state, config, machine)

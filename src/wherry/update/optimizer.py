@@ -157,7 +157,9 @@ def resolve_optimizer(
         instance = optimizer
         _tell_of_left_out(given, instance)
     else:
-        cls, options = (optimizer.func, optimizer.keywords) if isinstance(optimizer, partial) else (optimizer, {})
+        cls, options = optimizer, {}
+        if isinstance(optimizer, partial) and not optimizer.args:
+            cls, options = optimizer.func, optimizer.keywords
         if cls in (torch.optim.Muon, optim.Muon):  # for some of a model's weights alone
             optimizer = partial(optim.Muon.for_model, model, **options)
         instance = optimizer(parameters) if callable(optimizer) else optimizer

@@ -140,13 +140,14 @@ class FlatState:
         if name in values:
             self.rule.begin(group, {name: values[name]})
 
-    def beside(self) -> list[dict[str, Any]]:
-        """What an optimizer of torch's keeps of each segment that is no tensor."""
-        found = self.rule.beside()
+    def objects(self) -> list[dict[str, Any]]:
+        """What the optimizer keeps of each segment that is no tensor."""
+        found = self.rule.objects()
         return found[self.first : self.first + len(self.segments)] if found else [{} for _ in self.segments]
 
-    def load_beside(self, number: int, values: Mapping[str, Any]) -> None:
-        self.rule.load_beside(self.first + number, values)
+    def load_objects(self, number: int, objects: Mapping[str, Any]) -> None:
+        """Replace that of one segment, once its tensors and its count of updates are loaded."""
+        self.rule.load_objects(self.first + number, self.steps[self.segments[number].slot], objects)
 
     @contextmanager
     def opened(self, *, write: bool = False) -> Iterator[list[dict[str, State]]]:

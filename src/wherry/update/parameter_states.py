@@ -196,9 +196,9 @@ class ParameterStates:
                             shown = value.detach().clone() if copy else value.detach()
                             whole = shown.dim() and own_shape(value, span.stop - span.start) is None
                             found[slot.name][kind] = shown.view(shape) if whole else shown
-            for span, beside in zip(state.segments, state.beside(), strict=True):
+            for span, objects in zip(state.segments, state.objects(), strict=True):
                 if (name := state.flat.layout.slots[span.slot].name) in found:
-                    found[name].update(deepcopy(beside) if copy else beside)
+                    found[name].update(deepcopy(objects) if copy else objects)
         return [found.get(name, {}) for name in names]
 
     def load_parts(self, given: Mapping[str, Mapping[str, Any]]) -> None:
@@ -224,18 +224,23 @@ class ParameterStates:
                     self._load_part(state, span, values, given.get(names[span.slot], {}))
             for number, span in enumerate(state.segments):
                 part = given.get(names[span.slot], {})
-                state.load_beside(number, {k: v for k, v in part.items() if not isinstance(v, torch.Tensor)})
+                state.load_objects(number, {k: v for k, v in part.items() if not isinstance(v, torch.Tensor)})
             if state.flat.resident and state.flat.layout.ranks > 1:
                 self._comm.all_gather(state.flat.whole, state.flat.shard_memory).wait()
 
     def _problems(self, name: str, part: Mapping[str, Any]) -> Iterator[str]:
         """Why a part cannot be loaded. One of nothing is a parameter that has had no update."""
+        kept, rule = self._kept(name).keys(), self._place(name)[0].rule
         for kind, value in part.items():
-            wrong = self._unlike(name, kind, value) if isinstance(value, torch.Tensor) and value.dim() else None
+            tensor = isinstance(value, torch.Tensor)
+            wrong = self._unlike(name, kind, value) if tensor and value.dim() else None
+            if kind == "step" and not tensor and not isinstance(value, int | float):
+                wrong = f"expected a number of steps, got {type(value).__name__}"
+            elif kind != "step" and not tensor and (kind in kept or not rule.keeps_objects):
+                wrong = f"expected {kind} to be a tensor, got {type(value).__name__}"
             if wrong is not None:
                 yield f"{name}: {wrong}"
-        kept = self._kept(name).keys()
-        if part and kept and not self._place(name)[0].rule.keeps_state and kept != part.keys() - {"step", MASTER}:
+        if part and kept and not rule.keeps_state and kept != part.keys() - {"step", MASTER}:
             yield f"{name}: expected {', '.join(sorted(kept))}, got {', '.join(sorted(part))}"
 
     def _kept(self, name: str) -> dict[str, Shape | None]:

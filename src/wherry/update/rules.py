@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from wherry import native
 from wherry.fake import address_of, is_fake
@@ -74,6 +74,8 @@ class UpdateRule:
     keeps_state = False
     # Whether it is to be told the shape of parameters that the shard has all of.
     whole = False
+    # Whether it may keep of a parameter what is no tensor: numbers, or lists of tensors.
+    keeps_objects = False
 
     def fields(self, group: Group, shape: Shape, dtype: torch.dtype) -> list[Field]:
         """What it keeps for a segment, apart from weights; empty where it keeps its state itself.
@@ -110,12 +112,12 @@ class UpdateRule:
     ) -> None:
         """Replace the state that it keeps itself, of segments that have been updated so often."""
 
-    def beside(self) -> list[dict[str, Any]]:
-        """What it keeps of each segment that is no tensor: numbers, or lists of tensors; empty where that is none."""
+    def objects(self) -> list[dict[str, Any]]:
+        """What it keeps of each segment that is no tensor; empty where that is none."""
         return []
 
-    def load_beside(self, number: int, values: Mapping[str, Any]) -> None:
-        """Replace that of one segment, whose other state has been loaded."""
+    def load_objects(self, number: int, step: int, objects: Mapping[str, Any]) -> None:
+        """Replace that of one segment, which has been updated so often, and whose tensors have been loaded."""
 
     def nbytes(self) -> int:
         """Of the state that it keeps itself."""
@@ -246,6 +248,7 @@ class TorchRule(UpdateRule):
         self.instance = instance
         self.whole = whole
         self.optimizer_class = optimizer_class
+        self.keeps_objects = not optimizer_class.__module__.startswith("torch.optim.")
         self.groups: Groups = instance.param_groups
         self.defaults = {k: v for k, v in instance.defaults.items() if k in _constructoroptions_of(optimizer_class)}
         self._inner: torch.optim.Optimizer | None = None
@@ -344,27 +347,35 @@ class TorchRule(UpdateRule):
                 states = {name: _as(data_of(value), had.get(name), parameter.shape) for name, value in values.items()}
                 inner.state[parameter].update({**states, "step": step})
             else:
-                beside = _no_tensors(inner.state[parameter])
+                objects = _no_tensors(inner.state[parameter])
                 self._begin_again(parameter, corrected)
-                if count and beside:
-                    inner.state[parameter].update(beside)
+                if count and objects:
+                    inner.state[parameter].update({"step": self._step(parameter, count), **objects})
 
-    def beside(self) -> list[dict[str, Any]]:
-        return [_no_tensors(self._inner.state[parameter]) for parameter in self._parameters] if self._inner else []
+    def objects(self) -> list[dict[str, Any]]:
+        if self._inner is None or not self.keeps_objects:
+            return []
+        return [_no_tensors(self._inner.state[parameter]) for parameter in self._parameters]
 
-    def load_beside(self, number: int, values: Mapping[str, Any]) -> None:
+    def load_objects(self, number: int, step: int, objects: Mapping[str, Any]) -> None:
+        if not self.keeps_objects or not step:
+            return
         assert self._inner is not None
         parameter = self._parameters[number]
-        if self.optimizer_class.__module__.startswith("torch.optim."):  # theirs count in tensors
-            values = {name: value for name, value in values.items() if name != "step"}
-        there = tree_map_only(torch.Tensor, lambda value: value.to(parameter.device), dict(values))
-        self._inner.state[parameter].update(there)
+        state = self._inner.state[parameter]
+        for name in _no_tensors(state):
+            del state[name]
+        if objects:
+            own = copy.deepcopy(dict(objects))
+            there = tree_map_only(torch.Tensor, lambda value: value.to(parameter.device), own)
+            state.update({"step": self._step(parameter, step), **there})
 
     def nbytes(self) -> int:
         if self._inner is None:
             return 0
         states = (self._inner.state[p] for p in self._parameters)
-        return sum(v.nbytes for state in states for v in state.values() if isinstance(v, torch.Tensor) and v.dim())
+        found = (value for state in states for value in tree_leaves(dict(state)))
+        return sum(value.nbytes for value in found if isinstance(value, torch.Tensor) and value.dim())
 
 
 def like(

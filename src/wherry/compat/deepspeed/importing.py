@@ -103,6 +103,13 @@ def _cut(flats: list[torch.Tensor], start: int, stop: int) -> torch.Tensor:
     return torch.cat(parts)
 
 
+def _is_reduced(own: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether a state can be what is left of a parameter's shape once some dims are summed over."""
+    rest = iter(shape)
+    kept = len(own) == len(shape) and all(n in (1, of) for n, of in zip(own, shape, strict=True))
+    return kept or (bool(own) and all(any(n == of for of in rest) for n in own))
+
+
 class _Trained(Protocol):
     """What the optimizer trains, and what it keeps of it."""
 
@@ -230,7 +237,7 @@ class _Import:
                 self._entry(name, shape, dtype, "parameter")
                 for state, whole in trained.states(name):
                     own = tuple(whole.shape) if whole.numel() != math.prod(shape) else None
-                    if own is not None and (state == WEIGHT or not trained.shaped):
+                    if own is not None and (state == WEIGHT or not trained.shaped or not _is_reduced(own, shape)):
                         there = f"{whole.numel()} of {math.prod(shape)} elements"
                         raise CheckpointError(f"{self.folder}: {name}: of {state} {there} are there")
                     self._put(name, state, whole, own)

@@ -219,7 +219,7 @@ class _Universal:
             options = self.reader.value(group["options"], f"param_groups[{index}]")
             groups.append({**options, "params": [index]})
             states[index] = {"step": max(map(self._steps, names), default=0)}
-        if self.optimizer["scalars"] or any("beside" in rank for rank in self.manifest.ranks):
+        if self.optimizer["scalars"] or any("objects" in rank for rank in self.manifest.ranks):
             say(
                 "%s keeps more of each parameter than tensors of elements, which is not in a universal checkpoint",
                 self.optimizer["type"],
