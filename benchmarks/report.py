@@ -46,8 +46,8 @@ CLAIMS = (
     Claim(
         "Training steps, states on host and disk",
         ("offload_step",),
-        "The same steps with the optimizer, or optimizer and parameters, on host or disk. Wherry has the update policy "
-        "that it chooses by itself: before_use where gradients are clipped, and else in_backward.",
+        "The same steps with the optimizer, or optimizer and parameters, on host or disk. Wherry chooses the update "
+        "policy: before_use where gradients are clipped, else in_backward.",
     ),
     Claim(
         "Windows of several micro-batches",
@@ -58,9 +58,7 @@ CLAIMS = (
     Claim(
         "Steps of Muon",
         ("muon_step",),
-        "The same models in one process, the matrices inside them updated by Muon and the rest by AdamW. torch makes "
-        "Muon's products in bf16, at 1 to 20 GFLOP/s on a processor without units for that; Wherry makes them in fp32 "
-        "and rounds. DeepSpeed is at stage 2: at stage 0 it steps by the raw gradient.",
+        "The same models by Muon and AdamW, in one process, on a processor without units for products in bf16.",
     ),
     Claim(
         "What an engine adds to a step",
