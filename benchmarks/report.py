@@ -70,7 +70,7 @@ CLAIMS = (
         "Host optimizers",
         ("cpu_adam",),
         "AdamW on 10 to 300 million parameters; of several instruction sets the best. A bf16 update of Wherry's is one "
-        "pass over gradient, weight, master and moments; the usual way takes three.",
+        "pass; the usual way takes three.",
     ),
     Claim(
         "Memory of the states",
