@@ -69,14 +69,20 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 VOUCHED = {"zero_allow_untested_optimizer": True}
 
 
+def adafactor_of_transformers(parameters: Any) -> torch.optim.Optimizer:
+    from transformers.optimization import Adafactor
+
+    return Adafactor(parameters, lr=1e-2, relative_step=False, weight_decay=0.1)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "transformers"])
 def test_equal_to_plain_pytorch(name: str, stage: int, ranks: int) -> None:
-    model = make_model()
+    model, make = make_model(), OPTIMIZERS.get(name, adafactor_of_transformers)
     more = {"clip": 0.5, "accumulation": 2} if stage in (1, 3) else {}
-    plain = train_plain(model, ranks=ranks, steps=5, optimizer=OPTIMIZERS[name], **more)
-    ours = train_engine(model, stage=stage, ranks=ranks, steps=5, optimizer=OPTIMIZERS[name], config=VOUCHED, **more)
+    plain = train_plain(model, ranks=ranks, steps=5, optimizer=make, **more)
+    ours = train_engine(model, stage=stage, ranks=ranks, steps=5, optimizer=make, config=VOUCHED, **more)
     assert_close(ours, plain, 2e-5)
 
 
