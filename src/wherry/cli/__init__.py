@@ -13,6 +13,7 @@ USER_ERROR = 2
 COMMANDS = {
     "run": ("wherry.cli.run", "start a script on several processes, GPUs or machines"),
     "train": ("wherry.cli.train", "pre-train a GPT-2 here: the quickest way to see Wherry work"),
+    "finetune": ("wherry.cli.finetune", "train a published model further on your own data, wherever it fits"),
     "generate": ("wherry.cli.generate", "go on from a prompt, with a run's model or any that transformers loads"),
     "plan": ("wherry.cli.plan", "say what training keeps in memory and moves, before you run it"),
     "bench": ("wherry.cli.bench", "measure the host optimizers or the disk"),

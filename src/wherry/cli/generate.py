@@ -6,37 +6,33 @@ import argparse
 import contextlib
 import math
 import os
-import shutil
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from wherry.config.problems import Parser, path_meant
+from wherry.config.problems import Parser
 from wherry.errors import WherryError
+from wherry.integrations.model_folder import EXPECTED, adapter_in, base_of, opened, stored
 
 if TYPE_CHECKING:
     import torch
 
 # What a forward needs beside the weights: its activations, and the keys and values of what it has read.
 ROOM_BESIDE = 1.2
-# Any of these is a tokenizer.
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
-_EXPECTED = "a run's folder, checkpoints, or a folder with config.json, safetensors files and a tokenizer"
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="wherry generate",
         description="Go on from a prompt, with the model of a run, of a checkpoint or of a folder that transformers "
-        "loads. Without a prompt each line of standard input is one, until an empty one. Weights that do not fit on "
-        "one device are shared out over all GPUs, or rest in host memory, from which a block at a time comes.",
+        "loads; where its tokenizer has a chat template, answer it. Without a prompt each line of standard input is "
+        "one, until an empty one. Weights that do not fit on one device are shared out over all GPUs, or rest in host memory, from which a block at a time comes.",
         epilog="No code that comes with a model is run, and nothing is fetched.",
     )
     flag = parser.add_argument
-    flag("model", metavar="MODEL", type=Path, help=_EXPECTED)
+    flag("model", metavar="MODEL", type=Path, help=EXPECTED)
     flag("prompt", metavar="PROMPT", nargs="?", help="what to go on from")
     flag(
         "--max-new-tokens",
@@ -54,6 +50,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     flag("--top-k", type=_number(int, 1), metavar="K", help="draw from the K likeliest alone")
     flag("--top-p", type=_number(float, 0, 1), metavar="P", help="draw from the likeliest that make up P alone")
+    flag("--adapter", metavar="FOLDER", help="an adapter of PEFT's over MODEL (default: MODEL itself, if it is one)")
+    flag("--raw", action="store_true", help="go on from the prompt as it stands, with no chat template around it")
     flag("--seed", type=_number(int, 0), metavar="N", help="the same seed writes the same (default: another each time)")
     flag("--dtype", choices=("fp32", "bf16", "fp16"), help="of the weights (default: as in the files)")
     flag("--nproc", type=_number(int, 1), metavar="N", help="share the weights out over N ranks")
@@ -82,7 +80,10 @@ def main(argv: list[str]) -> int:
         arguments.prompt = os.fsencode(arguments.prompt).decode(errors="replace")
     if find_spec("transformers") is None:
         raise WherryError("generate: it needs transformers: pip install 'wherry[transformers]'")
-    with _folder_of(arguments.model) as folder:
+    if arguments.adapter is None and (adapter := adapter_in(arguments.model)) is not None:
+        arguments.adapter = str(adapter)
+        arguments.model = base_of(adapter, "generate")
+    with opened(arguments.model, "generate") as folder:
         arguments.model = folder
         place = _place(arguments)
         print(f"wherry: {place.why}", file=sys.stderr, flush=True)
@@ -100,62 +101,12 @@ def _launch(arguments: argparse.Namespace) -> int:
 
     flags = vars(arguments).copy()
     words = [str(flags.pop("model")), *([prompt] if (prompt := flags.pop("prompt")) is not None else [])]
-    given = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if value is not None]
+    raw = ["--raw"] if flags.pop("raw") else []
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if value is not None] + raw
     how = ["--nproc", str(arguments.nproc), "--module", "wherry.cli.sampling"]
     launched = run.build_parser().parse_args([*how, *given, "--", *words])
     run.resolve(launched, "1")
     return supervise.launch(launched)
-
-
-# The model's folder.
-
-
-@contextlib.contextmanager
-def _folder_of(path: Path) -> Iterator[Path]:
-    """A folder that transformers loads: the one given, or what a checkpoint is exported to as long as this lasts."""
-    from wherry.checkpoint.errors import CheckpointError
-    from wherry.checkpoint.export import find
-
-    if not path.exists():
-        hub = f"; one of a hub's models is made by `hf download {path} --local-dir FOLDER`"
-        raise WherryError(f"generate: {path}: there is no such folder{path_meant(path) or hub}")
-    if (path / "config.json").exists() and any(path.glob("*.safetensors")):
-        _refuse_incomplete(path, "")
-        yield path
-        return
-    try:
-        checkpoint = find(path)
-    except CheckpointError as error:
-        raise WherryError(f"generate: {error}; expected {_EXPECTED}") from None
-    with tempfile.TemporaryDirectory(prefix="wherry-generate-") as folder:
-        _export(checkpoint, Path(folder))
-        _refuse_incomplete(Path(folder), f"; add it to what `wherry export {checkpoint} OUT` writes, and give OUT here")
-        yield Path(folder)
-
-
-def _export(checkpoint: Path, folder: Path) -> None:
-    from wherry.checkpoint.checks import read_manifest
-    from wherry.checkpoint.export import export
-    from wherry.observe.memory import format_bytes
-    from wherry.train.gpt2 import translation_of
-
-    needed = sum(4 * entry.numel for entry in read_manifest(checkpoint).entries.values())
-    if (free := shutil.disk_usage(folder).free) < needed:
-        raise WherryError(
-            f"generate: {checkpoint} is exported first, which takes {format_bytes(needed)}, and {folder.parent} has "
-            f"{format_bytes(free)} free; set TMPDIR to a folder with more"
-        )
-    try:
-        export(checkpoint, folder, translation_of=translation_of)
-    except OSError as error:
-        raise WherryError(f"generate: {error.filename or folder}: {error.strerror}") from error
-
-
-def _refuse_incomplete(folder: Path, cure: str) -> None:
-    if not (folder / "config.json").exists():
-        raise WherryError(f"generate: the checkpoint's model has no config.json that transformers knows{cure}")
-    if not any((folder / name).exists() for name in _TOKENIZERS):
-        raise WherryError(f"generate: the model has no tokenizer, without which a prompt has no ids{cure}")
 
 
 # Where its weights go.
@@ -208,13 +159,9 @@ def _no_room(what: str, free: str) -> WherryError:
 
 def weights_in(folder: Path, asked: str | None) -> tuple[int, torch.dtype]:
     """How many weights a folder has, and their dtype in memory: that of the largest tensor, if none is asked for."""
-    from torch import nn
-
     from wherry.checkpoint.export import DTYPES
-    from wherry.sharding.safetensors_folder import InFile, open_folder
 
-    sources = [source for source in open_folder(folder, nn.Module(), {}).values() if isinstance(source, InFile)]
-    stored = max(sources, key=lambda source: math.prod(source.shape)).dtype
-    if asked is None and stored not in DTYPES.values():
-        raise WherryError(f"generate: {folder} holds weights in {stored}, which no forward takes; give a --dtype")
-    return sum(math.prod(source.shape) for source in sources), DTYPES[asked] if asked else stored
+    count, dtype = stored(folder)
+    if asked is None and dtype not in DTYPES.values():
+        raise WherryError(f"generate: {folder} holds weights in {dtype}, which no forward takes; give a --dtype")
+    return count, DTYPES[asked] if asked else dtype

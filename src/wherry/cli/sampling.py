@@ -16,10 +16,10 @@ import transformers
 import wherry
 from wherry.cli.generate import build_parser, weights_in
 from wherry.errors import WherryError, printable
+from wherry.integrations.model_folder import read_model, read_tokenizer, with_adapter
 from wherry.observe.log import show_unless_shown
 from wherry.observe.memory import free_on_gpu
 from wherry.regular import read_regular
-from wherry.sources import around, find
 from wherry.tiers.streams import accelerator
 
 if TYPE_CHECKING:
@@ -53,8 +53,9 @@ class Writer:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         folder: Path = arguments.model
-        self.tokenizer = _tokenizer(folder)
-        model = _model(folder, weights_in(folder, arguments.dtype)[1])
+        self.tokenizer = read_tokenizer(folder, "generate")
+        model = _model(folder, weights_in(folder, arguments.dtype)[1], arguments.adapter)
+        self.chats = bool(self.tokenizer.chat_template) and not arguments.raw
         self.engine = _placed(model, arguments)
         self.model: Any = self.engine.module
         comm, device = self.engine.comm, self.engine.device
@@ -76,11 +77,12 @@ class Writer:
 
     def go_on(self, prompt: str) -> None:
         """Show the prompt and what the model makes of it, as it makes it."""
-        ids = self.tokenizer(prompt, return_tensors="pt").input_ids.to(self.engine.device)
+        ids = self._ids(prompt).to(self.engine.device)
         if not ids.numel():
             raise WherryError("generate: the prompt is empty, and this model has no token that begins a text")
         stream = Stream(self.tokenizer, shown=self.engine.comm.rank == 0)
-        stream.show(prompt)
+        if not self.chats:
+            stream.show(prompt)
         left = self.most
         while left > 0:
             if self.positions is not None and ids.shape[1] >= self.positions:
@@ -100,37 +102,27 @@ class Writer:
                 break
         stream.finish()
 
+    def _ids(self, prompt: str) -> torch.Tensor:
+        if self.chats:
+            asked = [{"role": "user", "content": prompt}]
+            try:
+                prompt = self.tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+            except Exception as error:  # a template is a program of its own
+                raise WherryError(f"generate: the chat template fails: {error}; give --raw to go without") from error
+        found: torch.Tensor = self.tokenizer(prompt, return_tensors="pt", add_special_tokens=not self.chats).input_ids
+        return found
+
 
 # The model.
 
 
-def _tokenizer(folder: Path) -> Any:
-    try:
-        with around(str(folder)):
-            return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # each kind of tokenizer reads its files in its own way
-        raise WherryError(
-            f"generate: the tokenizer in {folder} cannot be read: {' '.join(str(error).split())}"
-        ) from error
-
-
-def _model(folder: Path, dtype: torch.dtype) -> Any:
+def _model(folder: Path, dtype: torch.dtype, adapter: str | None) -> Any:
     """On the meta device, with values that are found in the folder's files."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # a cast would reach tables that a model keeps in fp32 as well
-    try:
-        with around(str(folder)), wherry.Init(meta=True):
-            model: Any = find(str(folder.absolute())).make(1, 1)[0]
-    finally:
-        torch.set_default_dtype(before)
-    if not getattr(model, "can_generate", bool)() or model.config.is_encoder_decoder:
-        raise WherryError(f"generate: {folder} holds a {type(model).__name__}, which is no causal language model")
-    if getattr(model.config, "quantization_config", None) is not None:
-        raise WherryError(f"generate: {folder} holds quantized weights, which have no meaning without their scales")
+    model = read_model(folder, dtype, "generate")
     model.config.use_cache = True
-    model.eval().requires_grad_(False)
-    wherry.load_pretrained(model, folder)
-    return model
+    if adapter is not None:
+        model = with_adapter(model, Path(adapter), "generate").to(dtype)
+    return model.eval().requires_grad_(False)
 
 
 def _placed(model: Any, arguments: argparse.Namespace) -> Engine:

@@ -33,21 +33,26 @@ def _start(options: Options, argv: list[str]) -> int:
 
     if not job.check(options):
         return 0
-    from wherry.cli.run import build_parser, device_count, quiet_profiler, resolve
+    from wherry.cli.run import device_count, quiet_profiler
 
     # One rank for each GPU; without any two, so that what is partitioned can be seen; and in whole copies of the model.
     share = grid_of(options).size
     ranks = options.nproc or max(share, (device_count() or _RANKS_ON_CPU) // share * share)
     if ranks == 1 and not options.max_restarts:
         return job.main(argv)
-    from wherry.cli.supervise import launch
-
-    arguments = build_parser().parse_args(
-        ["--nproc", str(ranks), "--max-restarts", str(options.max_restarts), "--module", "wherry.train", *argv]
-    )
-    resolve(arguments, "1")
     if options.profile:
         quiet_profiler()
+    return start_ranks("wherry.train", ranks, options.max_restarts, argv)
+
+
+def start_ranks(module: str, ranks: int, restarts: int, argv: list[str]) -> int:
+    """The same command on each of several ranks of this machine."""
+    from wherry.cli.run import build_parser, resolve
+    from wherry.cli.supervise import launch
+
+    how = ["--nproc", str(ranks), "--max-restarts", str(restarts), "--module", module]
+    arguments = build_parser().parse_args([*how, *argv])
+    resolve(arguments, "1")
     # After Ctrl-C a rank finishes the step under way and rank 0 sums up; a step of a large model takes its time.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SECONDS_TO_FINISH_A_STEP)
     return launch(arguments, told=[_TOLD])

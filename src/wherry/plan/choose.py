@@ -87,9 +87,14 @@ class Choice:
     values: dict[str, Any]
     estimate: Estimate
     reasons: dict[str, str]
-    # How many configs were looked at, and how many of them fit.
+    # How many configs were looked at.
     tried: int
-    fitting: int
+    # Those that fit, by the quick answer.
+    fits: tuple[Tried, ...] = ()
+
+    @property
+    def fitting(self) -> int:
+        return len(self.fits)
 
     def to_dict(self) -> dict[str, Any]:
         given = {name: getattr(self, name) for name in ("values", "reasons", "tried", "fitting")}
@@ -148,7 +153,6 @@ def choose(
         if (found := _try(config, values, ranks, answer)) is not None:
             tried.append(found)
     fitting = [each for each in tried if each.estimate.fits]
-    count = len(fitting)
     while fitting:
         best = fitting[0]
         for other in fitting:
@@ -158,7 +162,7 @@ def choose(
         exact = confirm(best.config)
         if exact.fits:
             whole = {RATIO: 1.0} if RATIO in free and RATIO in config.auto else {}
-            return Choice(whole | best.values, exact, reasons(best.values, exact), len(tried), count)
+            return Choice(whole | best.values, exact, reasons(best.values, exact), len(tried), tuple(fitting))
         # The run has told what the quick answers did not know.
         others = [replace(each, estimate=answer(each.config)) for each in fitting if each is not best]
         fitting = [each for each in others if each.estimate.fits]

@@ -76,15 +76,15 @@ def build_config(
             'block "scheduler", or leave the flag out'
         )
     for key, (flag, value) in keys_of(options).items():
-        _put(config, key, value, flag)
+        put(config, key, value, flag)
     for name in ("bf16", "fp16") if options.precision else ():
         if options.precision == name or name in config:
-            _put(config, f"{name}.enabled", options.precision == name, "--precision")
+            put(config, f"{name}.enabled", options.precision == name, "--precision")
     if options.nvme_path is not None:
-        _name_the_disk(config, options.nvme_path)
+        name_the_disk(config, options.nvme_path)
     own = {name: copy.deepcopy(config.get(name)) for name in ("optimizer", "scheduler")}
     for key, value in parse_overrides(options.settings).items():
-        _put(config, key, value, "--set")
+        put(config, key, value, "--set")
     # As in a file, "auto" is what there would be without it.
     config.update({name: block for name, block in own.items() if config.get(name) == "auto"})
     if config["optimizer"] is None:
@@ -171,7 +171,7 @@ def _keep(
         schedule["total_num_steps"] = max(schedule["total_num_steps"], options.steps)
 
 
-def _put(config: dict[str, Any], key: str, value: Any, flag: str) -> None:
+def put(config: dict[str, Any], key: str, value: Any, flag: str) -> None:
     """Write `a.b=value`; blocks that are missing or left open are made."""
     *path, last = key.split(".")
     block = config
@@ -186,7 +186,7 @@ def _put(config: dict[str, Any], key: str, value: Any, flag: str) -> None:
     block[last] = value
 
 
-def _name_the_disk(config: dict[str, Any], folder: str) -> None:
+def name_the_disk(config: dict[str, Any], folder: str) -> None:
     zero = config.get("zero_optimization")
     blocks = zero if isinstance(zero, dict) else {}
     offloads = {name: blocks.get(name) for name in ("offload_optimizer", "offload_param")}

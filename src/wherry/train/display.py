@@ -16,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from wherry.errors import one_line
 from wherry.observe.memory import format_bytes, host_memory
 from wherry.placement import Placement, Tier
 from wherry.train.loop import Ending, Outcome, Record
@@ -112,6 +113,13 @@ class Display:
                 "gradient_clipping bounds a single bad batch."
             )
         self._print(Text(text, style="bold white on red"))
+
+    def said(self, step: int, answers: Sequence[tuple[str, str]]) -> None:
+        """What the model answers to some prompts by now."""
+        self.console.print(Text(f"at step {step} it says", style="dim"))
+        for prompt, answer in answers:
+            self.console.print(Text.assemble(("  > ", "dim"), one_line(prompt, 160)))
+            self.console.print(Text.assemble(("    ", ""), (one_line(answer, 400), "cyan")))
 
     def _print(self, text: str | Text) -> None:
         """A line that is a line in a file, too; on a terminal it ends with a word."""

@@ -100,7 +100,7 @@ def train(options: Options) -> int:
     from wherry.train.data import Samples, Share, load_text
     from wherry.train.loop import Ending, Loop, Plan, Stop
     from wherry.train.model import GPT, GPTConfig
-    from wherry.train.report import Report, facts_of
+    from wherry.train.report import Report, facts_of, run_of
     from wherry.train.resume import (
         choose_start,
         finished,
@@ -180,7 +180,7 @@ def train(options: Options) -> int:
     report, stop = None, Stop()
     if chief:
         facts = facts_of(engine, shape, why, share, text, start) + _what_stays(options, shape)
-        report = Report(engine, plan, options, shape, resolved.to_dict(), facts, stop)
+        report = Report(engine, run_of(engine, plan, options, shape, facts), resolved.to_dict(), stop)
     run_dir: Any = comm.gather_objects(report.run_dir if report is not None else None)[0]
     recorded = _record(engine, resolved, plan, run_dir)
     if report is not None:

@@ -102,6 +102,10 @@ class GPT(nn.Module):
             elif isinstance(module, nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
 
+    def get_output_embeddings(self) -> nn.Linear:
+        """As Transformers' models say which layer makes logits."""
+        return self.head
+
     def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
         length = ids.shape[1]
         if length > self.config.sequence:

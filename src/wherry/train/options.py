@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from wherry.config.problems import Parser
@@ -28,11 +28,11 @@ def _at_least(least: int) -> Callable[[str], int]:
     return check
 
 
-_positive, _none_or_more = _at_least(1), _at_least(0)
+positive, none_or_more = _at_least(1), _at_least(0)
 
 
 def _seed(text: str) -> int:
-    value = _none_or_more(text)
+    value = none_or_more(text)
     if value >= 2**64:  # torch's seeds are of 64 bits
         raise argparse.ArgumentTypeError(f"expected less than 2**64, got {value}")
     return value
@@ -64,7 +64,7 @@ class Flag(NamedTuple):
     key: str | None
 
 
-def _flag(*names: str, key: str | None = None, **settings: Any) -> Flag:
+def flag(*names: str, key: str | None = None, **settings: Any) -> Flag:
     settings.setdefault("dest", names[0][2:].replace("-", "_"))
     if "type" in settings and "choices" not in settings:
         settings.setdefault("metavar", "N")
@@ -75,80 +75,80 @@ _ZERO, _CHECKPOINT = "zero_optimization", "wherry.checkpoint"
 _TIERS = ("none", "cpu", "nvme")
 FLAGS = {
     "model": (
-        _flag("--preset", choices=(*PRESETS, "auto"),
+        flag("--preset", choices=(*PRESETS, "auto"),
               help=f"a known shape (default: {DEFAULT}, or the checkpoint's); auto: measured"),
-        _flag("--num-layers", type=_positive, help="blocks"),
-        _flag("--hidden-size", type=_positive, help="width of the residual stream"),
-        _flag("--num-attention-heads", type=_positive, help="attention heads (default: one per 64 of the width)"),
-        _flag("--seq-length", type=_positive, help="tokens of a sample"),
-        _flag("--vocab-size", type=_positive, help="rows of the token embedding; text is bytes, so at least 256"),
-        _flag("--checkpoint-activations", action="store_true", help="recompute each block in backward"),
-        _flag("--tensor-parallel", "--tensor-model-parallel-size", type=_positive, default=1,
+        flag("--num-layers", type=positive, help="blocks"),
+        flag("--hidden-size", type=positive, help="width of the residual stream"),
+        flag("--num-attention-heads", type=positive, help="attention heads (default: one per 64 of the width)"),
+        flag("--seq-length", type=positive, help="tokens of a sample"),
+        flag("--vocab-size", type=positive, help="rows of the token embedding; text is bytes, so at least 256"),
+        flag("--checkpoint-activations", action="store_true", help="recompute each block in backward"),
+        flag("--tensor-parallel", "--tensor-model-parallel-size", type=positive, default=1,
               help="ranks that share out each block's matrices"),
-        _flag("--pipeline-parallel", "--pipeline-model-parallel-size", type=_positive, default=1,
+        flag("--pipeline-parallel", "--pipeline-model-parallel-size", type=positive, default=1,
               help="stages of blocks, each on ranks of its own; the head is then not tied to the embedding"),
-        _flag("--untie-embeddings-and-output-weights", dest="untied", action="store_true",
+        flag("--untie-embeddings-and-output-weights", dest="untied", action="store_true",
               help="give the head weights of its own, as pipeline stages have it in any case"),
     ),
     "training": (
-        _flag("--steps", "--train-iters", type=_positive, help="optimizer steps (default: 150, or the resumed run's)"),
-        _flag("--batch-size", "--micro-batch-size", type=_positive, key="train_micro_batch_size_per_gpu",
+        flag("--steps", "--train-iters", type=positive, help="optimizer steps (default: 150, or the resumed run's)"),
+        flag("--batch-size", "--micro-batch-size", type=positive, key="train_micro_batch_size_per_gpu",
               help="samples of a micro-batch on each rank"),
-        _flag("--global-batch-size", type=_positive, key="train_batch_size", help="samples of a step, over all ranks"),
-        _flag("--gradient-accumulation-steps", dest="accumulation", type=_positive, key="gradient_accumulation_steps",
+        flag("--global-batch-size", type=positive, key="train_batch_size", help="samples of a step, over all ranks"),
+        flag("--gradient-accumulation-steps", dest="accumulation", type=positive, key="gradient_accumulation_steps",
               help="micro-batches of a step"),
-        _flag("--optimizer", type=_optimizer, metavar="NAME",
+        flag("--optimizer", type=_optimizer, metavar="NAME",
               help="AdamW (the default), Adam, Lion, Adagrad, SGD, Muon, Adafactor, Lamb, or one of torch.optim"),
-        _flag("--lr", type=float, key="optimizer.params.lr",
+        flag("--lr", type=float, key="optimizer.params.lr",
               help="peak learning rate (default: by optimizer; of AdamW 1e-3 at 11M, less for larger models)"),
-        _flag("--weight-decay", type=float, key="optimizer.params.weight_decay",
+        flag("--weight-decay", type=float, key="optimizer.params.weight_decay",
               help="default: 0.1 of AdamW, 0.5 of Lion, none where it is not decoupled"),
-        _flag("--clip-grad", type=float, key="gradient_clipping",
+        flag("--clip-grad", type=float, key="gradient_clipping",
               help="gradients are clipped to this norm (default: 1.0; 0: not at all)"),
-        _flag("--lr-warmup-iters", dest="warmup", type=_none_or_more, key="scheduler.params.warmup_num_steps",
+        flag("--lr-warmup-iters", dest="warmup", type=none_or_more, key="scheduler.params.warmup_num_steps",
               help="steps until the peak (default: a tenth)"),
-        _flag("--precision", choices=("fp32", "bf16", "fp16"), help="default: bf16 on a GPU that has it, else fp32"),
-        _flag("--bf16", dest="precision", action="store_const", const="bf16", help="--precision bf16"),
-        _flag("--fp16", dest="precision", action="store_const", const="fp16", help="--precision fp16"),
-        _flag("--stage", type=int, choices=(0, 1, 2, 3), key=f"{_ZERO}.stage", help="ZeRO stage (default: 3)"),
-        _flag("--offload-optimizer", choices=_TIERS, key=f"{_ZERO}.offload_optimizer.device",
+        flag("--precision", choices=("fp32", "bf16", "fp16"), help="default: bf16 on a GPU that has it, else fp32"),
+        flag("--bf16", dest="precision", action="store_const", const="bf16", help="--precision bf16"),
+        flag("--fp16", dest="precision", action="store_const", const="fp16", help="--precision fp16"),
+        flag("--stage", type=int, choices=(0, 1, 2, 3), key=f"{_ZERO}.stage", help="ZeRO stage (default: 3)"),
+        flag("--offload-optimizer", choices=_TIERS, key=f"{_ZERO}.offload_optimizer.device",
               help="where optimizer state rests"),
-        _flag("--offload-param", choices=_TIERS, key=f"{_ZERO}.offload_param.device",
+        flag("--offload-param", choices=_TIERS, key=f"{_ZERO}.offload_param.device",
               help="where parameters rest, at stage 3"),
-        _flag("--nvme-path", metavar="FOLDER", help="the folder on disk for what is offloaded to nvme"),
-        _flag("--host-memory", metavar="SIZE", key="wherry.host_memory",
+        flag("--nvme-path", metavar="FOLDER", help="the folder on disk for what is offloaded to nvme"),
+        flag("--host-memory", metavar="SIZE", key="wherry.host_memory",
               help="host memory that training states may take, like 3GB"),
         # Scripts have the switch beside the file.
-        _flag("--deepspeed", action="store_true", help=argparse.SUPPRESS),
-        _flag("--config", "--deepspeed-config", metavar="FILE", help="config file with DeepSpeed's key names"),
-        _flag("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="a key of the config"),
-        _flag("--seed", type=_seed, help="of the weights and of the order of the text (default: 1234)"),
+        flag("--deepspeed", action="store_true", help=argparse.SUPPRESS),
+        flag("--config", "--deepspeed-config", metavar="FILE", help="config file with DeepSpeed's key names"),
+        flag("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="a key of the config"),
+        flag("--seed", type=_seed, help="of the weights and of the order of the text (default: 1234)"),
     ),
     "run": (
-        _flag("--data", metavar="PATH", help="a text file, or a folder of them"),
-        _flag("--profile", type=_steps, metavar="STEPS", key="wherry.profile.steps",
+        flag("--data", metavar="PATH", help="a text file, or a folder of them"),
+        flag("--profile", type=_steps, metavar="STEPS", key="wherry.profile.steps",
               help="write where time and memory go in these, like 5 or 5-7, into the run's folder"),
-        _flag("--run-dir", metavar="FOLDER",
+        flag("--run-dir", metavar="FOLDER",
               help="where metrics and config go (default: runs/<date>-<name>, or the resumed run's)"),
-        _flag("--log-interval", type=_positive, default=0,
+        flag("--log-interval", type=positive, default=0,
               help="steps between lines (default: 1 on a CPU, 10 on a GPU)"),
-        _flag("--eval-interval", type=_none_or_more, default=0,
+        flag("--eval-interval", type=none_or_more, default=0,
               help="steps between validations (default: at the end only)"),
-        _flag("--eval-iters", dest="eval_batches", type=_positive, default=8, help="batches of a validation"),
-        _flag("--save", metavar="FOLDER", help="where checkpoints go (default: in the run's folder)"),
-        _flag("--save-interval", type=_positive, default=0,
+        flag("--eval-iters", dest="eval_batches", type=positive, default=8, help="batches of a validation"),
+        flag("--save", metavar="FOLDER", help="where checkpoints go (default: in the run's folder)"),
+        flag("--save-interval", type=positive, default=0,
               help="steps between checkpoints (default: one at the end, or at Ctrl-C)"),
-        _flag("--no-save", action="store_true", help="write no checkpoint"),
-        _flag("--keep-last", type=_positive, metavar="N", key=f"{_CHECKPOINT}.keep_last",
+        flag("--no-save", action="store_true", help="write no checkpoint"),
+        flag("--keep-last", type=positive, metavar="N", key=f"{_CHECKPOINT}.keep_last",
               help="keep the last N checkpoints (default: all)"),
-        _flag("--async-save", action="store_true", key=f"{_CHECKPOINT}.async_save",
+        flag("--async-save", action="store_true", key=f"{_CHECKPOINT}.async_save",
               help="write checkpoints while training goes on"),
-        _flag("--resume", metavar="auto|PATH",
+        flag("--resume", metavar="auto|PATH",
               help="go on from a checkpoint, or the latest of a run's folder; auto: from the newest whole one of this "
               "run, if any, which is runs/<name> unless --run-dir or --save says otherwise"),
-        _flag("--max-restarts", type=_none_or_more, default=0, metavar="N",
+        flag("--max-restarts", type=none_or_more, default=0, metavar="N",
               help="start the ranks anew when one dies, N times"),
-        _flag("--nproc", "--num-gpus", type=_positive, help="ranks (default: one per GPU, or two)"),
+        flag("--nproc", "--num-gpus", type=positive, help="ranks (default: one per GPU, or two)"),
     ),
 }  # fmt: skip
 
@@ -165,14 +165,14 @@ def build_parser() -> argparse.ArgumentParser:
     for title, flags in FLAGS.items():
         group = parser.add_argument_group(title)
         precision = group.add_mutually_exclusive_group()
-        for flag in flags:
-            owner = precision if flag.settings["dest"] == "precision" else group
-            owner.add_argument(*flag.names, **flag.settings)
+        for each in flags:
+            owner = precision if each.settings["dest"] == "precision" else group
+            owner.add_argument(*each.names, **each.settings)
     return parser
 
 
 def parse(argv: list[str]) -> Options:
-    options = build_parser().parse_args([_dashed(word) for word in argv])
+    options = build_parser().parse_args([dashed(word) for word in argv])
     del options.deepspeed  # a switch that says nothing without its file
     if options.max_restarts and options.resume is None:
         options.resume = "auto"
@@ -187,16 +187,16 @@ def parse(argv: list[str]) -> Options:
     return options
 
 
-def _dashed(word: str) -> str:
+def dashed(word: str) -> str:
     """A flag that was written with underscores, as it is known; a value as it is."""
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
-def keys_of(options: Options) -> dict[str, tuple[str, Any]]:
+def keys_of(options: Options, table: Mapping[str, Iterable[Flag]] = FLAGS) -> dict[str, tuple[str, Any]]:
     """By key of the config: the flag that was given and writes it, and its value."""
-    written = {flag.key: flag for flags in FLAGS.values() for flag in flags if flag.key is not None}
-    values = {key: (flag.names[0], getattr(options, flag.settings["dest"])) for key, flag in written.items()}
+    written = {each.key: each for flags in table.values() for each in flags if each.key is not None}
+    values = {key: (each.names[0], getattr(options, each.settings["dest"])) for key, each in written.items()}
     return {key: given for key, given in values.items() if given[1] is not None and given[1] is not False}
 
 

@@ -14,18 +14,17 @@ from typing import Any
 from wherry.observe.memory import format_bytes
 from wherry.observe.memory_page import memory_parts
 from wherry.observe.page import WIDE, Chart, Point, Series, page, table
-from wherry.train.presets import Shape
 
 # More points than so many are a smoothed line over dots, and of dots so many are drawn.
 _FEW, _DOTS = 80, 1200
+# What the model said to some prompts, and when.
+SAMPLES = "samples.jsonl"
 _ENDINGS = {"diverged": "the loss was lost", "failed": "stopped by an error"}
 
 
 def write_page(run_dir: Path) -> None:
     run, summary, config = (_read(run_dir / f"{name}.json") or {} for name in ("run", "summary", "config"))
-    shape = Shape(**{key: value for key, value in run["shape"].items() if key != "parameters"})
-    ranks = f"{run['ranks']} rank{'s' if run['ranks'] != 1 else ''}"
-    title = f"GPT-2 of {shape.size} parameters on {ranks}"
+    title = run["title"]
     ending = _ENDINGS.get(summary["ending"], summary["ending"])
     profile = config.get("wherry", {}).get("profile", {}).get("folder") or run_dir / "profile"
     memory = _read(Path(profile) / "memory-rank0.json")
@@ -41,6 +40,7 @@ def write_page(run_dir: Path) -> None:
         _curve("Norm of the gradients", records, {"gradient_norm": ""}, from_zero=True),
         "</div><h2>Memory of rank 0</h2>",
         *_memory(memory),
+        *_samples(run_dir),
         "<h2>Config</h2>",
         f"<p class=dim>{escape(' '.join(map(str, run['command'])))}</p>",
         f"<details><summary>as it was resolved</summary><pre>{escape(json.dumps(config, indent=2))}</pre></details>",
@@ -123,6 +123,23 @@ def _smooth(points: Sequence[Point]) -> list[Point]:
         around = points[index - reach : index + reach + 1]
         found.append((points[index][0], sum(y for _, y in around) / len(around)))
     return found
+
+
+# Samples, where a run has written some.
+
+
+def _samples(run_dir: Path) -> list[str]:
+    file = run_dir / SAMPLES
+    if not file.exists():
+        return []
+    found = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    parts = ["<h2>Samples</h2>"]
+    for prompt in dict.fromkeys(each["prompt"] for each in found):
+        mine = [each for each in found if each["prompt"] == prompt]
+        rows = [(f"step {each['step']:,}", each["answer"]) for each in mine]
+        rows += [("expected", mine[-1]["expected"])] if mine[-1].get("expected") else []
+        parts += [f"<h3>{escape(prompt)}</h3>", table(("", ""), rows)]
+    return parts
 
 
 # Memory.

@@ -9,11 +9,11 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,27 +42,36 @@ COLUMNS = (
 Facts = list[tuple[str, str]]
 
 
+class Reported(NamedTuple):
+    """What a report is of. `then` says what can be done with what the run has left: a sentence, and a command or file.
+
+    `activations`: bytes of a micro-batch; `about`: more for `run.json`.
+    """
+
+    title: str
+    folder: Path
+    steps: int
+    # Steps between lines: what was asked for, and what is without.
+    log_interval: int
+    every: int
+    facts: Facts
+    activations: int
+    about: Mapping[str, Any]
+    then: Callable[[Outcome], Facts]
+
+
 class Report:
     """Writes metrics and what was run into the folder, and shows it. No training ends because either has no room."""
 
-    def __init__(
-        self,
-        engine: Any,
-        plan: Plan,
-        options: Options,
-        shape: Shape,
-        config: Mapping[str, Any],
-        facts: Facts,
-        stop: Stop,
-    ) -> None:
+    def __init__(self, engine: Any, run: Reported, config: Mapping[str, Any], stop: Stop) -> None:
         self.engine = engine
-        self.options = options
-        self.run_dir = _run_dir(options, shape)
+        self.run_dir = run.folder
+        self._then = run.then
         self.sinks = Monitor(config, columns=COLUMNS, folder=self.run_dir)
         about = {
-            "options": vars(options),
-            "shape": asdict(shape) | {"parameters": shape.parameters},
-            "facts": facts,
+            **run.about,
+            "title": run.title,
+            "facts": run.facts,
             "placement": [list(row) for row in engine.placement.rows()],
             "ranks": engine.world_size,
             "wherry": wherry.__version__,
@@ -81,17 +90,10 @@ class Report:
                 "another folder"
             ) from error
         # Some fifty lines, where nobody has said how many.
-        thin = 1 if options.log_interval else max(1, plan.steps // plan.log_interval // 50)
-        self.display = Display(Screen(), plan.steps, engine.memory, line_every=thin, ending=lambda: stop.asked)
-        title = f"GPT-2 of {shape.size} parameters on {count(engine.world_size, 'rank')}"
-        working = engine.working_dtype or torch.float32
-        activations = shape.activation_bytes(
-            engine.train_micro_batch_size_per_gpu(),
-            checkpointed=options.checkpoint_activations,
-            itemsize=working.itemsize,
-        )
+        thin = 1 if run.log_interval else max(1, run.steps // run.every // 50)
+        self.display = Display(Screen(), run.steps, engine.memory, line_every=thin, ending=lambda: stop.asked)
         try:
-            self.display.begin(title, facts, engine.placement, activations)
+            self.display.begin(run.title, run.facts, engine.placement, run.activations)
         except OSError as error:
             stdout.give_up()
             raise WherryError(
@@ -110,6 +112,9 @@ class Report:
     def non_finite(self, step: int, loss: float, *, ended: bool) -> None:
         self._show(partial(self.display.non_finite, ended=ended), step, loss)
 
+    def said(self, step: int, answers: Sequence[tuple[str, str]]) -> None:
+        self._show(self.display.said, step, answers)
+
     def end(self, outcome: Outcome) -> None:
         self.sinks.close()
         summary = asdict(outcome) | {"ending": outcome.ending.value, "last_loss": outcome.last_loss}
@@ -120,27 +125,16 @@ class Report:
             logger.warning("summary.json is not written: %s", error.strerror)
         else:
             self._write_page()
-        self._show(self.display.end, outcome, self.run_dir, self._then(outcome))
+        then = self._then(outcome)
+        if (page := self.run_dir / "report.html").exists():
+            then.append(("its curves and its memory, in a browser", str(page)))
+        self._show(self.display.end, outcome, self.run_dir, then)
 
     def _write_page(self) -> None:
         try:
             write_page(self.run_dir)
         except OSError as error:
             logger.warning("report.html is not written: %s", error.strerror)
-
-    def _then(self, outcome: Outcome) -> list[tuple[str, str]]:
-        """What can be done with what the run has left: a sentence, and the command or the file."""
-        options, found = self.options, []
-        saved = not options.no_save and (save_folder(options, self.run_dir) / LATEST).exists()
-        if saved and outcome.ending is not Ending.DIVERGED:
-            folder = shlex.quote(str(options.save or self.run_dir))
-            prompt = "def " if options.data is None else "The "
-            steps = f" --steps {2 * options.steps}" if outcome.ending is Ending.FINISHED else ""
-            found.append(("see what it has learned", f'wherry generate {folder} "{prompt}"'))
-            found.append(("go on with the training", f"wherry train --resume {folder}{steps}"))
-        if (page := self.run_dir / "report.html").exists():
-            found.append(("its curves and its memory, in a browser", str(page)))
-        return found
 
     @staticmethod
     def _show(show: Callable[..., None], *what: object) -> None:
@@ -149,6 +143,31 @@ class Report:
         except OSError as error:
             stdout.give_up()
             logger.warning("nothing more is shown: standard output cannot be written (%s)", error.strerror)
+
+
+def run_of(engine: Any, plan: Plan, options: Options, shape: Shape, facts: Facts) -> Reported:
+    """A run of `wherry train`, whose folder is made."""
+    folder = _run_dir(options, shape)
+
+    def then(outcome: Outcome) -> Facts:
+        if options.no_save or outcome.ending is Ending.DIVERGED or not (save_folder(options, folder) / LATEST).exists():
+            return []
+        saved = shlex.quote(str(options.save or folder))
+        prompt = "def " if options.data is None else "The "
+        steps = f" --steps {2 * options.steps}" if outcome.ending is Ending.FINISHED else ""
+        return [
+            ("see what it has learned", f'wherry generate {saved} "{prompt}"'),
+            ("go on with the training", f"wherry train --resume {saved}{steps}"),
+        ]
+
+    activations = shape.activation_bytes(
+        engine.train_micro_batch_size_per_gpu(),
+        checkpointed=options.checkpoint_activations,
+        itemsize=(engine.working_dtype or torch.float32).itemsize,
+    )
+    title = f"GPT-2 of {shape.size} parameters on {count(engine.world_size, 'rank')}"
+    about = {"options": vars(options), "shape": asdict(shape) | {"parameters": shape.parameters}}
+    return Reported(title, folder, plan.steps, options.log_interval, plan.log_interval, facts, activations, about, then)
 
 
 def facts_of(engine: Any, shape: Shape, why: str, share: Share, text: Text, start: Start) -> Facts:
@@ -182,14 +201,18 @@ def count(number: int, word: str, plural: str = "s") -> str:
 
 
 def _run_dir(options: Options, shape: Shape) -> Path:
-    """The folder of the run, made. What the part of a run before it was resumed has written there keeps its lines."""
-    if options.run_dir is None:
-        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{name_of(shape)}"
+    return make_run_dir(options.run_dir, name_of(shape), resumes=options.resume is not None)
+
+
+def make_run_dir(given: str | None, name: str, *, resumes: bool) -> Path:
+    """The folder of a run, made. What the part of a run before it was resumed has written there keeps its lines."""
+    if given is None:
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
         names = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
         folder = next(free for name in names if not (free := Path("runs") / name).exists())
     else:
-        folder = Path(options.run_dir)
-        if options.resume is None:
+        folder = Path(given)
+        if not resumes:
             refuse_used(folder)
         for path in (folder / "metrics.jsonl", folder / "metrics.csv") if _has_metrics(folder) else ():
             asides = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))

@@ -1,0 +1,44 @@
+"""`wherry finetune`: checks what was asked, then starts its own ranks and waits for them."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from wherry.errors import WherryError
+
+if TYPE_CHECKING:
+    from wherry.train.options import Options
+
+_NEEDED = ("transformers", "trl", "peft", "datasets", "yaml")
+
+
+def main(argv: list[str]) -> int:
+    from wherry.observe.stdout import kept_terminal
+
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing and not {"-h", "--help"} & set(argv):
+        raise WherryError(f"finetune: it needs {', '.join(missing)}: pip install 'wherry[transformers]'")
+    from wherry.finetune.options import parse
+
+    options = parse(argv)
+    if "RANK" not in os.environ:
+        with kept_terminal():
+            return _start(options, argv)
+    from wherry.finetune import job
+
+    return job.main(argv)
+
+
+def _start(options: Options, argv: list[str]) -> int:
+    from wherry.cli.run import device_count
+    from wherry.cli.train import start_ranks
+    from wherry.finetune import job
+
+    if not job.check(options):
+        return 0
+    ranks = options.nproc or device_count() or 1
+    if ranks == 1 and not options.max_restarts:
+        return job.main(argv)
+    return start_ranks("wherry.finetune", ranks, options.max_restarts, argv)

@@ -1,0 +1,1 @@
+"""`wherry finetune`: a published model, trained further on one's own data."""

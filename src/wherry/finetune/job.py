@@ -1,0 +1,408 @@
+"""One rank of `wherry finetune`, from flags to exit status."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from wherry.checkpoint.export import IN_RUN
+from wherry.errors import NonFiniteError, WherryError
+from wherry.finetune.options import FILE, Options, as_file, parse
+from wherry.integrations.model_folder import FINISHED, opened
+from wherry.observe.log import logger
+
+if TYPE_CHECKING:
+    from wherry.finetune.place import Placed
+    from wherry.parallel.topology import Topology
+
+T = TypeVar("T")
+DEFAULT_SEED = 1234
+DEFAULT_SEQUENCE = 1024
+
+
+def main(argv: list[str]) -> int:
+    """Fine-tune as this rank of the group that the environment describes. The process is the job's own."""
+    from wherry.observe.log import show_unless_shown
+
+    show_unless_shown()
+    options = parse(argv)
+    with opened(where(options.model), "finetune") as folder:
+        return FineTuning(options, folder).run()
+
+
+def where(model: str) -> Path:
+    """The folder that MODEL names, of this machine or fetched from the hub."""
+    path = Path(model)
+    if path.exists() or model.count("/") != 1 or model.startswith((".", "/")):
+        return path
+    from wherry.finetune.model import on_hub
+
+    return on_hub(model)
+
+
+def check(options: Options) -> bool:
+    """Raise what is wrong with the flags, the config or the run's folder before any rank starts.
+
+    Returns whether there is something to train.
+    """
+    from wherry.finetune.config import build_config
+    from wherry.train.job import given_config
+    from wherry.train.report import make_folder, refuse_used
+
+    build_config(options, options.method or "sft", given_config(options), bf16=False, ranks=options.nproc or 1)
+    if options.run_dir is not None:
+        folder = Path(options.run_dir)
+        if options.resume is None:
+            refuse_used(folder)
+        make_folder(folder, "--run-dir")
+        if options.resume is not None and (folder / FINISHED).exists():
+            return not _finished(options, folder)
+    return True
+
+
+def _finished(options: Options, folder: Path) -> bool:
+    """Whether nothing is left to train: an error, unless `auto` leaves it to the run whether there is."""
+    start = find_checkpoint(options)
+    state = json.loads((start / "trainer_state.json").read_text(encoding="utf-8")) if start is not None else {}
+    if state.get("global_step", 0) < max(state.get("max_steps", 1), options.steps or 0):
+        return False
+    told = f"{folder} is finished, and its model is in {folder / FINISHED}; give more --steps, or another --run-dir"
+    if options.resume != "auto":
+        raise WherryError(f"--resume: {told}")
+    print(told)
+    return True
+
+
+# Where a run goes on.
+
+
+def find_checkpoint(options: Options) -> Path | None:
+    """The checkpoint that --resume means: the newest whole one of a run, or the one named; none with `auto`."""
+    if options.resume is None:
+        return None
+    named = Path(options.run_dir if options.resume == "auto" else options.resume)
+    if options.resume != "auto" and not named.exists():
+        raise WherryError(f"--resume {options.resume}: there is no such folder")
+    if (named / "trainer_state.json").exists():
+        if not _is_whole(named):
+            raise WherryError(f"--resume {named}: it is not whole; name its run, and the newest whole one is taken")
+        return named
+    folder = named if named.name == IN_RUN else named / IN_RUN
+    found = [path for path in folder.glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()]
+    for path in sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
+        if _is_whole(path):
+            return path
+        logger.warning("%s: it is not whole, as of a run that was killed while it saved: an older one is taken", path)
+    if options.resume != "auto":
+        raise WherryError(f"--resume {options.resume}: there is no whole checkpoint of `wherry finetune` in it")
+    return None
+
+
+def _is_whole(folder: Path) -> bool:
+    """The trainer's state is written last, and the engine knows its own checkpoints."""
+    from wherry.checkpoint import folder as folders
+
+    try:
+        json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return any(folder.glob("rng_state*")) and folders.newest_whole(folder) is not None
+
+
+class FineTuning:
+    """The steps of a run, each of which needs what the ones before have found out."""
+
+    def __init__(self, options: Options, folder: Path) -> None:
+        import datasets
+        import torch
+        import transformers
+
+        from wherry.parallel import topology
+        from wherry.train.job import given_config
+
+        transformers.logging.set_verbosity_error()  # what is to be told is told here
+        transformers.logging.disable_progress_bar()
+        datasets.disable_progress_bars()
+        self.options, self.folder = options, folder
+        # As a model of it names its base, from wherever it is asked.
+        self.name = str(Path(options.model).absolute()) if Path(options.model).exists() else options.model
+        self.world: Topology = topology.find()
+        self.comm, self.device = self.world.data, self.world.device
+        self.chief = self.comm.rank == 0
+        self.given = given_config(options)
+        options.seed = DEFAULT_SEED if options.seed is None else options.seed
+        has_bf16 = getattr(torch.get_device_module(self.device), "is_bf16_supported", None)
+        self.bf16 = bool(self.device.type != "cpu" and has_bf16 and has_bf16())
+
+    def run(self) -> int:
+        from wherry.finetune.model import load
+        from wherry.integrations.model_folder import read_tokenizer
+
+        options = self.options
+        start = self._first(lambda: find_checkpoint(options))
+        self.tokenizer = read_tokenizer(self.folder, "finetune")
+        if self.tokenizer.pad_token is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        self._take_template()
+        self.sequence = self._sequence()
+        self.examples = self._examples()
+        self.method = self.examples.method
+        self._tell_data()
+        placed = self._first(self._placed)
+        self.config = placed.config
+        self.run_dir: Path = self._first(self._make_run_dir)
+        steps = self._steps()
+        model = load(self.folder, self._dtype(), self.name)
+        trainer = self._trainer(model, steps)
+        return self._train(trainer, placed, start)
+
+    def _first(self, work: Callable[[], T]) -> T:
+        """Done by rank 0; what comes of it, or what is wrong, on every rank."""
+        from wherry.checkpoint.errors import on_first
+
+        def told() -> T:
+            try:
+                return work()
+            except WherryError as error:
+                raise WherryError(str(error).removeprefix("finetune: ")) from error
+
+        return on_first(self.comm, "finetune", told)
+
+    # What to train on, and where.
+
+    def _take_template(self) -> None:
+        from wherry.finetune.config import split
+
+        file = split(self.options)[1]["sft"].get("chat_template_path")
+        if file is None:
+            return
+        try:
+            self.tokenizer.chat_template = Path(file).read_text(encoding="utf-8")
+        except OSError as error:
+            raise WherryError(f"--set sft.chat_template_path={file}: {error.strerror}") from None
+
+    def _sequence(self) -> int:
+        from wherry.sources import find
+
+        longest = find(str(self.folder.absolute()))
+        most = _positions(self.folder) or longest.sequence
+        asked = self.options.seq_length
+        if asked is not None and asked > most:
+            raise WherryError(f"--seq-length {asked}: the model has {most} positions")
+        return asked or min(DEFAULT_SEQUENCE, most)
+
+    def _examples(self) -> Any:
+        """Rank 0 first, which leaves what it has prepared in the cache."""
+        from wherry.finetune.config import split
+        from wherry.finetune.data import load_examples
+
+        options = self.options
+        prepare = partial(
+            load_examples,
+            options.data,
+            options.method,
+            self.tokenizer,
+            eval_data=options.eval_data,
+            eval_split=options.eval_split,
+            seed=options.seed,
+            sequence=self.sequence,
+            columns=columns_of(options.columns),
+            skip_bad=options.skip_bad_rows,
+            samples=options.samples,
+            keep_end=split(options)[1]["sft"].get("truncation_mode") == "keep_end",
+        )
+        found: list[Any] = []
+        self._first(lambda: found.append(prepare()))
+        return found[0] if found else prepare()
+
+    def _tell_data(self) -> None:
+        from wherry.finetune.data import show_example
+        from wherry.observe.screen import Screen
+
+        if not self.chief:
+            return
+        screen, examples = Screen(highlight=False), self.examples
+        screen.print(f"{examples.source}; {examples.format}", markup=False)
+        for note in examples.notes:
+            screen.print(f"note: {note}", markup=False, style="dim")
+        for what, ids, labels in examples.shown:
+            screen.print(f"an example{f', {what}' * bool(what)}:", markup=False)
+            screen.print(show_example(ids, labels, self.tokenizer, width=min(120, screen.width)))
+
+    def _adapt(self) -> Callable[[Any], Any] | None:
+        if self.options.lora is None:
+            return None
+        import peft
+
+        lora = self._lora()
+        return lambda model: peft.get_peft_model(model, lora)
+
+    def _lora(self) -> Any:
+        from wherry.finetune.config import split
+        from wherry.finetune.model import lora_config
+
+        return None if self.options.lora is None else lora_config(self.options.lora, split(self.options)[1]["lora"])
+
+    def _placed(self) -> Placed:
+        from wherry.finetune.config import build_config
+        from wherry.finetune.place import as_table, place, source_for
+        from wherry.observe.screen import Screen
+        from wherry.plan.probe import disk_folder, this_machine
+        from wherry.sources import find
+
+        options = self.options
+        config = build_config(options, self.method, self.given, bf16=self.bf16, ranks=self.comm.size)
+        rows = 2 if self.method == "dpo" else 1
+        base = find(str(self.folder.absolute()))
+        source = source_for(base, self._adapt(), rows, with_reference=self._has_reference())
+        screen = Screen()
+        with screen.status("looking for where everything rests"):
+            machine = this_machine(disk_folder(config, options.nvme_path), every_gpu=True)
+            placed = place(config, source, machine, self.comm.size, self.sequence, options.nvme_path)
+        screen.print(as_table(placed))
+        return placed
+
+    def _make_run_dir(self) -> Path:
+        from wherry.train.report import make_run_dir
+
+        name = f"{Path(self.name).name}-{self.method}{'-lora' if self.options.lora is not None else ''}"
+        return make_run_dir(self.options.run_dir, name, resumes=self.options.resume is not None)
+
+    def _dtype(self) -> Any:
+        import torch
+
+        return self.config.working_dtype() or torch.float32
+
+    def _steps(self) -> int:
+        options, sizes = self.options, self.config.batch(self.comm.size)
+        if options.steps is not None:
+            return int(options.steps)
+        rows = len(self.examples.train)
+        per_epoch = max(1, rows // (sizes.micro * sizes.accumulation * self.comm.size))
+        return max(1, round((options.epochs or 1.0) * per_epoch))
+
+    def _has_reference(self) -> bool:
+        return self.method == "dpo" and self.options.lora is None
+
+    # The trainer.
+
+    def _trainer(self, model: Any, steps: int) -> Any:
+        import torch
+
+        from wherry.finetune.config import trainer_arguments
+        from wherry.finetune.model import load
+        from wherry.finetune.trainers import trainer_class
+
+        arguments = trainer_arguments(
+            self.options, self.method, self.config, self.sequence, steps, self.run_dir,
+            cpu=self.device.type == "cpu", ranks=self.comm.size, evaluates=self.examples.evaluation is not None,
+        )  # fmt: skip
+        torch.manual_seed(self.options.seed)
+        # Of adapters the reference is the model without them.
+        more = {"ref_model": load(self.folder, self._dtype(), self.name)} if self._has_reference() else {}
+        return trainer_class(self.method)(
+            **more,
+            model=model,
+            args=arguments,
+            train_dataset=self.examples.train,
+            eval_dataset=self.examples.evaluation,
+            processing_class=self.tokenizer,
+            peft_config=self._lora(),
+            wherry_config=self.config,
+        )
+
+    def _train(self, trainer: Any, placed: Placed, start: Path | None) -> int:
+        from transformers.trainer_callback import PrinterCallback
+
+        from wherry.finetune.following import Following
+        from wherry.finetune.samples import SampleAnswers
+        from wherry.train.loop import Ending, Stop
+
+        stop, options = Stop(), self.options
+        file = self.run_dir / "samples.jsonl" if self.chief else None
+        samples = SampleAnswers(self.examples.prompts, self.tokenizer, self.sequence, file)
+        make = partial(self._report, trainer, placed, stop, start) if self.chief else None
+        following = Following(trainer, stop, samples, make, saves=not options.no_save)
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(following)
+        outcome = following.outcome
+        with stop:
+            try:
+                trainer.train(resume_from_checkpoint=None if start is None else str(start))
+                if outcome.ending is Ending.FINISHED:
+                    self._finish(trainer, following)
+            except NonFiniteError as error:  # on every rank
+                outcome.ending = Ending.DIVERGED
+                if self.chief:
+                    logger.error("%s", error)
+            except (KeyboardInterrupt, SystemExit):
+                outcome.ending = Ending.INTERRUPTED
+                raise
+            finally:
+                if following.report is not None:
+                    following.report.end(outcome)
+        trainer.engine.close()
+        self.comm.close()
+        if outcome.ending is Ending.INTERRUPTED:
+            return stop.status
+        return 0 if outcome.ending is Ending.FINISHED else 1
+
+    def _finish(self, trainer: Any, following: Any) -> None:
+        import torch
+
+        from wherry.finetune.model import write
+        from wherry.finetune.report import card_of
+        from wherry.integrations.model_folder import stored
+
+        dtype = self.config.working_dtype()
+        if dtype is None:
+            held = stored(self.folder)[1]
+            dtype = held if held in (torch.bfloat16, torch.float16) else torch.bfloat16
+        card = partial(card_of, self, trainer, following.outcome)
+        write(trainer.engine, trainer, self.tokenizer, self.run_dir, dtype, card)
+
+    def _report(self, trainer: Any, placed: Placed, stop: Any, start: Path | None, steps: int) -> Any:
+        import yaml
+
+        from wherry.finetune.report import facts_of, then_of
+        from wherry.train.report import Report, Reported, count
+
+        options = self.options
+        about = as_file(options, self._chosen(placed))
+        (self.run_dir / FILE).write_text(yaml.safe_dump(about, sort_keys=False), encoding="utf-8")
+        how = "LoRA of" if options.lora is not None else "all of"
+        title = f"{self.method}: {how} {Path(self.name).name} on {count(self.comm.size, 'rank')}"
+        args = trainer.args
+        run = Reported(
+            title, self.run_dir, steps, options.log_interval, args.logging_steps,
+            facts_of(self, trainer, placed, start), placed.activations, {"options": about}, partial(then_of, self),
+        )  # fmt: skip
+        return Report(trainer.engine, run, trainer.engine.config, stop)
+
+    def _chosen(self, placed: Placed) -> Mapping[str, Any]:
+        return placed.values
+
+
+def columns_of(text: str | None) -> dict[str, str]:
+    """`prompt=question,completion=answer`."""
+    found = dict(part.partition("=")[::2] for part in filter(None, (text or "").split(",")))
+    for ours, theirs in found.items():
+        if not theirs:
+            raise WherryError(f"--columns: expected NAME=COLUMN, like prompt=question, got {ours!r}")
+    return found
+
+
+def _positions(folder: Path) -> int | None:
+    """How many tokens the model takes, as its config says."""
+    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    values = values.get("text_config") or values
+    found = values.get("max_position_embeddings") or values.get("n_positions")
+    return found if isinstance(found, int) else None
+
+
+def quoted(*words: object) -> str:
+    return " ".join(shlex.quote(str(word)) for word in words)

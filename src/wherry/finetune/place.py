@@ -1,0 +1,173 @@
+"""Where everything rests in a fine-tuning, and how large a micro-batch is: by the plan, before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import nn
+from torch._subclasses import FakeTensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from wherry import config as configs
+from wherry.config import Config
+from wherry.errors import WherryError
+from wherry.observe.log import logger
+from wherry.observe.screen import table
+from wherry.placement import place_name
+from wherry.plan.choose import Choice, NothingFits, Tried, choose, free_keys, nearest_change
+from wherry.plan.estimate import Estimate
+from wherry.plan.forecaster import Forecaster
+from wherry.plan.machines import Machine
+from wherry.plan.model_source import Inputs, ModelSource
+from wherry.plan.quantities import seconds, size
+
+_SHOWN = 6
+Adapt = Callable[[nn.Module], nn.Module]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The config with what was chosen, by key, and the estimate of it."""
+
+    config: Config
+    values: Mapping[str, Any]
+    estimate: Estimate
+    others: tuple[Tried, ...] = ()
+
+    @property
+    def activations(self) -> int:
+        return sum(row.bytes for row in self.estimate.rows if row.category == "activations")
+
+
+def place(config: Config, source: ModelSource, machine: Machine, ranks: int, sequence: int, disk: str | None) -> Placed:
+    """What trains fastest of all that fits, with what the config says as it is.
+
+    An error, with the nearest change, where nothing fits. A config that leaves nothing open is taken at its word.
+    """
+    forecaster = Forecaster(source, machine.holding(ranks), ranks, sequence)
+    free = free_keys(config)
+    try:
+        choice = choose(config, forecaster.quick, ranks, free=free, disk=disk, confirm=forecaster.exact)
+    except NothingFits as nothing:
+        if not free & {"zero_optimization.stage", "train_micro_batch_size_per_gpu"}:
+            logger.warning("%s; it is tried all the same, as the config leaves nothing open", nothing)
+            return Placed(config, {}, nothing.smallest)
+        raise WherryError(_refusal(config, nothing, forecaster)) from None
+    placed = configs.load(config, overrides=choice.values)
+    return Placed(placed, choice.values, choice.estimate, _others(choice))
+
+
+def _refusal(config: Config, nothing: NothingFits, forecaster: Forecaster) -> str:
+    smallest = nothing.smallest
+    told = [f"finetune: {str(nothing).removeprefix('plan: ').partition(' Use ')[0]}"]
+    change = nearest_change(config, smallest, forecaster.quick, confirm=forecaster.exact)
+    if change is not None:
+        sets = " ".join(f"--set {key}={value}" for key, value in change.values.items())
+        told.append(f"It would fit with {change.words}: {sets}")
+    shorter = smallest.sequence // 2
+    while change is None and shorter >= 128:
+        if Forecaster(forecaster.source, forecaster.machine, forecaster.ranks, shorter).quick(config).fits:
+            told.append(f"It would fit with --seq-length {shorter}")
+            break
+        shorter //= 2
+    return "\n".join(told)
+
+
+def _others(choice: Choice) -> tuple[Tried, ...]:
+    """The fastest of every other placement that fits."""
+    best: dict[tuple[Any, ...], Tried] = {}
+    for each in choice.fits:
+        found = each.estimate
+        key = found.placement.name, found.recompute
+        if key not in best or each.rate > best[key].rate:
+            best[key] = each
+    chosen = choice.estimate.placement.name, choice.estimate.recompute
+    rest = [each for key, each in best.items() if key != chosen]
+    return tuple(sorted(rest, key=lambda each: -each.rate))
+
+
+# What is said of it.
+
+
+def as_table(placed: Placed) -> Table:
+    """What was chosen, and what else would have fitted."""
+    gpu = placed.estimate.machine.gpus > 0
+    names = [use.place for use in placed.estimate.uses if use.needed or use.place != "disk"]
+    found = table("weights", "optimizer state", ">rows", "activations", *(f">{name}" for name in names), ">a step")
+    shown: set[tuple[str, ...]] = set()
+    for estimate in (placed.estimate, *(each.estimate for each in placed.others)):
+        resting = {state: place_name(tier, gpu=gpu) for state, _, tier in estimate.placement.rows()}
+        needed = {use.place: size(use.needed) for use in estimate.uses}
+        cells = (
+            resting["parameters"],
+            resting["optimizer"],
+            f"{estimate.micro_batch} x {estimate.accumulation}",
+            "recomputed" if estimate.recompute else "kept",
+            *(needed.get(name, "") for name in names),
+            seconds(estimate.seconds) if estimate.seconds else "",
+        )
+        if cells[:4] not in shown and len(shown) < _SHOWN:  # on a CPU placements differ in name alone
+            found.add_row(*cells, style="dim" if shown else "bold")
+        shown.add(cells[:4])
+    return found
+
+
+def said(placed: Placed) -> Iterator[str]:
+    found = placed.estimate
+    for use in found.uses:
+        if use.needed:
+            yield f"the {use.place} holds {use.words}"
+
+
+# The model as a plan runs it.
+
+
+class _WithReference(nn.Module):
+    """A model and a frozen copy of it, which goes first over what the model learns from."""
+
+    def __init__(self, model: nn.Module, reference: nn.Module) -> None:
+        super().__init__()
+        self.model, self.reference = model, reference.requires_grad_(False)
+
+    def forward(self, **inputs: Any) -> Any:
+        with torch.no_grad():
+            self.reference(**inputs)
+        return self.model(**inputs)
+
+
+def source_for(base: ModelSource, adapt: Adapt | None, rows: int, *, with_reference: bool = False) -> ModelSource:
+    """The model of a folder with its adapters; a row of the data is `rows` sequences, as of pairs."""
+
+    def make(micro_batch: int, sequence: int) -> tuple[nn.Module, Inputs | None]:
+        if adapt is None:
+            model, inputs = base.make(micro_batch * rows, sequence)
+            return (_WithReference(model, base.make(1, 1)[0]) if with_reference else model), inputs
+        # PEFT moves what it makes, which tensors without memory do not take.
+        with unset_fake_temporarily(), torch.device("meta"):
+            model = adapt(base.make(1, 1)[0])
+        model = _faked(model)
+        ids = torch.zeros(micro_batch * rows, sequence, dtype=torch.int64)
+        return model, Inputs((), {"input_ids": ids, "labels": ids})
+
+    return dataclasses.replace(base, make=make, part=None)
+
+
+def _faked(model: nn.Module) -> nn.Module:
+    """On the default device, with tensors that are tied as before."""
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is None or isinstance(tensor, FakeTensor):
+                    continue
+                if tensor not in made:
+                    empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    made[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+                held[name] = made[tensor]  # type: ignore[assignment]
+    return model

@@ -1,0 +1,25 @@
+"""TRL's trainers on the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from wherry.integrations.transformers import WherryMixin
+
+
+class _OnEngine(WherryMixin):
+    """A checkpoint is the engine's alone: weights in another form are written when the run has ended."""
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if not _internal_call:
+            super().save_model(output_dir, _internal_call)
+
+    def create_model_card(self, *_: Any, **__: Any) -> None:
+        """The run's own is written with the finished model."""
+
+
+def trainer_class(method: str) -> type[Any]:
+    import trl
+
+    base = trl.DPOTrainer if method == "dpo" else trl.SFTTrainer
+    return type(f"Wherry{base.__name__}", (_OnEngine, base), {})

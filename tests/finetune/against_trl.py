@@ -1,0 +1,108 @@
+"""A program of the tests: the trainings of `wherry finetune`, and without Wherry. `against_trl.py FOLDER CASES OUT`.
+
+Each case is "model how method stage tier", or "model how method plain PARTS". Rank 0 writes losses and gradient norms
+by case.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import trl
+from accelerate.state import AcceleratorState, GradientState
+
+from wherry.finetune.config import build_config, trainer_arguments
+from wherry.finetune.data import load_examples
+from wherry.finetune.model import load, lora_config
+from wherry.finetune.options import parse
+from wherry.finetune.trainers import trainer_class
+
+STEPS, ROWS = 3, 8
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def options_of(folder: Path, how: str, method: str, stage: str, tier: str) -> Namespace:
+    data = folder / ("pairs.jsonl" if method == "dpo" else "rows.jsonl")
+    words = ["model", f"--data={data}", f"--steps={STEPS}", f"--stage={stage}", "--precision=fp32", "--seed=3"]
+    words += [f"--batch-size={ROWS // WORLD}", f"--global-batch-size={ROWS}", "--lr=0.01", "--log-interval=1"]
+    words += ["--no-save", "--eval-interval=1000", "--lr-warmup-iters=0", "--clip-grad=0.5"]
+    words += ["--lora=r=4"] if how == "lora" else []
+    words += [f"--offload-optimizer={tier}"] + ([f"--offload-param={tier}"] if stage == "3" else [])
+    words += [f"--nvme-path={folder / 'disk'}"] if tier == "nvme" else []
+    return parse(words)
+
+
+def history(trainer: Any) -> list[list[float]]:
+    return [[row["loss"], row["grad_norm"]] for row in trainer.state.log_history if "loss" in row]
+
+
+def ours(folder: Path, model: str, options: Namespace, method: str) -> Any:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / model)
+    examples = load_examples(options.data, method, tokenizer, eval_split=0, seed=3, sequence=64)
+    config = build_config(options, method, None, bf16=False, ranks=WORLD)
+    out = folder / "out"
+    arguments = trainer_arguments(options, method, config, 64, STEPS, out, cpu=True, ranks=WORLD, evaluates=False)
+    reference = (
+        {"ref_model": load(folder / model, torch.float32, model)} if method == "dpo" and not options.lora else {}
+    )
+    trainer = trainer_class(method)(
+        model=load(folder / model, torch.float32, model), args=arguments, train_dataset=examples.train,
+        processing_class=tokenizer, wherry_config=config, **reference,
+        peft_config=lora_config(options.lora, {}) if options.lora else None,
+    )  # fmt: skip
+    assert any(parameter.is_meta for parameter in trainer.model.parameters())  # nothing is loaded yet
+    trainer.train()
+    trainer.engine.close()
+    if reference:
+        trainer.ref_model.close()
+    return history(trainer)
+
+
+def plain(folder: Path, model: str, options: Namespace, method: str, parts: int) -> Any:
+    """TRL from the rows as they stand, in one process, in so many micro-batches."""
+    from datasets import Dataset
+
+    rows = [json.loads(line) for line in Path(options.data).read_text().splitlines()]
+    cls, of = (trl.DPOTrainer, trl.DPOConfig) if method == "dpo" else (trl.SFTTrainer, trl.SFTConfig)
+    arguments = of(
+        str(folder / "out"), per_device_train_batch_size=ROWS // parts, gradient_accumulation_steps=parts,
+        max_steps=STEPS, learning_rate=0.01, seed=3, use_cpu=True,
+        bf16=False, max_grad_norm=0.5, logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True,
+        max_length=64, lr_scheduler_type="cosine", gradient_checkpointing=False,
+    )  # fmt: skip
+    whole = transformers.AutoModelForCausalLM.from_pretrained(folder / model, dtype=torch.float32)
+    trainer = cls(
+        model=whole, args=arguments, train_dataset=Dataset.from_list(rows),
+        processing_class=transformers.AutoTokenizer.from_pretrained(folder / model),
+        peft_config=lora_config(options.lora, {}) if options.lora else None,
+    )  # fmt: skip
+    trainer.train()
+    return history(trainer)
+
+
+def main() -> None:
+    folder, cases, out = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()), Path(sys.argv[3])
+    transformers.logging.set_verbosity_error()
+    found = {}
+    for case in cases:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        model, how, method, stage, tier = case.split()
+        if stage == "plain":
+            options = options_of(folder, how, method, "2", "none")
+            found[case] = plain(folder, model, options, method, parts=int(tier))
+        else:
+            found[case] = ours(folder, model, options_of(folder, how, method, stage, tier), method)
+    if os.environ.get("RANK", "0") == "0":
+        out.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

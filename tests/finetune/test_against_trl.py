@@ -1,0 +1,65 @@
+"""Fine-tuning is TRL's: the same losses as without Wherry, wherever the states rest."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.finetune.tiny import make_folder, write_rows
+
+MODELS = ("llama", "qwen", "gemma", "mixtral")
+PLACES = [(stage, tier) for stage in ("2", "3") for tier in ("none", "cpu", "nvme")]
+TRAININGS = list(itertools.product(MODELS, ("full", "lora"), ("sft", "dpo")))
+
+
+def placed(number: int) -> tuple[str, str]:
+    return PLACES[number % len(PLACES)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, plain: Any) -> Path:
+    folder = tmp_path_factory.mktemp("finetune")
+    for kind in MODELS:
+        make_folder(folder / kind, kind, plain)
+    write_rows(folder)
+    return folder
+
+
+def run(folder: Path, cases: list[str], ranks: int, name: str) -> dict[str, list[list[float]]]:
+    (folder / f"{name}.json").write_text(json.dumps(cases))
+    program = [str(Path(__file__).with_name("against_trl.py")), str(folder), str(folder / f"{name}.json")]
+    out = folder / f"{name}-found.json"
+    start = [sys.executable] if ranks == 1 else [sys.executable, "-m", "wherry", "run", "--nproc", str(ranks)]
+    done = subprocess.run([*start, *program, str(out)], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(out.read_text())
+
+
+@pytest.fixture(scope="module")
+def without(folder: Path) -> dict[str, list[list[float]]]:
+    cases = [f"{' '.join(training)} plain {oracle(training[0], ranks)}" for training in TRAININGS for ranks in (1, 2)]
+    return run(folder, list(dict.fromkeys(cases)), 1, "plain")
+
+
+def oracle(model: str, ranks: int) -> int:
+    """Micro-batches: the loss by which experts share tokens out is of each rank's, and of all of a step for others."""
+    return ranks if model == "mixtral" else 1
+
+
+# Of each rank count every training, and every place with half of them; the other half on the other rank count.
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_losses_are_those_of_trl(folder: Path, without: dict[str, list[list[float]]], ranks: int) -> None:
+    cases = [" ".join((*training, *placed(number + 3 * ranks))) for number, training in enumerate(TRAININGS)]
+    found = run(folder, cases, ranks, f"on-{ranks}")
+    for case, losses in found.items():
+        model, how, method = case.split()[:3]
+        expected = without[f"{model} {how} {method} plain {oracle(model, ranks)}"]
+        assert len(losses) == len(expected) == 3
+        for (loss, norm), (true_loss, true_norm) in zip(losses, expected, strict=True):
+            assert loss == pytest.approx(true_loss, rel=2e-5), case
+            assert norm == pytest.approx(true_norm, rel=2e-4), case
